@@ -13,10 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from os import PathLike
+from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
 import yaml
 
+CACHE = "VISION_RECIPES_CACHE"  # environment variable that names the folder of `cache_folder`
 SMALL = 2**20  # bytes: far more than any preset, record of a run or label file has
 MEDIUM = 2**24  # bytes: for lists with one line per class or image
 _DEEPEST = 8  # levels of nesting in a YAML file
@@ -64,6 +66,14 @@ def read_bytes(path: str | bytes | PathLike, most: int) -> bytes:
 def read_text(path: str | bytes | PathLike, most: int) -> str:
     """Like `read_bytes`, as text. Raises UnicodeDecodeError (a ValueError) if it is not UTF-8."""
     return read_bytes(path, most).decode()
+
+
+def cache_folder() -> Path:
+    """The user's folder for what can be read again from data. It need not exist. Raises RuntimeError without a home."""
+    if place := os.environ.get(CACHE):
+        return Path(os.path.abspath(Path(place).expanduser()))
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "vision-recipes"
 
 
 def as_json(content: Any) -> Any:

@@ -56,10 +56,15 @@ class Config(OptimizationConfig, RunConfig):
     data: str = path_option(
         "", heading="data", required="name your images, or train on digits: --config recipes/presets/digits.yaml"
     )
-    """An image folder with one subfolder per class (or train/ and val/ of these), a CSV file of paths and labels, a Hugging
-    Face data set (hub id or path), or digits, which scikit-learn ships."""
+    """An image folder with one subfolder per class (or train/ and val/ of these), a CSV file of paths and labels, shards (tars
+    of WebDataset; URLs of tars or Parquet), a Hugging Face data set (hub id or path), or digits, which scikit-learn has."""
     label_column: str = ""
     """Tables: column of the labels (default: found by its type), or several of 0 and 1, one per class: a,b,c."""
+    streaming: bool = False
+    """Hugging Face data sets: read their shards where they lie, without downloading them."""
+    shard_memory: int = option(1024, low=1, high=2**24)
+    """Shards at a URL: MiB of a machine's memory for neighbouring images, which are read together. With more of it they are
+    shuffled better, so a resumed run keeps this value."""
     model: str = path_option("convnext_atto", heading="model")
     """A timm model, hf-hub:owner/name, or a local timm folder such as a run's best/."""
     pretrained: bool = False
@@ -208,7 +213,7 @@ def build_samples(
 ):
     """Batches to train on, with what stands at which position of the run, and those to evaluate; data workers compute them."""
     weights = sample_weights(config.sampling, train.labels, len(train.classes))
-    stream = Stream.of(config, len(train), weights)
+    stream = Stream.of(config, len(train), weights, blocks=train.blocks)
     samples = TrainingSamples.of(config, train, stream, model, data_config, augmentations)
     return samples, EvaluationSamples(val, data_config)
 

@@ -58,9 +58,15 @@ class Config(OptimizationConfig, RunConfig):
     data: str = path_option(
         "", heading="data", required="name your images, or train on digits: --config recipes/presets/det_digits.yaml"
     )
-    """A COCO, Pascal VOC or YOLO folder, a Hugging Face data set with an `objects` column, or digits: scenes of them."""
+    """A COCO, Pascal VOC or YOLO folder, a Hugging Face data set with an `objects` column, shards (tars of WebDataset; URLs of
+    tars or Parquet), or digits: scenes of them."""
     objects_column: str = ""
-    """Tables: column of the objects (default: found by its type)."""
+    """Tables and shards: column of the objects (default: found by its type; in a tar's .json: objects)."""
+    streaming: bool = False
+    """Hugging Face data sets: read their shards where they lie, without downloading them."""
+    shard_memory: int = option(1024, low=1, high=2**24)
+    """Shards at a URL: MiB of a machine's memory for neighbouring images, which are read together. With more of it they are
+    shuffled better, so a resumed run keeps this value."""
     box_format: str = ""
     """Tables: xywh, xyxy or cxcywh."""
     repeat_threshold: float = option(0.0, low=0, high=1)

@@ -48,7 +48,7 @@ def test_every_way_from_photographs_to_batches_is_measured(launch: Launcher, tmp
 
 @pytest.mark.long
 def test_all_scripts_make_one_table(launch: Launcher, tmp_path: Path) -> None:
-    scripts = ("input_pipeline", "loop", "detection", "startup", "checkpoint")
+    scripts = ("input_pipeline", "loop", "detection", "startup", "checkpoint", "shards", "shards_http")
     script = launch.start_python("benchmarks/everything.py", "--quick", "--output", tmp_path)
     done = script.finish(900)
     assert done.returncode == 0, done.stderr
@@ -56,7 +56,7 @@ def test_all_scripts_make_one_table(launch: Launcher, tmp_path: Path) -> None:
     result = json.loads(path.read_text())
     assert tuple(result["scripts"]) == scripts and result["machine"]["cores"] > 0
     rows = sum(len(part["rows"]) for part in result["scripts"].values())
-    assert rows >= 23 and done.stdout.count("\n") == rows + 3
+    assert rows >= 31 and done.stdout.count("\n") == rows + 3
 
 
 def test_without_a_gpu_its_benchmark_says_so_in_a_line(launch: Launcher) -> None:

@@ -24,6 +24,7 @@ from common.data.decoding import Picture
 from common.data.device_decoding import Encoded, Jpeg, decoder, for_device, noise, refuse_cache
 from common.data.images import BrokenImage
 from common.data.loader import DeviceBatch
+from common.data.shards import expect
 from common.data.source import Source
 from common.data.stream import Stream
 from common.errors import Refused
@@ -131,6 +132,7 @@ class TrainingSamples(Dataset):
             transform = replace(transform, size=tuple(self.image_sizes.of(positions[:1])[0].tolist()))
         keys = mix(positions, key_of(self.seed, "augmentation")).tolist()
         images, indices, broken = [], [], []
+        expect(self.source, self.stream, positions)
         for index, key in zip(self.stream.indices(positions).tolist(), keys, strict=True):
             image, index = self._read(transform, index, key, broken)
             images.append(image)
@@ -229,6 +231,7 @@ class EvaluationSamples(Dataset):
         timm_models.export(model, train.classes, self.data_config, train.multi_label, results, folder)
 
     def __getitems__(self, indices: np.ndarray) -> Batch:
+        self.source.expect(indices)
         images, broken = [], []
         readable = torch.ones(len(indices), dtype=torch.bool)
         for place, index in enumerate(indices.tolist()):

@@ -1,7 +1,6 @@
 """Sources of labelled images: reads the data of `--data`, and holds out a share for evaluation."""
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +22,6 @@ from common.files import walk
 
 __all__ = ["Source", "Spec", "load"]
 
-_SHARDS = re.compile(r"\.(tar|tgz)(\.\w+)?$|::|://|^(\w+-)?streaming:|^(pipe|wds|webdataset):", re.IGNORECASE)
-_NOT_YET = (
-    "tar/WebDataset shards, URLs and streaming are not supported yet; "
-    "extract to an image folder with one subfolder per class, or convert to parquet"
-)
-
 
 @dataclass(frozen=True)
 class Spec(DataSpec):
@@ -48,6 +41,7 @@ def load(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None 
     """The images to train on and to evaluate on, with the same classes. `spec.data` is one of
 
     - `digits`: 1,797 handwritten digits that come with scikit-learn (a folder of that name is `./digits`);
+    - shards, as `shards.find` knows them;
     - an image folder with one subfolder per class, or a folder of such parts, as `splits.kind_of` knows them;
     - a Hugging Face data set, Parquet or CSV files, as `huggingface.open_table` knows them.
 
@@ -61,14 +55,17 @@ def load(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None 
     Raises `Refused` for data that can't be found, read, or trained on, and if more than `max_broken_share` of a part is
     missing.
     """
+    from common.data.shards import shard_parts, shared  # imports torch
+
+    shards = shard_parts(spec, lambda labels: data_spec.names_of(spec.pieces(labels))) if custom is None else None
     with data_spec.reading(spec.data):
-        parts = _open(spec, custom)
+        parts = shards or _open(spec, custom)
         pieces = spec.pieces(parts.labels)
         undivided = data_spec.read(parts, pieces)
         for source in undivided.values():
             refuse_broken(spec.data, source, spec.max_broken_share)
         sources = spec.divide(parts.labels, pieces, undivided)
-    return data_spec.same_everywhere(sources)
+    return data_spec.same_everywhere(shared(sources, spec.shard_memory))
 
 
 def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None) -> Parts:
@@ -76,7 +73,7 @@ def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None
     if custom is not None:
         spec.refuse_columns()
         return open_custom(spec.data, custom, spec.min_classes)
-    for open_format in (_open_shards, _open_digits, _open_table, _open_folder):
+    for open_format in (_open_digits, _open_table, _open_folder):
         if parts := open_format(spec):
             return parts
     path = Path(spec.data).expanduser()
@@ -88,11 +85,6 @@ def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None
 
 
 # ---- formats: each gives the parts of its data, not read yet, or None for data of another format
-
-
-def _open_shards(spec: Spec) -> None:
-    if _SHARDS.search(spec.data):
-        raise Refused(f"--data {spec.data}: {_NOT_YET}")
 
 
 def _open_digits(spec: Spec) -> Parts | None:
@@ -160,8 +152,6 @@ def _subfolders(folder: Path) -> list[str]:
 
 def _class_folders(folder: Path, min_classes: int) -> list[str]:
     names = _subfolders(folder)
-    if not names and any(folder.glob("*.tar")):
-        raise Refused(f"{folder}: {_NOT_YET}")
     if len(names) < min_classes:
         found = f"only the class folder {names[0]}/" if names else "no class folders"
         raise Refused(f"{folder}: {found}; images belong in one subfolder per class, of two classes or more")

@@ -121,17 +121,23 @@ def open_cache(count: int, side: int, folder: str) -> Cache | None:
         if folder:
             raise Refused(f"--cache_folder {folder}: nothing is kept there without --cache, such as --cache 336")
         return None
-    with all_or_none("making the cache of decoded images"):
-        file = _make(count, side, folder) if is_local_main() else None
+    file, path = shared_file("the cache of decoded images", lambda: _make(count, side, folder))
+    return Cache(count, side, path, folder, file)
+
+
+def shared_file(what: str, make: Callable[[], BinaryIO]) -> tuple[BinaryIO, str]:
+    """A file without a name, one per machine, and a path by which its processes can open it. A collective."""
+    with all_or_none(f"making {what}"):
+        file = make() if is_local_main() else None
     path = f"/proc/{os.getpid()}/fd/{file.fileno()}" if file else ""
     path = next(path for node, path in gather_objects((node_rank(), path)) if node == node_rank() and path)
-    with all_or_none("opening the cache of decoded images"):
+    with all_or_none(f"opening {what}"):
         if not file:
             try:
                 file = open(path, "r+b", buffering=0)
-            except OSError:  # a system without /proc has one cache per process
-                file = _make(count, side, folder)
-    return Cache(count, side, path, folder, file)
+            except OSError:  # a system without /proc has one file per process
+                file = make()
+    return file, path
 
 
 def _make(count: int, side: int, folder: str) -> BinaryIO:
@@ -142,11 +148,16 @@ def _make(count: int, side: int, folder: str) -> BinaryIO:
             sizes = f"take up to {_in_words(needed(count, side))}, and {where} has {_in_words(free)} left"
             advice = "take a smaller --cache" + ", or a file on a disk with room: --cache_folder" * (not folder)
             raise Refused(f"--cache {side}: {count:,} images {sizes}; {advice}")
-        if folder or sys.platform != "linux":
-            return tempfile.TemporaryFile(dir=folder or None, buffering=0)
-        return open(os.memfd_create("cache of decoded images"), "r+b", buffering=0)
+        return unnamed_file(folder)
     except OSError as error:
         raise Refused(f"--cache_folder {Path(where)}: {error.strerror}; name a folder to write to") from None
+
+
+def unnamed_file(folder: str = "") -> BinaryIO:
+    """A file that the system frees with the last process that has it open: in memory, or in `folder`."""
+    if folder or sys.platform != "linux":
+        return tempfile.TemporaryFile(dir=folder or None, buffering=0)
+    return open(os.memfd_create("images"), "r+b", buffering=0)
 
 
 def _in_words(size: int) -> str:

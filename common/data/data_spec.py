@@ -43,6 +43,8 @@ class DataSpec:
     val_share: float
     split: str = ""
     image_column: str = ""
+    streaming: bool = False
+    shard_memory: int = 1024  # MiB
     alone: bool = False  # only the part to evaluate a trained model on, as `splits.choose_part` finds it
     held_out: bool = False  # with `alone`: the model was trained on these data, except for the held-out share
 
@@ -97,9 +99,14 @@ class DataSpec:
         return tuple(found)
 
 
+def names_of(pieces: Sequence[Piece]) -> list[str]:
+    """The names of all parts that pieces are of."""
+    return [*dict.fromkeys(piece.name for piece in pieces)]
+
+
 def read(parts: Parts[S], pieces: Sequence[Piece]) -> dict[str, S]:
     """The sources of all parts that pieces are of, undivided, by name. Raises `Refused`."""
-    names = [*dict.fromkeys(piece.name for piece in pieces)]
+    names = names_of(pieces)
     return dict(zip(names, parts.read(names), strict=True))
 
 

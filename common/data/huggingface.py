@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from common.config.parsing import nearest_path
 from common.data.csv_files import read_csv
 from common.data.splits import kind_of, start_of
-from common.data.tables import Split, is_list, is_text
+from common.data.tables import Split, is_list, is_text, listed
 from common.errors import Refused
 from common.files import check_regular
 
@@ -135,8 +135,10 @@ def _refuse_bomb(file: Path) -> None:
     if needed <= limit and size <= _SMALL:
         columns = map(content.metadata.schema.column, range(len(content.metadata.schema)))
         texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
-        for batch in pq.ParquetFile(file, read_dictionary=texts).iter_batches(columns=texts):
-            needed += sum(_unpacked_bytes(column) for column in batch.columns)
+        reader = pq.ParquetFile(file, read_dictionary=texts)
+        for number in range(content.num_row_groups):  # Arrow can't join dictionaries in lists
+            group = reader.read_row_group(number, columns=texts, use_threads=False)
+            needed += sum(unpacked_bytes(chunk) for column in group.columns for chunk in column.chunks)
             if needed > limit:
                 break
     if needed > limit:
@@ -144,18 +146,40 @@ def _refuse_bomb(file: Path) -> None:
         raise Refused(f"{file}: {found}: images don't shrink so much; write one image into each row")
 
 
-def _unpacked_bytes(column: pa.Array) -> int:
+def unpacked_bytes(column: pa.Array) -> int:
     """Bytes that the values of a column take once each repeated one is written out."""
     if pa.types.is_struct(column.type):
-        return sum(map(_unpacked_bytes, column.flatten()))
+        return sum(map(unpacked_bytes, column.flatten()))
     if is_list(column.type):
-        return _unpacked_bytes(column.flatten())
+        return unpacked_bytes(column.flatten())
     if not pa.types.is_dictionary(column.type):
         return column.nbytes
     return pc.sum(pc.binary_length(column.dictionary).take(column.indices)).as_py() or 0
 
 
 # ---- the Hub
+
+
+def hub_shards(data: str) -> dict[str, list[str]]:
+    """The names of the shards of each split of a data set on the Hub, which stay there. Raises `Refused`."""
+    import datasets
+
+    named = _HUB_NAME.fullmatch(data)
+    if not named or Path(data).expanduser().exists():
+        raise Refused(
+            f"--streaming: --data {data} is no name on the Hugging Face Hub, such as owner/name; leave it out"
+        )
+    try:
+        files = datasets.load_dataset_builder(named["name"], named["config"]).config.data_files or {}
+    except Exception as error:  # the client's HTTP library raises errors of its own
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise Refused(f"--data {data}: can't be found on the Hugging Face Hub: {reason}") from error
+    found = {str(split): sorted(map(str, names)) for split, names in files.items()}
+    kinds = {Path(name).suffix or name for names in found.values() for name in names}
+    if len(kinds) != 1 or not kinds <= {".parquet", ".tar"}:
+        has = listed(sorted(kinds)) or "no files"
+        raise Refused(f"--streaming: --data {data} has {has}, not Parquet or tars; leave it out to download them")
+    return found
 
 
 def _open_hub(name: str, config: str | None) -> Opened:

@@ -114,11 +114,20 @@ class _Loader(DataLoader):
         try:  # first as many locks as torch will make, which prints tracebacks if it fails in the middle
             locks = [(self.multiprocessing_context or multiprocessing).Lock() for _ in range(_LOCKS * self.num_workers)]
             del locks
-            return super().__iter__()
+            batches = super().__iter__()
         except OSError as error:
             problem = f"{self.num_workers} data workers can't be started ({error.strerror or error})"
             needs = "some MiB of /dev/shm that can be written to (docker run --shm-size 1g), memory, and open files"
             raise Refused(f"{problem}: they need {needs} (ulimit -n); or take --workers 0") from error
+        return _without_traceback(batches)
+
+
+def _without_traceback(batches: Iterator) -> Iterator:
+    """The batches. What a data worker refuses is one line, without the traceback that torch puts before it."""
+    try:
+        yield from batches
+    except Refused as error:
+        raise type(error)(str(error.args[0]).rstrip().rpartition(f"{type(error).__name__}: ")[2]) from error
 
 
 class _EvaluationLoader(_Loader):

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
+from common.data.block_order import Blocks
 from common.data.images import BrokenImage, open_rgb, opened
 from common.data.splits import random_numbers_of
 from common.errors import Refused, printable
@@ -50,6 +51,15 @@ class Source(Protocol):
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """Neighbours that are read together, if their order matters for the pace."""
+        return None
+
+    def expect(self, indices: np.ndarray) -> None:
+        """These images will be asked for soon."""
+        return
 
     @property
     def multi_label(self) -> bool:

@@ -6,18 +6,22 @@ shuffle and no iterator to fast-forward on resume, and a billion samples cost as
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from common.errors import Refused
 from common.randomness import key_of, mix, uniforms
 
+if TYPE_CHECKING:  # which imports this module
+    from common.data.block_order import Blocks
+
 _U64 = np.uint64
-_ROUNDS = 8  # of the Feistel network: at 4 a chi-square test still sees structure, at 8 it does not
+ROUNDS = 8  # of the Feistel network: at 4 a chi-square test still sees structure, at 8 it does not
 _BLOCK = 1024  # places, for which a permutation takes little longer than for a few
 
 
@@ -28,19 +32,30 @@ def permutation(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
     permuted again until it lies inside (cycle walking: a few times at most, since a * b - size < a).
     Source: Black & Rogaway, "Ciphers with Arbitrary Finite Domains", 2002.
     """
-    a = math.isqrt(size - 1) + 1
-    b = -(-size // a)
+    return permuted(index, size, _round_keys(seed, epoch))
+
+
+def permuted(index: np.ndarray, size: int | np.ndarray, keys: Sequence[Any]) -> np.ndarray:
+    """`permutation` for the keys of its rounds. With int64[n] as `size` and uint64[n] as each key, several at once."""
+    a = np.ceil(np.sqrt(size)).astype(_U64)  # exact up to 2**52
+    size = np.asarray(size).astype(_U64)
+    b = (size + a - _U64(1)) // a
     result = np.empty(len(index), _U64)
     todo, x = np.arange(len(index)), np.asarray(index).astype(_U64)
+
+    def of_todo(value: Any) -> Any:
+        return value[todo] if np.ndim(value) else value
+
     while len(todo):
-        left, right = x // _U64(b), x % _U64(b)
-        for turn, key in enumerate(_round_keys(seed, epoch)):
+        of_a, of_b = of_todo(a), of_todo(b)
+        left, right = x // of_b, x % of_b
+        for turn, key in enumerate(keys):
             if turn % 2:
-                right = (right + mix(left, key) % _U64(b)) % _U64(b)
+                right = (right + mix(left, of_todo(key)) % of_b) % of_b
             else:
-                left = (left + mix(right, key) % _U64(a)) % _U64(a)
-        x = left * _U64(b) + right
-        inside = x < _U64(size)
+                left = (left + mix(right, of_todo(key)) % of_a) % of_a
+        x = left * of_b + right
+        inside = x < of_todo(size)
         result[todo[inside]] = x[inside]
         todo, x = todo[~inside], x[~inside]
     return result.astype(np.int64)
@@ -53,7 +68,7 @@ def _block(number: int, size: int, seed: int, epoch: int) -> np.ndarray:
 
 @lru_cache(maxsize=16)
 def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    return tuple(key_of("permutation", seed, epoch, turn) for turn in range(_ROUNDS))
+    return tuple(key_of("permutation", seed, epoch, turn) for turn in range(ROUNDS))
 
 
 @dataclass(frozen=True)
@@ -67,6 +82,8 @@ class Stream:
     With `weights` (float[size], the relative frequencies of the samples) an epoch is a systematic sample: each sample is
     drawn its expected number of times, rounded down or up. Source: Carpenter, Clifford & Fearnhead, 1999.
 
+    With `blocks` the order of an epoch is `Blocks.order`, by which samples that are neighbours are read together.
+
     With `min_epoch_steps` an epoch of fewer steps counts as that many, wherever lengths are in epochs; samples and their
     order stay the same. Raises `Refused` for an empty data set and for a batch that does not divide into its copies.
     """
@@ -77,6 +94,7 @@ class Stream:
     repeats: int = 1
     weights: np.ndarray | None = None
     min_epoch_steps: int = field(default=0, kw_only=True)
+    blocks: "Blocks | None" = field(default=None, kw_only=True)
 
     @classmethod
     def of(cls, config: Any, size: int, weights: np.ndarray | None = None, **options: Any) -> Self:
@@ -113,7 +131,9 @@ class Stream:
 
     def _sample(self, places: np.ndarray, epoch: int) -> np.ndarray:
         first, last = int(places.min()) // _BLOCK, int(places.max()) // _BLOCK
-        if first == last:  # small batches share a block
+        if self.blocks:
+            shuffled = self.blocks.order(places, self.seed, epoch, self.global_batch_size // self.repeats)
+        elif first == last:  # small batches share a block
             shuffled = _block(first, self.size, self.seed, epoch)[places - first * _BLOCK]
         else:
             shuffled = permutation(places, self.size, self.seed, epoch)

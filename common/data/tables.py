@@ -101,7 +101,7 @@ def find_image(split: Split, named: str) -> str:
     return _only(split, "image", named, likely, [*sure, *as_bytes, *texts], split.kinds)
 
 
-def _find_labels(split: Split, named: str, image: str) -> tuple[str, ...]:
+def find_labels(split: Split, named: str, image: str) -> tuple[str, ...]:
     """The label column, or several of 0 and 1: as named, joined by commas, or all that could be labels."""
     names = tuple(name.strip() for name in named.split(","))
     if len(names) > 1 and named not in split.kinds:
@@ -195,20 +195,25 @@ def table_parts(splits: dict[str, Split], image_column: str, label_column: str, 
 
 def _read(splits: Sequence[Split], image_column: str, label_column: str, min_classes: int) -> list[Table]:
     image = find_image(splits[0], image_column)
-    columns = _find_labels(splits[0], label_column, image)
+    columns = find_labels(splits[0], label_column, image)
     require_columns(splits, image, *columns)
-    if len(columns) > 1:
-        classes: tuple[str, ...] = columns
-        labels, notes = _from_several(splits, columns)
-    else:
-        classes, labels = _from_one(splits, columns[0], min_classes)
-        notes = () if is_list(splits[0].kinds[columns[0]]) else _note_on_tags(columns[0], classes)
+    classes, labels, notes = read_labels(splits, columns, min_classes)
     tables = []
     for split, of_split in zip(splits, labels, strict=True):
         cells = split.images(image)
         images = cells, np.arange(len(split)), split.title, split.folder, _file_sizes(cells, split.folder)
         tables.append(Table(*images, labels=of_split, classes=classes, notes=notes))
     return tables
+
+
+def read_labels(
+    splits: Sequence[Split], columns: tuple[str, ...], min_classes: int
+) -> tuple[tuple[str, ...], list[np.ndarray], tuple[str, ...]]:
+    """Classes, the labels of each split, and notes, from one column or from several of 0 and 1. Raises `Refused`."""
+    if len(columns) > 1:
+        return columns, *_from_several(splits, columns)
+    classes, labels = _from_one(splits, columns[0], min_classes)
+    return classes, labels, () if is_list(splits[0].kinds[columns[0]]) else _note_on_tags(columns[0], classes)
 
 
 def require_columns(splits: Sequence[Split], *names: str) -> None:

@@ -20,6 +20,7 @@ from common.data.decoding import Picture, resized
 from common.data.device_decoding import Encoded, decoder, noise, refuse_cache
 from common.data.images import BrokenImage
 from common.data.loader import DeviceBatch
+from common.data.shards import expect
 from common.data.stream import Stream
 from common.detection import defaults
 from common.detection.data.annotated import Annotated, Sample
@@ -125,9 +126,10 @@ class TrainingImages(Dataset):
     def __getitems__(self, positions: np.ndarray) -> DetectionBatch:
         canvas = self.canvas(int(positions[0]) // self.stream.global_batch_size)
         samples, broken = [], []
+        expect(self.source, self.stream, positions)
         for index, position in zip(self.stream.indices(positions).tolist(), positions.tolist(), strict=True):
             draws = self.augmentation.partners(position).tolist()
-            partners = [(draw % len(self.source), _FRESH + draw % _FRESH) for draw in draws]
+            partners = [(self._partner(position, draw), _FRESH + draw % _FRESH) for draw in draws]
             samples.append(self._augmented([(index, position), *partners], broken))
         names = []
         if self.augmentation.decode == "device":
@@ -202,6 +204,13 @@ class TrainingImages(Dataset):
             parts, reasons = zip(*(self._decoded(*place) for place in places), strict=True)
             broken += filter(None, reasons[:1])  # a broken partner counts in its own turn
             return self.augmentation([*parts], position, self.fill)
+
+    def _partner(self, position: int, draw: int) -> int:
+        """The index of an image to be shown with that at `position`: of blocks one of the same step, which are being read."""
+        if not self.stream.blocks:
+            return draw % len(self.source)
+        place = position - position % self.stream.global_batch_size + draw % self.stream.global_batch_size
+        return int(self.stream.indices(np.array([place]))[0])
 
     def _read(self, index: int, position: int) -> Sample:
         return self.source.sample(index, position, self.cache)

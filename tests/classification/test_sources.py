@@ -144,7 +144,7 @@ BAD_FOLDERS = [
     (FLAT, {"label_column": "label"}, "is no table, so leave out --image_column"),
     (FLAT, {"val_share": 0.01}, "--val_share 0.01 of at most 12 images a class holds out none"),
     *((FLAT, {"val_share": part}, f"--val_share {part}: must lie between 0 and 1") for part in (0, 1, NAN)),
-    ({"000.tar": ""}, {}, "not supported yet"),
+    ({"000.tar": ""}, {}, "FOLDER/000.tar: the member at byte 0: empty file"),
 ]
 
 
@@ -153,13 +153,9 @@ def test_folder_refusals_name_the_folder_and_the_way_out(tmp_path, folders, flag
     assert text.replace("FOLDER", str(tmp_path)) in refusal(tree(tmp_path, folders), **flags)
 
 
-NOT_YET = "tar/WebDataset shards, URLs and streaming are not supported yet; extract to an image "
-SHARDS = "shards/train-{000000..000099}.tar photos.TGZ hf-streaming:owner/name s3://bucket/photos".split()
-
-
-@pytest.mark.parametrize("data", SHARDS)
-def test_shards_and_streams_are_told_what_to_do_instead(data):
-    assert refusal(data).startswith(f"--data {data}: {NOT_YET}")
+@pytest.mark.parametrize("data", "photos.TGZ photos-{0..9}.tar.gz hf-streaming:owner/name pipe:cat".split())
+def test_shards_that_cant_be_read_at_any_place_are_told_what_to_do_instead(data):
+    assert refusal(data).startswith(f"--data {data}: can't be read at any place, as training does; give uncompressed")
 
 
 def test_paths_of_nothing_are_refused(tmp_path, monkeypatch):

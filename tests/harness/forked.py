@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import pytest
 
-from common.detection.data.annotation_cache import PLACE
+from common.files import CACHE
 from tests.harness import several
 from tests.harness.launching import free_port, inherited, small
 from tests.harness.waiting import Limit, end_with_stacks
@@ -72,7 +72,7 @@ class Forks:
         self.server = multiprocessing.forkserver.ForkServer()
         self.server.set_forkserver_preload(IMPORTED_ONCE)
         with pytest.MonkeyPatch.context() as patch:  # the server's environment is that of its forks
-            for name in os.environ.keys() - inherited().keys() - {PLACE}:
+            for name in os.environ.keys() - inherited().keys() - {CACHE}:
                 patch.delenv(name)
             for name, value in {"HOME": str(scratch), **(environment or {})}.items():
                 patch.setenv(name, value)
@@ -185,7 +185,7 @@ def _be_rank(rank: int, processes: int, port: int, before: Callable[[int], None]
 
 
 def _with(environment: Mapping[str, str], before: Callable[[], None] | None, rank: int) -> None:
-    os.environ.pop(PLACE, None)
+    os.environ.pop(CACHE, None)
     os.environ.update(environment)
     if before:
         before()

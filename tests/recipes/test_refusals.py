@@ -150,7 +150,7 @@ cls --data flat
 cls --data "a new class"
     .../a new class/val/emu: a class that .../train does not have...
 cls --data https://example.com/pets.zip
-    --data https://example.com/pets.zip: tar/WebDataset shards, URLs and streaming are not supported yet; ...
+    --data https://example.com/pets.zip: https://example.com/pets.zip is neither a .tar nor a .parquet
 cls --data pets --class_weights weights.yaml
     ...one positive weight a class; ...: dog, emu
 cls --decode device --cache 32

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
+from common.data.block_order import Blocks
 from common.data.cache import Cache
 from common.data.decoding import Picture
 from common.data.images import BrokenImage, open_rgb
@@ -198,6 +199,15 @@ class AnnotatedImages(FixedImages):
     images: Any  # `ImageFiles`, or a table
     byte_counts: np.ndarray  # int64[N] size of each image
     part: str = ""
+
+    @property
+    def blocks(self) -> Blocks | None:
+        return getattr(self.images, "blocks", None)
+
+    def expect(self, indices: np.ndarray) -> None:
+        """These images will be asked for soon."""
+        if self.blocks:
+            self.images.expect(indices)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -27,7 +27,6 @@ from common.detection.data.annotated import AnnotatedImages, ImageFiles
 from common.detection.data.masks import Masks
 from common.detection.data.stamps import Stamps, stamps_of
 
-PLACE = "VISION_RECIPES_CACHE"  # environment variable that names the folder
 _UNUSED = 30 * 86_400  # seconds after which a file that was not loaded is removed
 _END = struct.Struct("<8sIQ")  # after the columns: kind of file, checksum and length in bytes of the columns
 _KIND = b"boxes 1\n"
@@ -46,7 +45,7 @@ def file_of(what: object, origin: Path) -> Path | None:
     `repr(what)` says which data are read and how; `origin` is the file or folder with the annotations.
     """
     with suppress(OSError, RuntimeError):
-        return _folder() / f"{_key(what, origin)}.arrow"
+        return files.cache_folder() / f"{_key(what, origin)}.arrow"
     return None
 
 
@@ -55,13 +54,6 @@ def keep(file: Path, parts: Parts, seen: Stamps) -> None:
     if seen.settled:
         with suppress(OSError, pa.ArrowException):  # such as a full disk: the data have been read all the same
             _write(file, parts, seen)
-
-
-def _folder() -> Path:
-    if place := os.environ.get(PLACE):
-        return Path(os.path.abspath(Path(place).expanduser()))
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "vision-recipes"
 
 
 def _key(what: object, origin: Path) -> str:

@@ -9,6 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.data import tables
+from common.data.shard_index import HEADER, Rows
+from common.data.shards import Shards
 from common.data.tables import Split, Table
 from common.detection.data.annotated import AnnotatedImages
 from common.detection.data.box_checks import FoundBoxes, check
@@ -21,7 +23,33 @@ if TYPE_CHECKING:
 BOX_FORMATS = ("xywh", "xyxy", "cxcywh")  # left top width height; left top right bottom; centre width height
 _BOXES = ("bbox", "bboxes", "box", "boxes")
 _LABELS = ("category", "categories", "category_id", "label", "labels", "class", "class_id", "class_label")
+_BESIDE = ("width", "height", "image_id")
 _CROWD = ("iscrowd", "is_crowd", "crowd")
+
+
+class ShardRows(Split):
+    """A part of shards: its table has what is known of images, which lie elsewhere."""
+
+    def __init__(self, data: str, name: str, source: Shards):
+        import datasets
+
+        super().__init__(data, name, datasets.Dataset(datasets.table.InMemoryTable(source.index.rows)))
+        self._source = source
+
+    def images_and_headers(self) -> tuple[Shards, np.ndarray]:
+        headers = pc.list_flatten(self.cells(HEADER)).to_numpy().reshape(-1, 4)
+        return self._source, headers
+
+
+def shard_rows(objects: str) -> Rows:
+    """What of samples in shards is kept: the objects, and what `_read_split` asks for beside them."""
+
+    def find(split: Split, _image: str) -> list[str]:
+        return [find_objects(split, objects), *(name for name in _BESIDE if name in split.kinds)]
+
+    return Rows(
+        find, (objects or "objects", *_BESIDE), lambda content: headers_of_bytes([pa.scalar(content)])[0].tolist()
+    )
 
 
 @dataclass
@@ -44,8 +72,9 @@ class ObjectParts:
 
     def read(self, names: Sequence[str]) -> list[AnnotatedImages]:
         splits = [self.splits[name] for name in names]
-        image, objects = tables.find_image(splits[0], self.image_column), _find_objects(splits[0], self.objects_column)
-        tables.require_columns(splits, image, objects)
+        image = "" if isinstance(splits[0], ShardRows) else tables.find_image(splits[0], self.image_column)
+        objects = find_objects(splits[0], self.objects_column)
+        tables.require_columns(splits, *filter(None, (image, objects)))
         found, box_format, classes = [], self.box_format, None
         for split in splits:
             source, box_format, classes = _read_split(split, image, objects, box_format, classes)
@@ -53,7 +82,7 @@ class ObjectParts:
         return found
 
 
-def _find_objects(split: Split, named: str) -> str:
+def find_objects(split: Split, named: str) -> str:
     likely = [name for name, kind in split.kinds.items() if _fields_of(kind)]
     known = tables.listed(split.kinds)
     if named and named not in likely:
@@ -80,11 +109,9 @@ def _read_split(
     split: Split, image: str, objects: str, box_format: str, classes: tuple | None
 ) -> tuple[AnnotatedImages, str, tuple]:
     """The split, the format of its boxes, and its classes: names and the values that the column has for them."""
-    title, folder, column = split.title, split.folder, split.images(image)
+    title = split.title
     rows, columns = _objects(title, split.cells(objects))
-    none = np.zeros(len(split), np.int64)
-    images = Table(column, np.arange(len(split)), title, folder, labels=none, classes=())
-    headers = _headers(column, folder)
+    images, headers = split.images_and_headers() if isinstance(split, ShardRows) else _images(split, image)
     given = _class_names(split.features[objects])
     if classes is None:
         classes = _vocabulary(given, columns["labels"])
@@ -128,6 +155,12 @@ def _read_split(
     )
     source = check(found, headers)
     return replace(source, notes=notes + source.notes), box_format, classes
+
+
+def _images(split: Split, image: str) -> tuple[Table, np.ndarray]:
+    column, none = split.images(image), np.zeros(len(split), np.int64)
+    images = Table(column, np.arange(len(split)), split.title, split.folder, labels=none, classes=())
+    return images, _headers(column, split.folder)
 
 
 def _objects(title: str, cells: pa.Array) -> tuple[np.ndarray, dict[str, pa.Array]]:

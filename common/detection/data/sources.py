@@ -1,7 +1,7 @@
 """Sources of images with boxes: reads what `--data` names, and holds out a share for evaluation."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,12 +10,14 @@ from common.config.parsing import nearest_path
 from common.data import data_spec, splits
 from common.data.data_spec import DataSpec, Given, Parts
 from common.data.huggingface import open_table
+from common.data.shard_names import printable_name
+from common.data.shards import shard_sources, shared
 from common.data.splits import kind_of
 from common.detection.data import annotation_cache, scenes
 from common.detection.data.annotated import Annotated, AnnotatedImages
 from common.detection.data.coco_files import coco_files, coco_folder
 from common.detection.data.folders import Folder
-from common.detection.data.object_tables import BOX_FORMATS, ObjectParts
+from common.detection.data.object_tables import BOX_FORMATS, ObjectParts, ShardRows, shard_rows
 from common.detection.data.voc_files import voc_folder
 from common.detection.data.yolo_files import yolo_folder
 from common.errors import Refused
@@ -39,6 +41,7 @@ def load(spec: Spec) -> tuple[Annotated, Annotated]:
     - a folder in COCO's format: train.json and val.json, or annotations/instances_train*.json and so on;
     - a folder in the format of Pascal VOC: JPEGImages/, Annotations/ and ImageSets/Main/;
     - a folder in the format of YOLO: with a data.yaml, or images/ and labels/;
+    - shards, as `shards.find` knows them, whose samples have a .json with objects, or Parquet with a column of objects;
     - a Hugging Face data set with a column of objects, as in `classification.sources`; `box_format` is xywh, xyxy or cxcywh.
 
     `split` names the part to evaluate on, as in `splits.choose`. If the data has no part to
@@ -53,8 +56,18 @@ def load(spec: Spec) -> tuple[Annotated, Annotated]:
     if spec.box_format and spec.box_format not in BOX_FORMATS:
         raise Refused(f"--box_format {spec.box_format}: is none of {', '.join(BOX_FORMATS)}")
 
+    labels, found_shards = shard_sources(
+        spec,
+        lambda labels: data_spec.names_of(spec.pieces(labels)),
+        spec.objects_column,
+        shard_rows(spec.objects_column),
+    )
     with data_spec.reading(spec.data):
-        if spec.data != "digits" and (table := open_table(spec.data)):
+        if found_shards:
+            table = {name: ShardRows(printable_name(spec.data), name, source) for name, source in found_shards.items()}
+            read = ObjectParts(table, "", spec.objects_column, spec.box_format).read
+            found = _sources(spec, Parts(labels, read))
+        elif spec.data != "digits" and (table := open_table(spec.data)):
             found = _sources(spec, ObjectParts(table, spec.image_column, spec.objects_column, spec.box_format))
         elif spec.data == "digits":
             spec.refuse_columns()
@@ -63,6 +76,11 @@ def load(spec: Spec) -> tuple[Annotated, Annotated]:
         else:
             spec.refuse_columns()
             found = _load_folder(spec)
+    if (
+        found_shards and not spec.alone
+    ):  # images to evaluate are read one by one, since their order is that of their sizes
+        images, *_ = shared([found[0].images], spec.shard_memory)
+        found = (replace(found[0], images=images), *found[1:])
     return data_spec.same_everywhere(found)
 
 

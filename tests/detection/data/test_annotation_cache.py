@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from common import files
 from common.detection.data import annotation_cache, coco_files, stamps
 from common.detection.data.folders import Folder
 from common.detection.data.sources import Spec, load
@@ -19,7 +20,7 @@ from tests.harness.disks import disk
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch) -> Path:
     """The folder of the caches; files that were written just now count as settled."""
-    monkeypatch.setenv(annotation_cache.PLACE, str(tmp_path / "index"))
+    monkeypatch.setenv(files.CACHE, str(tmp_path / "index"))
     monkeypatch.setattr(stamps, "_COARSEST", 0.0)
     return tmp_path / "index"
 
@@ -104,7 +105,7 @@ def test_whatever_changes_is_read_again(tmp_path, monkeypatch, case):
     while (root / name).stat().st_ctime_ns == before:  # clocks of file systems tick slowly
         change(root / name)
     again = read(root)
-    monkeypatch.setenv(annotation_cache.PLACE, os.devnull)
+    monkeypatch.setenv(files.CACHE, os.devnull)
     for mine, its in zip(read(root), again, strict=True):
         check_same(mine, its)
 
@@ -140,10 +141,10 @@ def test_a_damaged_cache_is_made_again(tmp_path, place, only_cache, damage):
 
 def test_without_a_place_to_write_or_on_a_full_disk_the_data_are_read(tmp_path, monkeypatch):
     root = coco(coco(tmp_path / "data"), "val")
-    monkeypatch.setenv(annotation_cache.PLACE, "/proc/none")
+    monkeypatch.setenv(files.CACHE, "/proc/none")
     assert len(read(root)[0]) == 3
     with disk(tmp_path / "small", "4k") as small:
-        monkeypatch.setenv(annotation_cache.PLACE, str(small))
+        monkeypatch.setenv(files.CACHE, str(small))
         assert len(read(root)[0]) == 3 and not [*small.iterdir()]
 
 
@@ -201,11 +202,11 @@ def test_other_code_or_another_copy_of_the_data_has_a_cache_of_its_own(tmp_path,
 
 
 def test_the_cache_lies_where_caches_lie(monkeypatch, tmp_path):
-    monkeypatch.delenv(annotation_cache.PLACE)
+    monkeypatch.delenv(files.CACHE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert annotation_cache._folder() == tmp_path / "vision-recipes"
+    assert files.cache_folder() == tmp_path / "vision-recipes"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # counts as not set, says its standard
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert annotation_cache._folder() == tmp_path / "home/.cache/vision-recipes"
-    monkeypatch.setenv(annotation_cache.PLACE, "~/here")
-    assert annotation_cache._folder() == tmp_path / "home/here"
+    assert files.cache_folder() == tmp_path / "home/.cache/vision-recipes"
+    monkeypatch.setenv(files.CACHE, "~/here")
+    assert files.cache_folder() == tmp_path / "home/here"

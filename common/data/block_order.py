@@ -1,0 +1,70 @@
+"""Order of samples of which neighbours are read together, in blocks: as random as it can be while few blocks are in use.
+
+Blocks are permuted, and samples are shuffled within windows of some successive blocks. Each slot of the global batch belongs
+to one of a few lanes, and each lane has a part of the permuted blocks to itself. So a machine that trains on some slots of
+each batch reads hardly more blocks than these need. All of it is a function of seed and epoch, on any layout.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from common.data.stream import ROUNDS, permutation, permuted
+from common.randomness import key_of, mix
+
+_LANES = 60  # shared by 2 to 6, 10, 12 or 15 machines without a rest
+_LEAST = 4  # blocks in a window, before there are more lanes
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Blocks of samples that are neighbours, of which `pool` are in use at a time."""
+
+    edges: np.ndarray  # int64[n + 1]: block b has the samples [edges[b], edges[b + 1])
+    pool: int
+
+    def of(self, samples: np.ndarray) -> np.ndarray:
+        """The block of each sample."""
+        return np.searchsorted(self.edges, samples, side="right") - 1
+
+    def select(self, rows: np.ndarray) -> "Blocks":
+        """The blocks of these samples alone, which are in ascending order."""
+        return Blocks(np.unique(np.searchsorted(rows, self.edges)), self.pool)
+
+    def order(self, places: np.ndarray, seed: int, epoch: int, batch: int) -> np.ndarray:
+        """The samples at `places` of an epoch, in a stream of batches of `batch`: int64[n] -> int64[n]."""
+        count, size = len(self.edges) - 1, int(self.edges[-1])
+        if self.pool >= count:
+            return permutation(places, size, seed, epoch)
+        lanes = int(np.clip(self.pool // _LEAST, 1, min(_LANES, batch)))
+        slots = -(-batch * np.arange(lanes + 1) // lanes)  # lane l has the slots [slots[l], slots[l + 1])
+        begin = epoch * size
+
+        def earlier(numbers: np.ndarray) -> np.ndarray:
+            """int64[n, lanes]: how many positions of the stream before each number are of each lane."""
+            batches, slot = np.divmod(np.asarray(numbers)[:, None], batch)
+            return batches * np.diff(slots) + np.clip(slot - slots[:-1], 0, np.diff(slots))
+
+        before, after = earlier(np.array([begin, begin + size]))
+        # Lane l has [firsts[l], firsts[l + 1]) of the samples in permuted blocks.
+        firsts = np.cumsum([0, *(after - before)])
+        lane = np.searchsorted(slots, (begin + places) % batch, side="right") - 1
+        place = firsts[lane] + (earlier(begin + places) - before)[np.arange(len(places)), lane]
+
+        blocks, starts = _permuted(self, seed, epoch)
+        windows = np.append(starts[: -1 : max(1, self.pool // lanes)], size)
+        window = np.searchsorted(windows, place, side="right") - 1
+        low, high = np.maximum(windows[window], firsts[lane]), np.minimum(windows[window + 1], firsts[lane + 1])
+        keys = [mix(low, key_of("window", seed, epoch, turn)) for turn in range(ROUNDS)]
+        place = low + permuted(place - low, high - low, keys)
+        turn = np.searchsorted(starts, place, side="right") - 1
+        return self.edges[blocks[turn]] + place - starts[turn]
+
+
+@lru_cache(maxsize=4)
+def _permuted(of: Blocks, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    """The blocks in the order of an epoch, int64[n], and where each begins in the sequence of their samples, int64[n + 1]."""
+    count = len(of.edges) - 1
+    blocks = permutation(np.arange(count), count, key_of("blocks", seed), epoch)
+    return blocks, np.cumsum(np.append(0, np.diff(of.edges)[blocks]))

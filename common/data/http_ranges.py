@@ -1,0 +1,150 @@
+"""Ranges of bytes over http(s), on connections that are kept and that no other process shares.
+
+Credentials come from the URL or ~/.netrc, proxies and certificate authorities from the environment, and a redirect to another
+host does not get them: all as `requests` does it. No error or line of a log holds credentials or the query of a URL.
+"""
+
+import http.client
+import logging
+import os
+import re
+import ssl
+import threading
+from contextlib import closing, suppress
+from typing import Any
+
+import requests
+from requests.adapters import HTTPAdapter
+from urllib3 import Retry
+from urllib3.exceptions import HTTPError
+
+from common.data.range_faults import Fault, ShardChanged, Unreadable
+
+CONNECT_S = 10.0  # until a server counts as gone
+SILENCE_S = 20.0  # between two pieces of an answer
+SLOWEST = 2**15  # bytes per second; a slower answer is asked for again
+_KEPT = 64  # connections per server
+_WAY_IN = "; is the signature in the URL too old, or are credentials missing in ~/.netrc?"
+_ENDED_EARLY = "the answer ended early"
+_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+)")
+
+_sessions: dict[int, requests.Session] = {}  # by process, since a fork inherits its parent's
+
+
+def stat(name: str) -> tuple[int, str]:
+    """Size and tag of a file. A range is asked for, since the signature of a URL may not allow HEAD."""
+    return _ask(name, 0, 1, None)[1:]
+
+
+def fetch(name: str, start: int, stop: int, tag: str) -> bytes:
+    """The bytes `[start, stop)`. Raises `Fault` if it is worth asking again, else `ShardChanged` or `Unreadable`."""
+    return _ask(name, start, stop, tag)[0]
+
+
+def _ask(name: str, start: int, stop: int, tag: str | None) -> tuple[bytes, int, str]:
+    """Bytes of a file, its size and its tag, which has to be `tag` unless that is None."""
+    headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+    try:
+        answer = _session().get(name, headers=headers, timeout=(CONNECT_S, SILENCE_S), stream=True)
+        with closing(answer):
+            size, now = _check(name, start, stop, tag, answer)
+            return _body(answer.raw, stop - start) if size else b"", size, now
+    except (requests.RequestException, HTTPError, OSError) as error:
+        cause = _first_of(error)
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        way_out = "name the file of its authority in REQUESTS_CA_BUNDLE"
+        raise Unreadable(name, start, f"certificate: {cause.verify_message}; {way_out}")
+    if isinstance(cause, ValueError):  # of the URL
+        raise Unreadable(name, start, type(cause).__name__)
+    raise Fault(_text(cause))
+
+
+def _check(name: str, start: int, stop: int, tag: str | None, answer: requests.Response) -> tuple[int, str]:
+    """Size and tag of the file if the answer brings the bytes `[start, stop)` of it, else raises why not."""
+    status, sent = answer.status_code, answer.headers.get("Content-Range", "")
+    said = f"{status} {http.client.responses.get(status, '')}".rstrip()
+    if name.startswith("https:") and not answer.url.startswith("https:"):
+        raise Unreadable(name, start, "redirected from https to http, where nothing is checked")
+    if status in (401, 403) and answer.history:  # each redirect brings a new signature
+        raise Fault(f"{said}, after a redirect")
+    if status in (408, 425, 429) or status >= 500:
+        raise Fault(said, Retry().get_retry_after(answer.raw) or 0.0)
+    found = _RANGE.fullmatch(sent)
+    first, last, size = (int(text or -1) for text in found.groups()) if found else (-1, -1, -1)
+    now = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or f"{size} bytes"
+    if status == 416 and size == 0 and tag is None:
+        return size, now
+    if status == 416:
+        raise ShardChanged(name, start, sent or "shorter", f"{stop} bytes or more")
+    if status >= 300:
+        raise Unreadable(name, start, said + _WAY_IN * (status in (401, 403)))
+    as_asked = (
+        status == 206 and (first, last) == (start, stop - 1) and answer.raw.length_remaining in (None, stop - start)
+    )
+    if not as_asked or answer.headers.get("Content-Encoding", "identity") != "identity":
+        sent = "the whole file" if status == 200 else sent[:80] or "something else"
+        raise Fault(f"asked for bytes {start}-{stop - 1}, the server sends {sent}; it has to serve ranges")
+    if tag not in (None, now):
+        raise ShardChanged(name, start, now, str(tag))
+    return size, now
+
+
+def _body(raw: Any, size: int) -> bytes:
+    """`size` bytes, read at once: to read what each packet brings takes three times as long.
+
+    A timer cuts off an answer that drips, though never after the last byte, when the connection serves others.
+    """
+    ended = threading.Lock()  # taken by whoever comes first, the reader or the timer
+
+    def cut() -> None:
+        if ended.acquire(blocking=False):
+            with suppress(RuntimeError):  # the answer has just ended in an error
+                raw.shutdown()
+
+    timer = threading.Timer(SILENCE_S + size / SLOWEST, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        found = raw.read(size - 1)
+    finally:
+        timer.cancel()
+        if not ended.acquire(blocking=False):
+            raise Fault(f"slower than {SLOWEST / 2**10:.0f} KiB/s")
+    found += raw.read(1)
+    if len(found) < size:
+        raise Fault(_ENDED_EARLY)
+    return found
+
+
+def _first_of(error: BaseException) -> BaseException:
+    """The first error of a chain: the texts of those that follow may hold the URL."""
+    while inner := error.__cause__ or error.__context__:
+        error = inner
+    return error
+
+
+def _text(cause: BaseException) -> str:
+    if isinstance(cause, http.client.IncompleteRead):
+        return _ENDED_EARLY
+    if isinstance(cause, TimeoutError):
+        return "no answer in time"
+    return (isinstance(cause, OSError) and cause.strerror) or type(cause).__name__
+
+
+def _session() -> requests.Session:
+    process = os.getpid()
+    if process not in _sessions:
+        session = requests.Session()
+        for scheme in ("http://", "https://"):
+            session.mount(scheme, HTTPAdapter(pool_maxsize=_KEPT))
+        session.max_redirects = 5
+        _sessions.setdefault(process, session)
+    return _sessions[process]
+
+
+def _without_query(record: logging.LogRecord) -> bool:
+    record.msg, record.args = re.sub(r"\?[^\s\"'>]*", "", record.getMessage()), ()
+    return True
+
+
+logging.getLogger("urllib3.connectionpool").addFilter(_without_query)  # it logs URLs

@@ -1,0 +1,103 @@
+"""Samples in Parquet shards that are not local files: labels from their columns, images a row group at a time."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from common.data import ranges, tables
+from common.data.huggingface import unpacked_bytes
+from common.data.ranges import RangeFile
+from common.data.shard_names import printable_name
+from common.errors import Refused
+from common.randomness import key_of, mix
+
+_TIMES, _ROOM = 100, 2**30  # rows take at most so many times the bytes of the file, or so many bytes
+_FOOTER = 2**26  # bytes
+
+Stamp = tuple[int, str]  # size and tag
+
+
+class _Shard(NamedTuple):
+    facts: pq.FileMetaData
+    split: tables.Split  # its columns, without rows
+    image: str  # the column of images
+    image_bytes: str  # and what of it holds their bytes
+
+
+def is_parquet(name: str) -> bool:
+    return printable_name(name).endswith(".parquet")
+
+
+def rows(
+    name: str, stamp: Stamp, image: str, find: Callable[[tables.Split, str], Sequence[str]]
+) -> tuple[list[np.ndarray], pa.Table]:
+    """Of each row its place (row group << 32 | row), a number of its own, and the bytes of its image, about; other columns.
+
+    `find(split, image)` gives the names of these. Raises `Refused`, and ValueError or an error of Arrow for a shard that
+    can't be read.
+    """
+    shard = _opened(name, stamp, image)
+    labels = find(shard.split, shard.image)
+    groups = [shard.facts.row_group(number) for number in range(shard.facts.num_row_groups)]
+    counts = np.array([group.num_rows for group in groups], np.int64)
+    columns = [shard.facts.schema.column(number).path for number in range(shard.facts.num_columns)]
+    leaf = columns.index(shard.image_bytes)
+    sizes = [-(-group.column(leaf).total_uncompressed_size // max(1, group.num_rows)) for group in groups]
+    firsts = np.repeat(np.cumsum(counts) - counts, counts)
+    places = np.repeat(np.arange(len(groups)) << 32, counts) + np.arange(counts.sum()) - firsts
+    keys = mix(np.arange(counts.sum()), key_of(printable_name(name).rpartition("/")[2]))
+    schema = shard.facts.schema.to_arrow_schema()
+    fields = pa.schema([schema.field(column) for column in labels], schema.metadata)
+    return [places, keys, np.repeat(sizes, counts)], _read(name, stamp, shard, range(len(groups)), labels).cast(fields)
+
+
+def images(name: str, stamp: Stamp, image: str, places: np.ndarray) -> list[bytes]:
+    """The bytes of images at `places` of one row group; none for a row without an image. Raises `Refused`."""
+    group = int(places[0] >> 32)
+    try:
+        shard = _opened(name, stamp, image)
+        cells = _read(name, stamp, shard, [group], [shard.image_bytes]).column(0).combine_chunks()
+        cells = cells.field("bytes") if pa.types.is_struct(cells.type) else cells
+        return [cell or b"" for cell in cells.take(pa.array(places & 0xFFFFFFFF)).to_pylist()]
+    except (pa.ArrowException, ValueError, OSError) as error:
+        raise Refused(f"{printable_name(name)}: row group {group}: {' '.join(str(error).split())}") from None
+
+
+@lru_cache(maxsize=1024)
+def _opened(name: str, stamp: Stamp, image: str) -> _Shard:
+    """Raises `Refused`, and ValueError for what is no Parquet, or could fill the memory."""
+    import datasets
+
+    size, tag = stamp
+    end = ranges.read(name, max(0, size - 8), size, tag)
+    if size < 12 or end[4:] != b"PAR1" or int.from_bytes(end[:4], "little") > min(size - 12, _FOOTER):
+        raise ValueError("no Parquet file: cut off, or its footer is damaged")
+    facts = pq.ParquetFile(RangeFile(name, stamp)).metadata
+    sizes = [facts.row_group(number).total_byte_size for number in range(facts.num_row_groups)]
+    _refuse_bomb(max(sum(sizes), 8 * facts.num_rows) if min(sizes, default=0) >= 0 else 2**63, size)
+    none = datasets.table.InMemoryTable(facts.schema.to_arrow_schema().empty_table())
+    split = tables.Split(printable_name(name), "", datasets.Dataset(none))
+    column = tables.find_image(split, image)
+    if tables.is_text(split.kinds[column]):
+        raise Refused(f"--image_column {column}: names files; shards have the images themselves")
+    return _Shard(facts, split, column, f"{column}.bytes" if pa.types.is_struct(split.kinds[column]) else column)
+
+
+def _read(name: str, stamp: Stamp, shard: _Shard, groups: Iterable[int], columns: Iterable[str]) -> pa.Table:
+    """Columns of row groups. A value that is stored once and repeated stays so until it is known that all fit."""
+    schema = shard.facts.schema
+    every = [schema.column(number) for number in range(shard.facts.num_columns)]
+    repeated = [column.path for column in every if column.physical_type == "BYTE_ARRAY"]
+    file = pq.ParquetFile(RangeFile(name, stamp), metadata=shard.facts, read_dictionary=repeated)
+    found = pa.concat_tables(file.read_row_group(group, [*columns], use_threads=False) for group in groups)
+    _refuse_bomb(sum(unpacked_bytes(chunk) for column in found.columns for chunk in column.chunks), stamp[0])
+    return found
+
+
+def _refuse_bomb(needed: int, size: int) -> None:
+    if needed > max(_ROOM, _TIMES * size):
+        raise ValueError(f"its rows take {_TIMES} times as many bytes as the file: images don't shrink so much")

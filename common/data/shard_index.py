@@ -1,0 +1,329 @@
+"""Index of samples in shards: where each image lies and its class, found once and kept in the user's cache folder.
+
+All ranks read shards together, each a part of them. What they find is written as arrays that later starts map: a start costs
+a look at each shard's size and time, however many samples there are.
+"""
+
+import base64
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from common.data import parquet_shards, tables, tar_samples
+from common.data.ranges import RangeFile
+from common.data.shard_names import is_remote, printable_name
+from common.data.source import fingerprint_of
+from common.distributed import watchdog
+from common.distributed.collectives import (
+    all_or_none,
+    barrier,
+    gather_objects,
+    is_local_main,
+    is_main,
+    node_rank,
+    rank,
+    world_size,
+)
+from common.durable import remove, sync_folder
+from common.errors import Refused
+from common.files import SMALL, cache_folder, read_text
+
+ENTRY = np.dtype([("start", "<i8"), ("key", "<u8"), ("size", "<u4"), ("head", "<u4"), ("shard", "<u4")])
+HEADER = "header of the image"
+LARGEST = 2**30  # bytes of an image's file
+_FORMAT = 2  # to be raised with each change of what is kept
+_AHEAD = 2**12, 2**20  # bytes that are read at once of a tar: of a local file, of others
+_AT_ONCE = 8  # shards that a rank reads in one turn; after each turn all ranks share what they found
+_PATIENCE = 10.0  # seconds between two lines about progress
+_UNUSED = 30 * 86_400  # seconds after which an index that was not used is removed
+_BLOCK = 2**22  # bytes of neighbouring samples that are read at once, if they are not in local files
+_BLOCKS = 2**22  # most blocks: their order is computed anew for each epoch
+
+
+class Rows(NamedTuple):
+    """How samples with more than a label are read: their other columns are kept as a table."""
+
+    find: Callable[[tables.Split, str], Sequence[str]]  # (columns of Parquet, the one of images) -> those to keep
+    keep: tuple[str, ...]  # keys of a sample's JSON
+    header: Callable[
+        [bytes], Sequence[int]
+    ]  # content of an image -> four numbers, which are kept in the column `HEADER`
+
+
+@dataclass(frozen=True)
+class ShardList:
+    """Shards of one part of the data, with their sizes and tags; and which members or columns are read."""
+
+    names: tuple[str, ...]
+    stamps: tuple[tuple[int, str], ...]
+    image: str
+    label: str
+    rows: "Rows | None" = None  # of images with boxes
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """For people."""
+        return printable_name(self.names[0]), f"and {len(self.names) - 1:,} more shards"
+
+    def __str__(self) -> str:
+        return " ".join(self.words)
+
+    @property
+    def key(self) -> str:
+        names = [*map(printable_name, self.names)]  # a URL's signature differs from time to time
+        words = json.dumps([_FORMAT, np.__version__, names, self.stamps, self.image, self.label, bool(self.rows)])
+        return hashlib.blake2b(words.encode(), digest_size=16).hexdigest()
+
+
+@dataclass
+class Index:
+    """The samples of shards, in their order."""
+
+    entries: (
+        np.ndarray
+    )  # ENTRY[N]: where images begin, hashes of their names, bytes of them and of headers, their shards
+    labels: np.ndarray  # int64[N] class ids, or bool[N, C]
+    classes: tuple[str, ...]
+    counts: tuple[int, ...]  # images of each class
+    fingerprint: str
+    notes: tuple[str, ...]
+    edges: np.ndarray  # int64[n + 1]: samples [edges[b], edges[b + 1]) are a block, which is read at once
+    block_bytes: tuple[float, int]  # of a block: the mean, and the most
+    rows: pa.Table | None = None  # see `Rows`
+
+
+def open_index(shards: ShardList) -> Index:
+    """The index of these shards: from the cache folder, or made now by all ranks together. A collective.
+
+    Raises `Refused` for a shard that can't be read.
+    """
+    with all_or_none("looking for the index of shards"):
+        place = _place(shards.key)
+        index = _load(place) if place else None
+    found_by = gather_objects(index is not None)
+    if index and all(found_by):
+        return index
+    with all_or_none("making room for the index of shards"):
+        draft = _make_draft(place) if is_local_main() else None
+    try:
+        writer = _Writer(draft) if draft else None
+        _read_all(shards, writer)
+        with all_or_none("writing the index of shards"):
+            if writer:
+                writer.finish(shards)
+        drafts = gather_objects((node_rank(), str(draft or "")))
+        with all_or_none("reading the index of shards"):
+            index = _load(next(Path(path) for node, path in drafts if node == node_rank() and path))
+            if index is None:
+                raise Refused(f"the index of {shards} is gone: is another program clearing {tempfile.gettempdir()}?")
+        barrier()  # all have mapped it: from here on it needs no name
+        if draft and place and draft.parent == place.parent:
+            with suppress(OSError):
+                sync_folder(draft)
+                remove(place)  # one that was damaged
+                draft.rename(place)
+        return index
+    finally:
+        if draft:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+# ---- reading of shards
+
+
+def _read_all(shards: ShardList, writer: "_Writer | None") -> None:
+    """Read the shards in turns, each rank several at once; `writer` gets what all ranks found, in the shards' order."""
+    count, each = len(shards.names), world_size() * _AT_ONCE
+    began = told = time.monotonic()
+    for first in range(0, count, each):
+        mine = range(min(first + rank() * _AT_ONCE, count), min(first + (rank() + 1) * _AT_ONCE, count))
+        with all_or_none("reading shards"), ThreadPoolExecutor(_AT_ONCE) as pool:
+            found = list(pool.map(partial(_read, shards), mine))
+        watchdog.note("reading the headers of shards")
+        for of_rank in gather_objects(found):
+            for of_shard in of_rank:
+                if writer:
+                    writer.add(*of_shard)
+        done, now = min(first + each, count), time.monotonic()
+        if is_main() and now - told > _PATIENCE and done < count:
+            told, left = now, (now - began) / done * (count - done)
+            line = f"reading the headers of {count:,} shards, once: {done:,} are done, about {left:,.0f} s are left"
+            print(line, file=sys.stderr, flush=True)
+
+
+def _read(shards: ShardList, number: int) -> tuple[str, str, int]:
+    """What is in a shard, as JSON can hold it: entries, a table of labels, and how many samples have no image."""
+    name, stamp = shards.names[number], shards.stamps[number]
+    left_out = 0
+    try:
+        if parquet_shards.is_parquet(name):
+            rows = shards.rows
+            find = rows.find if rows else lambda split, image: tables.find_labels(split, shards.label, image)
+            columns, cells = parquet_shards.rows(name, stamp, shards.image, find)
+            entries = np.zeros(len(cells), ENTRY)
+            entries["start"], entries["key"], entries["size"] = columns
+            if rows:
+                groups = np.split(columns[0], np.flatnonzero(np.diff(columns[0] >> 32)) + 1)
+                found = (parquet_shards.images(name, stamp, shards.image, group) for group in groups)
+                headers = [rows.header(content) for contents in found for content in contents]
+                cells = cells.append_column(HEADER, pa.array(headers))
+        else:
+            entries, cells, left_out = _members(RangeFile(name, stamp, _AHEAD[is_remote(name)]), shards)
+    except (pa.ArrowException, ValueError, OSError) as error:
+        raise Refused(f"{printable_name(name)}: {' '.join(str(error).split())}") from None
+    entries["shard"] = number
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, cells.schema) as stream:
+        stream.write_table(cells)
+    return base64.b64encode(entries.tobytes()).decode(), base64.b64encode(sink.getvalue()).decode(), left_out
+
+
+def _members(file: RangeFile, shards: ShardList) -> tuple[np.ndarray, pa.Table, int]:
+    """Entries and labels of a tar, and its number of samples without an image. Raises ValueError."""
+    entries, labels, left_out = [], [], 0
+    for sample in tar_samples.samples(file, shards.image, shards.label, bool(shards.rows)):
+        if not (image := sample.image):
+            left_out += 1
+            continue
+        if sample.label is None:
+            wanted = f"neither {sample.key}.{shards.label or 'cls'} nor a label in its .json; name it by --label_column"
+            raise ValueError(f"the sample {sample.key} has no label: {'no .json' if shards.rows else wanted}")
+        key = int.from_bytes(hashlib.blake2b(os.fsencode(image.name), digest_size=8).digest(), "little")
+        entries.append((image.offset_data, key, min(image.size, 2**32 - 1), image.offset_data - image.offset, 0))
+        labels.append(sample.label)
+        if shards.rows:
+            file.seek(image.offset_data)
+            kept = {key: sample.label[key] for key in shards.rows.keep if key in sample.label}
+            labels[-1] = kept | {HEADER: shards.rows.header(file.read(min(image.size, LARGEST)))}
+    if shards.rows:
+        return np.array(entries, ENTRY), pa.Table.from_pylist(labels), left_out
+    several = bool(labels) and isinstance(labels[0], list)
+    cells = pa.array(labels, pa.list_(pa.string()) if several else pa.string())
+    return np.array(entries, ENTRY), pa.table({shards.label or "label": cells}), left_out
+
+
+# ---- the index in files
+
+
+class _Writer:
+    """Writes the files of an index, piece by piece, into a folder."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._left_out = folder, 0
+        self._cells: list[pa.Table] = []
+        self._entries = (folder / "entries").open("wb")
+
+    def add(self, entries: str, cells: str, left_out: int) -> None:
+        self._entries.write(base64.b64decode(entries))
+        self._left_out += left_out
+        self._cells.append(pa.ipc.open_stream(base64.b64decode(cells)).read_all())
+
+    def finish(self, shards: ShardList) -> None:
+        import datasets
+
+        self._entries.close()
+        if not (filled := [cells for cells in self._cells if len(cells)]):
+            raise Refused(f"{shards}: no sample with an image")
+        try:
+            cells = pa.concat_tables(filled, promote_options="permissive").combine_chunks()
+        except pa.ArrowException as error:
+            raise Refused(f"{shards}: labels are of several kinds: {' '.join(str(error).split())}") from None
+        classes: tuple[str, ...] = ()
+        notes: tuple[str, ...] = ()
+        labels = np.zeros(len(cells), np.int64)
+        if shards.rows:
+            with pa.ipc.new_file(str(self._folder / "rows"), cells.schema) as file:
+                file.write_table(cells)
+        else:
+            cells = cells if parquet_shards.is_parquet(shards.names[0]) else _as_numbers(cells)
+            split = tables.Split(*shards.words, datasets.Dataset(datasets.table.InMemoryTable(cells)))
+            classes, (labels,), notes = tables.read_labels([split], tuple(cells.column_names), 1)
+        np.save(self._folder / "labels.npy", labels)
+        entries = np.memmap(self._folder / "entries", ENTRY, "r")
+        edges, block_bytes = _blocks(entries, parquet_shards.is_parquet(shards.names[0]))
+        np.save(self._folder / "edges.npy", edges)
+        counts = labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=len(classes))
+        left_out = [f"{self._left_out:,} samples without an image are left out"] if self._left_out else []
+        facts = {
+            "classes": classes,
+            "counts": counts.tolist(),
+            "fingerprint": fingerprint(classes, labels, entries),
+            "notes": [*notes, *left_out],
+            "block_bytes": block_bytes,
+        }
+        (self._folder / "facts.json").write_text(json.dumps(facts))
+
+
+def _as_numbers(cells: pa.Table) -> pa.Table:
+    """The labels of tars, which are texts: as numbers, if all of them are."""
+    column = cells.column(0)
+    several = tables.is_list(column.type)
+    if not pc.all(pc.match_substring_regex(pc.list_flatten(column) if several else column, "^-?[0-9]{1,18}$")).as_py():
+        return cells
+    return cells.cast(pa.schema([(cells.column_names[0], pa.list_(pa.int64()) if several else pa.int64())]))
+
+
+def _blocks(entries: np.ndarray, are_rows: bool) -> tuple[np.ndarray, tuple[float, int]]:
+    """Blocks of neighbours, none over two shards: where they begin and end, and their bytes, the mean and the most."""
+    sizes = entries["size"].astype(np.int64) + entries["head"] + 8
+    unit = entries["start"] >> 32 if are_rows else entries["start"] // max(_BLOCK, int(sizes.sum()) // _BLOCKS)
+    begins = np.flatnonzero((np.diff(unit) != 0) | (np.diff(entries["shard"]) != 0)) + 1
+    edges = np.concatenate([[0], begins, [len(entries)]])
+    of_blocks = np.add.reduceat(sizes, edges[:-1]) + 8
+    return edges, (float(of_blocks.mean()), int(of_blocks.max()))
+
+
+def fingerprint(classes: tuple[str, ...], labels: np.ndarray, entries: np.ndarray) -> str:
+    """Of names, sizes and labels, not of the place."""
+    return fingerprint_of(classes, labels, np.stack([entries["key"], entries["size"]]))
+
+
+def _place(key: str) -> Path | None:
+    with suppress(RuntimeError):
+        return cache_folder() / f"shards-{key}"
+    return None
+
+
+def _make_draft(place: Path | None) -> Path:
+    """An empty folder beside `place`, or elsewhere if nothing can be written there."""
+    if place:
+        with suppress(OSError):
+            place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for old in [*place.parent.glob("shards-*"), *place.parent.glob("unfinished-*/")]:
+                if old.stat().st_mtime < time.time() - _UNUSED:
+                    remove(old)
+            return Path(tempfile.mkdtemp(dir=place.parent, prefix="unfinished-"))
+    return Path(tempfile.mkdtemp())
+
+
+def _load(folder: Path) -> Index | None:
+    """The index in a folder, mapped; None if there is none, or if it is damaged."""
+    try:
+        facts = json.loads(read_text(folder / "facts.json", SMALL * 64))
+        entries = np.asarray(np.memmap(folder / "entries", ENTRY, "r"))
+        labels, edges = (np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ("labels", "edges"))
+        has_rows = (folder / "rows").exists()
+        rows = pa.ipc.open_file(pa.memory_map(str(folder / "rows"))).read_all() if has_rows else None
+    except (OSError, ValueError):
+        return None
+    if len(entries) != len(labels):
+        return None
+    with suppress(OSError):
+        os.utime(folder)  # marks it as used
+    facts |= {name: tuple(facts[name]) for name in ("classes", "counts", "notes", "block_bytes")}
+    return Index(entries, labels, edges=edges, rows=rows, **facts)

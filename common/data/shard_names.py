@@ -1,0 +1,97 @@
+"""Names of shards: which ones `--data` stands for, and how a name is shown to people."""
+
+import glob
+import itertools
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from common.errors import Refused, printable
+
+_SUFFIXES = (".tar", ".parquet")
+_LIMIT = 1_000_000  # shards in one range
+_COMMA = re.compile(r",(?![^{}]*\})")  # not between braces
+_BRACES = re.compile(r"\{([^{}]*)\}")
+
+
+def printable_name(name: str) -> str:
+    """`name`, or a list of names, without what may be secret: user and password, and the query of a presigned URL."""
+    parts = (re.sub(r"(?<=://)[^/?#]*@", "", part) for part in _COMMA.split(name))
+    return printable(",".join(re.sub(r"[?#].*", "", part) if is_http(part) else part for part in parts))
+
+
+def is_http(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
+
+
+def is_remote(name: str) -> bool:
+    """True if `name` is a URL of something else than a local file."""
+    return "://" in name and not name.startswith("file://")
+
+
+def expand(pattern: str) -> list[str]:
+    """The names of shards that `pattern` stands for, sorted. Raises `Refused`.
+
+    It is a file, a folder with *.tar or *.parquet in it, a URL, or several of them joined by commas. Braces stand for a range,
+    `{000..127}`, or for alternatives, `{train,extra}`. *, ? and [...] are wildcards, but not over http(s), where files can't
+    be listed.
+    """
+    parts = [part.strip() for part in _COMMA.split(pattern) if part.strip()]
+    ones = [pattern] if os.path.exists(pattern) else (one for part in parts for one in _without_braces(part))
+    names = sorted(name for one in ones for name in _found(one))
+    shown = printable_name(pattern)
+    if not names:
+        raise Refused(f"{shown}: names no shard; give a file, a folder, or a pattern such as train-{{000..127}}.tar")
+    if len({suffix for suffix in _SUFFIXES if any(name.endswith(suffix) for name in names)}) > 1:
+        raise Refused(f"{shown}: names both *.tar and *.parquet; name one kind, such as {shown}/*.tar")
+    if twice := next((one for one, following in itertools.pairwise(names) if one == following), None):
+        raise Refused(f"{shown}: {printable_name(twice)} is named twice; name each shard once")
+    return names
+
+
+def file_system(name: str) -> tuple[Any, str]:
+    """fsspec's file system for `name`, and the path in it. Raises `Refused` if its package is not installed."""
+    from fsspec.core import url_to_fs
+
+    try:
+        return url_to_fs(name)
+    except (ImportError, ValueError) as error:  # its text names the package or the protocol
+        raise Refused(f"{printable_name(name)}: {error}") from None
+
+
+def _without_braces(pattern: str) -> Iterator[str]:
+    """`a{1..2}b` -> a1b, a2b."""
+    found = _BRACES.search(pattern)
+    if not found:
+        yield pattern
+        return
+    choices: Any = found[1].split(",")
+    if ends := re.fullmatch(r"(\d+)\.\.(\d+)", found[1]):
+        first, last = int(ends[1]), int(ends[2])
+        if not 0 <= last - first < _LIMIT:
+            raise Refused(f"{printable_name(pattern)}: {found[0]} has to count up, by at most {_LIMIT:,}")
+        width = len(ends[1]) if ends[1].startswith("0") else 0
+        choices = (f"{number:0{width}}" for number in range(first, last + 1))
+    for choice in choices:
+        yield from _without_braces(pattern[: found.start()] + choice + pattern[found.end() :])
+
+
+def _found(name: str) -> list[str]:
+    """The shards that a name without braces stands for."""
+    if is_http(name):
+        if "*" in name or name.endswith("/"):
+            way_out = "name them, such as train-{000..127}.tar"
+            raise Refused(f"{printable_name(name)}: a web server does not list its files; {way_out}")
+        return [name]
+    files, path = file_system(os.path.expanduser(name))
+    try:
+        if glob.has_magic(path) and not files.exists(path):
+            found = files.glob(path)
+        elif not path.endswith(_SUFFIXES) and files.isdir(path):
+            found = [file for file in files.ls(path, detail=False) if file.endswith(_SUFFIXES)]
+        else:
+            found = [path]
+    except Exception as error:  # each file system raises errors of its own, whose texts may hold secrets
+        raise Refused(f"{printable_name(name)}: can't be listed: {type(error).__name__}") from None
+    return [files.unstrip_protocol(file) if is_remote(name) else file for file in found]

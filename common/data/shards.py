@@ -1,0 +1,254 @@
+"""Images in shards, such as WebDataset's tars: as a source whose images are read from where they lie."""
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from torch.utils.data import get_worker_info
+
+from common.data import parquet_shards, ranges, shard_index, tar_samples
+from common.data.block_cache import IN_FLIGHT, BlockCache, open_blocks
+from common.data.block_order import Blocks
+from common.data.data_spec import Parts
+from common.data.huggingface import hub_shards
+from common.data.images import BrokenImage
+from common.data.shard_index import LARGEST, Index, Rows
+from common.data.shard_names import expand, is_remote, printable_name
+from common.data.source import Columns
+from common.data.splits import kind_of
+from common.data.stream import Stream
+from common.distributed.collectives import all_or_none, broadcast_object, is_main
+from common.errors import Refused, printable
+from common.randomness import mix
+
+_GAP = 2**14  # bytes between two images that are read rather than left out
+_FEWEST = 8  # blocks in a cache
+_SHARDS = re.compile(r"\.tar($|[,?])|^\w+://")
+_PACKED = re.compile(r"\.(tgz|tar\.\w+)($|[,?])|::|^(\w+-)?streaming:|^(pipe|wds|webdataset):", re.IGNORECASE)
+_UNPACK = "can't be read at any place, as training does; give uncompressed tars by their paths or URLs, or Parquet"
+
+
+@dataclass(frozen=True, eq=False)
+class Shards(Columns):
+    """Images in tars, or in Parquet that is not in local files.
+
+    From local tars each image is read alone. From elsewhere blocks of neighbours are read, which a machine shares.
+    """
+
+    entries: np.ndarray  # shard_index.ENTRY[N]
+    shards: shard_index.ShardList
+    index: Index
+    whole: bool = True  # True if these are all samples of the index, with its classes
+    blocks: Blocks | None = None  # in local tars None: no order is cheaper than another
+    cache: BlockCache | None = None
+    origin: "Shards | None" = None  # the source with the cache that these samples are chosen from,
+    places: np.ndarray | None = None  # int64[N], and where they are in it
+
+    @cached_property
+    def fingerprint(self) -> str:
+        if self.whole:
+            return self.index.fingerprint
+        return shard_index.fingerprint(self.classes, self.labels, self.entries)
+
+    @property
+    def class_counts(self) -> np.ndarray:
+        return np.array(self.index.counts) if self.whole else super().class_counts
+
+    def select(self, rows: np.ndarray) -> Self:
+        chosen = replace(super().select(rows), whole=False, blocks=self.blocks and self.blocks.select(rows))
+        return replace(chosen, cache=None, origin=self, places=rows) if self.cache else chosen
+
+    def name(self, index: int) -> str:
+        start, _, _, head, number = self.entries[index].item()
+        shard = printable_name(self.shards.names[number])
+        if not head:
+            return f"{shard}: row {start & 0xFFFFFFFF} of row group {start >> 32}"
+        member = f"byte {start}"
+        with suppress(Refused, ValueError):  # it is named because something is wrong
+            member = tar_samples.name_in(self._sample(index)[:head])
+        return printable(f"{shard}/{member}")
+
+    def content(self, index: int) -> bytes:
+        start, _, size, head, shard = self.entries[index].item()
+        if size > LARGEST and head:
+            raise BrokenImage(f"{size:,} bytes or more, the limit is {LARGEST:,}")
+        if not self.blocks:
+            return ranges.read(self.shards.names[shard], start, start + size, self.shards.stamps[shard][1])
+        return self._sample(index)[head:]
+
+    def expect(self, indices: np.ndarray) -> None:
+        if self.origin and self.places is not None:
+            self.origin.expect(self.places[indices])
+        elif self.cache and self.blocks:
+            self.cache.expect(dict.fromkeys(self.blocks.of(indices).tolist()), self._fetch)
+
+    def random_numbers(self, key: int) -> np.ndarray:
+        return mix(self.entries["key"], key)
+
+    def _sample(self, index: int) -> bytes:
+        """A sample's headers and image, from its block if there is a cache of blocks."""
+        if self.origin and self.places is not None:
+            return self.origin._sample(int(self.places[index]))
+        if not self.cache or not self.blocks:
+            return self._pieces(self.entries[index : index + 1])[0]
+        block = int(self.blocks.of(np.array([index]))[0])
+        return self.cache.sample(block, index - int(self.blocks.edges[block]), self._fetch)
+
+    def _fetch(self, block: int) -> list[bytes]:
+        assert self.blocks
+        return self._pieces(self.entries[self.blocks.edges[block] : self.blocks.edges[block + 1]])
+
+    def _pieces(self, entries: np.ndarray) -> list[bytes]:
+        """The headers and images of samples of one shard. Ranges that lie close are read as one."""
+        shard = entries["shard"][0]
+        name, stamp = self.shards.names[shard], self.shards.stamps[shard]
+        if parquet_shards.is_parquet(name):
+            return parquet_shards.images(name, stamp, self.shards.image, entries["start"])
+        first = entries["start"] - entries["head"]
+        last = entries["start"] + np.where(entries["size"] > LARGEST, 0, entries["size"])
+
+        def read(piece: np.ndarray) -> list[bytes]:
+            start, stop = int(first[piece[0]]), int(last[piece[-1]])
+            data = ranges.read(name, start, stop, stamp[1])
+            return [data[first[i] - start : last[i] - start] for i in piece.tolist()]
+
+        gaps = np.flatnonzero(first[1:] - last[:-1] > _GAP) + 1
+        if not len(gaps):
+            return read(np.arange(len(entries)))
+        with ThreadPoolExecutor(IN_FLIGHT) as pool:
+            return [*chain.from_iterable(pool.map(read, np.split(np.arange(len(entries)), gaps)))]
+
+
+def shared(sources: Sequence[Any], memory: int) -> tuple[Any, ...]:
+    """The sources, of which those with blocks get a cache on each machine: of `memory` MiB for the first. A collective.
+
+    A third of it is for blocks that are shuffled together, the rest for those that data workers are ahead. Raises `Refused`.
+    """
+    if not isinstance(sources[0], Shards) or not sources[0].blocks:
+        return tuple(sources)
+    found: list[Shards] = []
+    for source in dict.fromkeys(sources):
+        mean, most = source.index.block_bytes
+        slots = int(memory * 2**20 / mean)
+        if slots < _FEWEST:
+            needed = -(-_FEWEST * mean // 2**20)
+            raise Refused(f"--shard_memory {memory}: holds {slots} blocks of neighbours; give {needed:.0f} or more")
+        slots = max(_FEWEST, slots // (8 if found else 1))
+        blocks = replace(source.blocks, pool=slots // 3)
+        found.append(replace(source, blocks=blocks, cache=open_blocks(min(slots, len(blocks.edges) - 1), most)))
+    return (found[0], found[-1])
+
+
+def expect(source: Any, stream: Stream, positions: np.ndarray) -> None:
+    """Begin to read the images at `positions`, and those at the next positions of this process, if they lie in blocks."""
+    if stream.blocks:
+        worker = get_worker_info()
+        steps = worker.num_workers if worker else 1  # until this process makes its next batch, or the one after it
+        for places in (positions, positions + steps * stream.global_batch_size):
+            source.expect(stream.indices(places))
+
+
+# ---- which shards
+
+
+def shard_parts(spec: Any, wanted: Callable[[Mapping[str, str]], Sequence[str]]) -> Parts[Shards] | None:
+    """The parts of the shards that `spec.data` names, indexed; None if it names none. A collective.
+
+    `wanted` chooses parts by {name: label}: only these are read. Raises `Refused`.
+    """
+    labels, sources = shard_sources(spec, wanted, spec.label_column)
+    if not sources:
+        return None
+    first = next(iter(sources.values()))
+    sources = {name: _with_classes(source, first, labels[name]) for name, source in sources.items()}
+    if len(first.classes) < (least := 1 if first.multi_label else spec.min_classes):
+        shown = printable_name(spec.data)
+        raise Refused(f"--data {shown}: only the class {first.classes[0]} in its labels; needs {least} or more")
+    return Parts(labels, lambda names: [sources[name] for name in names])
+
+
+def shard_sources(
+    spec: Any, wanted: Callable[[Mapping[str, str]], Sequence[str]], label: str, rows: Rows | None = None
+) -> tuple[dict[str, str], dict[str, Shards]]:
+    """How messages call each part of the shards, and the parts that are wanted, each with its own classes. A collective."""
+    with all_or_none("looking for shards"):
+        groups = hub_shards(spec.data) if spec.streaming else _grouped(find(spec.data))
+    labels = {name: f"the {name} shards" if len(groups) > 1 else "all shards" for name in groups}
+    sources = {}
+    for name in wanted(labels) if groups else ():
+        shards = shard_index.ShardList(tuple(groups[name]), _stamps(groups[name]), spec.image_column, label, rows)
+        index = shard_index.open_index(shards)
+        found = index.entries, shards, index
+        first = shards.names[0]
+        blocks = Blocks(index.edges, 0) if is_remote(first) or parquet_shards.is_parquet(first) else None
+        sources[name] = Shards(*found, blocks=blocks, labels=index.labels, classes=index.classes, notes=index.notes)
+    return labels, sources
+
+
+def are_named(data: str) -> bool:
+    """True if `data` names tars, or anything at a URL."""
+    return bool(_SHARDS.search(data))
+
+
+def find(data: str) -> list[str]:
+    """The names of the shards that `data` names; none if it names other data. Raises `Refused`."""
+    if _PACKED.search(data):
+        raise Refused(f"--data {printable_name(data)}: {_UNPACK}")
+    path = Path(data).expanduser()
+    if not path.is_dir():
+        if "$" not in data and printable_name(data) != printable(data):  # `data` is printed and recorded
+            way_out = "name an environment variable that holds it, such as '?$SIGNATURE', or use ~/.netrc"
+            raise Refused(f"--data {printable_name(data)}: a password or signature would be recorded; {way_out}")
+        names = expand(os.path.expandvars(data) if is_remote(data) else data) if are_named(data) else []
+        if others := [name for name in map(printable_name, names) if not name.endswith((".tar", ".parquet"))]:
+            raise Refused(f"--data {printable_name(data)}: {others[0]} is neither a .tar nor a .parquet")
+        return names
+    folders = [path, *sorted(folder for folder in path.iterdir() if folder.is_dir() and folder.name[0] != ".")]
+    having = [folder for folder in folders if any(folder.glob("*.tar"))]
+    if having == [path] and len(folders) > 1:  # folders of classes, and a tar beside them
+        return []
+    return [name for folder in having for name in expand(str(folder)) if name.endswith(".tar")]
+
+
+def _grouped(names: Sequence[str]) -> dict[str, list[str]]:
+    """The shards of each part, by the word for it in their names or folders, as in `val-0000.tar` and `a/test/0000.tar`."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        words = [word for place in printable_name(name).split("/")[:-3:-1] for word in re.split("[^a-zA-Z]+", place)]
+        groups.setdefault(next(filter(None, map(kind_of, words)), "train"), []).append(name)
+    return groups if len(groups) != 1 else {"train": [*names]}
+
+
+def _stamps(names: Sequence[str]) -> tuple[tuple[int, str], ...]:
+    """Size and tag of each shard. Files are looked at on each machine, others only once."""
+    local, found = not is_remote(names[0]), []
+    with all_or_none("looking at shards"):
+        if is_main() or local:
+            with ThreadPoolExecutor(16) as pool:
+                found = [tuple(stamp) for stamp in pool.map(ranges.stat, names)]
+    return tuple(map(tuple, found if local else broadcast_object(found)))
+
+
+def _with_classes(source: Shards, first: Shards, label: str) -> Shards:
+    """`source` with the classes of `first`."""
+    if source.multi_label != first.multi_label:
+        raise Refused(f"{label}: labels are lists in some parts of the data only; write them alike")
+    if unknown := sorted({*source.classes} - {*first.classes}):
+        raise Refused(f"{label}: a class that {first.shards} do not have: {unknown[0]}; add it there")
+    if source.classes == first.classes:
+        return source
+    places = np.array([first.classes.index(name) for name in source.classes])
+    if source.multi_label:
+        labels = np.zeros((len(source), len(first.classes)), bool)
+        labels[:, places] = source.labels
+    else:
+        labels = places[source.labels]
+    return replace(source, labels=labels, classes=first.classes, whole=False)

@@ -1,0 +1,121 @@
+"""Samples in a tar as WebDataset writes them: where the image lies, and the label. Only headers and labels are read.
+
+Members whose names are alike up to the first dot are a sample. Nothing is extracted, so a name may hold anything; links,
+sparse files and devices are no images.
+"""
+
+import io
+import json
+import re
+import tarfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, Any
+
+from common.data.images import SUFFIXES
+from common.data.ranges import RangeFile
+from common.files import SMALL
+
+_KEY = re.compile(r"(?P<key>(?:.*/)?[^./][^./]*)\.(?P<kind>[^/]+)", re.DOTALL)
+_LABELS = ("cls", "label", "labels", "class", "class_id", "category")  # in a sample's JSON, the first that it has
+_HEADERS = 2**14  # bytes of a member: its header, with long names, records and holes
+
+
+@dataclass
+class Sample:
+    key: str
+    image: tarfile.TarInfo | None = None
+    label: Any = None  # a text, a list of texts, or what is in a JSON
+
+
+class _Headers:
+    """A tar as `tarfile` reads it, which a hostile one could otherwise keep busy: headers alone, and a few of each member."""
+
+    def __init__(self, file: IO[bytes] | RangeFile):
+        self.tell, self.seek, self._read, self.left = file.tell, file.seek, file.read, _HEADERS
+
+    def read(self, count: int) -> bytes:
+        self.left -= max(count, tarfile.BLOCKSIZE)  # also at the end of the file, where there is nothing to read
+        if count < 0 or self.left < 0:
+            raise ValueError(f"the headers of a member have more than {_HEADERS:,} bytes")
+        return self._read(count)
+
+
+def members(file: IO[bytes] | RangeFile, end: int) -> Iterator[tarfile.TarInfo]:
+    """The members of a tar of `end` bytes. Raises ValueError, with the reason, for what is no tar or lies about sizes."""
+    headers, at = _Headers(file), 0
+    try:
+        with tarfile.open(fileobj=headers, mode="r:", errors="surrogateescape") as tar:  # type: ignore[call-overload]
+            while member := tar.next():
+                tar.members.clear()  # which would keep all of them
+                at = member.offset
+                if not 0 <= member.size <= end - member.offset_data or tar.offset <= at:
+                    raise ValueError(f"it says that it has {member.size} bytes, and the shard ends before")
+                yield member
+                headers.left, at = _HEADERS, tar.offset
+        file.seek(at)  # `tarfile` takes a damaged header for the end
+        if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
+            raise ValueError("no header of a tar: cut off, or damaged")
+    except (tarfile.TarError, ValueError, IndexError, OverflowError, RecursionError) as error:
+        raise ValueError(f"the member at byte {at}: {error}") from None
+
+
+def samples(file: RangeFile, image: str = "", label: str = "", rows: bool = False) -> Iterator[Sample]:
+    """The samples of a tar, in its order. `image` names the kind of member that has the image, such as jpg; `label` that
+    of the label, or its key in a sample's JSON. With `rows` the whole JSON is the label.
+
+    Raises ValueError as `members`, and for a sample with several images.
+    """
+    sample = Sample("")
+    for member in members(file, file.size):
+        named = _KEY.fullmatch(member.name)
+        if not named or not member.isreg() or member.issparse():
+            continue
+        if named["key"] != sample.key:
+            if sample.key:
+                yield sample
+            sample = Sample(named["key"])
+        kind = named["kind"].lower()
+        is_image = kind == image if image else f".{kind.rpartition('.')[2]}" in SUFFIXES
+        if is_image and sample.image:
+            several = f"{sample.image.name} and {member.name} could each be the image"
+            raise ValueError(f"{several}; name the kind of file with --image_column, such as jpg")
+        if is_image:
+            sample.image = member
+        elif (kind == (label or "cls") and not rows) or (kind == "json" and sample.label is None):
+            if member.size > SMALL:
+                raise ValueError(f"{member.name} has {member.size} bytes, the limit is {SMALL}")
+            file.seek(member.offset_data)
+            found = _parsed(kind, file.read(member.size), member.name)
+            found = found if rows else _label(found, label, member.name)
+            sample.label = sample.label if found is None else found
+    if sample.key:
+        yield sample
+
+
+def name_in(header: bytes) -> str:
+    """The name of the member whose headers these are; "" if they are none."""
+    with suppress(ValueError):
+        return next(members(io.BytesIO(header), 2**63)).name
+    return ""
+
+
+def _parsed(kind: str, content: bytes, where: str) -> Any:
+    try:
+        return json.loads(content) if kind == "json" else content.decode().strip()
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not readable: {type(error).__name__}") from None
+
+
+def _label(found: Any, named: str, where: str) -> str | list[str] | None:
+    """The label that was found in a member; None if a JSON has none. Raises ValueError."""
+    if isinstance(found, dict):
+        found = found.get(named or next((name for name in _LABELS if name in found), ""))
+    if found is None or found == "":
+        return None
+    items = found if isinstance(found, list) else [found]
+    if not all(isinstance(item, str | int) for item in items):
+        raise ValueError(f"{where} has the label {str(found)[:40]}, which is no number, text or list of these")
+    texts = [item if isinstance(item, str) else str(int(item)) for item in items]
+    return texts if isinstance(found, list) else texts[0]

@@ -1,0 +1,402 @@
+"""Shards: their names, and ranges of bytes from local files, a web server with every fault, and fsspec."""
+
+import hashlib
+import logging
+import multiprocessing
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from common.data import http_ranges, ranges
+from common.data.range_faults import ShardChanged, Unreadable
+from common.data.ranges import RangeFile, read, stat
+from common.data.shard_names import expand, printable_name
+from common.errors import Refused
+from tests.harness.range_server import RangeServer
+
+DATA = np.random.default_rng(0).bytes(100_000)
+SECRETS = ("hunter2", "s3cr3t")
+
+
+@pytest.fixture(scope="module")
+def kept_server():
+    with RangeServer() as server:
+        yield server
+
+
+@pytest.fixture
+def server(kept_server, quick):
+    kept_server.files = {"/a.tar": DATA, "/empty.tar": b""}
+    for state in (kept_server.tags, kept_server.faults, kept_server.asked):
+        state.clear()
+    kept_server.before = lambda path: None
+    return kept_server
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Short waits, and nothing of this machine's environment."""
+    for module, name, value in (
+        (ranges, "FIRST_WAIT_S", 0.01),
+        (ranges, "LONGEST_WAIT_S", 0.05),
+        (ranges, "PATIENCE_S", 5.0),
+        (http_ranges, "SILENCE_S", 0.3),
+    ):
+        monkeypatch.setattr(module, name, value)
+    for name in ("http_proxy", "https_proxy", "all_proxy", "RANK", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv("NETRC", os.devnull)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    path = tmp_path_factory.mktemp("certificate") / "both.pem"
+    subject = "-subj /CN=test -addext subjectAltName=IP:127.0.0.1"
+    made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    subprocess.run(
+        [*f"{made} {subject}".split(), "-keyout", path, "-out", f"{path}.crt"], check=True, capture_output=True
+    )
+    path.write_text(path.read_text() + Path(f"{path}.crt").read_text())
+    return path
+
+
+# ---- names
+
+
+def test_patterns_name_shards(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("b-01.tar", "b-00.tar", "b-02.tar", "index.json", "c.parquet", "one/x.tar", "other/x.tar"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_bytes(DATA)
+    paths = [str(tmp_path / f"b-{number:02}.tar") for number in range(3)]
+    for pattern in ("b-{00..02}.tar", "b-*.tar", "b-02.tar, b-{00,01}.tar", str(tmp_path / "b-0[0-2].tar")):
+        assert expand(pattern) == paths, pattern
+    assert expand(f"file://{tmp_path}/b-*.tar") == paths
+    assert expand("one") == [str(tmp_path / "one/x.tar")]
+    Path("one").rename("a,{1..2}[x]")
+    assert expand("a,{1..2}[x]") == [str(tmp_path / "a,{1..2}[x]/x.tar")]
+    Path("a,{1..2}[x]").rename("one")
+    assert expand("o*/x.tar") == [str(tmp_path / f"{folder}/x.tar") for folder in ("one", "other")]
+    web = [f"https://h/{part}/{number:06}.tar?k=v" for part in ("a", "b") for number in (9, 10)]
+    assert expand("https://h/{a,b}/{000009..000010}.tar?k=v") == web
+    assert expand("http://h/{9..11}.tar") == [f"http://h/{number}.tar" for number in (10, 11, 9)]
+
+
+@pytest.mark.parametrize(
+    "pattern, said",
+    [
+        ("s3://user:hunter2@bucket/{0..1}.tar", "s3://bucket/0.tar: Install s3fs to access S3"),
+        ("odd://x.tar", "odd://x.tar: Protocol not known: odd"),
+        (
+            "https://u:hunter2@h/*.tar?k=s3cr3t",
+            "https://h/*.tar: a web server does not list its files; name them, such as",
+        ),
+        (
+            "https://h/a.tar?s3cr3t,https://h/a.tar?s3cr3t",
+            "https://h/a.tar,https://h/a.tar: https://h/a.tar is named twice",
+        ),
+        ("a{3..1}.tar", "a{3..1}.tar: {3..1} has to count up, by at most 1,000,000"),
+        ("a{1..9999999999}.tar", "{1..9999999999} has to count up, by at most"),
+        ("{tmp}/*.tar", "*.tar: names no shard; give a file, a folder, or a pattern"),
+        ("a.tar,b.parquet", "names both *.tar and *.parquet"),
+        (" , ", "names no shard"),
+    ],
+)
+def test_refused_patterns(pattern, said, tmp_path):
+    with pytest.raises(Refused) as refused:
+        expand(pattern.replace("{tmp}", str(tmp_path)))
+    assert said in str(refused.value)
+    assert not any(secret in str(refused.value) for secret in SECRETS)
+
+
+def test_printable_names():
+    assert printable_name("https://u:p@ss@h:1/a.tar?X-Sig=1#x") == "https://h:1/a.tar"
+    assert printable_name("s3://key:secret@b/a?.tar,/local/a@b?.tar\n") == "s3://b/a?.tar,/local/a@b?.tar\\n"
+
+
+# ---- local files and fsspec
+
+
+def test_local_ranges(tmp_path):
+    path = tmp_path / "a.tar"
+    path.write_bytes(DATA)
+    for name in (str(path), f"file://{path}"):
+        size, tag = stat(name)
+        assert size == len(DATA)
+        assert (read(name, 5, 1000, tag), read(name, 7, 7, tag)) == (DATA[5:1000], b"")
+    with pytest.raises(Unreadable, match=r"a\.tar: byte 99,990: the file ends at byte 100,000, not at 100,010"):
+        read(name, 99_990, 100_010, tag)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(ShardChanged, match=r"a\.tar: byte 5: it has changed .* 1 now, and was \d+"):
+        read(name, 5, 1000, tag)
+    tag = stat(name).tag
+    file = RangeFile(name, (len(DATA), tag), 100)
+    assert (file.seek(-10, 2), file.read(4), file.tell(), file.read()) == (99_990, DATA[-10:-6], 99_994, DATA[-6:])
+    assert (file.read(1), file.seek(7), file.read(10), file.read(10)) == (b"", 7, DATA[7:17], DATA[17:27])
+    path.unlink()
+    for call in (lambda: stat(name), lambda: read(name, 5, 6, "another")):
+        with pytest.raises(Unreadable, match=r"byte [05]: No such file or directory"):
+            call()
+
+
+def test_ranges_of_fsspec(quick, monkeypatch):
+    files = fsspec.filesystem("memory")
+    files.pipe({"/kept/a.tar": DATA, "/kept/b.tar": DATA[::-1], "/kept/notes": b""})
+    a, b = names = expand("memory://kept")
+    assert (
+        names
+        == expand("memory://kept/*.tar")
+        == expand("memory://kept/{a,b}.tar")
+        == ["memory:///kept/a.tar", "memory:///kept/b.tar"]
+    )
+    stamps = [stat(name) for name in names]
+    asked = [
+        (name, start, start + 100, stamp.tag) for start in (0, 500) for name, stamp in zip(names, stamps, strict=True)
+    ]
+    assert [read(*one) for one in asked] == [DATA[:100], DATA[::-1][:100], DATA[500:600], DATA[::-1][500:600]]
+
+    class Flaky(type(files)):
+        left = 2
+
+        def cat_file(self, *args, **kwargs):
+            Flaky.left -= 1
+            if Flaky.left >= 0:
+                raise OSError("https://h/?s3cr3t")
+            return super().cat_file(*args, **kwargs)
+
+    monkeypatch.setattr(ranges, "file_system", lambda name: (Flaky(), "/kept/a.tar"))
+    assert read(*asked[0]) == DATA[:100]
+    Flaky.left = 10**6
+    monkeypatch.setattr(ranges, "PATIENCE_S", 0.1)
+    with pytest.raises(Unreadable, match=r"memory:///kept/a\.tar: byte 0: OSError; \d+ attempts in") as error:
+        read(*asked[0])
+    assert "s3cr3t" not in str(error.value)
+    monkeypatch.undo()
+    files.pipe("/kept/b.tar", DATA)
+    ranges._stat_of_minute.cache_clear()
+    with pytest.raises(ShardChanged, match=r"b\.tar: byte 500"):
+        read(*asked[3])
+    files.rm("/kept/b.tar")
+    with pytest.raises(Unreadable, match="byte 0: FileNotFoundError"):
+        stat(b)
+    assert stat(a) == stamps[0]
+
+
+# ---- http
+
+
+def test_http_ranges(server):
+    name = f"{server.url}/a.tar"
+    size, tag = stat(name)
+    assert (size, tag) == (len(DATA), '"first"')
+    assert [read(name, start, stop, tag) for start, stop in ((0, 1), (17, 60_000), (99_999, 100_000), (5, 5))] == [
+        DATA[:1],
+        DATA[17:60_000],
+        DATA[-1:],
+        b"",
+    ]
+    assert len({port for _, _, port in server.asked}) == 1, "the connection is kept"
+    assert stat(f"{server.url}/empty.tar") == (0, "0 bytes")
+    server.files["/a.tar"] = DATA[:10]
+    with pytest.raises(
+        ShardChanged, match=r"a\.tar: byte 99,999: .* it is bytes \*/10 now, and was 100000 bytes or more"
+    ):
+        read(name, 99_999, 100_000, tag)
+
+
+PASSING = """
+status_503 status_500 status_429_0 reset short drip silent other whole encoded redirect_/moved.tar redirect_/signed.tar
+""".split()
+
+
+@pytest.mark.parametrize("fault", PASSING)
+def test_passing_faults(server, monkeypatch, fault):
+    """The same bytes come after two such answers, of `stat` as well as of `read`."""
+    monkeypatch.setattr(http_ranges, "SLOWEST", 1e9)
+    server.files |= {"/moved.tar": DATA, "/signed.tar": DATA}
+    server.faults["/signed.tar"] = ["status 403", "", "status 403"]
+    name, fault = f"{server.url}/a.tar", fault.replace("_", " ")
+    server.faults["/a.tar"] = [fault] * 2
+    if fault not in ("drip", "short"):  # of one byte
+        assert stat(name) == (len(DATA), '"first"')
+    asked = len(server.asked)
+    server.faults["/a.tar"] = [fault] * 2
+    assert read(name, 1000, 3000, '"first"') == DATA[1000:3000]
+    assert len(server.asked) - asked >= 2
+    assert not server.faults["/a.tar"] or "redirect" in fault
+
+
+@pytest.mark.parametrize(
+    "fault, said",
+    [
+        ("status 404", "404 Not Found"),
+        ("status 410", "410 Gone"),
+        ("status 403", "403 Forbidden; is the signature in the URL too old, or are credentials missing in ~/.netrc?"),
+        ("status 401", "401 Unauthorized; is the signature"),
+        ("status 503", "503 Service Unavailable; "),
+        ("status 429 3600", "429 Too Many Requests; it asks to wait 3,600 s; 1 attempts in 0 s, the limit is 0 s"),
+        ("whole", "asked for bytes 10-19, the server sends the whole file; it has to serve ranges; "),
+        ("other", "asked for bytes 10-19, the server sends bytes 11-20/100000; it has to serve ranges; "),
+        ("short", "the answer ended early; "),
+        ("reset", "Connection reset by peer; "),
+        ("silent", "no answer in time; "),
+        ("redirect file:///etc/passwd", "InvalidSchema"),
+        ("redirect /a.tar", "TooManyRedirects"),
+    ],
+)
+def test_faults_that_last(server, monkeypatch, caplog, fault, said):
+    """One line names shard, offset and cause, and no secret; nothing secret is logged."""
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setattr(ranges, "PATIENCE_S", 0.2)
+    server.faults["/a.tar"] = [fault] * 1000
+    name = f"http://me:hunter2@127.0.0.1:{server.server_port}/a.tar?X-Amz-Signature=s3cr3t"
+    with pytest.raises(Unreadable) as error:
+        read(name, 10, 20, '"first"')
+    server.faults["/a.tar"] = []
+    text = str(error.value)
+    assert text.startswith(f"{server.url}/a.tar: byte 10: {said}")
+    assert "\n" not in text
+    shown = "".join(traceback.format_exception(error.value)) + caplog.text
+    assert not any(secret in shown for secret in SECRETS)
+    again = pickle.loads(pickle.dumps(error.value))
+    assert (type(again), str(again)) == (Unreadable, text)
+
+
+def test_changed_shard(server):
+    name = f"{server.url}/a.tar"
+    tag = stat(name).tag
+    server.tags["/a.tar"], server.files["/a.tar"] = '"second"', DATA[::-1]
+    with pytest.raises(ShardChanged, match=r'a\.tar: byte 3: it has changed .*: it is "second" now, and was "first"'):
+        read(name, 3, 9, tag)
+    del server.files["/a.tar"]
+    with pytest.raises(Unreadable, match=r"a\.tar: byte 3: 404 Not Found"):
+        read(name, 3, 9, tag)
+
+
+def test_wait_that_a_server_asks_for(server, monkeypatch, capfd):
+    """It is kept to. People are told by the main rank, not by others."""
+    monkeypatch.setattr(ranges, "SPEAK_S", 0.5)
+    name = f"http://me:hunter2@127.0.0.1:{server.server_port}/a.tar?s3cr3t"
+
+    def wait(count: int) -> None:
+        began = time.monotonic()
+        with ThreadPoolExecutor(count) as pool:
+            assert [*pool.map(read, [name] * count, [0] * count, [10] * count, ['"first"'] * count)] == [
+                DATA[:10]
+            ] * count
+        assert time.monotonic() - began >= 1
+
+    server.faults["/a.tar"] = ["status 429 1"]
+    monkeypatch.setenv("RANK", "1")
+    wait(1)
+    assert not capfd.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    server.faults["/a.tar"] = ["status 429 1"] * 3
+    wait(3)
+    said = capfd.readouterr().err.splitlines()
+    assert {*said} == {f"data: {server.url}/a.tar: 429 Too Many Requests; trying again for 5 s"} and len(said) <= 3
+
+
+def test_name_server_that_comes_back(server, monkeypatch):
+    """Nor is a name looked up again while a connection is kept."""
+    failures, looked_up = [socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")] * 4, []
+    usual = socket.getaddrinfo
+
+    def getaddrinfo(host, *args, **kwargs):
+        assert host == "shards.example"
+        looked_up.append(host)
+        if failures:
+            raise failures.pop()
+        return usual("127.0.0.1", *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    name = f"http://shards.example:{server.server_port}/a.tar"
+    assert read(name, 0, 1000, '"first"') == read(name, 0, 1000, '"first"') == DATA[:1000]
+    assert len(looked_up) == 5
+    http_ranges._sessions.clear()
+    monkeypatch.setattr(ranges, "PATIENCE_S", 0.1)
+    failures += [socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")] * 100
+    with pytest.raises(Unreadable, match="byte 0: Temporary failure in name resolution; "):
+        read(name, 0, 1000, '"first"')
+
+
+def test_credentials_stay_with_their_host(server, monkeypatch, tmp_path):
+    """They come from the URL or ~/.netrc, and go along a redirect on one host, but not to another host."""
+    port = server.server_port
+    server.files["/b.tar"] = DATA
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login you password s3cr3t\n")
+
+    def sent(name: str) -> list[str]:
+        server.faults["/a.tar"] = ["redirect /b.tar", f"redirect http://localhost:{port}/b.tar"]
+        server.asked.clear()
+        assert [read(name, 0, 9, '"first"') for _ in range(2)] == [DATA[:9]] * 2
+        return [headers.get("Authorization", "") for _, headers, _ in server.asked]
+
+    mine, yours = "Basic bWU6aHVudGVyMg==", "Basic eW91OnMzY3IzdA=="  # me:hunter2, you:s3cr3t
+    assert sent(f"{server.url}/a.tar") == ["", "", "", ""]
+    assert sent(f"http://me:hunter2@127.0.0.1:{port}/a.tar") == [mine, mine, mine, ""]
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert sent(f"{server.url}/a.tar") == [yours, yours, yours, ""]
+
+
+def test_certificates_are_checked(quick, certificate, monkeypatch):
+    with RangeServer(certificate) as server, RangeServer() as plain:
+        server.files["/a.tar"] = plain.files["/a.tar"] = DATA
+        name = f"{server.url}/a.tar"
+        for call in (lambda: stat(name), lambda: read(name, 3, 9, '"first"')):
+            with pytest.raises(
+                Unreadable, match=r"a\.tar: byte [03]: certificate: self-signed certificate; name the file"
+            ):
+                call()
+        assert not server.asked
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
+        assert read(name, 3, 99_999, '"first"') == DATA[3:99_999]
+        monkeypatch.setattr(http_ranges, "SLOWEST", 1e9)
+        server.faults["/a.tar"] = ["drip", "short", "reset"]
+        assert read(name, 3, 99_999, '"first"') == DATA[3:99_999]
+        server.faults["/a.tar"] = [f"redirect {plain.url}/a.tar"]
+        with pytest.raises(Unreadable, match="byte 3: redirected from https to http"):
+            read(name, 3, 9, '"first"')
+
+
+def digest_of(asked: list) -> str:
+    with ThreadPoolExecutor(8) as pool:
+        return hashlib.sha256(b"".join(pool.map(lambda one: read(*one), asked))).hexdigest()
+
+
+def test_other_processes_have_their_own_connections(server):
+    """Forked ones as well, whose parent keeps reading on the connections that they inherit."""
+    name = f"{server.url}/a.tar"
+    asked = [(name, start, start + 5000, '"first"') for start in range(0, 94_000, 2350)]
+    digest = digest_of(asked)
+    mine = {port for _, _, port in server.asked}
+    server.asked.clear()
+
+    def child(results) -> None:
+        results.put(digest_of(asked))
+
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    children = [context.Process(target=child, args=(results,)) for _ in range(2)]
+    for process in children:
+        process.start()
+    found = [results.get(timeout=30) for _ in children]
+    for process in children:
+        process.join()
+    assert found == [digest] * 2
+    assert not mine & {port for _, _, port in server.asked}
+    assert digest_of(asked) == digest
+    code = f"from common.data.ranges import read; print(read({name!r}, 7, 20, '\"first\"').hex())"
+    fresh = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert fresh.stdout.strip() == DATA[7:20].hex()

@@ -1,0 +1,524 @@
+"""Shards: samples are found where they lie, hostile ones are refused in one line, blocks come in a fair order, once each."""
+
+import functools
+import io
+import json
+import multiprocessing
+import os
+import struct
+import tarfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from common.classification.sources import Spec, load
+from common.data import parquet_shards, ranges, shard_index, shards
+from common.data import workers as data_workers
+from common.data.block_cache import open_blocks
+from common.data.block_order import Blocks
+from common.data.loader import Prefetcher, evaluation_loader
+from common.data.range_faults import ShardChanged
+from common.data.stream import Stream, permutation
+from common.errors import Refused
+from common.files import CACHE
+from tests.harness.odd_files import bounded
+from tests.harness.range_server import RangeServer
+from tests.harness.shards import COUNTS, add, draw_noise, in_order, write_parquet, write_tars
+
+
+def read(data, **options):
+    return load(Spec(str(data), 0, 0.25, **options))
+
+
+def refusal(data, **options) -> str:
+    with bounded(), pytest.raises(Refused) as refused:
+        read(data, **options)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def tar_of(path: Path, *members: tuple, kind: int = tarfile.GNU_FORMAT) -> Path:
+    """A tar of (name, content, {fact: value}...)."""
+    with tarfile.open(path, "w", format=kind) as tar:
+        for name, content, *facts in members:
+            add(tar, name, content, **(facts[0] if facts else {}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """Class folders of 349 images."""
+    return draw_noise(tmp_path_factory.mktemp("files"), (130, 110, 109), side=8)
+
+
+@pytest.fixture(scope="module")
+def server(files, tmp_path_factory):
+    """The same images as tars and Parquet behind a web server."""
+    root = tmp_path_factory.mktemp("served")
+    write_tars(files, root / "tars", "train")
+    write_parquet(files, root / "parquet", "train")
+    with RangeServer() as server:
+        server.files = {f"/{file.relative_to(root)}": file.read_bytes() for file in root.glob("*/*")}
+        yield server
+
+
+# ---- what is in shards
+
+
+@pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_names_of_any_length_and_labels_of_any_kind_are_read(tmp_path, kind):
+    folder = "/".join(["long" * 8] * 5) if kind == tarfile.USTAR_FORMAT else "/".join(["long" * 20] * 5) + "/ü"
+    tar_of(
+        tmp_path / "a.tar",
+        (f"{folder}/a.json", json.dumps({"label": 3, "text": "no"}).encode()),
+        (f"{folder}/a.jpg", b"first"),
+        ("../../etc/passwd.cls", b"3\n"),
+        ("../../etc/passwd.JPG", b"second"),
+        ("b.c.png", b"third"),
+        ("b.cls", b"12"),
+        ("alone.cls", b"12"),
+        kind=kind,
+    )
+    index = read(tmp_path / "a.tar", alone=True)[0]
+    assert [index.content(place) for place in range(3)] == [b"first", b"second", b"third"]
+    assert index.classes == ("3", "12") and index.labels.tolist() == [0, 0, 1]
+    assert index.notes == ("1 samples without an image are left out",)
+    wanted = [f"{folder}/a.jpg", "../../etc/passwd.JPG", "b.c.png"]
+    assert [index.name(place) for place in range(3)] == [f"{tmp_path}/a.tar/{name}" for name in wanted]
+
+
+@pytest.fixture(autouse=True)
+def _any_bytes_are_an_image(monkeypatch):
+    monkeypatch.setattr("common.classification.sources.refuse_broken", lambda *_: None)
+
+
+def test_labels_are_lists_or_named_and_parts_share_the_classes_of_train(tmp_path):
+    rows = [("a", ["x", "y"], 1), ("b", [], 2), ("c", ["z"], 5)]
+    for part, chosen in (("train", rows), ("val", rows[2:])):
+        members = []
+        for key, tags, number in chosen:
+            members += [(f"{key}.json", json.dumps({"tags": tags, "n": number}).encode()), (f"{key}.png", b"i")]
+        tar_of(tmp_path / f"pets-{part}-000.tar", *members)
+    train, val = read(tmp_path, label_column="tags")
+    assert train.multi_label and train.labels.tolist() == [[True, True, False], [False] * 3, [False, False, True]]
+    assert val.classes == train.classes == ("x", "y", "z") and val.labels.tolist() == [[False, False, True]]
+    train, val = read(tmp_path, label_column="n")
+    assert train.classes == ("1", "2", "5") and (train.labels.tolist(), val.labels.tolist()) == ([0, 1, 2], [2])
+    assert (train.part, val.part) == ("the train shards", "the val shards")
+    assert val.class_counts.tolist() == [0, 0, 1] and train.class_counts.tolist() == [1, 1, 1]
+    assert "has no label: neither a.cls nor a label in its .json" in refusal(tmp_path)
+
+
+def test_the_same_share_of_the_same_images_is_held_out_from_shards_as_from_files(files, server, tmp_path):
+    write_tars(files, tmp_path / "tars", "train")
+    for data in (tmp_path / "tars", f"{server.url}/tars/train-{{000..002}}.tar"):
+        for of_files, of_shards in zip(read(files), read(data), strict=True):
+            assert np.array_equal(of_files.labels, of_shards.labels)
+            contents = [Path(of_files.content(place)).read_bytes() for place in range(len(of_files))]
+            assert [of_shards.content(place) for place in range(len(of_shards))] == contents
+            some = of_shards.select(np.arange(3, 60, 7))
+            assert [some.content(place) for place in range(len(some))] == contents[3:60:7]
+            assert some.name(0) == of_shards.name(3) and some.fingerprint != of_shards.fingerprint
+
+
+def test_parquet_at_a_url_has_the_images_of_the_files_in_row_groups(files, server, tmp_path):
+    write_parquet(files, tmp_path, "train")
+    for place in (f"file://{tmp_path}", f"{server.url}/parquet"):
+        source = read(f"{place}/train-{{000..002}}.parquet", alone=True)[0]
+        assert [source.content(place) for place in range(349)] == [file.read_bytes() for file in in_order(files)]
+    assert source.name(20) == f"{server.url}/parquet/train-002.parquet: row 2 of row group 0"
+    assert np.diff(source.blocks.edges).tolist() == [1, 5, 5, 5, 2] + [5] * 66 + [1]
+
+
+@pytest.mark.parametrize("data", ["https://me:hunter2@here/a.tar", "https://here/a.tar,https://here/b.tar?sig=hunter2"])
+def test_secrets_that_a_run_would_record_are_refused(data):
+    said = refusal(data)
+    assert "a password or signature would be recorded; name an environment variable" in said and "hunter2" not in said
+
+
+def test_what_fsspec_names_has_the_images_of_the_files(files, server):
+    store = fsspec.filesystem("memory")
+    store.pipe({f"/shards/{path.rpartition('/')[2]}": data for path, data in server.files.items() if "/tars/" in path})
+    source = read("memory://shards/*.tar", alone=True)[0]
+    assert [source.content(place) for place in range(349)] == [file.read_bytes() for file in in_order(files)]
+    assert source.name(0) == f"memory:///shards/train-000.tar/{in_order(files)[0].relative_to(files)}" and source.blocks
+
+
+# ---- hostile shards
+
+GOOD = (("a.cls", b"1"), ("a.png", b"image"))
+
+
+def with_record(text: bytes) -> bytes:
+    """A tar whose first member has a header of pax with this text."""
+    info = tarfile.TarInfo("x")
+    info.size, info.type = len(text), tarfile.XHDTYPE
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as tar:
+        for name, image in GOOD:
+            add(tar, name, image)
+    return info.tobuf(tarfile.USTAR_FORMAT) + text.ljust(-(-len(text) // 512) * 512, b"\0") + content.getvalue()
+
+
+def with_holes() -> bytes:
+    """A member whose list of holes goes on in every block that follows."""
+    head = bytearray(tarfile.TarInfo("a.png").tobuf(tarfile.GNU_FORMAT))
+    head[156:157], head[482] = tarfile.GNUTYPE_SPARSE, 1
+    head[148:156] = b"%06o\0 " % (sum(head[:148]) + sum(head[156:512]) + 8 * 32)
+    return bytes(head) + (b"\0" * 504 + b"\1" * 8) * 100
+
+
+def spoilt(path: Path, change) -> None:
+    data = bytearray(tar_of(path, *GOOD).read_bytes())
+    change(data)
+    data[148:156] = b"%06o\0 " % (sum(data[:148]) + sum(data[156:512]) + 8 * 32)
+    path.write_bytes(data)
+
+
+def sized(field: bytes):
+    def change(data: bytearray) -> None:
+        data[124:136] = field
+
+    return change
+
+
+HOSTILE = {
+    "a size of 2**63": (
+        lambda path: spoilt(path, sized(b"\x80" + struct.pack(">3xQ", 2**63))),
+        "says that it has 9223372036854775808",
+    ),
+    "a negative size": (lambda path: spoilt(path, sized(b"\xff" * 12)), "says that it has -1 bytes"),
+    "a size of letters": (
+        lambda path: spoilt(path, sized(b"zzzzzzzzzzz\0")),
+        "byte 0: invalid header",
+    ),
+    "a wrong checksum": (lambda path: path.write_bytes(b"x" * 148 + b"0" * 10240), "byte 0: bad checksum"),
+    "the start of one": (lambda path: path.write_bytes(tar_of(path, *GOOD).read_bytes()[:1400]), "cut off, or damaged"),
+    "a long record": (lambda path: path.write_bytes(with_record(b"9" * 2**14)), "more than 16,384 bytes"),
+    "a record of a size": (
+        lambda path: path.write_bytes(with_record(b"25 size=9999999999999999\n")),
+        "says that it has 9999999999999999 bytes",
+    ),
+    "holes without end": (lambda path: path.write_bytes(with_holes()), "more than 16,384 bytes"),
+    "damage in the middle": (
+        lambda path: path.write_bytes(tar_of(path, *GOOD).read_bytes()[:1024] + b"x" * 10240),
+        "the member at byte 1024: no header of a tar: cut off, or damaged",
+    ),
+    "a label of a GiB": (
+        lambda path: tar_of(path, ("a.png", b"i"), ("a.cls", b"1" * (2**20 + 1))),
+        "the limit is 1048576",
+    ),
+    "deep JSON": (lambda path: tar_of(path, ("a.png", b"i"), ("a.json", b"[" * 10**5)), "a.json is not readable"),
+    "odd JSON": (
+        lambda path: tar_of(path, ("a.png", b"i"), ("a.json", b'{"label": {"a": 1}}')),
+        "no number, text or list",
+    ),
+    "two images": (lambda path: tar_of(path, *GOOD, ("a.jpg", b"other")), "a.png and a.jpg could each be the image"),
+    "nothing": (lambda path: path.write_bytes(b""), "byte 0: empty file"),
+    "no samples": (lambda path: tar_of(path), "no sample with an image"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_tars_are_refused_in_one_line_that_names_the_shard(tmp_path, kind):
+    write, text = HOSTILE[kind]
+    write(tmp_path / "a.tar")
+    before = sorted(tmp_path.rglob("*"))
+    said = refusal(tmp_path / "a.tar", alone=True)
+    assert text in said and str(tmp_path / "a.tar") in said
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+RECORDS = (
+    b"99 path=a\n",
+    b"0 path=a\n",
+    b"path=a\n",
+    b"10 size=x\n",
+    b"11 size=-1\n",
+    b"21 GNU.sparse.major=1\n",
+    b"= =" * 99,
+)
+
+
+@pytest.mark.parametrize("text", RECORDS)
+def test_records_that_lie_are_refused_or_without_effect(tmp_path, text):
+    """The answer depends on Python's version: later ones refuse more."""
+    (tmp_path / "a.tar").write_bytes(with_record(text))
+    with bounded():
+        try:
+            source = read(tmp_path / "a.tar", alone=True)[0]
+        except Refused as error:
+            assert str(tmp_path / "a.tar") in str(error) and "\n" not in str(error)
+        else:
+            assert [source.content(place) for place in range(len(source))] == [b"image"]
+    assert [file.name for file in tmp_path.iterdir()] == ["a.tar"]
+
+
+def test_links_sparse_files_and_devices_are_no_images_and_nothing_is_written(tmp_path):
+    odd = [
+        ("l.png", tarfile.SYMTYPE),
+        ("h.png", tarfile.LNKTYPE),
+        ("d.png", tarfile.CHRTYPE),
+        ("f.png", tarfile.FIFOTYPE),
+    ]
+    members = [(name, b"", {"type": kind, "linkname": "/etc/passwd"}) for name, kind in odd]
+    members += [(f"{name[0]}.cls", b"1") for name, _ in odd]
+    tar_of(tmp_path / "a.tar", ("s.png", b"sparse", {"type": tarfile.GNUTYPE_SPARSE}), *members, *GOOD)
+    source = read(tmp_path / "a.tar", alone=True)[0]
+    assert [source.content(place) for place in range(len(source))] == [b"image"]
+    assert [file.name for file in tmp_path.iterdir()] == ["a.tar"]
+
+
+def bomb(path: Path) -> None:
+    rows = pa.table({"image": pa.array([bytes(2**20)] * 4), "label": [1] * 4})
+    pq.write_table(rows, path, use_dictionary=False, compression="zstd")
+
+
+def wrong_footer(path: Path) -> None:
+    pq.write_table(pa.table({"image": [b"i"], "label": [1]}), path)
+    data = path.read_bytes()
+    path.write_bytes(data[:-8] + struct.pack("<I", 2**31) + b"PAR1")
+
+
+def damaged_footer(path: Path) -> None:
+    pq.write_table(pa.table({"image": [b"i"], "label": [1]}), path)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2] + b"\xff" * (len(data) - len(data) // 2 - 8) + data[-8:])
+
+
+PARQUET = {"a bomb": (bomb, "100 times as many bytes"), "a wrong footer": (wrong_footer, "its footer is damaged")}
+PARQUET |= {
+    "a bomb of repeated images": (
+        lambda path: pq.write_table(pa.table({"image": [bytes(2**16)] * 2**11, "label": [1] * 2**11}), path),
+        "100 times as many bytes",
+    ),
+    "a bomb of repeated labels": (
+        lambda path: pq.write_table(pa.table({"image": [b"i"] * 2**11, "label": ["1" * 2**16] * 2**11}), path),
+        "100 times as many bytes",
+    ),
+    "a damaged footer": (damaged_footer, "a.parquet: "),
+    "no label": (
+        lambda path: pq.write_table(pa.table({"image": [b"i"] * 2, "label": pa.array([1, None])}), path),
+        "row 1 has no label in column label (null)",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PARQUET)
+def test_hostile_parquet_at_a_url_is_refused_in_one_line(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(parquet_shards, "_ROOM", 2**20)
+    write, text = PARQUET[kind]
+    write(tmp_path / "a.parquet")
+    with RangeServer() as server:
+        server.files["/a.parquet"] = (tmp_path / "a.parquet").read_bytes()
+        with bounded(), pytest.raises(Refused) as refused:
+            read(f"{server.url}/a.parquet", alone=True)[0].content(0)
+    assert text in str(refused.value) and "\n" not in str(refused.value)
+
+
+# ---- the index
+
+
+def test_an_index_is_kept_until_a_shard_changes(files, tmp_path, monkeypatch):
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    write_tars(files, tmp_path / "tars", "train")
+    before = read(tmp_path / "tars")
+    (kept,) = (tmp_path / "cache").iterdir()
+    found = []
+    monkeypatch.setattr(shard_index, "_read", lambda *_: found.append(1) or pytest.fail("was read again"))
+    assert [source.fingerprint for source in read(tmp_path / "tars")] == [source.fingerprint for source in before]
+    monkeypatch.undo()
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    (kept / "labels.npy").write_bytes((kept / "labels.npy").read_bytes()[:-8])  # damaged: read again
+    assert [source.fingerprint for source in read(tmp_path / "tars")] == [source.fingerprint for source in before]
+    tar_of(tmp_path / "tars/train-000.tar", *GOOD)
+    with pytest.raises(ShardChanged, match=r"train-000.tar: byte 512: it has changed since it was indexed"):
+        before[0].index and [
+            source.content(int(np.flatnonzero(source.entries["shard"] == 0)[0]))
+            for source in before
+            if (source.entries["shard"] == 0).any()
+        ]
+    assert read(tmp_path / "tars")[0].fingerprint != before[0].fingerprint
+    assert len([*(tmp_path / "cache").iterdir()]) == 2
+
+
+def test_a_start_with_an_index_of_a_billion_samples_reads_what_is_asked_for_alone(tmp_path):
+    """The files are sparse: 36 GB that take no room, and would take minutes to read."""
+    count = 10**9
+    (tmp_path / "entries").touch()
+    os.truncate(tmp_path / "entries", shard_index.ENTRY.itemsize * count)
+    np.lib.format.open_memmap(tmp_path / "labels.npy", "w+", np.int64, (count,))
+    np.save(tmp_path / "edges.npy", np.arange(0, count + 1, 400))
+    facts = {"classes": ["a", "b"], "counts": [count, 0], "fingerprint": "0", "notes": [], "block_bytes": [100.0, 100]}
+    (tmp_path / "facts.json").write_text(json.dumps(facts))
+    began = time.process_time()
+    index = shard_index._load(tmp_path)
+    listed = shard_index.ShardList(("a.tar",), ((0, ""),), "", "")
+    source = shards.Shards(index.entries, listed, index, labels=index.labels, classes=index.classes)
+    assert len(source) == count and source.class_counts.sum() == count and source.fingerprint == "0"
+    assert Stream(count, 256, 0, blocks=Blocks(index.edges, 300)).indices(np.arange(256)).max() < count
+    assert time.process_time() - began < 2
+
+
+def test_people_are_told_how_long_the_first_reading_takes(files, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shard_index, "_PATIENCE", 0.0)
+    monkeypatch.setattr(shard_index, "_AT_ONCE", 2)
+    write_tars(files, tmp_path, "train")
+    read(tmp_path)
+    said = "data: reading the headers of 3 shards, once: 2 are done, about 0 s are left"
+    assert capsys.readouterr().err.splitlines() == [said.removeprefix("data: ")]
+
+
+# ---- the order of blocks
+
+
+def blocks_of(sizes, pool: int) -> Blocks:
+    return Blocks(np.cumsum([0, *sizes]), pool)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 44, 256])
+@pytest.mark.parametrize("pool", [1, 5, 12, 1000])
+def test_each_sample_comes_once_an_epoch_at_a_place_that_can_be_computed_alone(batch, pool):
+    sizes = [size for count in COUNTS for size in [7] * (count // 7) + [count % 7] * (count % 7 > 0)]
+    stream = Stream(349, batch, 3, blocks=blocks_of(sizes, pool))
+    epochs = stream.indices(np.arange(3 * 349)).reshape(3, 349)
+    assert (np.sort(epochs, 1) == np.arange(349)).all()
+    assert (epochs[0] != epochs[1]).any() and (epochs[1] != epochs[2]).any()
+    some = np.random.default_rng(0).integers(0, 3 * 349, 50)
+    assert np.array_equal(stream.indices(some), epochs.reshape(-1)[some])
+
+
+def test_few_blocks_are_in_use_and_a_machine_reads_those_of_its_slots():
+    sizes = np.random.default_rng(0).integers(10, 30, 20_000)
+    order, count, batch = blocks_of(sizes, pool=256), int(sizes.sum()), 256
+    samples = np.concatenate(
+        [order.order(np.arange(start, min(start + 2**16, count)), 0, 1, batch) for start in range(0, count, 2**16)]
+    )
+    of = order.of(samples)
+    first, last = np.full(len(sizes), count), np.zeros(len(sizes), np.int64)
+    np.minimum.at(first, of, np.arange(count))
+    np.maximum.at(last, of, np.arange(count))
+    changes = np.bincount(first, minlength=count + 1) - np.bincount(last + 1, minlength=count + 1)
+    assert np.cumsum(changes).max() <= 1.3 * 256
+    assert abs(np.corrcoef(np.arange(count), samples)[0, 1]) < 3 / len(sizes) ** 0.5
+    slots = (count + np.arange(count)) % batch
+    for machines in (2, 3, 4, 5, 6):
+        read = [len(np.unique(of[slots * machines // batch == machine])) for machine in range(machines)]
+        assert sum(read) < 1.05 * len(sizes), machines
+
+
+def test_the_window_of_everything_is_todays_permutation():
+    whole = blocks_of([5] * 20, pool=20)
+    assert np.array_equal(whole.order(np.arange(100), 7, 2, 8), permutation(np.arange(100), 100, 7, 2))
+
+
+# ---- blocks that processes share
+
+
+def fetch_and_count(folder: Path, block: int) -> list[bytes]:
+    (folder / f"{block}-{os.getpid()}-{time.monotonic_ns()}").touch()
+    return [bytes([block]) * number for number in range(5)]
+
+
+def ask(cache, folder: Path, seed: int) -> None:
+    fetch = functools.partial(fetch_and_count, folder)
+    for block, number in np.random.default_rng(seed).integers(0, (8, 5), (300, 2)).tolist():
+        cache.expect([(block + 1) % 8], fetch)
+        assert cache.sample(block, number, fetch) == bytes([block]) * number
+
+
+@pytest.mark.parametrize("slots, most", [(8, 8), (3, 10_000)])
+def test_processes_share_blocks_and_read_each_once_if_there_is_room(tmp_path, slots, most):
+    cache = open_blocks(slots, room=200)
+    workers = [
+        multiprocessing.get_context("fork").Process(target=ask, args=(cache, tmp_path, seed)) for seed in range(3)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    assert 8 <= len([*tmp_path.iterdir()]) <= most
+
+
+class Changed:
+    """A data set whose shard has changed."""
+
+    def batches(self, limit: int) -> list[np.ndarray]:
+        return [np.arange(limit)]
+
+    def __getitems__(self, indices: np.ndarray):
+        raise ShardChanged("a.tar", 512, "new", "old")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_shard_that_changes_ends_the_run_in_one_line_also_from_a_data_worker(workers):
+    batches = evaluation_loader(Changed(), 4, workers)
+    for wait in (lambda: next(iter(batches)), lambda: next(Prefetcher(batches, torch.device("cpu")))):
+        with pytest.raises(ShardChanged) as changed:
+            wait()
+        assert str(changed.value) == "a.tar: byte 512: it has changed since it was indexed: it is new now, and was old"
+    data_workers.end()  # torch would wait for them
+
+
+def test_a_block_that_cant_be_read_or_is_larger_than_it_says_is_refused_and_may_be_read_later():
+    cache = open_blocks(2, room=100)
+    for fetch, text in (
+        (lambda _: [b"x" * 200], "its shard says at most 100"),
+        (lambda _: ranges.read("/none.tar", 0, 1, ""), "none.tar"),
+    ):
+        with pytest.raises(Refused, match=text):
+            cache.sample(1, 0, fetch)
+    assert cache.sample(1, 1, lambda _: [b"a", b"b"]) == b"b"
+
+
+def read_steps(source, stream: Stream, worker: int, together, files: list[bytes]) -> None:
+    """Every third step of an epoch, as a data worker reads it."""
+    for step in range(worker, 45, 3):
+        together.wait(60)
+        here = stream.indices(np.arange(step * 8, min(349, step * 8 + 8)))
+        source.expect(here)
+        source.expect(stream.indices(np.arange(min(349, step * 8 + 24), min(349, step * 8 + 32))))
+        assert [source.content(int(index)) for index in here] == [files[index] for index in here]
+
+
+def test_data_workers_read_an_epoch_of_blocks_hardly_more_than_once(files, server, monkeypatch):
+    monkeypatch.setattr(shard_index, "_BLOCK", 2**13)
+    source = read(f"{server.url}/tars/train-{{000..002}}.tar", alone=True)[0]
+    count = len(source.blocks.edges) - 1
+    (source, _) = shards.shared([source, source], 24 * source.index.block_bytes[0] / 2**20)
+    assert count > 60 and source.cache.slots == 24 and source.blocks.pool == 8
+    server.asked.clear()
+    fork, stream = multiprocessing.get_context("fork"), Stream(349, 8, 0, blocks=source.blocks)
+    together, contents = fork.Barrier(3), [file.read_bytes() for file in in_order(files)]
+    workers = [
+        fork.Process(target=read_steps, args=(source, stream, worker, together, contents)) for worker in range(3)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    asked = [(path, headers["Range"]) for path, headers, _ in server.asked]
+    assert len({*asked}) == count and len(asked) <= 1.1 * count
+
+
+def test_a_data_set_on_the_hub_is_read_where_it_lies(server, monkeypatch):
+    """The Hub is not asked here: what `datasets` says about a data set is given, with its files on a server."""
+    files = {datasets.Split.TRAIN: [f"{server.url}/parquet/train-{number:03}.parquet" for number in (1, 2)]}
+    files[datasets.Split.TEST] = [f"{server.url}/parquet/train-000.parquet"]
+    found = SimpleNamespace(config=SimpleNamespace(data_files=files))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, config: found)
+    train, val = read("owner/name", streaming=True, split="test")
+    assert (len(train), len(val), train.part, val.part) == (348, 1, "the train shards", "the test shards")
+    files[datasets.Split.TEST] = [f"{server.url}/parquet/test.csv"]
+    assert "not Parquet or tars; leave it out to download them" in refusal("owner/name", streaming=True)
+    assert "is no name on the Hugging Face Hub" in refusal(server.url, streaming=True)

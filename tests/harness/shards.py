@@ -1,0 +1,65 @@
+"""Shards that tests write: the images of class folders as WebDataset's tars, and as Parquet."""
+
+import io
+import itertools
+import os
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+COUNTS = (1, 17, 331)  # samples of each shard
+
+
+def draw_noise(folder: Path, counts: Sequence[int], side: int = 32) -> Path:
+    """A folder per class with that many PNGs: noise in the class's own brightness."""
+    for label, count in enumerate(counts):
+        place = folder / f"class {label}"
+        place.mkdir(parents=True)
+        for number in range(count):
+            pixels = np.random.default_rng([label, number]).integers(60 * label, 60 * label + 60, (side, side, 3))
+            Image.fromarray(pixels.astype(np.uint8)).save(place / f"{number:04}.png")
+    return folder
+
+
+def in_order(folder: Path) -> list[Path]:
+    """The images of class folders, in the order in which `folder` itself is read."""
+    return sorted(folder.glob("*/*.png"), key=lambda file: (file.parent.name, os.fsencode(file.name)))
+
+
+def cut(folder: Path, counts: Sequence[int]) -> list[list[Path]]:
+    """The images of each shard; the last has all that are left."""
+    files, ends = in_order(folder), [0, *itertools.accumulate(counts[:-1])]
+    return [files[start:end] for start, end in zip(ends, [*ends[1:], len(files)], strict=True)]
+
+
+def add(tar: tarfile.TarFile, name: str, content: bytes, **facts: object) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    for fact, value in facts.items():
+        setattr(info, fact, value)
+    tar.addfile(info, io.BytesIO(content) if info.isreg() else None)
+
+
+def write_tars(folder: Path, to: Path, part: str, counts: Sequence[int] = COUNTS) -> None:
+    """`to/part-000.tar` and so on: of each sample its image, and its class in a `.cls`."""
+    to.mkdir(exist_ok=True)
+    for number, files in enumerate(cut(folder, counts)):
+        with tarfile.open(to / f"{part}-{number:03}.tar", "w") as tar:
+            for file in files:
+                name = str(file.relative_to(folder))
+                add(tar, name, file.read_bytes())
+                add(tar, f"{name.removesuffix('.png')}.cls", file.parent.name.encode())
+
+
+def write_parquet(folder: Path, to: Path, part: str, counts: Sequence[int] = COUNTS, rows: int = 5) -> None:
+    """`to/part-000.parquet` and so on, in row groups of `rows` samples."""
+    to.mkdir(exist_ok=True)
+    for number, files in enumerate(cut(folder, counts)):
+        images = pa.array([file.read_bytes() for file in files])
+        table = pa.table({"image": images, "label": [file.parent.name for file in files]})
+        pq.write_table(table, to / f"{part}-{number:03}.parquet", row_group_size=rows)

@@ -1,0 +1,149 @@
+"""The classification recipe trains on shards as on files: on any layout, from a disk or a web server, killed and resumed."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.harness.range_server import RangeServer
+from tests.harness.resumed import assert_same_run, kill_at_step
+from tests.harness.shards import COUNTS, draw_noise, write_parquet, write_tars
+
+STEPS = 12  # of 32 samples: an epoch of 349 samples, and some of the next
+WORDS = (
+    f"--model test_vit --dtype float64 --global_batch_size 32 --max_steps {STEPS} --log_every 1 --eval_every 6".split()
+)
+WORDS += ["--schedule", "constant"]
+KILLED = "--checkpoint_every 3 --shard_memory 1 --tracker none --workers 1".split()
+CLOSE = 1e-9
+KEY = {"SHARDS_KEY": "Signature=s3cr3t"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """The same images as files, tars and Parquet, with parts to train on and to evaluate."""
+    root = tmp_path_factory.mktemp("shards")
+    for part, counts, of_shards in (("train", (130, 110, 109), COUNTS), ("val", (9, 8, 7), (5, 19))):
+        folder = draw_noise(root / "files" / part, counts)
+        write_tars(folder, root / "tars", part, of_shards)
+        write_parquet(folder, root / "parquet", part, of_shards)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(data):
+    with RangeServer() as server:
+        server.files = {f"/{file.relative_to(data)}": file.read_bytes() for file in data.glob("*/*-*")}
+        yield server
+
+
+def from_server(server, kind: str) -> str:
+    """The shards of both parts as `--data` names them."""
+    tars = kind == "tars"
+    base, suffix = f"{server.url}/{kind}", "tar" if tars else "parquet"
+    return f"{base}/train-{{000..002}}.{suffix}?$SHARDS_KEY,{base}/val-{{000..001}}.{suffix}?$SHARDS_KEY"
+
+
+@pytest.fixture(scope="module")
+def runs(run_several, data, server, tmp_path_factory):
+    """Outcomes on one process and on three, which also end what the first one has begun."""
+    blocks = ["--data", from_server(server, "parquet"), "--shard_memory", 1]
+    begun = ["--name", "begun", "--output_dir", tmp_path_factory.mktemp("begun")]
+    one = {
+        "files": ["--data", data / "files"],
+        "tars": ["--data", data / "tars"],
+        "parquet": ["--data", data / "parquet", "--workers", 2],
+        "tars from a server": ["--data", from_server(server, "tars"), "--workers", 2],
+        "blocks": [*blocks, "--workers", 0],
+        "first half": [*blocks, *begun, "--max_steps", 5],
+    }
+    three = {
+        "tars": ["--data", data / "tars", "--workers", 2],
+        "blocks": [*blocks, "--workers", 3],
+        "second half": [*blocks, *begun, "--workers", 1],
+        "evaluated": ["--data", data / "tars", "--eval_only", "BEST", "--split", "val"],
+        "tried": ["--data", from_server(server, "tars"), "--dry_run"],
+    }
+    found = {1: run_several(1, {name: [*WORDS, *map(str, words)] for name, words in one.items()}, env=KEY)}
+    best = found[1]["tars"].folder / "best"
+    words = {name: [str(word).replace("BEST", str(best)) for word in words] for name, words in three.items()}
+    return found | {3: run_several(3, {name: [*WORDS, *words] for name, words in words.items()}, env=KEY)}
+
+
+KEYS = ("train/loss", "eval/loss", "eval/top1")
+
+
+@pytest.mark.parametrize("kind", ["tars", "parquet", "tars from a server"])
+def test_shards_train_as_their_files_bit_for_bit(runs, kind):
+    assert len(runs[1]["files"].column("train/loss")) == STEPS
+    for key in KEYS:
+        assert np.array_equal(runs[1][kind].column(key), runs[1]["files"].column(key)), key
+    assert (runs[1][kind].folder / "suspicious.csv").exists()
+
+
+@pytest.mark.parametrize("kind", ["tars", "blocks"])
+def test_shards_train_the_same_on_three_processes_with_data_workers(runs, kind):
+    for key in KEYS:
+        assert np.abs(runs[3][kind].column(key) - runs[1][kind].column(key)).max() < CLOSE, key
+
+
+def test_blocks_are_another_order_that_a_resumed_run_on_another_layout_keeps(runs):
+    whole, halves = runs[1]["blocks"], runs[3]["second half"]
+    assert not np.array_equal(whole.column("train/loss"), runs[1]["files"].column("train/loss"))
+    assert "resuming from step 5 of 12" in halves.stdout
+    assert np.abs(halves.column("train/loss") - whole.column("train/loss")).max() < CLOSE
+
+
+def test_shards_are_evaluated_alone_and_tried_in_a_dry_run(runs):
+    assert [runs[3][name].outcome for name in ("evaluated", "tried")] == ["ok", "ok"]
+    assert "images in" not in runs[3]["tried"].text and "duplicates" in runs[3]["tried"].stdout
+
+
+def test_a_signature_in_the_environment_reaches_the_server_and_stands_nowhere_else(runs, server, tmp_path_factory):
+    assert {path.partition("?")[2] for path, _, _ in server.asked} == {"Signature=s3cr3t"}
+    for of_world in runs.values():
+        for outcome in of_world.values():
+            assert "s3cr3t" not in outcome.text + outcome.stdout
+            files = [file for file in outcome.folder.rglob("*") if file.is_file()]
+            assert not [file for file in files if b"s3cr3t" in file.read_bytes()]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks, workers", [(5, 0), (7, 3)])
+def test_shards_train_the_same_on_many_processes(run_several, runs, data, server, ranks, workers):
+    words = [*WORDS, "--workers", workers, "--data"]
+    cases = {"tars": [*words, data / "tars"], "blocks": [*words, from_server(server, "parquet"), "--shard_memory", 1]}
+    for kind, outcome in run_several(ranks, cases, env=KEY).items():
+        for key in KEYS:
+            assert np.abs(outcome.column(key) - runs[1][kind].column(key)).max() < CLOSE, (kind, key)
+
+
+@pytest.mark.long
+def test_a_step_on_blocks_is_replayed(runs, server, tmp_path):
+    """By the run's own recipe: the same samples, with the same losses."""
+    command = [sys.executable, "-m", "tools.replay", runs[1]["blocks"].folder, "--step", "5", "--from_start"]
+    done = subprocess.run(
+        [*command, "-o", tmp_path / "replay"], env=os.environ | KEY, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0 and "the same bits" in done.stdout, done
+    samples = [json.loads(line) for line in (tmp_path / "replay/samples.jsonl").read_text().splitlines()]
+    assert len({sample["image"] for sample in samples}) == 32
+    assert all(sample["image"].startswith(f"{server.url}/parquet/train-") for sample in samples)
+    mean = sum(sample["loss"] for sample in samples) / 32
+    assert abs(mean - runs[1]["blocks"].column("train/loss")[4]) < 1e-6
+
+
+@pytest.mark.long
+def test_a_killed_run_on_blocks_goes_on_bit_for_bit(forks, server, tmp_path):
+    words = ["--data", from_server(server, "parquet"), "--output_dir", tmp_path, *WORDS, *KILLED]
+    assert forks(*words, "--name", "whole").code == 0
+    died = forks(*words, "--name", "killed", before=functools.partial(kill_at_step, 7))
+    assert died.code == -signal.SIGKILL
+    assert forks(*words, "--name", "killed").code == 0
+    assert_same_run(tmp_path / "killed", tmp_path / "whole", STEPS)
