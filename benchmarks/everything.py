@@ -2,12 +2,12 @@
 
     python benchmarks/everything.py [--only SCRIPT ...] [--quick]
 
-It takes less than ten minutes: each script makes fewer repetitions than when it is called alone. Results are written to
+It takes some ten minutes: each script makes fewer repetitions than when it is called alone. Results are written to
 benchmarks/results/<machine>.json. A ratio above 1 means that ours is better.
 """
 
 import argparse
-import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -31,7 +31,10 @@ SCRIPTS = {  # script: its flags; in the order of docs/results.md
     "detection": ["--brief"],
     "startup": ["--brief"],
     "checkpoint": ["--brief"],
+    "shards": ["--brief"],
+    "shards_http": ["--brief"],
 }
+PEERS = {"shards": "webdataset", "shards_http": "webdataset"}  # packages that a script needs beside ours
 PACKAGES = ("torch", "torchvision", "timm", "accelerate", "datasets", "pillow", "simplejpeg")
 
 
@@ -82,6 +85,9 @@ def main() -> None:
     arguments = parser.parse_args()
     facts, began, results = machine(), time.perf_counter(), {}
     for script in arguments.only:
+        if script in PEERS and not importlib.util.find_spec(PEERS[script]):
+            print(f"benchmarks/{script}.py: left out; pip install {PEERS[script]}", file=sys.stderr, flush=True)
+            continue
         results[script] = measure(script, ["--quick"] if arguments.quick else SCRIPTS[script])
         print(f"benchmarks/{script}.py: {results[script]['seconds']:.0f} s", file=sys.stderr, flush=True)
     rows = [Row(**row) for result in results.values() for row in result["rows"]]
