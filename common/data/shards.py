@@ -31,6 +31,7 @@ from common.randomness import mix
 
 _GAP = 2**14  # bytes between two images that are read rather than left out
 _FEWEST = 8  # blocks in a cache
+_SEEN = 1_000_000  # samples whose classes show whether shards are sorted by them
 _SHARDS = re.compile(r"\.tar($|[,?])|^\w+://")
 _PACKED = re.compile(r"\.(tgz|tar\.\w+)($|[,?])|::|^(\w+-)?streaming:|^(pipe|wds|webdataset):", re.IGNORECASE)
 _UNPACK = "can't be read at any place, as training does; give uncompressed tars by their paths or URLs, or Parquet"
@@ -142,9 +143,23 @@ def shared(sources: Sequence[Any], memory: int) -> tuple[Any, ...]:
             needed = -(-_FEWEST * mean // 2**20)
             raise Refused(f"--shard_memory {memory}: holds {slots} blocks of neighbours; give {needed:.0f} or more")
         slots = max(_FEWEST, slots // (8 if found else 1))
-        blocks = replace(source.blocks, pool=slots // 3)
-        found.append(replace(source, blocks=blocks, cache=open_blocks(min(slots, len(blocks.edges) - 1), most)))
+        blocks, count = replace(source.blocks, pool=slots // 3), len(source.blocks.edges) - 1
+        notes = source.notes if blocks.pool >= count else (*source.notes, *_order_notes(source.labels[:_SEEN]))
+        found.append(replace(source, blocks=blocks, notes=notes, cache=open_blocks(min(slots, count), most)))
     return (found[0], found[-1])
+
+
+def _order_notes(labels: np.ndarray) -> tuple[str, ...]:
+    """For people, if shards are sorted by class: batches then have few of the classes. `labels` are of the first samples."""
+    if labels.ndim > 1 or len(labels) < 2:
+        return ()
+    alike = (labels[1:] == labels[:-1]).mean()
+    by_chance = np.square(np.bincount(labels) / len(labels)).sum()
+    if alike < (1 + by_chance) / 2:
+        return ()
+    return (
+        f"{alike:.0%} of neighbours in the shards have the same class, so batches have few classes: shuffle the shards",
+    )
 
 
 def expect(source: Any, stream: Stream, positions: np.ndarray) -> None:

@@ -496,6 +496,7 @@ def test_data_workers_read_an_epoch_of_blocks_hardly_more_than_once(files, serve
     count = len(source.blocks.edges) - 1
     (source, _) = shards.shared([source, source], 24 * source.index.block_bytes[0] / 2**20)
     assert count > 60 and source.cache.slots == 24 and source.blocks.pool == 8
+    assert source.notes[-1].startswith("99% of neighbours in the shards have the same class")
     server.asked.clear()
     fork, stream = multiprocessing.get_context("fork"), Stream(349, 8, 0, blocks=source.blocks)
     together, contents = fork.Barrier(3), [file.read_bytes() for file in in_order(files)]
@@ -509,6 +510,12 @@ def test_data_workers_read_an_epoch_of_blocks_hardly_more_than_once(files, serve
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
     asked = [(path, headers["Range"]) for path, headers, _ in server.asked]
     assert len({*asked}) == count and len(asked) <= 1.1 * count
+
+
+@pytest.mark.parametrize("classes, told", [([0, 1] * 50, False), ([0] * 50 + [1] * 50, True), ([0] * 990 + [1] * 10, True)])
+def test_people_are_told_of_shards_that_are_sorted_by_class(classes, told):
+    assert bool(shards._order_notes(np.array(classes))) == told
+    assert not shards._order_notes(np.random.default_rng(0).choice(2, 1000, p=[0.9, 0.1]))
 
 
 def test_a_data_set_on_the_hub_is_read_where_it_lies(server, monkeypatch):
