@@ -460,12 +460,14 @@ class Changed:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_shard_that_changes_ends_the_run_in_one_line_also_from_a_data_worker(workers):
+def test_a_shard_that_changes_ends_the_run_in_one_line_also_from_a_data_worker(workers, monkeypatch):
     batches = evaluation_loader(Changed(), 4, workers)
     for wait in (lambda: next(iter(batches)), lambda: next(Prefetcher(batches, torch.device("cpu")))):
         with pytest.raises(ShardChanged) as changed:
             wait()
         assert str(changed.value) == "a.tar: byte 512: it has changed since it was indexed: it is new now, and was old"
+    children = [child for child in multiprocessing.active_children() if child.name.startswith("_Worker")]
+    monkeypatch.setattr(multiprocessing, "active_children", lambda: children)  # not those of other tests
     data_workers.end()  # torch would wait for them
 
 
@@ -512,7 +514,9 @@ def test_data_workers_read_an_epoch_of_blocks_hardly_more_than_once(files, serve
     assert len({*asked}) == count and len(asked) <= 1.1 * count
 
 
-@pytest.mark.parametrize("classes, told", [([0, 1] * 50, False), ([0] * 50 + [1] * 50, True), ([0] * 990 + [1] * 10, True)])
+@pytest.mark.parametrize(
+    "classes, told", [([0, 1] * 50, False), ([0] * 50 + [1] * 50, True), ([0] * 990 + [1] * 10, True)]
+)
 def test_people_are_told_of_shards_that_are_sorted_by_class(classes, told):
     assert bool(shards._order_notes(np.array(classes))) == told
     assert not shards._order_notes(np.random.default_rng(0).choice(2, 1000, p=[0.9, 0.1]))

@@ -8,12 +8,12 @@ import torch
 from pycocotools import mask
 
 from common.detection.data import stamps
-from common.detection.data.annotation_cache import PLACE
 from common.detection.data.masks import decode, pasted
 from common.detection.data.sources import Spec, load
 from common.detection.evaluation import metrics
 from common.detection.evaluation.matching import NONE, Matches
 from common.detection.evaluation.metrics import NAMES, Detections
+from common.files import CACHE
 from tests.harness.annotations import annotation, coco, picture
 from tests.harness.detections import CLASSES, awkward, boxes_in_coco, hits_of, of_pycocotools
 
@@ -116,7 +116,7 @@ def test_detections_on_thresholds_count_as_pycocotools_counts_them_on_the_file(
 ) -> None:
     """Boxes and masks, on one rank or several."""
     root, found = on_thresholds
-    monkeypatch.setenv(PLACE, str(tmp_path))
+    monkeypatch.setenv(CACHE, str(tmp_path))
     monkeypatch.setattr(stamps, "_COARSEST", 0.0)
     for again in (False, True):  # read from the file, and from the cache of it
         source = load(Spec(str(root), seed=0, val_share=0.25, alone=True, masks=True))[1].select(np.arange(IMAGES))
