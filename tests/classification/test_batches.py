@@ -1,6 +1,5 @@
 """A batch is a pure function of its positions in any process. Broken images are replaced. Workers never hang a run."""
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -29,6 +28,7 @@ from common.data.stream import Stream
 from common.distributed import environment
 from common.randomness import key_of, mix, seed_generators
 from tests.classification.view_settings import ViewSettings
+from tests.harness.processes import data_workers
 
 DATA = {
     "input_size": (3, 16, 16),
@@ -211,7 +211,7 @@ def test_a_batch_goes_to_its_device_whole_and_only_to_cuda_while_it_is_copied(mo
 def test_a_signal_to_everyone_leaves_the_workers_at_work() -> None:
     batches = iter(training_loader(samples(Numbers(40)), BatchPlan(12, 1, 12), 0, 1000, 2))
     first, _ = next(batches), next(batches)  # one of each worker, so that both have begun
-    for worker in multiprocessing.active_children():
+    for worker in data_workers():
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             os.kill(worker.pid, number)
     following = [next(batches) for _ in range(20)]

@@ -1,6 +1,5 @@
 """Batches leave a worker unchanged, and none of their memory has a name by which it could stay behind."""
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from common.data.loader import DeviceBatch, _loader
+from tests.harness.processes import data_workers
 
 
 @dataclass
@@ -70,7 +70,7 @@ def test_nothing_stays_open_and_no_socket_listens_and_no_memory_has_a_name(monke
     for _ in range(30):
         next(batches)
     assert len(os.listdir("/dev/fd")) <= before + 2
-    (worker,) = (child.pid for child in multiprocessing.active_children() if child.name.startswith("_Worker"))
+    (worker,) = (child.pid for child in data_workers())
     mapped = open(f"/proc/{os.getpid()}/maps").read() + open(f"/proc/{worker}/maps").read()
     assert kept and "/memfd:batch" in mapped and "/dev/shm/torch_" not in mapped
     assert not list(tmp_path.iterdir())

@@ -21,7 +21,7 @@ import torch
 
 from common.classification.sources import Spec, load
 from common.data import parquet_shards, ranges, shard_index, shards
-from common.data import workers as data_workers
+from common.data import workers as loader_workers
 from common.data.block_cache import open_blocks
 from common.data.block_order import Blocks
 from common.data.loader import Prefetcher, evaluation_loader
@@ -30,6 +30,7 @@ from common.data.stream import Stream, permutation
 from common.errors import Refused
 from common.files import CACHE
 from tests.harness.odd_files import bounded
+from tests.harness.processes import data_workers
 from tests.harness.range_server import RangeServer
 from tests.harness.shards import COUNTS, add, draw_noise, in_order, write_parquet, write_tars
 
@@ -466,9 +467,9 @@ def test_a_shard_that_changes_ends_the_run_in_one_line_also_from_a_data_worker(w
         with pytest.raises(ShardChanged) as changed:
             wait()
         assert str(changed.value) == "a.tar: byte 512: it has changed since it was indexed: it is new now, and was old"
-    children = [child for child in multiprocessing.active_children() if child.name.startswith("_Worker")]
+    children = data_workers()
     monkeypatch.setattr(multiprocessing, "active_children", lambda: children)  # not those of other tests
-    data_workers.end()  # torch would wait for them
+    loader_workers.end()  # torch would wait for them
 
 
 def test_a_block_that_cant_be_read_or_is_larger_than_it_says_is_refused_and_may_be_read_later():

@@ -1,6 +1,7 @@
 """Gloo processes that run functions of tests: they are started once, not for every case."""
 
 import faulthandler
+import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -51,6 +52,11 @@ class Processes:
         for connection, worker in zip(self.connections, self.workers, strict=True):
             connection.close()  # which ends the worker
             worker.join()
+
+
+def data_workers() -> list[multiprocessing.process.BaseProcess]:
+    """The data workers of this process, whose children `Processes` are as well."""
+    return [child for child in multiprocessing.active_children() if child.name.startswith("_Worker")]
 
 
 def _serve(connection: Connection) -> None:
