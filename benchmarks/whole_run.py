@@ -149,9 +149,14 @@ def train_peer(peer: str, folder: str, model: str, size: str, output: str) -> No
 # ---- turns
 
 
-def seconds(command: list[object], environ: dict[str, str]) -> float:
+def environment() -> dict[str, str]:
+    """One thread per process; commands are found beside this Python."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def seconds(command: list[object]) -> float:
     began = time.perf_counter()
-    done = subprocess.run([*map(str, command)], env=environ, capture_output=True, text=True)
+    done = subprocess.run([*map(str, command)], env=environment(), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stderr.strip()}")
     return time.perf_counter() - began
@@ -159,7 +164,6 @@ def seconds(command: list[object], environ: dict[str, str]) -> float:
 
 def measure(quick: bool, brief: bool) -> list[Row]:
     turns, images = (1, 40) if quick else (1 if brief else 3, 2000)
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "photographs"
@@ -172,7 +176,7 @@ def measure(quick: bool, brief: bool) -> list[Row]:
                     output = Path(scratch) / f"{way}-{model}-{turn}"
                     words = folder, model, size, output
                     command = ours(*words) if way == "ours" else theirs(way, *words)
-                    times[way].append(seconds(command, environ))
+                    times[way].append(seconds(command))
             medians = {way: statistics.median(of_way) for way, of_way in times.items()}
             for peer in ("timm", "torchvision"):
                 ratio = statistics.median(a / b for a, b in zip(times[peer], times["ours"], strict=True))

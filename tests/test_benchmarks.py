@@ -89,3 +89,19 @@ def test_a_step_in_shards_is_measured_on_two_processes(launch: Launcher, tmp_pat
     assert done.returncode == 0, done.stderr
     [row] = json.loads(output.read_text())
     assert row["goal"] == 0.97 and 0 < row["ratio"] < 50 and done.stdout.count("a bare loop") == 2
+
+
+@pytest.mark.long
+def test_whole_commands_are_measured_beside_commands_of_other_libraries(launch: Launcher, tmp_path: Path) -> None:
+    _, runs = run(launch, "whole_run.py", tmp_path / "runs.json")
+    _, predictions = run(launch, "predict.py", tmp_path / "predictions.json")
+    assert [row["peer"] for row in runs] == ["timm's parts", "torchvision's parts"]
+    assert [row["peer"] for row in predictions] == [*("timm's loader", "transformers' pipeline") * 2, "torch"]
+    assert all(row["ratio"] > 0 and row["ours"] > 0 and row["theirs"] > 0 for row in (*runs, *predictions))
+
+
+@pytest.mark.long
+def test_growth_of_each_part_has_an_exponent(launch: Launcher, tmp_path: Path) -> None:
+    printed, parts = run(launch, "growth.py", tmp_path / "growth.json")
+    assert len(parts) == printed.count(" exponent ") == 9
+    assert all(len(times) > 1 and min(times.values()) > 0 for times in parts.values())
