@@ -22,6 +22,7 @@ CACHE = "VISION_RECIPES_CACHE"  # environment variable that names the folder of 
 SMALL = 2**20  # bytes: far more than any preset, record of a run or label file has
 MEDIUM = 2**24  # bytes: for lists with one line per class or image
 _DEEPEST = 8  # levels of nesting in a YAML file
+_FEW = 16  # values of a list that may be an alias
 _NESTED = (yaml.SequenceStartEvent, yaml.MappingStartEvent)
 
 
@@ -134,8 +135,8 @@ def read_yaml(path: str | PathLike, most: int, switches: bool = True):
     """The content of a YAML file: strings, and dicts and lists of them. Numbers and dates stay strings.
 
     With `switches`, unquoted yes, no, true, ... become True or False, and ~ or an empty value becomes None; else they are
-    strings too. Raises ValueError, in one line, for anything else: tags, duplicate keys, deep nesting, and aliases of lists
-    or dicts, a few of which can expand to millions of entries.
+    strings too. Raises ValueError, in one line, for anything else: tags, duplicate keys, deep nesting, and aliases of nested
+    or long lists and of dicts, a few of which can expand to millions of entries.
     """
     try:
         node = yaml.compose(read_text(path, most), Loader=_Loader)
@@ -160,11 +161,17 @@ class _Loader(yaml.SafeLoader):
             raise yaml.composer.ComposerError(None, None, "nested too deeply", event.start_mark)
         node = super().compose_node(parent, index)
         self.depth -= isinstance(event, _NESTED)
-        if isinstance(event, yaml.AliasEvent) and not isinstance(node, yaml.ScalarNode):
+        if isinstance(event, yaml.AliasEvent) and not _is_short(node):
             raise yaml.composer.ComposerError(
                 None, None, f"*{event.anchor} repeats a list or mapping", event.start_mark
             )
         return node
+
+
+def _is_short(node: yaml.Node) -> bool:
+    """True for a value, and for a list of a few values, which PyYAML writes as an alias where a program has one list twice."""
+    values = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    return len(values) <= _FEW and all(isinstance(value, yaml.ScalarNode) for value in values)
 
 
 def _plain(node: yaml.Node, switches: bool):

@@ -29,6 +29,7 @@ def laughs(levels: int) -> str:
     "text, told",
     [
         (laughs(9), "repeats a list or mapping"),
+        (f"a: &a {[0] * 17}\nb: *a", "repeats a list or mapping"),
         ("a: &a {x: 1}\nb: {<<: [*a, *a]}", "repeats a list or mapping"),
         ("[" * 20_000, "nested too deeply"),
         ("a: !!int abc", "unknown tag"),
@@ -48,6 +49,8 @@ def test_other_yaml_is_refused_in_one_line(tmp_path: Path, text: str | bytes, to
 
 
 def test_yaml_values_are_text_or_switches(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a: &l [x, y]\nb: *l")
+    assert read_yaml(tmp_path / "file", 200) == {"a": ["x", "y"], "b": ["x", "y"]}
     (tmp_path / "file").write_text("a: [1, yes, ~, '~', 010, 2024-01-01]\nb: &b {c: no}\n3: &x y\n4: *x\nno: !!str 1")
     switched = {"a": ["1", True, None, "~", "010", "2024-01-01"], "b": {"c": False}, "3": "y", "4": "y", "no": "1"}
     assert read_yaml(tmp_path / "file", 200) == switched

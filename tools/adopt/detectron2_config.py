@@ -1,19 +1,14 @@
-"""Reader of detectron2's YAML files; becomes a preset of recipes/det.py. No tag in them is executed."""
+"""Reader of the config.yaml that a run of detectron2 writes to its OUTPUT_DIR; becomes a preset of recipes/det.py."""
 
-import ast
-import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from common.errors import Refused
-from common.files import SMALL, read_text
 from recipes import det
 from tools.adopt import detectors
-from tools.adopt.adoption import Adoption, facts, flat, numbers, rounded
+from tools.adopt.adoption import Adoption, facts, flat, rounded
 
-_MOST = 100  # files that one inherits from
 OTHER_MODELS = {  # groups that belong to other models than the detector
     "retinanet": "MODEL.RPN MODEL.ROI_HEADS MODEL.ROI_BOX_HEAD MODEL.ROI_MASK_HEAD MODEL.PROPOSAL_GENERATOR",
     "faster_rcnn": "MODEL.RETINANET MODEL.ROI_MASK_HEAD",
@@ -21,9 +16,9 @@ OTHER_MODELS = {  # groups that belong to other models than the detector
 }
 
 
-def is_mine(file: Path) -> bool:
-    """True if a file has detectron2's keys."""
-    return bool(re.search(r"^(_BASE_|MODEL|SOLVER|DATASETS|INPUT|DATALOADER):", _text(file), re.MULTILINE))
+def is_mine(keys: Iterable[str]) -> bool:
+    """True if a file with these keys is detectron2's."""
+    return not {"_BASE_", "MODEL", "SOLVER", "DATASETS", "INPUT", "DATALOADER"}.isdisjoint(keys)
 
 
 def known() -> dict[str, Any]:
@@ -37,61 +32,19 @@ def family(architecture: str) -> dict[str, Any]:
     return families.get(architecture, families["RCNN"])
 
 
-def load(file: Path, read: list[Path] | None = None) -> dict[str, Any]:
-    """A file's settings by dotted name, over its `_BASE_`'s. `read`: the files that have been read for it."""
-    read = [] if read is None else read
-    read.append(file)
-    if len(read) > _MOST:
-        raise Refused(f"{file}: _BASE_ leads in a circle, or over more than {_MOST} files")
-    try:
-        text = _text(file)
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise Refused(f"{file}: has aliases (*name), which are not read; write the values out")
-        content = yaml.safe_load(re.sub(r"!!python/\S+", "", text))  # tags for Python objects: the texts behind them
-    except (yaml.YAMLError, RecursionError) as error:
-        raise Refused(f"{file}: not readable as YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise Refused(f"{file}: must hold `KEY: value` lines")
-    base = content.pop("_BASE_", None)
-    values: dict[str, Any] = {}
-    for one in _list(base or []):
-        if "://" in str(one):
-            raise Refused(f"{file}: _BASE_ {one} is not a file here: download it, and name it there")
-        path = file.parent / Path(str(one)).expanduser()
-        if not path.is_file():
-            raise Refused(f"{file}: _BASE_ {one} is missing: put it there as {path}")
-        values |= load(path, read)
-    return values | {key: _value(value) for key, value in flat(content).items()}
-
-
-def read(file: Path, gpus: int = 0, images: int = 0) -> Adoption:
+def read(values: dict, file: Path, gpus: int = 0, images: int = 0) -> Adoption:
     """What becomes of a config. Raises `Refused` for other models than the families here."""
-    adoption = Adoption("detectron2", file, det, load(file), known())
+    if "_BASE_" in values:
+        raise Refused(
+            f"{file}: has _BASE_: take the config.yaml that the run has written to its OUTPUT_DIR, with all values"
+        )
+    adoption = Adoption("detectron2", file, det, flat(values), known())
     adoption.gpus = gpus
     _model(adoption)
     _solver(adoption, images)
     _input(adoption)
     adoption.finish(facts("detectron2"))
     return adoption
-
-
-def _text(file: Path) -> str:
-    try:
-        return read_text(file, SMALL)
-    except OSError as error:
-        raise Refused(f"{file}: can't be read: {error.strerror}") from None
-    except ValueError:
-        raise Refused(f"{file}: not a text (UTF-8)") from None
-
-
-def _value(value: Any) -> Any:
-    """As detectron2 reads it: "(640, 672)" is a tuple; here it becomes a list."""
-    if isinstance(value, str) and value[:1] in ("(", "["):
-        try:
-            value = ast.literal_eval(value)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            return value
-    return numbers([*value] if isinstance(value, tuple) else value)
 
 
 def _model(adoption: Adoption) -> None:
@@ -141,7 +94,7 @@ def _model(adoption: Adoption) -> None:
 
 def _solver(adoption: Adoption, images: int) -> None:
     batch, steps = int(adoption["SOLVER.IMS_PER_BATCH"]), int(adoption["SOLVER.MAX_ITER"])
-    names = [str(name) for name in _list(adoption["DATASETS.TRAIN"] or [])]
+    names = [str(name) for name in adoption["DATASETS.TRAIN"] or []]
     images = images or detectors.images_of(names)
     if not images:
         unknown = f"lengths are in iterations, and the size of {', '.join(names) or 'DATASETS.TRAIN'} is not known"
@@ -156,7 +109,7 @@ def _solver(adoption: Adoption, images: int) -> None:
     adoption.carry("SOLVER.BASE_LR", lr=rate, lr_batch_size=batch, lr_scaling="linear")
     adoption.carry("SOLVER.NESTEROV", "SGD", opt="sgd" if adoption["SOLVER.NESTEROV"] else "momentum")
     adoption.carry_each("SOLVER.MOMENTUM:momentum SOLVER.WEIGHT_DECAY:weight_decay")
-    kind, drops = adoption["SOLVER.LR_SCHEDULER_NAME"], [step for step in _list(adoption["SOLVER.STEPS"]) if step]
+    kind, drops = adoption["SOLVER.LR_SCHEDULER_NAME"], [step for step in adoption["SOLVER.STEPS"] if step]
     if kind == "WarmupCosineLR":
         ratio = rounded(adoption["SOLVER.BASE_LR_END"] / rate)
         note = "from the end of the warm-up; detectron2 counts from step 0"
@@ -190,7 +143,7 @@ def _solver(adoption: Adoption, images: int) -> None:
 
 
 def _input(adoption: Adoption) -> None:
-    sides = _list(adoption["INPUT.MIN_SIZE_TRAIN"])
+    sides = adoption["INPUT.MIN_SIZE_TRAIN"]
     ranged = adoption["INPUT.MIN_SIZE_TRAIN_SAMPLING"] == "range" and len(sides) == 2
     note, text = "the range in steps of 32" if ranged else "", detectors.sides_of(sides, ranged)
     adoption.carry("INPUT.MIN_SIZE_TRAIN INPUT.MIN_SIZE_TRAIN_SAMPLING", note, short_sides=text)
@@ -210,7 +163,3 @@ def _input(adoption: Adoption) -> None:
     adoption.skip("DATALOADER.REPEAT_THRESHOLD")
     if adoption["DATALOADER.FILTER_EMPTY_ANNOTATIONS"]:
         adoption.leave("DATALOADER.FILTER_EMPTY_ANNOTATIONS", "images without boxes are trained on as background")
-
-
-def _list(value: Any) -> list:
-    return value if isinstance(value, list) else [value]

@@ -1,17 +1,19 @@
-"""Reader of MMDetection's configs; becomes a preset of recipes/det.py. These configs are Python, and are not executed.
+"""Reader of the config that a run of MMDetection writes to its work_dir; becomes a preset of recipes/det.py.
 
+It is Python, and is not executed: MMEngine writes values only, without `_base_`.
 MMEngine counts iterations, in each of which every GPU takes one micro-batch: with `accumulative_counts`, a step is several.
 """
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
 
 from common.errors import Refused
+from common.files import SMALL, read_text
 from recipes import det
 from tools.adopt import detectors
 from tools.adopt.adoption import Adoption, equal, facts, flat, rounded
-from tools.adopt.python_values import values_of
 
 FAMILIES = {  # type of the model: ours, and the part that makes it this family
     "FasterRCNN": ("faster_rcnn", "roi_head.type", "StandardRoIHead"),
@@ -65,6 +67,43 @@ def read(file: Path, gpus: int = 0, images: int = 0) -> Adoption:
     adoption.skip(sorted(variables - SETTINGS))
     adoption.finish()
     return adoption
+
+
+class _Dicts(ast.NodeTransformer):
+    """Turns dict(a=1) and dict({"a": 1}), as MMEngine writes dicts, into {"a": 1}."""
+
+    def visit_Call(self, call: ast.Call) -> ast.AST:
+        self.generic_visit(call)
+        match call:
+            case ast.Call(func=ast.Name(id="dict"), args=[ast.Dict() as whole], keywords=[]):
+                return whole
+            case ast.Call(func=ast.Name(id="dict"), args=[], keywords=words) if all(word.arg for word in words):
+                keys: list[ast.expr | None] = [ast.Constant(word.arg) for word in words]
+                return ast.Dict(keys, [word.value for word in words])
+        return call
+
+
+def values_of(file: Path) -> dict[str, Any]:
+    """The variables of a config of values only. Raises `Refused`."""
+    found: dict[str, Any] = {}
+    try:
+        for statement in ast.parse(read_text(file, SMALL)).body:
+            match statement:
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    found[name] = ast.literal_eval(_Dicts().visit(value))
+                case _:
+                    raise ValueError(f"line {statement.lineno} does more than assign a value to a name")
+        if "_base_" in found:
+            raise ValueError("it has _base_")
+    except OSError as error:
+        raise Refused(f"{file}: can't be read: {error.strerror}") from None
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise Refused(
+            f"{file}: not the config that a run of MMDetection writes, which has values only ({error!s:.100}): take the one in "
+            f'its work_dir, or where this file is trusted: python -c "from mmengine.config import Config; '
+            f"Config.fromfile('{file}').dump('plain.py')\""
+        ) from None
+    return found
 
 
 def _model(adoption: Adoption) -> None:

@@ -19,17 +19,13 @@ def read(file: Path, gpus: int = 0, images: int = 0, batch: int = 0) -> Adoption
     try:
         if file.suffix == ".py":
             return mmengine_config.read(file, gpus, images)
-        if detectron2_config.is_mine(file):
-            return detectron2_config.read(file, gpus, images)
         values = read_settings(file)
-        if "names" in values and {"path", "train", "val"} & values.keys():
-            return ultralytics_run.read_data(values, file)
+        if detectron2_config.is_mine(values):
+            return detectron2_config.read(values, file, gpus, images)
         if {"imgsz", "lr0", "close_mosaic"} & values.keys():
             return ultralytics_run.read(values, file, batch)
         if len(values.keys() & known("timm_train").keys()) * 2 > len(values):
             return timm_train.read(values, file, gpus, images)
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
         raise Refused(f"{file}: a setting has a value of another kind than its tool writes ({error})") from None
-    raise Refused(
-        f"{file}: not args.yaml of timm, args.yaml or data.yaml of Ultralytics, MMDetection's or detectron2's"
-    )
+    raise Refused(f"{file}: not args.yaml of timm or Ultralytics, nor the config that MMDetection or detectron2 writes")

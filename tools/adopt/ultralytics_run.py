@@ -1,4 +1,4 @@
-"""Reader of the args.yaml that Ultralytics' train writes, and of data.yaml.
+"""Reader of the args.yaml that Ultralytics' train writes.
 
 YOLO models have no successor here. A preset for one has the data, length, batch and augmentation of the file, with model and
 optimization of a preset of this project.
@@ -41,22 +41,6 @@ def read(values: dict, file: Path, batch: int = 0) -> Adoption:
     else:
         _images(adoption)
     adoption.finish(facts("ultralytics"))
-    return adoption
-
-
-def read_data(values: dict, file: Path) -> Adoption:
-    """A preset for the data that a data.yaml describes, with the proposed detector."""
-    if "kpt_shape" in values:
-        raise Refused(f"{file}: keypoints (kpt_shape) have no recipe here; without them the boxes train")
-    adoption = Adoption("Ultralytics (data)", file, det, values)
-    adoption.carry("path train val test", "all parts", data=str(file.parent))
-    adoption.skip("names nc")  # the data give the classes
-    adoption.leave("download", "nothing is downloaded by a script: get the data first")
-    adoption.gpus = 1
-    sizes: dict[str, Any] = {"global_batch_size": 16, "max_micro_batch_size": 16}
-    adoption.carry([], "a proposal", short_sides="640", hflip=0.5, epochs=50, **sizes)
-    _propose(adoption, [], "coco_dfine_s", MODEL + RATES, model=DFINE)
-    adoption.finish()
     return adoption
 
 
