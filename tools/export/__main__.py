@@ -15,7 +15,7 @@ from pathlib import Path
 from common.errors import Refused
 from tools.command_line import parser_of, run
 
-FORMATS = ("onnx", "torch_export", "openvino", "executorch")
+FORMATS = ("onnx", "torch_export", "openvino")
 
 
 def arguments() -> argparse.ArgumentParser:

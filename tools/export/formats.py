@@ -12,6 +12,7 @@ import torch
 from common.errors import Refused
 
 _OPSET = 18  # of ONNX
+MOST_PIXELS = 2**16  # of a side of a picture
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,6 @@ class Format:
     file: str  # the model's name in its folder
     packages: tuple[str, ...]  # by the names under which pip installs them, which are those that Python imports
     write: Callable[[torch.export.ExportedProgram, Sequence[str], Path], None]  # the program, its outputs, the file
-    most_images: int | None = None  # at once; None: any number
-    most_pixels: int = 2**16  # of a side of a picture
 
     def check(self, name: str) -> None:
         """Raise `Refused` if a package is missing."""
@@ -33,15 +32,13 @@ class Format:
 def write(name: str, module: torch.nn.Module, batched: bool, outputs: Sequence[str], folder: Path) -> None:
     """Write the module in the format `name` into `folder`. Raises `Refused` if torch or the format can't express it.
 
-    The module takes one picture, or any number if it is `batched` and the format allows that.
+    The module takes one picture, or any number if it is `batched`.
     """
     wanted = FORMATS[name]
-    shapes = {
-        axis: torch.export.Dim(side, min=1, max=wanted.most_pixels) for axis, side in ((2, "height"), (3, "width"))
-    }
-    if many := batched and wanted.most_images is None:
+    shapes = {axis: torch.export.Dim(side, min=1, max=MOST_PIXELS) for axis, side in ((2, "height"), (3, "width"))}
+    if batched:
         shapes[0] = torch.export.Dim("batch", min=1)
-    example = torch.zeros(1 + many, 3, 96, 160, dtype=torch.uint8)
+    example = torch.zeros(1 + batched, 3, 96, 160, dtype=torch.uint8)
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of exporters, about their own code
@@ -75,17 +72,8 @@ def _openvino(program: torch.export.ExportedProgram, outputs: Sequence[str], fil
         left.unlink()
 
 
-def _executorch(program: torch.export.ExportedProgram, _: Sequence[str], file: Path) -> None:
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-    from executorch.exir import to_edge_transform_and_lower
-
-    lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
-    file.write_bytes(lowered.to_executorch().buffer)
-
-
 FORMATS = {
     "onnx": Format("model.onnx", ("onnx", "onnxscript", "onnxruntime"), _onnx),
     "torch_export": Format("model.pt2", (), _torch_export),
     "openvino": Format("model.xml", ("openvino", "onnx", "onnxscript"), _openvino),
-    "executorch": Format("model.pte", ("executorch",), _executorch, 1, 2048),  # its memory is planned for the largest
 }

@@ -124,11 +124,10 @@ def export(task: Task, name: str, folder: Path) -> dict:
 def _prove(task: Task, name: str, draft: Path) -> dict:
     formats.write(name, task.module, task.batched, list(task.outputs), draft)
     written = formats.FORMATS[name]
-    session = _within(written.most_pixels, verify.open_model(draft, name, written.file, list(task.outputs)), name)
-    verdict = task.judge(session)
+    verdict = task.judge(verify.open_model(draft, name, written.file, list(task.outputs)))
     if verdict.refusal:
         raise Refused(f"--to {name}: {verdict.refusal}: {'; '.join(verdict.worst[:_NAMED])}; nothing was written")
-    one = not task.batched or written.most_images == 1
+    images = f"uint8[{'N' if task.batched else '1'}, 3, height, width]"
     arrays: dict[str, np.ndarray] = {}
     for number, vector in enumerate(verdict.vectors):
         arrays |= {f"picture_{number}": vector.picture}
@@ -137,7 +136,7 @@ def _prove(task: Task, name: str, draft: Path) -> dict:
     about = {
         "format": name,
         "model": written.file,
-        "input": f"images: uint8[{'1' if one else 'N'}, 3, height, width], RGB, upright, sides up to {written.most_pixels}",
+        "input": f"images: {images}, RGB, upright, sides up to {formats.MOST_PIXELS}",
         "outputs": dict(task.outputs),
         "batched": task.batched,
         **task.about,
@@ -152,20 +151,6 @@ def _prove(task: Task, name: str, draft: Path) -> dict:
     if fault := verify.verify(draft):
         raise Refused(f"--to {name}: its own test vectors differ: {fault}; nothing was written")
     return about
-
-
-def _within(most: int, session: Session, name: str) -> Session:
-    """The session, which refuses pictures that the format has no room for."""
-
-    def run(images: np.ndarray) -> dict[str, np.ndarray]:
-        if max(images.shape[2:]) > most:
-            sides = " x ".join(map(str, images.shape[2:]))
-            raise Refused(
-                f"--to {name}: takes pictures of up to {most} pixels a side, and one has {sides}: take another format"
-            )
-        return session(images)
-
-    return run
 
 
 def versions(name: str) -> dict[str, str]:

@@ -3,8 +3,8 @@
     python verify.py [FOLDER]
 
 It compares the files with the hashes in export.json, and what the model makes of the ten pictures in vectors.npz with what the
-trained model made of them. It needs NumPy and the runtime: onnxruntime, openvino, for torch_export torch, for executorch
-executorch. `open_model` is also an example of how to use the model.
+trained model made of them. It needs NumPy and the runtime: onnxruntime, openvino, or for torch_export torch. `open_model` is
+also an example of how to use the model.
 """
 
 import hashlib
@@ -32,12 +32,6 @@ def open_model(folder: Path, name: str, file: str, outputs: list[str]) -> Sessio
         exactly = {"INFERENCE_PRECISION_HINT": "f32"}  # not bfloat16, which is the default where the processor has it
         compiled = openvino.Core().compile_model(path, "CPU", exactly)
         run = lambda images: [compiled([images])[output].copy() for output in outputs]  # noqa: E731
-    elif name == "executorch":
-        import torch
-        from executorch.runtime import Runtime
-
-        method = Runtime.get().load_program(path).load_method("forward")
-        run = lambda images: [array.numpy() for array in method.execute([torch.from_numpy(images)])]  # noqa: E731
     else:
         import torch
 
