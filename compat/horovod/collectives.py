@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.distributed import devices
-from compat.horovod.requests import ADASUM, AVERAGE, MAX, MIN, PRODUCT, SUM, Request
+from compat.horovod.requests import AVERAGE, MAX, MIN, PRODUCT, SUM, Request
 
 _REDUCE = {
     SUM: dist.ReduceOp.SUM,
@@ -89,11 +89,7 @@ def _all_reduce(tensors: Sequence[Tensor], request: Request, group: Group) -> li
         places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
         flat = torch.cat([tensors[place].reshape(-1) for place in places])
         lengths = [tensors[place].numel() for place in places]
-        if request.op == ADASUM:  # it has factors per tensor
-            pieces = [_adasum(piece, request, group) for piece in flat.split(lengths)]
-        else:
-            pieces = [*_reduced(flat, request, group).split(lengths)]
-        for place, piece in zip(places, pieces, strict=True):
+        for place, piece in zip(places, _reduced(flat, request, group).split(lengths), strict=True):
             results[place] = piece.data.view(tensors[place].shape)  # .data: autograd counts its changes by itself
     return results
 
@@ -113,25 +109,6 @@ def _scaled(tensor: Tensor, factor: float) -> Tensor:
     if factor == 1.0:
         return tensor
     return tensor.mul_(factor) if tensor.is_floating_point() else (tensor.double() * factor).trunc().to(tensor.dtype)
-
-
-def _adasum(tensor: Tensor, request: Request, group: Group) -> Tensor:
-    """Adaptive sum (arXiv 2006.02924) over pairs of ranks, then pairs of pairs.
-
-    Orthogonal gradients add up, equal ones are averaged.
-    """
-    work = _scaled(tensor.clone(), request.prescale)
-    gathered = _gather(work, [len(work)] * len(group.ranks), group).view(len(group.ranks), -1)
-    parts = [*(gathered.float() if tensor.dtype in _HALF else gathered)]
-    while len(parts) > 1:
-        parts = [_adaptive_sum(first, second) for first, second in zip(parts[::2], parts[1::2], strict=True)]
-    return _scaled(parts[0].to(tensor.dtype), request.postscale)
-
-
-def _adaptive_sum(first: Tensor, second: Tensor) -> Tensor:
-    product, tiny = first @ second, torch.finfo(first.dtype).tiny
-    share = [1 - product / (2 * (part @ part).clamp(min=tiny)) for part in (first, second)]
-    return share[0] * first + share[1] * second
 
 
 def _gather(tensor: Tensor, rows: Sequence[int], group: Group) -> Tensor:

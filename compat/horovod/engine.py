@@ -3,8 +3,8 @@
 A call such as `allreduce_async` hands in an operation and gets a handle. Each process set has
 a lane: a thread per rank. In a round, the lanes of a set tell each other what their ranks
 have newly asked for (an all-gather of JSON over gloo). All of them then know the same, and
-run what every rank has asked for; what ranks disagree about fails on all of them, and so does
-what they wait for crosswise. Rounds take place only while something is asked for.
+run what every rank has asked for; what ranks disagree about fails on all of them. Rounds take
+place only while something is asked for.
 """
 
 import contextlib
@@ -132,13 +132,10 @@ class Lane(threading.Thread):
                 with self.changed:
                     self.changed.wait_for(lambda: self.operations or self.leaving or self.broken)
                     news, self.news = self.news, []
-                    waits = self.engine.waits_for({*self.operations.values()})
-                    message = {"news": [vars(request) for request in news], "waits": waits, "leaving": self.leaving}
+                    message = {"news": [vars(request) for request in news], "leaving": self.leaving}
                 messages = self._exchange(message)
                 if self._round(messages) or any(told["news"] for told in messages):
                     continue
-                if all(told["waits"] or told["leaving"] for told in messages):
-                    self._fail_deadlocked()
                 with self.changed:
                     self.changed.wait_for(lambda: self.news, _PAUSE_S)
         except Exception as error:  # the others may be in the middle of the same collective
@@ -189,23 +186,14 @@ class Lane(threading.Thread):
         return [rank for rank in self.group.ranks if rank not in self.table[name] and rank not in joined]
 
     def _fail(self, name: str, error: str) -> None:
-        told = self.table.pop(name)
+        del self.table[name]
         self.stalls.number += 1
         if name == JOIN:
             self.joined = []
         with self.changed:
             operation = self.operations.pop(name, None)
-            if operation is None:
-                return
-            kind = operation.request.kind
-            if len(told) < len(self.group.ranks) and name == _nameless(kind, self.counts[kind] - 1):
-                self.counts[kind] -= 1  # others have not counted it
+        if operation:
             operation.fail(error)
-
-    def _fail_deadlocked(self) -> None:
-        waits = "; ".join(f"'{name}' waits for ranks {self._missing(name)}" for name in sorted(self.table))
-        for name in [*self.table]:
-            self._fail(name, f"ranks wait for each other: {waits}")
 
     def _run(self, name: str) -> None:
         """Run a collective, and give out its result."""
@@ -269,8 +257,6 @@ class Engine:
         self.sets = itertools.count()  # of process sets
         self.ranks: dict[int, list[int]] = {}  # of each process set
         self.lanes: dict[int, Lane] = {}  # of the sets that this rank is in
-        # Threads that have waited, and what each waits for now.
-        self.waiting: dict[threading.Thread, Operation | None] = {}
         self.lost_ranks = False  # True if an end found ranks missing
         self.join_device = torch.device("cuda")  # where zeros for others' CUDA tensors are made
         self.add_lane([*range(self.size)])
@@ -323,7 +309,7 @@ class Engine:
             device, ready = "cuda", torch.accelerator.current_stream(tensors[0].device).record_event()
         with self.lock:
             if name is None:
-                name = _nameless(kind, lane.counts[kind])
+                name = f"{kind}.noname.{lane.counts[kind]}"
                 lane.counts[kind] += 1
             request = Request(kind, name, dtypes, shapes, device, **fields)
             operation = Operation(lane, request, tensors, in_place, grouped, ready)
@@ -359,22 +345,13 @@ class Engine:
         """`submit` and `synchronize`."""
         return self.synchronize(self.submit(kind, **options))
 
-    def waits_for(self, operations: set[Operation]) -> bool:
-        """True if every thread that has ever waited waits for one of these operations, and there is one."""
-        self.waiting = {thread: what for thread, what in self.waiting.items() if thread.is_alive()}
-        return bool(self.waiting) and {*self.waiting.values()} <= operations
-
     def _await(self, operation: Operation, until: float = float("inf")) -> None:
-        thread, lane = threading.current_thread(), operation.lane
+        lane = operation.lane
         while not operation.done.wait(_TURN_S) and time.monotonic() < until:
-            with self.lock:
-                self.waiting[thread] = operation
             if error := lane.stalls.broken():
                 lane.fail_all(error)
             elif error := lane.stalls.look(operation.request, operation.asked):
                 lane.break_off(error)
-        with self.lock:
-            self.waiting[thread] = None
 
     def shutdown(self, limit_s: float = float("inf")) -> None:
         """Wait until what is in flight has ended, at most `limit_s` seconds, then for the other ranks, shortly; leave."""
@@ -395,8 +372,3 @@ class Engine:
             else:
                 dist.destroy_process_group(lane.group.process_group)
             lane.fail_all("shutdown() was called")
-
-
-def _nameless(kind: str, number: int) -> str:
-    """The name of a collective that was given none."""
-    return f"{kind}.noname.{number}"

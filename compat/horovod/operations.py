@@ -19,7 +19,7 @@ Their gradients equal Horovod's, which a script's loss counts on:
 | alltoall | each row's gradient, sent back |
 | reducescatter | all rows' gradients, gathered; for Sum times the number of ranks |
 
-Min, Max, Product and Adasum have none: their backward raises NotImplementedError.
+Min, Max and Product have none: their backward raises NotImplementedError.
 """
 
 import warnings
@@ -59,20 +59,15 @@ def start(
 
 
 def _of_allreduce(tensors: Sequence[Tensor], options: Options) -> dict[str, Any]:
-    op, process_set = options["op"], options["process_set"]
+    op = options["op"]
     if op is not None and options["average"] is not None:
         raise ValueError("give op or average, not both: average is deprecated")
     if options["average"] is not None:
         warnings.warn("average is deprecated: give op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=4)
         op = AVERAGE if options["average"] else SUM
     op = AVERAGE if op is None else op
-    if op not in range(PRODUCT + 1):
-        raise ValueError(f"op={op!r} is none of hvd.Average, Sum, Adasum, Min, Max and Product")
-    _check_types(tensors, op)
-    if op == ADASUM and process_set.process_set_id != global_process_set.process_set_id:
-        raise NotImplementedError("Adasum works on all ranks, not on a process set")
-    if op == ADASUM and (size := process_set.size()) & (size - 1):
-        raise NotImplementedError(f"Adasum needs a number of ranks that is a power of 2, not {size}")
+    check_op(op)
+    _check_types(tensors)
     return {"op": op, "prescale": options["prescale_factor"], "postscale": options["postscale_factor"]}
 
 
@@ -82,12 +77,20 @@ def _of_reducescatter(tensors: Sequence[Tensor], options: Options) -> dict[str, 
     return _of_allreduce(tensors, {**options, "average": None})
 
 
-def _check_types(tensors: Sequence[Tensor], op: int) -> None:
+def check_op(op: int) -> None:
+    """Raise for a reduction that is not there."""
+    if op == ADASUM:
+        raise NotImplementedError("Adasum is not there: take op=hvd.Average, and the learning rate for it")
+    if op not in range(PRODUCT + 1):
+        raise ValueError(f"op={op!r} is none of hvd.Average, Sum, Min, Max and Product")
+
+
+def _check_types(tensors: Sequence[Tensor]) -> None:
     if not tensors:
         raise ValueError("a group has at least one tensor")
     for tensor in tensors:
-        if tensor.dtype not in REDUCIBLE or (op == ADASUM and not tensor.is_floating_point()):
-            raise ValueError(f"tensors of type {tensor.dtype} can't be reduced{' by Adasum' * (op == ADASUM)}")
+        if tensor.dtype not in REDUCIBLE:
+            raise ValueError(f"tensors of type {tensor.dtype} can't be reduced")
         if tensor.is_sparse:
             raise ValueError("sparse tensors can't be reduced: give tensor.to_dense()")
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compat.horovod import world
 from compat.horovod.compression import Compression
-from compat.horovod.operations import Adasum, Average, allreduce_async_, synchronize
+from compat.horovod.operations import Average, check_op
 from compat.horovod.process_sets import ProcessSet, global_process_set
 from compat.horovod.reduction import GradientReduction, Options
 
@@ -50,8 +49,7 @@ def DistributedOptimizer(
             `decompress`.
         backward_passes_per_step: gradients of so many backwards are added up before they are
             reduced.
-        op: Average, Sum or Adasum, which reduces the change of the parameters; Min, Max and
-            Product work too.
+        op: Average or Sum; Min, Max and Product work too.
         gradient_predivide_factor: for Average only: divides gradients by it before the sum,
             by size / factor after it.
         num_groups, groups, sparse_as_dense: how gradients travel. They have no effect: dense,
@@ -62,21 +60,17 @@ def DistributedOptimizer(
     Raises:
         ValueError: for names that are missing or used twice, and for options that exclude
             each other.
-        NotImplementedError: for Adasum in a part of the ranks.
+        NotImplementedError: for Adasum.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError(f"gradient_predivide_factor {gradient_predivide_factor} needs op Average, got {op}")
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step is {backward_passes_per_step}, must be > 0")
-    is_adasum = op == Adasum and world.size() > 1
-    if is_adasum and process_set.process_set_id != global_process_set.process_set_id:
-        raise NotImplementedError("Adasum works on all ranks only, not on a process set")
-
+    check_op(op)
     names = _names(optimizer, named_parameters)
     kind = type(optimizer)
-    mixin = _AdasumOptimizer if is_adasum else _DistributedOptimizer
     wrapped: Any = object.__new__(
-        type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+        type(kind.__name__, (_DistributedOptimizer, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
     )
     # Options, state and hooks are the wrapped optimizer's; `step` there is what a scheduler has put around its own step.
     wrapped.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
@@ -175,34 +169,6 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         number, added = len(self.param_groups) - 1, self.param_groups[-1]["params"]
         self._reduction.add([f"allreduce.noname.{number}.{place}" for place in range(len(added))], added)
-
-
-class _AdasumOptimizer(torch.optim.Optimizer):
-    """Makes the step of this rank's gradients, and reduces the change of each parameter by Adasum."""
-
-    def _begin(self, options: Options, names: dict[Tensor, str]) -> None:
-        self._compression, self._names = options.compression, names
-
-    def synchronize(self) -> None:
-        """Do nothing: not gradients are reduced, but changes, in `step`."""
-
-    def skip_synchronize(self) -> None:
-        raise AssertionError("skip_synchronize() is not there with Adasum, which reduces in step()")
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
-        """Make the wrapped optimizer's step, and add its change, reduced over all ranks, to the parameters."""
-        starts = {parameter: parameter.detach().clone() for parameter in self._names if parameter.requires_grad}
-        loss = super().step(closure, **options) if closure else super().step(**options)  # type: ignore[call-arg]
-        compression, handles = self._compression, {}
-        for parameter, start in starts.items():
-            compressed, context = compression.compress(parameter.detach() - start)
-            handles[parameter] = allreduce_async_(compressed, name=self._names[parameter], op=Adasum), context
-        for parameter, (handle, context) in handles.items():
-            parameter.copy_(starts[parameter] + compression.decompress(synchronize(handle), context))
-        return loss
-
-    step.hooked = True  # type: ignore[attr-defined]
 
 
 def _names(

@@ -7,8 +7,7 @@ reduced gradients: clipping, a gradient scaler, a log.
 
 Gradients that did not come (a branch not taken, a backward not called) are waited for until
 `finish`. A rank without the gradient supplies zeros. If no rank has it, it stays None, as
-with one process. Sparse gradients travel as dense ones, and a parameter whose gradient is
-sparse on one rank gets a sparse one on all.
+with one process. Sparse gradients become dense ones.
 """
 
 import contextlib
@@ -57,7 +56,6 @@ class Plan:
 
     key: tuple
     buckets: list[list[int]]  # numbers of parameters
-    sparse_dims: dict[int, int]  # of parameters with sparse gradients on any rank
 
     def __post_init__(self) -> None:
         self.bucket_of = {index: number for number, bucket in enumerate(self.buckets) for index in bucket}
@@ -223,9 +221,7 @@ class GradientReduction:
             grad = self.options.compression.decompress(tensor, context)
             if parameter.grad is None and self.options.op in (Average, Sum) and not present[place]:
                 continue
-            if index in plan.sparse_dims:
-                parameter.grad = grad.to_sparse(plan.sparse_dims[index])
-            elif parameter.grad is None:
+            if parameter.grad is None or parameter.grad.is_sparse:
                 parameter.grad = torch.empty_like(parameter).copy_(grad)
             else:
                 parameter.grad.copy_(grad)
@@ -260,15 +256,12 @@ class GradientReduction:
             "gradient_predivide_factor": options.predivide,
             "parameter": {name: f"{[*one.shape]} {one.dtype} {one.device.type}" for name, one in parameters.items()},
         }
-        grads = {name: parameter.grad for name, parameter in parameters.items()}
-        sparse = {name: grad.sparse_dim() for name, grad in grads.items() if grad is not None and grad.is_sparse}
-        of_ranks = allgather_object((described, sparse), "DistributedOptimizer", options.process_set)
-        check_same([theirs for theirs, _ in of_ranks], "DistributedOptimizer: options or parameters")
-        sparse_dims = {trained[name]: dim for _, theirs in of_ranks for name, dim in theirs.items()}
+        of_ranks = allgather_object(described, "DistributedOptimizer", options.process_set)
+        check_same(of_ranks, "DistributedOptimizer: options or parameters")
         buckets: list[list[int]] = []
         open_ones: dict[Any, list[int]] = {}  # by kind, which all of a bucket are of
         sizes: dict[Any, int] = {}
-        for name in reversed(of_ranks[0][0]["parameter"]):
+        for name in reversed(of_ranks[0]["parameter"]):
             index, parameter = trained[name], parameters[name]
             kind = parameter.dtype, parameter.device
             if kind not in open_ones:
@@ -278,4 +271,4 @@ class GradientReduction:
             sizes[kind] += parameter.nbytes
             if sizes[kind] >= (_FIRST_BUCKET_BYTES if open_ones[kind] is buckets[0] else _BUCKET_BYTES):
                 del open_ones[kind]
-        return Plan(self._key(), buckets, sparse_dims)
+        return Plan(self._key(), buckets)

@@ -217,29 +217,6 @@ def gradients() -> None:
         gradient(lambda t: hvd.allreduce(t, op=hvd.Max), own, factor)
 
 
-def adasum() -> None:
-    """Pairs of ranks, then pairs of pairs: equal gradients are averaged, orthogonal ones add up."""
-    rank, size = hvd.rank(), hvd.size()
-    if size & (size - 1):
-        with pytest.raises(NotImplementedError, match="power of 2"):
-            hvd.allreduce(torch.ones(2), op=hvd.Adasum)
-        return
-
-    def combined(parts: list[torch.Tensor]) -> torch.Tensor:
-        if len(parts) == 1:
-            return parts[0]
-        a, b = combined(parts[: len(parts) // 2]), combined(parts[len(parts) // 2 :])
-        return (1 - a @ b / (2 * a @ a)) * a + (1 - a @ b / (2 * b @ b)) * b
-
-    for dtype, close in ((torch.float64, 1e-12), (torch.float32, 1e-6), (torch.float16, 1e-2)):
-        reduced = hvd.allreduce(draw(rank, (6, 2), dtype), op=hvd.Adasum)
-        same(reduced, combined([*of_all((12,), torch.float64)]).view(6, 2).to(dtype), rtol=close)
-    same(hvd.allreduce(torch.zeros(3), op=hvd.Adasum), torch.zeros(3))
-    apart = hvd.grouped_allreduce([torch.full((2,), 3.0), torch.eye(size)[rank]], op=hvd.Adasum)  # not as one vector
-    same(apart[0], torch.full((2,), 3.0))
-    same(apart[1], torch.ones(size))
-
-
 def refusals() -> None:
     """What is wrong on this rank alone is refused there, before anything is sent; a restart would mend none of it."""
     ones, rows, size = torch.ones(2), torch.ones(2, 3), hvd.size()
@@ -247,7 +224,6 @@ def refusals() -> None:
     cases = (
         ("can't be reduced", lambda: hvd.allreduce(ones.bool())),
         ("can't be reduced", lambda: hvd.allreduce(ones.to(torch.complex64))),
-        ("Adasum", lambda: hvd.allreduce(ones.int(), op=hvd.Adasum)),
         ("to_dense", lambda: hvd.allreduce_async(torch.eye(2).to_sparse())),
         ("op or average", lambda: hvd.allreduce(ones, average=True, op=hvd.Sum)),
         ("op=17", lambda: hvd.allreduce(ones, op=17)),
@@ -261,9 +237,12 @@ def refusals() -> None:
     for text, call in cases:
         with pytest.raises(ValueError, match=text):
             call()
-    for op in (hvd.Max, hvd.Adasum):
-        with pytest.raises(NotImplementedError, match="Average or hvd"):
-            hvd.reducescatter(ones, op=op)
+    with pytest.raises(NotImplementedError, match="Average or hvd"):
+        hvd.reducescatter(ones, op=hvd.Max)
+    parameters = [torch.nn.Parameter(ones)]
+    for call in (hvd.allreduce, lambda _, op: hvd.DistributedOptimizer(torch.optim.SGD(parameters), op=op)):
+        with pytest.raises(NotImplementedError, match=r"Adasum is not there: take op=hvd\.Average"):
+            call(ones, op=hvd.Adasum)
 
 
 def alone() -> None:
@@ -275,4 +254,4 @@ def alone() -> None:
     assert hvd.join() == 0
 
 
-CASES = (reductions, layouts, groups, movements, handles, gradients, adasum, refusals)
+CASES = (reductions, layouts, groups, movements, handles, gradients, refusals)

@@ -1,6 +1,6 @@
 """Ranks that disagree get HorovodInternalError on all of them, never a hang, and the world stays usable.
 
-Also: names in flight, tensors that ranks wait for crosswise, and ranks that have joined.
+Also: names in flight, and ranks that have joined.
 """
 
 from collections.abc import Callable
@@ -42,10 +42,6 @@ def disagreements() -> None:
         ("group", lambda: hvd.grouped_allreduce([one] * (2 + other), name="y"), "mismatched data types"),
         ("ranks of a set", lambda: hvd.add_process_set([0] if other else [1]), "mismatched process sets"),
         ("too many ranks of a set", lambda: hvd.add_process_set([0, size]), f"there are {size} ranks"),
-        # Nobody waits for ever: each of these ranks waits for another one that waits.
-        ("names", lambda: hvd.allreduce(one, name=f"name {int(other)}"), "wait for each other.*'name 0'.*'name 1'"),
-        ("no names", lambda: (hvd.broadcast(one, 0) if other else hvd.allreduce(one)), "wait for each other"),
-        ("barrier", lambda: hvd.barrier() if other else hvd.allreduce(one, name="y"), "wait for each other"),
     ]  # fmt: skip
     for name, call, text in cases:
         try:
@@ -85,7 +81,7 @@ def joining() -> None:
         if rank == size - 1:  # all others are there, or will be
             with pytest.raises(hvd.HorovodInternalError, match="have joined"):
                 hvd.allreduce(torch.ones(2), op=hvd.Min, name="least")
-            with pytest.raises(hvd.HorovodInternalError, match=r"joined|wait for each other"):
+            with pytest.raises(hvd.HorovodInternalError, match="have joined"):
                 hvd.allgather(torch.ones(2), name=f"rows {round_number}")
         assert hvd.join() == size - 1
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [size] * 2

@@ -33,8 +33,7 @@ def starts_again() -> None:
         hvd.init()
         assert hvd.is_initialized() and torch.distributed.is_initialized()
         assert hvd.allreduce(torch.ones(2), op=hvd.Sum, name="same").tolist() == [hvd.size()] * 2
-        handle = hvd.allreduce_async(torch.full((2,), float(start)), name="left")  # never asked for
-        assert handle == 1
+        hvd.allreduce_async(torch.full((2,), float(start)), name="left")  # never asked for
         hvd.shutdown()
         hvd.shutdown()  # does nothing
         assert not hvd.is_initialized() and not torch.distributed.is_initialized()
@@ -108,8 +107,6 @@ def process_sets() -> None:
     if own is evens:
         with pytest.raises(hvd.HorovodInternalError, match=r"root rank 1 is not in the process set \[0, 2\]"):
             hvd.broadcast(value, 1, process_set=evens)
-        with pytest.raises(NotImplementedError, match="not on a process set"):
-            hvd.allreduce(value, op=hvd.Adasum, process_set=evens)
     for wrong in ([0, 2], evens, [], [0, 0]):
         with pytest.raises(ValueError, match=r"registered already|at least one rank"):
             hvd.add_process_set(wrong)

@@ -132,6 +132,6 @@ def test_the_interpreter_ends_where_shutdown_is_forgotten() -> None:
     ]
     ends = [rank.communicate(timeout=120) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 7], ends
-    # Rank 1, which finishes what is in flight first, and rank 0 wait for each other; or rank 1 has left before.
-    assert re.search("rank 1 has shut down|wait for each other|died or left", ends[0][0]), ends
+    # Rank 1 waits some seconds for what is in flight; then it leaves.
+    assert re.search("rank 1 has shut down|died or left", ends[0][0]), ends
     assert all("Error" not in stderr for _, stderr in ends), ends

@@ -1,9 +1,8 @@
 """`horovod` as a name of compat.horovod, for scripts whose import line can't be changed: PYTHONPATH=compat/aliases."""
 
 from compat.horovod import __getattr__  # noqa: F401 # what `horovod.run` is answered with
-from compat.horovod.aliases import alias, warn_of_installed
+from compat.horovod.aliases import alias
 
-warn_of_installed("horovod", __file__)
 alias("horovod.torch")
 alias("horovod.common")  # for horovod.common.exceptions and horovod.common.process_sets
 __version__ = "0.28.1"  # whose interface this is

@@ -8,9 +8,6 @@ import os
 import sys
 from typing import Any
 
-from compat.horovod.aliases import warn_of_installed
-
-warn_of_installed("perseus", __file__)
 if os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")) == "0" and (
     names := sorted(name for name in os.environ if name.startswith("PERSEUS_"))
 ):
