@@ -5,15 +5,15 @@ resampled images needs no second matching. Equal to COCO's evaluation of a data 
 Source of the metric: Lin et al., "Microsoft COCO", 2014.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from common.detection.evaluation.matching import overlaps_of
+from common.detection.evaluation.judgement import Judgement
+from common.detection.evaluation.matching import IN_CROWD, NONE
 
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
 RECALLS = np.linspace(0, 1, 101)
-MOST = 100  # detections of an image and class that count
 _CELLS = 2**22  # numbers of an array at once
 
 
@@ -33,16 +33,20 @@ class AveragePrecision:
     """
 
     def __init__(self, source, images: np.ndarray, rows: np.ndarray):
-        self.count = len(source)
-        order = np.argsort(np.argsort(source.image_ids))  # among equal scores, COCO takes the lower id first
-        by_rank = np.lexsort((-rows[:, 4], order[images]))
-        images, rows = images[by_rank], rows[by_rank]
-        owners = np.repeat(np.arange(self.count), np.diff(source.offsets))
-        self._classes = [
-            self._of_class(source, owners, np.flatnonzero(source.labels == number), images[of], rows[of])
-            for number in range(len(source.classes))
-            for of in [rows[:, 5] == number]
-        ]
+        places = np.argsort(np.argsort(source.image_ids))
+        best_first = np.lexsort((places[images], -rows[:, 4]))  # among equal scores, COCO takes the lower id first
+        best = Judgement.of(source, images[best_first], rows[best_first]).matches
+        shown = np.stack([replace(best, iou=iou).hits for iou in THRESHOLDS.tolist()])
+        areas = (best.rows[:, 2:4] - best.rows[:, :2]).astype(np.float64).prod(1)
+        is_odd = (areas < 0) | (areas > 1e10)  # turned inside out, which COCO ignores
+        ignored = (shown == IN_CROWD) | ((shown == NONE) & is_odd)
+        owners = np.repeat(np.arange(len(source)), np.diff(source.offsets))
+        self._classes = []
+        for number in range(len(source.classes)):
+            of = best.rows[:, 5] == number
+            objects = owners[(source.labels == number) & ~source.crowd]
+            counts = np.bincount(objects, minlength=len(source))
+            self._classes.append(_OfClass(best.images[of], shown[:, of] >= 0, ignored[:, of], counts))
 
     def __call__(self, weights: np.ndarray) -> np.ndarray:
         values = self.per_class(weights)
@@ -54,25 +58,6 @@ class AveragePrecision:
         """float64[R, K]: the AP of each class; NaN where it has no object."""
         weights = np.asarray(weights, np.float64)
         return np.stack([self._average(of_class, weights) for of_class in self._classes], 1)
-
-    def _of_class(self, source, owners, objects: np.ndarray, images: np.ndarray, rows: np.ndarray) -> _OfClass:
-        """The matches of one class; `objects` are its rows in the source's columns, `images` and `rows` its detections."""
-        kept = np.arange(len(images)) - _firsts(images) < MOST
-        images, rows = images[kept], rows[kept]
-        hits, ignored = (np.zeros((len(THRESHOLDS), len(rows)), bool) for _ in range(2))
-        places = np.split(objects, np.flatnonzero(np.diff(owners[objects])) + 1) if len(objects) else []
-        of_image = {int(owners[place[0]]): place for place in places}
-        for place in np.split(np.arange(len(rows)), np.flatnonzero(np.diff(images)) + 1):
-            theirs = of_image.get(int(images[place[0]])) if len(place) else None
-            if theirs is not None:
-                crowd = source.crowd[theirs]
-                overlaps = overlaps_of(rows[place], source.truth[theirs], crowd)
-                hits[:, place], ignored[:, place] = _match(overlaps, crowd)
-        areas = (rows[:, 2:4] - rows[:, :2]).astype(np.float64).prod(1)
-        ignored |= ~hits & ((areas < 0) | (areas > 1e10))  # as COCO does with boxes turned inside out
-        best_first = np.argsort(-rows[:, 4], kind="stable")
-        counts = np.bincount(owners[objects[~source.crowd[objects]]], minlength=self.count)
-        return _OfClass(images[best_first], hits[:, best_first], ignored[:, best_first], counts)
 
     def _average(self, of_class: _OfClass, weights: np.ndarray) -> np.ndarray:
         size = max(1, _CELLS // max(1, len(of_class.images)))
@@ -96,25 +81,3 @@ class AveragePrecision:
             reached = np.searchsorted(RECALLS, right / np.maximum(objects, 1)[:, None], side="right")
             total += (np.diff(reached, axis=1, prepend=0) * precision).sum(1) / len(RECALLS)
         return np.where(objects > 0, total / len(THRESHOLDS), np.nan)
-
-
-def _firsts(images: np.ndarray) -> np.ndarray:
-    """int64[n]: where the image of each detection begins; an image's stand together."""
-    starts = np.concatenate([[0], np.flatnonzero(np.diff(images)) + 1])
-    return np.repeat(starts, np.diff([*starts, len(images)]))
-
-
-def _match(overlaps: np.ndarray, crowd: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Greedy matching of one class in one image, best detection first: bool[T, n] hits and detections of crowd regions."""
-    hits, ignored = (np.zeros((len(THRESHOLDS), len(overlaps)), bool) for _ in range(2))
-    least = np.minimum(THRESHOLDS, 1 - 1e-10)
-    plain, crowds = overlaps[:, ~crowd], overlaps[:, crowd].max(1, initial=0)
-    free = np.ones((len(THRESHOLDS), plain.shape[1]), bool)
-    for row in np.flatnonzero((overlaps >= least[0]).any(1)):
-        if plain.shape[1]:
-            shares = np.where(free & (plain[row] >= least[:, None]), plain[row], -1)
-            best = shares.shape[1] - 1 - shares[:, ::-1].argmax(1)  # of equal ones the last
-            found = np.flatnonzero(shares.max(1) >= 0)
-            hits[found, row], free[found, best[found]] = True, False
-        ignored[:, row] = ~hits[:, row] & (crowds[row] >= least)
-    return hits, ignored

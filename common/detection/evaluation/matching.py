@@ -37,7 +37,7 @@ class Matches:
     """Detections matched with the objects of a source; each property is computed when it is first read.
 
     Detections are matched in the order of their scores. First with objects of their own class, as
-    COCO does at IoU 0.5: the best detection of an object is a hit. Then the others with objects of
+    COCO does at this `iou`: the best detection of an object is a hit. Then the others with objects of
     other classes that they overlap enough. Each object is shown at most once. Crowd regions are
     neither objects nor background.
     """
@@ -45,6 +45,7 @@ class Matches:
     source: Annotated
     images: np.ndarray  # int64[n]: which image each detection is of
     rows: np.ndarray  # float32[n, 6]: left, top, right, bottom, score, class id
+    iou: float = IOU
 
     @cached_property
     def hits(self) -> np.ndarray:
@@ -174,14 +175,14 @@ class Matches:
             crowd = self.source.crowd[objects]
             fits = self.rows[rows, 5][:, None] == self.source.labels[objects] if same_class else ~crowd[None]
             overlaps = np.where(fits, overlaps, 0)
-            for place in np.flatnonzero((overlaps >= IOU).any(1)):
+            for place in np.flatnonzero((overlaps >= self.iou).any(1)):
                 free = np.where(crowd | taken[objects], 0, overlaps[place])
-                if free.max() >= IOU:
+                if free.max() >= self.iou:
                     shown[rows[place]] = objects[
                         np.flatnonzero(free == free.max())[-1]
                     ]  # of equal ones the last, as COCO
                     taken[shown[rows[place]]] = True
-                elif (overlaps[place][crowd] >= IOU).any():
+                elif (overlaps[place][crowd] >= self.iou).any():
                     shown[rows[place]] = IN_CROWD
         return shown
 
