@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,7 @@ if TYPE_CHECKING:  # importing Optuna takes a second, which --help need not
     import optuna
 
 EXAMPLE = "recipes/presets/sweep_cls.yaml is an example"
-METHODS = ("random", "bayes", "grid")
+METHODS = ("random", "bayes")
 KINDS = ("uniform", "int_uniform", "log_uniform_values", "q_uniform")
 POLL_S = 0.5
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process is sent when its parent ends
@@ -61,9 +60,6 @@ def read(path: Path) -> dict[str, Any]:
     if "${args}" not in content["command"]:
         raise Refused(f"{path}: command must have ${{args}}, where the flags of a trial belong")
     parameters = {name: _distribution(path, name, options) for name, options in content["parameters"].items()}
-    ranges = [name for name, of in parameters.items() if not hasattr(of, "choices")]
-    if content["method"] == "grid" and ranges:
-        raise Refused(f"{path}: method grid needs `values` of {', '.join(ranges)}; or take method random or bayes")
     return content | {"parameters": parameters}
 
 
@@ -94,17 +90,13 @@ def flags_of(values: dict[str, Any]) -> list[str]:
     return [switches[v].format(name) if isinstance(v, bool) else f"--{name}={v}" for name, v in values.items()]
 
 
-def command_of(content: dict[str, Any], values: dict[str, Any], config_file: str | None = None) -> list[str]:
-    """The command of a trial, as `wandb agent` makes it; with another Accelerate config if one is given."""
+def command_of(content: dict[str, Any], values: dict[str, Any]) -> list[str]:
+    """The command of a trial, as `wandb agent` makes it."""
     macros = {"${env}": [], "${interpreter}": [sys.executable], "${program}": [content["program"]]}
     macros["${args}"] = flags_of(values)
     words = [word for part in map(str, content["command"]) for word in macros.get(part, [part])]
     if words[0] == "accelerate":  # this Python's
         words[0:1] = [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
-    if config_file and "--config_file" not in words:
-        raise Refused(f"--config_file: the sweep file's command has none to replace; {EXAMPLE}")
-    if config_file:
-        words[words.index("--config_file") + 1] = config_file
     return words
 
 
@@ -114,7 +106,7 @@ class Sweep:
     def __init__(self, words: argparse.Namespace, flags: list[str]) -> None:
         self.words, self.flags, self.file, self.name = words, flags, read(words.file), words.file.stem
         self.metric, self.goal = self.file["metric"]["name"], self.file["metric"]["goal"]
-        self.store = words.study or words.output_dir / f"{self.name}.db"
+        self.store = words.output_dir / f"{self.name}.db"
         self._storage = f"sqlite:///{self.store.resolve()}"
         self._child: subprocess.Popen | None = None
 
@@ -126,18 +118,14 @@ class Sweep:
         with _locked(self.store.with_name(f"{self.store.name}.lock"), f"{self.store} is in use by another sweep"):
             self._study = self._open()
             parameters, count = self.file["parameters"], self.words.trials
-            is_grid = self.file["method"] == "grid"
-            grid = [*product(*(of.choices for of in parameters.values()))] if is_grid else []
             while True:
                 trials = self._study.trials
                 running = [trial for trial in trials if trial.state is TrialState.RUNNING]  # a killed sweep left it
-                if not running and len(trials) >= (min(count, len(grid)) if is_grid else count):
-                    break
                 if running:
                     self._try(Trial(self._study, running[0]._trial_id))
                     continue
-                if is_grid:
-                    self._study.enqueue_trial(dict(zip(parameters, grid[len(trials)], strict=True)))
+                if len(trials) >= count:
+                    break
                 self._study.sampler = self._sampler(len(trials))
                 self._try(self._study.ask(parameters))
             with contextlib.suppress(ValueError):  # no trial was completed
@@ -172,7 +160,7 @@ class Sweep:
         before = study.user_attrs.get("sweep", told)
         if differing := [key for key in told if json.dumps(told[key]) != json.dumps(before.get(key))]:
             raise Refused(
-                f"{self.store} was begun with another {', '.join(differing)}: restore it, or give another --study"
+                f"{self.store} was begun with another {', '.join(differing)}: restore it, or give another --output_dir"
             )
         study.set_user_attr("sweep", told)
         return study
@@ -196,7 +184,7 @@ class Sweep:
             with _locked(folder / ".lock"):  # an earlier start of this trial may still be saving
                 before = read_json(folder / "status.json")
         own = ["--name", run, "--output_dir", str(self.words.output_dir), "--group", self.name]
-        command = [*command_of(self.file, trial.params, self.words.config_file), *self.flags, *own]
+        command = [*command_of(self.file, trial.params), *self.flags, *own]
         with tempfile.TemporaryFile("w+") as errors:
             self._child = subprocess.Popen(
                 command, stdout=subprocess.DEVNULL, stderr=errors, preexec_fn=_end_with_parent
@@ -286,9 +274,8 @@ def arguments() -> argparse.ArgumentParser:
     parser = parser_of("sweep", __doc__)
     parser.add_argument("file", type=Path, help="program, method, metric, parameters, command")
     parser.add_argument("--trials", type=int, default=20, help="trials in all, over every start (default: 20)")
-    parser.add_argument("--config_file", help="launch with this Accelerate config instead of the file's")
-    parser.add_argument("--study", type=Path, help="the study's SQLite file (default: OUTPUT_DIR/NAME OF FILE.db)")
-    parser.add_argument("--output_dir", type=Path, default=Path("runs"), help="where run folders go (default: runs)")
+    out = "where run folders and the study, NAME OF FILE.db, go (default: runs)"
+    parser.add_argument("--output_dir", type=Path, default=Path("runs"), help=out)
     parser.add_argument("--sweep_seed", type=int, default=0, help="decides which values are tried (default: 0)")
     parser.add_argument("--unpruned", type=int, default=5, help="trials before one is stopped (default: 5)")
     return parser

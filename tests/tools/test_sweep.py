@@ -159,10 +159,9 @@ def test_what_cannot_be_searched_is_refused_in_one_line(folder: Path, tmp_path: 
 
     file, rows = tmp_path / "mine.yaml", tmp_path / "metrics.jsonl"
     for change, told in (
-        ({"method": "magic"}, "method magic: must be one of random, bayes, grid"),
+        ({"method": "magic"}, "method magic: must be one of random, bayes"),
         ({"command": ["python"]}, "command must have ${args}"),
         ({"parameters": {"lr": {"distribution": "beta"}}}, 'parameter lr is {"distribution": "beta"}; give value'),
-        ({"method": "grid"}, "method grid needs `values` of lr, depth"),
     ):
         write(file, FILE | {"program": "recipe.py"} | change)
         with pytest.raises(Refused, match=re.escape(told)):
