@@ -1,27 +1,13 @@
 """Finished runs that tests of tools look at: made once per session. Copy what a test changes."""
 
-import fcntl
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.harness.launching import Launcher
-
-
-@contextmanager
-def made_once(tmp_path_factory, name: str) -> Iterator[tuple[Path, bool]]:
-    """The folder of a run, and True if it is to be trained, by one of the parallel test processes while the others wait."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "runs_for_tools"
-    folder.mkdir(exist_ok=True)
-    with (folder / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield folder / name, not (folder / name / "summary.json").exists()
+from tests.harness.runs import made_once
 
 
 @pytest.fixture(scope="session")

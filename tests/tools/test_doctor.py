@@ -12,7 +12,6 @@ import pytest
 
 from common.errors import Refused
 from tests.harness.launching import free_port, small
-from tests.harness.runs import rows_of as rows_of_file
 from tests.harness.runs import start_tool
 from tools.doctor import plan, trial
 from tools.doctor.__main__ import arguments
@@ -112,6 +111,11 @@ def test_json_goes_to_stdout_alone_and_wrong_words_are_refused(forks) -> None:
     words = {row["check"].partition(":")[0] for row in found["findings"]}
     assert done.code in (0, 1) and words == {"launch", "limits"}
     assert found["processes"] == 1 and found["seconds"] < 60
+    ended = [rank.end() for rank in start_tool(forks, 2, "doctor", "--wait", "soon")]
+    (line,) = "".join(rank.stderr for rank in ended).splitlines()  # of both ranks
+    assert (
+        {rank.code for rank in ended} == {2} and line.startswith("doctor: ") and "--wait" in line and "--help" in line
+    )
     for words, text in ((["--only", "lungs"], "--only lungs: take launch, "), (["no.py"], "no.py is not there")):
         with pytest.raises(Refused, match=text):
             examine(arguments().parse_args(words), {})
@@ -140,23 +144,16 @@ def test_a_rehearsal_leaves_nothing_and_a_failure_is_its_cause(tmp_path) -> None
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.alone
-def test_the_plan_tries_each_layout_as_it_then_runs(run_several, tmp_path, monkeypatch, capsys) -> None:
-    """Within a factor of 2, for machines on which others work."""
+def test_the_plan_tries_each_layout(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(plan, "cores", lambda: 2)
     monkeypatch.setattr(trial, "used_by_others", lambda: 0.0)
-    monkeypatch.setattr(plan, "_IMPOSSIBLE", 10)
     recipe = Path("recipes/cls.py")
     words = small(["--workers", "0", "--batch_norm", "group", "--output_dir", str(tmp_path)])
     rows = plan.plan(World(recipe=recipe, words=words, is_met=True))
     assert "2 layouts, usually" in capsys.readouterr().err
-    assert [row.check for row in rows] == ["plan: 1 process", "plan: 2 processes", "plan: fastest", "plan: results"]
+    assert [row.check for row in rows] == ["plan: 1 process", "plan: 2 processes", "plan: fastest"]
     assert {row.status for row in rows} == {"ok"} and not any(tmp_path.iterdir())
     speeds = {row.figures["processes"]: row.figures["images_per_second"] for row in rows[:2]}
     command = shlex.split(rows[2].figures["command"])
     assert speeds[1 if any(word.endswith("/cpu.yaml") for word in command) else 2] > 0.95 * max(speeds.values())
     assert all(row.figures["memory"] > 2**28 for row in rows[:2])
-    real = run_several(2, {"real": [*words, "--max_steps", 60, "--eval_every", 10**6, "--log_every", 5]})["real"]
-    logged = rows_of_file(real.folder / "metrics.jsonl")
-    real = sorted(row["perf/images_per_second"] for row in logged[2:] if "perf/images_per_second" in row)
-    assert 0.5 < speeds[2] / real[len(real) // 2] < 2

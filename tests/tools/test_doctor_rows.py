@@ -51,8 +51,8 @@ def test_limits_are_judged_by_what_a_run_needs(monkeypatch, tmp_path) -> None:
         return {row.check.removeprefix("limits: "): (row.status, row.measured) for row in rows}
 
     assert found()["ulimits"][0] == "ok"
-    given.update({resource.RLIMIT_NOFILE: 1000, resource.RLIMIT_NPROC: 50, resource.RLIMIT_CPU: 3600})
-    assert found()["open files"][0] == found()["processes"][0] == found()["CPU seconds"][0] == "warning"
+    given.update({resource.RLIMIT_NOFILE: 1000, resource.RLIMIT_NPROC: 50})
+    assert found()["open files"][0] == found()["processes"][0] == "warning"
     assert found(World(world_size=1000, local_world_size=1))["open files"] == ("warning", "1000, less than 8000")
     gpus_here = World(world_size=2, local_world_size=2, device=torch.device("cuda", 0))
     for size, alone, joined in ((64, "ok", "warning"), (1, "failed", "failed"), (8192, "ok", "ok")):
@@ -116,13 +116,11 @@ def test_slow_links_and_long_ways_are_told_from_good_ones() -> None:
         ("gloo", 1, 10, 20, ["less than 2 Gbi", "latency above 5"]),
     ):
         calls = [{"bytes": 4096, "ms": ms, "gbit": 0.1}, {"bytes": 25 << 20, "ms": 9.0, "gbit": gbit}]
-        rows = bandwidth.judged("network: between", backend, {"all-reduce": calls, "broadcast": calls}, link)
+        rows = bandwidth.judged("network: between", backend, calls, link)
         assert [row.way_out[:15] for row in rows if row.status == "warning"] == ways_out
 
 
-def test_an_interface_that_is_absent_down_or_slower_and_a_name_that_leads_nowhere_are_named(
-    monkeypatch, tmp_path
-) -> None:
+def test_an_interface_that_is_absent_down_or_slower_is_named(monkeypatch, tmp_path) -> None:
     for variable, value, taken in (
         ("NCCL_SOCKET_IFNAME", "eth", "eth0"),
         ("NCCL_SOCKET_IFNAME", "=eth1", "eth1"),
@@ -153,20 +151,6 @@ def test_an_interface_that_is_absent_down_or_slower_and_a_name_that_leads_nowher
     monkeypatch.setattr(interfaces, "_INFINIBAND", tmp_path)
     assert found("ib0") == "ok: ib0 (10.0.0.1, 100 Gbit/s, MTU 1500); InfiniBand mlx5_0 200 Gbit/s "
     assert found("eth9").startswith("failed: GLOO_SOCKET_IFNAME=eth9: this machine has eth0 10.0.0.1, ib0 ")
-
-    def resolved(answer: str, world: World = TWO) -> str:
-        def look_up(_: str) -> str:
-            if not answer:
-                raise OSError
-            return answer
-
-        monkeypatch.setattr(interfaces.socket, "gethostbyname", look_up)
-        (row,) = interfaces.host_name(world)
-        return row.status
-
-    assert resolved("127.0.1.1") == resolved("127.0.1.1", World()) == "ok"  # eth9 is taken; one machine talks to itself
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    assert [resolved(answer) for answer in ("127.0.1.1", "10.0.0.1", "")] == ["failed", "ok", "warning"]
 
 
 def test_a_run_folder_is_measured_left_as_it_was_and_its_troubles_are_named(tmp_path) -> None:
@@ -247,7 +231,6 @@ def test_the_fastest_layout_is_named_from_figures_that_can_be_true() -> None:
     for speeds, others, said in (
         ({1: 100, 2: 180}, 0.0, "2 processes, 180 images/s, 1.8 times as many as 1 process"),
         ({1: 178, 2: 180}, 0.1, "1 process, 178 images/s"),
-        ({1: 10, 2: 130}, 0.0, "none is named: 2 processes made 13 times the images of 1 process, which is impossible"),
         ({1: 100, 2: 180}, 0.9, "none is named: other programs use 90% of the cores"),
     ):
         tried = [(Layout(count), {"images_per_second": speed, "others": others}) for count, speed in speeds.items()]

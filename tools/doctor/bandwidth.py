@@ -1,4 +1,4 @@
-"""Speed of all-reduce and broadcast within a machine and between machines, against the link."""
+"""Speed of an all-reduce within a machine and between machines, against the link."""
 
 import time
 from datetime import timedelta
@@ -46,19 +46,18 @@ def _compare(world: World, where: str, groups: list[list[int]]) -> list[Finding]
     joined = [(ranks, subgroup(ranks)) for ranks in groups]
     times = next((_measure(world, ranks, group) for ranks, group in joined if world.rank in ranks), None)
     of_ranks = world.exchange([times, _link(world) if where == "between" and times else None])
-    found = [(times["all-reduce"][-1]["gbit"], rank) for rank, (times, _) in enumerate(of_ranks) if times]
+    found = [(times[-1]["gbit"], rank) for rank, (times, _) in enumerate(of_ranks) if times]
     rank, nominal = min(found)[1], min((link for _, link in of_ranks if link), default=None)
     host = f" on {world.hosts[rank]}" if where == "within" and len(world.machines) > 1 else ""
     return judged(f"network: {where}", dist.get_backend(), of_ranks[rank][0], nominal, host)
 
 
-def judged(check: str, backend: str, slowest: dict, nominal: float | None, host: str = "") -> list[Finding]:
+def judged(check: str, backend: str, slowest: list[dict], nominal: float | None, host: str = "") -> list[Finding]:
     """Rows for what was measured. `nominal`: what the link should do."""
-    smallest, *_, largest = slowest["all-reduce"]
-    broadcast = slowest["broadcast"][-1]
+    smallest, *_, largest = slowest
     measured = (
         f"{backend} all-reduce {_gbit(largest['gbit'])} ({largest['bytes'] / 2**20:.3g} MiB in {largest['ms']:.3g} ms), "
-        f"latency {smallest['ms']:.2g} ms, broadcast {_gbit(broadcast['gbit'])}{host}"
+        f"latency {smallest['ms']:.2g} ms{host}"
     )
     ways_out = []
     if nominal:
@@ -76,35 +75,29 @@ def judged(check: str, backend: str, slowest: dict, nominal: float | None, host:
             else "are the cores busy?"
         )
         ways_out.append(f"latency above {SLOW_MS:.0f} ms: every all-reduce waits so long; {far}")
-    rows = [Finding(check, "warning", measured, way_out, figures=slowest) for way_out in ways_out]
-    return rows or [Finding(check, "ok", measured, figures=slowest)]
+    figures = {"all-reduce": slowest}
+    rows = [Finding(check, "warning", measured, way_out, figures=figures) for way_out in ways_out]
+    return rows or [Finding(check, "ok", measured, figures=figures)]
 
 
-def _measure(world: World, ranks: list[int], group) -> dict[str, list[dict]]:
-    """Time and bus bandwidth (bits per second over each link of a ring) of each collective, by size."""
-    calls = {
-        "all-reduce": (lambda tensor: dist.all_reduce(tensor, group=group), 2 * (len(ranks) - 1) / len(ranks)),
-        "broadcast": (lambda tensor: dist.broadcast(tensor, ranks[0], group=group), 1.0),
-    }
-    found: dict[str, list[dict]] = {name: [] for name in calls}
-    for name, (call, traffic) in calls.items():
-        per_byte = 0.0
-        for size, repeats in SIZES.items():
-            if per_byte * size > LONGEST_S:  # the same on all ranks: `seconds` is agreed
-                break
-            times, tensor = [], torch.ones(size // 4, device=world.device)
-            for _ in range(repeats + 1):
-                began = time.perf_counter()
-                call(tensor)
-                if world.device.type == "cuda":
-                    torch.accelerator.synchronize(world.device)
-                times.append(time.perf_counter() - began)
-            # Of the slowest rank; the first call, which connects, does not count.
-            agreed = torch.tensor(median(times[1:]), dtype=torch.float32, device=world.device)
-            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
-            seconds = float(agreed)
-            per_byte = seconds / size
-            found[name].append({"bytes": size, "ms": 1000 * seconds, "gbit": 8e-9 * traffic * size / seconds})
+def _measure(world: World, ranks: list[int], group) -> list[dict]:
+    """Time and bus bandwidth (bits per second over each link of a ring) of an all-reduce, by size."""
+    found: list[dict] = []
+    for size, repeats in SIZES.items():
+        if found and found[-1]["ms"] / found[-1]["bytes"] * size > 1000 * LONGEST_S:  # the same on all ranks
+            break
+        times, tensor = [], torch.ones(size // 4, device=world.device)
+        for _ in range(repeats + 1):
+            began = time.perf_counter()
+            dist.all_reduce(tensor, group=group)
+            if world.device.type == "cuda":
+                torch.accelerator.synchronize(world.device)
+            times.append(time.perf_counter() - began)
+        # Of the slowest rank; the first call, which connects, does not count.
+        agreed = torch.tensor(median(times[1:]), dtype=torch.float32, device=world.device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
+        seconds, traffic = float(agreed), 2 * (len(ranks) - 1) / len(ranks)
+        found.append({"bytes": size, "ms": 1000 * seconds, "gbit": 8e-9 * traffic * size / seconds})
     return found
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from common.launching.network import LOOPBACK, is_loopback
+from common.launching.network import LOOPBACK
 from tools.doctor.finding import Finding, differing, judged
 from tools.doctor.world import World
 
@@ -42,24 +42,6 @@ def interfaces(world: World) -> list[Finding]:
     is_slower = not world.is_one_machine and (link_speed(best) or 0) > (speed or 10**9)
     export = f"{best} has {_speed(link_speed(best))}: export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}"
     return [judged(name, measured, (is_slower, "warning", f"{export} if it joins the machines"))]
-
-
-def host_name(world: World) -> list[Finding]:
-    """What this machine's own name resolves to. The recipes avoid a loopback; other programs announce it."""
-    outward = [each for of in addresses().values() for each in of if not is_loopback(each)]
-    entry = f"{[*outward, 'ADDRESS'][0]} {world.host}"
-    try:
-        address = socket.gethostbyname(world.host)
-    except OSError:
-        way_out = f"add '{entry}' to /etc/hosts; gloo without GLOO_SOCKET_IFNAME fails"
-        return [Finding("network: host name", "warning", f"{world.host} is not known on this machine", way_out)]
-    taken = os.environ.get("GLOO_SOCKET_IFNAME")
-    is_hidden = is_loopback(address) and not world.is_one_machine
-    measured = f"{world.host} is {address}"
-    if taken and is_hidden:
-        measured += f"; the recipes take {taken} instead"
-    way_out = f"others can't reach it: put '{entry}' into /etc/hosts or export GLOO_SOCKET_IFNAME"
-    return [judged("network: host name", measured, (is_hidden and not taken, "failed", way_out))]
 
 
 def same_mtu(world: World) -> list[Finding]:

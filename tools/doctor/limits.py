@@ -18,11 +18,6 @@ NO_SHM = 4 * 2**20  # locks of data workers take 4 KiB each, some 10 of them a w
 SMALL_SHM = GIB  # NCCL joins the GPUs of a machine there; Docker's default is 64 MiB
 BUSY = 0.25  # share of the cores that other programs use
 THREADS_PER_PROCESS = 300  # torch's, gloo's and W&B's threads, and data workers with theirs
-RARE = (  # limits that hardly anybody sets
-    (resource.RLIMIT_CPU, "CPU seconds", "a process is killed after them: ulimit -t unlimited"),
-    (resource.RLIMIT_FSIZE, "bytes in a file", "a larger checkpoint can't be written: ulimit -f unlimited"),
-    (resource.RLIMIT_AS, "bytes of address space", "GPUs and data workers need much: ulimit -v unlimited"),
-)
 _CGROUP = Path("/sys/fs/cgroup")
 _SHM = Path("/dev/shm")
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -103,10 +98,6 @@ def _ulimits(world: World) -> list[Finding]:
         judged("limits: processes", free, (0 <= processes < needed, "warning", more_threads)),
         judged(
             "limits: locked memory", f"{locked / 2**20:.0f} MiB", (has_infiniband and locked >= 0, "failed", unlock)
-        ),
-        *(
-            judged(f"limits: {name}", f"{_limit(what)}", (_limit(what) >= 0, "warning", way))
-            for what, name, way in RARE
         ),
     ]
     amounts = {"open files": files, "more processes": processes, "bytes of locked memory": locked}

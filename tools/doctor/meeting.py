@@ -6,7 +6,6 @@ import time
 from collections.abc import MutableMapping
 from datetime import timedelta
 
-import psutil
 import torch
 from torch.distributed import PrefixStore, Store
 
@@ -44,7 +43,6 @@ def meet(world: World, environ: MutableMapping[str, str], patience: float) -> li
         target, way_out = f"{file}", str(error)
         if not file:
             target = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
-            way_out += _who_listens(int(environ["MASTER_PORT"])) if world.is_main else ""
         what = f"can't {'listen' if world.is_main else 'reach rank 0'} at {target}"
         measured = f"rank {world.rank} on {world.host} ({said(addresses())}) {what}"
         return [Finding("network: meeting", "failed", measured, way_out)]
@@ -76,14 +74,6 @@ def _gather(world: World, store: Store, patience: float) -> list[Finding]:
     here, absent = ", ".join(dict.fromkeys(filter(None, world.hosts))), ", ".join(map(str, missing))
     measured = f"rank {absent} of {world.world_size} did not come within {patience:.0f} s; the ranks of {here} are here"
     return [Finding("network: meeting", "failed", measured, "see what the doctor says on the other machines")]
-
-
-def _who_listens(port: int) -> str:
-    """The process of this machine that listens on a port, in words; "" if none is seen."""
-    for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
-            return f" (by process {connection.pid}, {psutil.Process(connection.pid).name()})"
-    return ""
 
 
 def clock(world: World) -> list[Finding]:

@@ -36,7 +36,6 @@ QUIET = (
     "--name trial --resume never --tracker none --patience 0 --max_hours 0 --profile= --max_steps 1000000 "
     "--eval_every 1000000 --checkpoint_every 1000000"
 ).split()
-_INEXACT = re.compile("depends? on the layout|layouts agree|not measured")  # in the start table
 FEWEST_ROWS = 4  # the first half is warm-up
 # A launcher's variables, which describe another world than the trial's.
 _LAUNCHERS = (
@@ -83,8 +82,8 @@ def try_layout(world: World, layout: Layout, seconds: float, limit: float, log_e
 
     Returns `failed` with the cause (`late`: it came to no end), or images_per_second, data_wait (a share of the time),
     start_s, samples (per step), the `slowest` rank and its `lag` (a share of the time), checkpoint_bytes, verify_s; `memory`
-    (bytes, of the process that took the most), `others`, the largest share of a machine's cores that other programs used at
-    the start, and `inexact`, lines of the start table on what depends on the layout.
+    (bytes, of the process that took the most), and `others`, the largest share of a machine's cores that other programs used
+    at the start.
     """
     with contextlib.ExitStack() as stack:
         folder, port = "", 0
@@ -147,9 +146,7 @@ def _run_here(world: World, layout: Layout, runs: Path, seconds: float, limit: f
         cause = f"no end within {limit:.0f} s" if code is None else cause_of(code, texts[first])
         return {"failed": cause, "lost": code != 2, "late": code is None}
     _read(run, rows)
-    inexact = [" ".join(line.split()) for line in texts[0].splitlines() if _INEXACT.search(line)]
-    found = {"memory": memory, "inexact": inexact}
-    return found | (measured([*rows.values()], run, began) if world.is_main else {})
+    return {"memory": memory} | (measured([*rows.values()], run, began) if world.is_main else {})
 
 
 def measured(rows: Sequence[dict], run: Path, began: float) -> dict:
