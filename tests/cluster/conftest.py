@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.two_machines import WORDS
+from tests.harness.runs import made_once
 
 
 @pytest.fixture(scope="session")
 def alone(forks, tmp_path_factory) -> Path:
     """The run folder of one process."""
-    folder = tmp_path_factory.mktemp("alone")
-    done = forks(*WORDS, "--output_dir", folder, "--name", "alone")
-    assert done.code == 0, done.stderr
-    return folder / "alone"
+    with made_once(tmp_path_factory, "alone") as (run, is_to_be_made):
+        if is_to_be_made:
+            done = forks(*WORDS, "--output_dir", run.parent, "--name", run.name)
+            assert done.code == 0, done.stderr
+    return run

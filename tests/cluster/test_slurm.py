@@ -70,8 +70,16 @@ def test_a_pre_empted_job_ends_as_the_undisturbed_run(slurm, undisturbed, tmp_pa
     held.assert_resumed("SIGTERM", "2 nodes", undisturbed["1"])
 
 
-def test_a_job_is_asked_to_stop_before_its_time_limit_and_requeues_itself(slurm, undisturbed, tmp_path):
-    """SLURM sends SIGUSR1 to the batch script alone, which passes it on to accelerate launch."""
+def test_a_job_that_is_asked_to_stop_requeues_itself(slurm, undisturbed, tmp_path):
+    """SIGUSR1 goes to the batch script alone, which passes it on to accelerate launch."""
+    held = Held(slurm, tmp_path, script="one_machine.sh", config="multi_cpu")
+    held.waits()
+    slurm("scancel", "--signal=USR1", "--batch", held.job.number)
+    held.assert_resumed("SIGUSR1", "1 node", undisturbed["1"])
+
+
+@pytest.mark.long
+def test_slurm_asks_a_job_to_stop_before_its_time_limit(slurm, undisturbed, tmp_path):
     flags = ("--signal=B:USR1@60", "--time=60")
     held = Held(slurm, tmp_path, *flags, script="one_machine.sh", config="multi_cpu")
     held.waits()

@@ -1,11 +1,14 @@
 """Tools: the runs that they are given, starting them on several ranks, and what they refuse."""
 
+import fcntl
 import functools
 import importlib
 import json
+import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -47,3 +50,14 @@ def start_tool(forks: Forks, processes: int, tool: str, *words: object) -> list[
 def _be_tool(tool: str, words: list[str]) -> None:
     sys.argv = [tool, *words]
     launch.run(importlib.import_module(f"tools.{tool}.__main__").main)
+
+
+@contextmanager
+def made_once(tmp_path_factory, name: str) -> Iterator[tuple[Path, bool]]:
+    """The folder of a run, and True if it is to be trained, by one of the parallel test processes while the others wait."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made_once"
+    folder.mkdir(exist_ok=True)
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder / name, not (folder / name / "summary.json").exists()
