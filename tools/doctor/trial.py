@@ -6,7 +6,6 @@ The processes get the variables that a launcher would set. Once there are enough
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import signal
@@ -27,6 +26,7 @@ from common.config import parse
 from common.errors import printable
 from common.launching.exit_codes import RESUMABLE
 from common.launching.launchers import Launch
+from common.run.folder import read_rows
 from tools.doctor.limits import used_by_others
 from tools.doctor.world import World
 from tools.trained import RECIPES, load_recipe
@@ -205,8 +205,7 @@ def cause_of(code: int, output: str) -> str:
 
 def _read(run: Path, rows: dict[int, dict]) -> list[float]:
     """Add new whole rows of the run's metrics.jsonl with the time of reading. Returns these times."""
-    with contextlib.suppress(OSError, ValueError):
-        for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
-            if "perf/images_per_second" in row:
-                rows.setdefault(row["step"], row | {"read_at": time.monotonic()})
+    for row in read_rows(run / "metrics.jsonl"):
+        if "perf/images_per_second" in row:
+            rows.setdefault(row["step"], row | {"read_at": time.monotonic()})
     return [row["read_at"] for row in rows.values()]

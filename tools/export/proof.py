@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import json
 import os
 import platform
 import shutil
@@ -19,7 +18,7 @@ import torch
 from common.data import BrokenImage
 from common.durable import make_folder, remove, replace_folder, sync_folder
 from common.errors import Refused
-from common.files import as_json
+from common.run.folder import write_json
 from tools.export import formats, verify
 from tools.export.verify import Session
 
@@ -146,7 +145,7 @@ def _prove(task: Task, name: str, draft: Path) -> dict:
         "vectors": [vector.name for vector in verdict.vectors],
         "files": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(draft.iterdir())},
     }
-    (draft / "export.json").write_text(json.dumps(as_json(about), indent=2) + "\n")
+    write_json(draft / "export.json", about)
     shutil.copyfile(verify.__file__, draft / "verify.py")
     if fault := verify.verify(draft):
         raise Refused(f"--to {name}: its own test vectors differ: {fault}; nothing was written")

@@ -10,6 +10,7 @@ import numpy as np
 from common.durable import remove, replace_file, replace_folder, sync_folder
 from common.errors import Refused
 from common.files import as_json
+from common.run.folder import write_json
 from common.run.plots import ORANGE, Cell, arrow, sheet
 
 
@@ -31,10 +32,7 @@ def write(made: Any, rows: Sequence[dict], run: Path, output: Path, most: int) -
     remove(draft)
     try:
         draft.mkdir(parents=True)
-        replace_file(
-            draft / "step.json",
-            (json.dumps(as_json({"step": made.wanted, "numbers": numbers}), indent=2) + "\n").encode(),
-        )
+        write_json(draft / "step.json", {"step": made.wanted, "numbers": numbers})
         replace_file(draft / "samples.jsonl", "".join(json.dumps(as_json(row)) + "\n" for row in made.rows).encode())
         headline = (
             f"{run.resolve().name}, step {made.wanted}: {len(worst)} of {len(made.rows)} samples, largest losses first"

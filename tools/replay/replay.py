@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import io
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -20,9 +19,8 @@ from common.config.recipe_source import FOLDER
 from common.distributed import gather_objects, gather_to_main, is_main, world_size
 from common.durable import remove
 from common.errors import Refused
-from common.files import open_regular
 from common.run import Run
-from common.run.folder import read_json
+from common.run.folder import read_json, read_rows
 from common.training import timm_models
 from tools.replay.output import write
 from tools.trained import load_recipe
@@ -202,7 +200,7 @@ def replay(
         if is_main():
             remove(scratch)
     if is_main():
-        write(Replay.made, logged(run), run, output, most)
+        write(Replay.made, read_rows(run / "metrics.jsonl"), run, output, most)
 
 
 def begin_with(run: Path, step: int, from_start: bool) -> str:
@@ -210,7 +208,7 @@ def begin_with(run: Path, step: int, from_start: bool) -> str:
     if not (run / "config.yaml").is_file():
         raise Refused(f"{run}: is no run folder, it has no config.yaml")
     steps = sorted(int(path.name.removeprefix("step_")) for path in Checkpoints(run / "checkpoints").paths())
-    last = max([0, *steps, *(row["step"] for row in logged(run))])
+    last = max([0, *steps, *(row["step"] for row in read_rows(run / "metrics.jsonl"))])
     if not 1 <= step <= last:
         raise Refused(f"--step {step}: {run} has made the steps 1 to {last}")
     if from_start:
@@ -224,15 +222,6 @@ def begin_with(run: Path, step: int, from_start: bool) -> str:
         f"--step {step}: needs a checkpoint from before it, {there}; --from_start makes all steps again, and "
         "--keep_checkpoints with --checkpoint_every keeps more of them in the next run"
     )
-
-
-def logged(run: Path) -> list[dict]:
-    """The whole rows of metrics.jsonl."""
-    rows: list[dict] = []
-    if (run / "metrics.jsonl").is_file():
-        with open_regular(run / "metrics.jsonl") as lines, contextlib.suppress(ValueError):  # half a line, after a kill
-            rows.extend(map(json.loads, lines))
-    return [row for row in rows if isinstance(row.get("step"), int)]
 
 
 def recipe_of(run: Path) -> ModuleType:
