@@ -1,24 +1,20 @@
-"""Data: whether all machines see the same folders, and how fast the run folder's disk is."""
+"""Data: whether all machines see the run folder, and how fast its disk is."""
 
 import contextlib
-import hashlib
 import os
 import statistics
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from common.errors import Refused
-from common.files import walk
 from tools.doctor.finding import GIB, Finding, judged
 from tools.doctor.trial import config_of
 from tools.doctor.world import World
 
-LIMIT_S = 30.0  # of each check
-MOST_FILES, LISTED_S = 200_000, 5.0  # what is compared of a data folder
+LIMIT_S = 30.0  # of the check
 WRITTEN = 16 * 2**20  # bytes
 SLOW_WRITE = 20e6  # bytes per second
 SLOW_SYNC_S = 0.2
@@ -88,59 +84,6 @@ def judged_run_folder(folder: Path, written: dict, blind: list[str], main: str) 
         (written["kind"] in ("tmpfs", "ramfs"), "warning", "it lies in memory, and is lost with the machine"),
         (is_slow, "warning", "slow: checkpoints wait for it; take a faster disk, or a larger --checkpoint_every"),
     )
-
-
-def data_folder(world: World) -> list[Finding]:
-    """The row of the data folder, as all machines see it. Raises `Refused` where it can't be read."""
-    data = getattr(config_of(world), "data", "")
-    if not data:
-        return []
-    path, check = Path(data), "data: files"
-    try:
-        listed = _listed(path) if world.is_local_main else {}
-    except OSError as error:
-        raise Refused(f"{path}: {error.strerror or error}: put the data there, or name them by --data") from None
-    found = {world.name(rank): one for rank, one in enumerate(world.exchange(listed)) if one}
-    first = next(iter(found.values()))
-    if not any(one["kind"] for one in found.values()):
-        return [Finding(check, "ok", f"{data}: no folder, the recipe finds it by its name")]
-    text = f"{path} ({first['kind']}): {first['files']:,} files"
-    if not all(one["whole"] for one in found.values()):
-        text += f" listed in {LISTED_S:.0f} s" + ", not compared" * (len(found) > 1)
-        return [Finding(check, "ok", text)]
-    counts = ", ".join(f"{one['files']:,} files on {name}" for name, one in found.items())
-    differ = len({one["digest"] for one in found.values()}) > 1
-    way_out = "names or sizes differ: copy the data again (rsync), or name a folder that all machines see"
-    text += f", the same on {len(found)} machines" * (len(found) > 1)
-    measured = f"{path}: {counts}" if differ else text
-    return [judged(check, measured, (differ, "failed", way_out))]
-
-
-def _listed(path: Path) -> dict:
-    """The files of a data folder: how many, and a digest of their names and of some of their sizes."""
-    if path.is_absolute() and not path.exists():  # else it may be the name of a data set
-        raise FileNotFoundError("nothing is there")
-    until = time.monotonic() + LISTED_S
-    digest, count, is_whole = hashlib.blake2b(digest_size=8), 0, True
-    for entry in _files_of(path):
-        digest.update(os.fsencode(os.path.relpath(entry, path)))
-        if count % 64 == 0:
-            digest.update(str(os.stat(entry).st_size).encode())
-        count += 1
-        is_whole = time.monotonic() < until
-        if count == MOST_FILES or not is_whole:
-            break
-    kind = kind_of(path) if path.exists() else ""
-    return {"files": count, "digest": digest.hexdigest(), "whole": is_whole, "kind": kind}
-
-
-def _files_of(path: Path) -> Iterator[str]:
-    """Paths of the files below `path`, in an order that is the same on all machines; a file itself."""
-    if path.is_file():
-        yield str(path)
-    elif path.exists():
-        for _, entries in walk(path):
-            yield from (entry.path for entry in entries if entry.is_file())
 
 
 def kind_of(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Meeting: the launch, how the processes of a run find each other, and their clocks."""
+"""Meeting: the launch, and how the processes of a run find each other."""
 
 import json
 import os
@@ -13,12 +13,9 @@ from common.errors import Refused
 from common.launching.launch_checks import check_launch, parent_command, processes_asked
 from common.launching.launchers import meeting_file
 from common.launching.meeting import reach
-from tools.doctor.finding import Finding, judged
+from tools.doctor.finding import Finding
 from tools.doctor.interfaces import addresses, said
 from tools.doctor.world import World
-
-PINGS = 7
-APART_MS = 1000.0  # logs of machines then can't be compared
 
 
 def launch(world: World) -> list[Finding]:
@@ -74,30 +71,3 @@ def _gather(world: World, store: Store, patience: float) -> list[Finding]:
     here, absent = ", ".join(dict.fromkeys(filter(None, world.hosts))), ", ".join(map(str, missing))
     measured = f"rank {absent} of {world.world_size} did not come within {patience:.0f} s; the ranks of {here} are here"
     return [Finding("network: meeting", "failed", measured, "see what the doctor says on the other machines")]
-
-
-def clock(world: World) -> list[Finding]:
-    """Rank 0 answers one machine after the other with its time; the shortest ping counts."""
-    samples = []
-    for first in [ranks[0] for ranks in world.machines[1:]]:
-        assert world.store is not None
-        store = PrefixStore(f"clock/{first}", world.store)
-        for number in range(PINGS):
-            if world.is_main:
-                world.take(store, f"ping/{number}", first)
-                store.set(f"pong/{number}", repr(time.time()))
-            elif world.rank == first:
-                sent = time.time()
-                store.set(f"ping/{number}", "")
-                there, came = float(world.take(store, f"pong/{number}", 0)), time.time()
-                samples.append((came - sent, (sent + came) / 2 - there))
-    of_ranks = world.exchange(min(samples, default=None))
-    apart = {world.hosts[rank]: 1000 * pair[1] for rank, pair in enumerate(of_ranks) if pair}
-    way_out = "start a time service there (chrony, systemd-timesyncd): logs and file times of the machines don't fit"
-    rows = []
-    for host, ms in apart.items():
-        measured = f"{abs(ms):.0f} ms {'ahead of' if ms > 0 else 'behind'} {world.hosts[0]}"
-        rows.append(judged("network: clock", measured, (abs(ms) > APART_MS, "warning", way_out), place=host))
-    measured = f"machines differ by at most {max(map(abs, apart.values()), default=0):.0f} ms"
-    good = [Finding("network: clock", "ok", measured)] if apart else []
-    return [row for row in rows if row.status != "ok"] or good

@@ -64,10 +64,8 @@ CHECKS = [
     Check("versions", versions.versions),
     Check("gpu: kinds", gpus.same_gpus),
     Check("network: MTU", interfaces.same_mtu),
-    Check("network: clock", meeting.clock, limit=30.0),
     Check("network: ports", interfaces.ports),
     Check("data: run folder", data.run_folder, limit=data.LIMIT_S),
-    Check("data: files", data.data_folder, limit=data.LIMIT_S),
     Check("rehearsal", plan.rehearse, limit=plan.REHEARSAL_S),
     Check("network: bandwidth", bandwidth.bandwidth, limit=40.0),
 ]
