@@ -99,7 +99,15 @@ def node_rank() -> int:
 
     One process: 0; two ranks on a machine: 0, 0; on two machines: 0, 1.
     """
-    return _nodes().index(_node())
+    return nodes().index(_node())
+
+
+def nodes() -> list[tuple[int, ...]]:
+    """The ranks of each node, nodes ordered by their first rank. The first call is a collective, later ones are free.
+
+    One process: [(0,)]; two ranks on a machine: [(0, 1)]; on two machines: [(0,), (1,)].
+    """
+    return _cached("nodes", _find_nodes) if is_distributed() else [(0,)]
 
 
 def barrier() -> None:
@@ -251,7 +259,7 @@ def node_group() -> dist.ProcessGroup | None:
     """
     if not is_distributed():
         return None
-    groups = {members: subgroup(members) for members in _nodes()}  # every rank must take part in making every group
+    groups = {members: subgroup(members) for members in nodes()}  # every rank must take part in making every group
     return groups[_node()]
 
 
@@ -398,12 +406,7 @@ def _from_launcher(variable: str, otherwise: Callable[[], int]) -> int:
 
 def _node() -> tuple[int, ...]:
     """The ranks of this node, ascending."""
-    return next(members for members in _nodes() if rank() in members)
-
-
-def _nodes() -> list[tuple[int, ...]]:
-    """The ranks of each node, nodes ordered by their first rank."""
-    return _cached("nodes", _find_nodes) if is_distributed() else [(0,)]
+    return next(members for members in nodes() if rank() in members)
 
 
 def _find_nodes() -> list[tuple[int, ...]]:

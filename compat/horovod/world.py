@@ -6,9 +6,7 @@ the process group of torch.distributed that the script has made, or makes one, w
 """
 
 import atexit
-import json
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -16,12 +14,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from common.distributed import devices
+from common.distributed import collectives, devices
 from common.launching.launchers import Launch, complete
 from compat.horovod import engine
 from compat.horovod.collectives import backend
 from compat.horovod.engine import Engine
-from compat.horovod.exceptions import HorovodInternalError
 from compat.horovod.process_sets import ProcessSet, add_process_set, forget_process_sets, global_process_set
 
 __all__ = """init shutdown is_initialized size rank local_size local_rank cross_size cross_rank start_timeline stop_timeline
@@ -34,7 +31,6 @@ _FLUSH_AT_EXIT_S = 5.0
 _store: dist.Store | None = None  # through which the ranks meet; kept for the next init()
 _starts = 0  # how often this process has started a world: the same number on all ranks
 _owns_group = False
-_homes: list[tuple[int, int]] = []  # of each rank: its number on its machine, and how many are there
 _process = 0  # the one that called init()
 
 
@@ -49,8 +45,8 @@ def init(
         process_sets: process sets, or lists of ranks, to register; the same on all ranks.
             "dynamic" registers none. Either way `add_process_set` can be called later.
 
-    Raises ValueError for what is not supported, `Refused` if the launcher's variables
-    contradict each other, and HorovodInternalError if a rank does not come.
+    Raises ValueError for what is not supported, and `Refused` if the launcher's variables
+    contradict each other.
     """
     global _starts, _process
     if engine.is_running():
@@ -63,7 +59,7 @@ def init(
         )
     _starts, _process = _starts + 1, os.getpid()
     store = dist.PrefixStore(f"horovod/{_starts}", _join_group(launch))
-    _find_homes(launch, store)
+    collectives.nodes()  # asks all ranks, once
     engine.set_current(Engine(store))
     global_process_set.ranks = ranks
     for process_set in process_sets if process_sets and not isinstance(process_sets, str) else ():
@@ -88,25 +84,6 @@ def _join_group(launch: Launch) -> dist.Store:
     dist.init_process_group(backend(), store=group_store, rank=launch.rank, world_size=launch.world_size)
     _owns_group = True
     return group_store
-
-
-def _find_homes(launch: Launch, store: dist.Store) -> None:
-    """Learn where all ranks are; also a meeting: all have called `init()`."""
-    global _homes
-    rank, size = dist.get_rank(), dist.get_world_size()
-    # A launcher of the script's own may have made the group: then the machines' names tell.
-    known = launch.world_size == size
-    home = [launch.local_rank, launch.local_world_size] if known else socket.gethostname()
-    store.set(f"home/{rank}", json.dumps(home))
-    try:
-        store.wait([f"home/{other}" for other in range(size)], timedelta(seconds=_PATIENCE_S))
-    except RuntimeError as error:
-        raise HorovodInternalError(f"not all {size} ranks called init() within {_PATIENCE_S:.0f} s") from error
-    homes = [json.loads(store.get(f"home/{other}")) for other in range(size)]
-    _homes = [
-        (homes[:other].count(home), homes.count(home)) if isinstance(home, str) else (home[0], home[1])
-        for other, home in enumerate(homes)
-    ]
 
 
 def shutdown() -> None:
@@ -152,24 +129,32 @@ def rank() -> int:
 
 def local_size() -> int:
     """Number of processes on this machine."""
-    return _homes[rank()][1]
+    return len(_machine())
 
 
 def local_rank() -> int:
     """This process's number on its machine, from 0: its GPU."""
-    return _homes[rank()][0]
+    return _machine().index(rank())
 
 
 def cross_size() -> int:
     """Number of machines that have a process with this one's local rank."""
-    own = local_rank()
-    return sum(home[0] == own for home in _homes)
+    return len(_machines())
 
 
 def cross_rank() -> int:
     """This process's number among those with the same local rank: its machine's, if all machines have as many processes."""
-    own = local_rank()
-    return sum(home[0] == own for home in _homes[: rank()])
+    return _machines().index(_machine())
+
+
+def _machine() -> tuple[int, ...]:
+    """The ranks of this machine."""
+    return next(ranks for ranks in collectives.nodes() if rank() in ranks)
+
+
+def _machines() -> list[tuple[int, ...]]:
+    """The ranks of each machine that has a process with this one's local rank."""
+    return [ranks for ranks in collectives.nodes() if len(ranks) > local_rank()]
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: ARG001
