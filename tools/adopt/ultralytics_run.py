@@ -7,10 +7,8 @@ optimization of a preset of this project.
 from pathlib import Path
 from typing import Any
 
-import timm
-
 from common.errors import Refused
-from recipes import cls, det
+from recipes import det
 from tools.adopt.adoption import Adoption, facts, known, read_settings, rounded
 
 PRESETS = Path(det.__file__).parent / "presets"
@@ -27,19 +25,18 @@ def read(values: dict, file: Path, batch: int = 0) -> Adoption:
     """What becomes of an args.yaml. Raises `Refused`, as for tasks without a recipe."""
     defaults = known("ultralytics")
     task = values.get("task", defaults["task"])
-    if task not in ("detect", "classify"):
-        way = "recipes classify images and detect boxes"
+    if task != "detect":
+        way = "only boxes are carried"
         if task == "segment":
             way = "mask_rcnn reads outlines from COCO's JSON: convert the data for --detector mask_rcnn, or put task: detect"
+        elif task == "classify":
+            way = "begin with --config recipes/presets/finetune.yaml --data FOLDER"
         raise Refused(f"{file}: task {task!s:.50} has no successor for these data; {way}")
-    adoption = Adoption("Ultralytics", file, det if task == "detect" else cls, values, defaults)
+    adoption = Adoption("Ultralytics", file, det, values, defaults)
     adoption.skip("task")
     _model(adoption, Path(str(adoption["model"] or "")).stem, _batch(adoption, batch))
     _lengths(adoption)
-    if task == "detect":
-        _boxes(adoption)
-    else:
-        _images(adoption)
+    _boxes(adoption)
     adoption.finish(facts("ultralytics"))
     return adoption
 
@@ -57,28 +54,17 @@ def _propose(adoption: Adoption, names: str | list[str], preset: str, flags: lis
 def _model(adoption: Adoption, stem: str, batch: int) -> None:
     """Carry the model, if it has a successor, and then its optimization; else propose one."""
     names, opt = "model pretrained", str(adoption["optimizer"])
-    changes: dict[str, Any] = {}
-    if adoption["task"] == "classify":
-        preset, has_successor = "finetune", timm.is_model(stem)
-    else:
-        has_successor = stem.startswith("rtdetr")
-        preset, changes["model"] = "coco_dfine_s", DFINE
-        if has_successor:
-            backbone = "r101vd" if stem == "rtdetr-resnet101" else "r50vd"
-            preset, changes["model"] = "coco_rtdetrv2_r18", f"PekingU/rtdetr_v2_{backbone}"
-    if not has_successor:
-        reason = f"{stem or 'the model'} has no successor here: YOLO's weights and losses are not this project's"
-        adoption.leave(names, reason)
-        _propose(adoption, [], preset, MODEL, **changes)
-        reason = "meant for another model"
-    elif adoption["task"] == "classify":
-        adoption.carry(names, model=stem, pretrained=bool(adoption["pretrained"]))
-    else:
-        _propose(adoption, names, preset, MODEL, **changes)
-    if has_successor:
+    if stem.startswith("rtdetr"):
+        preset, backbone = "coco_rtdetrv2_r18", "r101vd" if stem == "rtdetr-resnet101" else "r50vd"
+        _propose(adoption, names, preset, MODEL, model=f"PekingU/rtdetr_v2_{backbone}")
         if opt.lower() in OPTIMIZERS:
             return _optimization(adoption, opt.lower(), batch)
         reason = "a choice that depends on the data" if opt == "auto" else "not among the optimizers here"
+    else:
+        reason = f"{stem or 'the model'} has no successor here: YOLO's weights and losses are not this project's"
+        adoption.leave(names, reason)
+        preset, reason = "coco_dfine_s", "meant for another model"
+        _propose(adoption, [], preset, MODEL, model=DFINE)
     names = "optimizer lr0 lrf cos_lr momentum weight_decay warmup_epochs warmup_momentum warmup_bias_lr"
     adoption.leave(names, f"{reason}; the preset has this project's for its model")
     _propose(adoption, [], preset, RATES)
@@ -157,29 +143,3 @@ def _boxes(adoption: Adoption) -> None:
     end = max(0, adoption["epochs"] - off) if off else 0
     adoption.carry("close_mosaic", "strong augmentation ends", strong_epochs=end)
     adoption.skip("auto_augment erasing channels_last dropout")  # of classifiers only
-
-
-def _images(adoption: Adoption) -> None:
-    """Augmentation of a classifier's images."""
-    adoption.carry("imgsz", image_size=int(adoption["imgsz"]), crop_pct=1.0)
-    adoption.carry_each("fliplr:hflip flipud:vflip erasing:random_erasing dropout:drop")
-    scale = adoption["scale"]
-    low = scale[0] if isinstance(scale, list) else rounded(1 - float(scale or 0))
-    adoption.carry("scale", "1 - scale", crop_scale=low)
-    policy, note = {
-        "randaugment": ("rand-m3-n2", "torchvision's magnitude 9 of 30 is about 3 of timm's 10"),
-        "autoaugment": ("original", ""),
-        "augmix": ("augmix-m3-w3", ""),
-    }.get(str(adoption["auto_augment"]), ("", ""))
-    if policy:  # beside which Ultralytics turns the others off
-        adoption.carry("auto_augment", note, augment=policy)
-        adoption.skip("hsv_h hsv_s hsv_v")
-    else:
-        adoption.skip("auto_augment")
-        adoption.carry("hsv_v", "brightness, contrast and saturation alike", color_jitter=adoption["hsv_v"])
-        adoption.leave("hsv_h hsv_s", "--color_jitter has one strength, and does not change hues")
-    if adoption["channels_last"] is not False:
-        adoption.carry("channels_last", channels_last=True)
-    # Of boxes only:
-    adoption.skip("mosaic mixup copy_paste close_mosaic degrees translate multi_scale shear perspective bgr cutmix")
-    adoption.skip("cls_pw box cls dfl")
