@@ -156,26 +156,6 @@ def test_each_part_of_the_data_and_each_setting_has_a_report_of_its_own(parts, r
     assert printed(ended["dry"])["top1"] == printed(ended["alone"])["top1"] and not (tmp_path / "dry").exists()
 
 
-def test_a_test_part_of_boxes_is_evaluated_by_name(scenes, run_several, tmp_path) -> None:
-    boxes = shutil.copytree(scenes, tmp_path / "scenes")
-    annotations = read(boxes / "val.json")
-    kept = {image["id"] for image in annotations["images"][:4]}
-    objects = [row for row in annotations["annotations"] if row["image_id"] in kept]
-    some = {"images": annotations["images"][:4], "annotations": objects}
-    (boxes / "test.json").write_text(json.dumps(annotations | some))
-    small = "--short_sides 64 --long_side 96 --levels 3-5 --width 32 --convolutions 1 --model test_convnext"
-    cases = {"det": ["--data", boxes, *small.split(), "--max_steps", 2, "--output_dir", tmp_path / "runs"]}
-    for part in ("val", "test"):
-        cases[part] = ["--eval_only", tmp_path / "runs" / "det" / "best", "--split", part]
-    ended = run_several(1, cases, recipe="recipes/det.py")
-    assert "for --split test\n" in ended["det"].stdout
-    for part in ("val", "test"):
-        report = report_in(ended["det"].folder / "evaluation" / f"best-{part}")
-        assert printed(ended[part])["count"] == report["evaluated"]["images"] == report["count"]
-        assert part in report["evaluated"]["part"] and part in ended[part].stdout.splitlines()[1]
-    assert report["count"] == 4
-
-
 # --- detectors
 
 PICTURES = {"predictions", "precision_recall", "confusion", "misses", "errors", "confidence", "objects"}
