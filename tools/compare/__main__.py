@@ -139,13 +139,6 @@ def _differences(predictions: Sequence, resamples: int) -> tuple[list[str], list
             "resamples": of.resamples,
             "larger_than_noise": of.is_larger_than_noise,
         }
-        if first.right is not None:
-            only_first, only_second, chance = bootstrap.mcnemar(first.right, other.right)
-            lines.append(
-                f"    right only in the first: {only_first:,} images, only in the second: {only_second:,}; "
-                f"McNemar's exact test: p = {chance:.2g}"
-            )
-            entry["mcnemar"] = {"only_first": only_first, "only_second": only_second, "p": chance}
         found.append(entry)
     noise = "  Noise comes from the choice of validation images. How much another --seed changes, only more runs tell."
     return [*lines, noise], found

@@ -1,6 +1,6 @@
-"""Whether two models differ by more than the choice of validation images explains: paired bootstrap and McNemar's test.
+"""Whether two models differ by more than the choice of validation images explains: paired bootstrap.
 
-Sources: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993 (percentile interval); McNemar, 1947, in its exact form.
+Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993 (percentile interval).
 """
 
 from collections.abc import Callable, Iterator
@@ -53,12 +53,3 @@ def compare(first: Measure, second: Measure, images: int, resamples: int = 1_000
     low, high = np.quantile(found, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     changes = float((found * (values[1] - values[0]) <= 0).mean())
     return Difference(*values, float(low), float(high), changes, len(found))
-
-
-def mcnemar(first: np.ndarray, second: np.ndarray) -> tuple[int, int, float]:
-    """Images that only the first, and only the second, has right (bool[N] each), and McNemar's exact two-sided p-value."""
-    from scipy.stats import binomtest
-
-    only_first, only_second = int((first & ~second).sum()), int((second & ~first).sum())
-    both = only_first + only_second
-    return only_first, only_second, float(binomtest(only_first, both).pvalue) if both else 1.0

@@ -82,11 +82,6 @@ class Predictions:
 
         return f1
 
-    @property
-    def right(self) -> np.ndarray | None:
-        """bool[N]: True if an image has its one class; None for other tasks."""
-        return self.counts[:, 0] > 0 if self.metric == "top1" else None
-
 
 def measure(candidate: Candidate, accelerator) -> Predictions | None:
     """The predictions for every image, on the main process; None on the others. A collective."""
