@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -13,6 +12,7 @@ import pytest
 from common.errors import Refused
 from tests.harness.launching import free_port, small
 from tests.harness.runs import start_tool
+from tests.harness.waiting import Limit
 from tools.doctor import plan, trial
 from tools.doctor.__main__ import arguments
 from tools.doctor.session import examine
@@ -124,9 +124,10 @@ def test_json_goes_to_stdout_alone_and_wrong_words_are_refused(forks) -> None:
 def test_a_plan_that_is_stopped_says_so_and_leaves_nothing(launch, tmp_path) -> None:
     words = ["--plan", "recipes/cls.py", "--output_dir", tmp_path, "--workers", "0"]
     started = launch.start_python("-m", "tools.doctor", *words)
-    until = time.monotonic() + 120
-    while not (trials := psutil.Process(started.process.pid).children(recursive=True)) and time.monotonic() < until:
-        time.sleep(0.1)
+    for _ in Limit(120).turns():
+        trials = psutil.Process(started.process.pid).children(recursive=True)
+        if trials and "layouts, usually" in started.stderr.read_text():  # imports start processes, too
+            break
     started.process.send_signal(signal.SIGINT)
     done = started.finish()
     assert done.returncode == 1 and re.search(r"^not run +plan +stopped by SIGINT$", done.stdout, re.M), done.stdout
