@@ -9,23 +9,24 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
-from typing import Any, BinaryIO
+from dataclasses import dataclass
+from itertools import groupby
+from typing import BinaryIO
 
 import numpy as np
 
-from common.data.cache import shared_file, unnamed_file
+from common.data.cache import SharedFile, shared_file, unnamed_file
 from common.errors import Refused
 
-IN_FLIGHT = 8  # blocks that a process reads at once
+IN_FLIGHT = 8  # requests of a process at a time
 _SLOT = np.dtype([("block", "<i8"), ("ready", "<i8"), ("used", "<i8")])  # block + 1, or 0 for none; a time in ns
 _WAIT = 0.002  # seconds until a block that another process reads is looked for again
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1  # of Linux's fallocate
 
-Fetch = Callable[[int], Sequence[bytes]]  # number of a block -> its samples. Raises `Refused`
+Fetch = Callable[[list[int]], list[list]]  # numbers of blocks -> the samples of each, as bytes. Raises `Refused`
 
 
 @dataclass
@@ -34,71 +35,80 @@ class BlockCache:
 
     slots: int
     room: int
-    path: str  # by which every process of the machine can open the file
-    _file: BinaryIO = field(repr=False)
+    file: SharedFile
 
     def __post_init__(self) -> None:
-        self._table = np.asarray(np.memmap(self._file, _SLOT, "r+", shape=self.slots))
+        self._table = np.asarray(np.memmap(self.file.file, _SLOT, "r+", shape=self.slots))
         self._owner = 0
+
+    def __reduce__(self) -> tuple:
+        return BlockCache, (self.slots, self.room, self.file)
 
     def sample(self, block: int, number: int, fetch: Fetch) -> bytes:
         """A sample of a block: from its slot, or first from `fetch`, whose errors are raised."""
         while True:
-            for slot in self._ready_slots(block):
-                found = self._sample(slot, number)
-                if found is not None and slot in self._ready_slots(block):  # not taken by another block meanwhile
+            with self._alone():
+                slot = int((self._table["block"] == block + 1).argmax())
+                known, ready, _ = self._table[slot].tolist()
+                if known == block + 1 and ready:
                     self._table["used"][slot] = time.monotonic_ns()
-                    return found
-            if not self._fill(block, fetch):
+                    return self._sample(slot, number)
+            if known == block + 1 or not self._fill([block], fetch):
                 time.sleep(_WAIT)
 
-    def expect(self, blocks: Iterable[int], fetch: Fetch) -> None:
-        """Begin to read the blocks that are not there yet."""
+    def expect(self, shards: Mapping[int, int], fetch: Fetch) -> None:
+        """Begin to read the blocks that are not there yet. `shards`: block -> its shard, in ascending order.
+
+        If many of a shard are missing, they are asked for together: each answer takes time to come.
+        """
         self._own()
-        for block in blocks:
-            if block not in self._asked and not (self._table["block"] == block + 1).any():
-                self._asked.add(block)
-                self._pool.submit(self._fill_quietly, block, fetch)
+        present = {*self._asked, *(self._table["block"] - 1).tolist()}
+        missing = [block for block in shards if block not in present]
+        most = max(1, min(-(-len(missing) // IN_FLIGHT), self.slots // (4 * IN_FLIGHT)))
+        self._asked.update(missing)
+        for _, found in groupby(missing, shards.__getitem__):
+            of_shard = [*found]
+            for start in range(0, len(of_shard), most):
+                self._pool.submit(self._fill_quietly, of_shard[start : start + most], fetch)
 
-    def _fill_quietly(self, block: int, fetch: Fetch) -> None:
+    def _fill_quietly(self, blocks: Sequence[int], fetch: Fetch) -> None:
         with suppress(Refused):  # raised when a sample of it is wanted
-            self._fill(block, fetch)
-        self._asked.discard(block)
+            self._fill(blocks, fetch)
+        self._asked.difference_update(blocks)
 
-    def _fill(self, block: int, fetch: Fetch) -> bool:
-        """Read a block into a slot; False if another process or thread does, or if all slots are being filled."""
+    def _fill(self, blocks: Sequence[int], fetch: Fetch) -> bool:
+        """Read those blocks that no process or thread reads or has read; False if there is none, or no slot for one."""
+        slots: dict[int, int] = {}  # of the blocks that are still to be read
         with self._alone():
-            busy = (self._table["block"] > 0) & (self._table["ready"] == 0)
-            if (self._table["block"] == block + 1).any() or busy.all():
-                return False
-            slot = int(np.where(busy, np.iinfo(np.int64).max, self._table["used"]).argmin())
-            self._table["ready"][slot] = 0
-            self._table["block"][slot], self._table["used"][slot] = block + 1, time.monotonic_ns()
+            for block in blocks:
+                busy = (self._table["block"] > 0) & (self._table["ready"] == 0)
+                if not (self._table["block"] == block + 1).any() and not busy.all():
+                    slot = int(np.where(busy, np.iinfo(np.int64).max, self._table["used"]).argmin())
+                    self._table[slot] = block + 1, 0, time.monotonic_ns()
+                    slots[block] = slot
+        mine = [*slots]
         try:
-            samples = fetch(block)
-            ends = np.cumsum([8 * len(samples) + 8, *map(len, samples)], dtype="<i8")
-            if ends[-1] > self.room:
-                raise Refused(f"a block of samples has {ends[-1]:,} bytes, and its shard says at most {self.room:,}")
-            with suppress(OSError, AttributeError):  # frees what a larger block has left
-                at, room = ctypes.c_longlong(self._place(slot)), ctypes.c_longlong(self.room)
-                ctypes.CDLL(None).fallocate(self._file.fileno(), _PUNCH_HOLE | _KEEP_SIZE, at, room)
-            os.pwrite(self._file.fileno(), b"".join([ends.tobytes(), *samples]), self._place(slot))
+            for block, samples in zip(mine, fetch(mine) if mine else [], strict=True):
+                self._write(slots[block], samples)
+                self._table["ready"][slots.pop(block)] = 1
         except BaseException:
-            self._table["block"][slot] = 0
+            self._table["block"][[*slots.values()]] = 0
             raise
-        self._table["ready"][slot] = 1
-        return True
+        return bool(mine)
 
-    def _ready_slots(self, block: int) -> list[int]:
-        return np.flatnonzero((self._table["block"] == block + 1) & (self._table["ready"] == 1)).tolist()
+    def _write(self, slot: int, samples: list) -> None:
+        ends = np.cumsum([8 * len(samples) + 8, *map(len, samples)], dtype="<i8")
+        if ends[-1] > self.room:
+            raise Refused(f"a block of samples has {ends[-1]:,} bytes, and its shard says at most {self.room:,}")
+        with suppress(OSError, AttributeError):  # frees what a larger block has left
+            at, room = ctypes.c_longlong(self._place(slot)), ctypes.c_longlong(self.room)
+            ctypes.CDLL(None).fallocate(self.file.fileno(), _PUNCH_HOLE | _KEEP_SIZE, at, room)
+        os.pwrite(self.file.fileno(), b"".join([ends.tobytes(), *samples]), self._place(slot))
 
-    def _sample(self, slot: int, number: int) -> bytes | None:
-        """A sample in a slot; None if the slot is being written."""
+    def _sample(self, slot: int, number: int) -> bytes:
         place = self._place(slot)
-        ends = np.frombuffer(os.pread(self._file.fileno(), 16, place + 8 * number), "<i8").tolist()
-        if len(ends) < 2 or not 0 < ends[0] <= ends[1] <= self.room:
-            return None
-        return os.pread(self._file.fileno(), ends[1] - ends[0], place + ends[0])
+        start, end = np.frombuffer(os.pread(self.file.fileno(), 16, place + 8 * number), "<i8").tolist()
+        return os.pread(self.file.fileno(), end - start, place + start)
 
     def _place(self, slot: int) -> int:
         return _SLOT.itemsize * self.slots + self.room * slot
@@ -108,23 +118,17 @@ class BlockCache:
         """No other thread or process of the machine is in such a block."""
         self._own()
         with self._lock:
-            fcntl.lockf(self._file, fcntl.LOCK_EX)
+            fcntl.lockf(self.file, fcntl.LOCK_EX)
             try:
                 yield
             finally:
-                fcntl.lockf(self._file, fcntl.LOCK_UN)
+                fcntl.lockf(self.file, fcntl.LOCK_UN)
 
     def _own(self) -> None:
         """Threads and locks of this process: a forked one has none of its parent's threads."""
         if self._owner != os.getpid():
             self._owner, self._lock, self._asked = os.getpid(), threading.Lock(), set[int]()
             self._pool = ThreadPoolExecutor(IN_FLIGHT, "blocks")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name[0] != "_"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state, _file=open(state["path"], "r+b", buffering=0))  # type: ignore[misc]
 
 
 def open_blocks(slots: int, room: int) -> BlockCache:
@@ -135,5 +139,4 @@ def open_blocks(slots: int, room: int) -> BlockCache:
         file.truncate(_SLOT.itemsize * slots + slots * room)
         return file
 
-    file, path = shared_file("the cache of blocks", make)
-    return BlockCache(slots, room, path, file)
+    return BlockCache(slots, room, shared_file("the cache of blocks", make))

@@ -9,7 +9,8 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,9 +31,8 @@ class Cache:
 
     count: int
     side: int
-    path: str  # by which every process of the machine can open the file
     folder: str  # empty: memory
-    _file: BinaryIO = field(repr=False)
+    _file: "SharedFile" = field(repr=False)
 
     def __str__(self) -> str:
         """One line for people."""
@@ -78,12 +78,6 @@ class Cache:
     def _place(self, index: int) -> int:
         return self.count * _RECORD.itemsize + index * self._slot
 
-    def __getstate__(self) -> dict:
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name[0] != "_"}
-
-    def __setstate__(self, state: dict) -> None:
-        self.__init__(**state, _file=open(state["path"], "r+b", buffering=0))
-
 
 class _Kept(Picture):
     """An image in a slot; only the rows that are used are read."""
@@ -121,23 +115,34 @@ def open_cache(count: int, side: int, folder: str) -> Cache | None:
         if folder:
             raise Refused(f"--cache_folder {folder}: nothing is kept there without --cache, such as --cache 336")
         return None
-    file, path = shared_file("the cache of decoded images", lambda: _make(count, side, folder))
-    return Cache(count, side, path, folder, file)
+    return Cache(count, side, folder, shared_file("the cache of decoded images", lambda: _make(count, side, folder)))
 
 
-def shared_file(what: str, make: Callable[[], BinaryIO]) -> tuple[BinaryIO, str]:
-    """A file without a name, one per machine, and a path by which its processes can open it. A collective."""
+class SharedFile:
+    """A file without a name, which other processes of the machine open by a path. It can be pickled."""
+
+    def __init__(self, path: str, file: BinaryIO | None = None):
+        self.path, self.file = path, file or open(path, "r+b", buffering=0)
+
+    def __reduce__(self) -> tuple:
+        return SharedFile, (self.path,)
+
+    def fileno(self) -> int:
+        return self.file.fileno()
+
+
+def shared_file(what: str, make: Callable[[], BinaryIO]) -> SharedFile:
+    """One file per machine. A collective."""
     with all_or_none(f"making {what}"):
         file = make() if is_local_main() else None
     path = f"/proc/{os.getpid()}/fd/{file.fileno()}" if file else ""
     path = next(path for node, path in gather_objects((node_rank(), path)) if node == node_rank() and path)
     with all_or_none(f"opening {what}"):
         if not file:
-            try:
-                file = open(path, "r+b", buffering=0)
-            except OSError:  # a system without /proc has one file per process
-                file = make()
-    return file, path
+            with suppress(OSError):
+                return SharedFile(path)
+            file = make()  # a system without /proc has one file per process
+    return SharedFile(path, file)
 
 
 def _make(count: int, side: int, folder: str) -> BinaryIO:

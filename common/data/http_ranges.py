@@ -9,8 +9,9 @@ import logging
 import os
 import re
 import ssl
-import threading
-from contextlib import closing, suppress
+import time
+from contextlib import closing
+from functools import lru_cache
 from typing import Any
 
 import requests
@@ -18,34 +19,26 @@ from requests.adapters import HTTPAdapter
 from urllib3 import Retry
 from urllib3.exceptions import HTTPError
 
-from common.data.range_faults import Fault, ShardChanged, Unreadable
+from common.data.ranges import Answer, Fault, ShardChanged, Unreadable
 
 CONNECT_S = 10.0  # until a server counts as gone
 SILENCE_S = 20.0  # between two pieces of an answer
 SLOWEST = 2**15  # bytes per second; a slower answer is asked for again
+_PIECE = 2**18  # bytes that are taken at once
 _KEPT = 64  # connections per server
 _WAY_IN = "; is the signature in the URL too old, or are credentials missing in ~/.netrc?"
 _ENDED_EARLY = "the answer ended early"
 _RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+)")
 
-_sessions: dict[int, requests.Session] = {}  # by process, since a fork inherits its parent's
 
+def ask(name: str, start: int, stop: int, tag: str | None) -> Answer:
+    """The bytes `[start, stop)` of a file, its size, and its tag, which has to be `tag` unless that is None.
 
-def stat(name: str) -> tuple[int, str]:
-    """Size and tag of a file. A range is asked for, since the signature of a URL may not allow HEAD."""
-    return _ask(name, 0, 1, None)[1:]
-
-
-def fetch(name: str, start: int, stop: int, tag: str) -> bytes:
-    """The bytes `[start, stop)`. Raises `Fault` if it is worth asking again, else `ShardChanged` or `Unreadable`."""
-    return _ask(name, start, stop, tag)[0]
-
-
-def _ask(name: str, start: int, stop: int, tag: str | None) -> tuple[bytes, int, str]:
-    """Bytes of a file, its size and its tag, which has to be `tag` unless that is None."""
+    Raises `Fault` if it is worth asking again, else `ShardChanged` or `Unreadable`.
+    """
     headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
     try:
-        answer = _session().get(name, headers=headers, timeout=(CONNECT_S, SILENCE_S), stream=True)
+        answer = _session(os.getpid()).get(name, headers=headers, timeout=(CONNECT_S, SILENCE_S), stream=True)
         with closing(answer):
             size, now = _check(name, start, stop, tag, answer)
             return _body(answer.raw, stop - start) if size else b"", size, now
@@ -90,30 +83,17 @@ def _check(name: str, start: int, stop: int, tag: str | None, answer: requests.R
 
 
 def _body(raw: Any, size: int) -> bytes:
-    """`size` bytes, read at once: to read what each packet brings takes three times as long.
-
-    A timer cuts off an answer that drips, though never after the last byte, when the connection serves others.
-    """
-    ended = threading.Lock()  # taken by whoever comes first, the reader or the timer
-
-    def cut() -> None:
-        if ended.acquire(blocking=False):
-            with suppress(RuntimeError):  # the answer has just ended in an error
-                raw.shutdown()
-
-    timer = threading.Timer(SILENCE_S + size / SLOWEST, cut)
-    timer.daemon = True
-    timer.start()
-    try:
-        found = raw.read(size - 1)
-    finally:
-        timer.cancel()
-        if not ended.acquire(blocking=False):
+    """`size` bytes. An answer that drips is cut off."""
+    found: list[bytes] = []
+    left, latest = size, time.monotonic() + SILENCE_S + size / SLOWEST
+    while left:
+        if not (piece := raw.read1(min(left, _PIECE))):
+            raise Fault(_ENDED_EARLY)
+        if time.monotonic() > latest:
             raise Fault(f"slower than {SLOWEST / 2**10:.0f} KiB/s")
-    found += raw.read(1)
-    if len(found) < size:
-        raise Fault(_ENDED_EARLY)
-    return found
+        found.append(piece)
+        left -= len(piece)
+    return b"".join(found)
 
 
 def _first_of(error: BaseException) -> BaseException:
@@ -131,15 +111,14 @@ def _text(cause: BaseException) -> str:
     return (isinstance(cause, OSError) and cause.strerror) or type(cause).__name__
 
 
-def _session() -> requests.Session:
-    process = os.getpid()
-    if process not in _sessions:
-        session = requests.Session()
-        for scheme in ("http://", "https://"):
-            session.mount(scheme, HTTPAdapter(pool_maxsize=_KEPT))
-        session.max_redirects = 5
-        _sessions.setdefault(process, session)
-    return _sessions[process]
+@lru_cache
+def _session(_process: int) -> requests.Session:
+    """Connections of a process, since a fork inherits its parent's."""
+    session = requests.Session()
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, HTTPAdapter(pool_maxsize=_KEPT))
+    session.max_redirects = 5
+    return session
 
 
 def _without_query(record: logging.LogRecord) -> bool:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -21,13 +20,6 @@ _FOOTER = 2**26  # bytes
 Stamp = tuple[int, str]  # size and tag
 
 
-class _Shard(NamedTuple):
-    facts: pq.FileMetaData
-    split: tables.Split  # its columns, without rows
-    image: str  # the column of images
-    image_bytes: str  # and what of it holds their bytes
-
-
 def is_parquet(name: str) -> bool:
     return printable_name(name).endswith(".parquet")
 
@@ -40,27 +32,26 @@ def rows(
     `find(split, image)` gives the names of these. Raises `Refused`, and ValueError or an error of Arrow for a shard that
     can't be read.
     """
-    shard = _opened(name, stamp, image)
-    labels = find(shard.split, shard.image)
-    groups = [shard.facts.row_group(number) for number in range(shard.facts.num_row_groups)]
-    counts = np.array([group.num_rows for group in groups], np.int64)
-    columns = [shard.facts.schema.column(number).path for number in range(shard.facts.num_columns)]
-    leaf = columns.index(shard.image_bytes)
-    sizes = [-(-group.column(leaf).total_uncompressed_size // max(1, group.num_rows)) for group in groups]
-    firsts = np.repeat(np.cumsum(counts) - counts, counts)
-    places = np.repeat(np.arange(len(groups)) << 32, counts) + np.arange(counts.sum()) - firsts
-    keys = mix(np.arange(counts.sum()), key_of(printable_name(name).rpartition("/")[2]))
-    schema = shard.facts.schema.to_arrow_schema()
-    fields = pa.schema([schema.field(column) for column in labels], schema.metadata)
-    return [places, keys, np.repeat(sizes, counts)], _read(name, stamp, shard, range(len(groups)), labels).cast(fields)
+    facts, split, column, leaf = _opened(name, stamp, image)
+    labels = find(split, column)
+    groups = [facts.row_group(number) for number in range(facts.num_row_groups)]
+    counts = [group.num_rows for group in groups]
+    places = [np.arange(count) + (number << 32) for number, count in enumerate(counts)]
+    keys = mix(np.arange(sum(counts)), key_of(printable_name(name).rpartition("/")[2]))
+    number = [column.path for column in _leaves(facts)].index(leaf)
+    sizes = [-(-group.column(number).total_uncompressed_size // max(1, group.num_rows)) for group in groups]
+    schema = facts.schema.to_arrow_schema()
+    fields = pa.schema([schema.field(label) for label in labels], schema.metadata)
+    table = _read(name, stamp, facts, range(len(groups)), labels).cast(fields)
+    return [np.concatenate([np.zeros(0, np.int64), *places]), keys, np.repeat(sizes, counts)], table
 
 
 def images(name: str, stamp: Stamp, image: str, places: np.ndarray) -> list[bytes]:
     """The bytes of images at `places` of one row group; none for a row without an image. Raises `Refused`."""
     group = int(places[0] >> 32)
     try:
-        shard = _opened(name, stamp, image)
-        cells = _read(name, stamp, shard, [group], [shard.image_bytes]).column(0).combine_chunks()
+        facts, *_, leaf = _opened(name, stamp, image)
+        cells = _read(name, stamp, facts, [group], [leaf]).column(0).combine_chunks()
         cells = cells.field("bytes") if pa.types.is_struct(cells.type) else cells
         return [cell or b"" for cell in cells.take(pa.array(places & 0xFFFFFFFF)).to_pylist()]
     except (pa.ArrowException, ValueError, OSError) as error:
@@ -68,8 +59,11 @@ def images(name: str, stamp: Stamp, image: str, places: np.ndarray) -> list[byte
 
 
 @lru_cache(maxsize=1024)
-def _opened(name: str, stamp: Stamp, image: str) -> _Shard:
-    """Raises `Refused`, and ValueError for what is no Parquet, or could fill the memory."""
+def _opened(name: str, stamp: Stamp, image: str) -> tuple[pq.FileMetaData, tables.Split, str, str]:
+    """A shard's footer, its columns without rows, the column of images, and what of it holds their bytes.
+
+    Raises `Refused`, and ValueError for what is no Parquet, or could fill the memory.
+    """
     import datasets
 
     size, tag = stamp
@@ -84,15 +78,17 @@ def _opened(name: str, stamp: Stamp, image: str) -> _Shard:
     column = tables.find_image(split, image)
     if tables.is_text(split.kinds[column]):
         raise Refused(f"--image_column {column}: names files; shards have the images themselves")
-    return _Shard(facts, split, column, f"{column}.bytes" if pa.types.is_struct(split.kinds[column]) else column)
+    return facts, split, column, f"{column}.bytes" if pa.types.is_struct(split.kinds[column]) else column
 
 
-def _read(name: str, stamp: Stamp, shard: _Shard, groups: Iterable[int], columns: Iterable[str]) -> pa.Table:
+def _leaves(facts: pq.FileMetaData) -> list[pq.ColumnSchema]:
+    return [facts.schema.column(number) for number in range(facts.num_columns)]
+
+
+def _read(name: str, stamp: Stamp, facts: pq.FileMetaData, groups: Iterable[int], columns: Iterable[str]) -> pa.Table:
     """Columns of row groups. A value that is stored once and repeated stays so until it is known that all fit."""
-    schema = shard.facts.schema
-    every = [schema.column(number) for number in range(shard.facts.num_columns)]
-    repeated = [column.path for column in every if column.physical_type == "BYTE_ARRAY"]
-    file = pq.ParquetFile(RangeFile(name, stamp), metadata=shard.facts, read_dictionary=repeated)
+    repeated = [column.path for column in _leaves(facts) if column.physical_type == "BYTE_ARRAY"]
+    file = pq.ParquetFile(RangeFile(name, stamp), metadata=facts, read_dictionary=repeated)
     found = pa.concat_tables(file.read_row_group(group, [*columns], use_threads=False) for group in groups)
     _refuse_bomb(sum(unpacked_bytes(chunk) for column in found.columns for chunk in column.chunks), stamp[0])
     return found

@@ -9,12 +9,9 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import lru_cache
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple
 
-from common.data.range_faults import Fault, ShardChanged, Unreadable
 from common.data.shard_names import file_system, is_http, is_remote, printable_name
 from common.errors import Refused, printable
 from common.files import open_regular
@@ -26,7 +23,8 @@ SPEAK_S = 5.0  # of waiting, after which people are told why
 _CHECK_S = 60.0  # how often a file is compared with its tag if that takes a request of its own
 _TAGS = "ETag etag blob_id md5Hash LastModified last_modified mtime updated modified created".split()
 
-_Result = TypeVar("_Result")
+Answer = tuple[bytes, int, str]  # bytes of a range, and of its file the size and tag
+
 _jitter = random.SystemRandom()  # takes no numbers from the generators that training draws from
 
 
@@ -35,16 +33,39 @@ class FileStamp(NamedTuple):
     tag: str  # differs once the file has changed: time of modification in ns, or what the server has: ETag, Last-Modified
 
 
+class Unreadable(Refused):
+    """A range that can't be read. Its text is one line that names shard, offset and cause, and holds no secret."""
+
+    def __init__(self, name: str, start: int | None = None, cause: str = ""):
+        # With one argument it is the finished text, as when a data worker's error is raised again in the training process.
+        super().__init__(name if start is None else f"{printable_name(name)}: byte {start:,}: {cause}")
+
+
+class ShardChanged(Unreadable):
+    """A shard that is not the one that was indexed."""
+
+    def __init__(self, name: str, start: int | None = None, now: str = "", before: str = ""):
+        super().__init__(name, start, f"it has changed since it was indexed: it is {now} now, and was {before}")
+
+
+class Fault(Exception):
+    """A fault that may pass: the range is asked for again."""
+
+    def __init__(self, cause: str, wait: float = 0.0):
+        """`cause` holds no secret; `wait`: seconds that the server asks to wait."""
+        super().__init__(cause)
+        self.cause, self.wait = cause, wait
+
+
 def stat(name: str) -> FileStamp:
     """Raises `Unreadable`, or `Refused` if a package is missing."""
-    if not is_remote(name):
-        try:
-            status = os.stat(name.removeprefix("file://"))
-        except OSError as error:
-            raise Unreadable(name, 0, error.strerror or str(error)) from error
-        return FileStamp(status.st_size, str(status.st_mtime_ns))
-    look, _ = _remote(name)
-    return FileStamp(*_patiently(name, 0, lambda: look(name), START_PATIENCE_S))
+    if is_remote(name):
+        return FileStamp(*_patiently(START_PATIENCE_S, name, 0, 1, None)[1:])
+    try:
+        status = os.stat(name.removeprefix("file://"))
+    except OSError as error:
+        raise Unreadable(name, 0, error.strerror or str(error)) from error
+    return FileStamp(status.st_size, str(status.st_mtime_ns))
 
 
 def read(name: str, start: int, stop: int, tag: str) -> bytes:
@@ -54,43 +75,8 @@ def read(name: str, start: int, stop: int, tag: str) -> bytes:
     """
     if stop <= start:
         return b""
-    if not is_remote(name):
-        return _read_local(name, start, stop, tag)
-    _, fetch = _remote(name)
-    return _patiently(name, start, lambda: fetch(name, start, stop, tag), PATIENCE_S)
-
-
-class RangeFile(io.RawIOBase):
-    """A shard as a file. At least `ahead` bytes are read at once, since headers of small members lie close."""
-
-    def __init__(self, name: str, stamp: tuple[int, str], ahead: int = 0):
-        self.size, self._name, self._tag, self._ahead = stamp[0], name, stamp[1], ahead
-        self._at, self._start, self._data = 0, 0, b""
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self.size)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, count: int = -1) -> bytes:
-        stop = self.size if count < 0 else min(self.size, self._at + count)
-        if self._at < self._start or stop > self._start + len(self._data):
-            end = min(self.size, max(stop, self._at + self._ahead))
-            self._start, self._data = self._at, read(self._name, self._at, end, self._tag)
-        found = self._data[self._at - self._start : stop - self._start]
-        self._at += len(found)
-        return found
-
-
-def _read_local(name: str, start: int, stop: int, tag: str) -> bytes:
+    if is_remote(name):
+        return _patiently(PATIENCE_S, name, start, stop, tag)[0]
     try:
         file = _opened(name, tag)
         found = os.pread(file.fileno(), stop - start, start)
@@ -104,27 +90,47 @@ def _read_local(name: str, start: int, stop: int, tag: str) -> bytes:
     return found
 
 
+class RangeFile(io.RawIOBase):
+    """A shard as a file."""
+
+    def __init__(self, name: str, stamp: tuple[int, str]):
+        self.size, self._name, self._tag, self._at = stamp[0], name, stamp[1], 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self.size)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        found = read(self._name, self._at, min(self.size, self._at + len(buffer)), self._tag)
+        buffer[: len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+
 @lru_cache(64)
 def _opened(name: str, _tag: str) -> BinaryIO:
     """A file that stays open: if another takes its name, its own content can still be read."""
     return open_regular(name.removeprefix("file://"))
 
 
-def _remote(name: str) -> tuple[Callable[[str], tuple[int, str]], Callable[[str, int, int, str], bytes]]:
-    """What gives size and tag of a remote file, and what fetches a range of it once."""
-    if is_http(name):
-        from common.data import http_ranges  # its imports take a while
-
-        return http_ranges.stat, http_ranges.fetch
-    return _stat_by_fsspec, _fetch_by_fsspec
+# ---- what is not in local files
 
 
-def _patiently(name: str, start: int, attempt: Callable[[], _Result], patience: float) -> _Result:
-    """What `attempt` returns once it raises no `Fault`. Raises `Unreadable` after `patience` seconds of faults."""
+def _patiently(patience: float, name: str, start: int, stop: int, tag: str | None) -> Answer:
+    """The bytes `[start, stop)`, asked for until there is no `Fault`. Raises `Unreadable` after `patience` seconds of them."""
+    from common.data import http_ranges  # its imports take a while
+
+    ask = http_ranges.ask if is_http(name) else _ask_by_fsspec
     began, tries = 0.0, 0
     while True:
         try:
-            return attempt()
+            return ask(name, start, stop, tag)
         except Fault as error:
             fault = error
         now, tries = time.monotonic(), tries + 1
@@ -144,43 +150,32 @@ def _tell_once(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
 
 
-# ---- what fsspec names
-
-
-def _stat_by_fsspec(name: str) -> tuple[int, str]:
-    with _faults_of_fsspec(name, 0):
-        files, path = file_system(name)
-        files.invalidate_cache()
-        info = files.info(path)
-        return info["size"], next((str(info[key]) for key in _TAGS if info.get(key)), f"{info['size']} bytes")
-
-
-@lru_cache(1024)
-def _stat_of_minute(name: str, _minute: int) -> tuple[int, str]:
-    return _stat_by_fsspec(name)
-
-
-def _fetch_by_fsspec(name: str, start: int, stop: int, tag: str) -> bytes:
-    now = _stat_of_minute(name, int(time.monotonic() / _CHECK_S))[1]
-    if now != tag:
-        raise ShardChanged(name, start, now, tag)
-    with _faults_of_fsspec(name, start):
+def _ask_by_fsspec(name: str, start: int, stop: int, tag: str | None) -> Answer:
+    """Each file system raises errors of its own. Their texts are left out, since they may hold secrets."""
+    look = _stat_of_minute if tag else _stat_of_minute.__wrapped__
+    try:
+        size, now = look(name, int(time.monotonic() / _CHECK_S))
+        if not tag:
+            return b"", size, now
+        if tag != now:
+            raise ShardChanged(name, start, now, tag)
         files, path = file_system(name)
         exactly = {} if files.async_impl else {"cache_type": "none"}  # others would read ahead beyond the range
         found = files.cat_file(path, start=start, end=stop, **exactly)
-    if len(found) != stop - start:
-        raise Fault(f"{len(found):,} bytes came instead of {stop - start:,}")
-    return found
-
-
-@contextmanager
-def _faults_of_fsspec(name: str, start: int) -> Iterator[None]:
-    """Errors in the block become `Unreadable` or `Fault`. Their texts are left out, since they may hold secrets."""
-    try:
-        yield
     except Refused:
         raise
     except (FileNotFoundError, PermissionError) as error:
         raise Unreadable(name, start, type(error).__name__) from None
-    except Exception as error:  # each file system raises errors of its own
+    except Exception as error:
         raise Fault(type(error).__name__) from None
+    if len(found) != stop - start:
+        raise Fault(f"{len(found):,} bytes came instead of {stop - start:,}")
+    return found, size, now
+
+
+@lru_cache(1024)
+def _stat_of_minute(name: str, _minute: int) -> tuple[int, str]:
+    files, path = file_system(name)
+    files.invalidate_cache()
+    info = files.info(path)
+    return info["size"], next((str(info[key]) for key in _TAGS if info.get(key)), f"{info['size']} bytes")

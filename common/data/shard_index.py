@@ -6,6 +6,7 @@ a look at each shard's size and time, however many samples there are.
 
 import base64
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,13 +58,11 @@ _BLOCKS = 2**22  # most blocks: their order is computed anew for each epoch
 
 
 class Rows(NamedTuple):
-    """How samples with more than a label are read: their other columns are kept as a table."""
+    """How samples with other columns than a label are read: these are kept as a table."""
 
     find: Callable[[tables.Split, str], Sequence[str]]  # (columns of Parquet, the one of images) -> those to keep
     keep: tuple[str, ...]  # keys of a sample's JSON
-    header: Callable[
-        [bytes], Sequence[int]
-    ]  # content of an image -> four numbers, which are kept in the column `HEADER`
+    header: Callable[[bytes], Sequence[int]]  # content of an image -> four numbers, kept in the column `HEADER`
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,10 @@ class ShardList:
     stamps: tuple[tuple[int, str], ...]
     image: str
     label: str
-    rows: "Rows | None" = None  # of images with boxes
-
-    @property
-    def words(self) -> tuple[str, str]:
-        """For people."""
-        return printable_name(self.names[0]), f"and {len(self.names) - 1:,} more shards"
+    rows: Rows | None = None  # of images with boxes
 
     def __str__(self) -> str:
-        return " ".join(self.words)
+        return f"{printable_name(self.names[0])} and {len(self.names) - 1:,} more shards"
 
     @property
     def key(self) -> str:
@@ -94,17 +89,16 @@ class ShardList:
 class Index:
     """The samples of shards, in their order."""
 
-    entries: (
-        np.ndarray
-    )  # ENTRY[N]: where images begin, hashes of their names, bytes of them and of headers, their shards
+    shards: ShardList
+    entries: np.ndarray  # ENTRY[N]: where images begin, hashes of names, bytes of images and of headers, shards
     labels: np.ndarray  # int64[N] class ids, or bool[N, C]
+    edges: np.ndarray  # int64[n + 1]: samples [edges[b], edges[b + 1]) are a block, which is read at once
+    rows: pa.Table | None  # see `Rows`
     classes: tuple[str, ...]
     counts: tuple[int, ...]  # images of each class
     fingerprint: str
     notes: tuple[str, ...]
-    edges: np.ndarray  # int64[n + 1]: samples [edges[b], edges[b + 1]) are a block, which is read at once
     block_bytes: tuple[float, int]  # of a block: the mean, and the most
-    rows: pa.Table | None = None  # see `Rows`
 
 
 def open_index(shards: ShardList) -> Index:
@@ -114,21 +108,20 @@ def open_index(shards: ShardList) -> Index:
     """
     with all_or_none("looking for the index of shards"):
         place = _place(shards.key)
-        index = _load(place) if place else None
-    found_by = gather_objects(index is not None)
-    if index and all(found_by):
+        index = _load(place, shards) if place else None
+    found = all(gather_objects(index is not None))
+    if index and found:
         return index
     with all_or_none("making room for the index of shards"):
         draft = _make_draft(place) if is_local_main() else None
     try:
-        writer = _Writer(draft) if draft else None
-        _read_all(shards, writer)
+        cells, left_out = _read_all(shards, draft)
         with all_or_none("writing the index of shards"):
-            if writer:
-                writer.finish(shards)
+            if draft:
+                _write(draft, shards, cells, left_out)
         drafts = gather_objects((node_rank(), str(draft or "")))
         with all_or_none("reading the index of shards"):
-            index = _load(next(Path(path) for node, path in drafts if node == node_rank() and path))
+            index = _load(next(Path(path) for node, path in drafts if node == node_rank() and path), shards)
             if index is None:
                 raise Refused(f"the index of {shards} is gone: is another program clearing {tempfile.gettempdir()}?")
         barrier()  # all have mapped it: from here on it needs no name
@@ -146,71 +139,83 @@ def open_index(shards: ShardList) -> Index:
 # ---- reading of shards
 
 
-def _read_all(shards: ShardList, writer: "_Writer | None") -> None:
-    """Read the shards in turns, each rank several at once; `writer` gets what all ranks found, in the shards' order."""
+def _read_all(shards: ShardList, draft: Path | None) -> tuple[list[pa.Table], int]:
+    """Read the shards in turns, each rank several at once. With `draft`, the entries that all ranks found are written there.
+
+    Returns the tables of labels, in the shards' order, and how many samples have no image.
+    """
     count, each = len(shards.names), world_size() * _AT_ONCE
     began = told = time.monotonic()
+    cells, left_out = [], 0
     for first in range(0, count, each):
         mine = range(min(first + rank() * _AT_ONCE, count), min(first + (rank() + 1) * _AT_ONCE, count))
         with all_or_none("reading shards"), ThreadPoolExecutor(_AT_ONCE) as pool:
-            found = list(pool.map(partial(_read, shards), mine))
+            found = [*pool.map(partial(_read, shards), mine)]
         watchdog.note("reading the headers of shards")
-        for of_rank in gather_objects(found):
-            for of_shard in of_rank:
-                if writer:
-                    writer.add(*of_shard)
+        for entries, table, without in chain.from_iterable(gather_objects(found)):
+            if draft:
+                with (draft / "entries").open("ab") as file:
+                    file.write(base64.b64decode(entries))
+                cells.append(pa.ipc.open_stream(base64.b64decode(table)).read_all())
+                left_out += without
         done, now = min(first + each, count), time.monotonic()
         if is_main() and now - told > _PATIENCE and done < count:
             told, left = now, (now - began) / done * (count - done)
             line = f"reading the headers of {count:,} shards, once: {done:,} are done, about {left:,.0f} s are left"
             print(line, file=sys.stderr, flush=True)
+    return cells, left_out
 
 
 def _read(shards: ShardList, number: int) -> tuple[str, str, int]:
     """What is in a shard, as JSON can hold it: entries, a table of labels, and how many samples have no image."""
-    name, stamp = shards.names[number], shards.stamps[number]
-    left_out = 0
+    name = shards.names[number]
     try:
         if parquet_shards.is_parquet(name):
-            rows = shards.rows
-            find = rows.find if rows else lambda split, image: tables.find_labels(split, shards.label, image)
-            columns, cells = parquet_shards.rows(name, stamp, shards.image, find)
-            entries = np.zeros(len(cells), ENTRY)
-            entries["start"], entries["key"], entries["size"] = columns
-            if rows:
-                groups = np.split(columns[0], np.flatnonzero(np.diff(columns[0] >> 32)) + 1)
-                found = (parquet_shards.images(name, stamp, shards.image, group) for group in groups)
-                headers = [rows.header(content) for contents in found for content in contents]
-                cells = cells.append_column(HEADER, pa.array(headers))
+            entries, cells, left_out = _rows(name, shards.stamps[number], shards)
         else:
-            entries, cells, left_out = _members(RangeFile(name, stamp, _AHEAD[is_remote(name)]), shards)
+            entries, cells, left_out = _members(name, shards.stamps[number], shards)
     except (pa.ArrowException, ValueError, OSError) as error:
         raise Refused(f"{printable_name(name)}: {' '.join(str(error).split())}") from None
     entries["shard"] = number
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, cells.schema) as stream:
         stream.write_table(cells)
-    return base64.b64encode(entries.tobytes()).decode(), base64.b64encode(sink.getvalue()).decode(), left_out
+    return base64.b64encode(entries).decode(), base64.b64encode(sink.getvalue()).decode(), left_out
 
 
-def _members(file: RangeFile, shards: ShardList) -> tuple[np.ndarray, pa.Table, int]:
+def _rows(name: str, stamp: tuple[int, str], shards: ShardList) -> tuple[np.ndarray, pa.Table, int]:
+    """Entries and labels of Parquet. Raises `Refused`, ValueError or an error of Arrow."""
+    rows = shards.rows
+    find = rows.find if rows else lambda split, image: tables.find_labels(split, shards.label, image)
+    columns, cells = parquet_shards.rows(name, stamp, shards.image, find)
+    entries = np.zeros(len(columns[0]), ENTRY)
+    entries["start"], entries["key"], entries["size"] = columns
+    if rows:
+        groups = np.split(columns[0], np.flatnonzero(np.diff(columns[0] >> 32)) + 1)
+        found = chain.from_iterable(parquet_shards.images(name, stamp, shards.image, group) for group in groups)
+        cells = cells.append_column(HEADER, pa.array(map(rows.header, found)))
+    return entries, cells, 0
+
+
+def _members(name: str, stamp: tuple[int, str], shards: ShardList) -> tuple[np.ndarray, pa.Table, int]:
     """Entries and labels of a tar, and its number of samples without an image. Raises ValueError."""
-    entries, labels, left_out = [], [], 0
-    for sample in tar_samples.samples(file, shards.image, shards.label, bool(shards.rows)):
+    rows, entries, labels, left_out = shards.rows, [], [], 0
+    file = io.BufferedReader(RangeFile(name, stamp), _AHEAD[is_remote(name)])
+    for sample in tar_samples.samples(file, stamp[0], shards.image, shards.label, bool(rows)):
         if not (image := sample.image):
             left_out += 1
             continue
         if sample.label is None:
             wanted = f"neither {sample.key}.{shards.label or 'cls'} nor a label in its .json; name it by --label_column"
-            raise ValueError(f"the sample {sample.key} has no label: {'no .json' if shards.rows else wanted}")
+            raise ValueError(f"the sample {sample.key} has no label: {'no .json' if rows else wanted}")
         key = int.from_bytes(hashlib.blake2b(os.fsencode(image.name), digest_size=8).digest(), "little")
         entries.append((image.offset_data, key, min(image.size, 2**32 - 1), image.offset_data - image.offset, 0))
         labels.append(sample.label)
-        if shards.rows:
+        if rows:
             file.seek(image.offset_data)
-            kept = {key: sample.label[key] for key in shards.rows.keep if key in sample.label}
-            labels[-1] = kept | {HEADER: shards.rows.header(file.read(min(image.size, LARGEST)))}
-    if shards.rows:
+            kept = {key: sample.label[key] for key in rows.keep if key in sample.label}
+            labels[-1] = kept | {HEADER: rows.header(file.read(min(image.size, LARGEST)))}
+    if rows:
         return np.array(entries, ENTRY), pa.Table.from_pylist(labels), left_out
     several = bool(labels) and isinstance(labels[0], list)
     cells = pa.array(labels, pa.list_(pa.string()) if several else pa.string())
@@ -220,53 +225,40 @@ def _members(file: RangeFile, shards: ShardList) -> tuple[np.ndarray, pa.Table, 
 # ---- the index in files
 
 
-class _Writer:
-    """Writes the files of an index, piece by piece, into a folder."""
+def _write(folder: Path, shards: ShardList, found: list[pa.Table], left_out: int) -> None:
+    """Write what was found beside the entries, which are in `folder` already."""
+    import datasets
 
-    def __init__(self, folder: Path):
-        self._folder, self._left_out = folder, 0
-        self._cells: list[pa.Table] = []
-        self._entries = (folder / "entries").open("wb")
-
-    def add(self, entries: str, cells: str, left_out: int) -> None:
-        self._entries.write(base64.b64decode(entries))
-        self._left_out += left_out
-        self._cells.append(pa.ipc.open_stream(base64.b64decode(cells)).read_all())
-
-    def finish(self, shards: ShardList) -> None:
-        import datasets
-
-        self._entries.close()
-        if not (filled := [cells for cells in self._cells if len(cells)]):
-            raise Refused(f"{shards}: no sample with an image")
-        try:
-            cells = pa.concat_tables(filled, promote_options="permissive").combine_chunks()
-        except pa.ArrowException as error:
-            raise Refused(f"{shards}: labels are of several kinds: {' '.join(str(error).split())}") from None
-        classes: tuple[str, ...] = ()
-        notes: tuple[str, ...] = ()
-        labels = np.zeros(len(cells), np.int64)
-        if shards.rows:
-            with pa.ipc.new_file(str(self._folder / "rows"), cells.schema) as file:
-                file.write_table(cells)
-        else:
-            cells = cells if parquet_shards.is_parquet(shards.names[0]) else _as_numbers(cells)
-            split = tables.Split(*shards.words, datasets.Dataset(datasets.table.InMemoryTable(cells)))
-            classes, (labels,), notes = tables.read_labels([split], tuple(cells.column_names), 1)
-        np.save(self._folder / "labels.npy", labels)
-        entries = np.memmap(self._folder / "entries", ENTRY, "r")
-        edges, block_bytes = _blocks(entries, parquet_shards.is_parquet(shards.names[0]))
-        np.save(self._folder / "edges.npy", edges)
-        counts = labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=len(classes))
-        left_out = [f"{self._left_out:,} samples without an image are left out"] if self._left_out else []
-        facts = {
-            "classes": classes,
-            "counts": counts.tolist(),
-            "fingerprint": fingerprint(classes, labels, entries),
-            "notes": [*notes, *left_out],
-            "block_bytes": block_bytes,
-        }
-        (self._folder / "facts.json").write_text(json.dumps(facts))
+    if not (filled := [cells for cells in found if len(cells)]):
+        raise Refused(f"{shards}: no sample with an image")
+    try:
+        cells = pa.concat_tables(filled, promote_options="permissive").combine_chunks()
+    except pa.ArrowException as error:
+        raise Refused(f"{shards}: labels are of several kinds: {' '.join(str(error).split())}") from None
+    in_rows = parquet_shards.is_parquet(shards.names[0])
+    classes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    labels = np.zeros(len(cells), np.int64)
+    if shards.rows:
+        with pa.ipc.new_file(str(folder / "rows"), cells.schema) as file:
+            file.write_table(cells)
+    else:
+        rows = datasets.Dataset(datasets.table.InMemoryTable(cells if in_rows else _as_numbers(cells)))
+        split = tables.Split(*str(shards).split(" and ", 1), rows)
+        classes, (labels,), notes = tables.read_labels([split], tuple(cells.column_names), 1)
+    entries = np.memmap(folder / "entries", ENTRY, "r")
+    edges, block_bytes = _blocks(entries, in_rows)
+    np.save(folder / "labels.npy", labels)
+    np.save(folder / "edges.npy", edges)
+    counts = labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=len(classes))
+    facts = {
+        "classes": classes,
+        "counts": counts.tolist(),
+        "fingerprint": fingerprint(classes, labels, entries),
+        "notes": [*notes, *[f"{left_out:,} samples without an image are left out"] * (left_out > 0)],
+        "block_bytes": block_bytes,
+    }
+    (folder / "facts.json").write_text(json.dumps(facts))
 
 
 def _as_numbers(cells: pa.Table) -> pa.Table:
@@ -311,7 +303,7 @@ def _make_draft(place: Path | None) -> Path:
     return Path(tempfile.mkdtemp())
 
 
-def _load(folder: Path) -> Index | None:
+def _load(folder: Path, shards: ShardList) -> Index | None:
     """The index in a folder, mapped; None if there is none, or if it is damaged."""
     try:
         facts = json.loads(read_text(folder / "facts.json", SMALL * 64))
@@ -325,5 +317,5 @@ def _load(folder: Path) -> Index | None:
         return None
     with suppress(OSError):
         os.utime(folder)  # marks it as used
-    facts |= {name: tuple(facts[name]) for name in ("classes", "counts", "notes", "block_bytes")}
-    return Index(entries, labels, edges=edges, rows=rows, **facts)
+    small = {name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()}
+    return Index(shards, entries, labels, edges, rows, **small)

@@ -62,19 +62,17 @@ def file_system(name: str) -> tuple[Any, str]:
 
 def _without_braces(pattern: str) -> Iterator[str]:
     """`a{1..2}b` -> a1b, a2b."""
-    found = _BRACES.search(pattern)
-    if not found:
-        yield pattern
-        return
-    choices: Any = found[1].split(",")
-    if ends := re.fullmatch(r"(\d+)\.\.(\d+)", found[1]):
-        first, last = int(ends[1]), int(ends[2])
-        if not 0 <= last - first < _LIMIT:
-            raise Refused(f"{printable_name(pattern)}: {found[0]} has to count up, by at most {_LIMIT:,}")
-        width = len(ends[1]) if ends[1].startswith("0") else 0
-        choices = (f"{number:0{width}}" for number in range(first, last + 1))
-    for choice in choices:
-        yield from _without_braces(pattern[: found.start()] + choice + pattern[found.end() :])
+    texts = _BRACES.split(pattern)  # every second one was in braces
+    choices: list[list[str]] = [[text] for text in texts]
+    for place, inside in [*enumerate(texts)][1::2]:
+        choices[place] = inside.split(",")
+        if ends := re.fullmatch(r"(\d+)\.\.(\d+)", inside):
+            first, last = map(int, ends.groups())
+            if not 0 <= last - first < _LIMIT:
+                raise Refused(f"{printable_name(pattern)}: {{{inside}}} has to count up, by at most {_LIMIT:,}")
+            width = len(ends[1]) if inside.startswith("0") else 0
+            choices[place] = [f"{number:0{width}}" for number in range(first, last + 1)]
+    return map("".join, itertools.product(*choices))
 
 
 def _found(name: str) -> list[str]:

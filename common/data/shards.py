@@ -2,25 +2,25 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import chain
+from functools import cached_property, lru_cache
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from common.data import parquet_shards, ranges, shard_index, tar_samples
-from common.data.block_cache import IN_FLIGHT, BlockCache, open_blocks
+from common.data import block_cache, parquet_shards, ranges, shard_index, tar_samples
+from common.data.block_cache import BlockCache, open_blocks
 from common.data.block_order import Blocks
 from common.data.data_spec import Parts
 from common.data.huggingface import hub_shards
 from common.data.images import BrokenImage
-from common.data.shard_index import LARGEST, Index, Rows
+from common.data.shard_index import LARGEST, Index, Rows, ShardList
 from common.data.shard_names import expand, is_remote, printable_name
 from common.data.source import Columns
 from common.data.splits import kind_of
@@ -45,7 +45,6 @@ class Shards(Columns):
     """
 
     entries: np.ndarray  # shard_index.ENTRY[N]
-    shards: shard_index.ShardList
     index: Index
     whole: bool = True  # True if these are all samples of the index, with its classes
     blocks: Blocks | None = None  # in local tars None: no order is cheaper than another
@@ -69,7 +68,7 @@ class Shards(Columns):
 
     def name(self, index: int) -> str:
         start, _, _, head, number = self.entries[index].item()
-        shard = printable_name(self.shards.names[number])
+        shard = printable_name(self.index.shards.names[number])
         if not head:
             return f"{shard}: row {start & 0xFFFFFFFF} of row group {start >> 32}"
         member = f"byte {start}"
@@ -82,14 +81,17 @@ class Shards(Columns):
         if size > LARGEST and head:
             raise BrokenImage(f"{size:,} bytes or more, the limit is {LARGEST:,}")
         if not self.blocks:
-            return ranges.read(self.shards.names[shard], start, start + size, self.shards.stamps[shard][1])
+            shards = self.index.shards
+            return ranges.read(shards.names[shard], start, start + size, shards.stamps[shard][1])
         return self._sample(index)[head:]
 
     def expect(self, indices: np.ndarray) -> None:
         if self.origin and self.places is not None:
             self.origin.expect(self.places[indices])
         elif self.cache and self.blocks:
-            self.cache.expect(dict.fromkeys(self.blocks.of(indices).tolist()), self._fetch)
+            blocks = np.unique(self.blocks.of(indices))
+            shards = self.entries["shard"][self.blocks.edges[blocks]]
+            self.cache.expect(dict(zip(blocks.tolist(), shards.tolist(), strict=True)), self._fetch)
 
     def random_numbers(self, key: int) -> np.ndarray:
         return mix(self.entries["key"], key)
@@ -99,33 +101,40 @@ class Shards(Columns):
         if self.origin and self.places is not None:
             return self.origin._sample(int(self.places[index]))
         if not self.cache or not self.blocks:
-            return self._pieces(self.entries[index : index + 1])[0]
+            return bytes(next(self._pieces(self.entries[index : index + 1])))
         block = int(self.blocks.of(np.array([index]))[0])
         return self.cache.sample(block, index - int(self.blocks.edges[block]), self._fetch)
 
-    def _fetch(self, block: int) -> list[bytes]:
+    def _fetch(self, blocks: list[int]) -> list[list]:
         assert self.blocks
-        return self._pieces(self.entries[self.blocks.edges[block] : self.blocks.edges[block + 1]])
+        edges = self.blocks.edges
+        groups = [self.entries[edges[block] : edges[block + 1]] for block in blocks]
+        found = self._pieces(np.concatenate(groups))
+        return [[*islice(found, len(group))] for group in groups]
 
-    def _pieces(self, entries: np.ndarray) -> list[bytes]:
-        """The headers and images of samples of one shard. Ranges that lie close are read as one."""
-        shard = entries["shard"][0]
-        name, stamp = self.shards.names[shard], self.shards.stamps[shard]
-        if parquet_shards.is_parquet(name):
-            return parquet_shards.images(name, stamp, self.shards.image, entries["start"])
+    def _pieces(self, entries: np.ndarray) -> Iterator[bytes | memoryview]:
+        """The headers and images of samples of one shard. Ranges that lie close are read as one, others at the same time."""
+        shards, shard = self.index.shards, entries["shard"][0]
+        name, stamp = shards.names[shard], shards.stamps[shard]
         first = entries["start"] - entries["head"]
         last = entries["start"] + np.where(entries["size"] > LARGEST, 0, entries["size"])
+        in_rows = parquet_shards.is_parquet(name)
+        cuts = np.diff(first >> 32) if in_rows else first[1:] - last[:-1] > _GAP
 
-        def read(piece: np.ndarray) -> list[bytes]:
-            start, stop = int(first[piece[0]]), int(last[piece[-1]])
-            data = ranges.read(name, start, stop, stamp[1])
+        def read(piece: np.ndarray) -> Sequence[bytes | memoryview]:
+            if in_rows:
+                return parquet_shards.images(name, stamp, shards.image, first[piece])
+            start = int(first[piece[0]])
+            data = memoryview(ranges.read(name, start, int(last[piece[-1]]), stamp[1]))
             return [data[first[i] - start : last[i] - start] for i in piece.tolist()]
 
-        gaps = np.flatnonzero(first[1:] - last[:-1] > _GAP) + 1
-        if not len(gaps):
-            return read(np.arange(len(entries)))
-        with ThreadPoolExecutor(IN_FLIGHT) as pool:
-            return [*chain.from_iterable(pool.map(read, np.split(np.arange(len(entries)), gaps)))]
+        pieces = np.split(np.arange(len(entries)), np.flatnonzero(cuts) + 1)
+        return chain.from_iterable(_readers(os.getpid(), block_cache.IN_FLIGHT).map(read, pieces))
+
+
+@lru_cache(maxsize=1)
+def _readers(_process: int, in_flight: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(in_flight, "ranges")
 
 
 def shared(sources: Sequence[Any], memory: int) -> tuple[Any, ...]:
@@ -197,20 +206,19 @@ def shard_sources(
     with all_or_none("looking for shards"):
         groups = hub_shards(spec.data) if spec.streaming else _grouped(find(spec.data))
     labels = {name: f"the {name} shards" if len(groups) > 1 else "all shards" for name in groups}
-    sources = {}
-    for name in wanted(labels) if groups else ():
-        shards = shard_index.ShardList(tuple(groups[name]), _stamps(groups[name]), spec.image_column, label, rows)
-        index = shard_index.open_index(shards)
-        found = index.entries, shards, index
-        first = shards.names[0]
-        blocks = Blocks(index.edges, 0) if is_remote(first) or parquet_shards.is_parquet(first) else None
-        sources[name] = Shards(*found, blocks=blocks, labels=index.labels, classes=index.classes, notes=index.notes)
-    return labels, sources
+    chosen = wanted(labels) if groups else ()
+    return labels, {name: _open(groups[name], spec.image_column, label, rows) for name in chosen}
 
 
-def are_named(data: str) -> bool:
-    """True if `data` names tars, or anything at a URL."""
-    return bool(_SHARDS.search(data))
+def _open(names: Sequence[str], image: str, label: str, rows: Rows | None) -> Shards:
+    local, stamps = not is_remote(names[0]), []
+    with all_or_none("looking at shards"), ThreadPoolExecutor(16) as pool:
+        if is_main() or local:  # files are looked at on each machine, others only once
+            stamps = [*pool.map(ranges.stat, names)]
+    stamps = stamps if local else broadcast_object(stamps)
+    index = shard_index.open_index(ShardList((*names,), (*map(tuple, stamps),), image, label, rows))
+    blocks = None if local and not parquet_shards.is_parquet(names[0]) else Blocks(index.edges, 0)
+    return Shards(index.entries, index, blocks=blocks, labels=index.labels, classes=index.classes, notes=index.notes)
 
 
 def find(data: str) -> list[str]:
@@ -222,7 +230,7 @@ def find(data: str) -> list[str]:
         if "$" not in data and printable_name(data) != printable(data):  # `data` is printed and recorded
             way_out = "name an environment variable that holds it, such as '?$SIGNATURE', or use ~/.netrc"
             raise Refused(f"--data {printable_name(data)}: a password or signature would be recorded; {way_out}")
-        names = expand(os.path.expandvars(data) if is_remote(data) else data) if are_named(data) else []
+        names = expand(os.path.expandvars(data) if is_remote(data) else data) if _SHARDS.search(data) else []
         if others := [name for name in map(printable_name, names) if not name.endswith((".tar", ".parquet"))]:
             raise Refused(f"--data {printable_name(data)}: {others[0]} is neither a .tar nor a .parquet")
         return names
@@ -242,22 +250,12 @@ def _grouped(names: Sequence[str]) -> dict[str, list[str]]:
     return groups if len(groups) != 1 else {"train": [*names]}
 
 
-def _stamps(names: Sequence[str]) -> tuple[tuple[int, str], ...]:
-    """Size and tag of each shard. Files are looked at on each machine, others only once."""
-    local, found = not is_remote(names[0]), []
-    with all_or_none("looking at shards"):
-        if is_main() or local:
-            with ThreadPoolExecutor(16) as pool:
-                found = [tuple(stamp) for stamp in pool.map(ranges.stat, names)]
-    return tuple(map(tuple, found if local else broadcast_object(found)))
-
-
 def _with_classes(source: Shards, first: Shards, label: str) -> Shards:
     """`source` with the classes of `first`."""
     if source.multi_label != first.multi_label:
         raise Refused(f"{label}: labels are lists in some parts of the data only; write them alike")
     if unknown := sorted({*source.classes} - {*first.classes}):
-        raise Refused(f"{label}: a class that {first.shards} do not have: {unknown[0]}; add it there")
+        raise Refused(f"{label}: a class that {first.index.shards} do not have: {unknown[0]}; add it there")
     if source.classes == first.classes:
         return source
     places = np.array([first.classes.index(name) for name in source.classes])

@@ -11,10 +11,9 @@ import tarfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 from common.data.images import SUFFIXES
-from common.data.ranges import RangeFile
 from common.files import SMALL
 
 _KEY = re.compile(r"(?P<key>(?:.*/)?[^./][^./]*)\.(?P<kind>[^/]+)", re.DOTALL)
@@ -26,13 +25,13 @@ _HEADERS = 2**14  # bytes of a member: its header, with long names, records and 
 class Sample:
     key: str
     image: tarfile.TarInfo | None = None
-    label: Any = None  # a text, a list of texts, or what is in a JSON
+    label: Any = None  # a text, a list of texts, or a whole JSON
 
 
 class _Headers:
     """A tar as `tarfile` reads it, which a hostile one could otherwise keep busy: headers alone, and a few of each member."""
 
-    def __init__(self, file: IO[bytes] | RangeFile):
+    def __init__(self, file: BinaryIO):
         self.tell, self.seek, self._read, self.left = file.tell, file.seek, file.read, _HEADERS
 
     def read(self, count: int) -> bytes:
@@ -42,7 +41,7 @@ class _Headers:
         return self._read(count)
 
 
-def members(file: IO[bytes] | RangeFile, end: int) -> Iterator[tarfile.TarInfo]:
+def members(file: BinaryIO, end: int) -> Iterator[tarfile.TarInfo]:
     """The members of a tar of `end` bytes. Raises ValueError, with the reason, for what is no tar or lies about sizes."""
     headers, at = _Headers(file), 0
     try:
@@ -61,14 +60,14 @@ def members(file: IO[bytes] | RangeFile, end: int) -> Iterator[tarfile.TarInfo]:
         raise ValueError(f"the member at byte {at}: {error}") from None
 
 
-def samples(file: RangeFile, image: str = "", label: str = "", rows: bool = False) -> Iterator[Sample]:
-    """The samples of a tar, in its order. `image` names the kind of member that has the image, such as jpg; `label` that
-    of the label, or its key in a sample's JSON. With `rows` the whole JSON is the label.
+def samples(file: BinaryIO, end: int, image: str, label: str, whole: bool) -> Iterator[Sample]:
+    """The samples of a tar of `end` bytes, in its order. `image` names the kind of member that has the image, such as jpg;
+    `label` that of the label, or its key in a sample's JSON. With `whole` all of the JSON is the label.
 
     Raises ValueError as `members`, and for a sample with several images.
     """
     sample = Sample("")
-    for member in members(file, file.size):
+    for member in members(file, end):
         named = _KEY.fullmatch(member.name)
         if not named or not member.isreg() or member.issparse():
             continue
@@ -77,18 +76,21 @@ def samples(file: RangeFile, image: str = "", label: str = "", rows: bool = Fals
                 yield sample
             sample = Sample(named["key"])
         kind = named["kind"].lower()
-        is_image = kind == image if image else f".{kind.rpartition('.')[2]}" in SUFFIXES
-        if is_image and sample.image:
-            several = f"{sample.image.name} and {member.name} could each be the image"
-            raise ValueError(f"{several}; name the kind of file with --image_column, such as jpg")
-        if is_image:
+        if kind == image if image else f".{kind.rpartition('.')[2]}" in SUFFIXES:
+            if sample.image:
+                several = f"{sample.image.name} and {member.name} could each be the image"
+                raise ValueError(f"{several}; name the kind of file with --image_column, such as jpg")
             sample.image = member
-        elif (kind == (label or "cls") and not rows) or (kind == "json" and sample.label is None):
+        elif (kind == (label or "cls") and not whole) or (kind == "json" and sample.label is None):
             if member.size > SMALL:
                 raise ValueError(f"{member.name} has {member.size} bytes, the limit is {SMALL}")
             file.seek(member.offset_data)
-            found = _parsed(kind, file.read(member.size), member.name)
-            found = found if rows else _label(found, label, member.name)
+            content = file.read(member.size)
+            try:
+                found = json.loads(content) if kind == "json" else content.decode().strip()
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{member.name} is not readable: {type(error).__name__}") from None
+            found = found if whole else _label(found, label, member.name)
             sample.label = sample.label if found is None else found
     if sample.key:
         yield sample
@@ -99,13 +101,6 @@ def name_in(header: bytes) -> str:
     with suppress(ValueError):
         return next(members(io.BytesIO(header), 2**63)).name
     return ""
-
-
-def _parsed(kind: str, content: bytes, where: str) -> Any:
-    try:
-        return json.loads(content) if kind == "json" else content.decode().strip()
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not readable: {type(error).__name__}") from None
 
 
 def _label(found: Any, named: str, where: str) -> str | list[str] | None:

@@ -1,6 +1,7 @@
 """Shards: their names, and ranges of bytes from local files, a web server with every fault, and fsspec."""
 
 import hashlib
+import io
 import logging
 import multiprocessing
 import os
@@ -18,8 +19,7 @@ import numpy as np
 import pytest
 
 from common.data import http_ranges, ranges
-from common.data.range_faults import ShardChanged, Unreadable
-from common.data.ranges import RangeFile, read, stat
+from common.data.ranges import RangeFile, ShardChanged, Unreadable, read, stat
 from common.data.shard_names import expand, printable_name
 from common.errors import Refused
 from tests.harness.range_server import RangeServer
@@ -141,7 +141,7 @@ def test_local_ranges(tmp_path):
     with pytest.raises(ShardChanged, match=r"a\.tar: byte 5: it has changed .* 1 now, and was \d+"):
         read(name, 5, 1000, tag)
     tag = stat(name).tag
-    file = RangeFile(name, (len(DATA), tag), 100)
+    file = io.BufferedReader(RangeFile(name, (len(DATA), tag)), 100)
     assert (file.seek(-10, 2), file.read(4), file.tell(), file.read()) == (99_990, DATA[-10:-6], 99_994, DATA[-6:])
     assert (file.read(1), file.seek(7), file.read(10), file.read(10)) == (b"", 7, DATA[7:17], DATA[17:27])
     path.unlink()
@@ -324,7 +324,7 @@ def test_name_server_that_comes_back(server, monkeypatch):
     name = f"http://shards.example:{server.server_port}/a.tar"
     assert read(name, 0, 1000, '"first"') == read(name, 0, 1000, '"first"') == DATA[:1000]
     assert len(looked_up) == 5
-    http_ranges._sessions.clear()
+    http_ranges._session.cache_clear()
     monkeypatch.setattr(ranges, "PATIENCE_S", 0.1)
     failures += [socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")] * 100
     with pytest.raises(Unreadable, match="byte 0: Temporary failure in name resolution; "):

@@ -25,7 +25,7 @@ from common.data import workers as loader_workers
 from common.data.block_cache import open_blocks
 from common.data.block_order import Blocks
 from common.data.loader import Prefetcher, evaluation_loader
-from common.data.range_faults import ShardChanged
+from common.data.ranges import ShardChanged
 from common.data.stream import Stream, permutation
 from common.errors import Refused
 from common.files import CACHE
@@ -361,9 +361,8 @@ def test_a_start_with_an_index_of_a_billion_samples_reads_what_is_asked_for_alon
     facts = {"classes": ["a", "b"], "counts": [count, 0], "fingerprint": "0", "notes": [], "block_bytes": [100.0, 100]}
     (tmp_path / "facts.json").write_text(json.dumps(facts))
     began = time.process_time()
-    index = shard_index._load(tmp_path)
-    listed = shard_index.ShardList(("a.tar",), ((0, ""),), "", "")
-    source = shards.Shards(index.entries, listed, index, labels=index.labels, classes=index.classes)
+    index = shard_index._load(tmp_path, shard_index.ShardList(("a.tar",), ((0, ""),), "", ""))
+    source = shards.Shards(index.entries, index, labels=index.labels, classes=index.classes)
     assert len(source) == count and source.class_counts.sum() == count and source.fingerprint == "0"
     assert Stream(count, 256, 0, blocks=Blocks(index.edges, 300)).indices(np.arange(256)).max() < count
     assert time.process_time() - began < 2
@@ -424,15 +423,16 @@ def test_the_window_of_everything_is_todays_permutation():
 # ---- blocks that processes share
 
 
-def fetch_and_count(folder: Path, block: int) -> list[bytes]:
-    (folder / f"{block}-{os.getpid()}-{time.monotonic_ns()}").touch()
-    return [bytes([block]) * number for number in range(5)]
+def fetch_and_count(folder: Path, blocks: list[int]) -> list[list[bytes]]:
+    for block in blocks:
+        (folder / f"{block}-{os.getpid()}-{time.monotonic_ns()}").touch()
+    return [[bytes([block]) * number for number in range(5)] for block in blocks]
 
 
 def ask(cache, folder: Path, seed: int) -> None:
     fetch = functools.partial(fetch_and_count, folder)
     for block, number in np.random.default_rng(seed).integers(0, (8, 5), (300, 2)).tolist():
-        cache.expect([(block + 1) % 8], fetch)
+        cache.expect({block: 0, (block + 1) % 8: 0}, fetch)
         assert cache.sample(block, number, fetch) == bytes([block]) * number
 
 
@@ -475,12 +475,12 @@ def test_a_shard_that_changes_ends_the_run_in_one_line_also_from_a_data_worker(w
 def test_a_block_that_cant_be_read_or_is_larger_than_it_says_is_refused_and_may_be_read_later():
     cache = open_blocks(2, room=100)
     for fetch, text in (
-        (lambda _: [b"x" * 200], "its shard says at most 100"),
+        (lambda _: [[b"x" * 200]], "its shard says at most 100"),
         (lambda _: ranges.read("/none.tar", 0, 1, ""), "none.tar"),
     ):
         with pytest.raises(Refused, match=text):
             cache.sample(1, 0, fetch)
-    assert cache.sample(1, 1, lambda _: [b"a", b"b"]) == b"b"
+    assert cache.sample(1, 1, lambda _: [[b"a", b"b"]]) == b"b"
 
 
 def read_steps(source, stream: Stream, worker: int, together, files: list[bytes]) -> None:
