@@ -53,7 +53,7 @@ class BlockCache:
                 if known == block + 1 and ready:
                     self._table["used"][slot] = time.monotonic_ns()
                     return self._sample(slot, number)
-            if known == block + 1 or not self._fill([block], fetch):
+            if known == block + 1 or block in self._asked or not self._fill([block], fetch):
                 time.sleep(_WAIT)
 
     def expect(self, shards: Mapping[int, int], fetch: Fetch) -> None:

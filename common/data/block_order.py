@@ -14,7 +14,6 @@ from common.data.stream import ROUNDS, permutation, permuted
 from common.randomness import key_of, mix
 
 _LANES = 60  # shared by 2 to 6, 10, 12 or 15 machines without a rest
-_LEAST = 4  # blocks in a window, before there are more lanes
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +36,7 @@ class Blocks:
         count, size = len(self.edges) - 1, int(self.edges[-1])
         if self.pool >= count:
             return permutation(places, size, seed, epoch)
-        lanes = int(np.clip(self.pool // _LEAST, 1, min(_LANES, batch)))
+        lanes = min(_LANES, max(1, self.pool), batch)
         slots = -(-batch * np.arange(lanes + 1) // lanes)  # lane l has the slots [slots[l], slots[l + 1])
         begin = epoch * size
 
@@ -53,7 +52,7 @@ class Blocks:
         place = firsts[lane] + (earlier(begin + places) - before)[np.arange(len(places)), lane]
 
         blocks, starts = _permuted(self, seed, epoch)
-        windows = np.append(starts[: -1 : max(1, self.pool // lanes)], size)
+        windows = np.append(starts[np.arange(0, count, self.pool / lanes).astype(np.int64)], size)
         window = np.searchsorted(windows, place, side="right") - 1
         low, high = np.maximum(windows[window], firsts[lane]), np.minimum(windows[window + 1], firsts[lane + 1])
         keys = [mix(low, key_of("window", seed, epoch, turn)) for turn in range(ROUNDS)]
