@@ -62,7 +62,7 @@ class Rows(NamedTuple):
 
     find: Callable[[tables.Split, str], Sequence[str]]  # (columns of Parquet, the one of images) -> those to keep
     keep: tuple[str, ...]  # keys of a sample's JSON
-    header: Callable[[bytes], Sequence[int]]  # content of an image -> four numbers, kept in the column `HEADER`
+    header: Callable[[bytes], Sequence[int]] | None  # content of an image -> numbers, kept in the column `HEADER`
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ class ShardList:
     @property
     def key(self) -> str:
         names = [*map(printable_name, self.names)]  # a URL's signature differs from time to time
-        words = json.dumps([_FORMAT, np.__version__, names, self.stamps, self.image, self.label, bool(self.rows)])
+        kept = self.rows and [*self.rows.keep, bool(self.rows.header)]
+        words = json.dumps([_FORMAT, np.__version__, names, self.stamps, self.image, self.label, kept])
         return hashlib.blake2b(words.encode(), digest_size=16).hexdigest()
 
 
@@ -99,6 +100,12 @@ class Index:
     fingerprint: str
     notes: tuple[str, ...]
     block_bytes: tuple[float, int]  # of a block: the mean, and the most
+
+    @property
+    def headers(self) -> np.ndarray:
+        """int64[N, 4]: what `Rows.header` gave for each image."""
+        assert self.rows
+        return pc.list_flatten(self.rows[HEADER]).to_numpy().reshape(-1, 4)
 
 
 def open_index(shards: ShardList) -> Index:
@@ -191,9 +198,11 @@ def _rows(name: str, stamp: tuple[int, str], shards: ShardList) -> tuple[np.ndar
     entries = np.zeros(len(columns[0]), ENTRY)
     entries["start"], entries["key"], entries["size"] = columns
     if rows:
-        groups = np.split(columns[0], np.flatnonzero(np.diff(columns[0] >> 32)) + 1)
+        groups = np.split(columns[0], np.flatnonzero(np.diff(columns[0] >> 32)) + 1) if rows.header else []
         found = chain.from_iterable(parquet_shards.images(name, stamp, shards.image, group) for group in groups)
-        cells = cells.append_column(HEADER, pa.array(map(rows.header, found)))
+        headers = map(rows.header, found) if rows.header else [[]] * len(entries)
+        columns = {column: cells[column] for column in cells.column_names}
+        cells = pa.table(columns | {HEADER: pa.array(headers, pa.list_(pa.int64()))})
     return entries, cells, 0
 
 
@@ -205,16 +214,17 @@ def _members(name: str, stamp: tuple[int, str], shards: ShardList) -> tuple[np.n
         if not (image := sample.image):
             left_out += 1
             continue
-        if sample.label is None:
+        if sample.label is None and (not rows or rows.keep):
             wanted = f"neither {sample.key}.{shards.label or 'cls'} nor a label in its .json; name it by --label_column"
             raise ValueError(f"the sample {sample.key} has no label: {'no .json' if rows else wanted}")
         key = int.from_bytes(hashlib.blake2b(os.fsencode(image.name), digest_size=8).digest(), "little")
         entries.append((image.offset_data, key, min(image.size, 2**32 - 1), image.offset_data - image.offset, 0))
         labels.append(sample.label)
         if rows:
+            labels[-1] = {key: sample.label[key] for key in rows.keep if key in sample.label} | {HEADER: []}
+        if rows and rows.header:
             file.seek(image.offset_data)
-            kept = {key: sample.label[key] for key in rows.keep if key in sample.label}
-            labels[-1] = kept | {HEADER: rows.header(file.read(min(image.size, LARGEST)))}
+            labels[-1][HEADER] = rows.header(file.read(min(image.size, LARGEST)))
     if rows:
         return np.array(entries, ENTRY), pa.Table.from_pylist(labels), left_out
     several = bool(labels) and isinstance(labels[0], list)

@@ -210,6 +210,14 @@ def shard_sources(
     return labels, {name: _open(groups[name], spec.image_column, label, rows) for name in chosen}
 
 
+def unlabelled(spec: Any, header: Callable[[bytes], Sequence[int]] | None) -> Shards:
+    """All images of the shards that `spec.data` names. A collective. Raises `Refused`."""
+    with all_or_none("looking for shards"):
+        groups = hub_shards(spec.data) if spec.streaming else {"": find(spec.data) or expand(spec.data)}
+    source = _open([*chain.from_iterable(groups.values())], spec.image_column, "", Rows(lambda *_: (), (), header))
+    return shared([source], spec.shard_memory)[0]
+
+
 def _open(names: Sequence[str], image: str, label: str, rows: Rows | None) -> Shards:
     local, stamps = not is_remote(names[0]), []
     with all_or_none("looking at shards"), ThreadPoolExecutor(16) as pool:
@@ -230,10 +238,7 @@ def find(data: str) -> list[str]:
         if "$" not in data and printable_name(data) != printable(data):  # `data` is printed and recorded
             way_out = "name an environment variable that holds it, such as '?$SIGNATURE', or use ~/.netrc"
             raise Refused(f"--data {printable_name(data)}: a password or signature would be recorded; {way_out}")
-        names = expand(os.path.expandvars(data) if is_remote(data) else data) if _SHARDS.search(data) else []
-        if others := [name for name in map(printable_name, names) if not name.endswith((".tar", ".parquet"))]:
-            raise Refused(f"--data {printable_name(data)}: {others[0]} is neither a .tar nor a .parquet")
-        return names
+        return expand(os.path.expandvars(data) if is_remote(data) else data) if _SHARDS.search(data) else []
     folders = [path, *sorted(folder for folder in path.iterdir() if folder.is_dir() and folder.name[0] != ".")]
     having = [folder for folder in folders if any(folder.glob("*.tar"))]
     if having == [path] and len(folders) > 1:  # folders of classes, and a tar beside them

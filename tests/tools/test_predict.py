@@ -25,9 +25,11 @@ from common.launching import launch as launching
 from common.run import eval_only
 from tests.harness.drawings import save_colours
 from tests.harness.launching import ROOT, inherited
+from tests.harness.range_server import RangeServer
 from tests.harness.runs import read, refusal, rows_of, start_tool
+from tests.harness.shards import in_order, write_parquet, write_tars
 from tools.predict.__main__ import main
-from tools.predict.images import images
+from tools.predict.images import file_list, images
 from tools.predict.listing import listing
 from tools.predict.output import Output
 from tools.predict.plan import choose
@@ -115,6 +117,47 @@ def test_top1_is_that_of_the_run_and_of_timm_to_the_last_image_on_any_layout(
     assert [(file, name) for file, name, _ in theirs] == [(row["file"], row["predictions"][0]["class"]) for row in rows]
     ours = [row["predictions"][0]["score"] for row in rows]
     assert np.array([float(score) for *_, score in theirs]) == pytest.approx(ours, abs=1e-4)
+
+
+@pytest.mark.parametrize("recipe", ["cls", "det"])
+def test_images_in_shards_give_the_rows_of_their_files(request, launch, recipe, digits, of_boxes, tmp_path) -> None:
+    """From tars, Parquet and a web server; an image that can't be read is a row with its reason."""
+    run = request.getfixturevalue({"cls": "trained_classifier", "det": "trained_detector"}[recipe])
+    folder = tmp_path / "images"
+    shutil.copytree(
+        digits if recipe == "cls" else of_boxes, folder, ignore=shutil.ignore_patterns("*.json", "?[0-9].png")
+    )
+    (folder / "val").mkdir(exist_ok=True)
+    (folder / "val" / "broken.png").write_bytes(b"hello")
+    shutil.copy(next(folder.rglob("1*.png")), folder / "val" / "kept.v2.png")
+    write_tars(folder, tmp_path, "train", (1, 17, 99))
+    write_parquet(folder, tmp_path, "train", (1, 17, 99))
+    files = in_order(folder)
+
+    def rows(*words: object) -> list[dict]:
+        main([*map(str, [run, *words, "-o", tmp_path / "rows.csv", "--overwrite", "--format", "csv"])])
+        return list(csv.DictReader(io.StringIO((tmp_path / "rows.csv").read_text())))
+
+    of_files = rows(*files, "--workers", 0)
+    places = {str(file): str(file.relative_to(folder)) for file in files}
+    in_tars = rows("--data", tmp_path / "train-{000..002}.tar", "--workers", 0)
+    assert len(of_files) >= len(files) > 30 and any("not an image" in row["error"] for row in of_files)
+    names = {row["file"].partition(".tar/")[2] for row in in_tars}
+    assert names == {*places.values()}
+    assert [row | {"file": row["file"].partition(".tar/")[2]} for row in in_tars] == [
+        row | {"file": places[row["file"]]} for row in of_files
+    ]
+    with RangeServer() as server:
+        server.files = {f"/{file.name}": file.read_bytes() for file in tmp_path.glob("train-*")}
+        words = [run, "--data", f"{server.url}/train-{{000..002}}.tar", "--format", "csv", "-o", tmp_path / "two.csv"]
+        done = launch("multi_cpu", "-m", "tools.predict", *words, "--workers", 1)
+        assert done.returncode == 0, done.stderr
+        served = (tmp_path / "two.csv").read_text()
+    rows("--data", tmp_path / "train-{000..002}.tar", "--workers", 0)
+    assert served.replace(f"{server.url}/", f"{tmp_path}/") == (tmp_path / "rows.csv").read_text()
+    in_rows = rows("--data", f"{tmp_path}/*.parquet", "--workers", 1)
+    assert in_rows[0]["file"] == f"{tmp_path}/train-000.parquet: row 0 of row group 0"
+    assert [row | {"file": ""} for row in in_rows] == [row | {"file": ""} for row in of_files]
 
 
 def test_pycocotools_finds_the_recorded_ap_in_the_coco_output(forks, trained_detector, of_boxes, tmp_path) -> None:
@@ -230,7 +273,7 @@ def test_thresholds_are_those_of_the_evaluation_unless_asked(tmp_path) -> None:
 
 def test_scores_that_are_no_numbers_are_an_error_of_their_row() -> None:
     batch = SimpleNamespace(positions=torch.arange(2), broken=())
-    rows = Rows(images(["a.png", "b.png"], ("x", "y"), multi_label=False), np.zeros(2, np.float32), top=1)
+    rows = Rows(images(file_list(["a.png", "b.png"]), ("x", "y"), multi_label=False), np.zeros(2, np.float32), top=1)
     (_, right), (_, wrong) = rows.of(batch, torch.tensor([[0.0, 1.0], [torch.nan, 0.0]]))
     assert right["predictions"][0]["class"] == "y" and "not finite" in wrong["error"]
 
@@ -252,6 +295,9 @@ def test_what_cannot_be_done_is_refused_in_one_line(trained_classifier, trained_
     coco = ["--format", "coco", "--images_of"]
     for run, words, text in (
         (trained_classifier, [], "no images are named"),
+        (trained_classifier, [image, "--data", "a.tar"], "--data a.tar: names shards, and "),
+        (trained_classifier, ["--data", tmp_path / "no-{0..1}.tar"], "no-0.tar: byte 0: No such file or directory"),
+        (trained_classifier, ["--data", digits], "names no shard; give a file, a folder, or a pattern"),
         (trained_classifier, [image, "--top", 0], "--top 0: must be at least 1"),
         (trained_classifier, [image, "--format", "coco"], "for detectors"),
         (trained_classifier, [image, "--learning_rate", 3], "unknown flag --learning_rate"),

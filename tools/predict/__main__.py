@@ -2,6 +2,7 @@
 
     python -m tools.predict runs/cls-d55fba photos/ 'more/*.jpg' --top 3 -o predictions.jsonl
     accelerate launch --config_file accelerate_configs/multi_gpu_bf16.yaml -m tools.predict runs/det-3b73b6 photos/ --draw drawn
+    python -m tools.predict runs/cls-d55fba --data 'https://example.org/photos-{000..127}.tar' --format csv -o predictions.csv
 
 Images are read and resized as in evaluation. Flags that are not listed here are the recipe's and stand last: --workers 8.
 """
@@ -25,6 +26,8 @@ def arguments() -> argparse.ArgumentParser:
     )
     of_images = "files, folders, 'globs'; @FILE and -: a list of them in FILE or on stdin"
     parser.add_argument("images", nargs="*", help=of_images)
+    of_shards = "tars or Parquet instead, as recipes take them: a pattern, a URL, or owner/name with --streaming"
+    parser.add_argument("--data", metavar="SHARDS", help=of_shards)
     parser.add_argument("-o", "--output", default="-", metavar="FILE", help="the file to write (default: stdout)")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     formats = ("jsonl", "csv", "coco")
@@ -47,13 +50,13 @@ def main(argv: list[str] | None = None) -> None:
         raise Refused(f"--top {words.top}: must be at least 1")
     if words.threshold is not None and not 0 <= words.threshold <= 1:
         raise Refused(f"--threshold {words.threshold}: must be between 0 and 1")
-    if not words.images:
-        raise Refused("no images are named: give files, folders, globs or @LIST after the model")
-    if any(flag.split("=")[0] == "--data" for flag in flags):
-        raise Refused("--data: is not read here; name the images after the model")
+    if not words.images and not words.data:
+        raise Refused("no images are named: give files, folders, globs or @LIST after the model, or shards by --data")
+    if words.images and words.data:
+        raise Refused(f"--data {words.data}: names shards, and {words.images[0]} is named, too; give one of them")
     from tools.trained import load  # takes seconds, as do other imports in functions, which --help need not
 
-    trained = load(words.model, flags)
+    trained = load(words.model, [*flags, *(["--data", words.data] if words.data else [])])
     if not trained.is_detector and (words.format == "coco" or words.images_of):
         raise Refused("--format coco, --images_of: for detectors; a classifier's rows are jsonl or csv")
     if words.images_of and words.format != "coco":
@@ -65,6 +68,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def predict(words: argparse.Namespace, trained, accelerator) -> None:
     """Write the rows of the images that `words` name; a collective."""
+    from common.data.shards import unlabelled
+    from common.detection.data.image_headers import header_of
     from common.distributed import all_or_none, broadcast_object, is_main
     from tools.predict.output import Output
     from tools.predict.plan import make_plan
@@ -73,19 +78,20 @@ def predict(words: argparse.Namespace, trained, accelerator) -> None:
     with all_or_none("opening the output"):
         output = Output(words.output, words.overwrite) if is_main() else None
     with output or contextlib.nullcontext():
+        shards = unlabelled(trained.config, header_of if trained.is_detector else None) if words.data else None
         with all_or_none("listing the images"):
-            plan = make_plan(words, trained) if is_main() else None
+            plan = make_plan(words, trained, shards) if is_main() else None
         plan = broadcast_object(plan)
         for note in (launch.describe(accelerator, trained.config.dtype), *plan.pop("notes")):
             say(note)
         form = format_of(words.format, trained.is_detector, plan["image_ids"], plan["category_ids"])
         if output:
             output.begin(form)
-        write(words, trained, accelerator, plan, form, output)
+        write(words, trained, accelerator, plan, shards, form, output)
 
 
-def write(words: argparse.Namespace, trained, accelerator, plan: dict, form, output) -> None:
-    """Predict the images of `plan`, and give the text of each to the main process's `output`; a collective."""
+def write(words: argparse.Namespace, trained, accelerator, plan: dict, shards, form, output) -> None:
+    """Predict the images of `plan`, or of `shards`, and give the text of each to the main process's `output`; a collective."""
     import numpy as np
     import torch
     from tqdm import tqdm
@@ -95,6 +101,7 @@ def write(words: argparse.Namespace, trained, accelerator, plan: dict, form, out
     from tools.predict.rows import Rows
 
     files, several = plan.pop("files"), plan["multi_label"]
+    files = shards or images.file_list(files)
     source: images.Images | images.Scenes
     if trained.is_detector:
         source = images.scenes(files, np.array(plan.pop("sizes")), trained.classes)

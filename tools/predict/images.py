@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from common.data.images import BrokenImage, opened, orientation_of
+from common.data.shards import Shards
 from common.data.source import Source, path_of
 from common.detection.data.annotated import FixedImages
 from common.detection.data.image_headers import headers_of_files, upright_sizes
@@ -15,47 +16,67 @@ from common.detection.data.image_headers import headers_of_files, upright_sizes
 _PLACEHOLDER = 32, 32  # size of an image that can't be read
 
 
-def paths_of(files: Sequence[str]) -> pa.LargeBinaryArray:
-    """The files as one array: a list of strings would be copied page by page into every data worker."""
-    return pa.array([os.fsencode(file) for file in files], pa.large_binary())
+@dataclass(frozen=True)
+class FileList:
+    """Files by number."""
+
+    paths: pa.LargeBinaryArray  # a list of strings would be copied page by page into every data worker
+
+    def name(self, index: int) -> str:
+        return path_of("", self.paths, index)
+
+    content = name
+
+    def expect(self, indices: np.ndarray) -> None:
+        return
+
+    def __len__(self) -> int:
+        return len(self.paths)
 
 
-class Files:
-    """Files by number. An image's name is its number, so that `Batch.broken` says which one could not be read."""
+def file_list(files: Sequence[str]) -> FileList:
+    return FileList(pa.array([os.fsencode(file) for file in files], pa.large_binary()))
 
-    paths: pa.LargeBinaryArray
+
+class Numbered:
+    """Images by number. An image's name is its number, so that `Batch.broken` says which one could not be read."""
+
+    files: FileList | Shards
     fingerprint = part = ""
 
     def name(self, index: int) -> str:
         return str(index)
 
-    def content(self, index: int) -> str:
-        return path_of("", self.paths, index)
+    def content(self, index: int) -> str | bytes:
+        return self.files.content(index)
+
+    def expect(self, indices: np.ndarray) -> None:
+        self.files.expect(indices)
 
 
 @dataclass(frozen=True)
-class Images(Files, Source):
-    """Files to classify."""
+class Images(Numbered, Source):
+    """Images to classify."""
 
     classes: tuple[str, ...]
-    paths: pa.LargeBinaryArray
+    files: FileList | Shards
     labels: np.ndarray  # all 0 or False: not used
     notes = ()
 
 
 @dataclass(frozen=True, eq=False)
-class Scenes(Files, FixedImages):
-    """Files in which to detect."""
+class Scenes(Numbered, FixedImages):
+    """Images in which to detect."""
 
-    paths: pa.LargeBinaryArray = field(kw_only=True)
+    files: FileList | Shards = field(kw_only=True)
 
 
-def images(files: Sequence[str], classes: tuple[str, ...], multi_label: bool) -> Images:
+def images(files: FileList | Shards, classes: tuple[str, ...], multi_label: bool) -> Images:
     shape, kind = ((len(files), len(classes)), np.bool_) if multi_label else ((len(files),), np.int64)
-    return Images(classes, paths_of(files), np.broadcast_to(np.zeros((), kind), shape))
+    return Images(classes, files, np.broadcast_to(np.zeros((), kind), shape))
 
 
-def scenes(files: Sequence[str], sizes: np.ndarray, classes: tuple[str, ...]) -> Scenes:
+def scenes(files: FileList | Shards, sizes: np.ndarray, classes: tuple[str, ...]) -> Scenes:
     """`sizes` int[N, 2] come from `sizes_of`."""
     return Scenes(
         classes,
@@ -67,21 +88,22 @@ def scenes(files: Sequence[str], sizes: np.ndarray, classes: tuple[str, ...]) ->
         labels=np.zeros(0, np.int64),
         crowd=np.zeros(0, bool),
         areas=np.zeros(0, np.float32),
-        paths=paths_of(files),
+        files=files,
     )
 
 
-def sizes_of(files: Sequence[str]) -> np.ndarray:
+def sizes_of(files: FileList | Shards) -> np.ndarray:
     """int64[N, 2]: width and height of the upright images, read from their headers; 32 x 32 of one that can't be read."""
-    sizes = upright_sizes(headers_of_files("", paths_of(files), may_miss=True))
+    in_shards = isinstance(files, Shards)
+    sizes = upright_sizes(files.index.headers if in_shards else headers_of_files("", files.paths, may_miss=True))
     for index in np.flatnonzero(sizes[:, 0] == 0).tolist():
-        sizes[index] = _size_of(files[index])
+        sizes[index] = _size_of(files, index)
     return sizes
 
 
-def _size_of(file: str) -> tuple[int, int]:
+def _size_of(files: FileList | Shards, index: int) -> tuple[int, int]:
     try:
-        with opened(file) as image:
+        with opened(files.content(index)) as image:
             return image.size[::-1] if orientation_of(image) >= 5 else image.size
     except BrokenImage:
         return _PLACEHOLDER

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from common.config.origin import places_of, some
+from common.data.shards import Shards
 from common.durable import make_folder
 from common.errors import Refused
 from common.files import MEDIUM, read_text
 from common.run.progress import of_exported
-from tools.predict.images import sizes_of
+from tools.predict.images import file_list, sizes_of
 from tools.predict.listing import listing
 from tools.trained import Trained
 
@@ -20,9 +21,10 @@ OF_BOXES, OF_LABELS = 0.3, 0.5  # if an evaluation has chosen none; 0.5 is what 
 _MOST = 2**31  # bytes of an annotation file
 
 
-def make_plan(words: argparse.Namespace, trained: Trained) -> dict:
+def make_plan(words: argparse.Namespace, trained: Trained, shards: Shards | None) -> dict:
     """What every rank needs to know, as JSON, and `notes` for people. Raises `Refused`."""
-    files, notes = listing(words.images)
+    files, notes = ([], [*shards.notes]) if shards else listing(words.images)
+    images = shards or file_list(files)
     several = _is_multi_label(Path(trained.origin.path))
     is_coco = words.format == "coco"
     thresholds, said = choose(
@@ -32,10 +34,12 @@ def make_plan(words: argparse.Namespace, trained: Trained) -> dict:
     image_ids: list[int] = []
     category_ids: dict[str, int] = {}
     if words.images_of:
-        image_ids, category_ids, more = ids_of(words.images_of, files, trained.classes)
+        image_ids, category_ids, more = ids_of(
+            words.images_of, [*map(images.name, range(len(images)))], trained.classes
+        )
         notes += more
     elif is_coco:
-        image_ids, category_ids = [*range(1, len(files) + 1)], _own_category_ids(trained)
+        image_ids, category_ids = [*range(1, len(images) + 1)], _own_category_ids(trained)
         notes.append("image ids are 1, 2, ... in the order given; --images_of takes them from annotations")
     if words.draw:
         try:
@@ -44,7 +48,7 @@ def make_plan(words: argparse.Namespace, trained: Trained) -> dict:
             raise Refused(f"--draw {words.draw}: {error.strerror}; name another folder") from None
     return {
         "files": files,
-        "sizes": sizes_of(files).tolist() if trained.is_detector else [],
+        "sizes": sizes_of(images).tolist() if trained.is_detector else [],
         "thresholds": thresholds.tolist(),
         "multi_label": several,
         "image_ids": image_ids,

@@ -43,7 +43,7 @@ class Rows:
                 for one in found
             ]
         for index, part in zip(batch.positions.tolist(), parts, strict=True):
-            row: dict = {"file": self.source.content(index)}
+            row: dict = {"file": self.source.files.name(index)}
             if str(index) in reasons:
                 yield index, row | {"error": reasons[str(index)]}
                 continue

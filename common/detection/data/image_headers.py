@@ -55,6 +55,11 @@ def headers_of_bytes(cells: Iterable[pa.Scalar]) -> np.ndarray:
     return np.array(found, np.int64).reshape(-1, 4)
 
 
+def header_of(content: bytes) -> list[int]:
+    """The same four numbers of one image."""
+    return headers_of_bytes([pa.scalar(content)])[0].tolist()
+
+
 def _header_of_file(path: bytes) -> tuple[int, int, int, int]:
     missing = 0, 0, 0, -1
     try:

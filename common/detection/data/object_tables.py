@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.data import tables
-from common.data.shard_index import HEADER, Rows
+from common.data.shard_index import Rows
 from common.data.shards import Shards
 from common.data.tables import Split, Table
 from common.detection.data.annotated import AnnotatedImages
 from common.detection.data.box_checks import FoundBoxes, check
-from common.detection.data.image_headers import headers_of_bytes, headers_of_files, upright_sizes
+from common.detection.data.image_headers import header_of, headers_of_bytes, headers_of_files, upright_sizes
 from common.errors import Refused
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ class ShardRows(Split):
         self._source = source
 
     def images_and_headers(self) -> tuple[Shards, np.ndarray]:
-        headers = pc.list_flatten(self.cells(HEADER)).to_numpy().reshape(-1, 4)
-        return self._source, headers
+        return self._source, self._source.index.headers
 
 
 def shard_rows(objects: str) -> Rows:
@@ -47,9 +46,7 @@ def shard_rows(objects: str) -> Rows:
     def find(split: Split, _image: str) -> list[str]:
         return [find_objects(split, objects), *(name for name in _BESIDE if name in split.kinds)]
 
-    return Rows(
-        find, (objects or "objects", *_BESIDE), lambda content: headers_of_bytes([pa.scalar(content)])[0].tolist()
-    )
+    return Rows(find, (objects or "objects", *_BESIDE), header_of)
 
 
 @dataclass
