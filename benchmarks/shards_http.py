@@ -31,10 +31,9 @@ from common.classification import sources
 from common.data import Stream, block_cache, shards
 
 LATENCIES = (0, 20, 100)  # ms until an answer begins
-CONNECTIONS = (1, 4)
+CASES = ((1, 1024), (4, 1024), (4, 128))  # connections, and MiB as --shard_memory: all images in the window, or a fifth
 BATCH = 256  # samples
 TAG = '"same"'  # of every file
-MEMORY = 1024  # MiB, as --shard_memory
 WINDOW = 500  # samples that webdataset shuffles
 
 
@@ -86,10 +85,10 @@ def make_tars(folder: Path, count: int, samples: int) -> int:
     return total
 
 
-def ours(source: sources.Source, connections: int, epoch: int) -> int:
+def ours(source: sources.Source, connections: int, memory: int, epoch: int) -> int:
     """Reads all images once, in the order of an epoch of training; returns their bytes."""
     block_cache.IN_FLIGHT = connections
-    cached, _ = shards.shared([source, source], MEMORY)  # an empty cache
+    cached, _ = shards.shared([source, source], memory)  # an empty cache
     stream, total = Stream(len(source), BATCH, 0, blocks=cached.blocks), 0
     places = [np.arange(start, min(start + BATCH, len(source))) for start in range(0, len(source), BATCH)]
     batches = [stream.indices(epoch * len(source) + batch) for batch in places]
@@ -134,18 +133,19 @@ def measure(quick: bool, brief: bool) -> list[Row]:
         server = subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, text=True)
         try:
             port = int(server.stdout.readline())  # type: ignore[union-attr]
-            for connections in CONNECTIONS:
+            for connections, memory in CASES:
                 for latency in LATENCIES:
                     url = f"http://127.0.0.1:{port}/{latency}"
                     source, _ = sources.load(sources.Spec(f"{url}/{{0..{tars - 1}}}.tar", 0, 0.2, alone=True))
                     rates = []
                     for turn in range(1 if quick else 3 if brief else 5):
-                        mine = partial(ours, source, connections, turn)
+                        mine = partial(ours, source, connections, memory, turn)
                         theirs = partial(webdataset, url, tars, connections)
                         rates.append([tars * samples / seconds(read, total) for read in (mine, theirs)])
                     medians = [statistics.median(column) for column in zip(*rates, strict=True)]
                     ratio = statistics.median(mine / theirs for mine, theirs in rates)
                     what = f"tars over http, {latency} ms, {connections} connection{'s' * (connections > 1)}"
+                    what += ", window of a fifth" * (memory < 1024)
                     rows.append(Row(what, "samples/s", medians[0], "webdataset", medians[1], ratio, goal=1.0))
         finally:
             server.kill()

@@ -44,7 +44,7 @@ def expand(pattern: str) -> list[str]:
     if not names:
         raise Refused(f"{shown}: names no shard; give a file, a folder, or a pattern such as train-{{000..127}}.tar")
     if others := [name for name in map(printable_name, names) if not name.endswith(_SUFFIXES)]:
-        raise Refused(f"{shown}: {others[0]} is neither a .tar nor a .parquet")
+        raise Refused(f"--data {shown}: {others[0]} is neither a .tar nor a .parquet")
     if len({suffix for suffix in _SUFFIXES if any(name.endswith(suffix) for name in names)}) > 1:
         raise Refused(f"{shown}: names both *.tar and *.parquet; name one kind, such as {shown}/*.tar")
     if twice := next((one for one, following in itertools.pairwise(names) if one == following), None):
