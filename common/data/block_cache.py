@@ -22,6 +22,7 @@ from common.data.cache import SharedFile, shared_file, unnamed_file
 from common.errors import Refused
 
 IN_FLIGHT = 8  # requests of a process at a time
+_TOGETHER = 2**25  # bytes of blocks that are asked for at once
 _SLOT = np.dtype([("block", "<i8"), ("ready", "<i8"), ("used", "<i8")])  # block + 1, or 0 for none; a time in ns
 _WAIT = 0.002  # seconds until a block that another process reads is looked for again
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1  # of Linux's fallocate
@@ -64,7 +65,7 @@ class BlockCache:
         self._own()
         present = {*self._asked, *(self._table["block"] - 1).tolist()}
         missing = [block for block in shards if block not in present]
-        most = max(1, min(-(-len(missing) // IN_FLIGHT), self.slots // (4 * IN_FLIGHT)))
+        most = max(1, min(-(-len(missing) // IN_FLIGHT), _TOGETHER // self.room))
         self._asked.update(missing)
         for _, found in groupby(missing, shards.__getitem__):
             of_shard = [*found]
@@ -72,9 +73,11 @@ class BlockCache:
                 self._pool.submit(self._fill_quietly, of_shard[start : start + most], fetch)
 
     def _fill_quietly(self, blocks: Sequence[int], fetch: Fetch) -> None:
-        with suppress(Refused):  # raised when a sample of it is wanted
-            self._fill(blocks, fetch)
-        self._asked.difference_update(blocks)
+        try:
+            with suppress(Refused):  # raised when a sample of it is wanted
+                self._fill(blocks, fetch)
+        finally:
+            self._asked.difference_update(blocks)
 
     def _fill(self, blocks: Sequence[int], fetch: Fetch) -> bool:
         """Read those blocks that no process or thread reads or has read; False if there is none, or no slot for one."""

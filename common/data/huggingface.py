@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +19,9 @@ from common.data.splits import kind_of, start_of
 from common.data.tables import Split, is_list, is_text, listed
 from common.errors import Refused
 from common.files import check_regular
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
 
 _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[\w.-]+))?")
 _HUB_TIMEOUT = 5.0  # seconds until the Hub counts as unreachable; `datasets` alone would retry for 23 s and more
@@ -121,33 +124,42 @@ def _splits_of(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
 
 
 def _refuse_bomb(file: Path) -> None:
-    """Raise `Refused` for a file whose rows take far more room than images could: they are compressed already.
+    """Raise `Refused` for a file whose rows take far more room than images could.
 
-    Columns that hold numbers of rows are counted as 8 bytes each. Values that are stored once and repeated are looked up only
-    in files up to `_SMALL`, since that reads the file.
+    Values that are stored once and repeated are looked up only in files up to `_SMALL`, since that reads the file.
     """
     import pyarrow.parquet as pq
 
-    size, content = file.stat().st_size, pq.ParquetFile(file)
-    limit = max(_ROOM, _TIMES * size)
-    groups = [content.metadata.row_group(number) for number in range(content.num_row_groups)]
-    needed = max(sum(group.total_byte_size for group in groups), 8 * content.metadata.num_rows)
-    if needed <= limit and size <= _SMALL:
-        columns = map(content.metadata.schema.column, range(len(content.metadata.schema)))
-        texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
-        reader = pq.ParquetFile(file, read_dictionary=texts)
-        for number in range(content.num_row_groups):  # Arrow can't join dictionaries in lists
-            group = reader.read_row_group(number, columns=texts, use_threads=False)
-            needed += sum(unpacked_bytes(chunk) for column in group.columns for chunk in column.chunks)
-            if needed > limit:
-                break
-    if needed > limit:
+    size, facts, unpacked = file.stat().st_size, pq.read_metadata(file), 0
+    check_room(str(file), size, facts)
+    texts = [column.path for column in leaves(facts) if column.physical_type == "BYTE_ARRAY"]
+    reader = pq.ParquetFile(file, read_dictionary=texts)
+    for number in range(facts.num_row_groups if size <= _SMALL else 0):  # Arrow can't join dictionaries in lists
+        unpacked += unpacked_bytes(reader.read_row_group(number, columns=texts, use_threads=False))
+        check_room(str(file), size, facts, unpacked)
+
+
+def leaves(facts: "pq.FileMetaData") -> list["pq.ColumnSchema"]:
+    """The columns of a Parquet file, of a structure its fields."""
+    return [facts.schema.column(number) for number in range(facts.num_columns)]
+
+
+def check_room(name: str, size: int, facts: "pq.FileMetaData", unpacked: int = 0) -> None:
+    """Raise `Refused` if the rows of a file of `size` bytes take far more: images are compressed already.
+
+    Columns that hold numbers of rows are counted as 8 bytes each. `unpacked`: what some columns were found to take.
+    """
+    sizes = [facts.row_group(number).total_byte_size for number in range(facts.num_row_groups)]
+    needed = max(sum(sizes), 8 * facts.num_rows, unpacked) if min(sizes, default=0) >= 0 else 2**63
+    if needed > max(_ROOM, _TIMES * size):
         found = f"its rows take {needed / 2**30:,.1f} GiB or more, and the file {size / 2**20:,.1f} MiB"
-        raise Refused(f"{file}: {found}: images don't shrink so much; write one image into each row")
+        raise Refused(f"{name}: {found}: images don't shrink so much; write one image into each row")
 
 
-def unpacked_bytes(column: pa.Array) -> int:
-    """Bytes that the values of a column take once each repeated one is written out."""
+def unpacked_bytes(column: pa.Array | pa.Table) -> int:
+    """Bytes that the values of a column, or of all columns, take once each repeated one is written out."""
+    if isinstance(column, pa.Table):
+        return sum(unpacked_bytes(chunk) for one in column.columns for chunk in one.chunks)
     if pa.types.is_struct(column.type):
         return sum(map(unpacked_bytes, column.flatten()))
     if is_list(column.type):

@@ -8,13 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.data import ranges, tables
-from common.data.huggingface import unpacked_bytes
+from common.data.huggingface import check_room, leaves, unpacked_bytes
 from common.data.ranges import RangeFile
 from common.data.shard_names import printable_name
 from common.errors import Refused
 from common.randomness import key_of, mix
 
-_TIMES, _ROOM = 100, 2**30  # rows take at most so many times the bytes of the file, or so many bytes
 _FOOTER = 2**26  # bytes
 
 Stamp = tuple[int, str]  # size and tag
@@ -38,7 +37,7 @@ def rows(
     counts = [group.num_rows for group in groups]
     places = [np.arange(count) + (number << 32) for number, count in enumerate(counts)]
     keys = mix(np.arange(sum(counts)), key_of(printable_name(name).rpartition("/")[2]))
-    number = [column.path for column in _leaves(facts)].index(leaf)
+    number = [column.path for column in leaves(facts)].index(leaf)
     sizes = [-(-group.column(number).total_uncompressed_size // max(1, group.num_rows)) for group in groups]
     schema = facts.schema.to_arrow_schema()
     fields = pa.schema([schema.field(label) for label in labels], schema.metadata)
@@ -71,8 +70,7 @@ def _opened(name: str, stamp: Stamp, image: str) -> tuple[pq.FileMetaData, table
     if size < 12 or end[4:] != b"PAR1" or int.from_bytes(end[:4], "little") > min(size - 12, _FOOTER):
         raise ValueError("no Parquet file: cut off, or its footer is damaged")
     facts = pq.ParquetFile(RangeFile(name, stamp)).metadata
-    sizes = [facts.row_group(number).total_byte_size for number in range(facts.num_row_groups)]
-    _refuse_bomb(max(sum(sizes), 8 * facts.num_rows) if min(sizes, default=0) >= 0 else 2**63, size)
+    check_room(printable_name(name), size, facts)
     none = datasets.table.InMemoryTable(facts.schema.to_arrow_schema().empty_table())
     split = tables.Split(printable_name(name), "", datasets.Dataset(none))
     column = tables.find_image(split, image)
@@ -81,19 +79,10 @@ def _opened(name: str, stamp: Stamp, image: str) -> tuple[pq.FileMetaData, table
     return facts, split, column, f"{column}.bytes" if pa.types.is_struct(split.kinds[column]) else column
 
 
-def _leaves(facts: pq.FileMetaData) -> list[pq.ColumnSchema]:
-    return [facts.schema.column(number) for number in range(facts.num_columns)]
-
-
 def _read(name: str, stamp: Stamp, facts: pq.FileMetaData, groups: Iterable[int], columns: Iterable[str]) -> pa.Table:
     """Columns of row groups. A value that is stored once and repeated stays so until it is known that all fit."""
-    repeated = [column.path for column in _leaves(facts) if column.physical_type == "BYTE_ARRAY"]
+    repeated = [column.path for column in leaves(facts) if column.physical_type == "BYTE_ARRAY"]
     file = pq.ParquetFile(RangeFile(name, stamp), metadata=facts, read_dictionary=repeated)
     found = pa.concat_tables(file.read_row_group(group, [*columns], use_threads=False) for group in groups)
-    _refuse_bomb(sum(unpacked_bytes(chunk) for column in found.columns for chunk in column.chunks), stamp[0])
+    check_room(printable_name(name), stamp[0], facts, unpacked_bytes(found))
     return found
-
-
-def _refuse_bomb(needed: int, size: int) -> None:
-    if needed > max(_ROOM, _TIMES * size):
-        raise ValueError(f"its rows take {_TIMES} times as many bytes as the file: images don't shrink so much")

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from common.classification.sources import Spec, load
-from common.data import parquet_shards, ranges, shard_index, shards
+from common.data import block_cache, huggingface, ranges, shard_index, shards
 from common.data import workers as loader_workers
 from common.data.block_cache import open_blocks
 from common.data.block_order import Blocks
@@ -295,15 +295,15 @@ def damaged_footer(path: Path) -> None:
     path.write_bytes(data[: len(data) // 2] + b"\xff" * (len(data) - len(data) // 2 - 8) + data[-8:])
 
 
-PARQUET = {"a bomb": (bomb, "100 times as many bytes"), "a wrong footer": (wrong_footer, "its footer is damaged")}
+PARQUET = {"a bomb": (bomb, "images don't shrink so much"), "a wrong footer": (wrong_footer, "its footer is damaged")}
 PARQUET |= {
     "a bomb of repeated images": (
         lambda path: pq.write_table(pa.table({"image": [bytes(2**16)] * 2**11, "label": [1] * 2**11}), path),
-        "100 times as many bytes",
+        "images don't shrink so much",
     ),
     "a bomb of repeated labels": (
         lambda path: pq.write_table(pa.table({"image": [b"i"] * 2**11, "label": ["1" * 2**16] * 2**11}), path),
-        "100 times as many bytes",
+        "images don't shrink so much",
     ),
     "a damaged footer": (damaged_footer, "a.parquet: "),
     "no label": (
@@ -315,7 +315,7 @@ PARQUET |= {
 
 @pytest.mark.parametrize("kind", PARQUET)
 def test_hostile_parquet_at_a_url_is_refused_in_one_line(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(parquet_shards, "_ROOM", 2**20)
+    monkeypatch.setattr(huggingface, "_ROOM", 2**20)
     write, text = PARQUET[kind]
     write(tmp_path / "a.parquet")
     with RangeServer() as server:
@@ -513,6 +513,16 @@ def test_data_workers_read_an_epoch_of_blocks_hardly_more_than_once(files, serve
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
     asked = [(path, headers["Range"]) for path, headers, _ in server.asked]
     assert len({*asked}) == count and len(asked) <= 1.1 * count
+
+
+def test_blocks_that_are_missing_together_come_in_few_answers(files, server, monkeypatch):
+    monkeypatch.setattr(shard_index, "_BLOCK", 2**13)
+    source = read(f"{server.url}/tars/train-{{000..002}}.tar", alone=True)[0]
+    (source, _) = shards.shared([source, source], 64)
+    server.asked.clear()
+    source.expect(np.arange(349))
+    assert [source.content(place) for place in range(349)] == [file.read_bytes() for file in in_order(files)]
+    assert len(source.blocks.edges) - 1 > 60 and len(server.asked) <= 3 + block_cache.IN_FLIGHT
 
 
 @pytest.mark.parametrize(
