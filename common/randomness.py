@@ -12,7 +12,7 @@ _U64 = np.uint64
 _TWO_53 = 2.0**53
 
 
-def mix(x: np.ndarray | int, key: int | np.ndarray) -> np.ndarray:
+def mix(x: np.ndarray | int, key: int) -> np.ndarray:
     """Hash integers to 64 well-mixed bits, vectorised: uint64[...] of the shape of `x`.
 
     For a fixed `key` this is a bijection of the 64-bit integers, so different `x` never collide.

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from common.data.stream import ROUNDS, permutation, permuted
+from common.data.stream import permutation
 from common.randomness import key_of, mix
 
 _LANES = 60  # shared by 2 to 6, 10, 12 or 15 machines without a rest
@@ -55,10 +55,18 @@ class Blocks:
         windows = np.append(starts[np.arange(0, count, self.pool / lanes).astype(np.int64)], size)
         window = np.searchsorted(windows, place, side="right") - 1
         low, high = np.maximum(windows[window], firsts[lane]), np.minimum(windows[window + 1], firsts[lane + 1])
-        keys = [mix(low, key_of("window", seed, epoch, turn)) for turn in range(ROUNDS)]
-        place = low + permuted(place - low, high - low, keys)
+        key = key_of("window", seed, epoch)
+        for begin, end in {*zip(low.tolist(), high.tolist(), strict=True)}:
+            here = low == begin
+            place[here] = begin + _shuffled(begin, end, key)[place[here] - begin]
         turn = np.searchsorted(starts, place, side="right") - 1
         return self.edges[blocks[turn]] + place - starts[turn]
+
+
+@lru_cache(maxsize=4 * _LANES)
+def _shuffled(begin: int, end: int, key: int) -> np.ndarray:
+    """The numbers below `end - begin` in an order that is the window's own: int64[end - begin]."""
+    return np.argsort(mix(np.arange(begin, end), key))
 
 
 @lru_cache(maxsize=4)

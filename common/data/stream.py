@@ -6,7 +6,6 @@ shuffle and no iterator to fast-forward on resume, and a billion samples cost as
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
@@ -21,7 +20,7 @@ if TYPE_CHECKING:  # which imports this module
     from common.data.block_order import Blocks
 
 _U64 = np.uint64
-ROUNDS = 8  # of the Feistel network: at 4 a chi-square test still sees structure, at 8 it does not
+_ROUNDS = 8  # of the Feistel network: at 4 a chi-square test still sees structure, at 8 it does not
 _BLOCK = 1024  # places, for which a permutation takes little longer than for a few
 
 
@@ -32,30 +31,19 @@ def permutation(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
     permuted again until it lies inside (cycle walking: a few times at most, since a * b - size < a).
     Source: Black & Rogaway, "Ciphers with Arbitrary Finite Domains", 2002.
     """
-    return permuted(index, size, _round_keys(seed, epoch))
-
-
-def permuted(index: np.ndarray, size: int | np.ndarray, keys: Sequence[Any]) -> np.ndarray:
-    """`permutation` for the keys of its rounds. With int64[n] as `size` and uint64[n] as each key, several at once."""
-    a = np.ceil(np.sqrt(size)).astype(_U64)  # exact up to 2**52
-    size = np.asarray(size).astype(_U64)
-    b = (size + a - _U64(1)) // a
+    a = math.isqrt(size - 1) + 1
+    b = -(-size // a)
     result = np.empty(len(index), _U64)
     todo, x = np.arange(len(index)), np.asarray(index).astype(_U64)
-
-    def of_todo(value: Any) -> Any:
-        return value[todo] if np.ndim(value) else value
-
     while len(todo):
-        of_a, of_b = of_todo(a), of_todo(b)
-        left, right = x // of_b, x % of_b
-        for turn, key in enumerate(keys):
+        left, right = x // _U64(b), x % _U64(b)
+        for turn, key in enumerate(_round_keys(seed, epoch)):
             if turn % 2:
-                right = (right + mix(left, of_todo(key)) % of_b) % of_b
+                right = (right + mix(left, key) % _U64(b)) % _U64(b)
             else:
-                left = (left + mix(right, of_todo(key)) % of_a) % of_a
-        x = left * of_b + right
-        inside = x < of_todo(size)
+                left = (left + mix(right, key) % _U64(a)) % _U64(a)
+        x = left * _U64(b) + right
+        inside = x < _U64(size)
         result[todo[inside]] = x[inside]
         todo, x = todo[~inside], x[~inside]
     return result.astype(np.int64)
@@ -68,7 +56,7 @@ def _block(number: int, size: int, seed: int, epoch: int) -> np.ndarray:
 
 @lru_cache(maxsize=16)
 def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    return tuple(key_of("permutation", seed, epoch, turn) for turn in range(ROUNDS))
+    return tuple(key_of("permutation", seed, epoch, turn) for turn in range(_ROUNDS))
 
 
 @dataclass(frozen=True)
