@@ -19,7 +19,7 @@ from requests.adapters import HTTPAdapter
 from urllib3 import Retry
 from urllib3.exceptions import HTTPError
 
-from common.data.ranges import Answer, Fault, ShardChanged, Unreadable
+from common.data.range_faults import Answer, Fault, ShardChanged, Unreadable
 
 CONNECT_S = 10.0  # until a server counts as gone
 SILENCE_S = 20.0  # between two pieces of an answer

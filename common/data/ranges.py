@@ -12,6 +12,7 @@ import time
 from functools import lru_cache
 from typing import Any, BinaryIO, NamedTuple
 
+from common.data.range_faults import Answer, Fault, ShardChanged, Unreadable
 from common.data.shard_names import file_system, is_http, is_remote, printable_name
 from common.errors import Refused, printable
 from common.files import open_regular
@@ -23,38 +24,12 @@ SPEAK_S = 5.0  # of waiting, after which people are told why
 _CHECK_S = 60.0  # how often a file is compared with its tag if that takes a request of its own
 _TAGS = "ETag etag blob_id md5Hash LastModified last_modified mtime updated modified created".split()
 
-Answer = tuple[bytes, int, str]  # bytes of a range, and of its file the size and tag
-
 _jitter = random.SystemRandom()  # takes no numbers from the generators that training draws from
 
 
 class FileStamp(NamedTuple):
     size: int  # bytes
     tag: str  # differs once the file has changed: time of modification in ns, or what the server has: ETag, Last-Modified
-
-
-class Unreadable(Refused):
-    """A range that can't be read. Its text is one line that names shard, offset and cause, and holds no secret."""
-
-    def __init__(self, name: str, start: int | None = None, cause: str = ""):
-        # With one argument it is the finished text, as when a data worker's error is raised again in the training process.
-        super().__init__(name if start is None else f"{printable_name(name)}: byte {start:,}: {cause}")
-
-
-class ShardChanged(Unreadable):
-    """A shard that is not the one that was indexed."""
-
-    def __init__(self, name: str, start: int | None = None, now: str = "", before: str = ""):
-        super().__init__(name, start, f"it has changed since it was indexed: it is {now} now, and was {before}")
-
-
-class Fault(Exception):
-    """A fault that may pass: the range is asked for again."""
-
-    def __init__(self, cause: str, wait: float = 0.0):
-        """`cause` holds no secret; `wait`: seconds that the server asks to wait."""
-        super().__init__(cause)
-        self.cause, self.wait = cause, wait
 
 
 def stat(name: str) -> FileStamp:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -187,7 +187,7 @@ def _read(shards: ShardList, number: int) -> tuple[str, str, int]:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, cells.schema) as stream:
         stream.write_table(cells)
-    return base64.b64encode(entries).decode(), base64.b64encode(sink.getvalue()).decode(), left_out
+    return base64.b64encode(entries.tobytes()).decode(), base64.b64encode(sink.getvalue()).decode(), left_out
 
 
 def _rows(name: str, stamp: tuple[int, str], shards: ShardList) -> tuple[np.ndarray, pa.Table, int]:
@@ -201,8 +201,8 @@ def _rows(name: str, stamp: tuple[int, str], shards: ShardList) -> tuple[np.ndar
         groups = np.split(columns[0], np.flatnonzero(np.diff(columns[0] >> 32)) + 1) if rows.header else []
         found = chain.from_iterable(parquet_shards.images(name, stamp, shards.image, group) for group in groups)
         headers = map(rows.header, found) if rows.header else [[]] * len(entries)
-        columns = {column: cells[column] for column in cells.column_names}
-        cells = pa.table(columns | {HEADER: pa.array(headers, pa.list_(pa.int64()))})
+        others = {name: cells[name] for name in cells.column_names}
+        cells = pa.table(others | {HEADER: pa.array(headers, pa.list_(pa.int64()))})
     return entries, cells, 0
 
 
@@ -254,7 +254,7 @@ def _write(folder: Path, shards: ShardList, found: list[pa.Table], left_out: int
             file.write_table(cells)
     else:
         rows = datasets.Dataset(datasets.table.InMemoryTable(cells if in_rows else _as_numbers(cells)))
-        split = tables.Split(*str(shards).split(" and ", 1), rows)
+        split = tables.Split(printable_name(shards.names[0]), f"and {len(shards.names) - 1:,} more shards", rows)
         classes, (labels,), notes = tables.read_labels([split], tuple(cells.column_names), 1)
     entries = np.memmap(folder / "entries", ENTRY, "r")
     edges, block_bytes = _blocks(entries, in_rows)
@@ -327,5 +327,5 @@ def _load(folder: Path, shards: ShardList) -> Index | None:
         return None
     with suppress(OSError):
         os.utime(folder)  # marks it as used
-    small = {name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()}
+    small: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()}
     return Index(shards, entries, labels, edges, rows, **small)

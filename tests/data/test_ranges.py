@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 from common.data import http_ranges, ranges
-from common.data.ranges import RangeFile, ShardChanged, Unreadable, read, stat
+from common.data.range_faults import ShardChanged, Unreadable
+from common.data.ranges import RangeFile, read, stat
 from common.data.shard_names import expand, printable_name
 from common.errors import Refused
 from tests.harness.range_server import RangeServer

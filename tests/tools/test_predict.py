@@ -147,17 +147,18 @@ def test_images_in_shards_give_the_rows_of_their_files(request, launch, recipe, 
     assert [row | {"file": row["file"].partition(".tar/")[2]} for row in in_tars] == [
         row | {"file": places[row["file"]]} for row in of_files
     ]
+    in_rows = rows("--data", f"{tmp_path}/*.parquet", "--workers", 0)
+    assert in_rows[0]["file"] == f"{tmp_path}/train-000.parquet: row 0 of row group 0"
+    assert [row | {"file": ""} for row in in_rows] == [row | {"file": ""} for row in of_files]
+    if recipe == "det":
+        return
     with RangeServer() as server:
         server.files = {f"/{file.name}": file.read_bytes() for file in tmp_path.glob("train-*")}
         words = [run, "--data", f"{server.url}/train-{{000..002}}.tar", "--format", "csv", "-o", tmp_path / "two.csv"]
         done = launch("multi_cpu", "-m", "tools.predict", *words, "--workers", 1)
         assert done.returncode == 0, done.stderr
-        served = (tmp_path / "two.csv").read_text()
-    rows("--data", tmp_path / "train-{000..002}.tar", "--workers", 0)
-    assert served.replace(f"{server.url}/", f"{tmp_path}/") == (tmp_path / "rows.csv").read_text()
-    in_rows = rows("--data", f"{tmp_path}/*.parquet", "--workers", 1)
-    assert in_rows[0]["file"] == f"{tmp_path}/train-000.parquet: row 0 of row group 0"
-    assert [row | {"file": ""} for row in in_rows] == [row | {"file": ""} for row in of_files]
+        served = list(csv.DictReader(io.StringIO((tmp_path / "two.csv").read_text())))
+    assert [row | {"file": row["file"].replace(server.url, str(tmp_path))} for row in served] == in_tars
 
 
 def test_pycocotools_finds_the_recorded_ap_in_the_coco_output(forks, trained_detector, of_boxes, tmp_path) -> None:

@@ -94,8 +94,10 @@ def scenes(files: FileList | Shards, sizes: np.ndarray, classes: tuple[str, ...]
 
 def sizes_of(files: FileList | Shards) -> np.ndarray:
     """int64[N, 2]: width and height of the upright images, read from their headers; 32 x 32 of one that can't be read."""
-    in_shards = isinstance(files, Shards)
-    sizes = upright_sizes(files.index.headers if in_shards else headers_of_files("", files.paths, may_miss=True))
+    if isinstance(files, FileList):
+        sizes = upright_sizes(headers_of_files("", files.paths, may_miss=True))
+    else:
+        sizes = upright_sizes(files.index.headers)
     for index in np.flatnonzero(sizes[:, 0] == 0).tolist():
         sizes[index] = _size_of(files, index)
     return sizes
