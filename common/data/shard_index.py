@@ -226,7 +226,10 @@ def _members(name: str, stamp: tuple[int, str], shards: ShardList) -> tuple[np.n
             file.seek(image.offset_data)
             labels[-1][HEADER] = rows.header(file.read(min(image.size, LARGEST)))
     if rows:
-        return np.array(entries, ENTRY), pa.Table.from_pylist(labels), left_out
+        # Not Table.from_pylist, which takes the keys of the first sample alone.
+        names = dict.fromkeys(name for row in labels for name in row)
+        cells = pa.table({name: pa.array([row.get(name) for row in labels]) for name in names})
+        return np.array(entries, ENTRY), cells, left_out
     several = bool(labels) and isinstance(labels[0], list)
     cells = pa.array(labels, pa.list_(pa.string()) if several else pa.string())
     return np.array(entries, ENTRY), pa.table({shards.label or "label": cells}), left_out

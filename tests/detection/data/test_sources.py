@@ -1,6 +1,8 @@
 """COCO, VOC, YOLO and Hugging Face data become columns of upright boxes; problems are refused in one line or counted."""
 
 import io
+import json
+import tarfile
 from pathlib import Path
 
 import datasets
@@ -14,6 +16,7 @@ from common.detection.data import coco_files, image_headers
 from common.detection.data.sources import Spec, load
 from common.errors import Refused
 from tests.harness.annotations import CATEGORIES, annotation, coco, picture, voc, yolo
+from tests.harness.shards import add
 
 
 @pytest.fixture(autouse=True)
@@ -463,6 +466,21 @@ def test_bad_tables_are_refused_in_one_line(tmp_path):
 
 
 # ---- one part, to evaluate
+
+
+def test_samples_of_a_tar_may_lack_what_others_have(tmp_path):
+    one, crowd = {"bbox": [1, 2, 10, 9], "category": "a"}, {"bbox": [1, 2, 10, 9], "category": "a", "crowd": 1}
+    shards = ([{"objects": [one]}], [{"caption": "nothing"}, {"objects": [one]}, {"objects": [one, crowd]}])
+    file = io.BytesIO()
+    Image.new("RGB", (40, 30)).save(file, "PNG")
+    for part in ("train", "val"):
+        for number, samples in enumerate(shards):
+            with tarfile.open(tmp_path / f"{part}-{number}.tar", "w") as tar:
+                for place, described in enumerate(samples):
+                    add(tar, f"{place}.png", file.getvalue())
+                    add(tar, f"{place}.json", json.dumps(described).encode())
+    for source in load(Spec(str(tmp_path), seed=0, val_share=0.2, box_format="xywh")):
+        assert source.offsets.tolist() == [0, 1, 1, 2, 4] and source.crowd.tolist() == [False, False, False, True]
 
 
 def test_a_part_is_evaluated_alone_in_every_format(tmp_path):
