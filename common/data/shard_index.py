@@ -230,7 +230,9 @@ def _members(name: str, stamp: tuple[int, str], shards: ShardList) -> tuple[np.n
         names = dict.fromkeys(name for row in labels for name in row)
         cells = pa.table({name: pa.array([row.get(name) for row in labels]) for name in names})
         return np.array(entries, ENTRY), cells, left_out
-    several = bool(labels) and isinstance(labels[0], list)
+    if len(kinds := {isinstance(label, list) for label in labels}) == 2:
+        raise ValueError("some samples have one label, others a list of labels; make all of them lists")
+    several = True in kinds
     cells = pa.array(labels, pa.list_(pa.string()) if several else pa.string())
     return np.array(entries, ENTRY), pa.table({shards.label or "label": cells}), left_out
 

@@ -222,6 +222,12 @@ HOSTILE = {
         lambda path: tar_of(path, ("a.png", b"i"), ("a.json", b'{"label": {"a": 1}}')),
         "no number, text or list",
     ),
+    "one label and a list": (
+        lambda path: tar_of(
+            path, ("a.png", b"i"), ("a.json", b'{"label": ["a"]}'), ("b.png", b"i"), ("b.json", b'{"label": "abc"}')
+        ),
+        "some samples have one label, others a list",
+    ),
     "two images": (lambda path: tar_of(path, *GOOD, ("a.jpg", b"other")), "a.png and a.jpg could each be the image"),
     "nothing": (lambda path: path.write_bytes(b""), "byte 0: empty file"),
     "no samples": (lambda path: tar_of(path), "no sample with an image"),
