@@ -20,12 +20,20 @@ from common.errors import Refused
 pytest.importorskip("transformers")
 HERE = Path(__file__).parent
 # As the authors' program builds it (see the files) -> ours.
-LISTED = {"rtdetr_r18vd": "rtdetr_v2_r18vd", "rtdetrv2_r50vd": "rtdetr_v2_r50vd", "dfine_s": "dfine_s"}
+LISTED = {"rtdetr_r18vd": "rtdetr_v2_r18vd", "rtdetrv2_r18vd": "rtdetr_v2_r18vd", "dfine_s": "dfine_s"}
 TWICE = ("decoder.up", "decoder.reg_scale")  # of D-FINE; decoder.decoder has them, too
 LEFT_OUT = r"decoder\.(anchors|valid_mask)|.*\.num_batches_tracked"
 
 
 def shapes_of(name):
+    if name == "rtdetrv2_r18vd":  # the first version's, but for these
+        shapes = {}
+        for key, shape in shapes_of("rtdetr_r18vd").items():
+            key = key.replace("enc_output.0.", "enc_output.proj.").replace("enc_output.1.", "enc_output.norm.")
+            shapes[key] = shape
+            if key.endswith("cross_attn.output_proj.bias"):
+                shapes[key.replace("output_proj.bias", "num_points_scale")] = (12,)
+        return shapes | {"decoder.anchors": (1, 8400, 4), "decoder.valid_mask": (1, 8400, 1)}
     shapes = {}
     for line in (HERE / f"{name}.txt").read_text().splitlines():
         if not line.startswith("#"):
@@ -59,6 +67,11 @@ def test_every_tensor_becomes_one_of_ours_and_none_is_left(name):
     assert used == [number for number, key in enumerate(state, 1) if key in kept and key not in TWICE]
     assert len(made) == len(used) + 2 * sum("in_proj_" in key for key in state)
     assert (*weights.classes[:2], weights.classes[-1], len(weights.classes)) == ("person", "bicycle", "toothbrush", 80)
+
+
+def test_bottlenecks_of_deeper_networks_have_a_third_layer():
+    named = detr_checkpoints._renamed("backbone.res_layers.2.blocks.1.branch2c.norm.bias", torch.zeros(1), "rtdetr_v2")
+    assert [name for name, _ in named] == ["model.backbone.model.encoder.stages.2.layers.1.layer.2.normalization.bias"]
 
 
 def test_attention_from_the_split_projections_is_that_from_the_joined_one():
