@@ -8,7 +8,7 @@ from PIL import Image
 from common.data.images import BrokenImage
 from common.data.stream import Stream
 from common.detection.batches import EvaluationScenes, TrainingImages
-from common.detection.data.annotated import FixedImages
+from common.detection.data.annotated import Annotated
 from common.detection.transforms import BoxAugmentation
 from tests.harness.detections import columns
 
@@ -17,7 +17,7 @@ EVERYTHING = {"jitter": (0.5, 1.5)} | dict.fromkeys(
 )
 
 
-class Painted(FixedImages):
+class Painted(Annotated):
     """Grey images of many sizes; their objects are white."""
 
     broken = frozenset()

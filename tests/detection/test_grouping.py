@@ -5,7 +5,7 @@ import pytest
 
 from common.data.stream import Stream
 from common.detection.data import scenes
-from common.detection.data.annotated import FixedImages
+from common.detection.data.annotated import Annotated
 from common.detection.grouping import GroupedStream, repeat_weights
 from common.errors import Refused
 from tests.harness.detections import columns
@@ -15,7 +15,7 @@ def test_an_image_weighs_as_its_rarest_class_which_counts_once_an_image_and_not_
     objects = [[0], [0, 0, 0], [0, 1], [], [1, 0], [0], [0], [0], [2, 2, 0], [0]]
     images = [[((0, 0, 5, 5), label) for label in of_image] for of_image in objects]
     images[0].append(((0, 0, 5, 5), 3, True))
-    data = FixedImages(**columns(images, classes=tuple("abcd")))
+    data = Annotated(**columns(images, classes=tuple("abcd")))
     weights = repeat_weights(data, 0.4)  # classes are in 9, 2 and 1 of 10 images
     rare = np.sqrt(0.4 / 0.2), np.sqrt(0.4 / 0.1)
     assert weights == pytest.approx([1, 1, rare[0], 1, rare[0], 1, 1, 1, rare[1], 1])

@@ -16,7 +16,7 @@ from common.data.loader import Prefetcher, training_loader
 from common.data.stream import Stream
 from common.detection.batches import EvaluationScenes, TrainingImages
 from common.detection.data import scenes
-from common.detection.data.annotated import FixedImages, Sample
+from common.detection.data.annotated import Annotated, Sample
 from common.detection.samples import extents
 from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
@@ -50,7 +50,7 @@ FILES = {
 BROKEN = {"cut off": file(120, 90)[:1500], "another size": file(60, 45)}
 
 
-class Files(FixedImages):
+class Files(Annotated):
     """Files with two boxes each, whose sizes are those of `FILES`."""
 
     def name(self, index: int) -> str:

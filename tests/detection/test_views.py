@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from common.detection.batches import EvaluationScenes, blank_padding
-from common.detection.data.annotated import FixedImages
+from common.detection.data.annotated import Annotated
 from common.detection.transforms import BoxAugmentation
 from common.detection.views import Views
 from common.errors import Refused
@@ -19,7 +19,7 @@ PLAIN = BoxAugmentation(0, (48,), 96)
 SIZES = ((64, 48), (48, 48), (90, 60), (48, 70))  # width, height
 
 
-class Painted(FixedImages):
+class Painted(Annotated):
     """One image of each of `SIZES`, of noise, in which a bright box has a brighter left half."""
 
     def __init__(self):

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from common.detection.batches import EvaluationScenes, fill_of
-from common.detection.data.annotated import FixedImages
+from common.detection.data.annotated import Annotated
 from common.detection.models.detectors import OF_TRANSFORMERS, Detector, build_detector
 from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation
@@ -49,7 +49,7 @@ DETECTIONS = ("boxes", "scores", "labels")
 EVERYWHERE = ("onnx", "openvino", "torch_export")
 
 
-class Photographs(FixedImages):
+class Photographs(Annotated):
     """Photographs of several sizes, without boxes."""
 
     def __init__(self) -> None:

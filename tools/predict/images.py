@@ -10,7 +10,7 @@ import pyarrow as pa
 from common.data.images import BrokenImage, opened, orientation_of
 from common.data.shards import Shards
 from common.data.source import Source, path_of
-from common.detection.data.annotated import FixedImages
+from common.detection.data.annotated import Annotated
 from common.detection.data.image_headers import headers_of_files, upright_sizes
 
 _PLACEHOLDER = 32, 32  # size of an image that can't be read
@@ -65,7 +65,7 @@ class Images(Numbered, Source):
 
 
 @dataclass(frozen=True, eq=False)
-class Scenes(Numbered, FixedImages):
+class Scenes(Numbered, Annotated):
     """Images in which to detect."""
 
     files: FileList | Shards = field(kw_only=True)

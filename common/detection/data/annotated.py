@@ -1,4 +1,4 @@
-"""Sources of images with boxes: their protocol, and the columns of annotations that all of them share.
+"""Sources of images with boxes, and the columns of annotations that all of them share.
 
 The boxes of all images stand one after another in columns. There is no Python object for each image
 or box: every data worker would copy its memory pages.
@@ -6,7 +6,7 @@ or box: every data worker would copy its memory pages.
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -83,66 +83,32 @@ class Annotations:
         return fingerprint_of(self.classes, self.labels, contents, names)
 
 
-class Annotated(Protocol):
-    """A fixed list of annotated images with the columns of `Annotations`. It can be pickled, and works after a fork."""
+class Annotated(Annotations):
+    """A list of images with annotations, which can be pickled and works after a fork. Subclasses define the first three."""
 
-    classes: tuple[str, ...]
-    category_ids: np.ndarray
-    image_ids: np.ndarray
-    sizes: np.ndarray
-    offsets: np.ndarray
-    boxes: np.ndarray
-    labels: np.ndarray
-    crowd: np.ndarray
-    areas: np.ndarray
-    truth: np.ndarray
-    notes: tuple[str, ...]
     fingerprint: str  # hex; equal for the same list of images with the same annotations
-    class_counts: np.ndarray | None  # int64[K]: boxes of each class, without crowd regions; None for fresh scenes
-    part: str  # which part of the data it is, for people: "val.json" or "20 % held out of train.json"
-    has_masks: bool  # whether samples do
-    fresh: bool  # whether each position of the stream has a new scene instead of an image of the list
-
-    def __len__(self) -> int: ...
 
     def name(self, index: int) -> str:
         """The image in words for people, such as its path."""
-        ...
-
-    def image(self, index: int) -> Image.Image:
-        """The image, RGB and upright, of `sizes[index]`. Raises `images.BrokenImage` if it can't be decoded."""
-        ...
-
-    def picture(self, index: int) -> Picture:
-        """The same image, of which no more is decoded than is used. Raises `images.BrokenImage`."""
-        ...
-
-    def sample(self, index: int, position: int, cache: Cache | None = None) -> Sample:
-        """The training sample at `position` of the stream, which holds `index`. Raises `images.BrokenImage`."""
-        ...
-
-    def rles(self, index: int) -> list[dict]:
-        """The masks of an image's objects as COCO's packed run lengths, if the source was loaded with masks."""
-        ...
-
-
-class FixedImages(Annotations):
-    """Annotations of images that are the same at every position of the stream. Subclasses define `content`."""
-
-    fresh = False
-    strata = None  # images with boxes are held out from one stratum
-    has_masks = property(lambda self: self.masks is not None)
+        raise NotImplementedError
 
     def content(self, index: int) -> str | bytes | Image.Image:
         """Path or bytes of the image's file, or the image."""
         raise NotImplementedError
 
+    part = ""  # which part of the data it is, for people: "val.json" or "20 % held out of train.json"
+    fresh = False  # True if each position of the stream has a new scene instead of an image of the list
+    strata = None  # images with boxes are held out from one stratum
+    has_masks = property(lambda self: self.masks is not None)  # True if samples have
+
     def image(self, index: int) -> Image.Image:
+        """The image, RGB and upright, of `sizes[index]`. Raises `images.BrokenImage` if it can't be decoded."""
         image = open_rgb(self.content(index))
         self._check_size(index, image)
         return image
 
     def picture(self, index: int) -> Picture:
+        """The same image, of which no more is decoded than is used. Raises `images.BrokenImage`."""
         picture = Picture(self.content(index))
         self._check_size(index, picture)
         return picture
@@ -156,6 +122,7 @@ class FixedImages(Annotations):
             )
 
     def sample(self, index: int, position: int, cache: Cache | None = None) -> Sample:
+        """The training sample at `position` of the stream, which holds `index`. Raises `images.BrokenImage`."""
         rows = slice(self.offsets[index], self.offsets[index + 1])
         read = partial(self.picture, index)
         picture = cache.picture(index, read) if cache else read()
@@ -164,6 +131,7 @@ class FixedImages(Annotations):
         return Sample(picture, *columns, masks, self.sizes[index])
 
     def rles(self, index: int) -> list[dict]:
+        """The masks of an image's objects as COCO's packed run lengths, if the source was loaded with masks."""
         rows = slice(self.offsets[index], self.offsets[index + 1])
         return self.masks.rles(index, rows, self.sizes[index], self.boxes[rows])
 
@@ -193,8 +161,8 @@ class ImageFiles:
 
 
 @dataclass(frozen=True, eq=False)
-class AnnotatedImages(FixedImages):
-    """Files or rows of a table, with their boxes. Satisfies `Annotated`."""
+class AnnotatedImages(Annotated):
+    """Files or rows of a table, with their boxes."""
 
     images: Any  # `ImageFiles`, or a table
     byte_counts: np.ndarray  # int64[N] size of each image

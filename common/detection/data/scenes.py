@@ -1,6 +1,6 @@
 """Synthetic scenes of scikit-learn's handwritten digits, to detect them in."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -9,7 +9,7 @@ from PIL import Image
 from common.data.decoding import Picture, pixels_of
 from common.data.digits import Digits, load_digits
 from common.data.source import fingerprint_of
-from common.detection.data.annotated import Annotations, Sample
+from common.detection.data.annotated import Annotated, Sample
 from common.detection.data.masks import encode
 from common.randomness import key_of
 
@@ -24,24 +24,22 @@ _VALIDATION = 256
 _RECIPE = "1"  # part of the fingerprint: to be raised when scenes change
 
 
-@dataclass(frozen=True, eq=False)
-class Scenes:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Scenes(Annotated):
     """Scenes of one to eight digits of several sizes and colours on a noisy background: pure functions of (key, position).
 
-    In training, every position of the stream is a new scene: an epoch is 1,024 of them, and the
-    columns of annotations describe the first 1,024 positions. In evaluation it is a fixed list
-    of 256. Satisfies `Annotated`.
+    In training, every position of the stream is a new scene: an epoch is 1,024 of them, and no column has a box. In
+    evaluation it is a fixed list of 256.
     """
 
     pixels: np.ndarray  # uint8[digits, 32, 32], ink on 0
     ink: np.ndarray  # int64[digits, 4] left, top, right, bottom of what is drawn
     digits: np.ndarray  # int64[digits] which digit it is
-    classes: tuple[str, ...]
     key: int
     fresh: bool
-    count: int
     part: str
-    has_masks: bool = False  # whether samples do
+    draws_masks: bool
+    has_masks = property(lambda self: self.draws_masks)
 
     def scene(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """uint8[128, 128, 3], boxes float32[n, 4] left, top, right, bottom around the ink, and labels int64[n]."""
@@ -89,60 +87,53 @@ class Scenes:
     def name(self, index: int) -> str:
         return f"scene[{index}]"
 
-    def image(self, index: int) -> Image.Image:
+    def content(self, index: int) -> Image.Image:
         return Image.fromarray(self.scene(index)[0])
-
-    def picture(self, index: int) -> Picture:
-        return Picture(pixels_of(self.scene(index)[0]))
-
-    def __len__(self) -> int:
-        return self.count
 
     @cached_property
     def fingerprint(self) -> str:
-        kind = (_RECIPE, "fresh", "") if self.fresh else (_RECIPE, "fixed", str(self.count))
+        kind = (_RECIPE, "fresh", "") if self.fresh else (_RECIPE, "fixed", str(len(self)))
         return fingerprint_of(self.classes + kind, self.digits, self.pixels)
 
-    # ---- annotations: drawn when first used, since training on new scenes needs only the sizes
-
-    @cached_property
-    def sizes(self) -> np.ndarray:
-        return np.full((self.count, 2), SIDE, np.int32)
-
-    @cached_property
-    def _annotations(self) -> Annotations:
-        scenes = [self.scene(position)[1:] for position in range(self.count)]
-        boxes, labels = (np.concatenate(column) for column in zip(*scenes, strict=True))
-        offsets = np.concatenate([[0], np.cumsum([len(labels) for _, labels in scenes])])
-        areas = np.prod(boxes[:, 2:] - boxes[:, :2], axis=1)
-        ids = np.arange(len(self.classes))
-        crowd = np.zeros(len(labels), bool)
-        return Annotations(self.classes, ids, np.arange(self.count), self.sizes, offsets, boxes, labels, crowd, areas)
-
-    category_ids = property(lambda self: np.arange(len(self.classes)))
-    image_ids = property(lambda self: np.arange(self.count))
-    offsets = property(lambda self: self._annotations.offsets)
-    boxes = property(lambda self: self._annotations.boxes)
-    labels = property(lambda self: self._annotations.labels)
-    crowd = property(lambda self: self._annotations.crowd)
-    areas = property(lambda self: self._annotations.areas)
-    truth = property(lambda self: self._annotations.truth)
-    class_counts = property(lambda self: None if self.fresh else self._annotations.class_counts)
-    notes = ()
+    @property
+    def class_counts(self) -> np.ndarray | None:
+        """None for fresh scenes."""
+        return None if self.fresh else super().class_counts
 
 
 def load(seed: int, masks: bool = False) -> tuple[Scenes, Scenes]:
     """New scenes to train on, and fixed ones to evaluate on: the same for every seed, of the held-out fifth of the digits."""
     train, val = load_digits()
     fresh = _scenes(train, key_of(seed, "scenes"), True, _NOMINAL_EPOCH, "fresh scenes", masks)
-    part = "fixed scenes of held-out digits"
-    fixed = _scenes(val, key_of("validation scenes"), False, _VALIDATION, part, masks)
-    return fresh, fixed
+    fixed = _scenes(val, key_of("validation scenes"), False, _VALIDATION, "fixed scenes of held-out digits", masks)
+    scenes = [fixed.scene(number)[1:] for number in range(_VALIDATION)]
+    boxes, labels = (np.concatenate(column) for column in zip(*scenes, strict=True))
+    areas = np.prod(boxes[:, 2:] - boxes[:, :2], axis=1)
+    offsets = np.concatenate([[0], np.cumsum([len(labels) for _, labels in scenes])])
+    columns = {"boxes": boxes, "labels": labels, "areas": areas, "crowd": np.zeros(len(labels), bool), "truth": None}
+    return fresh, replace(fixed, offsets=offsets, **columns)
 
 
 def _scenes(digits: Digits, key: int, fresh: bool, count: int, part: str, masks: bool) -> Scenes:
-    ink = np.array([Image.fromarray(np.where(image > _INK, image, 0)).getbbox() for image in digits.pixels])
-    return Scenes(digits.pixels, ink, digits.labels, digits.classes, key, fresh, count, part, masks)
+    """Without boxes."""
+    return Scenes(
+        classes=digits.classes,
+        category_ids=np.arange(len(digits.classes)),
+        image_ids=np.arange(count),
+        sizes=np.full((count, 2), SIDE, np.int32),
+        offsets=np.zeros(count + 1, np.int64),
+        boxes=np.zeros((0, 4), np.float32),
+        labels=np.zeros(0, np.int64),
+        crowd=np.zeros(0, bool),
+        areas=np.zeros(0),
+        pixels=digits.pixels,
+        ink=np.array([Image.fromarray(np.where(image > _INK, image, 0)).getbbox() for image in digits.pixels]),
+        digits=digits.labels,
+        key=key,
+        fresh=fresh,
+        part=part,
+        draws_masks=masks,
+    )
 
 
 def _background(random: np.random.Generator) -> np.ndarray:
