@@ -1,12 +1,12 @@
-"""Protocol of a detector, and building one from its specification."""
+"""Building a detector from its specification."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from common.detection.models.detector import Detector
 from common.detection.models.detr import DETR
 from common.detection.models.detr_models import FAMILIES as DETR_FAMILIES
 from common.detection.models.fcos import FCOS
@@ -17,42 +17,6 @@ from common.detection.models.rf_detr import RFDETR
 from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
 from common.training.timm_models import begins_with_backbone
-
-
-class Detector(Protocol):
-    """A module whose losses do not depend on how a global batch is split, and whose classes are 0..K-1 everywhere.
-
-    `targets` has one dict per image: boxes [n, 4] left, top, right, bottom in pixels of the canvas; labels int64[n]; crowd
-    bool[n]; position in the stream, int; if known, size int64[2], the true width and height on the canvas, and regions, a
-    list of the rows that are crowd regions, so that the host need not ask the device.
-    n may be 0. Crowd regions are neither foreground nor background; other boxes inside them still count.
-    """
-
-    stride: int  # sides of the canvas are multiples of this, in pixels
-    backbone: nn.Module  # the part that can be compiled; the rest breaks graphs
-    pretrained_cfg: dict[str, Any]  # mean and std of its images, for pixels in 0..1
-    begins_with: str  # in words, which weights were loaded
-    title: str  # what the start table calls it
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """As every module has it."""
-
-    def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
-        """int64[C]: divisors of the losses, counted in these images; to be summed over the global batch before the forward."""
-
-    def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of each image [B], and its parts by name, [B] each; `forward.mean_losses` makes the forward of it.
-
-        `images` [B, 3, H, W] are normalised, `totals` int64[C] is the sum of `counts` over the global batch. Losses are
-        already divided: their *sum* over the global batch is its loss. Every parameter gets a gradient, with boxes or without.
-        Parts carry gradients, too, and the loss is their sum.
-        """
-
-    def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
-        """Detections of each image, best first: boxes [n, 4] in pixels of the canvas, scores [n], labels int64[n].
-
-        `sizes` [B, 2] are the true widths and heights of the images on the canvas [B, 3, H, W].
-        """
 
 
 class Matched(nn.Module):

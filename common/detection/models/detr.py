@@ -13,15 +13,15 @@ from torchvision.ops import box_convert
 from common.detection.models import queries
 from common.detection.models.boxes import filled, to_device
 from common.detection.models.denoising import Denoising, groups_of, noised, padded
+from common.detection.models.detector import Detector
 from common.detection.models.detr_models import build_model, export_model, features_of
-from common.detection.models.forward import mean_losses
 from common.detection.models.spec import DetectorSpec
 
 _TEMPERATURE = 5  # of D-FINE's self-distillation
 
 
-class DETR(nn.Module):
-    """A DETR of transformers. See `common.detection.models.detectors.Detector` for its methods.
+class DETR(Detector):
+    """A DETR of transformers.
 
     Network, matching and losses are transformers', as are the names of the parameters. Different here: the divisors are
     counts of the global batch; noise comes from `common.detection.models.denoising`; a query in a crowd region is neither
@@ -119,8 +119,6 @@ class DETR(nn.Module):
             # transformers' loss leaves out some of D-FINE's logits; their parameters get a gradient of zeros.
             terms["class"] = terms["class"] + 0 * outputs.intermediate_logits.sum((1, 2, 3))
         return sum(terms.values()), terms
-
-    forward = mean_losses
 
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:

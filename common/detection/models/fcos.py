@@ -7,14 +7,13 @@ from torchvision.models.detection.fcos import FCOSHead
 from torchvision.ops import box_area, sigmoid_focal_loss
 
 from common.detection.models.boxes import filled, overlaps
-from common.detection.models.forward import mean_losses
 from common.detection.models.fpn import Backbone, GroupNorm
 from common.detection.models.postprocessing import OneStage
 from common.detection.models.spec import DetectorSpec
 
 
 class FCOS(OneStage):
-    """One-stage detector without anchors. See `common.detection.models.detectors.Detector` for its methods.
+    """One-stage detector without anchors.
 
     The points, the assignment and the losses are torchvision's, as are the names of the parameters: its `FCOS` around the
     same backbone loads them. Different here: the divisor is the count of foreground points in the global batch, and crowd
@@ -66,8 +65,6 @@ class FCOS(OneStage):
                 "centerness": centred.sum(1) / total,
             }
         return sum(terms.values()), terms
-
-    forward = mean_losses
 
     def _found(self, outputs: dict[str, Tensor], images: Tensor) -> tuple[Tensor, Tensor, list[int]]:
         """Scores are the root of class probability times centre-ness."""

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from common.detection.models.boxes import suppress
+from common.detection.models.detector import Detector
 from common.detection.models.fpn import Backbone
 
 LIMIT = 100  # detections per image, as in COCO's evaluation
 
 
-class OneStage(nn.Module):
+class OneStage(Detector):
     """A detector that finds boxes at the places of a feature pyramid: what FCOS and RetinaNet share.
 
     Subclasses have a `head`, `_found` and the values below.
@@ -28,7 +29,6 @@ class OneStage(nn.Module):
 
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
-        """See `common.detection.models.detectors.Detector`."""
         outputs = self.head(self.backbone(images))
         thresholds: dict[str, Any] = {
             name: getattr(self, name) for name in ("score_threshold", "nms_threshold", "limit")

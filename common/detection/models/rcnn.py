@@ -10,7 +10,7 @@ from torchvision.ops import MultiScaleRoIAlign
 
 from common.detection.models.anchors import draws_of, match, sample
 from common.detection.models.boxes import BoxCoder, filled
-from common.detection.models.forward import mean_losses
+from common.detection.models.detector import Detector
 from common.detection.models.fpn import Backbone
 from common.detection.models.postprocessing import LIMIT, best_of
 from common.detection.models.rpn import RegionProposalNetwork
@@ -18,8 +18,8 @@ from common.detection.models.spec import DetectorSpec
 from common.randomness import key_of, mix
 
 
-class FasterRCNN(nn.Module):
-    """Two-stage detector. See `common.detection.models.detectors.Detector` for its methods.
+class FasterRCNN(Detector):
+    """Two-stage detector.
 
     Matching and losses are torchvision's, as are the names of the parameters: its `FasterRCNN` loads them. Different here:
     anchors and proposals are sampled by an image's position in the stream, and losses are divided by the constants 256 and
@@ -48,10 +48,6 @@ class FasterRCNN(nn.Module):
         self.box_pool = MultiScaleRoIAlign([str(level) for level in self.pooled], output_size=7, sampling_ratio=2)
         self.coder = BoxCoder((10.0, 10.0, 5.0, 5.0))
 
-    def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
-        """int64[1]: images."""
-        return targets[0]["labels"].new_full((1,), len(targets))
-
     def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The proposals' losses, cross-entropy of classes and smooth distance of encoded boxes: [B] each."""
         canvas = filled(images.shape[:1:-1], targets[0]["labels"])  # width, height
@@ -74,8 +70,6 @@ class FasterRCNN(nn.Module):
         terms |= self._mask_losses(features, images.shape[2:], targets, drawn)
         terms = {name: term / totals[0].to(term.dtype) for name, term in terms.items()}
         return sum(terms.values()), terms
-
-    forward = mean_losses
 
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:

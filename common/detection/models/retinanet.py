@@ -10,14 +10,13 @@ from torchvision.ops import sigmoid_focal_loss
 
 from common.detection.models.anchors import Anchors, match
 from common.detection.models.boxes import BoxCoder, filled
-from common.detection.models.forward import mean_losses
 from common.detection.models.fpn import Backbone, GroupNorm
 from common.detection.models.postprocessing import LIMIT, OneStage
 from common.detection.models.spec import DetectorSpec
 
 
 class RetinaNet(OneStage):
-    """One-stage detector with anchors. See `common.detection.models.detectors.Detector` for its methods.
+    """One-stage detector with anchors.
 
     Anchors, matching and losses are torchvision's, as are the names of the parameters: its `RetinaNet` with GroupNorm in
     its head loads them. Each image's losses are divided by its own foreground anchors, then by the images of the global
@@ -37,10 +36,6 @@ class RetinaNet(OneStage):
         for part in (self.head.classification_head, self.head.regression_head):
             part.conv = part.conv[: self.convolutions]
         self.coder = BoxCoder((1.0, 1.0, 1.0, 1.0))
-
-    def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
-        """int64[1]: images."""
-        return targets[0]["labels"].new_full((1,), len(targets))
 
     def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Focal loss of classes and distance of encoded boxes: [B] each."""
@@ -64,8 +59,6 @@ class RetinaNet(OneStage):
             divisor = foreground.sum(1).clamp(min=1) * totals[0].to(logits.dtype)
             terms = {"class": classification.sum((1, 2)) / divisor, "box": distance.sum((1, 2)) / divisor}
         return sum(terms.values()), terms
-
-    forward = mean_losses
 
     def _found(self, outputs: dict[str, Tensor], images: Tensor) -> tuple[Tensor, Tensor, list[int]]:
         """Scores are class probabilities."""

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from common.detection.models import queries
 from common.detection.models.boxes import filled, to_device
 from common.detection.models.denoising import padded
-from common.detection.models.forward import mean_losses
+from common.detection.models.detector import Detector
 from common.detection.models.rf_detr_models import build_model, export_model
 from common.detection.models.spec import DetectorSpec
 
 _GAMMA = 2  # of the focal loss, in matching and in the loss
 
 
-class RFDETR(nn.Module):
-    """An RF-DETR of transformers. See `common.detection.models.detectors.Detector` for its methods.
+class RFDETR(Detector):
+    """An RF-DETR of transformers.
 
     Network, matching, losses and parameter names equal transformers', initial weights the authors'. What
     was read in both sources:
@@ -102,8 +102,6 @@ class RFDETR(nn.Module):
             divisor = (totals[0] * self._groups).clamp(min=1)
             terms = {name: values.sum((1, 2)) / divisor for name, values in sums.items()}
         return sum(terms.values()), terms
-
-    forward = mean_losses
 
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
