@@ -269,7 +269,6 @@ def draw(run: Run, val: sources.Annotated, found: Detections, thorough: bool = F
     if thorough:
         run.draw("errors", judgement_plots.errors, judgement)
         run.draw("confidence", judgement_plots.confidence, judgement)
-        run.draw("objects", judgement_plots.objects, judgement)
 
 
 def audit(model, loader, accelerator, normalize):

@@ -1,4 +1,4 @@
-"""What an evaluation's detections say beyond COCO's numbers: thresholds, calibration, sizes and kinds of error.
+"""What an evaluation's detections say beyond COCO's numbers: thresholds, calibration and kinds of error.
 
 All at IoU 0.5, over the best 100 detections of each class and image, as COCO's evaluation counts them.
 """
@@ -10,18 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from common.detection.data.annotated import Annotated
-from common.detection.evaluation.errors import Errors, average_precision
+from common.detection.evaluation.errors import Errors
 from common.detection.evaluation.matching import IN_CROWD, Matches
 
 BINS = 15  # of scores
 _COUNTED = 100  # detections of a class in an image
-# How objects are divided into groups: where each begins, and its name. Areas are COCO's, in square pixels of the image; sides
-# are the root of a box's share of the image.
-DIVISIONS: dict[str, dict[float, str]] = {
-    "area": {0: "small", 32**2: "medium", 96**2: "large"},
-    "relative_side": {0: "under 5 %", 0.05: "5-10 %", 0.1: "10-20 %", 0.2: "20-40 %", 0.4: "from 40 %"},
-    "aspect_ratio": {0: "under 1:3", 1 / 3: "1:3-2:3", 2 / 3: "2:3-3:2", 3 / 2: "3:2-3:1", 3: "from 3:1"},
-}
 
 
 class AtThreshold(NamedTuple):
@@ -66,7 +59,6 @@ class Judgement:
                 "ece_above_threshold": self.calibration_error(self.matches.threshold),
                 "bins": [dict(zip(("right", "wrong"), counts, strict=True)) for counts in self.confidence.T.tolist()],
             },
-            "objects": {division: self.groups(division) for division in DIVISIONS},
             "errors": {
                 name: {"count": self.errors.counts[name], "dAP50": cost} for name, cost in self.errors.costs.items()
             },
@@ -115,29 +107,6 @@ class Judgement:
         scores, right = (np.bincount(self._bins[chosen], of[chosen], BINS) for of in columns)
         return float(np.abs(scores - right).sum() / chosen.sum()) if chosen.any() else None
 
-    def groups(self, division: str) -> dict[str, dict]:
-        """The objects of each group of one of `DIVISIONS`: how many, recall at any score and at the threshold, and AP50.
-
-        AP50 counts the false detections whose own box belongs to the group.
-        """
-        source, (edges, names) = self.matches.source, zip(*DIVISIONS[division].items(), strict=True)
-        owners = np.repeat(np.arange(len(source)), np.diff(source.offsets))
-        of_objects = np.digitize(_measure(division, source.boxes, source.sizes[owners], source.areas), edges) - 1
-        of_objects[source.crowd] = -1
-        of_found = np.digitize(_measure(division, self.matches.rows, source.sizes[self.matches.images]), edges) - 1
-        of_found[self._right] = of_objects[self.matches.hits[self._right]]
-        ranked, groups = self.errors.ranked, {}
-        for number, name in enumerate(names):
-            members, rows = of_objects == number, ranked[of_found[ranked] == number]
-            objects = np.bincount(source.labels[members], minlength=len(source.classes))
-            groups[name] = {
-                "count": int(members.sum()),
-                "recall": _mean(self.errors.found[members]),
-                "recall_at_threshold": _mean(self.matches.hit[members]),
-                "AP50": average_precision(self.errors.labels[rows], self._right[rows], objects),
-            }
-        return groups
-
     # ---- internals
 
     @property
@@ -155,20 +124,6 @@ class Judgement:
     @cached_property
     def _bins(self) -> np.ndarray:
         return (self._scores.astype(np.float64) * BINS).astype(np.int64).clip(0, BINS - 1)
-
-
-def _measure(division: str, boxes: np.ndarray, sizes: np.ndarray, areas: np.ndarray | None = None) -> np.ndarray:
-    """float64[n]: the measure of boxes [n, 4 or more] in images of `sizes` [n, 2]; `areas` instead of the boxes' own."""
-    sides = np.maximum(boxes[:, 2:4].astype(np.float64) - boxes[:, :2], 0)
-    if division == "aspect_ratio":
-        return sides[:, 0] / np.maximum(sides[:, 1], 1e-9)
-    if division == "relative_side":
-        return np.sqrt(sides.prod(1) / sizes.astype(np.float64).prod(1))
-    return sides.prod(1) if areas is None else areas
-
-
-def _mean(values: np.ndarray) -> float | None:
-    return float(values.mean()) if len(values) else None
 
 
 def _number(value: float) -> float | None:

@@ -1,11 +1,11 @@
-"""Pictures of a `Judgement`: what errors cost, how far scores can be trusted, and which objects are found."""
+"""Pictures of a `Judgement`: what errors cost, and how far scores can be trusted."""
 
 from pathlib import Path
 
 import numpy as np
 
 from common.detection.evaluation.errors import KINDS
-from common.detection.evaluation.judgement import BINS, DIVISIONS, Judgement
+from common.detection.evaluation.judgement import BINS, Judgement
 from common.run.plots import BLUE, GREY, INK, ORANGE, PALE, evaluation_of, new_figure, save, title
 
 _MEANINGS = {
@@ -17,11 +17,6 @@ _MEANINGS = {
     "missed": "missed: object without any of these",
     "false_positives": "all false positives",
     "false_negatives": "all false negatives",
-}
-_TITLES = {
-    "area": "area: up to 32², up to 96², more pixels",
-    "relative_side": "side: root of the share of the image",
-    "aspect_ratio": "width : height",
 }
 
 
@@ -78,27 +73,4 @@ def confidence(judgement: Judgement, path: Path) -> None:
     error = judgement.calibration_error()
     headline = "no detections" if error is None else f"calibration error of {100 * error:.1f} %"
     title(figure.suptitle, f"{evaluation_of(path)}: {headline} (right: IoU ≥ 0.5 with an object of the class)")
-    save(figure, path)
-
-
-def objects(judgement: Judgement, path: Path) -> None:
-    """Draw recall and AP50 of objects by area, by side relative to the image, and by aspect ratio."""
-    figure = new_figure(12, 4.2)
-    panels = figure.subplots(1, len(DIVISIONS), sharey=True, width_ratios=[len(parts) for parts in DIVISIONS.values()])
-    for axes, division in zip(panels, DIVISIONS, strict=True):
-        groups = judgement.groups(division)
-        places = np.arange(len(groups))
-        rows = [[of["recall"], of["recall_at_threshold"], of["AP50"]] for of in groups.values()]
-        recall, at_threshold, ap = 100 * np.array(rows, float).T  # NaN, which is not drawn, of no objects
-        axes.bar(places, recall, 0.7, color=PALE, edgecolor=GREY, label="recall at any score")
-        axes.bar(places, at_threshold, 0.7, color=BLUE, label="recall at the threshold of best F1")
-        axes.plot(places, ap, "D", color=ORANGE, markeredgecolor="white", markersize=8, label="AP50")
-        axes.set_xticks(places, [f"{name}\n{of['count']:,}" for name, of in groups.items()], fontsize=9)
-        axes.set(ylim=(0, 104), xlim=(-0.6, len(places) - 0.4))
-        axes.set_title(_TITLES[division], fontsize=10, color=INK)
-        axes.tick_params(axis="x", length=0)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("%")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    title(figure.suptitle, f"{evaluation_of(path)}: which objects are found (numbers: objects)")
     save(figure, path)

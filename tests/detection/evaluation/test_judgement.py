@@ -14,10 +14,10 @@ from tests.harness.detections import A, B, awkward, columns
 NOWHERE = (0, 90, 10, 100)
 
 
-def judged(objects: list, found: list, side: int = 100) -> Judgement:
+def judged(objects: list, found: list) -> Judgement:
     """Objects (box, class, crowd) and detections (box, score, class) of an image."""
     rows = np.array([(*box, score, label) for box, score, label in found], np.float32).reshape(-1, 6)
-    source = Annotations(**columns([objects], [(side, side)]))
+    source = Annotations(**columns([objects]))
     return Judgement.of(source, np.zeros(len(rows), np.int64), rows)
 
 
@@ -99,21 +99,3 @@ def test_calibration_error_is_the_distance_of_scores_from_shares() -> None:
     assert (right[13], wrong[13], wrong[4], right.sum() + wrong.sum()) == (1, 1, 1, 3)
     assert judged([(A, 0, False)], [(A, 1.0, 0)]).confidence[0, BINS - 1] == 1
     assert judged([(A, 0, False)], []).calibration_error() is None
-
-
-def test_objects_are_divided_by_area_side_and_shape() -> None:
-    wide, large = (0, 0, 40, 10), (100, 100, 200, 200)
-    objects = [(wide, 0, False), (large, 0, False), (A, 1, False), (B, 1, True)]
-    found = [(wide, 0.9, 0), (large, 0.2, 0), ((300, 300, 310, 390), 0.95, 0), ((300, 300, 390, 310), 0.94, 0)]
-    judgement = judged(objects, found, 400)
-    groups = judgement.details()["objects"]
-    assert [of["count"] for of in groups["area"].values()] == [1, 1, 1]
-    assert [of["recall"] for of in groups["area"].values()] == [1, 0, 1]
-    assert [of["recall_at_threshold"] for of in groups["area"].values()] == [1, 0, 1]
-    assert [of["count"] for of in groups["relative_side"].values()] == [0, 1, 1, 1, 0]
-    assert [of["count"] for of in groups["aspect_ratio"].values()] == [0, 0, 2, 0, 1]
-    # The false wide one is ahead of the true one; the false high one is of another group.
-    assert groups["aspect_ratio"]["from 3:1"]["AP50"] == pytest.approx(0.5)
-    assert groups["aspect_ratio"]["2:3-3:2"]["AP50"] == pytest.approx(0.5)  # mean of 1 and 0
-    nothing = dict.fromkeys(("recall", "recall_at_threshold", "AP50"))
-    assert groups["aspect_ratio"]["under 1:3"] == {"count": 0} | nothing

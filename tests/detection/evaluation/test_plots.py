@@ -117,7 +117,7 @@ def test_pictures_of_a_judgement_are_drawn_of_much_and_of_nothing(tmp_path: Path
     detections.update(range(21), found)
     nothing = np.zeros(0, np.int64), np.zeros((0, 6), np.float32)
     for columns in (detections.columns(), nothing):
-        for draw in (judgement_plots.errors, judgement_plots.confidence, judgement_plots.objects):
+        for draw in (judgement_plots.errors, judgement_plots.confidence):
             path = tmp_path / "run" / "pictures" / f"{draw.__name__}.png"
             draw(Judgement.of(source, *columns), path)
             drawn(path)
