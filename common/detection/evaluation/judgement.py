@@ -11,7 +11,7 @@ import numpy as np
 
 from common.detection.data.annotated import Annotated
 from common.detection.evaluation.errors import Errors
-from common.detection.evaluation.matching import IN_CROWD, Matches
+from common.detection.evaluation.matching import IN_CROWD, Matches, best_f1
 
 BINS = 15  # of scores
 _COUNTED = 100  # detections of a class in an image
@@ -78,12 +78,10 @@ class Judgement:
         ends = np.searchsorted(self.errors.labels[order], np.arange(len(objects) + 1))
         for label in np.flatnonzero(objects):
             rows = order[ends[label] : ends[label + 1]]
-            right, scores, counts = self._right[rows].cumsum(), self._scores[rows], np.arange(1, len(rows) + 1)
-            f1 = 2 * right / (counts + objects[label])
-            f1[:-1][scores[1:] == scores[:-1]] = 0  # equal scores belong together
-            if f1.any():
-                at = f1.argmax()
-                values = scores[at], right[at] / counts[at], right[at] / objects[label], f1[at]
+            at, f1 = best_f1(self._scores[rows], self._right[rows], objects[label])
+            if f1:
+                right = self._right[rows[: at + 1]].sum()
+                values = self._scores[rows[at]], right / (at + 1), right / objects[label], f1
                 for column, value in zip(best, values, strict=True):
                     column[label] = value
         return best

@@ -70,11 +70,9 @@ class Matches:
     def threshold(self) -> float:
         """The least score of detections that gives the best F1 over all objects; 0.5 if no detection is right."""
         order = self._best_first[self.hits[self._best_first] != IN_CROWD]
-        right = np.cumsum(self.hits[order] >= 0)
-        f1 = 2 * right / (np.arange(1, len(order) + 1) + self.object_count)
         scores = self.rows[order, 4]
-        f1[:-1][scores[1:] == scores[:-1]] = 0  # equal scores belong together
-        return float(scores[f1.argmax()]) if f1.any() else 0.5
+        place, f1 = best_f1(scores, self.hits[order] >= 0, self.object_count)
+        return float(scores[place]) if f1 else 0.5
 
     @cached_property
     def good(self) -> np.ndarray:
@@ -117,10 +115,12 @@ class Matches:
         return matrix
 
     def misses(self, limit: int) -> list[Miss]:
-        """Objects that no detection shows, worst first: by the share of the image that only this object covers."""
+        """Objects that no detection shows, worst first: by the share of the image that they cover."""
         objects = np.flatnonzero(self.missed)
-        clear = [self._clear_share(row) for row in objects]
-        worst = objects[np.argsort(np.negative(clear), kind="stable")[:limit]]
+        shares = self.source.truth[objects, 2:].prod(1) / self.source.sizes[self._owners[objects]].prod(
+            1, dtype=np.float64
+        )
+        worst = objects[np.argsort(-shares, kind="stable")[:limit]]
         scores = dict(zip(self.hits.tolist(), self.rows[:, 4].tolist(), strict=True))
         return [Miss(row, int(self._owners[row]), scores.get(row, 0.0)) for row in worst.tolist()]
 
@@ -201,26 +201,23 @@ class Matches:
         """float64[rows, objects]: intersection over union; for crowd regions, over the detection alone, as in COCO."""
         return overlaps_of(self.rows[rows], self.source.truth[objects], self.source.crowd[objects])
 
-    def _clear_share(self, row: int) -> float:
-        """Share of its image that an object covers and the box that covers most of it does not."""
-        image = self._owners[row]
-        others = self._objects(image)
-        others = self.source.truth[others[others != row]]
-        covered = overlaps_of(self.source.boxes[row][None], others, np.ones(len(others))).max(initial=0)
-        area = self.source.truth[row, 2:].prod() / self.source.sizes[image].astype(np.float64).prod()
-        return area * (1 - covered)
-
     def _explain(self, row: int) -> FalseAlarm:
-        image = int(self.images[row])
-        objects = self._objects(image)
-        objects = objects[~self.source.crowd[objects]]
-        overlaps = self._overlaps(np.array([row]), objects)[0]
-        of_class = np.where(self.source.labels[objects] == self.rows[row, 5], overlaps, 0)
-        for kind, shares, least in (("double", of_class, IOU), ("class", overlaps, IOU), ("place", of_class, NEAR)):
-            if shares.max(initial=0) >= least:
-                best = shares.argmax()
-                return FalseAlarm(row, image, kind, int(objects[best]), float(shares[best]))
-        return FalseAlarm(row, image, "nothing", NONE, 0.0)
+        (same, other), (own, others) = (columns[:, row].tolist() for columns in self.closest)
+        for kind, overlap, near, least in (
+            ("double", same, own, IOU),
+            ("class", other, others, IOU),
+            ("place", same, own, NEAR),
+        ):
+            if overlap >= least:
+                return FalseAlarm(row, int(self.images[row]), kind, near, overlap)
+        return FalseAlarm(row, int(self.images[row]), "nothing", NONE, 0.0)
+
+
+def best_f1(scores: np.ndarray, right: np.ndarray, objects: int) -> tuple[int, float]:
+    """The last of detections, best first, that gives the best F1 over so many objects, and this F1; 0 if none is right."""
+    f1 = 2 * np.cumsum(right) / (np.arange(1, len(right) + 1) + objects)
+    f1[:-1][scores[1:] == scores[:-1]] = 0  # equal scores belong together
+    return (int(f1.argmax()), float(f1.max())) if f1.any() else (0, 0.0)
 
 
 def overlaps_of(rows: np.ndarray, truth: np.ndarray, crowd: np.ndarray) -> np.ndarray:
