@@ -21,12 +21,12 @@ NAMED_CLASSES = 100
 class Detections:
     """Detections in the images that this rank evaluated, as columns on the host.
 
-    After `results`, the main process has the detections of all ranks, each image once, for pictures; the others have none.
+    After `results`, the main process has the detections of all ranks, for pictures; the others have none.
     """
 
     images: list[np.ndarray] = field(default_factory=list)  # int64: image of the source that each row belongs to
     rows: list[np.ndarray] = field(default_factory=list)  # float32[n, 6]: left, top, right, bottom, score, class id
-    seen: list[int] = field(default_factory=list)  # images that were evaluated, with or without detections
+    count: int = 0  # images that were evaluated, with or without detections
     masks: list[np.ndarray] = field(default_factory=list)  # object[n]: packed run lengths; of a detector of masks
     precision: np.ndarray | None = None  # float64[K, 101] at IoU 0.5 and recalls 0, .01 .. 1; -1: no objects
     judgement: Judgement | None = None  # of these detections, after `results`
@@ -41,7 +41,7 @@ class Detections:
             best = np.argsort(-rows[:, 4], kind="stable")
             self.rows.append(rows[best])
             self.images.append(np.full(len(best), index))
-            self.seen.append(int(index))
+            self.count += 1
             if "rles" in of_image:
                 packed = [of_image["rles"][row]["counts"] for row in best]
                 # With None, since numpy would turn texts alone into one array.
@@ -52,20 +52,24 @@ class Detections:
 
         Of up to 100 classes, `AP_class/<name>` too, for those that occur. Of masks, the twelve
         again as `mask_AP` and so on. `thresholds` has the score of the best F1 of each class. The
-        main process evaluates all ranks' detections, each image once. Source: Lin et al.,
-        "Microsoft COCO", 2014.
+        main process evaluates all ranks' detections. Source: Lin et al., "Microsoft COCO", 2014.
         """
         masks = [np.concatenate(self.masks)] if self.masks else []
-        gathered = gather_to_main((*self.columns(), np.array(self.seen, np.int64), *masks))
-        images, rows, seen, masks = _each_image_once(gathered or [])
-        self.images, self.rows, self.seen, self.masks = [images], [rows], seen.tolist(), masks
+        gathered = gather_to_main((np.array([self.count]), *self.columns(), *masks))
+        parts = gathered or []
+        self.count = sum(int(*count) for count, *_ in parts)
+        self.images, self.rows = [part[1] for part in parts], [part[2] for part in parts]
+        images, rows = self.columns()
+        order, masks = np.argsort(images, kind="stable"), [column for part in parts for column in part[3:]]
+        self.images, self.rows = [images[order]], [rows[order]]  # image by image
+        self.masks = [np.concatenate(masks)[order]] if masks else []
         results = None
         with all_or_none("evaluating the detections"):
             self.judgement = Judgement.of(source, *self.columns())
             if gathered is not None:
-                results, self.precision = _evaluate(source, images, rows)
-                results |= {"count": len(seen), "thresholds": self.judgement.thresholds()}
-                results |= _evaluate_masks(source, images, rows, *masks) if masks else {}
+                results, self.precision = _evaluate(source, *self.columns())
+                results |= {"count": self.count, "thresholds": self.judgement.thresholds()}
+                results |= _evaluate_masks(source, *self.columns(), *self.masks) if masks else {}
         return broadcast_object(results)
 
     def columns(self) -> tuple[np.ndarray, np.ndarray]:
@@ -74,22 +78,6 @@ class Detections:
 
 
 _NO_IMAGES, _NO_ROWS = np.zeros(0, np.int64), np.zeros((0, 6), np.float32)
-
-
-def _each_image_once(
-    gathered: list[tuple[np.ndarray, ...]],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
-    """The rows of all ranks, image by image, each image once; the images that were seen, int64[count]; and masks."""
-    images, rows, seen, masks = [_NO_IMAGES], [_NO_ROWS], _NO_IMAGES, []
-    for theirs, their_rows, their_seen, *their_masks in gathered:
-        new = ~np.isin(theirs, seen)
-        masks += [column[new] for column in their_masks]
-        images.append(theirs[new])
-        rows.append(their_rows[new])
-        seen = np.union1d(seen, their_seen)
-    images, rows = np.concatenate(images), np.concatenate(rows)
-    order = np.argsort(images, kind="stable")
-    return images[order], rows[order], seen, [np.concatenate(masks)[order]] if masks else []
 
 
 def _evaluate(source: Annotated, images: np.ndarray, rows: np.ndarray) -> tuple[dict, np.ndarray]:

@@ -37,13 +37,13 @@ def test_the_numbers_are_those_of_pycocotools(seed: int) -> None:
     assert present.mean() == pytest.approx(results["AP50"], abs=1e-12)
 
 
-def test_an_image_that_two_ranks_looked_at_counts_once(monkeypatch) -> None:
+def test_ranks_evaluate_together_what_each_has_seen(monkeypatch) -> None:
     source, found = awkward(3)
     alone, first, second = Detections(), Detections(), Detections()
     alone.update(range(21), found)
-    first.update(range(12), found[:12])
-    second.update(range(9, 21), found[9:])
-    gathered = [(*rank.columns(), np.array(rank.seen)) for rank in (first, second)]
+    first.update(range(0, 21, 2), found[::2])
+    second.update(range(1, 21, 2), found[1::2])
+    gathered = [(np.array([rank.count]), *rank.columns()) for rank in (first, second)]
     monkeypatch.setattr(metrics, "gather_to_main", lambda _: gathered)
     assert first.results(source) == alone.results(source)
     for one, other in zip(first.columns(), alone.columns(), strict=True):
@@ -142,7 +142,7 @@ def test_detections_on_thresholds_count_as_pycocotools_counts_them_on_the_file(
                 np.testing.assert_array_equal(Matches(source, images, columns).hits, hits)
     first, second, idle = Detections(), Detections(), Detections()
     first.update(range(25), found[:25])
-    second.update(range(20, IMAGES), found[20:])
+    second.update(range(25, IMAGES), found[25:])
     gathered = []
     monkeypatch.setattr(metrics, "gather_to_main", lambda columns: gathered.append(columns) or gathered)
     for rank in (second, idle, first):
