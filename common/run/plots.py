@@ -172,8 +172,6 @@ class Cell(NamedTuple):
 
 def sheet(cells: Sequence[Cell], headline: str, path: Path) -> None:
     """Draw images in rows of six, each in a square of the same size."""
-    from matplotlib.patches import Rectangle
-
     columns = min(6, max(len(cells), 3))
     lines = max(1, math.ceil(len(cells) / columns))
     figure = new_figure(1.75 * columns, 2.3 * lines + 0.5)
@@ -188,17 +186,24 @@ def sheet(cells: Sequence[Cell], headline: str, path: Path) -> None:
         extent = (-0.5, width - 0.5, height - 0.5, -0.5)
         axes.imshow(cell.pixels[::every, ::every], cmap="gray", interpolation=smooth, extent=extent)
         axes.set(xlim=(across - half, across + half), ylim=(down + half, down - half))  # squares: captions line up
-        for (left, top, right, bottom), text, colour in cell.boxes:
-            place = (left - 0.5, top - 0.5), right - left, bottom - top
-            axes.add_patch(Rectangle(*place, fill=False, edgecolor=colour, linewidth=1.2))
-            ground = {"facecolor": colour, "edgecolor": "none", "boxstyle": "square,pad=0.15"}
-            above = "bottom" if top - down + half > 0.14 * half else "top"  # inside its box at the upper edge
-            style = {"fontsize": 5.5, "color": "white", "va": above, "bbox": ground, "clip_on": True}
-            axes.text(left, top, short(text, 14), parse_math=False, **style)
+        mark(axes, [(corners, short(text, 14), colour) for corners, text, colour in cell.boxes], 5.5)
         axes.set_title(cell.caption, fontsize=9, color=INK, parse_math=False)
         footnote(axes, cell.footnote, 32)
     title(figure.suptitle, headline)
     save(figure, path)
+
+
+def mark(axes: "Axes", boxes: Iterable[tuple[Sequence[float], str, str]], size: float) -> None:
+    """Draw boxes as `Cell` has them, with their texts in letters of `size` points."""
+    from matplotlib.patches import Rectangle
+
+    low, high = axes.get_ylim()
+    for (left, top, right, bottom), text, colour in boxes:
+        place = (left - 0.5, top - 0.5), right - left, bottom - top
+        axes.add_patch(Rectangle(*place, fill=False, edgecolor=colour, linewidth=size / 4.5))
+        ground = {"facecolor": colour, "edgecolor": "none", "boxstyle": "square,pad=0.15"}
+        above = "bottom" if top - high > 0.07 * (low - high) else "top"  # inside its box at the upper edge
+        axes.text(left, top, text, size=size, color="white", va=above, bbox=ground, clip_on=True, parse_math=False)
 
 
 def first_batch(parts: Iterable[tuple["Tensor", list]], size: int, normalization: Mapping, path: Path) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
@@ -21,9 +20,9 @@ from common.run.plots import (
     ORANGE,
     PALE,
     Cell,
-    breadth,
     count_of,
     evaluation_of,
+    mark,
     new_figure,
     save,
     sheet,
@@ -31,9 +30,6 @@ from common.run.plots import (
     title,
 )
 from common.run.tracking import Box, BoxedImage
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 SHOWN_IMAGES = 12
 SHOWN_CROPS = 12  # of misses, and of false alarms
@@ -144,8 +140,9 @@ def detections(image: Image.Image, boxes: list[Box], masks: np.ndarray, path: Pa
         tint = 255 * np.array(to_rgb(colour))
         pixels[mask > 0] = (0.55 * pixels[mask > 0] + 0.45 * tint).astype(np.uint8)
     smooth = "nearest" if max(image.size) < 400 else "antialiased"
-    axes.imshow(pixels, extent=(0, image.width, image.height, 0), interpolation=smooth)
-    _mark(axes, boxes, colours, image.width / (width * 0.95 * 72))
+    axes.imshow(pixels, interpolation=smooth)
+    marked = [(box.corners, _named(box), colour) for box, colour in zip(boxes, colours, strict=True)]
+    mark(axes, marked[::-1], FONT)  # the best on top
     save(figure, path)
 
 
@@ -187,39 +184,6 @@ def _named(box: Box) -> str:
 def _cell(image: Image.Image, caption: str, name: str, boxes: Sequence[Box], colours: Sequence[str]) -> Cell:
     marked = [(box.corners, _named(box), str(colour)) for box, colour in zip(boxes, colours, strict=True)]
     return Cell(np.asarray(image), caption, name, marked)
-
-
-def _mark(axes: "Axes", boxes: list[Box], colours: list[str], point: float) -> None:
-    """Draw boxes with names and scores, most important first; a name that would cover another one is left out.
-
-    `point` is the size of a typographic point in pixels of the image.
-    """
-    from matplotlib.patches import Rectangle
-    from matplotlib.patheffects import withStroke
-
-    halo = [withStroke(linewidth=3.2, foreground="white", alpha=0.8)]  # visible on any background
-    (first, right), (bottom, upper) = axes.get_xlim(), axes.get_ylim()
-    placed: list[tuple[float, float, float, float]] = []
-    for number, (box, colour) in enumerate(zip(boxes, colours, strict=True)):
-        left, top, end, low = box.corners
-        style = {"fill": False, "linewidth": 1.5, "edgecolor": colour, "path_effects": halo, "zorder": 3 - number / 1e4}
-        axes.add_patch(Rectangle((left, top), end - left, low - top, **style))  # the most important one on top
-        text = _named(box)
-        width, height = (0.66 * breadth(text) + 0.3) * FONT * point, 1.35 * FONT * point
-        for x, y in ((left, top - height), (left, low), (left, top), (end - width, top - height)):
-            place = (x, y, x + width, y + height)
-            is_inside = x >= first and y >= upper and place[2] <= right and place[3] <= bottom
-            if is_inside and not any(_overlap(place, other) for other in placed):
-                placed.append(place)
-                options = {"color": "white", "fontsize": FONT, "ha": "center", "va": "center", "parse_math": False}
-                ground = {"facecolor": colour, "edgecolor": "none", "boxstyle": "square,pad=0.12"}
-                label = axes.text(x + width / 2, y + height / 2, text, **options, bbox=ground)
-                label.set_in_layout(False)  # it lies within the image
-                break
-
-
-def _overlap(one: Sequence[float], other: Sequence[float]) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def _curve(precision: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
