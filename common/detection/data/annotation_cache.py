@@ -2,20 +2,18 @@
 
 Reading COCO's annotations takes many seconds and gigabytes. The columns that come out are kept in a
 file in Arrow's format, which later starts and the other processes of a machine map. A file that is
-damaged, or was made from other data or by other code, is not used. If no file can be written, the
+incomplete, or was made from other data or by other code, is not used. If no file can be written, the
 data are read as if there were no cache.
 """
 
 import hashlib
 import json
 import os
-import struct
 import tempfile
 import time
-import zlib
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import PIL
@@ -28,8 +26,6 @@ from common.detection.data.masks import Masks
 from common.detection.data.stamps import Stamps, stamps_of
 
 _UNUSED = 30 * 86_400  # seconds after which a file that was not loaded is removed
-_END = struct.Struct("<8sIQ")  # after the columns: kind of file, checksum and length in bytes of the columns
-_KIND = b"boxes 1\n"
 # The columns depend on this code besides the data: if it has changed, the data are read again.
 _ROOMS = [Path(__file__).parent, Path(images.__file__).parent]
 _CODE = [Path(files.__file__), Path(randomness.__file__)]
@@ -91,15 +87,12 @@ def _write(file: Path, parts: Parts, seen: Stamps) -> None:
     _remove_unused(file.parent)
     handle, name = tempfile.mkstemp(dir=file.parent, prefix="unfinished-")
     try:
-        with os.fdopen(handle, "w+b") as out:
-            with pa.ipc.new_stream(out, batch.schema) as writer:
+        with os.fdopen(handle, "wb") as out:
+            with pa.ipc.new_file(out, batch.schema) as writer:
                 writer.write_batch(batch)
-            length = out.tell()
-            out.write(_END.pack(_KIND, _sum(out, length), length))
             out.flush()
             os.fsync(out.fileno())  # otherwise a power failure could leave the name without the content
-        if not load(file):  # a file that another process has written meanwhile stays: it may be mapped
-            os.replace(name, file)
+        os.replace(name, file)
     finally:
         with suppress(OSError):
             os.unlink(name)
@@ -115,10 +108,7 @@ def _remove_unused(folder: Path) -> None:
 def load(file: Path) -> Parts | None:
     """What `_write` wrote, if it is complete and no file that it was made from has changed."""
     try:
-        if not _is_whole(file):
-            return None
-        buffer = pa.memory_map(str(file)).read_buffer()
-        batch = pa.ipc.open_stream(buffer.slice(0, len(buffer) - _END.size)).read_next_batch()
+        batch = pa.ipc.open_file(pa.memory_map(str(file))).get_batch(0)
     except (OSError, ValueError):  # no file, no permission, or a name that Arrow can't take
         return None
     with suppress(OSError):
@@ -131,22 +121,6 @@ def load(file: Path) -> Parts | None:
     for number, folder in enumerate(words["folders"]):
         seen.groups.append((folder, columns[f"seen {number} paths"], columns[f"seen {number} stamps"]))
     return tuple(_part(columns, number, entry) for number, entry in enumerate(words["parts"])) if seen.hold() else None
-
-
-def _is_whole(file: Path) -> bool:
-    """True if the checksum is right. Read in pieces: mapped pages would count as memory of this process."""
-    with open(file, "rb") as content:
-        length = os.fstat(content.fileno()).st_size - _END.size
-        return length >= 0 and _END.pack(_KIND, _sum(content, length), length) == content.read()
-
-
-def _sum(content: BinaryIO, length: int) -> int:
-    """Checksum of the first `length` bytes; the file is then at their end."""
-    content.seek(0)
-    total = 0
-    while length and (piece := content.read(min(length, 1 << 20))):
-        length, total = length - len(piece), zlib.crc32(piece, total)
-    return total
 
 
 def _part(columns: dict[str, Any], number: int, words: dict) -> AnnotatedImages:

@@ -124,15 +124,12 @@ def test_files_as_young_as_a_coarse_clock_are_not_cached(tmp_path, place, monkey
     assert not place.exists()
 
 
-@pytest.mark.parametrize("damage", ["a bit", "the end"])
-def test_a_damaged_cache_is_made_again(tmp_path, place, only_cache, damage):
+def test_an_incomplete_cache_is_made_again(tmp_path, place, only_cache):
     root = coco(coco(tmp_path / "data"), "val")
     first = read(root)
     (file,) = place.iterdir()
     whole = file.read_bytes()
-    middle = len(whole) // 2
-    a_bit = whole[:middle] + bytes([whole[middle] ^ 4]) + whole[middle + 1 :]
-    file.write_bytes(a_bit if damage == "a bit" else whole[:-5])
+    file.write_bytes(whole[:-5])
     check_same(first[0], read(root)[0])
     assert file.read_bytes() == whole
     only_cache()
