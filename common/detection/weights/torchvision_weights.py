@@ -4,12 +4,11 @@ import hashlib
 import re
 import urllib.error
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torchvision.models import detection, get_model_builder, get_model_weights
+from torchvision.models import get_model_builder, get_model_weights
 
 from common.config.parsing import nearest
 from common.detection.weights.weights import Weights
@@ -56,16 +55,8 @@ def published(source: str) -> str:
     name = source.removeprefix(PREFIX)
     if name in SETTINGS:
         return name
-    known = name in _all()
-    why = "differs from all families of --detector" if known else "no detector of torchvision" + nearest(name, SETTINGS)
-    raise Refused(f"{source}: {why}; there are {fitting()}")
-
-
-@cache
-def _all() -> list[str]:
-    from torchvision.models import list_models
-
-    return list_models(module=detection)
+    why = "no detector of torchvision that a family of --detector matches"
+    raise Refused(f"{source}: {why}{nearest(name, SETTINGS)}; there are {fitting()}")
 
 
 def peek(name: str) -> Weights:
