@@ -8,7 +8,6 @@ import io
 import json
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,10 @@ _KINDS = {
         "area": pa.float64(),
         "iscrowd": pa.int64(),
     },
-    "categories": {"id": pa.int64(), "name": pa.string(), "supercategory": pa.string()},
+    "categories": {"id": pa.int64(), "name": pa.string()},
 }
 _LIMIT = 2**34  # bytes of a file, many times what any published set has
-_OPTIONAL = {"width", "height", "area", "iscrowd", "supercategory", *KIND}
+_OPTIONAL = {"width", "height", "area", "iscrowd", *KIND}
 # A segmentation is a list or an object, and its counts are a list or a text. A column has one type: each gets its own name.
 _RENAMED = {rb'"segmentation"(\s*:\s*\{)': rb'"rle"\1', rb'"counts"(\s*:\s*")': rb'"packed"\1'}
 _PLACES = ("*.json", "annotations/*.json", "*/_annotations.coco.json")
@@ -127,11 +126,7 @@ def _read(root: Path, file: Path, train: AnnotatedImages | None, masks: bool, st
         areas=_numbers(boxes["area"], np.nan),
         shapes=pa.StructArray.from_arrays([boxes[key] for key in KIND], list(KIND)) if masks else None,
     )
-    source = check_files(found, stamps)
-    above = set(categories["supercategory"].to_pylist())
-    groups = [name for name, count in zip(classes, source.class_counts, strict=True) if not count and name in above]
-    notes = (f"{file}: no box is of {name}, to which other classes belong: it will never be found" for name in groups)
-    return replace(source, notes=(*source.notes, *notes))
+    return check_files(found, stamps)
 
 
 def _numbers(column: pa.Array, missing: float | None = None) -> np.ndarray:
