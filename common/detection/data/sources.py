@@ -35,21 +35,12 @@ class Spec(DataSpec):
 
 
 def load(spec: Spec) -> tuple[Annotated, Annotated]:
-    """The images to train on and those to evaluate on, (train, val), with the same classes. `spec.data` is one of
+    """The images to train on and those to evaluate on, (train, val), with the same classes; see docs/data.md.
 
-    - `digits`: scenes of scikit-learn's handwritten digits, a fresh one for each position of the stream;
-    - a folder in COCO's format: train.json and val.json, or annotations/instances_train*.json and so on;
-    - a folder in the format of Pascal VOC: JPEGImages/, Annotations/ and ImageSets/Main/;
-    - a folder in the format of YOLO: with a data.yaml, or images/ and labels/;
-    - shards, as `shards.find` knows them, whose samples have a .json with objects, or Parquet with a column of objects;
-    - a Hugging Face data set with a column of objects, as in `classification.sources`; `box_format` is xywh, xyxy or cxcywh.
-
-    `split` names the part to evaluate on, as in `splits.choose`. If the data has no part to
-    validate on, `val_share` of the images is held out, chosen by `seed` and the image's path or row
-    alone. The `notes` of both say what was corrected or left out. With `masks` samples have masks:
-    from digits, and from COCO's format with segmentations.
-
-    With `spec.alone`, both are the part to evaluate a trained model on, with the classes that are found there.
+    If the data has no part to validate on, `val_share` of the images is held out, chosen by `seed` and the image's path or
+    row alone. The `notes` of both say what was corrected or left out. With `masks` samples have masks: from digits, and from
+    COCO's format with segmentations. With `spec.alone`, both are the part to evaluate a trained model on, with the classes
+    that are found there.
 
     Raises `Refused` for what can't be found, read, or trained on.
     """

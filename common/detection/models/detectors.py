@@ -38,10 +38,8 @@ class Matched(nn.Module):
 def build_detector(spec: DetectorSpec) -> Detector:
     """A detector on a timm backbone, or one of transformers. Its `begins_with` says in words which weights were loaded.
 
-    Raises `Refused` for an unknown family or backbone, weights out of reach, and levels that the backbone can't have.
+    Raises `Refused` for an unknown backbone, weights out of reach, and levels that the backbone can't have.
     """
-    if spec.family not in FAMILIES | OF_TRANSFORMERS:
-        raise Refused(f"--detector {spec.family} is unknown: choose one of {', '.join(FAMILIES | OF_TRANSFORMERS)}")
     if spec.width % 32:
         raise Refused(f"--width {spec.width}: the heads normalise 32 groups of channels; take a multiple of 32")
     if spec.family in OF_TRANSFORMERS:
