@@ -119,6 +119,8 @@ class Config(OptimizationConfig, RunConfig):
     """Only evaluate this checkpoint, or a detector that --init takes, and print the results."""
 
     # What defines a training. --help explains the fields without a text: all recipes have them.
+    decode: Literal["worker"] = "worker"
+    """Where JPEGs are decoded: in the data workers."""
     epochs: float = 10.0
     global_batch_size: int = 8
     opt: str = "adamw"
@@ -195,7 +197,6 @@ def build_augmentation(config: Config, model, device: torch.device):
         rotate=config.rotate,
         translate=config.translate,
         drop_masks=config.detector != "mask_rcnn",  # other families read masks for copy-paste alone
-        decode=config.decode,
     )
     dtype, (mean, std) = getattr(torch, config.dtype), (model.pretrained_cfg[key] for key in ("mean", "std"))
     mean, std = (torch.tensor(values, device=device, dtype=dtype)[:, None, None] for values in (mean, std))

@@ -17,7 +17,6 @@ from torch.utils.data import Dataset
 
 from common.data.cache import Cache, open_cache
 from common.data.decoding import Picture, resized
-from common.data.device_decoding import Encoded, decoder, noise, refuse_cache
 from common.data.images import BrokenImage
 from common.data.loader import DeviceBatch
 from common.data.shards import expect
@@ -27,13 +26,11 @@ from common.detection.data.annotated import Annotated, Sample
 from common.detection.data.masks import pasted
 from common.detection.export import export
 from common.detection.models.detectors import Detector
-from common.detection.samples import Laid
 from common.detection.transforms import BoxAugmentation
 from common.detection.views import Views, mirrored_back
 from common.errors import Refused
 from common.training import drop_path
 
-_OF_OBJECTS = {"boxes", "labels", "crowd", "masks", "regions"}  # columns of a target
 _FRESH = 2**62  # first position that no step has: from here on partners of a position are drawn as fresh scenes
 
 
@@ -50,27 +47,12 @@ class DetectionBatch(DeviceBatch):
     drop_path: torch.Tensor | None = None  # float32[layers, B], see common.training.drop_path.draws
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
     totals: torch.Tensor | None = None  # what losses are divided by, see `training.step.TrainingStep`
-    encoded: Encoded | None = None  # images that the device has yet to decode onto `images`
     mirrored: bool = False  # left to right, within their sizes; only of an evaluation
     others: list["DetectionBatch"] = field(default_factory=list)  # other views of the same images, see `Views`
 
     @property
     def views(self) -> list["DetectionBatch"]:
         return [self, *self.others]
-
-    def complete(self) -> "DetectionBatch":
-        """The batch with all of its images, decoded on its device."""
-        if self.encoded is None:
-            return self
-        decoded, broken = decoder(self.images.device)(self.encoded)
-        targets = [*self.targets]
-        for number, ((place, top, left), image) in enumerate(zip(self.encoded.places, decoded, strict=True)):
-            height, width = image.shape[1:]
-            self.images[place, :, top : top + height, left : left + width] = image
-            if number in broken:  # as a worker leaves them
-                rows = {name: targets[place][name][:0] for name in _OF_OBJECTS & targets[place].keys()}
-                targets[place] = targets[place] | rows
-        return replace(self, targets=targets, broken=(*self.broken, *broken.values()), encoded=None)
 
 
 @dataclass
@@ -111,8 +93,6 @@ class TrainingImages(Dataset):
             raise Refused(
                 "--cache: every position has an image of its own, so a cache would never be read; leave it out"
             )
-        if self.augmentation.decode == "device":
-            refuse_cache(self.cache is not None)
 
     def describe(self) -> dict[str, str]:
         """Rows of the start table."""
@@ -131,13 +111,10 @@ class TrainingImages(Dataset):
             draws = self.augmentation.partners(position).tolist()
             partners = [(self._partner(position, draw), _FRESH + draw % _FRESH) for draw in draws]
             samples.append(self._augmented([(index, position), *partners], broken))
-        names = []
-        if self.augmentation.decode == "device":
-            names = [self.source.name(index) for index in self.stream.indices(positions).tolist()]
-        return self._batch(samples, positions, canvas, tuple(broken), names)
+        return self._batch(samples, positions, canvas, tuple(broken))
 
-    def _batch(self, samples: list[Sample], positions: np.ndarray, canvas, broken=(), names=()) -> DetectionBatch:
-        batch = _batch(samples, positions, canvas, self.fill, broken, names)
+    def _batch(self, samples: list[Sample], positions: np.ndarray, canvas, broken=()) -> DetectionBatch:
+        batch = _batch(samples, positions, canvas, self.fill, broken)
         batch.drop_path = drop_path.draws(positions, self.seed, self.drop_path_layers)
         return batch
 
@@ -147,15 +124,12 @@ class TrainingImages(Dataset):
         samples = []
         for boxes in self._most_boxes(count).tolist():
             corners = torch.rand(2, boxes, 2).sort(0).values * torch.tensor([width, height])
-            if self.augmentation.decode == "device":
-                image = Laid(noise((height, width)), (3, height, width))
-            else:
-                image = torch.randint(256, (3, height, width), dtype=torch.uint8)
+            image = torch.randint(256, (3, height, width), dtype=torch.uint8)
             masks = torch.ones(boxes, height, width, dtype=torch.uint8) if self._keeps_masks else None
             labels = torch.randint(len(self.source.classes), (boxes,))
             boxes = corners.movedim(0, 1).flatten(1)
             samples.append(Sample(image, boxes, labels, torch.zeros_like(labels).bool(), masks))
-        return self._batch(samples, np.arange(count), (height, width), names=["noise"] * count)
+        return self._batch(samples, np.arange(count), (height, width))
 
     def shown(self, batch: DetectionBatch) -> list[tuple[str, str, list]]:
         """Of each image: how many objects it has, its name, and their boxes."""
@@ -338,18 +312,13 @@ def _canvas(sizes: np.ndarray, stride: int) -> tuple[int, int]:
     return height, width
 
 
-def _batch(samples, positions, canvas, fill, broken, names=()) -> DetectionBatch:
-    """`names` are needed of images that the device decodes."""
+def _batch(samples, positions, canvas, fill, broken) -> DetectionBatch:
     images = torch.empty(len(samples), 3, *canvas, dtype=torch.uint8)
     ground = torch.tensor(fill, dtype=torch.uint8)[:, None, None]
-    targets, laid = [], {}
+    targets = []
     for place, (sample, position) in enumerate(zip(samples, positions.tolist(), strict=True)):
         height, width = sample.image.shape[1:]
-        if isinstance(sample.image, Laid):
-            images[place, :, :height, :width] = ground
-            laid[place] = sample.image
-        else:
-            images[place, :, :height, :width] = sample.image
+        images[place, :, :height, :width] = sample.image
         images[place, :, :height, width:] = ground
         images[place, :, height:] = ground
         targets.append(
@@ -365,9 +334,4 @@ def _batch(samples, positions, canvas, fill, broken, names=()) -> DetectionBatch
         if sample.masks is not None:
             targets[-1]["masks"] = F.pad(sample.masks, (0, canvas[1] - width, 0, canvas[0] - height))
     sizes = torch.stack([target["size"] for target in targets])
-    batch = DetectionBatch(images, targets, torch.from_numpy(positions), sizes, broken=broken)
-    if laid:
-        places = [(place, image.top, image.left) for place, image in laid.items()]
-        names = [names[place] for place in laid]
-        batch.encoded = Encoded([image.jpeg for image in laid.values()], names, places, "bilinear")
-    return batch
+    return DetectionBatch(images, targets, torch.from_numpy(positions), sizes, broken=broken)

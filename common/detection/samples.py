@@ -6,7 +6,6 @@ bool[n], masks uint8[n, H, W]. The other functions take and return such samples.
 """
 
 import math
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,32 +13,11 @@ import torch
 import torch.nn.functional as F
 from torchvision.transforms.v2 import functional as v2
 
-from common.data.decoding import View, resized
-from common.data.device_decoding import Jpeg, for_device
+from common.data.decoding import resized
 from common.detection.data.annotated import Sample
 
 # For each edge of a box the first, or the last one on its axis; quicker than np.tile.
 FIRST, LAST = [0, 1, 0, 1], [2, 3, 2, 3]
-
-
-@dataclass(frozen=True)
-class Laid:
-    """A JPEG that the device is to decode, at (left, top) on an empty image of `shape` (3, height, width)."""
-
-    jpeg: Jpeg
-    shape: tuple[int, int, int]
-    left: int = 0
-    top: int = 0
-
-    def padded(self, left: int, top: int, width: int, height: int) -> "Laid":
-        """This at (left, top) of an empty image."""
-        return Laid(self.jpeg, (3, height, width), self.left + left, self.top + top)
-
-    def flip(self, axis: int) -> "Laid":
-        """The left-right mirror image (axis 2, the only one), as a tensor has it."""
-        view = self.jpeg.view
-        jpeg = replace(self.jpeg, view=replace(view, hflip=not view.hflip))
-        return replace(self, jpeg=jpeg, left=self.shape[2] - self.left - view.size[1])
 
 
 def size_of(sample: Sample) -> np.ndarray:
@@ -58,27 +36,23 @@ def nothing(width: int, height: int, fill: tuple[int, int, int], masks: bool) ->
     return Sample(image, torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool), none)
 
 
-def crop(sample: Sample, inside: np.ndarray, size: tuple[int, int], rows: np.ndarray, decode: str) -> Sample:
+def crop(sample: Sample, inside: np.ndarray, size: tuple[int, int], rows: np.ndarray) -> Sample:
     """The part `inside` int[4] (left, top, right, bottom) of a source's image, resized to `size` (height, width), as tensors.
 
     Of the objects only `rows` int[n]. If the image is decoded at a reduced resolution, or kept
-    smaller in a cache, the edges are moved to whole pixels of it; boxes and masks follow. With
-    `decode` "device" the image is `Laid` if the device can decode it.
+    smaller in a cache, the edges are moved to whole pixels of it; boxes and masks follow.
     """
     picture = sample.image
     whole = np.array([picture.width, picture.height])
     kept = whole / size_of(sample)  # 1, or less in a cache
-    left, top, right, bottom = inside.tolist()
-    jpeg = for_device(picture, View((top, left, bottom - top, right - left), size)) if decode == "device" else None
     width, height = ((inside[2:] - inside[:2]) * kept).tolist()
-    reduction = 1 if jpeg else picture.reduction(height, width, size)
+    reduction = picture.reduction(height, width, size)
     factors, limits = (kept / reduction)[FIRST], -(-whole // reduction)
     edges = np.rint(inside * factors).astype(int)
     edges[:2] = np.minimum(edges[:2], limits - 1)
     edges[2:] = edges[2:].clip(edges[:2] + 1, limits)
     left, top, right, bottom = edges.tolist()
-    part = reduction, top, left, bottom, right
-    image = Laid(jpeg, (3, *size)) if jpeg else resized(picture.part(*part), size, "bilinear")
+    image = resized(picture.part(reduction, top, left, bottom, right), size, "bilinear")
 
     shown = (edges / factors).astype(np.float32)
     scale = (size[::-1] / (shown[2:] - shown[:2])).astype(np.float32)
@@ -112,12 +86,8 @@ def padded(sample: Sample, left: int, top: int, width: int, height: int, fill: t
     h, w = sample.image.shape[1:]
     if (left, top, width, height) == (0, 0, w, h):
         return sample
-    canvas: Laid | torch.Tensor
-    if isinstance(sample.image, Laid):
-        canvas = sample.image.padded(left, top, width, height)
-    else:
-        canvas = torch.tensor(fill, dtype=torch.uint8)[:, None, None].repeat(1, height, width)
-        canvas[:, top : top + h, left : left + w] = sample.image
+    canvas = torch.tensor(fill, dtype=torch.uint8)[:, None, None].repeat(1, height, width)
+    canvas[:, top : top + h, left : left + w] = sample.image
     boxes, masks = sample.boxes + torch.tensor([left, top, left, top]), sample.masks
     if masks is not None:
         masks = F.pad(masks, (left, width - left - w, top, height - top - h))

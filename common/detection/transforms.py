@@ -34,8 +34,6 @@ from common.randomness import key_of, mix, seed_generators, uniforms
 _SMALLEST = 1.0  # pixels: a box that gets smaller than this on a side is left out
 _VISIBLE = 0.1  # share of a box: an object that is cut to less than this is left out; a crowd region is not
 _WIDEST = 4.0  # zoom-out: largest side of the canvas, as a multiple of the image's side
-# Options that change pixels, or mix several images.
-_ON_PIXELS = ("photometric", "mosaic", "mixup", "copy_paste", "rotate", "translate")
 _LARGEST = 10.0  # factor of the scale: beyond this, a few pixels would fill the canvas
 
 
@@ -69,15 +67,6 @@ class BoxAugmentation:
     square: bool = False  # stretch to a square of the short side; `long_side` is not used
     alike: int = 1  # number of consecutive positions that draw the same short side
     drop_masks: bool = False  # masks only help to vary images: the result has none
-    decode: str = "worker"  # or "device": images are left to it, where it can decode them
-
-    def __post_init__(self) -> None:
-        """Raise `Refused` for options that need pixels in the worker."""
-        if self.decode == "device" and (used := [name for name in _ON_PIXELS if getattr(self, name)]):
-            raise Refused(
-                f"--decode device: {', '.join(used)} work on pixels in the data worker; leave them out, or take "
-                "--decode worker"
-            )
 
     def scales(self, positions: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """float64[n, 2]: factors of width and height of whole images with `sizes` int[n, 2] (width, height)."""
@@ -212,7 +201,7 @@ class BoxAugmentation:
         share = areas_of(cut) / areas_of(sample.boxes).clip(min=1e-9)
         seen = ((cut[:, 2:] - cut[:, :2]) * ((high - low) / (width, height)) >= _SMALLEST).all(1)
         rows = np.flatnonzero(seen & np.where(sample.crowd, True, kept & (share >= _VISIBLE)))
-        shown = crop(sample, inside, tuple((high - low)[::-1].tolist()), rows, self.decode)
+        shown = crop(sample, inside, tuple((high - low)[::-1].tolist()), rows)
         if self._is_strong(position) and self.photometric:
             image = Image.fromarray(shown.image.permute(1, 2, 0).numpy())  # Pillow stays in 8 bits, in 0.6 of the time
             shown = shown._replace(image=pixels_of(v2.RandomPhotometricDistort(p=self.photometric)(image)))

@@ -1,4 +1,4 @@
-"""Images with boxes are read as quickly as can be, and show what decoding all of them shows: lazily, cached, on the device."""
+"""Images with boxes are read as quickly as can be, and show what decoding all of them shows: lazily or at once."""
 
 import io
 
@@ -25,7 +25,6 @@ from tests.harness.detections import columns
 CHINA = Image.fromarray(load_sample_image("china.jpg"))  # 640 x 427
 FILL = (7, 8, 9)
 GEOMETRY = {"jitter": (0.3, 1.5), "hflip": 0.5, "iou_crop": 0.3, "zoom_out": 0.3}
-pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities of TorchVision")
 
 
 def file(width: int, height: int, format: str = "JPEG", mode: str = "RGB", orientation: int = 1) -> bytes:
@@ -70,22 +69,15 @@ def source(files: dict[str, bytes]) -> Files:
     return found
 
 
-def samples_of(data, short_sides=(48, 64), ways=GEOMETRY, cache=None, **options) -> TrainingImages:
-    augmentation = BoxAugmentation(3, short_sides, 100, **ways, **options)
+def samples_of(data, cache=None) -> TrainingImages:
+    augmentation = BoxAugmentation(3, (48, 64), 100, **GEOMETRY)
     return TrainingImages(data, Stream(len(data), 8, 5), augmentation, 16, FILL, 5, cache=cache)
 
 
-def batches(samples, workers: int = 0, most: int = 8) -> list:
-    """The micro-batches of four steps on the CPU, and what was broken in them."""
-    plan = BatchPlan(8, 1, most)
-    feed = Prefetcher(training_loader(samples, plan, 0, 4, workers), torch.device("cpu"))
-    return [*[next(feed) for _ in range(4 * plan.micro_steps)], feed.take()[1]]
-
-
-def boxes_off(one: list[dict], other: list[dict]) -> float:
-    """The largest difference of an edge, in pixels of the canvas, of the same objects."""
-    assert [target["labels"].tolist() for target in one] == [target["labels"].tolist() for target in other]
-    return max((a["boxes"] - b["boxes"]).abs().max().item() for a, b in zip(one, other, strict=True) if len(a["boxes"]))
+def batches(samples) -> list:
+    """The batches of four steps on the CPU, and what was broken in them."""
+    feed = Prefetcher(training_loader(samples, BatchPlan(8, 1, 8), 0, 4, 0), torch.device("cpu"))
+    return [*[next(feed) for _ in range(4)], feed.take()[1]]
 
 
 def pixels_off(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -139,12 +131,11 @@ def test_every_kind_of_file_is_upright_and_an_evaluation_decodes_all_of_it() -> 
         assert torch.allclose(result.boxes, boxes, atol=0.6)
 
 
-@pytest.mark.parametrize("decode", ["worker", "device"])
-def test_a_broken_image_is_an_empty_scene_and_named(decode) -> None:
+def test_a_broken_image_is_an_empty_scene_and_named() -> None:
     """Found in its header, or not before its pixels are decoded. The canvas and the other images stay as they are."""
     files = FILES | BROKEN
-    *whole, none = batches(samples_of(source(FILES | dict.fromkeys(BROKEN, FILES["plain"])), decode=decode))
-    *seen, broken = batches(samples_of(source(files), decode=decode))
+    *whole, none = batches(samples_of(source(FILES | dict.fromkeys(BROKEN, FILES["plain"]))))
+    *seen, broken = batches(samples_of(source(files)))
     reasons = {}
     for index, name in enumerate(files):
         try:
@@ -167,28 +158,6 @@ def test_a_broken_image_is_an_empty_scene_and_named(decode) -> None:
     assert sorted(broken) == sorted(expected) and len(expected) > 3
 
 
-def test_the_device_shows_what_a_worker_shows() -> None:
-    """The same boxes and ground; pixels differ in rounding, and where the worker decodes at a reduced resolution."""
-    data = source({name: content for name, content in FILES.items() if name != "large"})
-    *by_worker, _ = batches(samples_of(data))
-    *by_device, broken = batches(samples_of(data, decode="device"), workers=1)
-    assert broken == ()
-    for theirs, mine in zip(by_worker, by_device, strict=True):
-        assert mine.encoded is None and mine.images.shape == theirs.images.shape
-        assert boxes_off(mine.targets, theirs.targets) <= 0.25
-        off = pixels_off(mine.images, theirs.images)
-        assert off.max() <= 60 and off.mean((1, 2, 3)).max() <= 1.5
-        assert pixels_off(mine.images, theirs.images.flip(3)).mean() > 5  # another view would be seen
-    *split, _ = batches(samples_of(data, decode="device"), most=3)
-    images = torch.cat([batch.images for batch in split[:3]])
-    assert torch.equal(images, by_device[0].images)
-
-
-def test_what_does_not_go_together_is_refused() -> None:
-    data, small = source(FILES), open_cache(8, 32, "")
-    with pytest.raises(Refused, match=r"--decode device: mosaic work on pixels .*, or take --decode worker"):
-        samples_of(data, ways={"mosaic": 0.1}, decode="device")
-    with pytest.raises(Refused, match=r"--decode device: --cache keeps .*leave out one of them"):
-        samples_of(data, decode="device", cache=small)
+def test_a_cache_is_refused_for_scenes_that_are_never_shown_again() -> None:
     with pytest.raises(Refused, match="--cache: every position has an image of its own"):
-        samples_of(scenes.load(0)[0], cache=small)
+        samples_of(scenes.load(0)[0], cache=open_cache(8, 32, ""))

@@ -24,7 +24,7 @@ from common.detection.data.masks import Masks, decode
 class Sample(NamedTuple):
     """An image with its n boxes: a `Picture` and arrays from a source, tensors once a part of it is shown."""
 
-    image: Any  # Picture; once shown uint8[3, H, W], or `device_decoding.Laid`
+    image: Any  # Picture; once shown uint8[3, H, W]
     boxes: Any  # float32[n, 4] left, top, right, bottom in pixels
     labels: Any  # int64[n]
     crowd: Any  # bool[n]
