@@ -158,6 +158,20 @@ def test_a_broken_image_is_an_empty_scene_and_named() -> None:
     assert sorted(broken) == sorted(expected) and len(expected) > 3
 
 
+def test_a_cache_shows_nearly_the_same() -> None:
+    """Boxes are at most a pixel off; images are kept at most as large as a square of 64 pixels."""
+    data = source({name: content for name, content in FILES.items() if name != "large"})
+    *whole, _ = batches(samples_of(data))
+    cache = open_cache(len(data), 64, "")
+    for _ in range(2):  # filled, then read
+        *kept, _ = batches(samples_of(data, cache))
+        for theirs, mine in zip(whole, kept, strict=True):
+            assert 0 < pixels_off(mine.images, theirs.images).mean() < 6
+            for one, other in zip(theirs.targets, mine.targets, strict=True):
+                assert one["labels"].tolist() == other["labels"].tolist()
+                assert not len(one["boxes"]) or (one["boxes"] - other["boxes"]).abs().max() <= 1
+
+
 def test_a_cache_is_refused_for_scenes_that_are_never_shown_again() -> None:
     with pytest.raises(Refused, match="--cache: every position has an image of its own"):
         samples_of(scenes.load(0)[0], cache=open_cache(8, 32, ""))

@@ -26,7 +26,7 @@ VARIED = (
 EXACT = f"{VARIED} --max_steps {STEPS} --log_every 1 --eval_every 1000 --checkpoint_every {STEPS // 2} --dtype float64"
 GROUP = "--batch_norm group --norm_batch_size 2 --global_batch_size 8"
 CASES = {
-    "fcos": "--detector fcos --batch_norm frozen --drop_path 0.1 --global_batch_size 7",
+    "fcos": "--detector fcos --batch_norm frozen --drop_path 0.1 --global_batch_size 7 --cache 80",
     "faster_rcnn": f"--detector faster_rcnn {GROUP} --sync_short_sides",
     "thawing": f"--detector fcos {GROUP} --freeze_stages 2 --unfreeze_epochs 1,2 "
     "--backbone_lr_factor 0.5 --neck_lr_factor 2 --head_lr_factor 1.5",

@@ -37,24 +37,6 @@ def test_the_numbers_are_those_of_pycocotools(seed: int) -> None:
     assert present.mean() == pytest.approx(results["AP50"], abs=1e-12)
 
 
-def test_ranks_evaluate_together_what_each_has_seen(monkeypatch) -> None:
-    source, found = awkward(3)
-    alone, first, second = Detections(), Detections(), Detections()
-    alone.update(range(21), found)
-    first.update(range(0, 21, 2), found[::2])
-    second.update(range(1, 21, 2), found[1::2])
-    gathered = [(np.array([rank.count]), *rank.columns()) for rank in (first, second)]
-    monkeypatch.setattr(metrics, "gather_to_main", lambda _: gathered)
-    assert first.results(source) == alone.results(source)
-    for one, other in zip(first.columns(), alone.columns(), strict=True):
-        np.testing.assert_array_equal(one, other)  # to draw from
-
-    monkeypatch.setattr(metrics, "gather_to_main", lambda _: None)  # as on the other ranks
-    monkeypatch.setattr(metrics, "broadcast_object", lambda _: {"AP": 0.5})
-    assert second.results(source) == {"AP": 0.5}
-    assert [len(column) for column in second.columns()] == [0, 0] and second.precision is None
-
-
 def test_a_mask_lies_on_the_pixels_of_its_box() -> None:
     boxes = torch.tensor([[10.0, 20.0, 38.0, 48.0], [-5.0, 0.0, 3.0, 60.0]])
     grid = torch.zeros(2, 28, 28)

@@ -1,6 +1,7 @@
 """Checkpoints of RT-DETR's and D-FINE's authors are taken over tensor by tensor, and then find the same boxes."""
 
 import importlib.machinery
+import itertools
 import re
 import subprocess
 import sys
@@ -37,9 +38,11 @@ def shapes_of(name):
     shapes = {}
     for line in (HERE / f"{name}.txt").read_text().splitlines():
         if not line.startswith("#"):
-            module, _, tensors = line.partition(": ")
-            for tensor, _, shape in (tensor.partition(" ") for tensor in tensors.split(", ")):
-                shapes[f"{module}.{tensor}"] = tuple(map(int, shape.split("x"))) if shape else ()
+            modules, _, tensors = line.partition(": ")
+            parts = [part.split(",") for part in re.split("[{}]", modules)]  # layers.{0,1}.bn: of both layers
+            for module, tensor in itertools.product(map("".join, itertools.product(*parts)), tensors.split(", ")):
+                name, _, shape = tensor.partition(" ")
+                shapes[f"{module}.{name}"] = tuple(map(int, shape.split("x"))) if shape else ()
     return shapes
 
 
