@@ -26,11 +26,8 @@ def draw_stripes(folder: Path, counts: Sequence[int], seed: int = 0) -> None:
             image.save(folder / f"stuff_{number}" / f"{index}.png")
 
 
-def draw_scenes(folder: Path, kind: str = "png", enlarged: int = 1) -> None:
-    """Into a folder that is there: train.json, val.json with outlines, and the images of each in a folder beside it.
-
-    Images and their objects are `enlarged` times as large as scenes.
-    """
+def draw_scenes(folder: Path) -> None:
+    """Into a folder that is there: train.json, val.json with outlines, and the images of each in a folder beside it."""
     train, val = sources.load(sources.Spec("digits", seed=0, val_share=0.2, masks=True))
     for part, source, count in (("train", train, 25), ("val", val, 7)):
         (folder / part).mkdir()
@@ -40,15 +37,14 @@ def draw_scenes(folder: Path, kind: str = "png", enlarged: int = 1) -> None:
             picture, boxes, labels, _, masks, _ = source.sample(number, number)
             pixels = picture.whole().permute(1, 2, 0).numpy()
             inside = (boxes[:, 2:] <= (width, height)).all(1) if number % 3 else np.zeros(len(boxes), bool)
-            size = width * enlarged, height * enlarged
-            Image.fromarray(pixels[:height, :width]).resize(size).save(folder / part / f"{number}.{kind}")
-            images.append({"id": number, "file_name": f"{part}/{number}.{kind}", "width": size[0], "height": size[1]})
-            shown = masks[inside, :height, :width].repeat(enlarged, 1).repeat(enlarged, 2)
-            runs = [rle | {"counts": rle["counts"].decode()} for rle in mask_columns.encode(shown)]
+            Image.fromarray(pixels[:height, :width]).save(folder / part / f"{number}.png")
+            images.append({"id": number, "file_name": f"{part}/{number}.png", "width": width, "height": height})
+            shown = mask_columns.encode(masks[inside, :height, :width])
+            runs = [rle | {"counts": rle["counts"].decode()} for rle in shown]
             objects = zip(boxes[inside].tolist(), labels[inside].tolist(), runs, strict=True)
             for (left, top, right, bottom), label, outline in objects:
                 annotation = {"id": len(annotations), "image_id": number, "category_id": 3 * label + 1}
-                box = [enlarged * edge for edge in (left, top, right - left, bottom - top)]
+                box = [left, top, right - left, bottom - top]
                 annotations.append(annotation | {"bbox": box, "segmentation": outline})
         categories = [{"id": 3 * number + 1, "name": name} for number, name in enumerate(source.classes)]
         content = {"images": images, "annotations": annotations, "categories": categories}
