@@ -10,15 +10,14 @@ from torchvision.ops import MultiScaleRoIAlign
 
 from common.detection.models.anchors import draws_of, match, sample
 from common.detection.models.boxes import BoxCoder, filled
-from common.detection.models.detector import Detector
 from common.detection.models.fpn import Backbone
-from common.detection.models.postprocessing import LIMIT, best_of
+from common.detection.models.postprocessing import Suppressing
 from common.detection.models.rpn import RegionProposalNetwork
 from common.detection.models.spec import DetectorSpec
 from common.randomness import key_of, mix
 
 
-class FasterRCNN(Detector):
+class FasterRCNN(Suppressing):
     """Two-stage detector.
 
     Matching and losses are torchvision's, as are the names of the parameters: its `FasterRCNN` loads them. Different here:
@@ -30,12 +29,11 @@ class FasterRCNN(Detector):
     levels, coarser = (2, 6), "subsampling"  # defaults of the feature pyramid
     drawn, foreground_share = 512, 0.25  # proposals to learn from in an image
     iou = 0.5
-    score_threshold, nms_threshold, least_side, limit = 0.05, 0.5, 1e-2, LIMIT
+    nms_threshold, least_side = 0.5, 1e-2
 
     def __init__(self, backbone: Backbone, spec: DetectorSpec) -> None:
-        super().__init__()
-        self.backbone, self.classes, self.stride, self.seed = backbone, spec.classes, backbone.stride, spec.seed
-        self.is_second = spec.variant == "torchvision_v2"
+        super().__init__(backbone, spec.classes)
+        self.seed, self.is_second = spec.seed, spec.variant == "torchvision_v2"
         self.rpn = RegionProposalNetwork(backbone, convolutions=2 if self.is_second else 1)
         if self.is_second:
             width = backbone.width
@@ -87,9 +85,7 @@ class FasterRCNN(Detector):
                 boxes = self.coder.decode_single(delta, places).view(-1, self.classes + 1, 4)[:, 1:].reshape(-1, 4)
                 scores = scores.softmax(1)[:, 1:]
                 labels = torch.arange(self.classes, device=scores.device).expand_as(scores).flatten()
-                names = ("score_threshold", "nms_threshold", "least_side", "limit")
-                thresholds = {name: getattr(self, name) for name in names}
-                found.append(best_of(boxes, scores.flatten(), labels, size, **thresholds))
+                found.append(self.best_of(boxes, scores.flatten(), labels, size))
         return self._add_masks(features, images.shape[2:], found)
 
     def _predict(self, features: list[Tensor], places: list[Tensor], canvas: tuple[int, int]) -> tuple[Tensor, Tensor]:
