@@ -3,7 +3,7 @@
 from unittest.mock import patch
 
 from common.detection.models.detectors import Detector, build_detector
-from common.detection.models.rf_detr_models import ARCHITECTURES
+from common.detection.models.detr_architectures import ARCHITECTURES
 from common.detection.models.spec import DetectorSpec
 
 SIDE = 96  # of the squares that its position embeddings are made for, in pixels; 12 queries need 64
@@ -23,6 +23,7 @@ CONFIG = {
     "decoder_self_attention_heads": 2,
     "decoder_cross_attention_heads": 4,
     "decoder_ffn_dim": 64,
+    "decoder_n_points": 2,
     "num_queries": 12,
     "group_detr": 3,
 }
@@ -30,5 +31,5 @@ CONFIG = {
 
 def build(classes: int, **options) -> Detector:
     """The detector; `options` are of `DetectorSpec`."""
-    with patch.dict(ARCHITECTURES, small=CONFIG):
-        return build_detector(DetectorSpec("rf_detr", "small", classes, **options))
+    with patch.dict(ARCHITECTURES, rf_detr_tiny=CONFIG):
+        return build_detector(DetectorSpec("rf_detr", "rf_detr_tiny", classes, **options))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from common.detection.models.detector import Detector
 from common.detection.models.detr import DETR
-from common.detection.models.detr_models import FAMILIES as DETR_FAMILIES
+from common.detection.models.detr_models import FAMILIES as OF_TRANSFORMERS
 from common.detection.models.fcos import FCOS
 from common.detection.models.fpn import build_backbone
 from common.detection.models.rcnn import FasterRCNN, MaskRCNN
@@ -57,4 +57,3 @@ def build_detector(spec: DetectorSpec) -> Detector:
 
 
 FAMILIES = {"fcos": FCOS, "retinanet": RetinaNet, "faster_rcnn": FasterRCNN, "mask_rcnn": MaskRCNN}
-OF_TRANSFORMERS = DETR_FAMILIES | {"rf_detr": "rf_detr"}  # our name -> theirs; these stretch images to squares

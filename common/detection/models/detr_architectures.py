@@ -132,6 +132,19 @@ SMALL_OF: dict[str, dict] = {
     "dfine": _SMALL | _POINTS | {"depth_mult": 0.34},
     "deimv2": _SMALL | _POINTS | _OF_DEIMV2 | {"depth_mult": 0.67, "hidden_expansion": 0.34},
 }
+
+# From `rfdetr/config.py` of roboflow/rf-detr, and transformers' conversion of their weights. They were trained on squares of
+# 384, 512, 576 and 560 pixels; `image_size` only counts the position embeddings.
+_DINOV2 = {"model_type": "rf_detr_dinov2", "hidden_size": 384, "num_attention_heads": 6}
+_PATCHES_16 = {"patch_size": 16, "num_windows": 2, "out_features": ["stage3", "stage6", "stage9", "stage12"]}
+_PATCHES_14 = {"patch_size": 14, "num_windows": 4, "out_features": ["stage2", "stage5", "stage8", "stage11"]}
+
+
+def _rf_detr(side: int, layers: int, patches: dict) -> dict:
+    backbone = _DINOV2 | patches | {"image_size": side}
+    return {"backbone_config": backbone, "decoder_layers": layers, "decoder_n_points": 2}
+
+
 _OF_RESNET_18: dict = {"encoder_in_channels": [128, 256, 512], "hidden_expansion": 0.5}
 _WIDE: dict = {"encoder_hidden_dim": 384, "encoder_ffn_dim": 2048, "decoder_in_channels": [384, 384, 384]}
 ARCHITECTURES: dict[str, dict] = {
@@ -171,4 +184,8 @@ ARCHITECTURES: dict[str, dict] = {
         depth_mult=1.37,
         spatial_tuning_adapter_inplanes=64,
     ),
+    "rf_detr_nano": _rf_detr(384, 2, _PATCHES_16),
+    "rf_detr_small": _rf_detr(512, 3, _PATCHES_16),
+    "rf_detr_medium": _rf_detr(576, 4, _PATCHES_16),
+    "rf_detr_base": _rf_detr(518, 3, _PATCHES_14),
 }

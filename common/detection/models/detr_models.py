@@ -18,13 +18,18 @@ from common.errors import Refused
 from common.files import SMALL, check_regular, read_text
 from common.training import timm_models
 
-FAMILIES = {"rtdetr_v2": "rt_detr_v2", "dfine": "d_fine", "deimv2": "deimv2"}  # our name -> transformers'
+FAMILIES = {
+    "rtdetr_v2": "rt_detr_v2",
+    "dfine": "d_fine",
+    "deimv2": "deimv2",
+    "rf_detr": "rf_detr",
+}  # our name -> transformers'
 # --batch_norm decides on batch norm layers; anchors are computed for each image size.
 _SETTINGS = {"freeze_backbone_batch_norms": False, "eval_size": None, "anchor_image_size": None}
 _LEVELS = (8, 16, 32)  # strides of a timm backbone's maps
-# The published models take pixels in 0..1 without normalisation, except those with a vision transformer of DINOv3.
+# The published models take pixels in 0..1 without normalisation, except those with a vision transformer of DINO.
 _PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
-IMAGENET = {"mean": timm.data.IMAGENET_DEFAULT_MEAN, "std": timm.data.IMAGENET_DEFAULT_STD}
+_IMAGENET = {"mean": timm.data.IMAGENET_DEFAULT_MEAN, "std": timm.data.IMAGENET_DEFAULT_STD}
 
 
 def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
@@ -41,15 +46,15 @@ def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
     `Refused` without transformers, and for a name of no model, of another family, or of weights out
     of reach.
     """
-    transformers, name = import_transformers(), spec.model
+    name = spec.model
     over_timm = name not in ARCHITECTURES and is_timm(name)
     if not over_timm:
         if spec.drop_path:
             other = f"a timm backbone under --detector {spec.family} has"
             raise Refused(f"--drop_path {spec.drop_path}: {name} has none; {other}")
-        whole, normalization = _whole(transformers, spec)
+        whole, normalization = load_whole(spec, _SETTINGS, _fresh)
     else:
-        whole, normalization = _over_timm(transformers, spec)
+        whole, normalization = _over_timm(spec)
     model = whole.model
     decoder = model.decoder
     # Untied as in the published models; transformers unties only when it loads weights that differ.
@@ -177,44 +182,32 @@ def _text(file: Path) -> str:
         raise Refused(f"--model {file.parent}: can't be read: {error}") from None
 
 
-def _whole(transformers, spec: DetectorSpec) -> tuple[nn.Module, dict]:
-    """A model of transformers, and what its images are normalised with."""
-    family, name = spec.family, spec.model
-    if name in ARCHITECTURES:
-        refuse_pretrained(spec, "PekingU/rtdetr_v2_r18vd and ustc-community/dfine-small-coco")
-        if not name.startswith(family):
-            raise Refused(f"--model {name}: not of --detector {family}; {_known(family)}")
-        config = transformers.AutoConfig.for_model(FAMILIES[family], **copy.deepcopy(ARCHITECTURES[name]), **_SETTINGS)
-        return _fresh(transformers, config, spec.seed), IMAGENET if _is_dinov3(config) else _PLAIN
-    return load_whole(transformers, spec, FAMILIES[family], _SETTINGS, _fresh, _known(family))
+def load_whole(spec: DetectorSpec, settings: dict, fresh: Callable) -> tuple[nn.Module, dict]:
+    """A whole model of transformers, with its weights if they are wanted, and what its images are normalised with.
 
-
-def refuse_pretrained(spec: DetectorSpec, examples: str) -> None:
-    """Raise `Refused` for --pretrained with a configuration that has no weights."""
-    if spec.pretrained:
-        others = f"--model owner/name has them, as {examples} on the hub"
-        raise Refused(f"--pretrained: {spec.model} is a configuration without weights; {others}")
-
-
-def load_whole(
-    transformers, spec: DetectorSpec, kind: str, settings: dict, fresh: Callable, known: str
-) -> tuple[nn.Module, dict]:
-    """A model of the hub or of a folder, with its weights if they are wanted, and what its images are normalised with.
-
-    Args:
-        kind: the family's name in transformers.
-        settings: of the configuration, instead of the model's own.
-        fresh: makes a model without weights of (transformers, config, seed).
-        known: which models there are, for the refusal of another.
+    `settings` of the configuration stand instead of the model's own; `fresh` makes a model without weights of
+    (transformers, config, seed).
     """
-    name = spec.model
+    transformers, family, name = import_transformers(), spec.family, spec.model
+    if name in ARCHITECTURES:
+        if spec.pretrained:
+            others = (
+                "--model owner/name has them, as ustc-community/dfine-small-coco and Roboflow/rf-detr-nano on the hub"
+            )
+            raise Refused(f"--pretrained: {name} is a configuration without weights; {others}")
+        if not name.startswith(family):
+            raise Refused(f"--model {name}: not of --detector {family}; {known_models(family)}")
+        config = transformers.AutoConfig.for_model(FAMILIES[family], **copy.deepcopy(ARCHITECTURES[name]))
+        config.update(settings)
+        is_vit = config.backbone_config.model_type in ("dinov3_vit", "rf_detr_dinov2")
+        return fresh(transformers, config, spec.seed), _IMAGENET if is_vit else _PLAIN
     is_folder = Path(name).is_dir()
     if not is_folder and "/" not in name:
-        raise Refused(f"--model {name}: no model of --detector {spec.family}; {known}")
+        raise Refused(f"--model {name}: no model of --detector {family}; {known_models(family)}")
     try:
         config = transformers.AutoConfig.from_pretrained(name, **settings)
-        if config.model_type != kind:
-            raise Refused(f"--model {name}: a {config.model_type}, which --detector {spec.family} can't train")
+        if config.model_type != FAMILIES[family]:
+            raise Refused(f"--model {name}: a {config.model_type}, which --detector {family} can't train")
         processor = transformers.AutoImageProcessor.from_pretrained(name)
         if spec.pretrained or is_folder:
             load = transformers.AutoModelForObjectDetection.from_pretrained
@@ -223,19 +216,22 @@ def load_whole(
             whole = fresh(transformers, config, spec.seed)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise Refused(f"--model {name}: can't be loaded (is the hub in reach?), {known}: {reason}") from None
+        raise Refused(
+            f"--model {name}: can't be loaded (is the hub in reach?), {known_models(family)}: {reason}"
+        ) from None
     given = {"mean": tuple(processor.image_mean), "std": tuple(processor.image_std)}
     return whole, given if processor.do_normalize else _PLAIN
 
 
-def _known(family: str) -> str:
-    known = [name for name in ARCHITECTURES if name.startswith(family)]
-    return f"there are {', '.join(known)}, timm's backbones, and owner/name on the hub"
+def known_models(family: str) -> str:
+    """Which `--model` a family takes, in words."""
+    known = [name for name in ARCHITECTURES if name.startswith(family)] + ["timm's backbones"] * (family != "rf_detr")
+    return f"there are {', '.join(known)}, and owner/name on the hub"
 
 
-def _over_timm(transformers, spec: DetectorSpec) -> tuple[nn.Module, dict]:
+def _over_timm(spec: DetectorSpec) -> tuple[nn.Module, dict]:
     """A small neck and decoder over the features of a timm model, and what its images are normalised with."""
-    name, width = spec.model, spec.width
+    transformers, name, width = import_transformers(), spec.model, spec.width
     create = partial(
         timm_models.create,
         name,

@@ -11,36 +11,23 @@ import torch.nn.functional as F
 from timm.layers import DropPath
 from torch import Tensor, nn
 
+from common.detection.models.detr_architectures import ARCHITECTURES
 from common.detection.models.detr_models import (
-    IMAGENET,
     begins_with_rows,
     empty_model,
-    import_transformers,
     is_timm,
     kept_classes,
+    known_models,
     load_whole,
-    refuse_pretrained,
     save_model,
     with_rows,
 )
 from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
 
-_DINOV2 = {"model_type": "rf_detr_dinov2", "hidden_size": 384, "num_attention_heads": 6}
-_PATCHES_16 = {"patch_size": 16, "num_windows": 2, "out_features": ["stage3", "stage6", "stage9", "stage12"]}
-_PATCHES_14 = {"patch_size": 14, "num_windows": 4, "out_features": ["stage2", "stage5", "stage8", "stage11"]}
-# Configurations of the published models: `rfdetr/config.py` of roboflow/rf-detr, and transformers' conversion of their
-# weights. They were trained on squares of 384, 512, 576 and 560 pixels; `image_size` only counts the position embeddings.
-ARCHITECTURES = {
-    "rf_detr_nano": {"backbone_config": _DINOV2 | _PATCHES_16 | {"image_size": 384}, "decoder_layers": 2},
-    "rf_detr_small": {"backbone_config": _DINOV2 | _PATCHES_16 | {"image_size": 512}, "decoder_layers": 3},
-    "rf_detr_medium": {"backbone_config": _DINOV2 | _PATCHES_16 | {"image_size": 576}, "decoder_layers": 4},
-    "rf_detr_base": {"backbone_config": _DINOV2 | _PATCHES_14 | {"image_size": 518}, "decoder_layers": 3},
-}
 # The authors train without dropout. transformers' default is 0.1 in the decoder: a mask drawn from a generator's state, which
 # is another one on each layout.
 _SETTINGS = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
-_KNOWN = f"there are {', '.join(ARCHITECTURES)}, and owner/name on the hub, as Roboflow/rf-detr-nano"
 _OF_QUERIES = ("model.reference_point_embed.weight", "model.query_feat.weight")  # [groups x queries, ...]
 
 
@@ -53,16 +40,10 @@ def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
     of them. Its attribute `begins_with` says which weights were loaded. Raises `Refused` without
     transformers, and for a name of no model, of another family, or of weights out of reach.
     """
-    transformers, name = import_transformers(), spec.model
-    if name in ARCHITECTURES:
-        refuse_pretrained(spec, "Roboflow/rf-detr-nano")
-        config = transformers.AutoConfig.for_model("rf_detr", **copy.deepcopy(ARCHITECTURES[name]), decoder_n_points=2)
-        config.update(_SETTINGS)
-        model, normalization = _fresh(transformers, config, spec.seed), IMAGENET
-    elif is_timm(name):
-        raise Refused(f"--model {name}: --detector rf_detr has a backbone of its own; {_KNOWN}")
-    else:
-        model, normalization = load_whole(transformers, spec, "rf_detr", _SETTINGS, _fresh, _KNOWN)
+    name = spec.model
+    if name not in ARCHITECTURES and is_timm(name):
+        raise Refused(f"--model {name}: --detector rf_detr has a backbone of its own; {known_models('rf_detr')}")
+    model, normalization = load_whole(spec, _SETTINGS, _fresh)
     kept = kept_classes(model.config, spec)
     _set_classes(model, spec, kept)
     _make_exact(model, spec.drop_path)

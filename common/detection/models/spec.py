@@ -1,7 +1,7 @@
 """Detector specification: what a detector is built of."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from common.config.fields import whole_numbers
@@ -37,16 +37,6 @@ class DetectorSpec:
         levels = whole_numbers(config.levels, "-")
         if not levels or len(levels) != 2:
             raise Refused(f"--levels {config.levels}: must be two numbers joined by a dash, such as 3-7")
-        return cls(
-            family=config.detector,
-            model=config.model,
-            classes=len(names),
-            names=names,
-            pretrained=config.pretrained and not config.init,
-            levels=levels,
-            width=config.width,
-            drop_path=config.drop_path,
-            seed=config.seed,
-            convolutions=config.convolutions,
-            variant=config.variant,
-        )
+        given = {field.name: getattr(config, field.name) for field in fields(cls) if hasattr(config, field.name)}
+        given |= {"family": config.detector, "classes": len(names), "names": names, "levels": levels}
+        return cls(**given | {"pretrained": config.pretrained and not config.init})

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_sample_images
 
-from common.detection.models import denoising, rf_detr_models
+from common.detection.models import denoising
 from common.detection.models.detectors import build_detector
 from common.detection.models.detr import _Outputs
 from common.detection.models.detr_models import ARCHITECTURES, FAMILIES, build_model
@@ -101,7 +101,7 @@ def stable(monkeypatch):
     monkeypatch.setattr(torch, "argsort", functools.partial(torch.argsort, stable=True))
 
 
-@pytest.mark.parametrize("family, dense", [*((family, True) for family in FAMILIES), ("deimv2", False)])
+@pytest.mark.parametrize("family, dense", [*((family, True) for family in PRECISE), ("deimv2", False)])
 def test_the_losses_of_a_batch_add_up_to_those_of_transformers(family, dense):
     dtype, tolerance = PRECISE[family]
     detector = make(family, dtype)
@@ -133,7 +133,7 @@ def test_the_losses_of_rf_detr_add_up_to_those_of_transformers(side, tolerance):
             torch.testing.assert_close(terms[name].sum(), weight * sum(parts), rtol=tolerance, atol=1e-15)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PRECISE)
 def test_with_the_same_noise_the_losses_of_denoising_are_those_of_transformers(family, monkeypatch):
     """Where all images have as many boxes: else its groups, and what its padding costs, depend on the batch."""
     dtype, tolerance = PRECISE[family]
@@ -236,7 +236,7 @@ def test_group_statistics_make_every_split_into_whole_groups_the_same():
     assert not frozen  # that --batch_norm would not reach
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "rf_detr"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_exported_folder_is_one_of_transformers_and_one_of_ours(family, tmp_path):
     detector = (make_rf_detr() if family == "rf_detr" else make(family, torch.float32)).eval()
     if family == "rf_detr":  # folders of the hub have dropout
@@ -277,7 +277,7 @@ def test_on_photographs_boxes_and_scores_are_those_of_transformers(name, tmp_pat
     if name == "rf_detr":
         detector = make_rf_detr()
     else:
-        family = next(family for family in (*FAMILIES, "rf_detr") if name.startswith(family))
+        family = next(family for family in FAMILIES if name.startswith(family))
         detector = build_detector(DetectorSpec(family, name, 4, seed=1))
         move(detector, boxes=0.05, classes=0.1)
     for module in detector.modules():  # statistics that fit photographs, or all queries would be nearly the same
@@ -345,15 +345,11 @@ rf_detr_nano 30.5, rf_detr_small 32.1, rf_detr_medium 33.7"""  # in millions
 
 @pytest.mark.parametrize("name, published", [line.split() for line in PUBLISHED.split(",")])
 def test_an_architecture_has_as_many_parameters_as_the_published_model(name, published):
-    published, kinds, made = (
-        float(published),
-        FAMILIES | {"rf_detr": "rf_detr"},
-        ARCHITECTURES | rf_detr_models.ARCHITECTURES,
-    )
-    family = next(family for family in kinds if name.startswith(family))
-    others = {"decoder_n_points": 2, "num_labels": 91} if family == "rf_detr" else {"num_labels": 80}
+    published = float(published)
+    family = next(family for family in FAMILIES if name.startswith(family))
+    classes = 91 if family == "rf_detr" else 80
     with torch.device("meta"):
-        config = transformers.AutoConfig.for_model(kinds[family], **made[name], **others)
+        config = transformers.AutoConfig.for_model(FAMILIES[family], **ARCHITECTURES[name], num_labels=classes)
         config.tie_word_embeddings = False
         model = transformers.AutoModelForObjectDetection.from_config(config)
     model = model if family == "rf_detr" else model.model
