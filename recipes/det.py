@@ -36,7 +36,6 @@ from common.detection import (
     build_stream,
     defaults,
     detectors,
-    judgement_plots,
     plots,
     read_once,
     read_range,
@@ -262,14 +261,13 @@ def evaluate_only(config: Config) -> None:
 
 def draw(run: Run, val: sources.Annotated, found: Detections, thorough: bool = False) -> None:
     """Pictures of the newest evaluation; a report is `thorough`."""
-    judgement, matches = found.judgement, found.judgement.matches
+    matches = found.judgement.matches
     run.draw("predictions", plots.predictions, val, matches)
     run.draw("precision_recall", plots.precision_recall, found.precision, val.classes)
     run.draw("confusion", plots.confusion, matches, val.classes)
     run.draw("misses", plots.misses, val, matches)
     if thorough:
-        run.draw("errors", judgement_plots.errors, judgement)
-        run.draw("confidence", judgement_plots.confidence, judgement)
+        run.draw("errors", plots.errors, found.judgement)
 
 
 def audit(model, loader, accelerator, normalize):

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from common.detection import defaults, suspects
     from common.detection.batches import EvaluationScenes, TrainingImages, blank_padding
     from common.detection.data import sources
-    from common.detection.evaluation import judgement_plots, plots
+    from common.detection.evaluation import plots
     from common.detection.evaluation.metrics import Detections
     from common.detection.grouping import build_stream
     from common.detection.models import detectors

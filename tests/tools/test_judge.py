@@ -158,7 +158,7 @@ def test_each_part_of_the_data_and_each_setting_has_a_report_of_its_own(parts, r
 
 # --- detectors
 
-PICTURES = {"predictions", "precision_recall", "confusion", "misses", "errors", "confidence"}
+PICTURES = {"predictions", "precision_recall", "confusion", "misses", "errors"}
 VIEWS = ("--eval_flip", "--eval_sizes", "96,128")
 
 

@@ -1,4 +1,4 @@
-"""Pictures of a detector's evaluation: predictions, precision and recall, confusion matrix, misses and false alarms."""
+"""Pictures of a detector's evaluation: predictions, precision and recall, confusion matrix, misses, and what errors cost."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +10,8 @@ from PIL import Image
 
 from common.data.images import BrokenImage
 from common.detection.data.annotated import Annotated
+from common.detection.evaluation.errors import KINDS
+from common.detection.evaluation.judgement import Judgement
 from common.detection.evaluation.matching import IN_CROWD, IOU, FalseAlarm, Matches, Miss
 from common.run import plots
 from common.run.plots import (
@@ -40,6 +42,18 @@ SIDE = 7.0  # inches of the longer side of an image on its own
 
 # Okabe and Ito's colours, and line styles: together enough to tell NAMED_CURVES apart.
 COLOURS, STYLES = (BLUE, ORANGE, GREEN, "#E69F00", "#CC79A7", "#56B4E9"), ("-", "--", ":", "-.")
+
+
+_MEANINGS = {
+    "localisation": "localisation: right class, badly placed",
+    "class": "class: well placed, wrong class",
+    "both": "both: wrong class, badly placed",
+    "duplicate": "duplicate: a second time",
+    "background": "background: nothing there",
+    "missed": "missed: object without any of these",
+    "false_positives": "all false positives",
+    "false_negatives": "all false negatives",
+}
 
 
 def predictions(source: Annotated, matches: Matches, path: Path) -> list[BoxedImage]:
@@ -124,6 +138,33 @@ def misses(source: Annotated, matches: Matches, path: Path) -> None:
     cells = [_crop(source, matches, case) for case in (*missed, *alarms)]
     headline = f"{len(missed)} worst misses, {len(alarms)} most confident false alarms"
     sheet(cells, f"{evaluation_of(path)}: {headline}, at a score of {matches.threshold:.2f} or more", path)
+
+
+def errors(judgement: Judgement, path: Path) -> None:
+    """Draw how much AP50 each kind of error costs, and how often it occurs."""
+    costs, counts = judgement.errors.costs, judgement.errors.counts
+    figure = new_figure(8.2, 4.6)
+    axes = figure.subplots()
+    places = [*range(len(KINDS)), *(len(KINDS) + 0.5 + number for number in range(len(costs) - len(KINDS)))]
+    values = [100 * (cost or 0) for cost in costs.values()]
+    colours = [BLUE if name in KINDS else GREY for name in costs]
+    axes.barh(places, values, color=colours, height=0.7)
+    for place, value, name in zip(places, values, costs, strict=True):
+        text = f" {value:.1f}  ({counts[name]:,})"
+        axes.text(max(value, 0), place, text, color=INK, va="center", fontsize=9)
+    axes.set_yticks(places, [_MEANINGS[name] for name in costs])
+    axes.set(
+        xlim=(min(0, *values), max(1, *values) * 1.2), xlabel="AP50 gained without this error (points), (how many)"
+    )
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color=PALE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    ap = judgement.errors.ap50
+    headline = "no objects" if ap is None else f"errors behind an AP50 of {100 * ap:.1f} %"
+    title(figure.suptitle, f"{evaluation_of(path)}: {headline}")
+    save(figure, path)
 
 
 def detections(image: Image.Image, boxes: list[Box], masks: np.ndarray, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Thresholds, calibration and kinds of error are right on cases worked out by hand, and equal to COCO's and TIDE's numbers."""
+"""Thresholds and kinds of error are right on cases worked out by hand, and equal to COCO's and TIDE's numbers."""
 
 import dataclasses
 import warnings
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from common.detection.data.annotated import Annotations
-from common.detection.evaluation.judgement import BINS, Judgement
+from common.detection.evaluation.judgement import Judgement
 from common.detection.evaluation.metrics import Detections
 from tests.harness.detections import A, B, awkward, columns
 
@@ -25,7 +25,6 @@ def test_crowds_absent_classes_and_nothing_at_all_are_no_errors() -> None:
     inside = [((0, 0, 10, 10), 0.9, 0), (B, 0.8, 1)]
     judgement = judged([((0, 0, 100, 40), 0, True), (B, 1, False)], inside)
     assert judgement.errors.ap50 == 1 and not any(judgement.errors.counts.values())
-    assert judgement.confidence.sum() == 1
     assert [of["recall"] for of in judgement.details()["classes"]] == [None, 1.0, None]
     for objects, found in (([], []), ([], inside), ([(A, 0, False)], [])):
         with warnings.catch_warnings():
@@ -86,16 +85,3 @@ def test_each_class_has_the_threshold_of_its_own_best_f1() -> None:
     assert cat == pytest.approx({"threshold": 0.6, "precision": 2 / 3, "recall": 1, "f1": 4 / 5, "objects": 2})
     assert dog == pytest.approx({"threshold": 0.3, "precision": 1 / 2, "recall": 1, "f1": 2 / 3, "objects": 1})
     assert cow == {"threshold": None, "precision": None, "recall": 0, "f1": None, "objects": 1}
-
-
-def test_calibration_error_is_the_distance_of_scores_from_shares() -> None:
-    # Two bins: of two of about 0.9, one is right (|0.9 - 0.5|); the one of 0.3 is wrong (0.3). Crowds do not count.
-    objects = [(A, 0, False), ((0, 0, 100, 9), 0, True)]
-    found = [(A, 0.91, 0), (NOWHERE, 0.89, 0), (B, 0.3, 0), ((0, 0, 9, 9), 0.99, 0)]
-    judgement = judged(objects, found)
-    assert judgement.calibration_error() == pytest.approx((2 * 0.4 + 0.3) / 3, abs=1e-6)
-    assert judgement.calibration_error(0.5) == pytest.approx(0.4, abs=1e-6)
-    right, wrong = judgement.confidence
-    assert (right[13], wrong[13], wrong[4], right.sum() + wrong.sum()) == (1, 1, 1, 3)
-    assert judged([(A, 0, False)], [(A, 1.0, 0)]).confidence[0, BINS - 1] == 1
-    assert judged([(A, 0, False)], []).calibration_error() is None

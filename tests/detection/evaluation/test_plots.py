@@ -8,7 +8,7 @@ from PIL import Image
 
 from common.data.images import BrokenImage
 from common.detection.data.annotated import Annotations
-from common.detection.evaluation import judgement_plots, plots
+from common.detection.evaluation import plots
 from common.detection.evaluation.judgement import Judgement
 from common.detection.evaluation.matching import Matches
 from common.detection.evaluation.metrics import Detections
@@ -111,13 +111,11 @@ def test_precision_over_recall_is_drawn_for_any_number_of_classes(tmp_path: Path
     assert not has(drawn(path), BLUE)
 
 
-def test_pictures_of_a_judgement_are_drawn_of_much_and_of_nothing(tmp_path: Path) -> None:
+def test_the_costs_of_errors_are_drawn_of_much_and_of_nothing(tmp_path: Path) -> None:
     source, found = awkward(1)
     detections = Detections()
     detections.update(range(21), found)
-    nothing = np.zeros(0, np.int64), np.zeros((0, 6), np.float32)
-    for columns in (detections.columns(), nothing):
-        for draw in (judgement_plots.errors, judgement_plots.confidence):
-            path = tmp_path / "run" / "pictures" / f"{draw.__name__}.png"
-            draw(Judgement.of(source, *columns), path)
-            drawn(path)
+    path = tmp_path / "run" / "pictures" / "errors.png"
+    for columns in (detections.columns(), (np.zeros(0, np.int64), np.zeros((0, 6), np.float32))):
+        plots.errors(Judgement.of(source, *columns), path)
+        drawn(path)
