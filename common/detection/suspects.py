@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torchvision.ops import box_iou
 
-from common.data.images import BrokenImage
 from common.detection.evaluation.matching import IN_CROWD, IOU, Matches
+from common.detection.evaluation.plots import read_image
 from common.run.plots import BLUE, ORANGE, Cell, run_of, sheet, short
 
 SAME, APART = 0.7, 0.2  # overlap from which a detection is at the place of a box; below which it is of something else
@@ -122,8 +122,4 @@ def _cell(matches: Matches, finding: Finding) -> Cell:
         name = source.classes[source.labels[finding.object]]
         boxes.insert(0, (source.boxes[finding.object].tolist(), name, ORANGE))
         caption = f"{kind}\n{short(name, 12)} → {short(suggested, 12)} {score:.2f}"
-    try:
-        pixels = np.asarray(source.image(finding.image))
-    except BrokenImage:
-        pixels = np.zeros((*source.sizes[finding.image][::-1], 3), np.uint8)
-    return Cell(pixels, caption, source.name(finding.image), boxes)
+    return Cell(np.asarray(read_image(source, finding.image)), caption, source.name(finding.image), boxes)

@@ -10,7 +10,7 @@ import pyarrow as pa
 from common.data.images import BrokenImage, opened, orientation_of
 from common.data.shards import Shards
 from common.data.source import Source, path_of
-from common.detection.data.annotated import Annotated
+from common.detection.data.annotated import Annotated, no_boxes
 from common.detection.data.image_headers import headers_of_files, upright_sizes
 
 _PLACEHOLDER = 32, 32  # size of an image that can't be read
@@ -78,18 +78,7 @@ def images(files: FileList | Shards, classes: tuple[str, ...], multi_label: bool
 
 def scenes(files: FileList | Shards, sizes: np.ndarray, classes: tuple[str, ...]) -> Scenes:
     """`sizes` int[N, 2] come from `sizes_of`."""
-    return Scenes(
-        classes,
-        category_ids=np.arange(len(classes)),
-        image_ids=np.arange(len(files)),
-        sizes=sizes.astype(np.int32),
-        offsets=np.zeros(len(files) + 1, np.int64),
-        boxes=np.zeros((0, 4), np.float32),
-        labels=np.zeros(0, np.int64),
-        crowd=np.zeros(0, bool),
-        areas=np.zeros(0, np.float32),
-        files=files,
-    )
+    return Scenes(**no_boxes(classes, sizes), files=files)
 
 
 def sizes_of(files: FileList | Shards) -> np.ndarray:

@@ -4,6 +4,7 @@ The boxes of all images stand one after another in columns. There is no Python o
 or box: every data worker would copy its memory pages.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Self
@@ -81,6 +82,21 @@ class Annotations:
         columns += [self.masks.bytes()] if self.masks else []
         contents = np.concatenate([np.ascontiguousarray(column).reshape(-1).view(np.uint8) for column in columns])
         return fingerprint_of(self.classes, self.labels, contents, names)
+
+
+def no_boxes(classes: Sequence[str], sizes: np.ndarray) -> dict:
+    """The columns of images of `sizes` int[N, 2] (width, height) without a box."""
+    return {
+        "classes": tuple(classes),
+        "category_ids": np.arange(len(classes)),
+        "image_ids": np.arange(len(sizes)),
+        "sizes": sizes.astype(np.int32),
+        "offsets": np.zeros(len(sizes) + 1, np.int64),
+        "boxes": np.zeros((0, 4), np.float32),
+        "labels": np.zeros(0, np.int64),
+        "crowd": np.zeros(0, bool),
+        "areas": np.zeros(0),
+    }
 
 
 class Annotated(Annotations):

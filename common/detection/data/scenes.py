@@ -9,7 +9,7 @@ from PIL import Image
 from common.data.decoding import Picture, pixels_of
 from common.data.digits import Digits, load_digits
 from common.data.source import fingerprint_of
-from common.detection.data.annotated import Annotated, Sample
+from common.detection.data.annotated import Annotated, Sample, no_boxes
 from common.detection.data.masks import encode
 from common.randomness import key_of
 
@@ -117,15 +117,7 @@ def load(seed: int, masks: bool = False) -> tuple[Scenes, Scenes]:
 def _scenes(digits: Digits, key: int, fresh: bool, count: int, part: str, masks: bool) -> Scenes:
     """Without boxes."""
     return Scenes(
-        classes=digits.classes,
-        category_ids=np.arange(len(digits.classes)),
-        image_ids=np.arange(count),
-        sizes=np.full((count, 2), SIDE, np.int32),
-        offsets=np.zeros(count + 1, np.int64),
-        boxes=np.zeros((0, 4), np.float32),
-        labels=np.zeros(0, np.int64),
-        crowd=np.zeros(0, bool),
-        areas=np.zeros(0),
+        **no_boxes(digits.classes, np.full((count, 2), SIDE)),
         pixels=digits.pixels,
         ink=np.array([Image.fromarray(np.where(image > _INK, image, 0)).getbbox() for image in digits.pixels]),
         digits=digits.labels,

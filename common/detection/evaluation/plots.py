@@ -63,7 +63,7 @@ def predictions(source: Annotated, matches: Matches, path: Path) -> list[BoxedIm
     """
     cells, images = [], []
     for index in _chosen(source):
-        image, name = _read(source, index), source.name(index)
+        image, name = read_image(source, index), source.name(index)
         objects = np.arange(source.offsets[index], source.offsets[index + 1])
         found = matches.of_image(index)
         true, guesses = _boxes_of_objects(source, objects), _boxes_of_detections(source, matches, found)
@@ -197,7 +197,7 @@ def _chosen(source: Annotated) -> list[int]:
     return rows[np.linspace(0, len(rows) - 1, min(SHOWN_IMAGES, len(rows))).astype(int)].tolist()
 
 
-def _read(source: Annotated, index: int) -> Image.Image:
+def read_image(source: Annotated, index: int) -> Image.Image:
     """The image; black, as in the evaluation, if it can't be read."""
     try:
         return source.image(index)
@@ -248,7 +248,7 @@ def _crop(source: Annotated, matches: Matches, case: Miss | FalseAlarm) -> Cell:
         reason = reasons.get(case.kind) or f"is {short(boxes[0].class_name, 18)}"
         caption = f"{short(wrong.class_name, 18)} {wrong.score:.2f}\n{reason}"
         boxes, colours = [*boxes, wrong], [*colours, ORANGE]
-    image = _read(source, case.image)
+    image = read_image(source, case.image)
     left, top, right, bottom = _window(wrong.corners, image.size)
     shifted = [replace(box, corners=tuple(np.subtract(box.corners, (left, top, left, top)))) for box in boxes]
     return _cell(image.crop((left, top, right, bottom)), caption, source.name(case.image), shifted, colours)
