@@ -40,6 +40,8 @@ class DETR(Detector):
         while len(self.strides) < model.config.num_feature_levels:  # coarser maps are made from the backbone's last
             self.strides.append(2 * self.strides[-1])
         self.stride = max(self.strides)
+        costs = "alpha", "gamma", "class_cost", "bbox_cost", "giou_cost"
+        self.costs = {name: getattr(model.config, f"matcher_{name}") for name in costs}  # of a query with a box
         layers = (layer for layer in model.encoder.modules() if type(layer).__name__.endswith("EncoderLayer"))
         # In training these would only ask the device whether all is finite.
         self._as_evaluated = [layer for layer in layers if not layer.dropout]
@@ -102,7 +104,7 @@ class DETR(Detector):
             first = denoising.labels.shape[1] if denoising else 0
             wanted = padded(boxes, 0), padded(labels, 0)
             found = _Outputs.of_queries(outputs, first)
-            match = self._match(found, *wanted, [*map(len, labels)])
+            match = queries.match(found.logits, found.boxes.clamp(0, 1), *wanted, [*map(len, labels)], **self.costs)
             numbers = torch.stack([totals[1], totals[2] - totals[1]])
             pairs = _Pairs(match, totals[0].clamp(min=1).expand(len(images)), numbers.expand(len(images), 2))
             counted = (match >= 0) | ~queries.in_crowds(found.boxes, regions)
@@ -194,22 +196,6 @@ class DETR(Detector):
             yield
         finally:
             hook.remove()
-
-    def _match(self, found: "_Outputs", boxes: Tensor, labels: Tensor, counts: list[int]) -> Tensor:
-        """int64[B, O, Q]: the box that each query of each output is matched with, or -1."""
-        config = self.config
-        return queries.match(
-            found.logits,
-            found.boxes.clamp(0, 1),
-            boxes,
-            labels,
-            counts,
-            alpha=config.matcher_alpha,
-            gamma=config.matcher_gamma,
-            class_cost=config.matcher_class_cost,
-            box_cost=config.matcher_bbox_cost,
-            giou_cost=config.matcher_giou_cost,
-        )
 
     def _terms(
         self,

@@ -39,7 +39,7 @@ def match(
     alpha: float,
     gamma: float,
     class_cost: float,
-    box_cost: float,
+    bbox_cost: float,
     giou_cost: float,
 ) -> Tensor:
     """int64[B, O, Q]: the box that each query of each of O outputs is matched with, or -1.
@@ -62,7 +62,7 @@ def match(
     hit = alpha * (1 - chances) ** gamma * -(chances + 1e-8).log()
     doubt = (1 - alpha) * chances**gamma * -(1 - chances + 1e-8).log()
     _, generalised = overlaps(box_convert(boxes, "cxcywh", "xyxy"), box_convert(wanted, "cxcywh", "xyxy"))
-    costs = box_cost * (boxes - wanted).abs().sum(-1) + class_cost * (hit - doubt) - giou_cost * generalised
+    costs = bbox_cost * (boxes - wanted).abs().sum(-1) + class_cost * (hit - doubt) - giou_cost * generalised
     largest = torch.finfo(costs.dtype).max
     costs = costs.nan_to_num(largest, largest, largest).cpu()
     result = torch.full(logits.shape[:3], -1)

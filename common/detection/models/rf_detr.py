@@ -49,6 +49,8 @@ class RFDETR(Detector):
         self.classes, self.groups = spec.classes, self.config.group_detr
         self.patch = self.config.backbone_config.patch_size
         self.stride = self.patch * self.config.backbone_config.num_windows
+        costs = {name: getattr(self.config, name) for name in ("class_cost", "bbox_cost", "giou_cost")}
+        self.costs = {"alpha": 0.25, "gamma": _GAMMA, **costs}  # of a query with a box
         self.train()
 
     @property
@@ -75,18 +77,7 @@ class RFDETR(Detector):
         logits, found = self._predict(images)
         with torch.autocast(images.device.type, enabled=False):
             wanted, ids = padded(boxes, 0), padded(labels, 0)
-            match = queries.match(
-                logits,
-                found,
-                wanted,
-                ids,
-                [*map(len, labels)],
-                alpha=0.25,
-                gamma=_GAMMA,
-                class_cost=config.class_cost,
-                box_cost=config.bbox_cost,
-                giou_cost=config.giou_cost,
-            )
+            match = queries.match(logits, found, wanted, ids, [*map(len, labels)], **self.costs)
             counted = (match >= 0) | ~queries.in_crowds(found, regions)
             found, wanted, overlap, generalised = queries.pair(match, found, wanted)
             hit, scores = queries.hits(match, ids, self.classes), logits.sigmoid()

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_sample_images
 
-from common.detection.models import denoising
+from common.detection.models import denoising, queries
 from common.detection.models.detectors import build_detector
-from common.detection.models.detr import _Outputs
 from common.detection.models.detr_models import ARCHITECTURES, FAMILIES, build_model
 from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
@@ -185,7 +184,7 @@ def test_queries_and_boxes_are_matched_as_transformers_matches_them():
     labels = [torch.randint(5, (count,), generator=generator) for count in counts]
     targets = [F.pad(x, (0, 0, 0, 12 - len(x))) for x in wanted]
     ids = [F.pad(x, (0, 12 - len(x))) for x in labels]
-    match = detector._match(_Outputs(logits, boxes), torch.stack(targets), torch.stack(ids), counts)
+    match = queries.match(logits, boxes.clamp(0, 1), torch.stack(targets), torch.stack(ids), counts, **detector.costs)
 
     theirs = matching.RTDetrHungarianMatcher(detector.config)
     for image in range(4):
