@@ -7,15 +7,16 @@ from typing import Any, Self
 from common.config.fields import whole_numbers
 from common.errors import Refused
 
-# Details of the families that torchvision has, too. Its own differ from ours: places of coarse levels are spread evenly over
-# the canvas, its RetinaNet has no GroupNorm in its heads and keeps 300 detections. Its second versions are RetinaNet with
-# GroupNorm and a P6 from C5, and R-CNNs with batch norm, one more convolution for proposals, and four more for boxes.
-VARIANTS = ("own", "torchvision", "torchvision_v2")
-
 
 @dataclass(frozen=True)
 class DetectorSpec:
-    """What a detector is built of. Its initial weights are a function of `seed`, or loaded."""
+    """What a detector is built of. Its initial weights are a function of `seed`, or loaded.
+
+    Variants are details of the families that torchvision has, too. Its own differ from ours: places of coarse levels are
+    spread evenly over the canvas, its RetinaNet has no GroupNorm in its heads and keeps 300 detections. Its second versions
+    are RetinaNet with GroupNorm and a P6 from C5, and R-CNNs with batch norm, one more convolution for proposals, and four
+    more for boxes.
+    """
 
     family: str  # fcos, retinanet, faster_rcnn, mask_rcnn, or one of `detr_models.FAMILIES`
     model: str  # backbone: a timm name, `hf-hub:owner/name` or a local timm folder; for DETRs see `detr_models.build_model`
@@ -27,7 +28,7 @@ class DetectorSpec:
     drop_path: float = 0.0  # of the backbone
     seed: int = 0
     convolutions: int = 4  # fcos, retinanet: in each of the heads
-    variant: str = "own"  # whose details fcos, ... have: `VARIANTS`
+    variant: str = "own"  # or torchvision, torchvision_v2
     hidden: int = 1024  # faster_rcnn, mask_rcnn: width of the second stage
     mask_width: int = 256  # mask_rcnn: channels of the mask head
 
