@@ -32,7 +32,7 @@ from common.classification.metrics import ClassificationCounts
 from common.data import shard_index, shards
 from common.data.block_order import Blocks
 from common.data.stream import Stream
-from common.detection.data.annotated import FixedImages
+from common.detection.data.annotated import Annotated
 from common.detection.evaluation.metrics import Detections
 from common.run import plots
 
@@ -121,7 +121,7 @@ def evaluation_of_boxes(detections: int) -> float:
     boxes = np.concatenate([corners, corners + 10 + 200 * random.random((images, 7, 2), np.float32)], 2)
     labels = random.integers(0, 80, images * 7)
     areas = (boxes[..., 2:] - boxes[..., :2]).prod(-1).reshape(-1).astype(np.float64)
-    source = FixedImages(
+    source = Annotated(
         tuple(map(str, range(80))),
         np.arange(80),
         np.arange(images),
@@ -141,7 +141,7 @@ def evaluation_of_boxes(detections: int) -> float:
         rows = np.column_stack([moved, np.sort(random.random(50, np.float32))[::-1], of_classes])
         found.images.append(np.full(50, image))
         found.rows.append(rows.astype(np.float32))
-        found.seen.append(image)
+        found.count += 1
 
     def evaluate() -> None:
         with contextlib.redirect_stdout(io.StringIO()):  # COCO's table
