@@ -6,7 +6,6 @@ Sources: github.com/lyuwenyu/RT-DETR and github.com/Peterande/D-FINE, both under
 2.0. Which layer is which is shown by transformers' conversion of the same files.
 """
 
-import copy
 import re
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 from torchvision.models._meta import _COCO_CATEGORIES
 
 from common.detection.models.detr_architectures import ARCHITECTURES
-from common.detection.models.detr_models import FAMILIES
 from common.detection.weights.weights import Weights
 from common.errors import Refused
 
@@ -23,7 +21,7 @@ COCO = tuple(
 )  # the 80, in order of their ids
 _OBJECTS365 = 366  # rows of the class heads
 _SIDE = "640"  # pixels, of all of them
-_HEADS = "enc_score_head", "class_embed", "denoising_class_embed"
+_POINTS, _HEADS_OF_ATTENTION = 4, 8  # of RT-DETR: sampled on each level by each head
 
 # Of the whole name, in this order. {mlp} and {points} differ between the families.
 _RENAMED = (
@@ -95,15 +93,13 @@ def convert(state: dict[str, Tensor]) -> Weights:
             if name in tensors and not torch.equal(tensors[name], part):
                 raise Refused(f"a checkpoint with two values for {name}: not as its authors' programs write it")
             tensors[name] = part
-    rows = len(tensors["model.enc_score_head.weight"])
-    model, shapes = _architecture(tensors, family, rows)
-    for name, shape in shapes.items():
-        if name.endswith("num_batches_tracked"):
-            tensors[name] = torch.zeros((), dtype=torch.int64)
-        elif name.endswith(_WORDS[family]["points"]) and name not in tensors:
-            tensors[name] = torch.full(
-                shape, 1 / ARCHITECTURES[model].get("decoder_n_points", 4)
-            )  # RT-DETR's are no tensor
+    rows, model = len(tensors["model.enc_score_head.weight"]), _architecture(tensors, family)
+    for name in [*tensors]:
+        if name.endswith(".running_var"):
+            tensors[name.replace("running_var", "num_batches_tracked")] = torch.zeros((), dtype=torch.int64)
+        points = name.replace("attention_weights.bias", "n_points_scale")  # RT-DETR's are no tensor
+        if family == "rtdetr_v2" and points not in tensors:
+            tensors[points] = torch.full((len(tensors[name]) // _HEADS_OF_ATTENTION,), 1 / _POINTS)
     classes = COCO if rows == len(COCO) else (None,) * rows
     notes = (", trained on Objects365, whose classes it does not name",) if rows == _OBJECTS365 else ()
     settings = {"detector": family, "model": model, "short_sides": _SIDE}
@@ -125,39 +121,15 @@ def _renamed(theirs: str, tensor: Tensor, family: str) -> list[tuple[str, Tensor
     return [(f"model.{name}", tensor)]
 
 
-def _architecture(tensors: dict[str, Tensor], family: str, rows: int) -> tuple[str, dict[str, tuple[int, ...]]]:
-    """The published model that has these tensors, and the shapes of its own. Raises `Refused` if there is none."""
+def _architecture(tensors: dict[str, Tensor], family: str) -> str:
+    """The published model with as many decoder layers and channels. Raises `Refused` if there is none."""
     layers = sum(bool(re.fullmatch(r"model\.decoder\.class_embed\.\d+\.weight", name)) for name in tensors)
-    known = [name for name in ARCHITECTURES if name.startswith(family)]
-    mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name in known:
-        if ARCHITECTURES[name].get("decoder_layers", 6) != layers:
-            continue
-        shapes = _shapes(name, family, rows)
-        needed = {
-            key: shape
-            for key, shape in shapes.items()
-            if not key.endswith("num_batches_tracked") and (key in mine or not key.endswith(".n_points_scale"))
-        }
-        if mine == needed:
-            return name, shapes
+    width = len(tensors["model.encoder_input_proj.0.0.weight"])
+    known = {name: of for name, of in ARCHITECTURES.items() if name.startswith(family)}
+    for name, of in known.items():
+        if (of.get("decoder_layers", 6), of.get("encoder_hidden_dim", 256)) == (layers, width):
+            return name
     raise Refused(
-        f"a checkpoint of the authors of {family}, with {layers} decoder layers and {len(mine)} tensors, that is none of "
+        f"a checkpoint of the authors of {family}, with {layers} decoder layers and {width} channels, that is none of "
         f"{', '.join(known)}"
     )
-
-
-def _shapes(name: str, family: str, rows: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of a published model's tensors by our names, without making it."""
-    import transformers
-
-    config = transformers.AutoConfig.for_model(
-        FAMILIES[family],
-        **copy.deepcopy(ARCHITECTURES[name]),
-        num_labels=rows,
-        tie_word_embeddings=False,
-        freeze_backbone_batch_norms=False,
-    )
-    with torch.device("meta"):
-        model = transformers.AutoModelForObjectDetection.from_config(config).model
-    return {f"model.{key}": tuple(tensor.shape) for key, tensor in model.state_dict().items()}
