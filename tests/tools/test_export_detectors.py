@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from common.detection.batches import EvaluationScenes, fill_of
-from common.detection.data.annotated import Annotated
+from common.detection.data.annotated import Annotated, no_boxes
 from common.detection.models.detectors import OF_TRANSFORMERS, Detector, build_detector
 from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation
@@ -55,12 +55,8 @@ class Photographs(Annotated):
     def __init__(self) -> None:
         pictures = [getattr(skimage.data, name)() for name in ("astronaut", "coffee", "chelsea", "rocket")]
         pictures += [pictures[0][:90, :300], pictures[1][:, :37], pictures[2][:64, :64], pictures[3][:33, :600]]
-        self.pictures, count = [Image.fromarray(picture) for picture in pictures], len(pictures)
-        none = np.zeros(0, np.int64)
-        sizes = np.array([picture.size for picture in self.pictures], np.int32)
-        columns = {"sizes": sizes, "offsets": np.zeros(count + 1, np.int64), "boxes": np.zeros((0, 4), np.float32)}
-        columns |= {"labels": none, "crowd": none.astype(bool), "areas": np.zeros(0, np.float32)}
-        super().__init__(CLASSES, np.arange(10), np.arange(count), **columns)
+        self.pictures = [Image.fromarray(picture) for picture in pictures]
+        super().__init__(**no_boxes(CLASSES, np.array([picture.size for picture in self.pictures])))
 
     def content(self, index: int) -> Image.Image:
         return self.pictures[index]

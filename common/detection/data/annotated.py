@@ -100,7 +100,10 @@ def no_boxes(classes: Sequence[str], sizes: np.ndarray) -> dict:
 
 
 class Annotated(Annotations):
-    """A list of images with annotations, which can be pickled and works after a fork. Subclasses define the first three."""
+    """A list of images with annotations, which can be pickled and works after a fork.
+
+    Subclasses define the first three.
+    """
 
     fingerprint: str  # hex; equal for the same list of images with the same annotations
 

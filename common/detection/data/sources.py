@@ -37,10 +37,11 @@ class Spec(DataSpec):
 def load(spec: Spec) -> tuple[Annotated, Annotated]:
     """The images to train on and those to evaluate on, (train, val), with the same classes; see docs/data.md.
 
-    If the data has no part to validate on, `val_share` of the images is held out, chosen by `seed` and the image's path or
-    row alone. The `notes` of both say what was corrected or left out. With `masks` samples have masks: from digits, and from
-    COCO's format with segmentations. With `spec.alone`, both are the part to evaluate a trained model on, with the classes
-    that are found there.
+    If the data has no part to validate on, `val_share` of the images is held out, chosen by `seed`
+    and the image's path or row alone. The `notes` of both say what was corrected or left out. With
+    `masks` samples have masks: from digits, and from COCO's format with segmentations. With
+    `spec.alone`, both are the part to evaluate a trained model on, with the classes that are found
+    there.
 
     Raises `Refused` for what can't be found, read, or trained on.
     """

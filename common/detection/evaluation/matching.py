@@ -214,7 +214,10 @@ class Matches:
 
 
 def best_f1(scores: np.ndarray, right: np.ndarray, objects: int) -> tuple[int, float]:
-    """The last of detections, best first, that gives the best F1 over so many objects, and this F1; 0 if none is right."""
+    """The last of detections, best first, that gives the best F1 over so many objects, and this F1.
+
+    Both are 0 if none is right.
+    """
     f1 = 2 * np.cumsum(right) / (np.arange(1, len(right) + 1) + objects)
     f1[:-1][scores[1:] == scores[:-1]] = 0  # equal scores belong together
     return (int(f1.argmax()), float(f1.max())) if f1.any() else (0, 0.0)

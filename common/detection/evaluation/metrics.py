@@ -60,7 +60,8 @@ class Detections:
         self.count = sum(int(*count) for count, *_ in parts)
         self.images, self.rows = [part[1] for part in parts], [part[2] for part in parts]
         images, rows = self.columns()
-        order, masks = np.argsort(images, kind="stable"), [column for part in parts for column in part[3:]]
+        order = np.argsort(images, kind="stable")
+        masks = [column for part in parts for column in part[3:]]
         self.images, self.rows = [images[order]], [rows[order]]  # image by image
         self.masks = [np.concatenate(masks)[order]] if masks else []
         results = None

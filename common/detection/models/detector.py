@@ -8,10 +8,11 @@ from torch import Tensor, nn
 class Detector(nn.Module):
     """A module whose losses do not depend on how a global batch is split, and whose classes are 0..K-1 everywhere.
 
-    `targets` has one dict per image: boxes [n, 4] left, top, right, bottom in pixels of the canvas; labels int64[n]; crowd
-    bool[n]; position in the stream, int; if known, size int64[2], the true width and height on the canvas, and regions, a
-    list of the rows that are crowd regions, so that the host need not ask the device.
-    n may be 0. Crowd regions are neither foreground nor background; other boxes inside them still count.
+    `targets` has one dict per image: boxes [n, 4] left, top, right, bottom in pixels of the
+    canvas; labels int64[n]; crowd bool[n]; position in the stream, int; if known, size int64[2],
+    the true width and height on the canvas, and regions, a list of the rows that are crowd
+    regions, so that the host need not ask the device. n may be 0. Crowd regions are neither
+    foreground nor background; other boxes inside them still count.
     """
 
     stride: int  # sides of the canvas are multiples of this, in pixels
@@ -30,16 +31,18 @@ class Detector(nn.Module):
     def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of each image [B], and its parts by name, [B] each.
 
-        `images` [B, 3, H, W] are normalised, `totals` int64[C] is the sum of `counts` over the global batch. Losses are
-        already divided: their *sum* over the global batch is its loss. Every parameter gets a gradient, with boxes or without.
-        Parts carry gradients, too, and the loss is their sum.
+        `images` [B, 3, H, W] are normalised, `totals` int64[C] is the sum of `counts` over the
+        global batch. Losses are already divided: their *sum* over the global batch is its loss.
+        Every parameter gets a gradient, with boxes or without. Parts carry gradients, too, and the
+        loss is their sum.
         """
         raise NotImplementedError
 
     def forward(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """As `losses`, but the *mean* over the global batch is its loss.
 
-        `totals` int64[C + 1] has the sums of `counts` over the global batch, and then the number of its images.
+        `totals` int64[C + 1] has the sums of `counts` over the global batch, and then the number
+        of its images.
         """
         losses, parts = self.losses(images, targets, totals[:-1])
         return totals[-1] * losses, {name: totals[-1] * part for name, part in parts.items()}

@@ -104,12 +104,13 @@ class DETR(Detector):
             first = denoising.labels.shape[1] if denoising else 0
             wanted = padded(boxes, 0), padded(labels, 0)
             found = _Outputs.of_queries(outputs, first)
-            match = queries.match(found.logits, found.boxes.clamp(0, 1), *wanted, [*map(len, labels)], **self.costs)
+            counts = [*map(len, labels)]
+            match = queries.match(found.logits, found.boxes.clamp(0, 1), *wanted, counts, **self.costs)
             numbers = torch.stack([totals[1], totals[2] - totals[1]])
             pairs = _Pairs(match, totals[0].clamp(min=1).expand(len(images)), numbers.expand(len(images), 2))
             counted = (match >= 0) | ~queries.in_crowds(found.boxes, regions)
             is_dense = getattr(self.config, "use_dense_one_to_one", False)
-            of_boxes = pairs.across_outputs([*map(len, labels)], totals) if is_dense else pairs
+            of_boxes = pairs.across_outputs(counts, totals) if is_dense else pairs
             terms = self._terms(found, pairs, of_boxes, *wanted, counted)
             if denoising:
                 found = _Outputs.of_noise(outputs, first)

@@ -185,8 +185,8 @@ def _text(file: Path) -> str:
 def load_whole(spec: DetectorSpec, settings: dict, fresh: Callable) -> tuple[nn.Module, dict]:
     """A whole model of transformers, with its weights if they are wanted, and what its images are normalised with.
 
-    `settings` of the configuration stand instead of the model's own; `fresh` makes a model without weights of
-    (transformers, config, seed).
+    `settings` of the configuration stand instead of the model's own; `fresh` makes a model without
+    weights of (transformers, config, seed).
     """
     transformers, family, name = import_transformers(), spec.family, spec.model
     if name in ARCHITECTURES:
@@ -225,7 +225,8 @@ def load_whole(spec: DetectorSpec, settings: dict, fresh: Callable) -> tuple[nn.
 
 def known_models(family: str) -> str:
     """Which `--model` a family takes, in words."""
-    known = [name for name in ARCHITECTURES if name.startswith(family)] + ["timm's backbones"] * (family != "rf_detr")
+    known = [name for name in ARCHITECTURES if name.startswith(family)]
+    known += ["timm's backbones"] * (family != "rf_detr")
     return f"there are {', '.join(known)}, and owner/name on the hub"
 
 

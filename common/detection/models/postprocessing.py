@@ -14,8 +14,9 @@ _CANDIDATES = 1000  # the best places and classes of each level, which are looke
 class Suppressing(Detector):
     """A detector on a feature pyramid that finds several boxes around an object, of which the best stays.
 
-    Detections must score more than `score_threshold`; for average precision it is 0.05 or less. If two boxes of a class
-    overlap by more than `nms_threshold` (intersection over union), only the better one stays.
+    Detections must score more than `score_threshold`; for average precision it is 0.05 or less. If
+    two boxes of a class overlap by more than `nms_threshold` (intersection over union), only the
+    better one stays.
     """
 
     score_threshold, nms_threshold, least_side, limit = 0.05, 0.6, 0.0, LIMIT
@@ -27,8 +28,9 @@ class Suppressing(Detector):
     def best_of(self, boxes: Tensor, scores: Tensor, labels: Tensor, size: Tensor) -> dict[str, Tensor]:
         """The best detections of one image, best first: dict of boxes [n, 4], scores [n], labels int64[n], n <= limit.
 
-        Of boxes [m, 4] (left, top, right, bottom in pixels of the canvas) with one score [m] in 0..1 and one label [m] each.
-        They are clipped to `size` [2], the true width and height of the image on its canvas.
+        Of boxes [m, 4] (left, top, right, bottom in pixels of the canvas) with one score [m] in
+        0..1 and one label [m] each. They are clipped to `size` [2], the true width and height of
+        the image on its canvas.
         """
         boxes = clip(boxes, size)
         good = (scores > self.score_threshold) & (boxes[:, 2:] - boxes[:, :2] >= self.least_side).all(1)
@@ -71,7 +73,8 @@ class OneStage(Suppressing):
             places.append(place + start * self.classes)
             start += level.shape[0]
         scores, places = torch.cat(values), torch.cat(places)
-        return self.best_of(boxes[places.div(self.classes, rounding_mode="floor")], scores, places % self.classes, size)
+        boxes = boxes[places.div(self.classes, rounding_mode="floor")]
+        return self.best_of(boxes, scores, places % self.classes, size)
 
     @property
     def _dtype(self) -> torch.dtype:

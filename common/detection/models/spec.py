@@ -12,10 +12,11 @@ from common.errors import Refused
 class DetectorSpec:
     """What a detector is built of. Its initial weights are a function of `seed`, or loaded.
 
-    Variants are details of the families that torchvision has, too. Its own differ from ours: places of coarse levels are
-    spread evenly over the canvas, its RetinaNet has no GroupNorm in its heads and keeps 300 detections. Its second versions
-    are RetinaNet with GroupNorm and a P6 from C5, and R-CNNs with batch norm, one more convolution for proposals, and four
-    more for boxes.
+    Variants are details of the families that torchvision has, too. Its own differ from ours:
+    places of coarse levels are spread evenly over the canvas, its RetinaNet has no GroupNorm in
+    its heads and keeps 300 detections. Its second versions are RetinaNet with GroupNorm and a P6
+    from C5, and R-CNNs with batch norm, one more convolution for proposals, and four more for
+    boxes.
     """
 
     family: str  # fcos, retinanet, faster_rcnn, mask_rcnn, or one of `detr_models.FAMILIES`
