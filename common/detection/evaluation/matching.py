@@ -198,8 +198,16 @@ class Matches:
         return np.arange(self.source.offsets[image], self.source.offsets[image + 1])
 
     def _overlaps(self, rows: np.ndarray, objects: np.ndarray) -> np.ndarray:
-        """float64[rows, objects]: intersection over union; for crowd regions, over the detection alone, as in COCO."""
-        return overlaps_of(self.rows[rows], self.source.truth[objects], self.source.crowd[objects])
+        """float64[rows, objects]: intersection over union; for crowd regions, over the detection alone, as in COCO.
+
+        0 for boxes without an area.
+        """
+        from faster_coco_eval.core import mask  # imported late: it takes 0.1 s
+
+        found, crowd = self.rows[rows, :4].astype(np.float64), self.source.crowd[objects].astype(np.uint8)
+        found[:, 2:] -= found[:, :2]
+        truth = np.ascontiguousarray(self.source.truth[objects])
+        return np.nan_to_num(mask.iou(found, truth, crowd.tolist()))
 
     def _explain(self, row: int) -> FalseAlarm:
         (same, other), (own, others) = (columns[:, row].tolist() for columns in self.closest)
@@ -221,17 +229,3 @@ def best_f1(scores: np.ndarray, right: np.ndarray, objects: int) -> tuple[int, f
     f1 = 2 * np.cumsum(right) / (np.arange(1, len(right) + 1) + objects)
     f1[:-1][scores[1:] == scores[:-1]] = 0  # equal scores belong together
     return (int(f1.argmax()), float(f1.max())) if f1.any() else (0, 0.0)
-
-
-def overlaps_of(rows: np.ndarray, truth: np.ndarray, crowd: np.ndarray) -> np.ndarray:
-    """float64[n, m]: overlaps of detections [n, 4 or more] (corners) and objects [m, 4] (left, top, width, height).
-
-    As in COCO: intersection over union; for crowd regions, bool[m], over the detection alone. 0 for boxes without an area.
-    """
-    from faster_coco_eval.core import mask  # imported late: it takes 0.1 s
-
-    if not len(rows) or not len(truth):
-        return np.zeros((len(rows), len(truth)))
-    found = rows[:, :4].astype(np.float64)
-    found[:, 2:] -= found[:, :2]
-    return np.nan_to_num(mask.iou(found, np.ascontiguousarray(truth), crowd.astype(np.uint8).tolist()))
