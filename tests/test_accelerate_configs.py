@@ -43,20 +43,17 @@ def keys_of(name: str) -> dict[str, object]:
 
 # Every rank writes the world that it got, and a sum over ranks that only ranks which hear each other can know.
 PROBE = """
-import json, os, sys, torch
-from common.errors import Refused
-from common.launching.launch import describe, start
-try:
+import json, sys, torch
+from common.launching.launch import describe, run, start
+
+def main():
     accelerator = start()
-except Refused as refusal:
-    if os.environ.get("RANK", "0") == "0":
-        print(f"refused: {refusal}", file=sys.stderr)
-    sys.exit(1)
-rank = accelerator.process_index
-total = accelerator.reduce(torch.tensor(rank + 1.0), "sum").item()
-with open(f"{sys.argv[1]}/rank{rank}.json", "w") as file:
-    json.dump([accelerator.num_processes, total, describe(accelerator, "float32")], file)
-accelerator.end_training()
+    rank = accelerator.process_index
+    total = accelerator.reduce(torch.tensor(rank + 1.0), "sum").item()
+    with open(f"{sys.argv[1]}/rank{rank}.json", "w") as file:
+        json.dump([accelerator.num_processes, total, describe(accelerator, "float32")], file)
+
+run(main)
 """
 
 
