@@ -21,7 +21,6 @@ from common.distributed.collectives import is_distributed, node_group
 from common.errors import Refused
 
 CONVERTIBLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNormAct2d, SyncBatchNormAct)
-MODES = ("local", "group", "node", "global", "frozen")
 DESCRIPTIONS = {
     "local": "statistics of each micro-batch: fastest, but the result depends on the layout; --batch_norm group avoids that",
     "group": "statistics of fixed groups of consecutive samples: the same on every layout, no communication in the forward",
@@ -32,7 +31,9 @@ DESCRIPTIONS = {
 
 
 class StepBatchNorm(_BatchNorm):
-    """Batch normalisation of [batch, channels, ...] in one of `MODES`, with running statistics that are updated once per step.
+    """Batch normalisation of [batch, channels, ...] in a mode of `DESCRIPTIONS`.
+
+    Running statistics are updated once per step.
 
     Source: Ioffe & Szegedy 2015 (arXiv:1502.03167); group: ghost batch norm, Hoffer et al. 2017 (arXiv:1705.08741).
     Made by `convert`, not constructed, which sets its attributes.
@@ -278,16 +279,12 @@ def convert(model: nn.Module, mode: str, *, group_size: int = 0) -> int:
     With mode "node" this is a collective. With "group" the model's first input must be as long as the micro-batch.
 
     Args:
-        mode: one of `MODES`.
+        mode: one of `DESCRIPTIONS`.
         group_size: samples in a group, at least 2; for mode "group" only.
 
     Raises:
-        Refused: for an unknown mode, a group of less than 2 samples, or a batch norm of an unknown class.
+        Refused: for a batch norm of an unknown class.
     """
-    if mode not in MODES:
-        raise Refused(f"batch_norm {mode!r} is unknown: choose one of {', '.join(MODES)}")
-    if mode == "group" and group_size < 2:
-        raise Refused(f"norm_batch_size {group_size} is too small: a group needs 2 samples or more to have a variance")
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     for name, layer in layers:
         if type(layer) not in CONVERTIBLE or layer.running_mean is None:
