@@ -1,6 +1,6 @@
 """Rows of the start table about what depends on a run's layout apart from batch norm, and by how much."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import timm.optim
 import torch
@@ -8,31 +8,27 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.distributed import gradient_compression
-from common.distributed.sharding import local
 from common.training.warm_up import warm_up
 
 # Optimizers of timm whose step does not shrink with the gradient. All cautious ones belong here too: they count signs.
 _SCALE_FREE = ("lion", "laprop", "adafactor")
 _ELSEWHERE = ("bnb", "fused")  # bitsandbytes and apex, which need CUDA
-_LEAST_NOISE = (
-    0.1  # share of a parameter's numbers: a third of an attention's bias is enough, a single small number is not
-)
 
 
 def describe(config, model: nn.Module, step: Callable[..., None]) -> dict[str, str]:
-    """Rows of the start table; none if all is exact. `step(scale=1.0)` adds the gradient of `scale` times some loss."""
+    """Rows of the start table; none if all is exact. `step()` makes a forward and backward pass."""
     rows = gradient_compression.describe(config)
     if getattr(config, "drop", 0):
         rows["dropout"] = "masks depend on the layout: layouts agree only statistically"
     if config.opt.lower().startswith(_ELSEWHERE):
         rows["optimizer"] = f"{config.opt}: whether layouts agree was not measured"
-    elif moves_by_noise(config.opt) and (names := noisy_parameters(model, step)):
+    elif moves_by_noise(config.opt):
         rows["optimizer"] = (
-            f"{config.opt} takes full steps where the gradient is rounding noise ({_listed(names)}): "
-            "layouts agree only roughly"
+            f"{config.opt} takes full steps where a gradient is only rounding noise, as of the bias of an attention's keys: "
+            "layouts of such a model agree only roughly"
         )
     if config.dtype == "float64" and (kinds := narrowing_modules(model, step)):
-        rows["float64"] = f"{_listed(kinds)} compute in float32 inside: layouts agree to about 1e-6"
+        rows["float64"] = f"{', '.join(kinds)} compute in float32 inside: layouts agree to about 1e-6"
     return rows
 
 
@@ -41,31 +37,6 @@ def moves_by_noise(name: str) -> bool:
     name = name.lower()
     is_cautious = (timm.optim.get_optimizer_info(name).defaults or {}).get("caution", False)
     return is_cautious or any(part in name for part in _SCALE_FREE)
-
-
-def noisy_parameters(model: nn.Module, step: Callable[..., None]) -> list[str]:
-    """Names of the parameters whose gradient is, in part, only rounding noise around zero.
-
-    Examples are the bias of an attention's keys, which shifts all scores of a query alike, and the bias of a layer before a
-    batch norm. They are found by trying: a loss three times as large has three times the gradient, but other rounding noise.
-    """
-    found = []
-
-    def compare() -> None:
-        gradients = []
-        for scale in (1.0, 3.0):
-            model.zero_grad()
-            step(scale=scale)
-            with_gradient = {name: p for name, p in model.named_parameters() if p.grad is not None}
-            gradients.append({name: local(p.grad).clone() for name, p in with_gradient.items()})
-        once, thrice = gradients
-        for name, gradient in once.items():
-            differs = (thrice[name] - 3 * gradient).abs() > 0.3 * gradient.abs()
-            if differs.float().mean() > _LEAST_NOISE:
-                found.append(name)
-
-    warm_up(model, model, compare)
-    return found
 
 
 def narrowing_modules(model: nn.Module, step: Callable[..., None]) -> list[str]:
@@ -89,8 +60,3 @@ def narrowing_modules(model: nn.Module, step: Callable[..., None]) -> list[str]:
         begin.remove()
         end.remove()
     return sorted(found)
-
-
-def _listed(names: Iterable[str]) -> str:
-    first, *others = names
-    return first + f" and {len(others)} more" * bool(others)

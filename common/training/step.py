@@ -91,8 +91,8 @@ class TrainingStep:
         # Micro-batches of a step are all fetched before its first pass.
         self._looks_ahead = self._is_counted or (self._head is not None and self._head.share < 1)
 
-    def attempt(self, network: torch.nn.Module, plan: BatchPlan, scale: float = 1.0) -> None:
-        """Add the gradient of `scale` times the losses of the largest micro-batch of `plan`, on noise: the same in every call.
+    def attempt(self, network: torch.nn.Module, plan: BatchPlan) -> None:
+        """Add the gradient of the losses of the largest micro-batch of `plan`, on noise: the same in every call.
 
         Waits for no other rank. Losses of another shape than [B] are refused.
         """
@@ -105,7 +105,7 @@ class TrainingStep:
         drop_path.set_draws(self.model, batches[0].drop_path)
         losses = self._losses_of(network, batches[0])
         check_losses(losses, plan.micro_batch_sizes[0])
-        (losses.sum() * scale).backward()
+        losses.sum().backward()
 
     @torch.no_grad()
     def check_draws(self, plan: BatchPlan) -> None:

@@ -79,11 +79,11 @@ def step_of(model: nn.Module, size: int):
     """What a trial does, on the same images in every call."""
     dtype = next(model.parameters()).dtype
 
-    def step(scale: float = 1.0) -> None:
+    def step() -> None:
         generator = torch.Generator().manual_seed(0)
         images = torch.randn(4, 3, size, size, generator=generator).to(dtype)
         targets = torch.rand(4, CLASSES, generator=generator).to(dtype)
-        (-(model(images).log_softmax(1) * targets).sum() * scale).backward()
+        (-(model(images).log_softmax(1) * targets).sum()).backward()
 
     return step
 
@@ -94,26 +94,6 @@ def built(name: str, dtype: torch.dtype, size: int = 64) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    "name, noisy",
-    [
-        ("test_vit", "attn.qkv.bias"),
-        ("test_efficientnet", "bn3.bias"),  # a shift that the next batch norm takes away
-        pytest.param("swin_tiny_patch4_window7_224", "attn.qkv.bias", marks=pytest.mark.long),
-        ("test_convnext", ""),
-        ("test_resnet", ""),
-        pytest.param("eva02_tiny_patch14_224", "", marks=pytest.mark.long),  # its keys have no bias
-    ],
-)
-def test_gradients_of_nothing_but_noise_are_found(name: str, noisy: str) -> None:
-    model = built(name, torch.float32)
-    before = copy.deepcopy(model.state_dict())
-    names = exactness.noisy_parameters(model, step_of(model, 64))
-    assert any(found.endswith(noisy) for found in names) if noisy else not names
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_only_what_is_not_exact_has_a_row_in_the_start_table() -> None:
     def rows(name: str, **options) -> dict[str, str]:
         config = Config(**options)
@@ -121,10 +101,7 @@ def test_only_what_is_not_exact_has_a_row_in_the_start_table() -> None:
         return exactness.describe(config, model, step_of(model, 64))
 
     assert rows("test_vit", opt="adamw", dtype="float64") == {}
-    assert rows("test_convnext", opt="lion") == rows("test_resnet", opt="cadamw") == {}
-    assert (
-        "(blocks.0.attn.qkv.bias and 5 more): layouts agree only roughly" in rows("test_vit", opt="Lion")["optimizer"]
-    )
+    assert "layouts of such a model agree only roughly" in rows("test_vit", opt="Lion")["optimizer"]
     assert list(rows("test_efficientnet_evos", dtype="float64")) == ["float64"]
     assert rows("test_efficientnet_evos") == {}
     assert "not measured" in rows("test_resnet", opt="bnblion")["optimizer"]
