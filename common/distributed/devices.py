@@ -61,11 +61,6 @@ def memory(device: torch.device | None = None) -> tuple[int, int]:
     return _module(device).mem_get_info(device)
 
 
-def utilization() -> float:
-    """The share of the last moment in which the device was busy, 0 to 1. Raises an error if its driver does not tell."""
-    return _module(None).utilization() / 100
-
-
 def nccl_version() -> tuple[int, ...]:
     """Of torch's NCCL: (2, 27, 3); () if it has none."""
     return torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 
 from common.checkpoints.state import TrainingState
 from common.checkpoints.store import Checkpoint
@@ -64,7 +63,7 @@ class Records:
         self._config, self._path, self._folder = config, path, folder
         self.log = RunLog(folder)
         self.progress = Progress()
-        self._first_loss, self._reads_utilization = 0.0, True
+        self._first_loss = 0.0
         self._drawing = FIRST_DRAWING_S  # seconds that pictures of this start took
         self._trained_before = 0.0  # seconds of training in earlier starts
 
@@ -138,7 +137,7 @@ class Records:
         self._sizes = {"train_images": len(train), "val_images": len(val), "classes": len(train.classes)} | sizes
         self._sizes |= {"micro_batch_size": plan.micro_batch_sizes[0], "micro_steps": plan.micro_steps}
 
-    def open(self, accelerator: Accelerator, facts: dict) -> None:
+    def open(self, facts: dict) -> None:
         """Write the environment `facts`, drop rows of steps that will be repeated, and open the tracker."""
         folder, config, total_steps = self._folder, self._config, self._schedule.total_steps
         assert folder, "only the main process opens them"
@@ -148,7 +147,6 @@ class Records:
         rows = folder.rewind(self.progress.step)
         folder.status("running", self.progress.step)
         tracker = Tracker(
-            accelerator,
             "none" if config.dry_run else config.tracker,
             folder=self._path,
             project=config.project,
@@ -282,9 +280,4 @@ class Records:
             row |= {"train/loss_scale": report.loss_scale, "train/skipped_steps": self.progress.skipped}
         if devices.has_streams():
             row["perf/gpu_memory_gb"] = torch.accelerator.max_memory_allocated() / 2**30
-        if devices.has_streams() and self._reads_utilization:
-            try:
-                row["perf/gpu_utilization"] = devices.utilization()
-            except Exception:  # no nvidia-ml-py, or a device that does not tell
-                self._reads_utilization = False
         return row

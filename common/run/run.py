@@ -273,7 +273,7 @@ class Run:
         facts["micro_steps"] = self.plan.micro_steps
         with self._records.writing("writing the run folder"):
             if self._folder and self.step < self.last:
-                records.open(self.accelerator, facts)
+                records.open(facts)
                 if not self.step:
                     self._suspicious.unlink(missing_ok=True)  # of a start that left no checkpoint
         if devices.has_streams():

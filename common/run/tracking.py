@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker, TrackioTracker, WandBTracker
 
 from common.config.fields import list_of
@@ -42,9 +41,7 @@ FLUSH_S = 1  # rows are written to the disk so often; by default W&B does after 
 
 
 def require(kind: str) -> None:
-    """Raise `Refused` if the tracker `kind` is unknown or its package is missing."""
-    if kind not in PACKAGES:
-        raise Refused(f"tracker {kind!r} is unknown: choose from {', '.join(PACKAGES)}")
+    """Raise `Refused` if the package of the tracker `kind` is missing."""
     if PACKAGES[kind] and not any(importlib.util.find_spec(package) for package in PACKAGES[kind]):
         raise Refused(f"tracker {kind} isn't installed: pip install {PACKAGES[kind][0]}, or choose --tracker none")
 
@@ -71,7 +68,7 @@ class Box:
 class Tracker:
     """Sends rows, results and plots to a tracker, without waiting for it or failing with it.
 
-    Every rank makes one and calls the same methods; only the main process sends. Values are plain numbers and texts.
+    Only the main process has one. Values are plain numbers and texts.
     The thread starts with `begin` or with the first thing to send, since its imports would slow down the first step.
     Call `finish` in a `finally` block: W&B's own exit hook can wait minutes for a missing network.
 
@@ -87,14 +84,10 @@ class Tracker:
 
     Attributes:
         run_id: To be kept in the run folder: a start that is given it continues the same W&B run.
-
-    Raises:
-        Refused: The kind is unknown or its package is missing (on every rank, before anything expensive).
     """
 
     def __init__(
         self,
-        accelerator: Accelerator,
         kind: str,
         *,
         folder: Path,
@@ -105,14 +98,13 @@ class Tracker:
         rows: Sequence[Mapping[str, Any]] = (),
         say: Callable[[str], None] = print,
     ):
-        require(kind)
         is_id = isinstance(run_id, str) and re.fullmatch(r"[\w-]{1,64}", run_id, re.ASCII)
         self.run_id = run_id if is_id else secrets.token_hex(4)
         self._kind, self._say, self._step = kind, say, 0
         self._where, self._failed = "", False
         self._calls: queue.SimpleQueue[Callable[[_Backend], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        if kind != "none" and accelerator.is_main_process:
+        if kind != "none":
             backend = {"wandb": _WandB, "tensorboard": _TensorBoard, "trackio": _Trackio}[kind]
             resumed_at = rows[-1]["step"] if rows else 0
             start = functools.partial(backend, folder, project, name, dict(config), self.run_id, resumed_at, say)
