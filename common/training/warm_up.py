@@ -1,5 +1,6 @@
 """DDP's warm-up: brings a wrapped model into the state in which an uninterrupted run would have it."""
 
+import errno
 import re
 from collections.abc import Callable
 
@@ -72,6 +73,8 @@ def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, step: Callable[[],
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` means that a device, a library on it, or the host is out of memory."""
     known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    if isinstance(error, OSError):  # no room to map a batch that a data worker has sent
+        return error.errno == errno.ENOMEM
     return known or (isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error))))
 
 

@@ -1,6 +1,8 @@
 """After the warm-up a model is unchanged, and every later step sums in the order of an uninterrupted run."""
 
 import copy
+import errno
+import os
 
 import pytest
 import torch
@@ -99,6 +101,7 @@ NCCL = (
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
         (MemoryError(), True),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), True),
         (
             RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
             True,
@@ -111,6 +114,7 @@ NCCL = (
         (RuntimeError("MPS backend out of memory (MPS allocated: 17.45 GB)"), True),
         (torch.AcceleratorError(f"CUDA error: an illegal memory access was encountered\n{CUDA}"), False),
         (RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 166912"), False),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x10 and 12x3)"), False),
     ],
 )
