@@ -59,6 +59,9 @@ GONE_WITH_S = 5.0  # what data workers have to end in, once their process has; i
 # Folders that torch leaves where temporary files are, killed or not; and a few kilobytes of a process
 # that is killed while timm reads what the run would export.
 IN_TMP = ("torchinductor_", "export_check_")
+FOREIGN = (
+    "sem.loky-"  # of joblib's pools in other programs of the machine, which may be out of sight here; no recipe has one
+)
 FAR = 1e-8  # on other layouts, in float64
 
 
@@ -167,7 +170,7 @@ class Campaign:
 
     def _shared_memory(self) -> list[str]:
         """What is new in /dev/shm and of no process that runs, such as of another test."""
-        new = {*os.listdir("/dev/shm")} - self.shared_memory
+        new = {name for name in os.listdir("/dev/shm") if not name.startswith(FOREIGN)} - self.shared_memory
         return [name for name in new if not any(f"/dev/shm/{name}" in maps for maps in _read_of_processes("maps"))]
 
     def _outcome(self, name: str) -> Outcome:
