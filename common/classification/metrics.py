@@ -18,6 +18,7 @@ CONFUSION_CLASSES = 2_000  # a matrix of 2,000 classes takes 32 MB on the device
 # Scores of each class are counted in so many bins of equal width; with more classes than above, in an eighth of them. A power
 # of two, so that a score lies in bin n or above exactly if it is at least n / SCORE_BINS.
 SCORE_BINS = 1_024
+AT_ONCE = 2**20  # scores: what is made of more of them would not fit into a processor's cache
 
 
 class ClassificationCounts:
@@ -53,9 +54,14 @@ class ClassificationCounts:
     def update(self, logits: Tensor, labels: Tensor, readable: Tensor | None = None) -> None:
         """Count a batch: logits float[batch, classes]; labels int64[batch] or, multi-label, bool[batch, classes];
         readable bool[batch]."""
-        logits = logits if logits.dtype == torch.float64 else logits.float()
         if readable is None:
             readable = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
+        at_once = max(1, AT_ONCE // self.classes)
+        for part in zip(logits.split(at_once), labels.split(at_once), readable.split(at_once), strict=True):
+            self._update(*part)
+
+    def _update(self, logits: Tensor, labels: Tensor, readable: Tensor) -> None:
+        logits = logits if logits.dtype == torch.float64 else logits.float()
         if self.multi_label:
             losses = self._update_multi_label(logits, labels.bool(), readable)
         else:
@@ -137,13 +143,16 @@ class ClassificationCounts:
         The score is the probability of the class. Thresholds are multiples of 1 / `SCORE_BINS`; of equally good ones, the
         nearest to one half is taken. None for a class that no image has, or that no threshold finds.
         """
-        # How many images of other classes, and of the class, have at least the score of each bin.
-        others, own = self._counts["scores"].cpu().flip(2).cumsum(2).flip(2).double()
-        f1 = 2 * own / (own + others + self._counts["images"].cpu()[:, None])
-        best = f1.nan_to_num(0.0).amax(1, keepdim=True)
-        distance = (torch.arange(self._bins) - self._bins // 2).abs()
-        chosen = torch.where(f1 == best, distance, self._bins).argmin(1)
-        kept = zip((chosen / self._bins).tolist(), best[:, 0].tolist(), strict=True)
+        scores, images = (self._counts[name].cpu() for name in ("scores", "images"))
+        distance, at_once = (torch.arange(self._bins) - self._bins // 2).abs(), AT_ONCE // self._bins
+        kept: list[tuple[float, float]] = []
+        for part, of_class in zip(scores.split(at_once, 1), images.split(at_once), strict=True):
+            # How many images of other classes, and of the class, have at least the score of each bin.
+            others, own = part.flip(2).cumsum(2).flip(2).double()
+            f1 = 2 * own / (own + others + of_class[:, None])
+            best = f1.nan_to_num(0.0).amax(1, keepdim=True)
+            chosen = torch.where(f1 == best, distance, self._bins).argmin(1)
+            kept += zip((chosen / self._bins).tolist(), best[:, 0].tolist(), strict=True)
         found = [pair if pair[1] > 0 else (None, None) for pair in kept]
         return [threshold for threshold, _ in found], [f1 for _, f1 in found]
 

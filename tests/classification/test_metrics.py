@@ -95,6 +95,14 @@ def test_with_very_many_classes_the_matrix_is_left_out_and_thresholds_are_coarse
     assert {128 * threshold % 1 for threshold in coarse["thresholds"]} == {0}
 
 
+def test_parts_of_a_batch_and_of_the_classes_count_what_the_whole_does(monkeypatch) -> None:
+    whole = counted(*samples(), batch=203)
+    monkeypatch.setattr(metrics, "AT_ONCE", metrics.SCORE_BINS)  # 146 rows, and one class
+    parts = counted(*samples(), batch=203)
+    assert parts.results() | {"loss": pytest.approx(whole.results()["loss"])} == whole.results()
+    assert all(torch.equal(parts._counts[name], count) for name, count in whole._counts.items())
+
+
 @pytest.mark.parametrize("multi_label", [False, True])
 def test_precision_recall_and_f1_of_each_class_agree_with_scikit_learn(multi_label: bool) -> None:
     """Also of a class that nothing shows, one that is never predicted, an image with a NaN, and ties."""
