@@ -46,7 +46,7 @@ CLS = {
         "--model test_vit --drop_path 0.2 --drop 0.1 --layer_decay 0.8 --grad_checkpointing --clip 1",
     ),
     "momentum": ("fp16", "--opt momentum --loss bce --class_weights balanced --batch_norm frozen --ema_decay 0.9"),
-    "lamb": ("bf16", "--opt lamb --batch_norm node --max_micro_batch_size 8 --drop_path 0.1"),
+    "lamb": ("bf16", "--opt lamb --batch_norm node --drop_path 0.1"),
     "compiled": ("bf16", "--mixup 0.2 --color_jitter 0.3 --compile"),
 }
 IMAGES, MICRO_STEPS, LEVELS = 4, 2, 2  # of a step of `recipes/det.py`, on one device
