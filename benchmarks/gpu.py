@@ -4,8 +4,8 @@
 
 A model of timm at 224 pixels in bf16. The bound is a step written by hand on one normalised batch that lies on the device:
 forward, loss, backward, fused AdamW, cudnn.benchmark. It is compared with the recipe's own `main`, whose feed is replaced by
-one that gives, in turns, one batch that lies on the device, or JPEGs of 500 x 375 pixels: decoded by the workers, on the
-device, or once (`--cache`). The peer for JPEGs is timm's own loader with its prefetcher, as many workers and the same
+one that gives, in turns, one batch that lies on the device, or JPEGs of 500 x 375 pixels: decoded by the workers,
+or once (`--cache`). The peer for JPEGs is timm's own loader with its prefetcher, as many workers and the same
 augmentation, in front of the step written by hand.
 
 The ways take turns in one process, forwards and backwards. A turn starts with empty loader queues and some steps that are not
@@ -60,7 +60,7 @@ VARIED = SimpleNamespace(crop_scale=0.08, hflip=0.5, vflip=0.0, augment="", colo
 CACHE = 1.5  # side of a cached image / side of a crop
 WARM_UP = 3  # steps of a turn that are not measured
 CLASSES = 2
-FILES = ("worker", "device", "cache")
+FILES = ("worker", "cache")
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,6 @@ class Sources:
         samples = TrainingSamples(train, stream, transform, 0, augmentations)  # which the recipe will have
         kinds = {
             "worker": samples,
-            "device": replace(samples, decode="device"),
             "cache": replace(samples, cache=open_cache(len(train), int(CACHE * size.image_size), "")),
         }
         plan = BatchPlan(size.batch_size, 1, size.batch_size)
@@ -324,8 +323,8 @@ def of_shards(gpus: int, quick: bool) -> list[Row]:
 
 
 def fitting(size: Size) -> int:
-    """Workers whose batches fit into /dev/shm. A worker holds 10 batches of pixels and 4 of files."""
-    of_worker = size.batch_size * (10 * 3 * size.image_size**2 + 4 * 100_000)
+    """Workers whose batches fit into /dev/shm. A worker holds 10 batches of pixels."""
+    of_worker = size.batch_size * 10 * 3 * size.image_size**2
     try:
         return max(1, min(size.workers, int(0.8 * shutil.disk_usage("/dev/shm").free) // of_worker))
     except OSError:  # a system without it

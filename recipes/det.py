@@ -118,8 +118,6 @@ class Config(OptimizationConfig, RunConfig):
     """Only evaluate this checkpoint, or a detector that --init takes, and print the results."""
 
     # What defines a training. --help explains the fields without a text: all recipes have them.
-    decode: Literal["worker"] = "worker"
-    """Where JPEGs are decoded: in the data workers."""
     epochs: float = 10.0
     global_batch_size: int = 8
     opt: str = "adamw"

@@ -7,8 +7,8 @@ CASES.json is a list of [precision, recipe, word, ...]: no, fp16 or bf16, and a 
 
 What counts is what `torch.cuda.set_sync_debug_mode` sees: the host stops until a stream has done all that it was asked to do.
 That is so when a number is read, when a shape depends on numbers, and when memory that is not pinned is copied from or to. It
-does not see the waiting for an event, which may have passed long ago, nor what a library such as nvJPEG does by itself, nor
-copies that are told not to wait, but may, since memory is not pinned. A pretended GPU hears all of these.
+does not see the waiting for an event, which may have passed long ago, nor what a library does by itself, nor copies that are
+told not to wait, but may, since memory is not pinned. A pretended GPU hears all of these.
 """
 
 import ctypes
@@ -40,7 +40,6 @@ CLS = {
         "--ema_decay 0.9 --clip 1 --batch_norm global --workers 1",
     ),
     "groups": ("fp16", "--clip 0.1 --clip_mode agc --batch_norm group --norm_batch_size 4 --max_micro_batch_size 8"),
-    "decoded on the device": ("no", "--decode device --data JPEGS --model test_resnet --image_size 32 --ema_decay 0.9"),
     "transformer": (
         "bf16",
         "--model test_vit --drop_path 0.2 --drop 0.1 --layer_decay 0.8 --grad_checkpointing --clip 1",
@@ -140,8 +139,8 @@ def _place() -> str:
 
 
 def command(name: str, recipe: str | Path, precision: str, words: str, folder: Path) -> list[str]:
-    """A case, whose run and JPEGs are in `folder`; `recipe` is a file cls.py or det.py, of this project or a copy."""
-    words = f"{_OF[Path(recipe).stem]} {words}".replace("JPEGS", str(folder / "jpegs"))
+    """A case, whose run is in `folder`; `recipe` is a file cls.py or det.py, of this project or a copy."""
+    words = f"{_OF[Path(recipe).stem]} {words}"
     words = small(words.split(), Path(recipe).stem)
     return [precision, str(recipe), *words, "--output_dir", str(folder / "runs"), "--name", name]
 

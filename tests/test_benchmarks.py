@@ -72,7 +72,7 @@ def test_a_gpus_own_speed_and_every_way_of_feeding_it_are_measured(launch: Launc
     assert done.returncode == 0, done.stderr
     result = json.loads(output.read_text())
     assert {way: len(speeds) for way, speeds in result["speeds"].items()} == dict.fromkeys(
-        ("resident", "by hand", "worker", "device", "cache", "timm"), 2
+        ("resident", "by hand", "worker", "cache", "timm"), 2
     )
     resident, *files = result["rows"]
     # Twice timm's loader, or the model's own speed where that is less.

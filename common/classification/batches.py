@@ -21,13 +21,11 @@ from common.classification.transforms import (
 )
 from common.data.cache import Cache, open_cache
 from common.data.decoding import Picture
-from common.data.device_decoding import Encoded, Jpeg, decoder, for_device, noise, refuse_cache
 from common.data.images import BrokenImage
 from common.data.loader import DeviceBatch
 from common.data.shards import expect
 from common.data.source import Source
 from common.data.stream import Stream
-from common.errors import Refused
 from common.randomness import key_of, mix, seed_generators
 from common.training import defaults, drop_path, timm_models
 
@@ -45,17 +43,6 @@ class Batch(DeviceBatch):
     drop_path: torch.Tensor | None = None  # float32[layers, B], see common.training.drop_path.draws
     readable: torch.Tensor | None = None  # bool[B] in evaluation; in training a neighbour replaces a broken image
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
-    encoded: Encoded | None = None  # images that the device has yet to decode into `images`
-
-    def complete(self) -> "Batch":
-        """The batch with all of its images decoded; a black image replaces a broken one."""
-        if self.encoded is None:
-            return self
-        images, broken = decoder(self.images.device)(self.encoded)
-        rows = dict(zip(self.encoded.places, torch.stack(images).to(torch.uint8).split(1), strict=True))
-        others = iter(self.images.split(1))  # slices, because indices would have to be copied to the device
-        merged = [rows[place] if place in rows else next(others) for place in range(len(self.labels))]
-        return replace(self, images=torch.cat(merged), broken=self.broken + tuple(broken.values()), encoded=None)
 
 
 @dataclass
@@ -69,7 +56,6 @@ class TrainingSamples(Dataset):
     augmentations: Sequence[Augmentation] = ()  # on the device; a worker samples their random numbers
     drop_path_layers: int = 0
     cache: Cache | None = None
-    decode: str = "worker"  # or "device"
     image_sizes: StepSizes = field(default_factory=lambda: StepSizes(()))  # none: the size of `transform`
     rows: dict[str, str] = field(default_factory=dict)  # of the start table, about the configuration
 
@@ -94,7 +80,6 @@ class TrainingSamples(Dataset):
             augmentations,
             drop_path.layers(model),
             open_cache(len(source), config.cache, config.cache_folder),
-            config.decode,
             step_sizes(config, data_config),
             defaults.describe(config),
         )
@@ -102,11 +87,6 @@ class TrainingSamples(Dataset):
     def __post_init__(self) -> None:
         if not self.image_sizes.choices:
             self.image_sizes = StepSizes((self.transform.size,))
-        if self.decode == "device":
-            refuse_cache(self.cache is not None)
-            if self.transform.policy:
-                problem = "a policy works on images in the data worker"
-                raise Refused(f"--decode device: {problem}; leave out --augment, or take --decode worker")
 
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
@@ -137,18 +117,13 @@ class TrainingSamples(Dataset):
             image, index = self._read(transform, index, key, broken)
             images.append(image)
             indices.append(index)
-        names = [self.source.name(index) for index in indices] if self.decode == "device" else []
-        return self._batch(transform, images, names, self.source.labels[indices], positions, tuple(broken))
+        return self._batch(images, self.source.labels[indices], positions, tuple(broken))
 
     def blank(self, count: int) -> Batch:
         """`count` samples of noise that take as much memory as any batch of this run."""
-        transform = replace(self.transform, size=self.image_sizes.largest)
-        if self.decode == "device":
-            images = [noise(transform.size)] * count
-        else:
-            images = list(torch.randint(256, (count, 3, *transform.size), dtype=torch.uint8))
+        images = list(torch.randint(256, (count, 3, *self.image_sizes.largest), dtype=torch.uint8))
         labels = np.zeros((count, *self.source.labels.shape[1:]), self.source.labels.dtype)
-        return self._batch(transform, images, ["noise"] * count, labels, np.arange(count))
+        return self._batch(images, labels, np.arange(count))
 
     def shown(self, batch: Batch) -> list[tuple[str, str, list]]:
         """Labels of each image, with their shares where images are mixed; its name; and no boxes."""
@@ -167,38 +142,20 @@ class TrainingSamples(Dataset):
             found.append(("\n".join(words[:3]), self.source.name(index), []))
         return found
 
-    def _batch(
-        self,
-        transform: TrainingTransform,
-        images: list[torch.Tensor | Jpeg],
-        names: list[str],
-        labels: np.ndarray,
-        positions: np.ndarray,
-        broken: tuple[str, ...] = (),
-    ) -> Batch:
-        """A batch of these images: those that the worker has decoded, in channels_last, and the others, for the device."""
-        pixels = [image.permute(1, 2, 0) for image in images if isinstance(image, torch.Tensor)]
-        stacked = torch.stack(pixels) if pixels else torch.empty(0, *transform.size, 3, dtype=torch.uint8)
-        jpegs = {place: image for place, image in enumerate(images) if isinstance(image, Jpeg)}
-        names = [names[place] for place in jpegs]
-        encoded = Encoded([*jpegs.values()], names, [*jpegs], transform.interpolation) if jpegs else None
+    def _batch(self, images: list[torch.Tensor], labels: np.ndarray, positions: np.ndarray, broken=()) -> Batch:
+        stacked = torch.stack([image.permute(1, 2, 0) for image in images])  # in channels_last
         draws = [torch.from_numpy(augmentation.sample(positions)) for augmentation in self.augmentations]
         layers = drop_path.draws(positions, self.seed, self.drop_path_layers)
         of_samples = torch.from_numpy(labels), torch.from_numpy(positions)
-        return Batch(stacked.permute(0, 3, 1, 2), *of_samples, draws, layers, broken=broken, encoded=encoded)
+        return Batch(stacked.permute(0, 3, 1, 2), *of_samples, draws, layers, broken=broken)
 
-    def _read(
-        self, transform: TrainingTransform, index: int, key: int, broken: list[str]
-    ) -> tuple[torch.Tensor | Jpeg, int]:
+    def _read(self, transform: TrainingTransform, index: int, key: int, broken: list[str]) -> tuple[torch.Tensor, int]:
         """The transformed image at `index`, or at the next index that can be read, and that index."""
         for distance in range(_NEIGHBOURS):
             neighbour = (index + distance) % len(self.source)
             seed_generators(key)
             try:
-                picture = self._picture(neighbour)
-                view = transform.sample(picture.height, picture.width)
-                jpeg = for_device(picture, view) if self.decode == "device" else None
-                return jpeg or transform.show(picture, view), neighbour
+                return transform(self._picture(neighbour)), neighbour
             except BrokenImage as error:
                 if distance == 0:  # a broken neighbour is reported when it is drawn itself
                     broken.append(f"{self.source.name(index)}: {error}")

@@ -164,9 +164,6 @@ class RunConfig(SharedFields):
     cache changes pixels, so a resumed run keeps this value."""
     cache_folder: str = path_option("", may_change=True)
     """Folder with room for the --cache, kept in an unnamed file there. Default: memory."""
-    decode: Literal["worker", "device"] = "worker"
-    """Where JPEGs are decoded, cropped and resized: in the data workers, or on the device. Their pixels differ slightly, so a
-    resumed run keeps this value."""
     global_batch_size: int = option(64, low=1, high=2**20, heading="training")
     """Samples per optimizer step, over all processes. How they are distributed is derived and does not change the result."""
     max_micro_batch_size: int = option(256, low=1, high=2**20, may_change=True)

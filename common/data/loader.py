@@ -47,10 +47,6 @@ class DeviceBatch:
     def __setstate__(self, state: dict) -> None:
         vars(self).update({name: _map(value, torch.from_numpy, np.ndarray) for name, value in state.items()})
 
-    def complete(self):
-        """The batch, once it is on its device, with images decoded there."""
-        return self
-
     def pin_memory(self):
         return _map(self, torch.Tensor.pin_memory)
 
@@ -161,7 +157,7 @@ class Prefetcher:
         watchdog.note("training")
         self._waited += time.perf_counter() - began
         with self._copies or contextlib.nullcontext():
-            batch = (batch if self._device.type == "cpu" else batch.to(self._device)).complete()
+            batch = batch if self._device.type == "cpu" else batch.to(self._device)
         self._broken += batch.broken
         if self._copies:
             computing = torch.accelerator.current_stream(self._device)

@@ -376,12 +376,6 @@ def _log_softmax_backward_data(gradient, output, dim, input_dtype):
     return aten._log_softmax_backward_data(gradient, output, dim, gradient.dtype)
 
 
-@kernel
-def decode_jpegs_cuda(encoded, mode, device):
-    """Decodes with libjpeg in place of nvJPEG; the two differ by a few levels in smooth colours."""
-    return [torch.ops.image.decode_jpeg(data, mode, False) for data in encoded]
-
-
 @announced()  # Inductor times kernels while it compiles
 def compiler(wrapper, model, inputs):
     """`torch.compile`: Inductor and Triton compile for the GPU, but the operators of the same graph are computed."""

@@ -60,37 +60,3 @@ int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *h, int mode, int 
   *size = 0;
   return 0;
 }
-
-/* ---- nvJPEG: only reads headers */
-int nvjpegGetImageInfo(void *handle, const unsigned char *data, size_t size, int *components, int *subsampling, int *widths,
-                       int *heights) {
-  for (size_t at = 2; at + 9 < size && data[at] == 0xff;) {
-    int marker = data[at + 1];
-    int is_frame = marker >= 0xc0 && marker <= 0xcf && marker != 0xc4 && marker != 0xc8 && marker != 0xcc;
-    if (is_frame) {
-      memset(widths, 0, 4 * sizeof *widths);
-      memset(heights, 0, 4 * sizeof *heights);
-      heights[0] = data[at + 5] << 8 | data[at + 6];
-      widths[0] = data[at + 7] << 8 | data[at + 8];
-      *components = data[at + 9];
-      *subsampling = 0;
-      return 0;
-    }
-    at += 2 + (data[at + 2] << 8 | data[at + 3]);
-  }
-  return 3; /* a bad JPEG */
-}
-int nvjpegDecodeBatchedSupported(void *handle, void *stream, int *unsupported) { *unsupported = 0; return 0; }
-int nvjpegCreateEx(int backend, void *device, void *pinned, unsigned flags, void **handle) {
-  *handle = pretended_handle();
-  return 0;
-}
-#define CREATE(function, ...) \
-  int function(__VA_ARGS__, void **made) { *made = pretended_handle(); return 0; }
-CREATE(nvjpegJpegStateCreate, void *handle)
-CREATE(nvjpegDecoderCreate, void *handle, int backend)
-CREATE(nvjpegDecoderStateCreate, void *handle, void *decoder)
-CREATE(nvjpegBufferPinnedCreate, void *handle, void *allocator)
-CREATE(nvjpegBufferDeviceCreate, void *handle, void *allocator)
-CREATE(nvjpegJpegStreamCreate, void *handle)
-CREATE(nvjpegDecodeParamsCreate, void *handle)

@@ -9,8 +9,6 @@ from collections import Counter
 
 import pytest
 import torch
-import torchvision
-from PIL import Image
 
 from tests.host_waits import CLS, DET, command
 from tests.recipes.copied import CHANGES, copy
@@ -27,19 +25,14 @@ WAITING = """Two waits: torch sees the first; the second is of memory that is no
 +            torch.ones(3).to(accelerator.device, non_blocking=True)
              run.end_step(grad_norm)
 """
-# Waits that torch does not report: for events of earlier steps, which have passed, and for nvJPEG's work on its own stream.
+# A wait that torch does not report: for events of earlier steps, which have passed.
 REPORT = {"cudaEventSynchronize run/step_reports.py": 1}
-NVJPEG = {"cudaStreamSynchronize data/device_decoding.py, io/image.py": 2}
 
 
 @pytest.fixture(scope="module")
 def count(gpus, tmp_path_factory):
     """Runs cases by name."""
     folder = tmp_path_factory.mktemp("waits")
-    for place in range(20):
-        file = folder / "jpegs" / f"class {place % 2}" / f"{place}.jpg"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.effect_noise((80, 60), 40 + place % 2).convert("RGB").save(file)
 
     def run(cases, devices=1):
         """Returns for each case, by name, the counted steps of all ranks."""
@@ -86,8 +79,7 @@ def check(steps, waits, hidden=None):
 
 
 def of_cls(*names):
-    left_out = {"decoded on the device"} if not IS_REAL and torchvision.__version__ < "0.27" else set()  # it crashes
-    return {name: ("recipes/cls.py", *CLS[name]) for name in names if name not in left_out}
+    return {name: ("recipes/cls.py", *CLS[name]) for name in names}
 
 
 def of_det(*names):
@@ -96,13 +88,13 @@ def of_det(*names):
 
 def check_all(found):
     for name in found.keys() & CLS.keys():
-        check(found[name], {}, NVJPEG if "--decode device" in CLS[name][1] else {})
+        check(found[name], {})
     for name in found.keys() & DET.keys():
         check(found[name], DET[name][2])
 
 
 def test_steps_wait_for_nothing_but_what_a_detector_has_to_know(count):
-    check_all(count(of_cls("groups", "decoded on the device") | of_det("faster_rcnn")))
+    check_all(count(of_cls("groups") | of_det("faster_rcnn")))
 
 
 def test_on_two_gpus_steps_wait_for_nothing_and_one_that_does_is_found(count, tmp_path):

@@ -130,7 +130,6 @@ CASES = {  # each on one and on two ranks
     "colours.csv": ["--loss", "bce"],
     "one file.parquet": ["--val_share", 0.25, "--output_dir", "DATA/runs of WORLD, ünter 'quotes'"],
     "broken": [],
-    "on the device": ["--data", "DATA/broken", "--decode", "device", "--workers", 1],
     "many broken": ["--data", "DATA/broken", "--max_broken_share", 0.003],
     "first half": ["--data", "DATA/broken", "--name", "halves", "--max_steps", 4, "--workers", 1],
     "second half": ["--data", "DATA/broken", "--name", "halves"],
@@ -211,16 +210,6 @@ def test_broken_images_are_named_once_with_the_reason_and_counted_each_time(runs
     assert (np.diff(counts) >= 0).all() and 2 * 3 <= counts[-1] <= 3 * 3  # in two epochs and a piece of the third
     summary = json.loads((outcome.folder / "summary.json").read_text())
     assert (summary["broken_files"], summary["broken_draws"]) == (3, counts[-1])
-
-
-def test_jpegs_that_the_device_decodes_train_nearly_the_same_and_broken_ones_are_counted(runs):
-    """Of three broken images it meets one, the JPEG: black in its place, not the neighbour; the others never get there."""
-    theirs, mine = runs[2]["broken"], runs[2]["on the device"]
-    lines = [[line for line in each.stdout.splitlines() if "can't be read" in line] for each in (theirs, mine)]
-    assert sorted(lines[0]) == sorted(lines[1]) and len(lines[1]) == 3
-    assert np.array_equal(theirs.column("data/broken"), mine.column("data/broken"))
-    off = np.abs(mine.column("train/loss") - theirs.column("train/loss"))
-    assert 0 < off.max() < 0.3
 
 
 def test_a_resumed_run_replaces_broken_images_by_the_same_neighbours_and_goes_on_counting(runs):

@@ -153,8 +153,6 @@ cls --data https://example.com/pets.zip
     --data https://example.com/pets.zip: https://example.com/pets.zip is neither a .tar nor a .parquet
 cls --data pets --class_weights weights.yaml
     ...one positive weight a class; ...: dog, emu
-cls --decode device --cache 32
-    --decode device: --cache ...
 cls --cache 1000000
     --cache 1000000: 1,438 images take up to ... GiB, and memory has ...
 det --data resized
