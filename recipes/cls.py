@@ -31,7 +31,6 @@ from common.classification import (
     plots,
     sample_weights,
     sources,
-    step_sizes,
     suspects,
 )
 from common.config import OptimizationConfig, RunConfig, option, parse, path_option
@@ -71,9 +70,6 @@ class Config(OptimizationConfig, RunConfig):
     """Start from the weights that timm publishes for the model; a head for other classes is new."""
     image_size: int = option(0, low=0, high=8192)
     """Side of the square that the model sees, in pixels (0: the model's own)."""
-    image_sizes: str = ""
-    """Multi-scale training: sides such as 160,192,224, one of which is drawn for each step; evaluations keep --image_size.
-    --compile makes graphs for each."""
     crop_pct: float = option(0.0, low=0, high=1)
     """Evaluation: share of the resized image that the centre crop keeps (0: the model's own)."""
     batch_norm: Literal["local", "group", "node", "global", "frozen"] = "local"
@@ -147,16 +143,13 @@ def build_model(config: Config, classes: Sequence[str], device: torch.device):
             names=classes,
             pretrained=config.pretrained,
             image_size=config.image_size,
-            dynamic_size=bool(config.image_sizes),
             drop=config.drop,
             drop_path=config.drop_path,
             seed=config.seed,
         )
         data_config = timm_models.data_config(model, config.image_size, config.crop_pct)
-        sizes = step_sizes(config, data_config).choices
         if not config.eval_only:
             timm_models.check_export(model, data_config)
-            timm_models.check_sizes(model, sizes, data_config)
         if config.grad_checkpointing:
             timm_models.checkpoint_gradients(model, config.model)
     prepare_layers(config, model)
@@ -164,14 +157,14 @@ def build_model(config: Config, classes: Sequence[str], device: torch.device):
     if config.channels_last:
         model.to(memory_format=torch.channels_last)
     if config.compile:
-        torch._dynamo.config.recompile_limit = max(256, 2 * len(sizes))  # also where each block is compiled apart
-        model.compile(dynamic=False)  # a graph for each size of images and of micro-batches: at most two of these
+        torch._dynamo.config.recompile_limit = 256  # also where each block is compiled apart
+        model.compile(dynamic=False)  # a graph for each size of micro-batches: at most two
     return model, data_config
 
 
 def build_augmentation(config: Config, train: sources.Source, data_config: dict, device: torch.device):
     """The augmentations in order; augment(batch) -> images [B, 3, H, W] and targets [B, K] after them; normalize(images)."""
-    dtype, sizes, classes = getattr(torch, config.dtype), step_sizes(config, data_config), len(train.classes)
+    dtype, size, classes = getattr(torch, config.dtype), data_config["input_size"][1:], len(train.classes)
     normalize = Normalize(data_config, dtype, device, config.channels_last)
     uniform = 0.5 if train.multi_label else 1 / classes
     augmentations = []  # your own is one more line here: see common.classification.Augmentation
@@ -179,9 +172,9 @@ def build_augmentation(config: Config, train: sources.Source, data_config: dict,
         augmentations.append(ColorJitter(config.seed, config.color_jitter))
     augmentations.append(normalize)
     if config.random_erasing:
-        augmentations.append(RandomErasing(config.seed, config.random_erasing, sizes, dtype, device))
+        augmentations.append(RandomErasing(config.seed, config.random_erasing, size, dtype, device))
     if config.mixup or config.cutmix:
-        augmentations.append(Mixing(config.seed, config.mixup, config.cutmix, sizes))
+        augmentations.append(Mixing(config.seed, config.mixup, config.cutmix, size))
 
     def augment(batch):
         targets = batch.labels if train.multi_label else F.one_hot(batch.labels, classes)

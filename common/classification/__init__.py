@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from common.classification.color_jitter import ColorJitter
     from common.classification.embeddings import EmbeddingEvaluation
     from common.classification.evaluation import Evaluation
-    from common.classification.image_sizes import step_sizes
     from common.classification.mixing import Mixing
     from common.classification.random_erasing import RandomErasing
 

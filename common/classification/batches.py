@@ -1,7 +1,7 @@
 """Batches of labelled images, as data workers make them for training and for evaluation."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,7 +12,6 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from common.classification.augmentation import Augmentation
-from common.classification.image_sizes import StepSizes, step_sizes
 from common.classification.transforms import (
     EvaluationTransform,
     TrainingTransform,
@@ -51,12 +50,11 @@ class TrainingSamples(Dataset):
 
     source: Source
     stream: Stream
-    transform: TrainingTransform  # in the worker, an image at a time; its size gives way to `image_sizes`
+    transform: TrainingTransform  # in the worker, an image at a time
     seed: int
     augmentations: Sequence[Augmentation] = ()  # on the device; a worker samples their random numbers
     drop_path_layers: int = 0
     cache: Cache | None = None
-    image_sizes: StepSizes = field(default_factory=lambda: StepSizes(()))  # none: the size of `transform`
     rows: dict[str, str] = field(default_factory=dict)  # of the start table, about the configuration
 
     few_shapes = True  # see `training.step.Samples`
@@ -80,18 +78,13 @@ class TrainingSamples(Dataset):
             augmentations,
             drop_path.layers(model),
             open_cache(len(source), config.cache, config.cache_folder),
-            step_sizes(config, data_config),
             defaults.describe(config),
         )
 
-    def __post_init__(self) -> None:
-        if not self.image_sizes.choices:
-            self.image_sizes = StepSizes((self.transform.size,))
-
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """For the tracker's configuration: the size of the largest images in training."""
-        return {"input_size": (3, *self.image_sizes.largest)}
+        """For the tracker's configuration."""
+        return {"input_size": (3, *self.transform.size)}
 
     @property
     def unit(self) -> int:
@@ -100,28 +93,22 @@ class TrainingSamples(Dataset):
 
     def describe(self) -> dict[str, str]:
         """Rows of the start table."""
-        evaluated = StepSizes((self.transform.size,))
-        is_same = self.image_sizes.choices == evaluated.choices
-        size = str(evaluated) if is_same else f"{self.image_sizes}; evaluated at {evaluated}"
-        return {**self.rows, "cache": str(self.cache or "none"), "input": size}
+        height, width = self.transform.size
+        return {**self.rows, "cache": str(self.cache or "none"), "input": f"3 x {height} x {width}"}
 
     def __getitems__(self, positions: np.ndarray) -> Batch:
-        # One step's positions: their images have one size. No policy depends on it: timm's translate by shares of the image.
-        transform = self.transform
-        if self.image_sizes.choices != (transform.size,):
-            transform = replace(transform, size=tuple(self.image_sizes.of(positions[:1])[0].tolist()))
         keys = mix(positions, key_of(self.seed, "augmentation")).tolist()
         images, indices, broken = [], [], []
         expect(self.source, self.stream, positions)
         for index, key in zip(self.stream.indices(positions).tolist(), keys, strict=True):
-            image, index = self._read(transform, index, key, broken)
+            image, index = self._read(index, key, broken)
             images.append(image)
             indices.append(index)
         return self._batch(images, self.source.labels[indices], positions, tuple(broken))
 
     def blank(self, count: int) -> Batch:
         """`count` samples of noise that take as much memory as any batch of this run."""
-        images = list(torch.randint(256, (count, 3, *self.image_sizes.largest), dtype=torch.uint8))
+        images = list(torch.randint(256, (count, 3, *self.transform.size), dtype=torch.uint8))
         labels = np.zeros((count, *self.source.labels.shape[1:]), self.source.labels.dtype)
         return self._batch(images, labels, np.arange(count))
 
@@ -149,18 +136,18 @@ class TrainingSamples(Dataset):
         of_samples = torch.from_numpy(labels), torch.from_numpy(positions)
         return Batch(stacked.permute(0, 3, 1, 2), *of_samples, draws, layers, broken=broken)
 
-    def _read(self, transform: TrainingTransform, index: int, key: int, broken: list[str]) -> tuple[torch.Tensor, int]:
+    def _read(self, index: int, key: int, broken: list[str]) -> tuple[torch.Tensor, int]:
         """The transformed image at `index`, or at the next index that can be read, and that index."""
         for distance in range(_NEIGHBOURS):
             neighbour = (index + distance) % len(self.source)
             seed_generators(key)
             try:
-                return transform(self._picture(neighbour)), neighbour
+                return self.transform(self._picture(neighbour)), neighbour
             except BrokenImage as error:
                 if distance == 0:  # a broken neighbour is reported when it is drawn itself
                     broken.append(f"{self.source.name(index)}: {error}")
         seed_generators(key)
-        return transform(Picture(_black())), index
+        return self.transform(Picture(_black())), index
 
     def _picture(self, index: int) -> Picture:
         read = lambda: Picture(self.source.content(index))  # noqa: E731

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from common.classification.augmentation import Augmentation
-from common.classification.image_sizes import StepSizes
 from common.randomness import key_of, uniforms
 
 # Columns of a pair's row.
@@ -25,7 +24,7 @@ class Mixing(Augmentation):
     seed: int
     mixup: float  # alpha of the Beta distribution of the shares; 0: off
     cutmix: float
-    sizes: StepSizes
+    size: tuple[int, int]  # height and width of the images
 
     unit = 2  # neighbours are partners
 
@@ -37,7 +36,7 @@ class Mixing(Augmentation):
         """
         from scipy.special import betaincinv  # takes 0.1 s to import, which only runs that mix need
 
-        pairs, (height, width) = positions[::2] // 2, self.sizes.of(positions[::2]).T
+        pairs, (height, width) = positions[::2] // 2, self.size
         choice, quantile, y, x = (
             uniforms(pairs, key_of(self.seed, "mixing", name)) for name in ("choice", "share", "y", "x")
         )
@@ -51,7 +50,7 @@ class Mixing(Augmentation):
             rows[:, first] = cut * np.floor(np.clip(centre - half, 0, 1) * side)
             rows[:, last] = cut * np.floor(np.clip(centre + half, 0, 1) * side)
         area = (rows[:, _BOTTOM] - rows[:, _TOP]) * (rows[:, _RIGHT] - rows[:, _LEFT])
-        rows[:, _TARGET] = np.where(cut, 1 - area / (height * width).astype(np.float32), share)
+        rows[:, _TARGET] = np.where(cut, 1 - area / np.float32(height * width), share)
         return rows
 
     def apply(self, images, targets, draws):

@@ -39,7 +39,6 @@ def build_classifier(
     *,
     pretrained: bool = False,
     image_size: int = 0,
-    dynamic_size: bool = False,
     drop: float = 0.0,
     drop_path: float = 0.0,
     seed: int = 0,
@@ -49,8 +48,8 @@ def build_classifier(
 
     Initial weights are a function of `seed`, or loaded: from a local folder, or with `pretrained` by name. The head keeps what
     it knows of classes with the same `names`, and is new for the others; if either side has no names, a head of the same
-    number of classes is kept. `image_size` 0 is the model's own; with `dynamic_size` the model takes other sizes as
-    well, if it can. `begins_with` of the model says which weights were loaded.
+    number of classes is kept. `image_size` 0 is the model's own. `begins_with` of the model says which weights were
+    loaded.
     Raises `Refused` for an unknown name (with the nearest ones), an option the model lacks, and weights out of reach.
     """
     options = {"drop_rate": drop, "drop_path_rate": drop_path}
@@ -58,10 +57,7 @@ def build_classifier(
     default = timm.get_pretrained_cfg(architecture) if timm.is_model(architecture) else None
     if image_size and default and default.fixed_input_size:
         options["img_size"] = image_size
-    if dynamic_size:
-        options["dynamic_img_size"] = True  # a vision transformer then resizes its position embeddings
-    optional = ("dynamic_img_size",)
-    make = partial(create, name, pretrained=pretrained, seed=seed, wishes=options, optional=optional)
+    make = partial(create, name, pretrained=pretrained, seed=seed, wishes=options)
     model = make(num_classes=classes)
     if not (pretrained or Path(name).is_dir()):
         model.begins_with = ""
@@ -378,28 +374,6 @@ def _check_logits(model: torch.nn.Module, size: Sequence[int]) -> None:
             f"{title} makes {found} of images {[1, *size]} in evaluation, not logits [1, classes]; return these, or put it "
             "into a torch.nn.Module that does"
         )
-
-
-@torch.no_grad()
-def check_sizes(model: torch.nn.Module, sizes: Sequence[tuple[int, int]], config: dict) -> None:
-    """Check that a model takes images of all `sizes` (height, width), unless `config`'s is the only one.
-
-    Raises `Refused`.
-    """
-    if [*sizes] == [tuple(config["input_size"][1:])]:
-        return  # the trial of a step tells
-    was_training = model.training
-    model.eval()
-    for height, width in sizes:
-        try:
-            model(torch.zeros(1, 3, height, width))
-        except Exception as error:
-            reason = _first_line(error).rstrip(".")
-            raise Refused(
-                f"--image_sizes: {type(model).__name__} can't take images of {height} x {width} pixels: {reason}; "
-                "leave out this size, or take a model for images of any size"
-            ) from None
-    model.train(was_training)
 
 
 def check_features(features: torch.nn.Module, arguments: dict) -> None:

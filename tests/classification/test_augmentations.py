@@ -1,6 +1,5 @@
 """Augmentations on the device follow their papers, and are functions of the position: the same on any layout."""
 
-import dataclasses
 import pickle
 
 import numpy as np
@@ -12,11 +11,8 @@ from torchvision.transforms.v2 import functional as F
 
 from common.classification.augmentation import Normalize
 from common.classification.color_jitter import ColorJitter
-from common.classification.image_sizes import StepSizes, step_sizes
 from common.classification.mixing import Mixing
 from common.classification.random_erasing import RandomErasing
-from common.errors import Refused
-from recipes import cls
 from tests.classification.test_batches import DATA
 
 CPU = torch.device("cpu")
@@ -26,20 +22,16 @@ IMAGES = torch.rand(5, 3, 9, 7, generator=torch.Generator().manual_seed(0), dtyp
 OUTSIDE, TOP, BOTTOM, LEFT, RIGHT, TARGET = range(6)
 
 
-def one_size(*size: int) -> StepSizes:
-    return StepSizes((size,))
-
-
-def erasing(seed: int, probability: float, sizes: StepSizes, dtype: torch.dtype = torch.float64) -> RandomErasing:
-    return RandomErasing(seed, probability, sizes, dtype, CPU)
+def erasing(seed: int, probability: float, size: tuple[int, int], dtype: torch.dtype = torch.float64) -> RandomErasing:
+    return RandomErasing(seed, probability, size, dtype, CPU)
 
 
 # ---- every augmentation
 
 KINDS = {
     "jitter": lambda seed: ColorJitter(seed, 0.4),
-    "erasing": lambda seed: erasing(seed, 0.5, one_size(32, 24)),
-    "mixing": lambda seed: Mixing(seed, 0.2, 1.0, one_size(32, 24)),
+    "erasing": lambda seed: erasing(seed, 0.5, (32, 24)),
+    "mixing": lambda seed: Mixing(seed, 0.2, 1.0, (32, 24)),
 }
 
 
@@ -68,7 +60,7 @@ def test_random_numbers_stay_as_they_have_always_been(kind: str) -> None:
     assert drawn.dtype == np.float32 and np.array_equal(drawn, np.array(AS_ALWAYS[kind], np.float32))
     assert np.array_equal(KINDS[kind](3).sample(positions[-2:]), drawn[-1 if kind == "mixing" else -2 :])
     assert not np.array_equal(KINDS[kind](4).sample(positions), drawn)
-    noise = erasing(7, 0.5, one_size(9, 7)).noise.flatten()[:3].tolist()
+    noise = erasing(7, 0.5, (9, 7)).noise.flatten()[:3].tolist()
     assert noise == pytest.approx([-0.08814115822315216, -1.005272388458252, -1.0817806720733643], abs=1e-6)
 
 
@@ -76,7 +68,7 @@ def test_random_numbers_stay_as_they_have_always_been(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_types_and_memory_format_of_the_batch_stay(kind: str, dtype: torch.dtype) -> None:
     images = torch.rand(8, 3, 32, 24).to(dtype, memory_format=torch.channels_last)
-    augmentation = erasing(3, 0.5, one_size(32, 24), dtype) if kind == "erasing" else KINDS[kind](3)
+    augmentation = erasing(3, 0.5, (32, 24), dtype) if kind == "erasing" else KINDS[kind](3)
     draws = torch.from_numpy(augmentation.sample(np.arange(8)))
     varied, targets = augmentation.apply(images, torch.eye(8, dtype=dtype), draws)
     assert varied.dtype == targets.dtype == dtype and varied.is_contiguous(memory_format=torch.channels_last)
@@ -84,7 +76,7 @@ def test_types_and_memory_format_of_the_batch_stay(kind: str, dtype: torch.dtype
 
 def test_a_worker_that_is_not_forked_gets_no_tensors() -> None:
     """They may lie in the memory of a GPU, which data workers must not touch."""
-    own = erasing(3, 0.5, one_size(16, 16))
+    own = erasing(3, 0.5, (16, 16))
     there = pickle.loads(pickle.dumps([Normalize(DATA, torch.float32, CPU), own]))
     assert not any(isinstance(value, torch.Tensor) for each in there for value in vars(each).values())
     assert there[0].sample(np.arange(4)).shape == (4, 0)
@@ -101,9 +93,6 @@ def test_normalised_images_are_new_and_of_the_runs_type_and_memory_format(dtype,
     normalised = Normalize(config, dtype, CPU, layout == torch.channels_last)(image)
     assert normalised.dtype == dtype and normalised.is_contiguous(memory_format=layout)
     assert torch.equal(image, before) and torch.allclose(normalised, (image / 255 - mean) / std, atol=1e-5)
-
-
-# ---- one of one's own
 
 
 # ---- colour jitter
@@ -126,7 +115,7 @@ def test_each_factor_does_the_same_as_torchvisions(column: int, adjust, factor: 
 
 def test_erased_rectangles_are_those_of_the_paper() -> None:
     height, width = 64, 48
-    rows = erasing(0, 0.25, one_size(height, width)).sample(POSITIONS).astype(int)
+    rows = erasing(0, 0.25, (height, width)).sample(POSITIONS).astype(int)
     top, bottom, left, right, down, across = rows.T
     struck = bottom > top
     assert abs(struck.mean() - 0.25) < 4 * (0.25 * 0.75 / 4_000) ** 0.5
@@ -140,7 +129,7 @@ def test_erased_rectangles_are_those_of_the_paper() -> None:
 
 
 def test_only_the_rectangle_becomes_noise() -> None:
-    augmentation = erasing(7, 0.5, one_size(9, 7))
+    augmentation = erasing(7, 0.5, (9, 7))
     noise = augmentation.noise
     rows = [[0, 0, 0, 0, 3, 4], [2, 6, 1, 5, 0, 0], [0, 9, 0, 7, 2, 5], [8, 9, 6, 7, 8, 6], [0, 1, 0, 1, 0, 0]]
     erased, _ = augmentation.apply(IMAGES, torch.eye(5), torch.tensor(rows).float())
@@ -150,7 +139,7 @@ def test_only_the_rectangle_becomes_noise() -> None:
     assert torch.equal(erased[1, :, 2:6, 1:5], noise[:, 2:6, 1:5])
     assert torch.equal(erased[2], noise.roll((-2, -5), (1, 2)))
     assert torch.equal(erased[3, :, 8, 6], noise[:, 16 % 9, 12 % 7])
-    normal = erasing(0, 0.5, one_size(64, 64)).noise
+    normal = erasing(0, 0.5, (64, 64)).noise
     assert normal.mean().abs() < 0.05 and abs(normal.std() - 1) < 0.05
 
 
@@ -181,7 +170,7 @@ def timm_pair(images: torch.Tensor, targets: torch.Tensor, row: np.ndarray) -> t
 
 @pytest.mark.parametrize("alphas", [(0.4, 0.0), (0.0, 1.0), (0.8, 1.0)])
 def test_a_pair_is_mixed_as_timm_mixes_it(alphas: tuple[float, float]) -> None:
-    mixing = Mixing(1, *alphas, one_size(*SIZE))
+    mixing = Mixing(1, *alphas, SIZE)
     rows = mixing.sample(np.arange(80))
     images, targets = batch(80)
     mixed, soft = mixing.apply(images, targets, torch.from_numpy(rows))
@@ -192,17 +181,17 @@ def test_a_pair_is_mixed_as_timm_mixes_it(alphas: tuple[float, float]) -> None:
 
 
 def test_mixup_shares_follow_their_beta_distribution() -> None:
-    rows = Mixing(3, 0.2, 0.0, one_size(*SIZE)).sample(np.arange(20_000))
+    rows = Mixing(3, 0.2, 0.0, SIZE).sample(np.arange(20_000))
     assert (rows[:, OUTSIDE] == rows[:, TARGET]).all() and (rows[:, TOP : RIGHT + 1] == 0).all()
     assert scipy.stats.kstest(rows[:, TARGET], scipy.stats.beta(0.2, 0.2).cdf).pvalue > 1e-3
     for alpha in (1e-3, 1e4):
-        assert np.isfinite(Mixing(2**63 - 1, alpha, alpha, one_size(*SIZE)).sample(2**40 + np.arange(200))).all()
+        assert np.isfinite(Mixing(2**63 - 1, alpha, alpha, SIZE).sample(2**40 + np.arange(200))).all()
 
 
 def test_cutmix_boxes_follow_the_paper_and_with_both_on_each_pair_takes_one_at_even_odds() -> None:
     """Sides go with sqrt(1 - lambda), lambda uniform; the centre is uniform, so that boxes are cut off at the border."""
     height, width = 200, 200
-    rows = Mixing(3, 0.0, 1.0, one_size(height, width)).sample(np.arange(20_000))
+    rows = Mixing(3, 0.0, 1.0, (height, width)).sample(np.arange(20_000))
     top, bottom, left, right = rows[:, TOP : RIGHT + 1].T
     inside = (top > 0) & (bottom < height) & (left > 0) & (right < width)
     assert np.abs((bottom - top) - (right - left))[inside].max() <= 1  # the image's proportions
@@ -210,48 +199,6 @@ def test_cutmix_boxes_follow_the_paper_and_with_both_on_each_pair_takes_one_at_e
     half, centres = np.sqrt(1 - random.random(20_000)) / 2, random.random((2, 20_000))
     low, high = np.clip(centres - half, 0, 1), np.clip(centres + half, 0, 1)
     assert scipy.stats.ks_2samp(rows[:, TARGET], 1 - (high - low).prod(0)).pvalue > 1e-3
-    rows = Mixing(9, 0.5, 1.0, one_size(*SIZE)).sample(np.arange(20_000))
+    rows = Mixing(9, 0.5, 1.0, SIZE).sample(np.arange(20_000))
     cut = (rows[:, OUTSIDE] == 1) & (rows[:, BOTTOM] > 0)
     assert abs(cut.mean() - 0.5) < 4 * 0.5 / 10_000**0.5
-
-
-# ---- sizes of steps
-
-SIDES = (16, 24, 40)
-SIZES = StepSizes(tuple((side, side) for side in SIDES), 3, 12)
-
-
-def test_a_step_has_one_size_whatever_is_asked_with_it():
-    sizes = SIZES.of(np.arange(12 * 3_000))
-    assert sizes.shape == (36_000, 2) and (sizes[:, 0] == sizes[:, 1]).all()
-    steps = sizes[:, 0].reshape(-1, 12)
-    assert (steps == steps[:, :1]).all()
-    assert np.bincount(steps[:, 0], minlength=41)[[*SIDES]] == pytest.approx(1_000, abs=100)
-    assert np.array_equal(SIZES.of(np.array([35_999]))[0], sizes[35_999])
-    assert not np.array_equal(dataclasses.replace(SIZES, seed=4).of(np.arange(36_000)), sizes)
-
-
-def test_sizes_are_read_from_the_flag_or_the_model():
-    data = {"input_size": (3, 32, 48)}
-    found = step_sizes(cls.Config(image_sizes="224, 160,160", seed=7, global_batch_size=48), data)
-    assert found == StepSizes(((160, 160), (224, 224)), 7, 48) and found.largest == (224, 224)
-    assert str(found) == "3 x 160 x 160 or 3 x 224 x 224, drawn for each step"
-    own = step_sizes(cls.Config(), data)
-    assert own.choices == ((32, 48),) and str(own) == "3 x 32 x 48" and (own.of(np.arange(5)) == (32, 48)).all()
-    for text in ("160-224", "0", "160,8193"):
-        told = rf"--image_sizes {text}: must be sides of squares in pixels .* at most 8192$"
-        with pytest.raises(Refused, match=told):
-            step_sizes(cls.Config(image_sizes=text), data)
-
-
-def test_rectangles_lie_within_the_images_of_their_step():
-    positions = np.arange(12 * 200)
-    sides = SIZES.of(positions)[:, 0]
-    varied, mixing = erasing(3, 1.0, SIZES), Mixing(3, 0.0, 1.0, SIZES)
-    assert varied.noise.shape == (3, 40, 40)
-    erased, mixed = varied.sample(positions), mixing.sample(positions)
-    for side in SIDES:
-        here, alone = sides == side, one_size(side, side)
-        assert 0.7 * side < erased[here, :4].max() <= side and 0.9 * side < mixed[here[::2], 1:5].max() <= side
-        assert np.array_equal(erasing(3, 1.0, alone).sample(positions)[here], erased[here])
-        assert np.array_equal(Mixing(3, 0.0, 1.0, alone).sample(positions)[here[::2]], mixed[here[::2]])

@@ -15,7 +15,6 @@ from PIL import Image
 
 from common.classification.batches import Batch, TrainingSamples
 from common.classification.color_jitter import ColorJitter
-from common.classification.image_sizes import StepSizes
 from common.classification.mixing import Mixing
 from common.classification.random_erasing import RandomErasing
 from common.classification.transforms import training_transform
@@ -40,8 +39,8 @@ DATA = {
 VARIED = ViewSettings(0.4, 0.5, 0.5, augment="rand-m9-n2-p1.0-mstd0.5")
 AUGMENTATIONS = [
     ColorJitter(5, 0.3),
-    RandomErasing(5, 0.5, StepSizes(((16, 16),)), torch.float32, torch.device("cpu")),
-    Mixing(5, 0.2, 1.0, StepSizes(((16, 16),))),
+    RandomErasing(5, 0.5, (16, 16), torch.float32, torch.device("cpu")),
+    Mixing(5, 0.2, 1.0, (16, 16)),
 ]
 
 
@@ -134,14 +133,6 @@ def test_a_loader_begins_at_any_step_at_once() -> None:
     assert [numbers.shape for numbers in first.draws] == [(6, 3), (6, 6), (3, 6)]
     assert first.drop_path.shape == (3, 6) and first.readable is None
     assert first.positions.tolist() == list(range(6)) and first.labels.dtype == torch.int64
-
-
-def test_of_several_sizes_the_trial_has_the_largest() -> None:
-    sizes = StepSizes(tuple((side, side) for side in (12, 16, 20)), 5, 12)
-    varied = samples(Numbers(40), image_sizes=sizes)
-    assert varied.blank(2).images.shape == (2, 3, 20, 20)
-    assert varied.describe()["input"] == f"{sizes}; evaluated at 3 x 16 x 16"
-    assert samples(Numbers(40)).describe()["input"] == "3 x 16 x 16"
 
 
 def test_the_seed_and_the_epoch_vary_an_image() -> None:

@@ -55,9 +55,7 @@ CASES = {
         (THREE,),
         (ACCUMULATED, TWO, TWO_ACCUMULATED),
     ),
-    "resnet-group": Case(
-        f"{GROUP} {VARIED} --ema_decay 0.9 --image_sizes 24,32,40", (TWO_ACCUMULATED,), (ACCUMULATED, TWO, THREE)
-    ),
+    "resnet-group": Case(f"{GROUP} {VARIED} --ema_decay 0.9", (TWO_ACCUMULATED,), (ACCUMULATED, TWO, THREE)),
     "resnet-global": Case(
         f"--model test_resnet --opt sgd --lr 0.1 {VARIED} --batch_norm global --ema_decay 0.9", (TWO,), (THREE,)
     ),

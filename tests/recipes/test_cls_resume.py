@@ -29,7 +29,6 @@ SMALL = (
 EVERYTHING = (
     *("--augment", "rand-m9-mstd0.5", "--color_jitter", 0.2, "--random_erasing", 0.3, "--hflip", 0.5),
     *("--mixup", 0.2, "--cutmix", 1.0, "--repeats", 2, "--sampling", "sqrt", "--class_weights", "balanced"),
-    *("--image_sizes", "12,16,20"),
     *("--drop", 0.2, "--drop_path", 0.2, "--ema_decay", 0.9, "--clip", 1.0, "--label_smoothing", 0.1),
     *("--freeze_stages", "all", "--unfreeze_epochs", "1,2", "--head_lr_factor", 2.0),
     *("--batch_norm", "group", "--norm_batch_size", 4, "--keep_checkpoints", STEPS),

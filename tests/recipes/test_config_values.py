@@ -19,7 +19,6 @@ from common.checkpoints.resume import choose_together
 from common.checkpoints.store import Checkpoints
 from common.classification import sources
 from common.classification.color_jitter import ColorJitter
-from common.classification.image_sizes import step_sizes
 from common.classification.mixing import Mixing
 from common.classification.transforms import evaluation_transform, training_transform
 from common.config.origin import read_origin
@@ -90,12 +89,12 @@ def plan(config, model) -> None:
             assert (sizes > 0).all() and (sizes <= 8192).all()
     if recipe is cls:
         shown = one_line(timm_models.data_config, model, config.image_size, config.crop_pct)
-        sizes = shown and one_line(step_sizes, config, shown)
-        if sizes:
+        if shown:
             one_line(training_transform, config, shown)
             one_line(evaluation_transform, shown)
             if config.mixup or config.cutmix:
-                assert np.isfinite(Mixing(config.seed, config.mixup, config.cutmix, sizes).sample(np.arange(4))).all()
+                mixing = Mixing(config.seed, config.mixup, config.cutmix, shown["input_size"][1:])
+                assert np.isfinite(mixing.sample(np.arange(4))).all()
             assert np.isfinite(ColorJitter(config.seed, config.color_jitter).sample(np.arange(4))).all()
         one_line(cls.class_weights, config.class_weights, LABELS, ("a", "b", "c"))
     one_line(build_optimizer, config, model)

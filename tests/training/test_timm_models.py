@@ -249,20 +249,3 @@ def test_a_module_of_another_kind_has_to_make_logits() -> None:
         timm_models.check_export(nn.Conv2d(3, 4, SIZE), config)
     with pytest.raises(Refused, match=r"call it once on torch.zeros\(1, 3, .*where it is made"):
         timm_models.check_export(nn.Sequential(nn.Flatten(), nn.LazyLinear(5)), config)
-
-
-def test_a_model_takes_images_of_several_sizes_or_is_refused(tmp_path: Path) -> None:
-    """A vision transformer resizes its position embeddings, which an export keeps; patches must divide an image."""
-    sizes, config = ((32, 32), (48, 48)), {"input_size": (3, 32, 32)}
-    timm_models.check_sizes(build_classifier("test_vit3", 3, image_size=32, dynamic_size=True), sizes, config)
-    fixed = build_classifier("test_vit3", 3, image_size=32)
-    whole_patches = build_classifier("test_vit3", 3, dynamic_size=True)
-    for model, wrong in ((fixed, sizes), (whole_patches, ((41, 41),))):
-        said = rf"--image_sizes: Vision\w+ can't take images of {wrong[-1][0]} x .*; leave out"
-        with pytest.raises(Refused, match=said):
-            timm_models.check_sizes(model, wrong, config)
-    model = build_classifier("test_vit3", 3, image_size=32, dynamic_size=True).eval()
-    timm_models.export(model, "abc", timm_models.data_config(model, 32), False, {}, tmp_path / "best")
-    again = build_classifier(str(tmp_path / "best"), 3).eval()
-    image = torch.randn(1, 3, 48, 48, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(again(image), model(image))
