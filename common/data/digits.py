@@ -16,16 +16,9 @@ from common.randomness import key_of, mix
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
     """float64[N, 8, 8] in 0..16 and int64[N], the digit: the test part of the UCI set (Alpaydin & Kaynak, 1998), 1,797 images.
 
-    Read from scikit-learn's file, since importing scikit-learn takes most of a second. If another version has the file
-    elsewhere, scikit-learn reads it.
+    Read from scikit-learn's file, since importing scikit-learn takes most of a second.
     """
-    package = importlib.util.find_spec("sklearn")
-    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    if not file.is_file():
-        from sklearn import datasets
-
-        digits = datasets.load_digits()
-        return digits.images, digits.target
+    file = Path(importlib.util.find_spec("sklearn").origin).parent / "datasets/data/digits.csv.gz"
     rows = np.loadtxt(file, delimiter=",")  # [N, 65], the last column is the digit
     return rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(np.int64)
 

@@ -28,7 +28,6 @@ from common.distributed.collectives import local_world_size, rank, world_size
 from common.distributed.environment import cores
 from common.errors import Refused
 
-_SMALL = 2**16  # bytes
 _LOCKS = 11  # of a data worker and its loader, at most
 
 
@@ -40,13 +39,6 @@ class DeviceBatch:
         in_stream = devices.has_streams(device)
         return _map(self, lambda tensor: tensor.to(device, non_blocking=in_stream))
 
-    def __getstate__(self) -> dict:
-        """Small tensors leave a data worker as arrays, since each tensor costs a file and a handshake."""
-        return {name: _map(value, _small_as_array) for name, value in vars(self).items()}
-
-    def __setstate__(self, state: dict) -> None:
-        vars(self).update({name: _map(value, torch.from_numpy, np.ndarray) for name, value in state.items()})
-
     def pin_memory(self):
         return _map(self, torch.Tensor.pin_memory)
 
@@ -55,19 +47,15 @@ class DeviceBatch:
         _map(self, lambda tensor: tensor.record_stream(stream))
 
 
-def _map(value, function, kind: type = torch.Tensor):
-    """Apply `function` to each `kind` in nested lists, dicts and batches; keep everything else."""
-    if isinstance(value, kind):
+def _map(value, function):
+    """Apply `function` to each tensor in nested lists, dicts and batches; keep everything else."""
+    if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, DeviceBatch):
-        return type(value)(*(_map(getattr(value, field.name), function, kind) for field in fields(value)))
+        return type(value)(*(_map(getattr(value, field.name), function) for field in fields(value)))
     if isinstance(value, list):
-        return [_map(part, function, kind) for part in value]
-    return {key: _map(part, function, kind) for key, part in value.items()} if isinstance(value, dict) else value
-
-
-def _small_as_array(tensor: torch.Tensor) -> torch.Tensor | np.ndarray:
-    return tensor.numpy() if tensor.device.type == "cpu" and tensor.nbytes <= _SMALL else tensor
+        return [_map(part, function) for part in value]
+    return {key: _map(part, function) for key, part in value.items()} if isinstance(value, dict) else value
 
 
 @dataclass
@@ -100,11 +88,13 @@ def evaluation_loader(samples: Dataset, batch_size: int, workers: int) -> DataLo
 
     The batches are the same on every layout, so that an image meets the same neighbours in them.
     """
-    return _loader(samples, samples.batches(batch_size)[rank() :: world_size()], workers, _EvaluationLoader)
+    return _loader(samples, samples.batches(batch_size)[rank() :: world_size()], workers, evaluates=True)
 
 
 class _Loader(DataLoader):
     """Refuses to start data workers that lack locks, which lie in /dev/shm, or open files."""
+
+    evaluates = False  # then the watchdog is told of each batch: the evaluation makes progress
 
     def __iter__(self) -> Iterator:
         try:  # first as many locks as torch will make, which prints tracebacks if it fails in the middle
@@ -115,24 +105,17 @@ class _Loader(DataLoader):
             problem = f"{self.num_workers} data workers can't be started ({error.strerror or error})"
             needs = "some MiB of /dev/shm that can be written to (docker run --shm-size 1g), memory, and open files"
             raise Refused(f"{problem}: they need {needs} (ulimit -n); or take --workers 0") from error
-        return _without_traceback(batches)
+        return self._told(batches)
 
-
-def _without_traceback(batches: Iterator) -> Iterator:
-    """The batches. What a data worker refuses is one line, without the traceback that torch puts before it."""
-    try:
-        yield from batches
-    except Refused as error:
-        raise type(error)(str(error.args[0]).rstrip().rpartition(f"{type(error).__name__}: ")[2]) from error
-
-
-class _EvaluationLoader(_Loader):
-    """Tells the watchdog of each batch that the evaluation makes progress."""
-
-    def __iter__(self) -> Iterator:
-        for batch in super().__iter__():
-            watchdog.note("evaluating")
-            yield batch
+    def _told(self, batches: Iterator) -> Iterator:
+        """What a data worker refuses is one line, without the traceback that torch puts before it."""
+        try:
+            for batch in batches:
+                if self.evaluates:
+                    watchdog.note("evaluating")
+                yield batch
+        except Refused as error:
+            raise type(error)(str(error.args[0]).rstrip().rpartition(f"{type(error).__name__}: ")[2]) from error
 
 
 class Prefetcher:
@@ -179,7 +162,7 @@ def worker_count(asked: int) -> int:
     return max(0, min(16, cores() // local_world_size() - 1))
 
 
-def _loader(samples: Dataset, batches, workers: int, kind: type[DataLoader] = _Loader) -> DataLoader:
+def _loader(samples: Dataset, batches, workers: int, evaluates: bool = False) -> DataLoader:
     # A worker that is never asked for a batch prints tracebacks at the end: torch first writes to its queue while Python's
     # garbage collector is closing that.
     workers = min(worker_count(workers), len(batches))
@@ -188,7 +171,7 @@ def _loader(samples: Dataset, batches, workers: int, kind: type[DataLoader] = _L
         atexit.unregister(data_workers.end)
         atexit.register(data_workers.end)
     handover = Handover()
-    return kind(
+    loader = _Loader(
         samples,
         batch_sampler=batches,
         num_workers=workers,
@@ -197,8 +180,10 @@ def _loader(samples: Dataset, batches, workers: int, kind: type[DataLoader] = _L
         worker_init_fn=partial(_begin_worker, handover),
         pin_memory=devices.has_streams(),
         prefetch_factor=4 if workers else None,
-        persistent_workers=workers > 0 and kind is _EvaluationLoader,  # the next evaluation finds them ready
+        persistent_workers=workers > 0 and evaluates,  # the next evaluation finds them ready
     )
+    loader.evaluates = evaluates
+    return loader
 
 
 def _begin_worker(handover: Handover, _worker: int) -> None:
