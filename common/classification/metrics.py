@@ -190,7 +190,7 @@ class Mistakes:
 
     def __init__(self, keep: int = 24):
         self.keep = keep
-        self._confidences, self._facts = torch.zeros(0), torch.zeros(3, 0, dtype=torch.int64)
+        self._rows = torch.zeros(4, 0)  # confidence, index, label and prediction
 
     @torch.no_grad()
     def update(
@@ -203,17 +203,16 @@ class Mistakes:
         """
         readable = labels >= 0 if readable is None else readable & (labels >= 0)
         confidence = torch.where((predicted != labels) & readable, confidences.float().nan_to_num(-1.0), -1.0)
-        facts = torch.stack([indices.to(labels.device), labels, predicted])  # int64[3, batch]
-        confidence = torch.cat([self._confidences.to(confidence.device), confidence])
-        facts = torch.cat([self._facts.to(facts.device), facts], 1)
-        order = facts[0].argsort()
-        order = order[confidence[order].argsort(descending=True, stable=True)][: self.keep]
-        self._confidences, self._facts = confidence[order], facts[:, order]
+        facts = confidence, indices.to(labels.device), labels, predicted
+        rows = torch.stack([part.to(devices.exact(labels.device)) for part in facts])
+        rows = torch.cat([self._rows.to(rows), rows], 1)
+        rows = rows[:, rows[1].argsort()]
+        self._rows = rows[:, rows[0].argsort(descending=True, stable=True)[: self.keep]]
 
     def merge(self) -> list[Mistake]:
         """The mistakes of all ranks: most confident first, equal ones by index. A collective."""
-        rows = zip(self._facts.T.tolist(), self._confidences.tolist(), strict=True)
-        own = [Mistake(*facts, confidence) for facts, confidence in rows if confidence >= 0]
+        rows = self._rows.T.tolist()
+        own = [Mistake(*map(int, facts), confidence) for confidence, *facts in rows if confidence >= 0]
         everyone = [Mistake(*mistake) for of_rank in gather_objects(own) for mistake in of_rank]
         return sorted(everyone, key=lambda mistake: (-mistake.confidence, mistake.index))[: self.keep]
 

@@ -14,11 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from common.classification import plots
 from common.classification.batches import Batch
+from common.classification.plots import cell
 from common.data.source import Source
 from common.distributed import devices
 from common.distributed.collectives import all_sum, gather_to_main
+from common.run.plots import arrow, run_of, sheet
 
 THRESHOLDS = (0.05, 0.04, 0.03, 0.02, 0.01, 0.005)  # for the probability of a label
 UNEXPLAINED = 0.5  # labels below a threshold are likely wrong if they are so many times the expected number
@@ -118,11 +119,12 @@ def rows(source: Source, suspects: Suspects) -> list[Sequence]:
 
 def draw(source: Source, suspects: Suspects, path: Path) -> None:
     """Draw a sheet of the images whose labels are contradicted most."""
-    shown = []
+    cells = []
     for place, index in enumerate(suspects.indices[:SHOWN].tolist()):
-        caption = f"{suspects.verdict(place)}, {suspects.probabilities[place]:.4f}"
-        shown.append((index, _label(source, index), _suggested(source, suspects, place), caption))
-    plots.suspicious(source, shown, headline(source, suspects), path)
+        names = arrow(_label(source, index), _suggested(source, suspects, place))
+        caption = f"{names}\n{suspects.verdict(place)}, {suspects.probabilities[place]:.4f}"
+        cells.append(cell(source, index, caption))
+    sheet(cells, f"{run_of(path)}, training (given → suggested): {headline(source, suspects)}", path)
 
 
 def headline(source: Source, suspects: Suspects) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from PIL import Image, ImageOps
 
-from common.data.decoding import Picture, View, pixels_of
+from common.data.decoding import Picture, pixels_of
 from common.data.images import MAX_PIXELS, BrokenImage
 from common.errors import Refused
 from common.imports import import_timm
@@ -29,7 +29,7 @@ _SECTION = re.compile(r"(?!t)[a-z]+[0-9.]+|t(weights|3aw?)")  # of a policy, suc
 
 @dataclass(frozen=True)
 class TrainingTransform:
-    """An image -> uint8[3, H, W]: a random crop, resized and flipped, then a policy."""
+    """An image -> uint8[3, H, W]: a random crop, resized and flipped, then a policy, which samples its own numbers."""
 
     size: tuple[int, int]  # height and width
     least_area: float  # of a crop, as a share of the image
@@ -39,19 +39,12 @@ class TrainingTransform:
     policy: Callable[[Image.Image], Image.Image] | None
 
     def __call__(self, picture: Picture) -> torch.Tensor:
-        return self.show(picture, self.sample(picture.height, picture.width))
-
-    def sample(self, height: int, width: int) -> View:
-        """A random view of an image of this size in pixels, from Python's generator."""
-        box = crop(height, width, self.least_area)
-        return View(box, self.size, *(random.random() < probability for probability in (self.vflip, self.hflip)))
-
-    def show(self, picture: Picture, view: View) -> torch.Tensor:
-        """This view as uint8[3, H, W]. A policy samples its own random numbers in each call."""
-        pixels = view.mirrored(picture.region(*view.box, view.size, self.interpolation))
+        box = crop(picture.height, picture.width, self.least_area)
+        flipped = [axis for axis, share in ((1, self.vflip), (2, self.hflip)) if random.random() < share]
+        pixels = picture.region(*box, self.size, self.interpolation)
+        pixels = pixels.flip(flipped) if flipped else pixels
         if self.policy:
-            image = self.policy(Image.fromarray(pixels.permute(1, 2, 0).numpy()))
-            pixels = pixels_of(image)
+            pixels = pixels_of(self.policy(Image.fromarray(pixels.permute(1, 2, 0).numpy())))
         return pixels
 
 

@@ -5,7 +5,6 @@ photograph libjpeg then decodes only a half, a quarter or an eighth of the resol
 resized, in 8 bits. Other formats are decoded whole.
 """
 
-from dataclasses import dataclass
 from os import PathLike
 
 import numpy as np
@@ -19,21 +18,6 @@ from common.data.images import MAX_PIXELS, open_rgb, opened, orientation_of, rea
 REDUCTIONS = (8, 4, 2)  # that libjpeg decodes to directly
 _HEAD = 2**17  # bytes at the start of a file that may hold EXIF data
 _SPARE = 2.0  # a reduced image is at least this many times the wanted size: the resize after it decides how it looks
-
-
-@dataclass(frozen=True)
-class View:
-    """The part of an image that is shown, its size, and its flips."""
-
-    box: tuple[int, int, int, int]  # top, left, height and width, in pixels
-    size: tuple[int, int]  # height and width that it is resized to
-    vflip: bool = False
-    hflip: bool = False
-
-    def mirrored(self, pixels: torch.Tensor) -> torch.Tensor:
-        """[..., H, W], the same shape."""
-        axes = [axis for axis, flipped in ((-2, self.vflip), (-1, self.hflip)) if flipped]
-        return pixels.flip(axes) if axes else pixels
 
 
 class Picture:
