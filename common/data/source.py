@@ -32,11 +32,6 @@ class Source(Protocol):
         """Hex; equal for the same list of images (names, sizes) with the same labels and classes."""
         ...
 
-    @property
-    def hint(self) -> str:
-        """For people, if an image is missing."""
-        return ""
-
     def name(self, index: int) -> str:
         """The image in words for people, such as its path or `digits[17]`."""
         ...
@@ -133,7 +128,7 @@ def refuse_broken(data: str, source: Source, max_broken_share: float) -> None:
     if not count:
         raise Refused(f"--data {data}: a part of it has no images; add some, or name another part by --split")
     if len(missing) > max_broken_share * count or len(missing) == count:
-        found = f"{len(missing):,} of {count:,} images are missing, the first is {source.name(missing[0])}{source.hint}"
+        found = f"{len(missing):,} of {count:,} images are missing, the first is {source.name(missing[0])}"
         raise Refused(
             f"--data {data}: {found}; the limit is --max_broken_share {max_broken_share}: correct the paths, or raise it"
         )

@@ -170,10 +170,6 @@ class Table(Columns):
     def missing(self) -> np.ndarray:
         return np.flatnonzero(self.sizes == -1) if self.sizes is not None else super().missing
 
-    @property
-    def hint(self) -> str:
-        return " (paths start from the folder of the table)" if self.sizes is not None else ""
-
     @cached_property
     def fingerprint(self) -> str:
         contents, paths = _contents(self.column)
