@@ -23,7 +23,6 @@ from common.config import (
     option,
     parse,
     path_option,
-    wrong_with_sizes,
 )
 from common.detection import (
     BoxAugmentation,
@@ -112,8 +111,6 @@ class Config(OptimizationConfig, RunConfig):
     """torch.compile the backbone and its feature pyramid."""
     eval_short_side: int = option(0, low=0, high=8192, heading="evaluation")
     """Evaluation: the short side, or the side of the square (0: the longest of --short_sides)."""
-    eval_sizes: str = option("", check=wrong_with_sizes, of_evaluation=True)
-    """With --eval_only: show each image at all these short sides (480,640,800), merge the detections."""
     eval_only: str = path_option("", origin=sources_of_weights.origin)
     """Only evaluate this checkpoint, or a detector that --init takes, and print the results."""
 
@@ -209,7 +206,7 @@ def build_augmentation(config: Config, model, device: torch.device):
 def build_samples(config: Config, train: sources.Annotated, val: sources.Annotated, model, varied, plain):
     """Batches to train on, with what stands at which position of the run, and those to evaluate; data workers compute them."""
     samples = TrainingImages.of(config, train, build_stream(config, train), model, varied)
-    return samples, EvaluationScenes.of(config, val, plain, model)
+    return samples, EvaluationScenes.of(val, plain, model)
 
 
 def build_evaluation(config: Config, origin, data: sources.Annotated, classes: tuple[str, ...], device: torch.device):
@@ -219,7 +216,7 @@ def build_evaluation(config: Config, origin, data: sources.Annotated, classes: t
     model = build_model(config, classes, device)
     eval_only.load_weights(model, origin)
     _, plain, normalize = build_augmentation(config, model, device)
-    return model, normalize, eval_only.loader(config, EvaluationScenes.of(config, data, plain, model))
+    return model, normalize, eval_only.loader(config, EvaluationScenes.of(data, plain, model))
 
 
 @torch.no_grad()
@@ -229,8 +226,8 @@ def predict(model, loader, accelerator, normalize):
     for batch in loader:
         batch = batch.to(accelerator.device)
         with accelerator.autocast():
-            found = [model.detect(normalize(view), view.sizes) for view in batch.views]
-        yield batch, loader.dataset.merged(found, batch)
+            found = model.detect(normalize(batch), batch.sizes)
+        yield batch, loader.dataset.in_originals(found, batch)
 
 
 @torch.no_grad()
