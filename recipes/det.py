@@ -37,7 +37,6 @@ from common.detection import (
     detectors,
     plots,
     read_once,
-    read_range,
     read_sides,
     sources,
     sources_of_weights,
@@ -127,8 +126,6 @@ class Config(OptimizationConfig, RunConfig):
     warmup_epochs: float = 1.0
     hflip: float = option(0.5, low=0, high=1, heading="augmentation")
     """Probability of a left-right mirror image (digits and text: 0)."""
-    scale_jitter: str = ""
-    """Large-scale jitter: range of a factor of the scale, such as 0.1-2; an image that gets larger than the canvas is cut."""
     photometric: float = option(0.0, low=0, high=1)
     """Probability of each of several distortions of brightness, contrast and colour."""
     iou_crop: float = option(0.0, low=0, high=1)
@@ -139,20 +136,13 @@ class Config(OptimizationConfig, RunConfig):
     """Probability of showing parts of four images around a point, as in YOLOX."""
     mixup: float = option(0.0, low=0, high=1)
     """Probability of blending two images in equal parts, with the objects of both, as in YOLOX."""
-    copy_paste: float = option(0.0, low=0, high=1)
-    """Probability of pasting some objects of another image over an image (Simple Copy-Paste); needs data with masks."""
-    rotate: float = option(0.0, low=0, high=180)
-    """Largest rotation in degrees, drawn uniformly from both directions."""
-    translate: float = option(0.0, low=0, high=1)
-    """Largest shift as a share of width and height, drawn uniformly from both directions."""
     strong_epochs: float = option(0.0, low=0, high=10**6)
-    """Epochs after which photometric, iou_crop, zoom_out, mosaic, mixup and copy_paste end (0: never)."""
+    """Epochs after which photometric, iou_crop, zoom_out, mosaic and mixup end (0: never)."""
 
 
 def build_data(config: Config, weights=None):
     """Training and validation images with boxes; with the `weights` of --eval_only, both are the images to evaluate on."""
-    pastes = config.copy_paste > 0 and weights is None
-    return sources.load(sources.Spec.of(config, weights, masks=config.detector == "mask_rcnn" or pastes))
+    return sources.load(sources.Spec.of(config, weights, masks=config.detector == "mask_rcnn"))
 
 
 def build_model(config: Config, classes: tuple[str, ...], device: torch.device):
@@ -180,7 +170,6 @@ def build_augmentation(config: Config, model, device: torch.device):
         config.seed,
         short_sides,
         config.long_side,
-        read_range("--scale_jitter", config.scale_jitter),
         square=square,
         alike=config.global_batch_size if square or config.sync_short_sides else 1,
         hflip=config.hflip,
@@ -189,10 +178,6 @@ def build_augmentation(config: Config, model, device: torch.device):
         zoom_out=config.zoom_out,
         mosaic=config.mosaic,
         mixup=config.mixup,
-        copy_paste=config.copy_paste,
-        rotate=config.rotate,
-        translate=config.translate,
-        drop_masks=config.detector != "mask_rcnn",  # other families read masks for copy-paste alone
     )
     dtype, (mean, std) = getattr(torch, config.dtype), (model.pretrained_cfg[key] for key in ("mean", "std"))
     mean, std = (torch.tensor(values, device=device, dtype=dtype)[:, None, None] for values in (mean, std))

@@ -118,7 +118,7 @@ class TrainingImages(Dataset):
         for boxes in self._most_boxes(count).tolist():
             corners = torch.rand(2, boxes, 2).sort(0).values * torch.tensor([width, height])
             image = torch.randint(256, (3, height, width), dtype=torch.uint8)
-            masks = torch.ones(boxes, height, width, dtype=torch.uint8) if self._keeps_masks else None
+            masks = torch.ones(boxes, height, width, dtype=torch.uint8) if self.source.has_masks else None
             labels = torch.randint(len(self.source.classes), (boxes,))
             boxes = corners.movedim(0, 1).flatten(1)
             samples.append(Sample(image, boxes, labels, torch.zeros_like(labels).bool(), masks))
@@ -137,16 +137,12 @@ class TrainingImages(Dataset):
     def _most_boxes(self, count: int) -> np.ndarray:
         """int64[count]: numbers of boxes, of the images that have the most; sums if positions may show several images."""
         ways = self.augmentation
-        parts = 1 + 3 * (ways.mosaic > 0) + (ways.mixup > 0) + (ways.copy_paste > 0)
+        parts = 1 + 3 * (ways.mosaic > 0) + (ways.mixup > 0)
         if self.source.fresh:  # each position has an image of its own
             counts = np.max([len(self.source.sample(0, position).boxes) for position in range(64)])
         else:
             counts = np.sort(np.diff(self.source.offsets))[::-1]
         return np.resize(counts, (count, parts)).sum(1)
-
-    @property
-    def _keeps_masks(self) -> bool:
-        return self.source.has_masks and not self.augmentation.drop_masks
 
     def padding(self, step: int) -> float:
         """Share of the pixels of the global batch of `step` that are padding."""

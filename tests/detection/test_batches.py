@@ -12,9 +12,7 @@ from common.detection.data.annotated import Annotated
 from common.detection.transforms import BoxAugmentation
 from tests.harness.detections import columns
 
-EVERYTHING = {"jitter": (0.5, 1.5)} | dict.fromkeys(
-    ("hflip", "photometric", "iou_crop", "zoom_out", "mosaic", "mixup"), 0.5
-)
+EVERYTHING = dict.fromkeys(("hflip", "photometric", "iou_crop", "zoom_out", "mosaic", "mixup"), 0.5)
 
 
 class Painted(Annotated):
@@ -67,17 +65,17 @@ def test_a_canvas_is_the_metadatas_alone_and_broken_images_do_not_change_it():
 
 
 def test_padding_is_the_share_of_the_pixels_that_no_image_has():
-    samples = samples_of(source(), ways={"jitter": (0.5, 1.0)})
+    samples = samples_of(source(), ways={})
     batch = samples.__getitems__(np.arange(6, 12))
     covered = batch.sizes.prod(1).sum().item() / batch.images[:, 0].numel()
     assert 0.05 < samples.padding(1) == pytest.approx(1 - covered)
 
 
 def test_a_trial_has_as_many_boxes_as_a_batch_can_have():
-    """Of a mosaic with MixUp and copy-paste, those of six images; the images with the most."""
+    """Of a mosaic with MixUp, those of five images; the images with the most."""
     data = source()
     most = np.sort(np.diff(data.offsets))[::-1]
-    for options, parts in (({}, 1), ({"copy_paste": 0.1}, 2), ({"mosaic": 0.1, "mixup": 0.1, "copy_paste": 0.1}, 6)):
+    for options, parts in (({}, 1), ({"mixup": 0.1}, 2), ({"mosaic": 0.1, "mixup": 0.1}, 5)):
         blank = samples_of(data, 3, options).blank(3)
         assert [len(target["boxes"]) for target in blank.targets] == most[: 3 * parts].reshape(3, parts).sum(1).tolist()
         assert all((target["boxes"][:, 2:] >= target["boxes"][:, :2]).all() for target in blank.targets)

@@ -31,6 +31,15 @@ def columns(images: Sequence[Sequence[tuple]], sizes=((100, 100),), classes=("ca
     }
 
 
+def extents(masks: torch.Tensor) -> torch.Tensor:
+    """The tight boxes of masks [n, h, w] that have pixels: int64[n, 4] left, top, right, bottom."""
+    sides = []
+    for mask in masks:
+        rows, columns = mask.nonzero(as_tuple=True)
+        sides.append([columns.min(), rows.min(), columns.max() + 1, rows.max() + 1])
+    return torch.tensor(sides).reshape(-1, 4)
+
+
 def moved(box, x: float) -> tuple:
     return box[0] + x, box[1], box[2] + x, box[3]
 
