@@ -236,27 +236,21 @@ def evaluate_only(config: Config) -> None:
     model, normalize, loader = build_evaluation(config, origin, val, names, accelerator.device)
     model = detectors.Matched(model, places)
     results, found = evaluate(model, loader, accelerator, normalize, val)
-    eval_only.report(
-        config, origin, val, results, found.judgement.details(), partial(draw, val=val, found=found, thorough=True)
-    )
+    eval_only.report(config, origin, val, results, found.details(), partial(draw, val=val, found=found))
 
 
-def draw(run: Run, val: sources.Annotated, found: Detections, thorough: bool = False) -> None:
-    """Pictures of the newest evaluation; a report is `thorough`."""
-    matches = found.judgement.matches
-    run.draw("predictions", plots.predictions, val, matches)
+def draw(run: Run, val: sources.Annotated, found: Detections) -> None:
+    """Pictures of the newest evaluation."""
+    run.draw("predictions", plots.predictions, found.matches)
     run.draw("precision_recall", plots.precision_recall, found.precision, val.classes)
-    run.draw("confusion", plots.confusion, matches, val.classes)
-    run.draw("misses", plots.misses, val, matches)
-    if thorough:
-        run.draw("errors", plots.errors, found.judgement)
+    run.draw("confusion", plots.confusion, found.matches, val.classes)
+    run.draw("misses", plots.misses, found.matches)
 
 
 def audit(model, loader, accelerator, normalize):
     """Boxes that the model contradicts, likely wrong or worth a look, and how to draw and list them."""
     _, found = evaluate(model, loader, accelerator, normalize, loader.dataset.source)
-    matches = found.judgement.matches
-    return suspects.draw, suspects.rows, matches, suspects.findings(matches)
+    return suspects.draw, suspects.rows, found.matches, suspects.findings(found.matches)
 
 
 def main() -> None:

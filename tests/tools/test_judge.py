@@ -155,7 +155,7 @@ def test_each_part_of_the_data_and_each_setting_has_a_report_of_its_own(parts, r
 
 # --- detectors
 
-PICTURES = {"predictions", "precision_recall", "confusion", "misses", "errors"}
+PICTURES = {"predictions", "precision_recall", "confusion", "misses"}
 
 
 def test_a_report_of_a_detector_is_the_same_on_two_ranks(trained_detector, scenes, run_several, tmp_path) -> None:
