@@ -7,14 +7,14 @@ import pytest
 from PIL import Image
 
 from common.data.images import BrokenImage
-from common.detection.data.annotated import Annotations
+from common.detection.data.annotated import Annotated
 from common.detection.evaluation import plots
 from common.detection.evaluation.matching import Matches
 from common.run.plots import BLUE, GREY, ORANGE
 from tests.harness.pictures import drawn, has
 
 
-class Plain(Annotations):
+class Plain(Annotated):
     """Dark images of a size each; image 1, where there is one, can't be read."""
 
     def name(self, index: int) -> str:
