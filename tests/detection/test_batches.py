@@ -9,6 +9,7 @@ from common.data.images import BrokenImage
 from common.data.stream import Stream
 from common.detection.batches import EvaluationScenes, TrainingImages
 from common.detection.data.annotated import Annotated
+from common.detection.data.masks import decode
 from common.detection.transforms import BoxAugmentation
 from tests.harness.detections import columns
 
@@ -104,3 +105,19 @@ def test_squares_of_a_step_have_one_side_and_no_padding():
         assert samples.padding(step) == 0
         sides.add(batch.images.shape[2])
     assert sides == {32, 48}
+
+
+def test_what_is_found_is_given_in_pixels_of_the_original():
+    """Boxes, and masks on the grids of their boxes."""
+    data = source()
+    evaluation = EvaluationScenes(data, BoxAugmentation(0, (48,), 80), 16, (7, 8, 9))
+    indices = evaluation.batches(3)[0]
+    batch = evaluation.__getitems__(indices)
+    quarter = torch.tensor([[0.25, 0.5, 0.5, 1.0]])  # of each image
+    found = [{"boxes": quarter * size.repeat(2), "masks": torch.ones(1, 28, 28)} for size in batch.sizes]
+    for index, one in zip(indices, evaluation.in_originals(found, batch), strict=True):
+        width, height = data.sizes[index].tolist()
+        torch.testing.assert_close(one["boxes"], quarter * torch.tensor([width, height] * 2))
+        (mask,) = decode(one["rles"], data.sizes[index])
+        rows, columns = mask.nonzero()
+        assert abs(rows.min() - height / 2) <= 1 and abs(columns.max() + 1 - width / 2) <= 1
