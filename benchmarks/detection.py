@@ -77,7 +77,7 @@ class Scenes(Dataset):
         return 2**62  # scenes are drawn on access
 
     def __getitem__(self, number: int):
-        image, boxes, labels = self.source.scene(number)
+        image, boxes, labels, _ = self.source.scene(number)
         boxes = tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=image.shape[:2])
         image, boxes = self.transform(image, boxes)
         crowd = torch.zeros(len(labels), dtype=torch.bool)

@@ -146,7 +146,7 @@ def evaluation_of_boxes(detections: int) -> float:
     def evaluate() -> None:
         with contextlib.redirect_stdout(io.StringIO()):  # COCO's table
             found.results(source)
-        found.judgement.details()
+        found.details()
 
     return timed(evaluate)
 

@@ -218,7 +218,7 @@ def build_evaluation(config: Config, origin, data: sources.Source, classes: Sequ
     eval_only.load_weights(model, origin)
     *_, normalize = build_augmentation(config, data, data_config, device)
     loader = eval_only.loader(config, EvaluationSamples(data, data_config))
-    return eval_only.viewed(config, model), normalize, loader
+    return model, normalize, loader
 
 
 @torch.no_grad()

@@ -23,7 +23,6 @@ from common.config import (
     option,
     parse,
     path_option,
-    wrong_with_sizes,
 )
 from common.detection import (
     BoxAugmentation,
@@ -38,7 +37,6 @@ from common.detection import (
     detectors,
     plots,
     read_once,
-    read_range,
     read_sides,
     sources,
     sources_of_weights,
@@ -112,8 +110,6 @@ class Config(OptimizationConfig, RunConfig):
     """torch.compile the backbone and its feature pyramid."""
     eval_short_side: int = option(0, low=0, high=8192, heading="evaluation")
     """Evaluation: the short side, or the side of the square (0: the longest of --short_sides)."""
-    eval_sizes: str = option("", check=wrong_with_sizes, of_evaluation=True)
-    """With --eval_only: show each image at all these short sides (480,640,800), merge the detections."""
     eval_only: str = path_option("", origin=sources_of_weights.origin)
     """Only evaluate this checkpoint, or a detector that --init takes, and print the results."""
 
@@ -128,8 +124,6 @@ class Config(OptimizationConfig, RunConfig):
     warmup_epochs: float = 1.0
     hflip: float = option(0.5, low=0, high=1, heading="augmentation")
     """Probability of a left-right mirror image (digits and text: 0)."""
-    scale_jitter: str = ""
-    """Large-scale jitter: range of a factor of the scale, such as 0.1-2; an image that gets larger than the canvas is cut."""
     photometric: float = option(0.0, low=0, high=1)
     """Probability of each of several distortions of brightness, contrast and colour."""
     iou_crop: float = option(0.0, low=0, high=1)
@@ -140,20 +134,13 @@ class Config(OptimizationConfig, RunConfig):
     """Probability of showing parts of four images around a point, as in YOLOX."""
     mixup: float = option(0.0, low=0, high=1)
     """Probability of blending two images in equal parts, with the objects of both, as in YOLOX."""
-    copy_paste: float = option(0.0, low=0, high=1)
-    """Probability of pasting some objects of another image over an image (Simple Copy-Paste); needs data with masks."""
-    rotate: float = option(0.0, low=0, high=180)
-    """Largest rotation in degrees, drawn uniformly from both directions."""
-    translate: float = option(0.0, low=0, high=1)
-    """Largest shift as a share of width and height, drawn uniformly from both directions."""
     strong_epochs: float = option(0.0, low=0, high=10**6)
-    """Epochs after which photometric, iou_crop, zoom_out, mosaic, mixup and copy_paste end (0: never)."""
+    """Epochs after which photometric, iou_crop, zoom_out, mosaic and mixup end (0: never)."""
 
 
 def build_data(config: Config, weights=None):
     """Training and validation images with boxes; with the `weights` of --eval_only, both are the images to evaluate on."""
-    pastes = config.copy_paste > 0 and weights is None
-    return sources.load(sources.Spec.of(config, weights, masks=config.detector == "mask_rcnn" or pastes))
+    return sources.load(sources.Spec.of(config, weights, masks=config.detector == "mask_rcnn"))
 
 
 def build_model(config: Config, classes: tuple[str, ...], device: torch.device):
@@ -181,7 +168,6 @@ def build_augmentation(config: Config, model, device: torch.device):
         config.seed,
         short_sides,
         config.long_side,
-        read_range("--scale_jitter", config.scale_jitter),
         square=square,
         alike=config.global_batch_size if square or config.sync_short_sides else 1,
         hflip=config.hflip,
@@ -190,10 +176,6 @@ def build_augmentation(config: Config, model, device: torch.device):
         zoom_out=config.zoom_out,
         mosaic=config.mosaic,
         mixup=config.mixup,
-        copy_paste=config.copy_paste,
-        rotate=config.rotate,
-        translate=config.translate,
-        drop_masks=config.detector != "mask_rcnn",  # other families read masks for copy-paste alone
     )
     dtype, (mean, std) = getattr(torch, config.dtype), (model.pretrained_cfg[key] for key in ("mean", "std"))
     mean, std = (torch.tensor(values, device=device, dtype=dtype)[:, None, None] for values in (mean, std))
@@ -207,7 +189,7 @@ def build_augmentation(config: Config, model, device: torch.device):
 def build_samples(config: Config, train: sources.Annotated, val: sources.Annotated, model, varied, plain):
     """Batches to train on, with what stands at which position of the run, and those to evaluate; data workers compute them."""
     samples = TrainingImages.of(config, train, build_stream(config, train), model, varied)
-    return samples, EvaluationScenes.of(config, val, plain, model)
+    return samples, EvaluationScenes.of(val, plain, model)
 
 
 def build_evaluation(config: Config, origin, data: sources.Annotated, classes: tuple[str, ...], device: torch.device):
@@ -217,7 +199,7 @@ def build_evaluation(config: Config, origin, data: sources.Annotated, classes: t
     model = build_model(config, classes, device)
     eval_only.load_weights(model, origin)
     _, plain, normalize = build_augmentation(config, model, device)
-    return model, normalize, eval_only.loader(config, EvaluationScenes.of(config, data, plain, model))
+    return model, normalize, eval_only.loader(config, EvaluationScenes.of(data, plain, model))
 
 
 @torch.no_grad()
@@ -227,8 +209,8 @@ def predict(model, loader, accelerator, normalize):
     for batch in loader:
         batch = batch.to(accelerator.device)
         with accelerator.autocast():
-            found = [model.detect(normalize(view), view.sizes) for view in batch.views]
-        yield batch, loader.dataset.merged(found, batch)
+            found = model.detect(normalize(batch), batch.sizes)
+        yield batch, loader.dataset.in_originals(found, batch)
 
 
 @torch.no_grad()
@@ -252,27 +234,21 @@ def evaluate_only(config: Config) -> None:
     model, normalize, loader = build_evaluation(config, origin, val, names, accelerator.device)
     model = detectors.Matched(model, places)
     results, found = evaluate(model, loader, accelerator, normalize, val)
-    eval_only.report(
-        config, origin, val, results, found.judgement.details(), partial(draw, val=val, found=found, thorough=True)
-    )
+    eval_only.report(config, origin, val, results, found.details(), partial(draw, val=val, found=found))
 
 
-def draw(run: Run, val: sources.Annotated, found: Detections, thorough: bool = False) -> None:
-    """Pictures of the newest evaluation; a report is `thorough`."""
-    matches = found.judgement.matches
-    run.draw("predictions", plots.predictions, val, matches)
+def draw(run: Run, val: sources.Annotated, found: Detections) -> None:
+    """Pictures of the newest evaluation."""
+    run.draw("predictions", plots.predictions, found.matches)
     run.draw("precision_recall", plots.precision_recall, found.precision, val.classes)
-    run.draw("confusion", plots.confusion, matches, val.classes)
-    run.draw("misses", plots.misses, val, matches)
-    if thorough:
-        run.draw("errors", plots.errors, found.judgement)
+    run.draw("confusion", plots.confusion, found.matches, val.classes)
+    run.draw("misses", plots.misses, found.matches)
 
 
 def audit(model, loader, accelerator, normalize):
     """Boxes that the model contradicts, likely wrong or worth a look, and how to draw and list them."""
     _, found = evaluate(model, loader, accelerator, normalize, loader.dataset.source)
-    matches = found.judgement.matches
-    return suspects.draw, suspects.rows, matches, suspects.findings(matches)
+    return suspects.draw, suspects.rows, found.matches, suspects.findings(found.matches)
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
         option,
         path_option,
         whole_numbers,
-        wrong_with_sizes,
     )
     from common.config.origin import Origin
     from common.config.parsing import parse

@@ -23,7 +23,6 @@ def option(
     check=None,
     heading="",
     required="",
-    of_evaluation=False,
     decides=None,
     origin=None,
 ):
@@ -35,7 +34,6 @@ def option(
         check: check(value) returns the error in a text, or "" if there is none.
         heading: title of the group in --help that begins with this field.
         required: an empty value is refused, with this advice.
-        of_evaluation: True if the field works only with --eval_only: a training run evaluates exactly what it exports.
         decides: decides(value) returns defaults of other fields, which the weights that `value` names decide.
         origin: origin(value) tells the run that made these weights; its configuration replaces the defaults.
     """
@@ -82,14 +80,6 @@ def _wrong_with_path(text: str) -> str:
     user = text.split("/")[0]
     if user.startswith("~") and os.path.expanduser(user) == user:
         return f"there is no user {user[1:]}; a folder of that name is ./{user}"
-    return ""
-
-
-def wrong_with_sizes(text: str) -> str:
-    """Why `text` can't be the sizes of --eval_sizes, or "" if it can."""
-    sizes = whole_numbers(text, ",")
-    if text and not (sizes and 1 <= min(sizes) and max(sizes) <= 8192 and len(set(sizes)) == len(sizes) <= 10):
-        return "must be up to 10 different lengths in pixels joined by commas, such as 480,640,800, each at most 8192"
     return ""
 
 
@@ -196,8 +186,6 @@ class RunConfig(SharedFields):
     """Print the start table, then try two steps, an evaluation, and saving and loading a checkpoint, in a temporary folder."""
     eval_every: int = option(0, low=0, may_change=True, heading="evaluation")
     """Steps between evaluations (0: at the end of every epoch). The last step always has one."""
-    eval_flip: bool = option(False, of_evaluation=True)
-    """With --eval_only: show each image also mirrored left to right. Probabilities are averaged, detections are merged."""
     tracker: Literal["wandb", "tensorboard", "trackio", "none"] = option("wandb", may_change=True, heading="dashboard")
     """Dashboard; wandb without an API key runs offline. metrics.jsonl is written in any case."""
     project: str = option("vision-recipes", may_change=True)

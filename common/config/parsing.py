@@ -60,11 +60,6 @@ def parse(config_class: type[C], argv: list[str] | None = None, program: str = "
         return _checked(_for_evaluation(config_class, origin, layers, argv, program))
     for field in fields.values():
         value, metadata = getattr(config, field.name), field.metadata
-        if metadata.get("of_evaluation") and value != field.default:
-            raise Refused(
-                f"--{field.name} works only with --eval_only: a training run evaluates exactly what it exports; leave it "
-                "out, and evaluate best/ with it"
-            )
         if not value and metadata.get("required"):
             raise Refused(f"--{field.name} is missing: {metadata['required']}")
         if value and metadata.get("decides"):

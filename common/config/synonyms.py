@@ -59,7 +59,6 @@ FLAGS = {
     "label_smoothing": "smoothing label_smoothing_factor",
     "mixup": "mixup_alpha",
     "cutmix": "cutmix_alpha",
-    "rotate": "degrees rotation",
     "repeats": "aug_repeats ra_reps ra_sampler",
     "loss": "criterion bce_loss",
     "class_weights": "class_weight cls_weights",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from common.detection.grouping import build_stream
     from common.detection.models import detectors
     from common.detection.models.spec import DetectorSpec
-    from common.detection.transforms import BoxAugmentation, read_range, read_sides
+    from common.detection.transforms import BoxAugmentation, read_sides
     from common.detection.weights import sources as sources_of_weights
     from common.detection.weights.begin import begin_with, read_once
 

@@ -27,7 +27,6 @@ from common.detection.data.masks import pasted
 from common.detection.export import export
 from common.detection.models.detectors import Detector
 from common.detection.transforms import BoxAugmentation
-from common.detection.views import Views, mirrored_back
 from common.errors import Refused
 from common.training import drop_path
 
@@ -47,12 +46,6 @@ class DetectionBatch(DeviceBatch):
     drop_path: torch.Tensor | None = None  # float32[layers, B], see common.training.drop_path.draws
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
     totals: torch.Tensor | None = None  # what losses are divided by, see `training.step.TrainingStep`
-    mirrored: bool = False  # left to right, within their sizes; only of an evaluation
-    others: list["DetectionBatch"] = field(default_factory=list)  # other views of the same images, see `Views`
-
-    @property
-    def views(self) -> list["DetectionBatch"]:
-        return [self, *self.others]
 
 
 @dataclass
@@ -125,7 +118,7 @@ class TrainingImages(Dataset):
         for boxes in self._most_boxes(count).tolist():
             corners = torch.rand(2, boxes, 2).sort(0).values * torch.tensor([width, height])
             image = torch.randint(256, (3, height, width), dtype=torch.uint8)
-            masks = torch.ones(boxes, height, width, dtype=torch.uint8) if self._keeps_masks else None
+            masks = torch.ones(boxes, height, width, dtype=torch.uint8) if self.source.has_masks else None
             labels = torch.randint(len(self.source.classes), (boxes,))
             boxes = corners.movedim(0, 1).flatten(1)
             samples.append(Sample(image, boxes, labels, torch.zeros_like(labels).bool(), masks))
@@ -144,16 +137,12 @@ class TrainingImages(Dataset):
     def _most_boxes(self, count: int) -> np.ndarray:
         """int64[count]: numbers of boxes, of the images that have the most; sums if positions may show several images."""
         ways = self.augmentation
-        parts = 1 + 3 * (ways.mosaic > 0) + (ways.mixup > 0) + (ways.copy_paste > 0)
+        parts = 1 + 3 * (ways.mosaic > 0) + (ways.mixup > 0)
         if self.source.fresh:  # each position has an image of its own
             counts = np.max([len(self.source.sample(0, position).boxes) for position in range(64)])
         else:
             counts = np.sort(np.diff(self.source.offsets))[::-1]
         return np.resize(counts, (count, parts)).sum(1)
-
-    @property
-    def _keeps_masks(self) -> bool:
-        return self.source.has_masks and not self.augmentation.drop_masks
 
     def padding(self, step: int) -> float:
         """Share of the pixels of the global batch of `step` that are padding."""
@@ -203,76 +192,55 @@ class EvaluationScenes(Dataset):
     """Image indices -> `DetectionBatch`, resized without augmentation; an image that can't be read is black.
 
     Images are decoded at their full resolution, as whoever uses an exported detector does: what is measured is what is used.
-    A batch must be one of `batches`: padding changes what is detected, so all images of a batch have the same canvas, in each
-    of the views.
+    A batch must be one of `batches`: padding changes what is detected, so all images of a batch have the same canvas.
     """
 
     source: Annotated
     augmentation: BoxAugmentation
     stride: int
     fill: tuple[int, int, int]
-    views: Views | None = None  # default: each image once, at the size of `augmentation`
 
     @classmethod
-    def of(cls, config: Any, source: Annotated, augmentation: BoxAugmentation, model: Detector) -> Self:
-        """As the flags say, for this detector."""
-        return cls(source, augmentation, model.stride, fill_of(model), Views.of(config, augmentation, model))
-
-    def __post_init__(self) -> None:
-        self.views = self.views or Views((self.augmentation,))
+    def of(cls, source: Annotated, augmentation: BoxAugmentation, model: Detector) -> Self:
+        """For this detector."""
+        return cls(source, augmentation, model.stride, fill_of(model))
 
     def export(self, model: Detector, train: Annotated, results: dict, folder: Path) -> None:
         """See `detection.export.export`."""
         export(model, train, self.augmentation, results, folder)
 
     def batches(self, limit: int) -> list[np.ndarray]:
-        """The indices of all images, in batches of up to `limit` images with the same canvases, large ones first."""
-        indices = np.arange(len(self.source))
-        canvases = np.hstack([_multiples(sizes, self.stride) for sizes in self._sizes(indices)])
-        order = np.lexsort((*canvases.T, -canvases[:, :2].prod(1)))
+        """The indices of all images, in batches of up to `limit` images with the same canvas, large ones first."""
+        canvases = _multiples(self._sizes(np.arange(len(self.source))), self.stride)
+        order = np.lexsort((*canvases.T, -canvases.prod(1)))
         alike = np.split(order, np.flatnonzero(np.diff(canvases[order], axis=0).any(1)) + 1)
         return [group[start : start + limit] for group in alike for start in range(0, len(group), limit)]
 
     def __getitems__(self, indices: np.ndarray) -> DetectionBatch:
         sizes = self._sizes(indices)
-        if any(len(np.unique(_multiples(of_view, self.stride), axis=0)) > 1 for of_view in sizes):
+        if len(np.unique(_multiples(sizes, self.stride), axis=0)) > 1:
             raise ValueError("these images have different canvases: evaluate them in batches from `batches`")
-        shown, broken = [[] for _ in sizes], []
-        for place, index in enumerate(indices.tolist()):  # whole images are large: one at a time
-            try:
+        samples, broken = [], []
+        for index, (width, height) in zip(indices.tolist(), sizes.tolist(), strict=True):
+            try:  # whole images are large: one at a time
                 image = self.source.picture(index).whole()
             except BrokenImage as error:
                 broken.append(f"{self.source.name(index)}: {error}")
                 image = _empty(self.source.sizes[index]).image.whole()
-            for samples, (width, height) in zip(shown, (of_view[place].tolist() for of_view in sizes), strict=True):
-                samples.append(Sample(resized(image, (height, width), "bilinear"), *map(torch.from_numpy, _NO_BOXES)))
-        views = []
-        for samples, of_view in zip(shown, sizes, strict=True):
-            canvas = _canvas(of_view, self.stride)
-            views.append(_batch(samples, indices, canvas, self.fill, ()))
-            if self.views.flip:
-                samples = [sample._replace(image=sample.image.flip(2)) for sample in samples]
-                views.append(replace(_batch(samples, indices, canvas, self.fill, ()), mirrored=True))
-        return replace(views[0], others=views[1:], broken=tuple(broken))
+            samples.append(Sample(resized(image, (height, width), "bilinear"), *map(torch.from_numpy, _NO_BOXES)))
+        return _batch(samples, indices, _canvas(sizes, self.stride), self.fill, tuple(broken))
 
-    def _sizes(self, indices: np.ndarray) -> list[np.ndarray]:
-        """int64[n, 2] of each size of the views: width and height of these images."""
-        return [one.sizes(indices, self.source.sizes[indices]) for one in self.views.augmentations]
+    def _sizes(self, indices: np.ndarray) -> np.ndarray:
+        """int64[n, 2]: width and height of these images on their canvas."""
+        return self.augmentation.sizes(indices, self.source.sizes[indices])
 
-    def merged(self, found: list[list[dict[str, torch.Tensor]]], batch: DetectionBatch) -> list[dict]:
-        """What is found in each image of a batch, in pixels of the original; masks become `rles`.
-
-        `found` has the detections of each view, in the order of `views`, in pixels of their canvas.
-        """
+    def in_originals(self, found: list[dict[str, torch.Tensor]], batch: DetectionBatch) -> list[dict]:
+        """What is found in each image of a batch, in pixels of the original instead of the canvas; masks become `rles`."""
         images = []
         for place, index in enumerate(batch.positions.tolist()):
-            original, parts = self.source.sizes[index], []
-            for view, of_view in zip(batch.views, found, strict=True):
-                part, size = of_view[place], view.sizes[place]
-                part = mirrored_back(part, size[0]) if view.mirrored else part
-                scale = torch.from_numpy(original).to(part["boxes"]) / size.to(part["boxes"])
-                parts.append(part | {"boxes": part["boxes"] * scale[[0, 1, 0, 1]]})
-            of_image = self.views.merged(parts) if len(parts) > 1 else parts[0]
+            original, of_image = self.source.sizes[index], dict(found[place])
+            scale = torch.from_numpy(original).to(of_image["boxes"]) / batch.sizes[place].to(of_image["boxes"])
+            of_image["boxes"] = of_image["boxes"] * scale[[0, 1, 0, 1]]
             if "masks" in of_image:
                 of_image["rles"] = pasted(of_image.pop("masks"), of_image["boxes"], original)
             images.append(of_image)

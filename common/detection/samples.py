@@ -1,17 +1,15 @@
-"""Operations on one image with its boxes: cropping, padding, joining, pasting, rotating.
+"""Operations on one image with its boxes: cropping, padding, joining.
 
 They know nothing of chance: `common.detection.transforms` draws what is done. `crop` turns a sample
 of a source into one of tensors: image uint8[3, H, W], boxes float32[n, 4], labels int64[n], crowd
 bool[n], masks uint8[n, H, W]. The other functions take and return such samples.
 """
 
-import math
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torchvision.transforms.v2 import functional as v2
 
 from common.data.decoding import resized
 from common.detection.data.annotated import Sample
@@ -106,79 +104,3 @@ def finished(sample: Sample) -> Sample:
     edges = torch.tensor(sample.image.shape[:0:-1])[FIRST]
     sample = sample._replace(boxes=torch.minimum(sample.boxes.clamp(min=0), edges))
     return sample if sample.masks is None else select(sample, (sample.masks.flatten(1) > 0).any(1) | sample.crowd)
-
-
-def pasted(sample: Sample, other: Sample) -> tuple[Sample, torch.Tensor]:
-    """All objects of `other` over a sample of the same size, and float32[n + m]: share of each object that is still visible.
-
-    Both have masks, which lose the pixels that are now covered. Sides of boxes move where the mask
-    no longer reaches them. Edges are hard: in the paper, blending them made no notable difference.
-    Source: Ghiasi et al. 2021, "Simple Copy-Paste is a Strong Data Augmentation Method for Instance
-    Segmentation".
-    """
-    over = other.masks.amax(0) > 0  # [h, w]
-    image = torch.where(over, other.image, sample.image)
-    before, below = extents(sample.masks), sample.masks * ~over
-    after = extents(below)
-    boxes = torch.where(after == before, sample.boxes, after.to(sample.boxes.dtype))
-    shares = torch.cat([shares_left(below, sample.masks), torch.ones(len(other.boxes))])
-    return joined(image, [sample._replace(boxes=boxes, masks=below), other]), shares
-
-
-def shares_left(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Masks [n, h, w] of objects now and before -> float32[n]: the share of its pixels that each still has."""
-    now, then = (torch.tensor([np.count_nonzero(mask) for mask in masks.numpy()]) for masks in (after, before))
-    return now / then.clamp(min=1)
-
-
-def extents(masks: torch.Tensor) -> torch.Tensor:
-    """The tight boxes of masks [n, h, w]: int64[n, 4] left, top, right, bottom in pixels; 0 for a mask without a pixel."""
-    sides = []
-    for axis in (1, 2):  # columns, then rows
-        hit = masks.amax(axis) > 0  # [n, length]; `any` takes forty times as long
-        first, last = hit.int().argmax(1), hit.shape[1] - hit.int().flip(1).argmax(1)
-        sides.append(torch.stack([first, last]) * hit.any(1))
-    (left, right), (top, bottom) = sides
-    return torch.stack([left, top, right, bottom], 1)
-
-
-def moved(
-    sample: Sample, degrees: float, shift: tuple[float, float], fill: tuple[int, int, int]
-) -> tuple[Sample, torch.Tensor]:
-    """A sample of tensors turned clockwise about its centre, then shifted; float32[n]: the share of each object in view.
-
-    `shift` is in pixels to the right and down. What comes into view has the colour `fill`. A box is
-    the box of the object's turned mask. Without masks it is the box of the ellipse that touches the
-    sides of the original box: the box of the turned corners is larger than most objects. Measured
-    on the digits' scenes, the ellipse's boxes overlap the masks' boxes by an IoU of 0.85 after 10
-    degrees and 0.76 after 30, the corners' boxes by 0.80 and 0.67. An object that fills the
-    corners of its box reaches beyond it.
-
-    Source: Kalra et al. 2021, "Towards Rotation Invariance in Object Detection".
-    """
-    height, width = sample.image.shape[1:]
-    geometry = {"angle": degrees, "translate": [*shift], "scale": 1.0, "shear": [0.0, 0.0]}
-    image = v2.affine(sample.image, **geometry, interpolation=v2.InterpolationMode.BILINEAR, fill=[*map(float, fill)])
-    if sample.masks is None:
-        masks, boxes = None, _ellipses(sample.boxes, degrees, shift, (width, height))
-        inside = boxes.clamp(min=0).minimum(torch.tensor([width, height] * 2))
-        areas, boxes = areas_of(boxes), inside
-        shares = areas_of(inside) / areas.clamp(min=1e-9)
-    else:
-        masks = v2.affine(sample.masks, **geometry)  # to the nearest pixel
-        boxes = extents(masks)
-        shares = shares_left(masks, sample.masks)
-    return sample._replace(image=image, boxes=boxes.to(sample.boxes.dtype), masks=masks), shares
-
-
-def _ellipses(boxes: torch.Tensor, degrees: float, shift: tuple[float, float], size: tuple[int, int]) -> torch.Tensor:
-    """Boxes [n, 4] around the turned ellipses that touch all sides of `boxes`."""
-    low, high = boxes.double().unflatten(1, (2, 2)).unbind(1)
-    middle, (half_width, half_height) = torch.tensor(size) / 2, ((high - low) / 2).unbind(1)
-    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
-    turn = torch.tensor([[cos, sin], [-sin, cos]], dtype=torch.float64)
-    centre = ((low + high) / 2 - middle) @ turn + middle + torch.tensor(shift, dtype=torch.float64)
-    half = torch.stack(
-        [torch.hypot(half_width * cos, half_height * sin), torch.hypot(half_width * sin, half_height * cos)], 1
-    )
-    return torch.cat([centre - half, centre + half], 1)

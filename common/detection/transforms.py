@@ -1,6 +1,5 @@
 """Augmentation and resizing of images with boxes; the size of each image is known before it is decoded."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +20,8 @@ from common.detection.samples import (
     finished,
     joined,
     mirrored,
-    moved,
     nothing,
     padded,
-    pasted,
-    select,
     size_of,
 )
 from common.errors import Refused
@@ -34,7 +30,6 @@ from common.randomness import key_of, mix, seed_generators, uniforms
 _SMALLEST = 1.0  # pixels: a box that gets smaller than this on a side is left out
 _VISIBLE = 0.1  # share of a box: an object that is cut to less than this is left out; a crowd region is not
 _WIDEST = 4.0  # zoom-out: largest side of the canvas, as a multiple of the image's side
-_LARGEST = 10.0  # factor of the scale: beyond this, a few pixels would fill the canvas
 
 
 @dataclass(frozen=True)
@@ -45,28 +40,22 @@ class BoxAugmentation:
     without decoding it. Any part of one or several images is fitted into the size that the position's own image would
     have as a whole.
 
-    Sources: Liu et al. 2016, SSD (zoom-out, IoU crop, photometric); Ghiasi et al. 2021, "Simple Copy-Paste" (large-scale
-    jitter, copy-paste); Ge et al. 2021, YOLOX (mosaic, then one affine, then MixUp in equal parts, all without weights in the
-    loss). Copy-paste comes before the affine.
+    Sources: Liu et al. 2016, SSD (zoom-out, IoU crop, photometric); Ge et al. 2021, YOLOX (mosaic, then MixUp in equal
+    parts, both without weights in the loss).
     """
 
     seed: int
     short_sides: tuple[int, ...]  # lengths of the shorter side; one is drawn for each position
     long_side: int  # largest length of the longer side
-    jitter: tuple[float, float] | None = None  # range of a factor of the scale; nothing exceeds the whole image's size
     hflip: float = 0.0  # from here on probabilities
     photometric: float = 0.0
     iou_crop: float = 0.0
     zoom_out: float = 0.0
     mosaic: float = 0.0
     mixup: float = 0.0
-    copy_paste: float = 0.0  # needs samples with masks
-    rotate: float = 0.0  # largest angle, in degrees either way
-    translate: float = 0.0  # largest shift, as a share of width and height
-    strong_until: int = 0  # from this position on only short sides, jitter, mirroring and the affine (0: never)
+    strong_until: int = 0  # from this position on only short sides and mirroring (0: never)
     square: bool = False  # stretch to a square of the short side; `long_side` is not used
     alike: int = 1  # number of consecutive positions that draw the same short side
-    drop_masks: bool = False  # masks only help to vary images: the result has none
 
     def scales(self, positions: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """float64[n, 2]: factors of width and height of whole images with `sizes` int[n, 2] (width, height)."""
@@ -80,15 +69,11 @@ class BoxAugmentation:
 
     def sizes(self, positions: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """int64[n, 2]: the largest width and height that `__call__` returns for images of `sizes` at `positions`."""
-        room = sizes * self.scales(positions, sizes)
-        factors = np.where(self._happens("mosaic", positions), 1, self._factors(positions))
-        return np.minimum(_rounded(room), _rounded(room * factors[:, None]))
+        return _rounded(sizes * self.scales(positions, sizes))
 
     def partners(self, position: int) -> np.ndarray:
-        """uint64[n]: a random number for each other image of `position`: 3 for a mosaic, 1 for MixUp, 1 for copy-paste."""
-        where = np.array([position])
-        count = 3 * self._happens("mosaic", where)[0] + self._happens("mixup", where)[0]
-        count += self._happens("copy_paste", where)[0]
+        """uint64[n]: a random number for each other image of `position`: 3 for a mosaic, 1 for MixUp."""
+        count = 3 * self._happens("mosaic", position) + self._happens("mixup", position)
         return mix(np.arange(count), key_of(self.seed, "partners", position))
 
     def __call__(self, samples: list[Sample], position: int, fill: tuple[int, int, int]) -> Sample:
@@ -96,31 +81,24 @@ class BoxAugmentation:
 
         `fill` is the colour where no image is.
         """
-        where = np.array([position])
-        own, *others = samples
-        if self._happens("mosaic", where)[0]:
-            result, others = self._mosaic([own, *others[:3]], position, fill), others[3:]
+        if self._happens("mosaic", position):
+            result = self._mosaic(samples[:4], position, fill)
         else:
-            result = self._alone(own, position, 0, fill)
-        if self._happens("copy_paste", where)[0]:
-            result = self._pasted(result, others.pop(), position, fill)
-        result = self._moved(result, position, 0, fill)
-        if self._happens("mixup", where)[0]:
+            result = self._alone(samples[0], position, 0, fill)
+        if self._happens("mixup", position):
             height, width = result.image.shape[1:]
-            other = self._alone(others[0], position, 4, fill, np.array([width, height]))
-            other = self._moved(other, position, 4, fill)
+            other = self._alone(samples[-1], position, 4, fill, np.array([width, height]))
             other = padded(other, 0, 0, width, height, fill)
             half = ((result.image.short() + other.image.short()) // 2).to(torch.uint8)
             result = joined(half, [result, other])
-        result = finished(result)
-        return result._replace(masks=None) if self.drop_masks else result
+        return finished(result)
 
     def _alone(
         self, sample: Sample, position: int, number: int, fill: tuple[int, int, int], limit: np.ndarray | None = None
     ) -> Sample:
         """One image, a part of it, or the image on a larger canvas; at most `limit` int[2] in size."""
-        where, size = np.array([position]), size_of(sample)
-        room = size * self.scales(where, size[None])[0]  # size of the whole image
+        size = size_of(sample)
+        room = size * self.scales(np.array([position]), size[None])[0]  # size of the whole image
         limit = _rounded(room) if limit is None else np.minimum(limit, _rounded(room))
         self._seed(position, number)
         view, kept = np.concatenate([np.zeros(2, int), size]), np.ones(len(sample.boxes), bool)
@@ -131,7 +109,7 @@ class BoxAugmentation:
         if self._strikes(self.iou_crop, position):
             view, kept = _iou_crop(sample, view)
         scale = room / (view[2:] - view[:2])
-        scale = (scale if self.square else scale.min().repeat(2)) * self._factors(where)[0]
+        scale = scale if self.square else scale.min().repeat(2)
         return self._shown(sample, _part(view, limit, scale), limit, scale, position, fill, kept)
 
     def _mosaic(self, samples: list[Sample], position: int, fill: tuple[int, int, int]) -> Sample:
@@ -148,7 +126,7 @@ class BoxAugmentation:
             if not limit.all():  # an image of one pixel does not have four corners
                 continue
             self._seed(position, number)
-            scale = self.scales(where, size_of(sample)[None])[0] * self._factors(where)[0] * np.random.uniform(0.5, 1)
+            scale = self.scales(where, size_of(sample)[None])[0] * np.random.uniform(0.5, 1)
             view = _part(np.concatenate([np.zeros(2, int), size_of(sample)]), limit, scale)
             part = self._shown(sample, view, limit, scale, position, fill, np.ones(len(sample.boxes), bool))
             h, w = part.image.shape[1:]
@@ -156,27 +134,6 @@ class BoxAugmentation:
             image[:, top : top + h, left : left + w] = part.image
             parts.append(padded(part, left, top, width, height, fill))
         return joined(image, parts)
-
-    def _pasted(self, result: Sample, other: Sample, position: int, fill: tuple[int, int, int]) -> Sample:
-        """Some objects of another image, at least one, on top; it is varied like any image, at a random place."""
-        height, width = result.image.shape[1:]
-        other = self._alone(other, position, 5, fill, np.array([width, height]))
-        self._seed(position, "copy-paste")
-        left, top = _corner(np.array([width, height]) - other.image.shape[:0:-1]).tolist()
-        rows = np.flatnonzero(~other.crowd.numpy())
-        if not len(rows):
-            return result
-        draws = np.random.random(len(rows))
-        chosen = select(other, rows[draws <= max(0.5, draws.min())])
-        return _visible(*pasted(result, padded(chosen, left, top, width, height, fill)))
-
-    def _moved(self, sample: Sample, position: int, number: int, fill: tuple[int, int, int]) -> Sample:
-        """The sample rotated and shifted, by another draw for each `number`."""
-        if not (self.rotate or self.translate):
-            return sample
-        draws = uniforms(np.arange(3), key_of(self.seed, "affine", position, number)) * 2 - 1
-        shift = draws[1:] * self.translate * sample.image.shape[:0:-1]
-        return _visible(*moved(sample, draws[0] * self.rotate, shift.tolist(), fill))
 
     def _shown(
         self,
@@ -210,22 +167,15 @@ class BoxAugmentation:
 
     # ---- draws
 
-    def _factors(self, positions: np.ndarray) -> np.ndarray:
-        if not self.jitter:
-            return np.ones(len(positions))
-        low, high = self.jitter
-        return low + (high - low) * uniforms(positions, key_of(self.seed, "scale"))
-
-    def _happens(self, name: str, positions: np.ndarray) -> np.ndarray:
-        if not (probability := getattr(self, name)):
-            return np.zeros(len(positions), bool)
-        return (uniforms(positions, key_of(self.seed, name)) < probability) & self._is_strong(positions)
+    def _happens(self, name: str, position: int) -> bool:
+        draw = uniforms(np.array([position]), key_of(self.seed, name))[0]
+        return bool(draw < getattr(self, name)) and self._is_strong(position)
 
     def _strikes(self, probability: float, position: int) -> bool:
         return np.random.random() < probability and self._is_strong(position)
 
-    def _is_strong(self, positions: np.ndarray | int):
-        return (positions < self.strong_until) | (self.strong_until == 0)
+    def _is_strong(self, position: int) -> bool:
+        return position < self.strong_until or not self.strong_until
 
     def _seed(self, position: int, purpose: int | str) -> None:
         seed_generators(key_of(self.seed, "augmentation", position, purpose))
@@ -240,38 +190,13 @@ def read_sides(config: Any, stride: int, square: bool) -> tuple[tuple[int, ...],
             "640,672,704, each from 1 to 8192"
         )
     eval_side = config.eval_short_side or max(short_sides)
-    if square:
-        refuse_uneven("--short_sides, --eval_short_side", (*short_sides, eval_side), stride, config.detector)
+    uneven = [side for side in (*short_sides, eval_side) if side % stride]
+    if square and uneven:
+        raise Refused(
+            f"--short_sides, --eval_short_side: a square of {uneven[0]} pixels is no multiple of {stride}, as --detector "
+            f"{config.detector} needs; take {-(-uneven[0] // stride) * stride}"
+        )
     return short_sides, eval_side
-
-
-def refuse_uneven(flag: str, sides: Sequence[int], stride: int, family: str) -> None:
-    """Raise `Refused` for sides of squares that are no multiples of `stride`."""
-    for side in sides:
-        if side % stride:
-            raise Refused(
-                f"{flag}: a square of {side} pixels is no multiple of {stride}, as --detector {family} needs; "
-                f"take {-(-side // stride) * stride}"
-            )
-
-
-def read_range(flag: str, text: str) -> tuple[float, float] | None:
-    """The two factors of a flag such as "0.1-2"; None if it is empty. Raises `Refused`."""
-    if not text:
-        return None
-    try:
-        low, high = (float(part) for part in text.split("-"))
-    except ValueError:
-        low = high = 0.0
-    if not 0 < low <= high <= _LARGEST:
-        raise Refused(f"{flag} {text}: must be two factors of at most {_LARGEST:g} joined by a dash, such as 0.1-2")
-    return low, high
-
-
-def _visible(sample: Sample, shares: torch.Tensor) -> Sample:
-    """The objects of a sample of tensors of which at least `_VISIBLE` is left, and any part of a crowd region."""
-    seen = (sample.boxes[:, 2:] - sample.boxes[:, :2] >= _SMALLEST).all(1)
-    return select(sample, (seen & (sample.crowd | (shares >= _VISIBLE))).numpy().nonzero()[0])
 
 
 def _rounded(sizes: np.ndarray) -> np.ndarray:

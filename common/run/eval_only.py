@@ -10,7 +10,6 @@ else in `--output_dir`. It is replaced as a whole, so its files belong together:
 import copy
 import dataclasses
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader, Dataset
@@ -192,35 +190,6 @@ class Columns(torch.nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.model(images)[:, self.places]
-
-
-class Mirrored(torch.nn.Module):
-    """A classifier that sees each image also mirrored left to right, and averages both probabilities.
-
-    images -> logits [B, K], whose softmax is the mean of both; or whose sigmoids are, if the classes are separate decisions.
-    """
-
-    def __init__(self, model: torch.nn.Module, separate: bool):
-        super().__init__()
-        self.model, self.separate = model, separate
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        both = torch.stack([self.model(images), self.model(images.flip(-1))])
-        both = both if both.dtype == torch.float64 else both.float()
-        if self.separate:
-            return F.logsigmoid(both).logsumexp(0) - F.logsigmoid(-both).logsumexp(0)
-        return both.log_softmax(2).logsumexp(0) - math.log(2)
-
-
-def viewed(config, model: torch.nn.Module) -> torch.nn.Module:
-    """The classifier; with `--eval_flip` one that averages over mirror images, and a line says so."""
-    if not config.eval_flip:
-        return model
-    separate = config.loss == "bce"
-    launch.say(
-        f"each image is also shown mirrored; results are of the mean of both {'sigmoids' if separate else 'softmaxes'}"
-    )
-    return Mirrored(model, separate)
 
 
 def match(model: torch.nn.Module, val: Source, names: Sequence[str], places: Sequence[int]):

@@ -136,7 +136,6 @@ def test_an_error_in_a_file_is_refused_in_one_line(preset, text: str, told: str)
         (["--pretrained=true"], "--pretrained takes no value: give --pretrained or --no_pretrained"),
         (["--pretrained", "false"], "--pretrained takes no value"),
         (["--data="], "--data is empty: give it a value, or leave it out for digits"),
-        (["--eval_flip"], "--eval_flip works only with --eval_only"),
         (["stray"], "stray"),
         (["--config"], "--config needs the path of a YAML file"),
         (["--config", "a.yaml", "--config=b.yaml"], "--config is given 2 times"),

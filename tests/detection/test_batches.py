@@ -9,12 +9,11 @@ from common.data.images import BrokenImage
 from common.data.stream import Stream
 from common.detection.batches import EvaluationScenes, TrainingImages
 from common.detection.data.annotated import Annotated
+from common.detection.data.masks import decode
 from common.detection.transforms import BoxAugmentation
 from tests.harness.detections import columns
 
-EVERYTHING = {"jitter": (0.5, 1.5)} | dict.fromkeys(
-    ("hflip", "photometric", "iou_crop", "zoom_out", "mosaic", "mixup"), 0.5
-)
+EVERYTHING = dict.fromkeys(("hflip", "photometric", "iou_crop", "zoom_out", "mosaic", "mixup"), 0.5)
 
 
 class Painted(Annotated):
@@ -67,17 +66,17 @@ def test_a_canvas_is_the_metadatas_alone_and_broken_images_do_not_change_it():
 
 
 def test_padding_is_the_share_of_the_pixels_that_no_image_has():
-    samples = samples_of(source(), ways={"jitter": (0.5, 1.0)})
+    samples = samples_of(source(), ways={})
     batch = samples.__getitems__(np.arange(6, 12))
     covered = batch.sizes.prod(1).sum().item() / batch.images[:, 0].numel()
     assert 0.05 < samples.padding(1) == pytest.approx(1 - covered)
 
 
 def test_a_trial_has_as_many_boxes_as_a_batch_can_have():
-    """Of a mosaic with MixUp and copy-paste, those of six images; the images with the most."""
+    """Of a mosaic with MixUp, those of five images; the images with the most."""
     data = source()
     most = np.sort(np.diff(data.offsets))[::-1]
-    for options, parts in (({}, 1), ({"copy_paste": 0.1}, 2), ({"mosaic": 0.1, "mixup": 0.1, "copy_paste": 0.1}, 6)):
+    for options, parts in (({}, 1), ({"mixup": 0.1}, 2), ({"mosaic": 0.1, "mixup": 0.1}, 5)):
         blank = samples_of(data, 3, options).blank(3)
         assert [len(target["boxes"]) for target in blank.targets] == most[: 3 * parts].reshape(3, parts).sum(1).tolist()
         assert all((target["boxes"][:, 2:] >= target["boxes"][:, :2]).all() for target in blank.targets)
@@ -106,3 +105,19 @@ def test_squares_of_a_step_have_one_side_and_no_padding():
         assert samples.padding(step) == 0
         sides.add(batch.images.shape[2])
     assert sides == {32, 48}
+
+
+def test_what_is_found_is_given_in_pixels_of_the_original():
+    """Boxes, and masks on the grids of their boxes."""
+    data = source()
+    evaluation = EvaluationScenes(data, BoxAugmentation(0, (48,), 80), 16, (7, 8, 9))
+    indices = evaluation.batches(3)[0]
+    batch = evaluation.__getitems__(indices)
+    quarter = torch.tensor([[0.25, 0.5, 0.5, 1.0]])  # of each image
+    found = [{"boxes": quarter * size.repeat(2), "masks": torch.ones(1, 28, 28)} for size in batch.sizes]
+    for index, one in zip(indices, evaluation.in_originals(found, batch), strict=True):
+        width, height = data.sizes[index].tolist()
+        torch.testing.assert_close(one["boxes"], quarter * torch.tensor([width, height] * 2))
+        (mask,) = decode(one["rles"], data.sizes[index])
+        rows, columns = mask.nonzero()
+        assert abs(rows.min() - height / 2) <= 1 and abs(columns.max() + 1 - width / 2) <= 1

@@ -46,7 +46,7 @@ WORDS_OF = {
         *("--batch_norm", "group", "--norm_batch_size", 4, "--hflip", 0.5, "--random_erasing", 0.2, "--drop_path", 0.2),
     ),
     "det": (
-        *("--short_sides", "48,64", "--long_side", 96, "--scale_jitter", "0.7-1.3", "--group_window", 2, "--width", 32),
+        *("--short_sides", "48,64", "--long_side", 96, "--group_window", 2, "--width", 32),
         *("--global_batch_size", 4, "--max_micro_batch_size", 2, "--batch_norm", "group", "--norm_batch_size", 2),
         *("--hflip", 0.3, "--photometric", 0.3, "--iou_crop", 0.3, "--zoom_out", 0.3, "--mosaic", 0.3, "--mixup", 0.3),
     ),

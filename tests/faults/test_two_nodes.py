@@ -25,7 +25,7 @@ WORDS = (
     *("--batch_norm", "group", "--norm_batch_size", 4, "--mixup", 0.2, "--drop_path", 0.2, "--hflip", 0.5),
 )
 DETECTION_WORDS = (
-    *("--short_sides", "80,96", "--long_side", 128, "--scale_jitter", "0.7-1.3", "--mosaic", 0.3, "--mixup", 0.3),
+    *("--short_sides", "80,96", "--long_side", 128, "--mosaic", 0.3, "--mixup", 0.3),
     *("--global_batch_size", 7, "--max_micro_batch_size", 2, "--workers", 0, "--tracker", "none", "--width", 32),
     *("--max_steps", STEPS, "--log_every", 1, "--eval_every", 6, "--checkpoint_every", 6, "--dtype", "float64"),
     *("--batch_norm", "frozen", "--drop_path", 0.1, "--hflip", 0.3, "--clip", 1),

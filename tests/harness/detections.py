@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from common.detection.data.annotated import Annotations
+from common.detection.data.annotated import Annotated
 from common.detection.evaluation.matching import IN_CROWD, NONE, Matches
 
 CLASSES = ("never there", "cat", "dog", "bird")
@@ -15,7 +15,7 @@ A, B = (10, 10, 50, 50), (60, 60, 80, 80)  # boxes in an image of 100 x 100
 
 
 def columns(images: Sequence[Sequence[tuple]], sizes=((100, 100),), classes=("cat", "dog", "cow")) -> dict:
-    """The arguments of `Annotations`: `images` has the objects of each image, (box, class, whether it is a crowd)."""
+    """The arguments of `Annotated`: `images` has the objects of each image, (box, class, whether it is a crowd)."""
     objects = [(*row, False)[:3] for of_image in images for row in of_image]
     boxes = np.array([box for box, *_ in objects], np.float32).reshape(-1, 4)
     return {
@@ -31,6 +31,15 @@ def columns(images: Sequence[Sequence[tuple]], sizes=((100, 100),), classes=("ca
     }
 
 
+def extents(masks: torch.Tensor) -> torch.Tensor:
+    """The tight boxes of masks [n, h, w] that have pixels: int64[n, 4] left, top, right, bottom."""
+    sides = []
+    for mask in masks:
+        rows, columns = mask.nonzero(as_tuple=True)
+        sides.append([columns.min(), rows.min(), columns.max() + 1, rows.max() + 1])
+    return torch.tensor(sides).reshape(-1, 4)
+
+
 def moved(box, x: float) -> tuple:
     return box[0] + x, box[1], box[2] + x, box[3]
 
@@ -38,10 +47,10 @@ def moved(box, x: float) -> tuple:
 def one_image(objects: list, found: list) -> Matches:
     """Objects (box, class, crowd) and detections (box, score, class) of a picture of 100 x 100 pixels."""
     rows = np.array([(*box, score, label) for box, score, label in found], np.float32).reshape(-1, 6)
-    return Matches(Annotations(**columns([objects])), np.zeros(len(rows), np.int64), rows)
+    return Matches(Annotated(**columns([objects])), np.zeros(len(rows), np.int64), rows)
 
 
-def awkward(seed: int) -> tuple[Annotations, list[dict]]:
+def awkward(seed: int) -> tuple[Annotated, list[dict]]:
     """Ids with gaps, images without boxes, crowds, a class that is absent, tied scores, and more detections than count."""
     random = np.random.default_rng(seed)
     counts = random.integers(0, 6, 21) * (random.random(21) < 0.8)
@@ -50,7 +59,7 @@ def awkward(seed: int) -> tuple[Annotations, list[dict]]:
     boxes = np.concatenate([corner, corner + random.uniform(4, 150, corner.shape)], 1).astype(np.float32)
     labels = random.integers(1, len(CLASSES), len(boxes))
     areas = (boxes[:, 2:] - boxes[:, :2]).prod(1) * random.uniform(0.3, 1, len(boxes)).astype(np.float32)
-    source = Annotations(
+    source = Annotated(
         classes=CLASSES,
         category_ids=np.array([2, 7, 90, 91]),
         image_ids=np.sort(random.choice(1_000, 21, replace=False)),

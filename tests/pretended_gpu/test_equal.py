@@ -29,7 +29,7 @@ CLS = f"{SHORT} --global_batch_size 16 --val_share 0.02 --lr 2e-3"
 VARIED = "--mixup 0.2 --cutmix 1 --random_erasing 0.3 --color_jitter 0.3 --ema_decay 0.9 --clip 1"
 DET = (
     f"{SHORT} --global_batch_size 4 --model test_resnet --levels 3-4 "
-    "--width 32 --short_sides 64,96 --warmup_epochs 0 --hflip 0.3 --scale_jitter 0.7-1.3 --ema_decay 0.9 --clip 1"
+    "--width 32 --short_sides 64,96 --warmup_epochs 0 --hflip 0.3 --ema_decay 0.9 --clip 1"
 )
 FLOAT64 = {
     "global": f"{CLS} {VARIED} {REPEATS} --batch_norm global --label_smoothing 0.1 --channels_last",

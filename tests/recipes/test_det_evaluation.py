@@ -98,7 +98,7 @@ class Case:
         _, self.plain, self.normalize = recipe.build_augmentation(self.config, self.model, torch.device("cpu"))
 
     def evaluate(self, most: int) -> tuple[dict, Detections]:
-        scenes = recipe.EvaluationScenes.of(self.config, self.val, self.plain, self.model)
+        scenes = recipe.EvaluationScenes.of(self.val, self.plain, self.model)
         loader = evaluation_loader(scenes, most, self.config.workers)
         accelerator = SimpleNamespace(device=torch.device("cpu"), autocast=contextlib.nullcontext)
         return recipe.evaluate(self.model, loader, accelerator, self.normalize, self.val)

@@ -38,7 +38,7 @@ KINDS = """\
 """
 VARIED = "--augment rand-m5-n1 --random_erasing 0.25 --drop_path 0.1 --mixup 0.2 --cutmix 0.2 --ema_decay 0.9"
 OF_DET = (
-    "--short_sides 80,96 --long_side 128 --scale_jitter 0.7-1.3 --hflip 0.3 --mosaic 0.3 --mixup 0.3 --width 32 --clip 1 "
+    "--short_sides 80,96 --long_side 128 --hflip 0.3 --mosaic 0.3 --mixup 0.3 --width 32 --clip 1 "
     "--ema_decay 0.9 --global_batch_size 7"
 )
 OF_DETR = f"{OF_DET} --short_sides 64,96 --long_side 800 --batch_norm frozen"

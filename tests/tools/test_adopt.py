@@ -310,8 +310,9 @@ def test_settings_of_ultralytics_keep_their_meaning(tmp_path) -> None:
     wanted |= {"max_micro_batch_size": "8", "opt": "adamw", "lr": "0.0001", "weight_decay": "0.001"}
     wanted |= {"schedule": "linear", "min_lr_ratio": "0.01", "strong_epochs": "62"}
     wanted |= {"short_sides": "576,608,640,672,704", "eval_short_side": "640"}
-    wanted |= {"scale_jitter": "0.5-1.5", "clip": "10.0", "ema_decay": "0.9999", "mosaic": "1.0"}
+    wanted |= {"clip": "10.0", "ema_decay": "0.9999", "mosaic": "1.0"}
     assert {key: preset.get(key) for key in wanted} == wanted
+    assert all(kinds(adoption)[key][0] == "not carried" for key in ("scale", "translate"))
 
     yolo = made(ultralytics_run.read(values | {"model": "yolo11n.pt"}, file), tmp_path)
     assert (yolo["detector"], yolo["lr"], yolo["opt"]) == ("dfine", "0.00025", "adamw"), "this project's, not YOLO's"

@@ -1,5 +1,6 @@
 """Comparing runs: the statistics are right, equal runs do not differ, and runs on different data are refused."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.classification.metrics import ClassificationCounts
-from common.detection.data.annotated import Annotations
+from common.detection.data.annotated import Annotated
 from common.detection.evaluation.metrics import Detections
 from common.run.past_run import PastRun
 from tests.harness.detections import awkward
@@ -25,14 +26,12 @@ from tools.compare.evaluation import Predictions
 # --- statistics
 
 
-def repeated(source: Annotations, found: list[dict], counts: np.ndarray) -> dict:
+def repeated(source: Annotated, found: list[dict], counts: np.ndarray) -> dict:
     """COCO's evaluation of a data set in which image n occurs counts[n] times."""
     rows = np.repeat(np.arange(len(source)), counts)
-    columns = source.columns_of(rows) | {"image_ids": np.arange(1, len(rows) + 1)}
     detections = Detections()
     detections.update(range(len(rows)), [found[row] for row in rows])
-    many = Annotations(classes=source.classes, category_ids=source.category_ids, **columns)
-    return detections.results(many)
+    return detections.results(dataclasses.replace(source.select(rows), image_ids=np.arange(1, len(rows) + 1)))
 
 
 def test_ap_over_resampled_images_is_cocos_of_repeated_images() -> None:

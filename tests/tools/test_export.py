@@ -193,7 +193,6 @@ def test_bad_input_is_refused_before_anything_is_read(trained_classifier, tmp_pa
         ([run, "-o", tmp_path / "file" / "out"], r"--output .*file.*can't be written"),
         ([run, "-o", tmp_path / "mine"], r"--output .*mine: .*no export"),
         ([tmp_path / "best"], r"--data"),
-        ([run, "--eval_flip"], r"--eval_flip: an exported model looks at a picture once"),
     ):
         with pytest.raises(Refused, match=told):
             main([*map(str, words), "--to", "torch_export", *QUICK])

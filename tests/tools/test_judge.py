@@ -6,7 +6,6 @@ A folder of checkpoints stands for the mean of their weights.
 import json
 import re
 import shutil
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +15,9 @@ from accelerate import Accelerator
 from PIL import Image
 from safetensors.torch import load_file
 
-from common.config.parsing import parse
 from common.errors import Refused
-from recipes import cls, det
 from tests.harness.drawings import draw_stripes
-from tests.harness.runs import copied, read, refusal
+from tests.harness.runs import copied, read
 from tools.trained import load
 
 
@@ -158,32 +155,19 @@ def test_each_part_of_the_data_and_each_setting_has_a_report_of_its_own(parts, r
 
 # --- detectors
 
-PICTURES = {"predictions", "precision_recall", "confusion", "misses", "errors"}
-VIEWS = ("--eval_flip", "--eval_sizes", "96,128")
+PICTURES = {"predictions", "precision_recall", "confusion", "misses"}
 
 
-def test_a_report_of_several_views_is_the_same_on_two_ranks(trained_detector, scenes, run_several, tmp_path) -> None:
+def test_a_report_of_a_detector_is_the_same_on_two_ranks(trained_detector, scenes, run_several, tmp_path) -> None:
     run = copied(trained_detector, tmp_path / "run")
     words = ["recipes/det.py", "--eval_only", run / "best", "--data", scenes, "--split", "train"]
-    two = run_several(2, {"two": [*words, *VIEWS]}, pictures=True)["two"]
-    said = "each image is shown at 96, 128 pixels, each also mirrored; boxes are merged by NMS at IoU 0.6\n"
-    assert two.stdout.count(said) == 1
+    two = run_several(2, {"two": words}, pictures=True)["two"]
     (folder,) = (run / "evaluation").iterdir()
     report, of_two = report_in(folder), printed(two)
     assert {path.stem for path in (folder / "pictures").iterdir()} == PICTURES
     assert all(min(Image.open(path).size) > 300 for path in (folder / "pictures").iterdir())
-    one = run_several(1, {"views": [*words, "--dry_run", *VIEWS], "plain": [*words, "--dry_run"]})
-    assert printed(one["views"]) == of_two and printed(one["plain"])["AP50"] != report["AP50"]
-
+    one = run_several(1, {"one": [*words, "--dry_run"], "large": [*words, "--dry_run", "--eval_short_side", "96"]})
+    assert printed(one["one"]) == of_two and printed(one["large"])["AP50"] != report["AP50"]
     assert report["AP50"] > 0 and report["thresholds"] == of_two["thresholds"]
     for name, row in report["classes"].items():
         assert row["threshold"] == report["thresholds"][name]
-    assert report["evaluated"]["config"]["eval_flip"] and report["evaluated"]["config"]["eval_sizes"] == "96,128"
-
-
-def test_views_are_for_eval_only_and_sizes_are_checked() -> None:
-    for config, flag in ((cls.Config, "--eval_flip"), (det.Config, "--eval_flip"), (det.Config, "--eval_sizes=96")):
-        assert re.search(f"{flag[:9]}.* --eval_only", refusal(partial(parse, config), "--data", "digits", flag))
-    for sizes in ("96,96", "0", "a", "96,", "9000", ",".join(map(str, range(1, 12)))):
-        said = refusal(partial(parse, det.Config), "--eval_sizes", sizes)
-        assert "must be up to 10 different lengths in pixels" in said

@@ -48,7 +48,6 @@ TRANSFORMS = {  # flag and value: a share, where the transform has no `prob`
     "MixUp": ("mixup", 1.0),
     "PhotoMetricDistortion": ("photometric", 0.5),
     "MinIoURandomCrop": ("iou_crop", 1.0),
-    "CopyPaste": ("copy_paste", 1.0),
 }
 
 
@@ -392,18 +391,15 @@ def _transform(adoption: Adoption, place: str, kind: str) -> None:
         text = detectors.sides_of(shorts, ranged)
         adoption.carry(place, "the range in steps of 32" if ranged else "", short_sides=text, long_side=long)
     elif kind == "RandomResize" and factors and is_one:
-        jitter = f"{factors[0]:g}-{factors[1]:g}"
-        adoption.carry(place, scale_jitter=jitter, short_sides=str(min(scale)), long_side=max(scale))
-    elif kind == "RandomCrop" and "scale_jitter" in adoption.preset:  # which cuts what gets larger than the image
-        adoption.skip(place)
+        adoption.leave(f"{place}.ratio_range", "a random factor of the scale does not exist here")
+        rest = [key for key in adoption.under(place) if key not in adoption.mentioned]
+        adoption.carry(rest, short_sides=str(min(scale)), long_side=max(scale))
     elif kind == "RandomFlip" and probability is not None:
         _flip(adoption, place, probability, directions or "horizontal")
     elif kind in TRANSFORMS:
         flag, usual = TRANSFORMS[kind]
         values: dict[str, Any] = {flag: usual if probability is None else probability}
         adoption.carry(place, **values)
-    elif kind == "RandomAffine":
-        adoption.leave(place, "--rotate, --translate and --scale_jitter do its parts; shear does not exist here")
     adoption.leave(place, "does not exist here; see docs/change_it.md for an augmentation of your own")
 
 

@@ -130,15 +130,8 @@ def _boxes(adoption: Adoption) -> None:
     adoption.carry_each("fliplr:hflip mosaic mixup")
     if any(adoption[f"hsv_{channel}"] for channel in "hsv"):
         adoption.carry("hsv_h hsv_s hsv_v", "its strengths are fixed", photometric=0.5)
-    scale = adoption["scale"]
-    low, high = scale if isinstance(scale, list) else (1 - float(scale or 0), 1 + float(scale or 0))
-    if low != high:
-        adoption.carry("scale", scale_jitter=f"{max(low, 0.01):g}-{high:g}")
-    for theirs, ours in (("degrees", "rotate"), ("translate", "translate")):
-        if adoption[theirs]:
-            adoption.carry(theirs, **{ours: adoption[theirs]})
-    if adoption["copy_paste"]:
-        adoption.leave("copy_paste", "needs outlines, which are read from COCO's JSON: --copy_paste")
+    moves = [name for name in ("scale", "degrees", "translate", "copy_paste") if adoption[name]]
+    adoption.leave(moves, "does not exist here for boxes; --zoom_out and --iou_crop vary the scale")
     off = int(adoption["close_mosaic"] or 0)
     end = max(0, adoption["epochs"] - off) if off else 0
     adoption.carry("close_mosaic", "strong augmentation ends", strong_epochs=end)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from common.detection.evaluation.judgement import Judgement
-from common.detection.evaluation.matching import IN_CROWD, NONE
+from common.detection.evaluation.matching import IN_CROWD, NONE, Matches
 
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
 RECALLS = np.linspace(0, 1, 101)
@@ -35,7 +34,7 @@ class AveragePrecision:
     def __init__(self, source, images: np.ndarray, rows: np.ndarray):
         places = np.argsort(np.argsort(source.image_ids))
         best_first = np.lexsort((places[images], -rows[:, 4]))  # among equal scores, COCO takes the lower id first
-        best = Judgement.of(source, images[best_first], rows[best_first]).matches
+        best = Matches.of_counted(source, images[best_first], rows[best_first])
         shown = np.stack([replace(best, iou=iou).hits for iou in THRESHOLDS.tolist()])
         areas = (best.rows[:, 2:4] - best.rows[:, :2]).astype(np.float64).prod(1)
         is_odd = (areas < 0) | (areas > 1e10)  # turned inside out, which COCO ignores

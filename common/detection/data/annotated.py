@@ -34,8 +34,11 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Annotations:
-    """The annotations of N images with M boxes of K classes."""
+class Annotated:
+    """N images with M boxes of K classes, which can be pickled and work after a fork.
+
+    Subclasses define `fingerprint`, `name` and `content`.
+    """
 
     classes: tuple[str, ...]  # K names, by class id
     category_ids: np.ndarray  # int64[K]: ids of the classes in the data; -1 for a class that it does not have
@@ -51,6 +54,24 @@ class Annotations:
     is `boxes`, which are rounded: an overlap on a threshold could then count otherwise than in COCO's own evaluation."""
     masks: Masks | None = field(default=None, kw_only=True)  # of the M objects, if masks were asked for
     notes: tuple[str, ...] = field(default=(), kw_only=True)  # what was corrected or left out on loading, in sentences
+    part: str = field(default="", kw_only=True)  # for people: "val.json" or "20 % held out of train.json"
+
+    fresh = False  # True if each position of the stream has a new scene instead of an image of the list
+    strata = None  # images with boxes are held out from one stratum
+    has_masks = property(lambda self: self.masks is not None)  # True if samples have
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex; equal for the same list of images with the same annotations."""
+        raise NotImplementedError
+
+    def name(self, index: int) -> str:
+        """The image in words for people, such as its path."""
+        raise NotImplementedError
+
+    def content(self, index: int) -> str | bytes | Image.Image:
+        """Path or bytes of the image's file, or the image."""
+        raise NotImplementedError
 
     def __post_init__(self) -> None:
         if self.truth is None:
@@ -65,60 +86,15 @@ class Annotations:
         """int64[K]: number of boxes of each class, without crowd regions."""
         return np.bincount(self.labels[~self.crowd], minlength=len(self.classes))
 
-    def columns_of(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """The columns of the images `rows` int64[n], in this order."""
+    def select(self, rows: np.ndarray, **others: Any) -> Self:
+        """The images `rows` int64[n] alone, in this order."""
         counts = np.diff(self.offsets)[rows]
         offsets = np.concatenate([[0], np.cumsum(counts)])
-        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
-        taken = np.repeat(self.offsets[:-1][rows], counts) + within
+        taken = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][rows] - offsets[:-1], counts)
         images = {name: getattr(self, name)[rows] for name in ("image_ids", "sizes")}
         boxes = {name: getattr(self, name)[taken] for name in ("boxes", "labels", "crowd", "areas", "truth")}
         masks = self.masks and self.masks.select(rows, taken)
-        return images | boxes | {"offsets": offsets, "masks": masks}
-
-    def hash(self, names: pa.Array | pa.ChunkedArray | None, byte_counts: np.ndarray) -> str:
-        """The fingerprint of these annotations and of images with these names and sizes in bytes."""
-        columns = [byte_counts, self.image_ids, self.sizes, self.offsets, self.boxes, self.crowd]
-        columns += [self.masks.bytes()] if self.masks else []
-        contents = np.concatenate([np.ascontiguousarray(column).reshape(-1).view(np.uint8) for column in columns])
-        return fingerprint_of(self.classes, self.labels, contents, names)
-
-
-def no_boxes(classes: Sequence[str], sizes: np.ndarray) -> dict:
-    """The columns of images of `sizes` int[N, 2] (width, height) without a box."""
-    return {
-        "classes": tuple(classes),
-        "category_ids": np.arange(len(classes)),
-        "image_ids": np.arange(len(sizes)),
-        "sizes": sizes.astype(np.int32),
-        "offsets": np.zeros(len(sizes) + 1, np.int64),
-        "boxes": np.zeros((0, 4), np.float32),
-        "labels": np.zeros(0, np.int64),
-        "crowd": np.zeros(0, bool),
-        "areas": np.zeros(0),
-    }
-
-
-class Annotated(Annotations):
-    """A list of images with annotations, which can be pickled and works after a fork.
-
-    Subclasses define the first three.
-    """
-
-    fingerprint: str  # hex; equal for the same list of images with the same annotations
-
-    def name(self, index: int) -> str:
-        """The image in words for people, such as its path."""
-        raise NotImplementedError
-
-    def content(self, index: int) -> str | bytes | Image.Image:
-        """Path or bytes of the image's file, or the image."""
-        raise NotImplementedError
-
-    part = ""  # which part of the data it is, for people: "val.json" or "20 % held out of train.json"
-    fresh = False  # True if each position of the stream has a new scene instead of an image of the list
-    strata = None  # images with boxes are held out from one stratum
-    has_masks = property(lambda self: self.masks is not None)  # True if samples have
+        return replace(self, **images, **boxes, offsets=offsets, masks=masks, **others)
 
     def image(self, index: int) -> Image.Image:
         """The image, RGB and upright, of `sizes[index]`. Raises `images.BrokenImage` if it can't be decoded."""
@@ -155,6 +131,21 @@ class Annotated(Annotations):
         return self.masks.rles(index, rows, self.sizes[index], self.boxes[rows])
 
 
+def no_boxes(classes: Sequence[str], sizes: np.ndarray) -> dict:
+    """The columns of images of `sizes` int[N, 2] (width, height) without a box."""
+    return {
+        "classes": tuple(classes),
+        "category_ids": np.arange(len(classes)),
+        "image_ids": np.arange(len(sizes)),
+        "sizes": sizes.astype(np.int32),
+        "offsets": np.zeros(len(sizes) + 1, np.int64),
+        "boxes": np.zeros((0, 4), np.float32),
+        "labels": np.zeros(0, np.int64),
+        "crowd": np.zeros(0, bool),
+        "areas": np.zeros(0),
+    }
+
+
 @dataclass(frozen=True)
 class ImageFiles:
     """Image files below a folder. Rows of a table, `common.data.tables.Table`, have the same methods."""
@@ -185,7 +176,6 @@ class AnnotatedImages(Annotated):
 
     images: Any  # `ImageFiles`, or a table
     byte_counts: np.ndarray  # int64[N] size of each image
-    part: str = ""
 
     @property
     def blocks(self) -> Blocks | None:
@@ -198,7 +188,10 @@ class AnnotatedImages(Annotated):
 
     @cached_property
     def fingerprint(self) -> str:
-        return self.hash(getattr(self.images, "paths", None), self.byte_counts)
+        columns = [self.byte_counts, self.image_ids, self.sizes, self.offsets, self.boxes, self.crowd]
+        columns += [self.masks.bytes()] if self.masks else []
+        contents = np.concatenate([np.ascontiguousarray(column).reshape(-1).view(np.uint8) for column in columns])
+        return fingerprint_of(self.classes, self.labels, contents, getattr(self.images, "paths", None))
 
     def name(self, index: int) -> str:
         return self.images.name(index)
@@ -207,8 +200,7 @@ class AnnotatedImages(Annotated):
         return self.images.content(index)
 
     def select(self, rows: np.ndarray) -> Self:
-        columns = self.columns_of(rows)
-        return replace(self, **columns, images=self.images.select(rows), byte_counts=self.byte_counts[rows])
+        return super().select(rows, images=self.images.select(rows), byte_counts=self.byte_counts[rows])
 
     def random_numbers(self, key: int) -> np.ndarray:
         """uint64[N], each a function of its image's path or row and `key` alone."""

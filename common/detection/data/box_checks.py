@@ -131,8 +131,8 @@ def _shapes(found: FoundBoxes, kept: np.ndarray, frames: np.ndarray, notes: list
     shapes, wrong = checked(found.shapes.take(pa.array(kept)), frames)
     if wrong.all():
         raise Refused(
-            f"{found.title}: none of its {len(kept):,} objects has an outline (segmentation) for masks or --copy_paste; "
-            "add them, or choose a detector of boxes without --copy_paste"
+            f"{found.title}: none of its {len(kept):,} objects has an outline (segmentation) for masks; add them, or choose a "
+            "detector of boxes"
         )
     if wrong.any():
         first = found.images.name(int(found.rows[kept[wrong.argmax()]]))

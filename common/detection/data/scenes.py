@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image
 
 from common.data.decoding import Picture, pixels_of
-from common.data.digits import Digits, load_digits
+from common.data.digits import load_digits
 from common.data.source import fingerprint_of
 from common.detection.data.annotated import Annotated, Sample, no_boxes
 from common.detection.data.masks import encode
@@ -37,22 +37,19 @@ class Scenes(Annotated):
     digits: np.ndarray  # int64[digits] which digit it is
     key: int
     fresh: bool
-    part: str
     draws_masks: bool
     has_masks = property(lambda self: self.draws_masks)
 
-    def scene(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """uint8[128, 128, 3], boxes float32[n, 4] left, top, right, bottom around the ink, and labels int64[n]."""
-        return self._draw(position)[:3]
-
-    def _draw(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The scene, and masks uint8[n, 128, 128] of the ink."""
+    def scene(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """uint8[128, 128, 3], boxes float32[n, 4] left, top, right, bottom around the ink, labels int64[n], and masks of the
+        ink uint8[n, 128, 128].
+        """
         random = np.random.Generator(np.random.Philox(key=np.array([self.key, position], np.uint64)))
         canvas = _background(random)
         boxes, labels, masks = [], [], []
         for _ in range(random.integers(1, _MOST + 1)):
             which = int(random.integers(len(self.digits)))
-            left, top, right, bottom = self.ink[which].tolist()
+            left, top, right, bottom = ink = self.ink[which].tolist()
             height = _HEIGHTS[0] * (_HEIGHTS[1] / _HEIGHTS[0]) ** random.random()
             width = height * (right - left) / (bottom - top) * random.uniform(0.85, 1.2)
             size = np.array([min(max(round(width), 4), SIDE), round(height)])
@@ -61,28 +58,25 @@ class Scenes(Annotated):
             box = _first_free(np.concatenate([places, places + size], axis=1), boxes)
             if box is None:
                 continue
-            digit = Image.fromarray(self.pixels[which]).resize(
-                tuple(size.tolist()), Image.Resampling.BILINEAR, (left, top, right, bottom)
-            )
+            digit = Image.fromarray(self.pixels[which]).resize(tuple(size.tolist()), Image.Resampling.BILINEAR, ink)
             opacity = np.asarray(digit)[..., None] / np.float32(255)
-            part = canvas[box[1] : box[3], box[0] : box[2]]
-            part += opacity * (colour - part)
+            inside = slice(box[1], box[3]), slice(box[0], box[2])
+            canvas[inside] += opacity * (colour - canvas[inside])
+            masks.append(np.zeros(canvas.shape[:2], np.uint8))
+            masks[-1][inside] = opacity[..., 0] > _INK / 255
             boxes.append(box)
             labels.append(self.digits[which])
-            mask = np.zeros(canvas.shape[:2], np.uint8)
-            mask[box[1] : box[3], box[0] : box[2]] = opacity[..., 0] > _INK / 255
-            masks.append(mask)
         noise = np.frombuffer(random.bytes(canvas.size), np.uint8).reshape(canvas.shape)
         image = canvas.astype(np.uint8) + (noise & 31)
         return image, np.array(boxes, np.float32), np.array(labels), np.stack(masks)
 
     def sample(self, index: int, position: int, cache: None = None) -> Sample:
-        image, boxes, labels, masks = self._draw(position if self.fresh else index)
+        image, boxes, labels, masks = self.scene(position if self.fresh else index)
         picture = Picture(pixels_of(image))
         return Sample(picture, boxes, labels, np.zeros(len(labels), bool), masks if self.has_masks else None)
 
     def rles(self, index: int) -> list[dict]:
-        return encode(self._draw(index)[3])
+        return encode(self.scene(index)[3])
 
     def name(self, index: int) -> str:
         return f"scene[{index}]"
@@ -103,29 +97,31 @@ class Scenes(Annotated):
 
 def load(seed: int, masks: bool = False) -> tuple[Scenes, Scenes]:
     """New scenes to train on, and fixed ones to evaluate on: the same for every seed, of the held-out fifth of the digits."""
-    train, val = load_digits()
-    fresh = _scenes(train, key_of(seed, "scenes"), True, _NOMINAL_EPOCH, "fresh scenes", masks)
-    fixed = _scenes(val, key_of("validation scenes"), False, _VALIDATION, "fixed scenes of held-out digits", masks)
-    scenes = [fixed.scene(number)[1:] for number in range(_VALIDATION)]
-    boxes, labels = (np.concatenate(column) for column in zip(*scenes, strict=True))
-    areas = np.prod(boxes[:, 2:] - boxes[:, :2], axis=1)
-    offsets = np.concatenate([[0], np.cumsum([len(labels) for _, labels in scenes])])
-    columns = {"boxes": boxes, "labels": labels, "areas": areas, "crowd": np.zeros(len(labels), bool), "truth": None}
-    return fresh, replace(fixed, offsets=offsets, **columns)
-
-
-def _scenes(digits: Digits, key: int, fresh: bool, count: int, part: str, masks: bool) -> Scenes:
-    """Without boxes."""
-    return Scenes(
-        **no_boxes(digits.classes, np.full((count, 2), SIDE)),
-        pixels=digits.pixels,
-        ink=np.array([Image.fromarray(np.where(image > _INK, image, 0)).getbbox() for image in digits.pixels]),
-        digits=digits.labels,
-        key=key,
-        fresh=fresh,
-        part=part,
-        draws_masks=masks,
-    )
+    parts = []
+    for digits, fresh, key, count in zip(
+        load_digits(),
+        (True, False),
+        (key_of(seed, "scenes"), key_of("validation scenes")),
+        (_NOMINAL_EPOCH, _VALIDATION),
+        strict=True,
+    ):
+        drawn = [Image.fromarray(np.where(image > _INK, image, 0)) for image in digits.pixels]
+        scenes = Scenes(
+            **no_boxes(digits.classes, np.full((count, 2), SIDE)),
+            pixels=digits.pixels,
+            ink=np.array([image.getbbox() for image in drawn]),
+            digits=digits.labels,
+            key=key,
+            fresh=fresh,
+            part="fresh scenes" if fresh else "fixed scenes of held-out digits",
+            draws_masks=masks,
+        )
+        parts.append(scenes)
+    train, val = parts
+    boxes, labels = zip(*(val.scene(number)[1:3] for number in range(_VALIDATION)), strict=True)
+    columns = {"offsets": np.cumsum([0, *map(len, labels)]), "boxes": np.concatenate(boxes), "truth": None}
+    columns |= {"labels": np.concatenate(labels), "crowd": np.zeros(sum(map(len, labels)), bool)}
+    return train, replace(val, **columns, areas=np.prod(columns["boxes"][:, 2:] - columns["boxes"][:, :2], axis=1))
 
 
 def _background(random: np.random.Generator) -> np.ndarray:

@@ -83,8 +83,7 @@ def _sources(spec: Spec, parts: Parts[Annotated]) -> tuple[Annotated, ...]:
     if spec.masks and not all(source.has_masks for source in undivided.values()):
         raise Refused(
             f"--data {spec.data}: its objects are boxes without outlines, and masks are learnt from digits or a folder "
-            "in COCO's format with segmentations; --copy_paste needs outlines, too; give one, or choose a detector of "
-            "boxes without --copy_paste"
+            "in COCO's format with segmentations; give one, or choose a detector of boxes"
         )
     found = spec.divide(parts.labels, pieces, undivided)
     for piece, source in zip(pieces, found, strict=True):

@@ -1,9 +1,12 @@
-"""Matching of detections with objects: hits, misses and false alarms."""
+"""Matching of detections with objects: hits, misses and false alarms, and the thresholds of scores that follow.
+
+All at IoU 0.5 unless said.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -12,24 +15,18 @@ from common.detection.data.annotated import Annotated
 IOU = 0.5  # least overlap of a detection with the object that it shows
 NEAR = 0.1  # least overlap of a badly placed detection with an object of its class
 NONE, IN_CROWD = -1, -2  # instead of an object: none, or a crowd region, where detections are not judged
+_COUNTED = 100  # detections of a class in an image, as in COCO's evaluation
 
 
-class Miss(NamedTuple):
-    """An object that no detection shows."""
+class Mistake(NamedTuple):
+    """An object that no detection shows, or a detection that shows no object of its class."""
 
-    object: int  # row of the source's columns of boxes
+    kind: str  # "missed", or of a detection "double", "class", "place", "nothing"
     image: int
-    score: float  # of the best detection of its class, below the threshold, that overlaps enough; 0 if there is none
-
-
-class FalseAlarm(NamedTuple):
-    """A detection that shows no object of its class."""
-
-    detection: int  # row of the columns of detections
-    image: int
-    kind: str  # one of "double", "class", "place", "nothing"
-    object: int  # the one shown by a better detection, of another class, or too far away; -1: there is none
-    overlap: float  # with that object, 0..1
+    object: int  # the missed one; or shown by a better detection, of another class, or too far away; `NONE`
+    detection: int = NONE  # row of the columns of detections
+    score: float = 0.0  # missed: of the best detection of its class, below the threshold, that overlaps enough
+    overlap: float = 0.0  # of the detection with the object
 
 
 @dataclass(eq=False)
@@ -47,32 +44,44 @@ class Matches:
     rows: np.ndarray  # float32[n, 6]: left, top, right, bottom, score, class id
     iou: float = IOU
 
+    @classmethod
+    def of_counted(cls, source: Annotated, images: np.ndarray, rows: np.ndarray) -> Self:
+        """Of the best 100 detections of each class and image, as COCO's evaluation counts them."""
+        order = np.lexsort((-rows[:, 4], rows[:, 5], images))
+        starts = np.flatnonzero(np.diff(images[order], prepend=-1) | np.diff(rows[order, 5], prepend=-1).astype(bool))
+        ranks = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
+        counted = np.sort(order[ranks < _COUNTED])
+        return cls(source, images[counted], rows[counted])
+
     @cached_property
     def hits(self) -> np.ndarray:
         """int64[n]: the object of its class that each detection of any score shows; else `NONE` or `IN_CROWD`."""
         return self._assign(np.full(len(self.rows), NONE), np.ones(len(self.rows), bool), same_class=True)
 
     @cached_property
-    def closest(self) -> tuple[np.ndarray, np.ndarray]:
-        """float64[2, n]: largest overlap of each detection with an object of its class, and of
-        another one; and int64[2, n], which object that is, or `NONE`. Crowd regions are no objects.
-        """
-        overlaps, objects = np.zeros((2, len(self.rows))), np.full((2, len(self.rows)), NONE)
-        for rows, near, shares in self._beside_objects(np.ones(len(self.rows), bool)):
-            same = self.rows[rows, 5][:, None] == self.source.labels[near]
-            for place, fits in enumerate((same, ~same)):
-                of_these = np.where(fits & ~self.source.crowd[near], shares, 0)
-                overlaps[place, rows] = of_these.max(1)
-                objects[place, rows] = np.where(of_these.any(1), near[of_these.argmax(1)], NONE)
-        return overlaps, objects
-
-    @cached_property
     def threshold(self) -> float:
         """The least score of detections that gives the best F1 over all objects; 0.5 if no detection is right."""
-        order = self._best_first[self.hits[self._best_first] != IN_CROWD]
-        scores = self.rows[order, 4]
-        place, f1 = best_f1(scores, self.hits[order] >= 0, self.object_count)
-        return float(scores[place]) if f1 else 0.5
+        place, f1 = best_f1(self._judged_scores, self.hits[self._judged] >= 0, self.object_count)
+        return float(self._judged_scores[place]) if f1 else 0.5
+
+    @cached_property
+    def classes(self) -> list[dict[str, float | None]]:
+        """Of each class its objects, the score that gives the best F1, and precision, recall and F1 from there on.
+
+        Without a right detection, only recall is known: 0; without objects nothing.
+        """
+        labels, hits = self.rows[self._judged, 5].astype(np.int64), self.hits[self._judged] >= 0
+        names, found = self.source.classes, []
+        objects = np.bincount(self.source.labels[~self.source.crowd], minlength=len(names)).tolist()
+        for label, count in enumerate(objects):
+            scores, right = self._judged_scores[labels == label], hits[labels == label]
+            at, f1 = best_f1(scores, right, count)
+            true = int(right[: at + 1].sum())
+            row = {"threshold": None, "precision": None, "recall": 0.0 if count else None, "f1": None, "objects": count}
+            if f1:
+                row |= {"threshold": float(scores[at]), "f1": f1, "precision": true / (at + 1), "recall": true / count}
+            found.append(row)
+        return found
 
     @cached_property
     def good(self) -> np.ndarray:
@@ -88,12 +97,12 @@ class Matches:
     @cached_property
     def hit(self) -> np.ndarray:
         """bool[M]: the objects that a good detection of their class shows."""
-        return self.marked(self.hits[self.good])
+        return self._marked(self.hits[self.good])
 
     @cached_property
     def missed(self) -> np.ndarray:
         """bool[M]: the objects that no good detection shows."""
-        return ~(self.marked(self.shown) | self.source.crowd)
+        return ~(self._marked(self.shown) | self.source.crowd)
 
     @property
     def false_alarm_count(self) -> int:
@@ -114,23 +123,23 @@ class Matches:
         np.add.at(matrix, (true[self.missed], classes), 1)
         return matrix
 
-    def misses(self, limit: int) -> list[Miss]:
+    def misses(self, limit: int) -> list[Mistake]:
         """Objects that no detection shows, worst first: by the share of the image that they cover."""
         objects = np.flatnonzero(self.missed)
-        shares = self.source.truth[objects, 2:].prod(1) / self.source.sizes[self._owners[objects]].prod(
-            1, dtype=np.float64
-        )
-        worst = objects[np.argsort(-shares, kind="stable")[:limit]]
+        owners = np.repeat(np.arange(len(self.source)), np.diff(self.source.offsets))[objects]
+        shares = self.source.truth[objects, 2:].prod(1) / self.source.sizes[owners].prod(1, dtype=np.float64)
+        worst = np.argsort(-shares, kind="stable")[:limit]
         scores = dict(zip(self.hits.tolist(), self.rows[:, 4].tolist(), strict=True))
-        return [Miss(row, int(self._owners[row]), scores.get(row, 0.0)) for row in worst.tolist()]
+        places = zip(owners[worst].tolist(), objects[worst].tolist(), strict=True)
+        return [Mistake("missed", image, row, score=scores.get(row, 0.0)) for image, row in places]
 
-    def false_alarms(self, limit: int) -> list[FalseAlarm]:
+    def false_alarms(self, limit: int) -> list[Mistake]:
         """Detections that hit no object of their class, highest score first; only the first of those around one object."""
         alarms, known = [], set()
         for row in self._best_first[(self.good & (self.hits == NONE))[self._best_first]].tolist():
             if len(alarms) == limit:
                 break
-            alarm = self._explain(row)
+            alarm = self._explained(row)
             if alarm.object not in known:
                 alarms.append(alarm)
                 known |= {alarm.object} - {NONE}
@@ -142,22 +151,20 @@ class Matches:
         rows = self._by_image[first:end]
         return rows[self.good[rows]] if good else rows
 
-    def marked(self, objects: np.ndarray) -> np.ndarray:
-        """bool[M]: whether each object is among these."""
-        marked = np.zeros(len(self.source.labels), bool)
-        marked[objects[objects >= 0]] = True
-        return marked
-
     # ---- internals
-
-    @cached_property
-    def _owners(self) -> np.ndarray:
-        """int64[M]: the image of each object."""
-        return np.repeat(np.arange(len(self.source)), np.diff(self.source.offsets))
 
     @cached_property
     def _best_first(self) -> np.ndarray:
         return np.argsort(-self.rows[:, 4], kind="stable")
+
+    @cached_property
+    def _judged(self) -> np.ndarray:
+        """int64: the detections outside crowd regions, best first."""
+        return self._best_first[self.hits[self._best_first] != IN_CROWD]
+
+    @cached_property
+    def _judged_scores(self) -> np.ndarray:
+        return self.rows[self._judged, 4]
 
     @cached_property
     def _by_image(self) -> np.ndarray:
@@ -168,9 +175,15 @@ class Matches:
     def _sorted_images(self) -> np.ndarray:
         return self.images[self._by_image]
 
+    def _marked(self, objects: np.ndarray) -> np.ndarray:
+        """bool[M]: whether each object is among these."""
+        marked = np.zeros(len(self.source.labels), bool)
+        marked[objects[objects >= 0]] = True
+        return marked
+
     def _assign(self, shown: np.ndarray, candidates: np.ndarray, same_class: bool) -> np.ndarray:
         """`shown`, with an object for each candidate, bool[n], that overlaps a free object enough."""
-        shown, taken = shown.copy(), self.marked(shown)
+        shown, taken = shown.copy(), self._marked(shown)
         for rows, objects, overlaps in self._beside_objects(candidates):
             crowd = self.source.crowd[objects]
             fits = self.rows[rows, 5][:, None] == self.source.labels[objects] if same_class else ~crowd[None]
@@ -178,9 +191,8 @@ class Matches:
             for place in np.flatnonzero((overlaps >= self.iou).any(1)):
                 free = np.where(crowd | taken[objects], 0, overlaps[place])
                 if free.max() >= self.iou:
-                    shown[rows[place]] = objects[
-                        np.flatnonzero(free == free.max())[-1]
-                    ]  # of equal ones the last, as COCO
+                    # Of equal ones the last, as COCO.
+                    shown[rows[place]] = objects[np.flatnonzero(free == free.max())[-1]]
                     taken[shown[rows[place]]] = True
                 elif (overlaps[place][crowd] >= self.iou).any():
                     shown[rows[place]] = IN_CROWD
@@ -209,16 +221,18 @@ class Matches:
         truth = np.ascontiguousarray(self.source.truth[objects])
         return np.nan_to_num(mask.iou(found, truth, crowd.tolist()))
 
-    def _explain(self, row: int) -> FalseAlarm:
-        (same, other), (own, others) = (columns[:, row].tolist() for columns in self.closest)
-        for kind, overlap, near, least in (
-            ("double", same, own, IOU),
-            ("class", other, others, IOU),
-            ("place", same, own, NEAR),
-        ):
-            if overlap >= least:
-                return FalseAlarm(row, int(self.images[row]), kind, near, overlap)
-        return FalseAlarm(row, int(self.images[row]), "nothing", NONE, 0.0)
+    def _explained(self, row: int) -> Mistake:
+        """What a detection that is no hit has wrong: it is the second, of another class, badly placed, or of nothing."""
+        image = int(self.images[row])
+        objects = self._objects(image)
+        objects = objects[~self.source.crowd[objects]]
+        overlaps = self._overlaps(np.array([row]), objects)[0] if len(objects) else np.zeros(0)
+        same = self.source.labels[objects] == self.rows[row, 5]
+        for kind, fits, least in (("double", same, IOU), ("class", ~same, IOU), ("place", same, NEAR)):
+            near = np.where(fits, overlaps, 0)
+            if near.max(initial=0) >= least:
+                return Mistake(kind, image, int(objects[near.argmax()]), row, overlap=float(near.max()))
+        return Mistake("nothing", image, NONE, row)
 
 
 def best_f1(scores: np.ndarray, right: np.ndarray, objects: int) -> tuple[int, float]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from common.detection.data.annotated import Annotated
-from common.detection.evaluation.judgement import Judgement
+from common.detection.evaluation.matching import Matches
 from common.distributed.collectives import all_or_none, broadcast_object, gather_to_main
 
 # The twelve numbers of COCO's evaluation, in its order: average precision, then average recall.
@@ -29,7 +29,7 @@ class Detections:
     count: int = 0  # images that were evaluated, with or without detections
     masks: list[np.ndarray] = field(default_factory=list)  # object[n]: packed run lengths; of a detector of masks
     precision: np.ndarray | None = None  # float64[K, 101] at IoU 0.5 and recalls 0, .01 .. 1; -1: no objects
-    judgement: Judgement | None = None  # of these detections, after `results`
+    matches: Matches | None = None  # of these detections with the objects, after `results`
 
     def update(self, indices: Sequence[int], found: list[dict[str, torch.Tensor]]) -> None:
         """Add the detections of images: boxes [n, 4] in pixels of the original, scores [n] and
@@ -66,12 +66,16 @@ class Detections:
         self.masks = [np.concatenate(masks)[order]] if masks else []
         results = None
         with all_or_none("evaluating the detections"):
-            self.judgement = Judgement.of(source, *self.columns())
+            self.matches = Matches.of_counted(source, *self.columns())
             if gathered is not None:
                 results, self.precision = _evaluate(source, *self.columns())
-                results |= {"count": self.count, "thresholds": self.judgement.thresholds()}
+                results |= {"count": self.count, "thresholds": [row["threshold"] for row in self.matches.classes]}
                 results |= _evaluate_masks(source, *self.columns(), *self.masks) if masks else {}
         return broadcast_object(results)
+
+    def details(self) -> dict:
+        """What a report has beside `results`: the score of the best F1, of all classes together and with figures of each."""
+        return {"threshold": self.matches.threshold, "classes": self.matches.classes}
 
     def columns(self) -> tuple[np.ndarray, np.ndarray]:
         """int64[n], the image that each detection is of, and float32[n, 6]: left, top, right, bottom, score, class id."""

@@ -1,4 +1,4 @@
-"""Pictures of a detector's evaluation: predictions, precision and recall, confusion matrix, misses, and what errors cost."""
+"""Pictures of a detector's evaluation: predictions, precision and recall, confusion matrix, misses."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,9 +10,7 @@ from PIL import Image
 
 from common.data.images import BrokenImage
 from common.detection.data.annotated import Annotated
-from common.detection.evaluation.errors import KINDS
-from common.detection.evaluation.judgement import Judgement
-from common.detection.evaluation.matching import IN_CROWD, IOU, FalseAlarm, Matches, Miss
+from common.detection.evaluation.matching import IN_CROWD, IOU, Matches, Mistake
 from common.run import plots
 from common.run.plots import (
     BLUE,
@@ -44,29 +42,17 @@ SIDE = 7.0  # inches of the longer side of an image on its own
 COLOURS, STYLES = (BLUE, ORANGE, GREEN, "#E69F00", "#CC79A7", "#56B4E9"), ("-", "--", ":", "-.")
 
 
-_MEANINGS = {
-    "localisation": "localisation: right class, badly placed",
-    "class": "class: well placed, wrong class",
-    "both": "both: wrong class, badly placed",
-    "duplicate": "duplicate: a second time",
-    "background": "background: nothing there",
-    "missed": "missed: object without any of these",
-    "false_positives": "all false positives",
-    "false_negatives": "all false negatives",
-}
-
-
-def predictions(source: Annotated, matches: Matches, path: Path) -> list[BoxedImage]:
+def predictions(matches: Matches, path: Path) -> list[BoxedImage]:
     """Draw a sheet of images, with objects beside detections, and return the same for the dashboard.
 
     What was found is blue, missed objects and false alarms are orange, crowd regions are grey.
     """
-    cells, images = [], []
+    source, cells, images = matches.source, [], []
     for index in _chosen(source):
         image, name = read_image(source, index), source.name(index)
         objects = np.arange(source.offsets[index], source.offsets[index + 1])
         found = matches.of_image(index)
-        true, guesses = _boxes_of_objects(source, objects), _boxes_of_detections(source, matches, found)
+        true, guesses = _objects(source, objects), _detections(matches, found)
         crowd, hits = source.crowd[objects], matches.hits[found]
         of_true = np.where(crowd, GREY, np.where(matches.hit[objects], BLUE, ORANGE))
         of_found = np.where(hits == IN_CROWD, GREY, np.where(hits >= 0, BLUE, ORANGE))
@@ -83,33 +69,31 @@ def predictions(source: Annotated, matches: Matches, path: Path) -> list[BoxedIm
 def precision_recall(precision: np.ndarray, class_names: Sequence[str], path: Path) -> None:
     """Draw precision over recall at IoU 0.5, float[classes, 101], of each class and their mean; -1: no objects."""
     present = np.flatnonzero((precision > -1).any(1))
-    ap = precision[present].clip(0).mean(1)
-    best_first = present[np.argsort(-ap, kind="stable")]
-    named = best_first
-    if len(present) > NAMED_CURVES:
-        named = np.concatenate([best_first[:EXTREME_CURVES], best_first[-EXTREME_CURVES:]])
+    precision = precision.clip(0)
+    ap = 100 * precision.mean(1)
+    best_first = present[np.argsort(-ap[present], kind="stable")]
+    are_few = len(present) <= NAMED_CURVES
+    named = best_first if are_few else [*best_first[:EXTREME_CURVES], *best_first[-EXTREME_CURVES:]]
     figure = new_figure(8.5, 5.6)
     axes = figure.subplots()
     axes.set(xlim=(0, 101), ylim=(0, 101), xlabel="recall (%)", ylabel="precision (%)")
     axes.set_box_aspect(1)
     axes.grid(color=PALE, linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    for row in np.setdiff1d(present, named):
-        axes.plot(*_curve(precision[row]), color=GREY, alpha=0.25, linewidth=0.8)
-    styles = [(colour, style) for style, colour in product(STYLES, COLOURS)]
-    for row, (colour, style) in zip(named, styles, strict=False):
-        label = f"{100 * precision[row].mean():5.1f} %  {short(class_names[row], 24)}"
-        axes.plot(*_curve(precision[row]), color=colour, linestyle=style, linewidth=1.3, label=label)
     headline = "no objects"
     if len(present):
-        mean = precision[present].clip(0).mean(0)
-        axes.plot(*_curve(mean), color=INK, linewidth=3, label=f"{100 * mean.mean():5.1f} %  mean of {len(present):,}")
-        lines, labels = axes.get_legend_handles_labels()
-        few = len(named) < len(present)
+        mean = precision[present].mean(0)
+        headline = f"AP50 {100 * mean.mean():.2f} %"
+        of_all = f"{100 * mean.mean():5.1f} %  mean of {len(present):,}"
+        axes.plot(*_curve(mean), color=INK, linewidth=3, label=of_all, zorder=3)
+    for row in np.setdiff1d(present, named):
+        axes.plot(*_curve(precision[row]), color=GREY, alpha=0.25, linewidth=0.8)
+    for row, (style, colour) in zip(named, product(STYLES, COLOURS), strict=False):
+        label = f"{ap[row]:5.1f} %  {short(class_names[row], 24)}"
+        axes.plot(*_curve(precision[row]), color=colour, linestyle=style, linewidth=1.3, label=label)
+    if len(present):
         legend = axes.legend(
-            [lines[-1], *lines[:-1]],
-            [labels[-1], *labels[:-1]],
-            title=f"AP50, best and worst {EXTREME_CURVES}" if few else "AP50",
+            title="AP50" if are_few else f"AP50, best and worst {EXTREME_CURVES}",
             loc="upper left",
             bbox_to_anchor=(1.02, 1),
             frameon=False,
@@ -118,7 +102,6 @@ def precision_recall(precision: np.ndarray, class_names: Sequence[str], path: Pa
         )
         for text in legend.get_texts():
             text.set_parse_math(False)
-        headline = f"AP50 {100 * mean.mean():.2f} %"
     title(axes.set_title, f"{evaluation_of(path)}: {headline}")
     save(figure, path)
 
@@ -132,39 +115,12 @@ def confusion(matches: Matches, class_names: Sequence[str], path: Path) -> None:
     plots.confusion(matches.confusion(), class_names, path, headline)
 
 
-def misses(source: Annotated, matches: Matches, path: Path) -> None:
+def misses(matches: Matches, path: Path) -> None:
     """Draw a sheet of the worst misses, then the most confident false alarms: crops of the images around them."""
     missed, alarms = matches.misses(SHOWN_CROPS), matches.false_alarms(SHOWN_CROPS)
-    cells = [_crop(source, matches, case) for case in (*missed, *alarms)]
+    cells = [_crop(matches, case) for case in (*missed, *alarms)]
     headline = f"{len(missed)} worst misses, {len(alarms)} most confident false alarms"
     sheet(cells, f"{evaluation_of(path)}: {headline}, at a score of {matches.threshold:.2f} or more", path)
-
-
-def errors(judgement: Judgement, path: Path) -> None:
-    """Draw how much AP50 each kind of error costs, and how often it occurs."""
-    costs, counts = judgement.errors.costs, judgement.errors.counts
-    figure = new_figure(8.2, 4.6)
-    axes = figure.subplots()
-    places = [*range(len(KINDS)), *(len(KINDS) + 0.5 + number for number in range(len(costs) - len(KINDS)))]
-    values = [100 * (cost or 0) for cost in costs.values()]
-    colours = [BLUE if name in KINDS else GREY for name in costs]
-    axes.barh(places, values, color=colours, height=0.7)
-    for place, value, name in zip(places, values, costs, strict=True):
-        text = f" {value:.1f}  ({counts[name]:,})"
-        axes.text(max(value, 0), place, text, color=INK, va="center", fontsize=9)
-    axes.set_yticks(places, [_MEANINGS[name] for name in costs])
-    axes.set(
-        xlim=(min(0, *values), max(1, *values) * 1.2), xlabel="AP50 gained without this error (points), (how many)"
-    )
-    axes.invert_yaxis()
-    axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color=PALE, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    ap = judgement.errors.ap50
-    headline = "no objects" if ap is None else f"errors behind an AP50 of {100 * ap:.1f} %"
-    title(figure.suptitle, f"{evaluation_of(path)}: {headline}")
-    save(figure, path)
 
 
 def detections(image: Image.Image, boxes: list[Box], masks: np.ndarray, path: Path) -> None:
@@ -205,16 +161,17 @@ def read_image(source: Annotated, index: int) -> Image.Image:
         return Image.new("RGB", tuple(source.sizes[index].tolist()))
 
 
-def _boxes_of_objects(source: Annotated, rows: Sequence[int]) -> list[Box]:
+def _objects(source: Annotated, rows: Sequence[int] | np.ndarray) -> list[Box]:
     columns = zip(source.boxes[rows].tolist(), source.labels[rows].tolist(), strict=True)
     return [Box(tuple(corners), label, source.classes[label]) for corners, label in columns]
 
 
-def _boxes_of_detections(source: Annotated, matches: Matches, rows: Sequence[int]) -> list[Box]:
-    boxes = []
-    for *corners, score, label in matches.rows[rows].tolist():
-        boxes.append(Box(tuple(corners), int(label), source.classes[int(label)], score))
-    return boxes
+def _detections(matches: Matches, rows: Sequence[int] | np.ndarray) -> list[Box]:
+    names = matches.source.classes
+    return [
+        Box(tuple(corners), int(label), names[int(label)], score)
+        for *corners, score, label in matches.rows[rows].tolist()
+    ]
 
 
 def _named(box: Box) -> str:
@@ -234,24 +191,23 @@ def _curve(precision: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return recalls[:end], 100 * precision[:end]
 
 
-def _crop(source: Annotated, matches: Matches, case: Miss | FalseAlarm) -> Cell:
+def _crop(matches: Matches, case: Mistake) -> Cell:
     """The surroundings of a missed object, or of a false alarm with the object that explains it."""
-    boxes = _boxes_of_objects(source, [case.object] if case.object >= 0 else [])
-    colours = [BLUE] * len(boxes)
-    if isinstance(case, Miss):
+    boxes = _objects(matches.source, [case.object] if case.object >= 0 else [])
+    if case.kind == "missed":
         (wrong,), colours = boxes, [ORANGE]
         reason = f"only {case.score:.2f}" if case.score else "no such detection"
         caption = f"missed {short(wrong.class_name, 15)}\n{reason}"
     else:
-        (wrong,) = _boxes_of_detections(source, matches, [case.detection])
+        (wrong,) = _detections(matches, [case.detection])
         reasons = {"double": "a second time", "place": f"off: IoU {case.overlap:.2f}", "nothing": "nothing there"}
         reason = reasons.get(case.kind) or f"is {short(boxes[0].class_name, 18)}"
         caption = f"{short(wrong.class_name, 18)} {wrong.score:.2f}\n{reason}"
-        boxes, colours = [*boxes, wrong], [*colours, ORANGE]
-    image = read_image(source, case.image)
+        boxes, colours = [*boxes, wrong], [BLUE] * len(boxes) + [ORANGE]
+    image = read_image(matches.source, case.image)
     left, top, right, bottom = _window(wrong.corners, image.size)
     shifted = [replace(box, corners=tuple(np.subtract(box.corners, (left, top, left, top)))) for box in boxes]
-    return _cell(image.crop((left, top, right, bottom)), caption, source.name(case.image), shifted, colours)
+    return _cell(image.crop((left, top, right, bottom)), caption, matches.source.name(case.image), shifted, colours)
 
 
 def _window(corners: tuple[float, ...], size: tuple[int, int]) -> tuple[int, int, int, int]:

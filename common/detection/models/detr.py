@@ -103,7 +103,7 @@ class DETR(Detector):
         with torch.autocast(images.device.type, enabled=False):
             first = denoising.labels.shape[1] if denoising else 0
             wanted = padded(boxes, 0), padded(labels, 0)
-            found = _Outputs.of_queries(outputs, first)
+            found = _Outputs.of(outputs, slice(first, None), own=True)
             counts = [*map(len, labels)]
             match = queries.match(found.logits, found.boxes.clamp(0, 1), *wanted, counts, **self.costs)
             numbers = torch.stack([totals[1], totals[2] - totals[1]])
@@ -113,7 +113,7 @@ class DETR(Detector):
             of_boxes = pairs.across_outputs(counts, totals) if is_dense else pairs
             terms = self._terms(found, pairs, of_boxes, *wanted, counted)
             if denoising:
-                found = _Outputs.of_noise(outputs, first)
+                found = _Outputs.of(outputs, slice(first), own=False)
                 shape = found.boxes.shape[:3]
                 divisor = totals[0].clamp(min=1) * denoising.groups.clamp(min=1)
                 pairs = _Pairs(denoising.match[:, None].expand(shape), divisor, totals[3].expand(len(images), 2))
@@ -323,41 +323,25 @@ class _Outputs:
     trust: Tensor | None = None  # [B, Q] weight of an unmatched query of the teacher
 
     @classmethod
-    def of_queries(cls, outputs, first: int) -> "_Outputs":
-        """Outputs for the decoder's own queries, which begin at `first`, with the encoder's selection as the last one."""
-        logits, boxes, edges = cls._part(outputs, slice(first, None))
-        if edges is None:
-            own = cls(logits, boxes)
-        else:
-            layers = edges.shape[1]
-            of_layers = [torch.cat([x[:, : layers - 1], x[:, layers : layers + 1]], 1) for x in (logits, boxes)]
-            own = cls(*of_layers, edges[:, :-1], students=layers - 1)
-            own._teach(outputs, slice(first, None), logits, edges)
-        own.logits = torch.cat([own.logits, outputs.enc_topk_logits[:, None]], 1)
-        own.boxes = torch.cat([own.boxes, outputs.enc_topk_bboxes[:, None]], 1)
-        return own
+    def of(cls, outputs, queries: slice, own: bool) -> "_Outputs":
+        """Outputs for some of the decoder's queries: its own, or the boxes with noise that stand before them.
 
-    @classmethod
-    def of_noise(cls, outputs, end: int) -> "_Outputs":
-        """Outputs for the boxes with noise, which stand before `end`."""
-        logits, boxes, edges = cls._part(outputs, slice(end))
-        if edges is None:
-            return cls(logits, boxes)
-        layers = edges.shape[1]
-        own = cls(logits[:, :layers], boxes[:, :layers], edges, students=layers - 1)
-        own._teach(outputs, slice(end), logits, edges)
-        return own
-
-    @staticmethod
-    def _part(outputs, queries: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+        Of its own the encoder's selection is one output more, the last; D-FINE's last layer then only teaches.
+        """
         logits, boxes = outputs.intermediate_logits[:, :, queries], outputs.intermediate_reference_points[:, :, queries]
-        if outputs.intermediate_predicted_corners is None:
-            return logits, boxes, None
-        return logits, boxes.clamp(0, 1), outputs.intermediate_predicted_corners[:, :, queries].unflatten(-1, (4, -1))
-
-    def _teach(self, outputs, queries: slice, logits: Tensor, edges: Tensor) -> None:
-        self.references = outputs.initial_reference_points[:, : self.edges.shape[1], queries]
-        self.teacher, self.trust = edges[:, -1].detach(), logits[:, -1].detach().sigmoid().amax(-1)
+        found = cls(logits, boxes)
+        if outputs.intermediate_predicted_corners is not None:
+            edges = outputs.intermediate_predicted_corners[:, :, queries].unflatten(-1, (4, -1))
+            layers = edges.shape[1]
+            count = layers - own  # own boxes of the last layer are with the first guess, one place later
+            columns = (torch.cat([x[:, :count], x[:, layers : layers + own]], 1) for x in (logits, boxes.clamp(0, 1)))
+            references = outputs.initial_reference_points[:, :count, queries]
+            trust = logits[:, -1].detach().sigmoid().amax(-1)
+            found = cls(*columns, edges[:, :count], references, layers - 1, edges[:, -1].detach(), trust)
+        if own:
+            found.logits = torch.cat([found.logits, outputs.enc_topk_logits[:, None]], 1)
+            found.boxes = torch.cat([found.boxes, outputs.enc_topk_bboxes[:, None]], 1)
+        return found
 
 
 def _clamped(_layer: nn.Module, _args: tuple, output: Tensor) -> Tensor:

@@ -87,35 +87,18 @@ def _lite(width: int, feedforward: int, queries: int, backbone: dict) -> dict:
     )
 
 
-def _dinov3(width: int, heads: int, stages: list[int], **others) -> dict:
-    """A vision transformer of 12 layers with rotary positions; the maps of three layers are used."""
-    return {
-        "model_type": "dinov3_vit",
-        "hidden_size": width,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * width,
-        "out_indices": stages,
-        **others,
-    }
-
-
-# Distilled by DEIMv2's authors, and published by DINOv3's, whose keys have no bias.
-_TINY = {"key_bias": True, "layer_norm_eps": 1e-6, "apply_layernorm": False, "pos_embed_rescale": None}
-_PUBLISHED = {"num_register_tokens": 4, "layerscale_value": 1e-5}
-
-
-def _with_dinov3(backbone: dict, width: int, feedforward: int, decoder_feedforward: int, **others) -> dict:
-    return _deimv2(
-        width,
-        feedforward,
-        decoder_feedforward,
-        backbone_config=backbone,
-        encoder_in_channels=[width] * 3,
-        encoder_has_trailing_conv=False,
-        **others,
-    )
-
-
+# DINOv3's smallest vision transformer, distilled by DEIMv2's authors; the maps of three of its 12 layers are used.
+_DINOV3_TINY = {
+    "model_type": "dinov3_vit",
+    "hidden_size": 192,
+    "num_attention_heads": 3,
+    "intermediate_size": 768,
+    "out_indices": [4, 8, 12],
+    "key_bias": True,
+    "layer_norm_eps": 1e-6,
+    "apply_layernorm": False,
+    "pos_embed_rescale": None,
+}
 _ATTO = _hgnet(16, [16, 64, 256, 256], [16, 32, 64], [1, 1, 1], 3, stage_kernel_size=[3, 3, 3])
 _FEMTO = _hgnet(16, [16, 64, 256, 512], [16, 32, 64], [1, 1, 1], 3)
 _PICO = _hgnet(16, [16, 64, 256, 512], [16, 32, 64], [1, 1, 2], 3)
@@ -165,25 +148,9 @@ ARCHITECTURES: dict[str, dict] = {
     "deimv2_femto": _lite(96, 256, 150, _FEMTO),
     "deimv2_pico": _lite(112, 320, 200, _PICO),
     "deimv2_n": _deimv2(128, 512, 512, levels=2) | _NANO,
-    "deimv2_s": _with_dinov3(
-        _dinov3(192, 3, [4, 8, 12], **_TINY), 192, 512, 512, decoder_layers=4, hidden_expansion=0.34, depth_mult=0.67
-    ),
-    "deimv2_m": _with_dinov3(
-        _dinov3(256, 4, [4, 8, 12], **_TINY), 256, 512, 512, decoder_layers=4, hidden_expansion=0.67
-    ),
-    "deimv2_l": _with_dinov3(
-        _dinov3(384, 6, [6, 9, 12], **_PUBLISHED), 224, 896, 1792, decoder_layers=4, spatial_tuning_adapter_inplanes=32
-    ),
-    "deimv2_x": _with_dinov3(
-        _dinov3(384, 6, [6, 9, 12], **_PUBLISHED, use_gated_mlp=True) | {"intermediate_size": 1536},
-        256,
-        1024,
-        2048,
-        decoder_layers=6,
-        hidden_expansion=1.25,
-        depth_mult=1.37,
-        spatial_tuning_adapter_inplanes=64,
-    ),
+    "deimv2_s": _deimv2(192, 512, 512, backbone_config=_DINOV3_TINY)
+    | {"encoder_in_channels": [192] * 3, "encoder_has_trailing_conv": False}
+    | {"decoder_layers": 4, "hidden_expansion": 0.34, "depth_mult": 0.67},
     "rf_detr_nano": _rf_detr(384, 2, _PATCHES_16),
     "rf_detr_small": _rf_detr(512, 3, _PATCHES_16),
     "rf_detr_medium": _rf_detr(576, 4, _PATCHES_16),

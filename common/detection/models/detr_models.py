@@ -1,7 +1,6 @@
 """DETRs of transformers: building one from its name, and exporting a trained one."""
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,9 +8,9 @@ from typing import Any
 
 import timm
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from common.config.origin import places_of
+from common.detection.models.class_rows import class_rows, take_classes
 from common.detection.models.detr_architectures import ARCHITECTURES, SMALL_OF
 from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
@@ -35,26 +34,24 @@ _IMAGENET = {"mean": timm.data.IMAGENET_DEFAULT_MEAN, "std": timm.data.IMAGENET_
 def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
     """RTDetrV2Model, DFineModel or Deimv2Model with its heads in the decoder, and the mean and std of its training images.
 
-    Initial weights are a function of the seed, or loaded. `spec.model` is one of
-
-    - `ARCHITECTURES`;
-    - a model of transformers, as owner/name on the hub or as a local folder, which brings its weights;
-    - a timm backbone (a name, `hf-hub:owner/name` or a folder) with maps of strides 8, 16 and 32, under the neck and the
-      decoder of the smallest published model, which then have `spec.width` channels. Others have their own width.
-
-    A loaded model that has classes of the spec's names keeps what it knows of them. Raises
-    `Refused` without transformers, and for a name of no model, of another family, or of weights out
-    of reach.
+    `spec.model` is one of those of `load`, or a timm backbone (a name, `hf-hub:owner/name` or a folder) with maps of strides
+    8, 16 and 32, under the neck and the decoder of the smallest published model, which then have `spec.width` channels.
+    Others have their own width. Its `begins_with` says which weights were loaded. Raises `Refused` as `load`.
     """
     name = spec.model
-    over_timm = name not in ARCHITECTURES and is_timm(name)
-    if not over_timm:
+    if name in ARCHITECTURES or not is_timm(name):
         if spec.drop_path:
             other = f"a timm backbone under --detector {spec.family} has"
             raise Refused(f"--drop_path {spec.drop_path}: {name} has none; {other}")
-        whole, normalization = load_whole(spec, _SETTINGS, _fresh)
-    else:
-        whole, normalization = _over_timm(spec)
+        return load(spec, _SETTINGS, _fresh, _whole_decoder)
+    whole, normalization = _over_timm(spec)
+    model = _whole_decoder(whole)
+    model.begins_with = timm_models.begins_with_backbone(features_of(model)._backbone, model, name, spec.pretrained)
+    return model, normalization
+
+
+def _whole_decoder(whole: nn.Module) -> nn.Module:
+    """The model with its heads, each with parameters of its own, in the decoder."""
     model = whole.model
     decoder = model.decoder
     # Untied as in the published models; transformers unties only when it loads weights that differ.
@@ -63,18 +60,10 @@ def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
         decoder.bbox_embed = _Shared(decoder.bbox_embed[:1])
     else:
         decoder.bbox_embed = nn.ModuleList(map(copy.deepcopy, decoder.bbox_embed))
-    kept = kept_classes(model.config, spec)
-    _set_classes(model, spec, kept)
     model.config.tie_word_embeddings = False
-    if spec.family == "deimv2":
+    if model.config.model_type == FAMILIES["deimv2"]:
         _mend_deimv2(model)
-    if over_timm:
-        model.begins_with = timm_models.begins_with_backbone(features_of(model)._backbone, model, name, spec.pretrained)
-    elif spec.pretrained or Path(name).is_dir():
-        model.begins_with = begins_with_rows(model, spec, kept)
-    else:
-        model.begins_with = ""
-    return model, normalization
+    return model
 
 
 class _Shared(nn.ModuleList):
@@ -182,11 +171,19 @@ def _text(file: Path) -> str:
         raise Refused(f"--model {file.parent}: can't be read: {error}") from None
 
 
-def load_whole(spec: DetectorSpec, settings: dict, fresh: Callable) -> tuple[nn.Module, dict]:
-    """A whole model of transformers, with its weights if they are wanted, and what its images are normalised with.
+def load(spec: DetectorSpec, settings: dict, fresh: Callable, prepare: Callable) -> tuple[nn.Module, dict]:
+    """A model of transformers for the spec's classes, and what its images are normalised with.
 
-    `settings` of the configuration stand instead of the model's own; `fresh` makes a model without
-    weights of (transformers, config, seed).
+    `spec.model` is one of `ARCHITECTURES`, whose initial weights are a function of the seed, or a model of transformers, as
+    owner/name on the hub or as a local folder, which brings its weights. If it has other classes, it keeps what it knows of
+    those with the spec's names. Its attribute `begins_with` says which weights were loaded.
+
+    Args:
+        settings: of the configuration, instead of the model's own.
+        fresh: makes a whole model without weights of (config, seed).
+        prepare: makes the model of a whole one.
+
+    Raises `Refused` without transformers, and for a name of no model, of another family, or of weights out of reach.
     """
     transformers, family, name = import_transformers(), spec.family, spec.model
     if name in ARCHITECTURES:
@@ -198,29 +195,48 @@ def load_whole(spec: DetectorSpec, settings: dict, fresh: Callable) -> tuple[nn.
         if not name.startswith(family):
             raise Refused(f"--model {name}: not of --detector {family}; {known_models(family)}")
         config = transformers.AutoConfig.for_model(FAMILIES[family], **copy.deepcopy(ARCHITECTURES[name]))
-        config.update(settings)
+        config.update(settings | {"num_labels": spec.classes})
+        model = prepare(fresh(config, spec.seed))
+        model.begins_with = ""
         is_vit = config.backbone_config.model_type in ("dinov3_vit", "rf_detr_dinov2")
-        return fresh(transformers, config, spec.seed), _IMAGENET if is_vit else _PLAIN
+        return model, _IMAGENET if is_vit else _PLAIN
     is_folder = Path(name).is_dir()
     if not is_folder and "/" not in name:
         raise Refused(f"--model {name}: no model of --detector {family}; {known_models(family)}")
+    trained = None
     try:
         config = transformers.AutoConfig.from_pretrained(name, **settings)
         if config.model_type != FAMILIES[family]:
             raise Refused(f"--model {name}: a {config.model_type}, which --detector {family} can't train")
         processor = transformers.AutoImageProcessor.from_pretrained(name)
         if spec.pretrained or is_folder:
-            load = transformers.AutoModelForObjectDetection.from_pretrained
-            whole = load(name, config=config, dtype=torch.float32)
-        else:
-            whole = fresh(transformers, config, spec.seed)
+            pretrained = transformers.AutoModelForObjectDetection.from_pretrained
+            trained = prepare(pretrained(name, config=config, dtype=torch.float32))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise Refused(
             f"--model {name}: can't be loaded (is the hub in reach?), {known_models(family)}: {reason}"
         ) from None
+    model = _for_classes(spec, config, trained, lambda: prepare(fresh(config, spec.seed)))
     given = {"mean": tuple(processor.image_mean), "std": tuple(processor.image_std)}
-    return whole, given if processor.do_normalize else _PLAIN
+    return model, given if processor.do_normalize else _PLAIN
+
+
+def _for_classes(spec: DetectorSpec, config, trained: nn.Module | None, fresh: Callable[[], nn.Module]) -> nn.Module:
+    """The `trained` model if it has the spec's classes, else a new one with what it knows of them; `config` gets these."""
+    known = [name for _, name in sorted(config.id2label.items())]
+    if trained and config.num_labels == spec.classes and known == list(spec.names or known):
+        model, new, names = trained, [], known
+    else:
+        config.num_labels = spec.classes
+        model, new, names = fresh(), [], list(spec.names or map(str, range(spec.classes)))
+        if trained:
+            new = take_classes(model.state_dict(), trained.state_dict(), names, known)
+    everything = model.state_dict()
+    taken = len(everything) - len(class_rows(everything, spec.classes)) * bool(new)
+    said = timm_models.begins_with(taken, len(everything), spec.model, [names[row] for row in new], names)
+    model.begins_with = said if trained else ""
+    return model
 
 
 def known_models(family: str) -> str:
@@ -232,7 +248,7 @@ def known_models(family: str) -> str:
 
 def _over_timm(spec: DetectorSpec) -> tuple[nn.Module, dict]:
     """A small neck and decoder over the features of a timm model, and what its images are normalised with."""
-    transformers, name, width = import_transformers(), spec.model, spec.width
+    name, width = spec.model, spec.width
     create = partial(
         timm_models.create,
         name,
@@ -256,8 +272,9 @@ def _over_timm(spec: DetectorSpec) -> tuple[nn.Module, dict]:
     normalization = features.pretrained_cfg
     architecture = normalization["architecture"]  # all that transformers will know: it can build this again
     timm_models.check_features(features, {"model_name": architecture})
-    config = transformers.AutoConfig.for_model(
+    config = import_transformers().AutoConfig.for_model(
         FAMILIES[spec.family],
+        num_labels=spec.classes,
         backbone_config={"model_type": "timm_backbone", "backbone": architecture, "out_indices": indices},
         encoder_in_channels=features.feature_info.channels(),
         decoder_in_channels=[width] * 3,
@@ -270,16 +287,16 @@ def _over_timm(spec: DetectorSpec) -> tuple[nn.Module, dict]:
         **_SETTINGS,
         **copy.deepcopy(SMALL_OF[spec.family]),
     )
-    whole = _fresh(transformers, config, spec.seed)
+    whole = _fresh(config, spec.seed)
     features_of(whole.model)._backbone = features
     return whole, normalization
 
 
-def _fresh(transformers, config, seed: int) -> nn.Module:
+def _fresh(config, seed: int) -> nn.Module:
     """A model with the initial weights of its authors; transformers' own are meant to be overwritten."""
     config.initializer_bias_prior_prob = 0.01
     torch.manual_seed(seed + 1)
-    whole = transformers.AutoModelForObjectDetection.from_config(config)
+    whole = import_transformers().AutoModelForObjectDetection.from_config(config)
     torch.manual_seed(seed + 2)
     layers = (nn.Linear, nn.Conv2d, nn.BatchNorm2d, nn.LayerNorm)
     kept = {*features_of(whole.model).modules()} if _is_dinov3(config) else set()  # have their own initial weights
@@ -295,52 +312,3 @@ def _fresh(transformers, config, seed: int) -> nn.Module:
 
 def _is_dinov3(config) -> bool:
     return config.backbone_config.model_type == "dinov3_vit"
-
-
-def kept_classes(config, spec: DetectorSpec) -> Tensor | None:
-    """int64[2, n]: numbers in the spec and in a model of `config` of the classes that both name; None if all are the same."""
-    known = [name for _, name in sorted(config.id2label.items())]
-    if config.num_labels == spec.classes and known == list(spec.names or known):
-        return None
-    kept = [(new, old) for new, old in enumerate(places_of(spec.names, known)) if old is not None]
-    return torch.tensor(kept, dtype=torch.int64).reshape(-1, 2).T
-
-
-def begins_with_rows(model: nn.Module, spec: DetectorSpec, kept: Tensor | None) -> str:
-    """Which weights a loaded model begins with, in words; `kept` are the rows of its class heads that were."""
-    everything, names = model.state_dict().keys(), spec.names or [*map(str, range(spec.classes))]
-    heads = [key for key in everything if "class_embed." in key or "enc_score_head." in key]
-    fresh = [] if kept is None else [name for row, name in enumerate(names) if row not in kept[0].tolist()]
-    taken = len(everything) - len(heads) * bool(fresh)
-    return timm_models.begins_with(taken, len(everything), spec.model, fresh, names)
-
-
-def with_rows(fresh: nn.Linear, layer: nn.Linear, kept: Tensor) -> nn.Linear:
-    """A new layer for scores, with the `kept` rows int64[2, n] (its own, theirs) of a trained one."""
-    nn.init.constant_(fresh.bias, -math.log(99))  # a probability of 0.01
-    with torch.no_grad():
-        fresh.weight[kept[0]], fresh.bias[kept[0]] = layer.weight[kept[1]], layer.bias[kept[1]]
-    return fresh
-
-
-def _set_classes(model: nn.Module, spec: DetectorSpec, kept: Tensor | None) -> None:
-    """Give `model` heads for the spec's classes, with the `kept` rows of its own."""
-    if kept is None:
-        return
-    (new, old), classes, width = kept, spec.classes, model.config.d_model
-    torch.manual_seed(spec.seed + 3)
-
-    def scores(layer: nn.Linear) -> nn.Linear:
-        fresh = nn.Linear(width, classes)
-        nn.init.xavier_uniform_(fresh.weight)
-        return with_rows(fresh, layer, kept)
-
-    model.enc_score_head = scores(model.enc_score_head)
-    model.decoder.class_embed = nn.ModuleList([scores(layer) for layer in model.decoder.class_embed])
-    if model.config.num_denoising:
-        fresh = nn.Embedding(classes + 1, width, padding_idx=classes)
-        nn.init.xavier_uniform_(fresh.weight[:-1])
-        with torch.no_grad():
-            fresh.weight[new] = model.denoising_class_embed.weight[old]
-        model.denoising_class_embed = fresh
-    model.config.num_labels = classes

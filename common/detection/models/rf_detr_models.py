@@ -1,8 +1,8 @@
 """RF-DETRs of transformers: building one from its name, and exporting a trained one."""
 
-import copy
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import MethodType
 
@@ -13,14 +13,12 @@ from torch import Tensor, nn
 
 from common.detection.models.detr_architectures import ARCHITECTURES
 from common.detection.models.detr_models import (
-    begins_with_rows,
     empty_model,
+    import_transformers,
     is_timm,
-    kept_classes,
     known_models,
-    load_whole,
+    load,
     save_model,
-    with_rows,
 )
 from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
@@ -32,23 +30,11 @@ _OF_QUERIES = ("model.reference_point_embed.weight", "model.query_feat.weight") 
 
 
 def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
-    """RfDetrForObjectDetection, and the mean and std of the images it was trained on.
-
-    Initial weights are a function of the seed, or loaded. `spec.model` is one of `ARCHITECTURES`,
-    or a model of transformers, as owner/name on the hub or as a local folder, which brings its
-    weights. A loaded model that has classes of the spec's names, in any case, keeps what it knows
-    of them. Its attribute `begins_with` says which weights were loaded. Raises `Refused` without
-    transformers, and for a name of no model, of another family, or of weights out of reach.
-    """
+    """RfDetrForObjectDetection, and the mean and std of the images it was trained on; see `detr_models.load`."""
     name = spec.model
     if name not in ARCHITECTURES and is_timm(name):
         raise Refused(f"--model {name}: --detector rf_detr has a backbone of its own; {known_models('rf_detr')}")
-    model, normalization = load_whole(spec, _SETTINGS, _fresh)
-    kept = kept_classes(model.config, spec)
-    _set_classes(model, spec, kept)
-    _make_exact(model, spec.drop_path)
-    model.begins_with = begins_with_rows(model, spec, kept) if spec.pretrained or Path(name).is_dir() else ""
-    return model, normalization
+    return load(spec, _SETTINGS, _fresh, partial(_made_exact, drop_path=spec.drop_path))
 
 
 def export_model(
@@ -66,13 +52,13 @@ def export_model(
     save_model(whole, normalization, folder, side)
 
 
-def _fresh(transformers, config, seed: int) -> nn.Module:
+def _fresh(config, seed: int) -> nn.Module:
     """A model with the initial weights of its authors: `LWDETR`, `Transformer` and DINOv2 without weights in rfdetr.
 
     Transformers' own are meant to be overwritten, except its DINOv2's.
     """
     torch.manual_seed(seed + 1)
-    whole = transformers.AutoModelForObjectDetection.from_config(config)
+    whole = import_transformers().AutoModelForObjectDetection.from_config(config)
     model = whole.model
     torch.manual_seed(seed + 2)
     for part in (model.backbone.projector, model.decoder, model.enc_output, whole.class_embed, whole.bbox_embed):
@@ -103,18 +89,7 @@ def _fresh(transformers, config, seed: int) -> nn.Module:
     return whole
 
 
-def _set_classes(whole: nn.Module, spec: DetectorSpec, kept: Tensor | None) -> None:
-    """Give `whole` heads for the spec's classes, with the `kept` rows of its own."""
-    if kept is None:
-        return
-    torch.manual_seed(spec.seed + 3)
-    first, heads = nn.Linear(whole.config.d_model, spec.classes), whole.model.enc_out_class_embed
-    whole.class_embed = with_rows(copy.deepcopy(first), whole.class_embed, kept)
-    whole.model.enc_out_class_embed = nn.ModuleList(with_rows(copy.deepcopy(first), head, kept) for head in heads)
-    whole.config.num_labels = spec.classes
-
-
-def _make_exact(whole: nn.Module, drop_path: float) -> None:
+def _made_exact(whole: nn.Module, drop_path: float) -> nn.Module:
     """Freeze what gets no gradient, and let neither dropout nor float32 make the layout matter."""
     backbone, config = whole.model.backbone.backbone, whole.config.backbone_config
     for module in backbone.modules():
@@ -130,6 +105,7 @@ def _make_exact(whole: nn.Module, drop_path: float) -> None:
     # Linear in depth, as the authors set it. transformers would drop a window at a time, equally often in all layers.
     for layer, rate in zip(layers, torch.linspace(0, drop_path, len(layers)).tolist(), strict=True):
         layer.drop_path = DropPath(rate)
+    return whole
 
 
 def _positions(embeddings: nn.Module, tokens: Tensor, height: int, width: int) -> Tensor:

@@ -7,19 +7,17 @@ from torch import Tensor
 
 from common.config.origin import called_by_weights
 from common.detection.export import describe
+from common.detection.models.class_rows import class_rows, take_classes
 from common.detection.models.detectors import FAMILIES, Detector
 from common.detection.models.fcos import FCOS
 from common.detection.weights.sources import read
 from common.detection.weights.weights import Weights
 from common.distributed.collectives import main_process_first
 from common.errors import Refused
-from common.training.timm_models import begins_with, take_rows
+from common.training.timm_models import begins_with
 
 # Settings that weights and detector must have in common, beside the model.
 _DECIDED = ("detector", "levels", "width", "convolutions", "variant")
-# Layers with a row for each class. cls_logits has one for each anchor and class.
-_HEADS = {"cls_score", "bbox_pred", "mask_fcn_logits", "enc_score_head", "class_embed", "enc_out_class_embed"}
-_HEADS |= {"cls_logits", "denoising_class_embed"}
 
 
 def read_once(source: str) -> Weights:
@@ -58,9 +56,7 @@ def begin_with(detector: Detector, weights: Weights, config: Any, names: Sequenc
         raise Refused(
             f"{weights.source}: {odd[0]} has numbers that are not finite; copy it again, or take other weights"
         )
-    for name in mine.keys() - head.keys():
-        mine[name].copy_(theirs[name])
-    new = [names[row - len(first)] for row in take_rows(head, trained, rows, known)]
+    new = [names[row - len(first)] for row in take_classes(mine, theirs, rows, known)]
     detector.pretrained_cfg = detector.pretrained_cfg | {"mean": weights.mean, "std": weights.std}
     if new and config.eval_only:
         raise Refused(
@@ -72,22 +68,6 @@ def begin_with(detector: Detector, weights: Weights, config: Any, names: Sequenc
     said = begins_with(len(mine) - len(head) * bool(new), len(mine), weights.source, new, names)
     unnamed = ", its classes in this order, which it does not name" if weights.is_unnamed and not new else ""
     return "".join([said, unnamed, *weights.notes])
-
-
-def class_rows(tensors: dict[str, Tensor], classes: int) -> dict[str, Tensor]:
-    """The tensors of a detector that have a part for each class, by name, as views [classes, ...]."""
-    views = {}
-    for name, tensor in tensors.items():
-        layers = set(name.split(".")[-3:-1]) & _HEADS
-        if not layers or name.startswith("rpn."):
-            continue
-        if "cls_logits" in layers and len(tensor) % classes == 0:
-            views[name] = tensor.unflatten(0, (-1, classes)).transpose(0, 1)
-        elif "denoising_class_embed" in layers:
-            views[name] = tensor[:classes]  # the last row is for no class
-        elif len(tensor) % classes == 0:
-            views[name] = tensor.unflatten(0, (classes, -1))
-    return views
 
 
 def _refuse_other_flags(detector: Detector, weights: Weights, config: Any) -> None:

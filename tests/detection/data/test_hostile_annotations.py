@@ -101,7 +101,7 @@ def test_a_stripe_is_shown_no_larger_than_the_long_side(tmp_path: Path) -> None:
         scenes = EvaluationScenes(val, BoxAugmentation(0, (64,), 96), 32, (0, 0, 0))
         batch = scenes.__getitems__(np.arange(2))
         assert batch.images.shape[2:] == (32, 96) and not batch.broken
-        varied = BoxAugmentation(0, (64,), 96, (0.1, 2), 1, 1, 1, 1, 1, 1)
+        varied = BoxAugmentation(0, (64,), 96, 1, 1, 1, 1, 1, 1)
         for position in range(4):
             samples = [train.sample(position % 2, position)] * (1 + len(varied.partners(position)))
             assert varied(samples, position, (0, 0, 0)).image.shape[1:].numel() <= 96 * 96

@@ -1,5 +1,7 @@
 """Hits are those of COCO's own evaluation; misses and false alarms are what a person would call them."""
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -18,7 +20,13 @@ def test_hits_and_crowds_are_those_of_pycocotools(seed: int) -> None:
     evaluation = of_pycocotools(metrics._coco(source), boxes_in_coco(source.image_ids, images, rows))
     hits = Matches(source, images, rows).hits
     assert (hits == IN_CROWD).any() and (hits >= 0).any()
-    np.testing.assert_array_equal(hits, hits_of(evaluation, len(rows)))
+    expected = hits_of(evaluation, len(rows))
+    np.testing.assert_array_equal(hits, expected)
+    rows[:, 5] = 1  # more than count of a class in an image
+    boxes = boxes_in_coco(source.image_ids, images, rows)
+    expected = hits_of(of_pycocotools(metrics._coco(source), boxes), len(rows))
+    counted = Matches.of_counted(source, images, rows)
+    assert len(counted.rows) < len(rows) and sorted(counted.hits[counted.hits >= 0]) == sorted(expected[expected >= 0])
 
 
 def test_each_kind_of_mistake_is_told_apart() -> None:
@@ -59,6 +67,21 @@ def test_the_threshold_is_the_score_of_the_best_f1() -> None:
     assert one_image(objects, [(A, 0.9, 0), (B, 0.6, 1), *wrong]).threshold == pytest.approx(0.9)
     assert one_image(objects, scores[1:2] + scores[3:]).threshold == 0.5  # nothing is right
     assert one_image(objects, []).threshold == one_image([], scores).threshold == 0.5
+
+
+def test_each_class_has_the_threshold_of_its_own_best_f1() -> None:
+    objects = [(A, 0, False), (B, 0, False), ((0, 0, 9, 9), 1, False), ((0, 60, 20, 80), 2, False)]
+    # The right one of 0.6 scores as much as the false one: both or neither.
+    found = [(A, 0.9, 0), ((0, 90, 10, 100), 0.6, 0), (B, 0.6, 0)]
+    found += [(A, 0.8, 1), ((0, 0, 9, 9), 0.3, 1), ((0, 0, 9, 9), 0.2, 1)]
+    cat, dog, cow = one_image(objects, found).classes
+    assert cat == pytest.approx({"threshold": 0.6, "precision": 2 / 3, "recall": 1, "f1": 4 / 5, "objects": 2})
+    assert dog == pytest.approx({"threshold": 0.3, "precision": 1 / 2, "recall": 1, "f1": 2 / 3, "objects": 1})
+    assert cow == {"threshold": None, "precision": None, "recall": 0, "f1": None, "objects": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        in_crowd = one_image([((0, 0, 100, 40), 0, True)], [((0, 0, 10, 10), 0.9, 0)]).classes
+        assert [row["recall"] for row in in_crowd] == [None] * 3 and one_image([], []).classes == in_crowd
 
 
 def test_crowd_regions_are_neither_missed_nor_background() -> None:

@@ -7,17 +7,14 @@ import pytest
 from PIL import Image
 
 from common.data.images import BrokenImage
-from common.detection.data.annotated import Annotations
+from common.detection.data.annotated import Annotated
 from common.detection.evaluation import plots
-from common.detection.evaluation.judgement import Judgement
 from common.detection.evaluation.matching import Matches
-from common.detection.evaluation.metrics import Detections
 from common.run.plots import BLUE, GREY, ORANGE
-from tests.harness.detections import awkward
 from tests.harness.pictures import drawn, has
 
 
-class Plain(Annotations):
+class Plain(Annotated):
     """Dark images of a size each; image 1, where there is one, can't be read."""
 
     def name(self, index: int) -> str:
@@ -73,14 +70,14 @@ def test_every_picture_is_drawn_of_anything(case: str, tmp_path: Path) -> None:
     if right is None:
         matches = Matches(source, matches.images[:0], matches.rows[:0])
     path = tmp_path / "pictures" / "a.png"
-    sheet = plots.predictions(source, matches, path)
+    sheet = plots.predictions(matches, path)
     pixels = drawn(path)
     shows = len(source) and len(source.boxes)
     assert not shows or any(has(pixels, colour) for colour in (BLUE, ORANGE, GREY))
     assert max(pixels.shape[:2]) < 3000 and len(sheet) == min(plots.SHOWN_IMAGES, len(source))
     plots.confusion(matches, source.classes, path)
     drawn(path)
-    plots.misses(source, matches, path)
+    plots.misses(matches, path)
     assert has(drawn(path), ORANGE) == (matches.missed.any() or matches.false_alarm_count > 0)
 
 
@@ -94,7 +91,7 @@ def test_the_same_images_are_shown_at_every_evaluation_those_with_objects() -> N
 
 def test_the_dashboard_gets_what_the_sheet_shows(tmp_path: Path) -> None:
     source = annotated(1, 3, 4)
-    (image,) = plots.predictions(source, found_in(source, 1.0), tmp_path / "a.png")
+    (image,) = plots.predictions(found_in(source, 1.0), tmp_path / "a.png")
     box, guess = image.boxes["ground_truth"][0], image.boxes["predictions"][0]
     assert box.corners == pytest.approx(source.boxes[0]) and box.class_name == source.classes[box.class_id]
     assert box.score is None and 0.3 <= guess.score <= 1 and image.name == source.name(0)
@@ -109,13 +106,3 @@ def test_precision_over_recall_is_drawn_for_any_number_of_classes(tmp_path: Path
     assert has(drawn(path), BLUE)
     plots.precision_recall(falling * 0 - 1, ["a"] * classes, path)  # nothing to find
     assert not has(drawn(path), BLUE)
-
-
-def test_the_costs_of_errors_are_drawn_of_much_and_of_nothing(tmp_path: Path) -> None:
-    source, found = awkward(1)
-    detections = Detections()
-    detections.update(range(21), found)
-    path = tmp_path / "run" / "pictures" / "errors.png"
-    for columns in (detections.columns(), (np.zeros(0, np.int64), np.zeros((0, 6), np.float32))):
-        plots.errors(Judgement.of(source, *columns), path)
-        drawn(path)
