@@ -1,4 +1,4 @@
-"""Evaluation of embeddings: recall@1, the same on any layout."""
+"""Evaluation of embeddings: recall@1, and verification accuracy in the manner of LFW, the same on any layout."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,9 @@ from torch import Tensor
 from common.classification.batches import Batch
 from common.data.source import Source
 from common.distributed.collectives import all_or_none, broadcast_object, gather_to_main
+from common.randomness import key_of, mix
 
+_FOLDS = 10
 _QUERIES = 1024  # compared at once with all images
 
 
@@ -19,8 +21,12 @@ class EmbeddingEvaluation:
 
     recall_at_1: share of the images whose nearest other image, by cosine, has their class. Images without another one of
         their class don't count (as in Oh Song et al., 2016, arXiv:1511.06452).
+    verification_accuracy: share of right decisions whether two images have the same class. Each image makes two pairs: with
+        the next image of its class, and with an image of another class, drawn once for all evaluations. Pairs are in ten folds
+        by the class of their first image, and each fold is decided by the threshold that is best for the nine others (the
+        protocol of LFW's view 2: Huang et al., 2007). threshold: the best for all pairs.
 
-    An image that can't be read is not found. The main process compares.
+    An image that can't be read is not found, and in no pair. The main process compares.
     """
 
     counts, mistakes, calibration = SimpleNamespace(confusion=None), (), None  # nothing to draw
@@ -38,7 +44,7 @@ class EmbeddingEvaluation:
         self._parts.append((batch.positions, embeddings, sound))
 
     def results(self) -> dict:
-        """`recall_at_1`, `count` and `broken`, on every rank. A collective."""
+        """The numbers above, `count` and `broken`, on every rank. A collective."""
         of_ranks = gather_to_main([torch.cat(columns).cpu().numpy() for columns in zip(*self._parts, strict=True)])
         with all_or_none("comparing embeddings"):
             parts = [part for part in of_ranks or () if part]
@@ -55,11 +61,58 @@ class EmbeddingEvaluation:
             raise RuntimeError(f"evaluated {len(order)} images of {len(self._labels)}: each must count exactly once")
         sound = sound[order]
         labels, rows = self._labels[sound], torch.from_numpy(embeddings[order[sound]]).to(self._device)
-        hits = 0
-        for queries in torch.arange(len(rows), device=rows.device).split(_QUERIES):
-            cosines = rows[queries] @ rows.T
-            cosines[torch.arange(len(queries)), queries] = -torch.inf  # not with itself
-            hits += (labels[cosines.argmax(1).cpu().numpy()] == labels[queries.cpu().numpy()]).sum()
+        hits = sum((labels[nearest] == labels[queries]).sum() for queries, nearest in _nearest(rows))
         _, classes, sizes = np.unique(self._labels, return_inverse=True, return_counts=True)
-        recall = hits / max(1, (sizes[classes] > 1).sum())
-        return {"recall_at_1": recall, "count": len(order), "broken": int((~sound).sum())}
+        first, second = pairs(labels)
+        scores = (rows[first] * rows[second]).sum(1).double().cpu().numpy()
+        verified = verification(scores, labels[first] == labels[second], labels[first])
+        return {
+            "recall_at_1": hits / max(1, (sizes[classes] > 1).sum()),
+            **verified,
+            "count": len(order),
+            "broken": int((~sound).sum()),
+        }
+
+
+def _nearest(rows: Tensor):
+    """Indices of some rows, and of the nearest other row of each, until all have been given."""
+    for queries in torch.arange(len(rows), device=rows.device).split(_QUERIES):
+        cosines = rows[queries] @ rows.T
+        cosines[torch.arange(len(queries)), queries] = -torch.inf
+        yield queries.cpu().numpy(), cosines.argmax(1).cpu().numpy()
+
+
+def pairs(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First and second images of pairs of the same class, then of pairs of others; a function of the labels alone."""
+    order, images = np.argsort(labels, kind="stable"), np.arange(len(labels))
+    _, classes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+    start, size, place = (np.cumsum(sizes) - sizes)[classes], sizes[classes], np.argsort(order)
+    others = np.maximum(len(labels) - size, 1)
+    drawn = (mix(images, key_of("pairs")) % others.astype(np.uint64)).astype(int)
+    drawn += size * (drawn >= start)
+    have, lack = size > 1, size < len(labels)
+    second = (start + (place - start + 1) % size)[have], drawn[lack]
+    return np.concatenate([images[have], images[lack]]), order[np.concatenate(second)]
+
+
+def verification(scores: np.ndarray, same: np.ndarray, classes: np.ndarray) -> dict[str, float | None]:
+    """Accuracy and threshold of pairs with these scores, which are of the same class or not; `classes` make folds."""
+    folds, right = np.unique(classes, return_inverse=True)[1] % _FOLDS, 0
+    if len(np.unique(folds)) < 2:
+        return {"verification_accuracy": None, "threshold": None}
+    for fold in np.unique(folds):
+        others, own = folds != fold, folds == fold
+        right += ((scores[own] >= best_threshold(scores[others], same[others])) == same[own]).sum()
+    return {"verification_accuracy": float(right / len(scores)), "threshold": best_threshold(scores, same)}
+
+
+def best_threshold(scores: np.ndarray, same: np.ndarray) -> float:
+    """The least threshold with the most right decisions of "score >= threshold": in the middle between two scores."""
+    order = np.argsort(scores, kind="stable")
+    scores, same = scores[order], same[order]
+    right = np.append(same[::-1].cumsum()[::-1], 0) + np.insert(
+        (~same).cumsum(), 0, 0
+    )  # with the threshold before each
+    edges = np.concatenate([[scores[0] - 1], (scores[1:] + scores[:-1]) / 2, [scores[-1] + 1]])
+    right[1:-1][scores[1:] == scores[:-1]] = 0  # equal ones are decided alike
+    return float(edges[right.argmax()])

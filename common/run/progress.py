@@ -17,8 +17,11 @@ _NAMES = {
     "f1_macro": "macro F1",
     "mean_class_accuracy": "mean class accuracy",
     "recall_at_1": "recall@1",
+    "verification_accuracy": "verification accuracy",
 }
-_SHARES = re.compile(r"top\d+|f1(_macro)?|(mean_class_)?accuracy|exact_match|precision|recall(_at_1)?|ece|m?AP.*|AR.*")
+_SHARES = re.compile(
+    r"top\d+|f1(_macro)?|((mean_class|verification)_)?accuracy|exact_match|precision|recall(_at_1)?|ece|m?AP.*|AR.*"
+)
 _LOWER = {"loss", "ece", "error", "nll", "brier", "perplexity", "mae", "mse", "rmse"}  # are better if they are lower
 
 MOST_NAMED = 10_000  # a checkpoint keeps no more names of broken images

@@ -1,12 +1,13 @@
-"""Recall@1 against plain loops, the same on any number of processes."""
+"""Recall@1 and verification accuracy against plain loops, the same on any number of processes."""
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from common.classification.embeddings import EmbeddingEvaluation
+from common.classification.embeddings import EmbeddingEvaluation, best_threshold, pairs
 from common.distributed.collectives import rank, world_size
 
 
@@ -28,7 +29,7 @@ def rank_evaluates(broken: tuple[int, ...] = (), twice: bool = False) -> dict:
     return found.results()
 
 
-def by_hand(broken: tuple[int, ...]) -> float:
+def by_hand(broken: tuple[int, ...]) -> tuple[float, float]:
     labels, embeddings = data()
     unit = (embeddings / embeddings.norm(dim=1, keepdim=True)).numpy()
     sound, hits, queries = [row for row in range(len(labels)) if row not in broken], 0, 0
@@ -37,16 +38,60 @@ def by_hand(broken: tuple[int, ...]) -> float:
         if row in sound:
             nearest = max((other for other in sound if other != row), key=lambda other: unit[row] @ unit[other])
             hits += labels[nearest] == labels[row]
-    return hits / queries
+    mine, right = labels[sound], 0
+    first, second = pairs(mine)
+    scores = np.array([unit[sound[one]] @ unit[sound[other]] for one, other in zip(first, second, strict=True)])
+    names, same = sorted({*mine[first]}), mine[first] == mine[second]
+    for place in range(len(scores)):
+        fold = names.index(mine[first[place]]) % 10
+        others = [names.index(mine[one]) % 10 != fold for one in first]
+        right += (scores[place] >= best(scores[others], same[others])) == same[place]
+    return hits / queries, right / len(scores)
+
+
+def best(scores: np.ndarray, same: np.ndarray) -> float:
+    ordered = sorted({*scores})
+    middles = [(low + high) / 2 for low, high in itertools.pairwise(ordered)]
+    edges = [ordered[0] - 1, *middles, ordered[-1] + 1]
+    return max(edges, key=lambda edge: ((scores >= edge) == same).sum())
 
 
 @pytest.mark.parametrize("broken", [(), (3, 20, 41)])
 def test_results_are_those_of_plain_loops_on_any_layout(processes, broken: tuple[int, ...]) -> None:
-    """Batches of 25, 25 and 10; images that can't be read are missed. An image counts once."""
-    recall = by_hand(broken)
-    assert 0.3 < recall < 0.95
+    """Batches of 25, 25 and 10; images that can't be read are missed, and in no pair."""
+    recall, accuracy = by_hand(broken)
+    assert 0.3 < recall < 0.95 and 0.6 < accuracy < 0.95
     for ranks in (1, 2, 3):
         for results in processes.run(rank_evaluates, broken, ranks=ranks):
-            assert results == {"recall_at_1": pytest.approx(recall, abs=1e-12), "count": 60, "broken": len(broken)}
+            assert results["recall_at_1"] == pytest.approx(recall, abs=1e-12)
+            assert results["verification_accuracy"] == pytest.approx(accuracy, abs=1e-12)
+            assert (results["count"], results["broken"]) == (60, len(broken))
+
+
+def test_an_image_counts_once() -> None:
     with pytest.raises(RuntimeError, match="evaluated 85 images of 60"):
-        rank_evaluates(broken, twice=True)
+        rank_evaluates(twice=True)
+
+
+def testpairs_are_of_the_same_class_and_of_others() -> None:
+    labels, _ = data(500)
+    first, second = pairs(labels)
+    same = labels[first] == labels[second]
+    assert (first != second).all() and same.tolist() == [True] * 499 + [False] * 500
+    assert len(np.unique(second[same])) == 499 and len(np.unique(second[~same])) > 250
+    assert all(np.array_equal(one, other) for one, other in zip((first, second), pairs(labels), strict=True))
+
+
+def test_the_threshold_has_the_most_right_decisions() -> None:
+    generator = np.random.default_rng(1)
+    for size in (1, 2, 3, 30, 300):
+        scores, same = generator.integers(12, size=size) / 4, generator.random(size) < 0.5
+        right = [((scores >= edge) == same).sum() for edge in (best_threshold(scores, same), best(scores, same))]
+        assert right[0] == right[1]
+
+
+def test_one_class_has_no_verification() -> None:
+    found = EmbeddingEvaluation(SimpleNamespace(labels=np.zeros(3, int)), "cpu")
+    found.update(SimpleNamespace(positions=torch.arange(3), readable=None), torch.randn(3, 4))
+    results = found.results()
+    assert results["recall_at_1"] == 1 and results["verification_accuracy"] is None

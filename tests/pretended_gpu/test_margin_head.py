@@ -41,7 +41,7 @@ def test_two_gpus_train_what_the_cpu_does(exact, gpus, run_on_gpus, words) -> No
     cases = {kind: words(kind, "gpus", "--dtype", "float64") for kind in KINDS}
     for kind, run in run_on_gpus(gpus.at_most(2), cases, as_typed=True, timeout=500).items():
         assert run.outcome == "ok", run.text
-        for key in ("train/loss", "train/grad_norm", "eval/ema_recall_at_1"):
+        for key in ("train/loss", "train/grad_norm", "eval/ema_recall_at_1", "eval/ema_verification_accuracy"):
             np.testing.assert_allclose(run.column(key), exact[kind].column(key), rtol=EXACT, err_msg=key)
         for file in ("model", "ema", "margin_head"):
             assert apart(exact[kind].tensors(file), run.tensors(file)) < EXACT, (kind, file)

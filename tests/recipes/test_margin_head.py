@@ -139,7 +139,8 @@ def test_what_leaves_the_run_is_the_embedding(runs) -> None:
     last = json.loads((run.folder / "summary.json").read_text())["last"]
     for name in ("best/", "checkpoint"):
         results = json.loads(runs[name].stdout.splitlines()[-1])
-        assert results["recall_at_1"] == pytest.approx(last["eval/ema_recall_at_1"], abs=1e-12), name
+        for key in ("recall_at_1", "verification_accuracy"):
+            assert results[key] == pytest.approx(last[f"eval/ema_{key}"], abs=1e-12), (name, key)
     others = json.loads(runs["other classes"].stdout.splitlines()[-1])
     assert others["count"] == 23 and 0 < others["recall_at_1"] <= 1
     assert "128 classes without names" in runs["of the original"].text, "no logits, which would be wrong numbers"
