@@ -201,7 +201,7 @@ class RunConfig(SharedFields):
     """Steps between evaluations (0: at the end of every epoch). The last step always has one."""
     eval_flip: bool = option(False, of_evaluation=True)
     """With --eval_only: show each image also mirrored left to right. Probabilities are averaged, detections are merged."""
-    tracker: Literal["wandb", "tensorboard", "trackio", "none"] = option("wandb", may_change=True, heading="dashboard")
+    tracker: Literal["wandb", "tensorboard", "none"] = option("wandb", may_change=True, heading="dashboard")
     """Dashboard; wandb without an API key runs offline. metrics.jsonl is written in any case."""
     project: str = option("vision-recipes", may_change=True)
     """Project name on the dashboard."""

@@ -444,10 +444,7 @@ class Run:
             self._records.table("suspicious", rows_of, *judged)  # last: it says that this is done
 
     def draw(self, name: str, function: Callable, *arguments) -> None:
-        """Draw `pictures/<name>.png` by `function(*arguments, path)` on the main process; a failure is logged, not raised.
-
-        Images with boxes that it returns (`tracking.BoxedImage`) go to the dashboard, too.
-        """
+        """Draw `pictures/<name>.png` by `function(*arguments, path)` on the main process; a failure is logged, not raised."""
         watchdog.note(f"drawing {name}")
         self._records.draw(name, function, *arguments)
 
