@@ -88,7 +88,7 @@ class Config(OptimizationConfig, RunConfig):
     compile: bool = False
     """torch.compile the model for training; evaluations run it uncompiled."""
     eval_only: str = path_option("", heading="evaluation")
-    """Only evaluate this checkpoint, the mean of this folder of checkpoints, or this exported model; leaves a report."""
+    """Only evaluate this checkpoint or this exported model; leaves a report."""
 
     # What defines a training. --help explains the fields without a text: all recipes have them.
     epochs: float = 10.0

@@ -1,16 +1,15 @@
 """Resume: chooses the checkpoint that a run resumes from, and checks that it belongs to this run."""
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from common.checkpoints.state import Tensors, TrainingState
+from common.checkpoints.state import TrainingState
 from common.checkpoints.store import Checkpoint, Checkpoints, Damaged, verify
-from common.config.origin import checkpoints_in
 from common.config.recipe_source import FOLDER, Source, difference
 from common.distributed.collectives import all_or_none, broadcast_object, gather_objects, is_main
 from common.errors import Refused
@@ -62,12 +61,9 @@ def choose_together(
 def load_model(model: torch.nn.Module, path: Path) -> None:
     """Load the weights of a checkpoint into `model`; if it has a moving average, the averaged weights.
 
-    `path` may also be the exported folder of a custom nn.Module, or a run's folder of checkpoints, whose mean is loaded.
-    Raises `Refused` if the weights are of another model.
+    `path` may also be the exported folder of a custom nn.Module. Raises `Refused` if the weights are of another model.
     """
-    if averaged := checkpoints_in(path):
-        files = {"model": mean_of(averaged)}
-    elif (path / "config.json").is_file():
+    if (path / "config.json").is_file():
         check_regular(path)
         files = {"model": load_file(path / "model.safetensors")}
         check_weights(model, path / "model.safetensors")
@@ -96,31 +92,6 @@ def check_weights(model: torch.nn.Module, file: Path) -> None:
                 )
             if is_number and not tensor.isfinite().all():
                 raise Refused(f"{file}: {name} has numbers that are not finite; copy the folder again, or take another")
-
-
-def mean_of(paths: Sequence[Path]) -> Tensors:
-    """The mean of the weights of checkpoints, newest last, or of their moving averages if they have them.
-
-    Numbers are added in float64, running statistics of batch norms among them. Tensors of integers are taken from the newest.
-    Raises `Refused` for checkpoints whose tensors differ in name, shape or type.
-    """
-    total: Tensors = {}
-    first: dict = {}
-    for path in paths:
-        files = [file.stem for file in _whole(path, "--eval_only").path.glob("*.safetensors")]
-        tensors = load_file(path / f"{'ema' if 'ema' in files else 'model'}.safetensors")
-        kinds = {name: ("ema" in files, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        first = first or kinds
-        if kinds != first:
-            name = next(name for name in (*kinds, *first) if kinds.get(name) != first.get(name))
-            raise Refused(f"{path}: {name} is not as in {paths[0].name}, so they have no mean; move one of them away")
-        for name, tensor in tensors.items():
-            is_sum = tensor.is_floating_point()
-            total[name] = total.get(name, 0) + tensor.double() if is_sum else tensor
-    return {
-        name: (tensor / len(paths)).to(first[name][2]) if tensor.is_floating_point() else tensor
-        for name, tensor in total.items()
-    }
 
 
 def _found(resume: str, checkpoints: Checkpoints, say: Callable[..., None]) -> Checkpoint | None:

@@ -186,7 +186,7 @@ class RunConfig(SharedFields):
     """Print the start table, then try two steps, an evaluation, and saving and loading a checkpoint, in a temporary folder."""
     eval_every: int = option(0, low=0, may_change=True, heading="evaluation")
     """Steps between evaluations (0: at the end of every epoch). The last step always has one."""
-    tracker: Literal["wandb", "tensorboard", "trackio", "none"] = option("wandb", may_change=True, heading="dashboard")
+    tracker: Literal["wandb", "tensorboard", "none"] = option("wandb", may_change=True, heading="dashboard")
     """Dashboard; wandb without an API key runs offline. metrics.jsonl is written in any case."""
     project: str = option("vision-recipes", may_change=True)
     """Project name on the dashboard."""

@@ -1,15 +1,14 @@
 """Origin of the weights in a folder: the run that made them, its configuration and its classes.
 
 A checkpoint records them in `record.json`, an exported `best/` in `run.json` and `config.json`. A folder that another
-program wrote has only a `config.json`, which may lack the names of the classes. A run's folder of checkpoints stands for the
-mean of their weights.
+program wrote has only a `config.json`, which may lack the names of the classes.
 """
 
 import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import Refused
@@ -31,12 +30,10 @@ class Origin:
     config: dict  # defaults of the flags under `--eval_only`
     classes: tuple[str, ...]  # names by class id; empty if the folder does not name them
     count: int | None  # of classes, if known
-    steps: tuple[int, ...] = ()  # of the checkpoints whose mean is meant; empty for weights that are there as they are
 
     def describe(self, config: Mapping) -> str:
         """A line that names the weights, and the settings of `config` that differ from their run's."""
-        step = self.mean if self.steps else f"step {self.run.get('step')}"
-        of = f" of the run {self.run['name']}, {step}" if self.run else ", which names no run"
+        of = f" of the run {self.run['name']}, step {self.run.get('step')}" if self.run else ", which names no run"
         parts, had = [f"evaluating {self.path}{of}"], "the run had" if self.run else "the folder has"
         unsaid = ("eval_only", *(() if self.trained_on(config["data"]) else OF_DATA), *(() if self.run else ("data",)))
         for key, value in self.config.items():
@@ -46,12 +43,6 @@ class Origin:
                 theirs = value if value or (self.run and value != "") else "none" if self.run else "its own"
                 parts.append(f"--{key} {config[key]}, where {had} {theirs}")
         return "; ".join(parts)
-
-    @property
-    def mean(self) -> str:
-        """What is averaged, in words."""
-        what = "moving averages" if any(Path(self.path).glob("step_*/ema.safetensors")) else "weights"
-        return f"the mean of the {what} of steps {', '.join(map(str, self.steps))}"
 
     def trained_on(self, data: str) -> bool:
         """Whether the run was trained on `data`, so that only its held-out part may be evaluated."""
@@ -92,13 +83,6 @@ class Origin:
 def read_origin(path: str) -> Origin:
     """The origin of the weights in the folder `path`. Raises `Refused` if it has no weights or can't be read."""
     folder = Path(path)
-    if averaged := checkpoints_in(folder):
-        if len(averaged) < 2:
-            raise Refused(
-                f"--eval_only {path}: has one checkpoint, and a mean needs two or more; name {averaged[0]}, or train with a "
-                "larger --keep_checkpoints"
-            )
-        return replace(read_origin(str(averaged[-1])), path=path, steps=tuple(map(_step, averaged)))
     is_checkpoint = (folder / "manifest.json").is_file()
     if not is_checkpoint and not (folder / "config.json").is_file():
         if (folder / "config.yaml").is_file() or (folder / "checkpoints").is_dir():
@@ -126,20 +110,6 @@ def read_origin(path: str) -> Origin:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise Refused(f"--eval_only {path}: not a whole one ({reason}); name another, or copy it again") from None
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """The complete checkpoints in a run's folder of checkpoints, oldest first; none in any other folder."""
-    if not folder.is_dir() or any(
-        (folder / name).is_file() for name in ("manifest.json", "config.json", "config.yaml")
-    ):
-        return []
-    found = [path for path in folder.iterdir() if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir()]
-    return sorted(found, key=_step)
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step_"))
 
 
 def places_of(names: Sequence[str], known: Sequence[str]) -> list[int | None]:

@@ -56,7 +56,6 @@ class Heartbeat:
 
 _place = ["starting", 0, 0]  # phase, step, number of notes; written by the training thread only
 _tell: Callable[[str], None] | None = None
-_listener: Callable[[str], None] | None = None
 _stop: threading.Event | None = None
 _threads: list[threading.Thread] = []
 
@@ -66,14 +65,6 @@ def note(phase: str, step: int | None = None) -> None:
     _place[0] = phase
     _place[1] = _place[1] if step is None else step
     _place[2] += 1
-    if _listener:
-        _listener(phase)
-
-
-def listen(listener: Callable[[str], None] | None) -> None:
-    """Call `listener(phase)` for everything that this process notes; None stops it."""
-    global _listener
-    _listener = listener
 
 
 def on_end(tell: Callable[[str], None] | None) -> None:
@@ -110,7 +101,6 @@ def end() -> None:
         while _threads:
             _threads.pop().join(COMPARISON)
     on_end(None)
-    listen(None)
 
 
 class _IdleTimer:

@@ -92,7 +92,7 @@ def load_weights(model: torch.nn.Module, origin: Origin) -> None:
 def report_folder(config, origin: Origin, val: Source) -> Path:
     """The folder of the report on `val`: one for each of weights, part of the data, and settings that the run did not have."""
     weights = Path(origin.path).absolute()
-    run = weights.parent if weights.name in ("best", "checkpoints") else weights.parent.parent
+    run = weights.parent if weights.name == "best" else weights.parent.parent
     is_of_run = bool(origin.run) and (run / "config.yaml").is_file() and os.access(run, os.W_OK)
     known = origin.config | {"eval_only": config.eval_only, "split": config.split} if is_of_run else {}
     asked = {key: value for key, value in identity(config).items() if hasattr(config, key)}  # present names only
@@ -136,7 +136,6 @@ def _evaluated(config, origin: Origin, val: Source) -> dict[str, Any]:
         "run": origin.run.get("name"),
         "recipe": origin.run.get("recipe"),
         "step": origin.run.get("step"),
-        "mean_of_steps": list(origin.steps) or None,
         "data": config.data,
         "part": val.part,
         "fingerprint": val.fingerprint,

@@ -6,14 +6,13 @@ Only the main process writes; on the others, a `RunLog` does nothing.
 import os
 import sys
 import time
-from collections.abc import Sequence
 
 from tqdm import tqdm
 
 from common.errors import printable
 from common.run.folder import RunFolder
 from common.run.progress import display_name, of_exported
-from common.run.tracking import BoxedImage, Tracker
+from common.run.tracking import Tracker
 
 _LINE_SECONDS = 2.0  # shortest time between two progress lines if there is no terminal
 
@@ -113,12 +112,10 @@ class RunLog:
         self._tracker.finish(exit_code, patience)
         return self._tracker.where()
 
-    def pictures(self, step: int, pictures: dict, boxed: Sequence[BoxedImage] | None = None) -> None:
-        """Send image files of `step` (key -> path) to the dashboard, and images with boxes if there are any."""
+    def pictures(self, step: int, pictures: dict) -> None:
+        """Send image files of `step` (key -> path) to the dashboard."""
         if self._tracker:
             self._tracker.images(step, pictures)
-            if boxed:
-                self._tracker.boxes(step, boxed)
 
     def _show(self, row: dict) -> None:
         results = of_exported({key: value for key, value in row.items() if key.startswith("eval/")})

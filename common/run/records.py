@@ -41,7 +41,7 @@ MENDED_BY = "lower --lr, set --clip 1 or --warmup_epochs"
 
 # Names and prefixes in a row that numbers of one's own can't have.
 OWN_NAMES = {"loss", "grad_norm", "weight_norm", "update_ratio", "loss_scale", "skipped_steps"}
-OWN_PARTS = {"data", "eval", "objects", "perf", "run", "summary"}
+OWN_PARTS = {"data", "eval", "perf", "run", "summary"}
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -63,7 +63,7 @@ class Records:
         self._config, self._path, self._folder = config, path, folder
         self.log = RunLog(folder)
         self.progress = Progress()
-        self._first_loss = 0.0
+        self._first_loss, self._told = 0.0, set()
         self._drawing = FIRST_DRAWING_S  # seconds that pictures of this start took
         self._trained_before = 0.0  # seconds of training in earlier starts
 
@@ -194,13 +194,14 @@ class Records:
         if self._folder and not self._folder.lost:
             path, began = self._path / "pictures" / f"{name}.png", time.perf_counter()
             try:
-                boxed = function(*arguments, path)
-                if letters := fonts.missing():
+                function(*arguments, path)
+                if letters := "".join(sorted(fonts.missing - self._told)[:10]):
                     self.log.say(
                         f"{path}: no installed font has {letters}, drawn as boxes; install one that has, such as "
                         "Noto Sans CJK (Debian: fonts-noto-cjk)"
                     )
-                self.log.pictures(self.progress.step or 1, {name: path}, boxed)  # the first batch is step 1's
+                self._told |= fonts.missing
+                self.log.pictures(self.progress.step or 1, {name: path})  # the first batch is step 1's
             except Exception as error:  # a picture is not worth a run
                 self.log.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
             if self.progress.step:  # before that, data workers are starting

@@ -81,9 +81,10 @@ class Run:
         name = config.name or f"{recipe_source.stem(config)}-{short_hash(identity(config))}"
         if Path(name).name != name or name == "..":
             raise Refused(f"--name {name}: must be a folder name without slashes; where it lies is --output_dir")
-        profiled = steps_between(config.profile)
         if config.max_steps:
-            profiling.check(profiled, config.max_steps)  # where the length is known before the data are
+            profiling.check(
+                steps_between(config.profile), config.max_steps
+            )  # where the length is known before the data are
         BatchPlan(config.global_batch_size, world_size(), config.max_micro_batch_size)  # refused before data are read
         self._scratch = broadcast_object(tempfile.mkdtemp() if is_main() else None) if config.dry_run else None
         self.path = Path(self._scratch or config.output_dir) / name
@@ -94,7 +95,6 @@ class Run:
         self._suspicious = self.path / "suspicious.csv"
         self._records = Records(config, self.path, self._folder)
         self._log, self.say = self._records.log, self._records.log.say
-        self._profile = Profile(*profiled, self.path, self.say) if profiled else None
         self._saving = Saving(config, self.path, self._folder, self._records)
         self._writer = self._saving.writer
         self._shutdown = Shutdown(config, self.path, self._folder, self._records, self._writer)
@@ -265,8 +265,8 @@ class Run:
         self.last = self._saving.resume(state, export, identity_of_run, recipe) or self.total_steps
         records.share()
         self.step, self.best_step = records.progress.step, records.progress.best.get("step", 0)
-        if self._profile:
-            self._profile.skip(self.step)
+        profiled = steps_between(self.config.profile)
+        self._profile = Profile(*profiled, self.step, self.path, self.say) if profiled else None
         self._step_reports = StepReports(self.config.global_batch_size, state.scaler)
         self._seconds: dict[int, float] = {}  # of the steps whose reports are not in yet
         facts = environment(launch.precision(self.accelerator, self.config.dtype), self._device, self.config)
@@ -289,7 +289,7 @@ class Run:
         """
         for step in range(self.step, self.last):
             if self._profile:
-                self._profile.before(step + 1)
+                self._profile.before()
             self._began, self._lap = time.perf_counter(), Lap(self._device)
             watchdog.note("training", step + 1)
             yield step
@@ -353,7 +353,7 @@ class Run:
         self._take_in(reports)
         self._end(step)
         if self._profile:
-            self._profile.after()
+            self._profile.after(step)
 
     def stop(self, why: str) -> None:
         """End the run early, with a last evaluation and checkpoint: `run.stop("patience")`, on one rank or on all.
@@ -444,10 +444,7 @@ class Run:
             self._records.table("suspicious", rows_of, *judged)  # last: it says that this is done
 
     def draw(self, name: str, function: Callable, *arguments) -> None:
-        """Draw `pictures/<name>.png` by `function(*arguments, path)` on the main process; a failure is logged, not raised.
-
-        Images with boxes that it returns (`tracking.BoxedImage`) go to the dashboard, too.
-        """
+        """Draw `pictures/<name>.png` by `function(*arguments, path)` on the main process; a failure is logged, not raised."""
         watchdog.note(f"drawing {name}")
         self._records.draw(name, function, *arguments)
 
@@ -529,7 +526,7 @@ class Run:
 
     def _end_steps(self) -> None:
         if self._profile:
-            self._profile.end()
+            self._profile.after(self.step, ends=True)
         self._saving.wait()
 
     def _leave_early(self) -> None:

@@ -1,4 +1,4 @@
-"""Tracking: sends rows, results and plots to a dashboard (W&B, TensorBoard or Trackio), without affecting the run.
+"""Tracking: sends rows, results and plots to a dashboard (W&B or TensorBoard), without affecting the run.
 
 The record of the run is `metrics.jsonl`; the dashboard only shows it. So everything that a tracker does (import, login,
 network, disk) happens in a daemon thread behind a queue. Training only puts rows into the queue. A failing tracker is logged
@@ -6,7 +6,6 @@ once, and training continues.
 """
 
 import contextlib
-import functools
 import importlib.util
 import json
 import os
@@ -18,23 +17,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from accelerate.tracking import TensorBoardTracker, TrackioTracker, WandBTracker
+from accelerate.tracking import TensorBoardTracker, WandBTracker
 
 from common.config.fields import list_of
 from common.errors import Refused
 
-if TYPE_CHECKING:
-    from PIL import Image
-
-PACKAGES = {"wandb": ("wandb",), "tensorboard": ("tensorboard", "tensorboardX"), "trackio": ("trackio",), "none": ()}
+PACKAGES = {"wandb": ("wandb",), "tensorboard": ("tensorboard", "tensorboardX"), "none": ()}
 MOST_WAITING = 10_000  # rows kept while a tracker starts or hangs: a few MB, hours at a usual `log_every`
-INIT_TIMEOUT_S = (
-    20.0  # then W&B works offline; shorter than the next, so that a short run without network keeps its rows
-)
+INIT_TIMEOUT_S = 20.0  # then W&B works offline; shorter than the next, so that a short run keeps its rows
 FINISH_TIMEOUT_S = 30.0
 LOG_HEADER_BYTES = 7  # at the beginning of W&B's files
 FLUSH_S = 1  # rows are written to the disk so often; by default W&B does after 15 s, TensorBoard after 120 s
@@ -46,25 +39,6 @@ def require(kind: str) -> None:
         raise Refused(f"tracker {kind} isn't installed: pip install {PACKAGES[kind][0]}, or choose --tracker none")
 
 
-@dataclass(frozen=True)
-class BoxedImage:
-    """An image with sets of boxes, each under a name such as "predictions"."""
-
-    image: "Image.Image"
-    name: str
-    boxes: Mapping[str, list["Box"]]
-
-
-@dataclass(frozen=True)
-class Box:
-    """A box: left, top, right, bottom in pixels; id and name of its class; the score if it was predicted."""
-
-    corners: tuple[float, float, float, float]
-    class_id: int
-    class_name: str
-    score: float | None = None
-
-
 class Tracker:
     """Sends rows, results and plots to a tracker, without waiting for it or failing with it.
 
@@ -73,7 +47,7 @@ class Tracker:
     Call `finish` in a `finally` block: W&B's own exit hook can wait minutes for a missing network.
 
     Args:
-        kind: "wandb", "tensorboard", "trackio" or "none".
+        kind: "wandb", "tensorboard" or "none".
         folder: The run folder; the tracker's files go below it.
         project: The tracker's group of runs.
         name: The run's display name.
@@ -105,10 +79,10 @@ class Tracker:
         self._calls: queue.SimpleQueue[Callable[[_Backend], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if kind != "none":
-            backend = {"wandb": _WandB, "tensorboard": _TensorBoard, "trackio": _Trackio}[kind]
+            backend = {"wandb": _WandB, "tensorboard": _TensorBoard}[kind]
             resumed_at = rows[-1]["step"] if rows else 0
-            start = functools.partial(backend, folder, project, name, dict(config), self.run_id, resumed_at, say)
-            self._thread = threading.Thread(target=self._serve, args=(start, rows), name="tracker", daemon=True)
+            start = backend, (folder, project, name, dict(config), self.run_id, resumed_at, say), rows
+            self._thread = threading.Thread(target=self._serve, args=start, name="tracker", daemon=True)
 
     def begin(self) -> None:
         """Start the tracker, unless it has started. Takes microseconds."""
@@ -129,11 +103,6 @@ class Tracker:
         """Queues image files of `step`."""
         kept = dict(pictures)
         self._put_of(step, lambda backend: backend.images(step, kept))
-
-    def boxes(self, step: int, images: Sequence[BoxedImage]) -> None:
-        """Queues images with boxes of `step`; only W&B shows them. A plot that shows them is sent as well."""
-        kept = tuple(images)
-        self._put_of(step, lambda backend: backend.boxes(step, kept))
 
     def where(self) -> str:
         """The URL, or a folder and the command that shows or uploads it; "" if there is none yet."""
@@ -165,9 +134,9 @@ class Tracker:
         else:
             self._fail(f"it hangs, rows from step {self._step} on are left out")
 
-    def _serve(self, start: Callable[[], "_Backend"], rows: Sequence[Mapping[str, Any]]) -> None:
+    def _serve(self, start: Callable[..., "_Backend"], arguments: tuple, rows: Sequence[Mapping[str, Any]]) -> None:
         try:
-            backend = start()
+            backend = start(*arguments)
             for row in rows:  # a start that was killed may not have sent them
                 if row["step"] > backend.has_up_to:
                     backend.log(row["step"], {key: value for key, value in row.items() if key != "step"})
@@ -203,9 +172,6 @@ class _Backend:
 
     def images(self, step: int, pictures: dict[str, Path]) -> None:
         raise NotImplementedError
-
-    def boxes(self, step: int, images: Sequence[BoxedImage]) -> None:
-        """Does nothing by default."""
 
     def finish(self, exit_code: int) -> None:
         self.tracker.finish()
@@ -268,21 +234,6 @@ class _WandB(_Backend):
 
         self.log(step, {key: wandb.Image(str(path)) for key, path in pictures.items()})
 
-    def boxes(self, step, images):
-        import wandb
-
-        # Every set of boxes names all classes, so that a class has one colour. A list of images would need one size.
-        labels = {box.class_id: box.class_name for image in images for boxes in image.boxes.values() for box in boxes}
-        row = {}
-        for number, image in enumerate(images, 1):
-            size = image.image.size
-            boxes = {
-                name: {"box_data": [_box_of_wandb(box, size) for box in boxes], "class_labels": labels}
-                for name, boxes in image.boxes.items()
-            }
-            row[f"objects/{number:02d}"] = wandb.Image(image.image, caption=image.name, boxes=boxes)
-        self.log(step, row)
-
     def finish(self, exit_code):
         self.run.finish(exit_code=exit_code)
 
@@ -310,33 +261,6 @@ class _TensorBoard(_Backend):
         # If the run folder was removed or replaced, a thread of TensorBoard would print a traceback or write there.
         if self.files.exists() and os.path.samestat(self.files.stat(), self.stat):
             super().finish(exit_code)
-
-
-class _Trackio(_Backend):
-    def __init__(self, folder, project, name, config, run_id, resumed_at, say):
-        self.has_up_to = resumed_at
-        files = _writable(folder / "trackio")
-        os.environ["TRACKIO_DIR"] = str(files)  # read when the package is imported
-        of_group = {"group": config.get("group") or None}
-        self.tracker = TrackioTracker(project, name=name, resume="allow", config=config, embed=False, **of_group)
-        self.tracker.start()
-        self.where = f"{files} (to look: TRACKIO_DIR={files} trackio show)"
-
-    def images(self, step, pictures):
-        import trackio
-
-        self.log(step, {key: trackio.Image(str(path)) for key, path in pictures.items()})
-
-
-def _box_of_wandb(box: Box, size: tuple[int, int]) -> dict:
-    """A box for W&B, in fractions of the image: W&B takes only whole numbers as pixels."""
-    left, top, right, bottom = (side / length for side, length in zip(box.corners, (*size, *size), strict=True))
-    known = (
-        {"box_caption": box.class_name}
-        if box.score is None
-        else {"box_caption": f"{box.class_name} {box.score:.2f}", "scores": {"score": box.score}}
-    )
-    return {"position": {"minX": left, "minY": top, "maxX": right, "maxY": bottom}, "class_id": box.class_id} | known
 
 
 def _writable(folder: Path) -> Path:

@@ -83,16 +83,6 @@ def test_the_moving_average_is_evaluated(tmp_path: Path) -> None:
         assert (loaded.weight == step).all() and torch.equal(loaded.bias, (ema or model).bias)
 
 
-def test_a_folder_of_checkpoints_stands_for_the_mean_of_their_weights(tmp_path: Path) -> None:
-    for step, value in ((1, 1.0), (2, 2.0), (3, 6.0)):
-        Checkpoints(tmp_path / "checkpoints", keep=9).save(
-            {"step": step}, {"model": network(value).state_dict(), "ema": network(value + 1).state_dict()}
-        )
-    model = network(0.0)
-    load_model(model, tmp_path / "checkpoints")
-    assert (model.weight == 4).all()
-
-
 def test_the_weights_of_another_model_are_refused_before_anything_is_changed(tmp_path: Path) -> None:
     path = Checkpoints(tmp_path).save({"step": 1}, {"model": nn.Linear(3, 4).state_dict(), "optimizer": {}})
     model = network(7.0)

@@ -17,7 +17,6 @@ class Dashboard:
         self.results: dict = {}
         self.ended: tuple = ()
         self.shown: dict = {}
-        self.boxed: list = []
         self.begun = False
 
     def begin(self) -> None:
@@ -31,9 +30,6 @@ class Dashboard:
 
     def images(self, step: int, images: dict) -> None:
         self.shown = {step: images}
-
-    def boxes(self, step: int, images: list) -> None:
-        self.boxed = [step, *images]
 
     def finish(self, exit_code: int, patience: float) -> None:
         self.ended = (exit_code, patience)

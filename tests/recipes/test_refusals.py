@@ -175,8 +175,6 @@ cls --name my/run
     --name my/run: must be a folder name without slashes; where it lies is --output_dir
 FIRST --lr 0.5
     runs/first/checkpoints/step_00000002 belongs to another run: lr 0.004 there, 0.5 here; give this run another --name
-FIRST --tracker trackio --max_steps 4
-    tracker trackio isn't installed: pip install trackio, or ...
 cls --name second --resume runs/first
     --resume runs/first: no checkpoint, no manifest.json is in it; name a folder such as RUN/checkpoints/step_00000200
 cls --name first --resume never

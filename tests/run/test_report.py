@@ -103,7 +103,7 @@ def test_a_killed_run_has_a_page_of_its_rows_and_its_log(tmp_path: Path) -> None
     assert len(run.starts) == len(run.messages) == 2
     assert run.starts[1]["layout"].startswith("4 processes")
     assert "running at step 10 (or killed)" in page.text and "2, of which 1 resumed" in page.text
-    assert "40.00 %" in page.text and "best top-1, step 40" in page.text
+    assert "best top-1, step 40 40.00 %" in page.text
     assert "10:00:05  can't be read, a stand-in takes its place: cat.jpg" in html.unescape(page.source)
     assert f"torchrun recipes/cls.py --config {folder / 'config.yaml'} --name a-again" in page.text
     assert (folder / "pictures/curves.png").is_file()
@@ -131,7 +131,7 @@ def test_the_page_of_a_thousand_classes_stays_small(tmp_path: Path) -> None:
 def test_several_columns_per_class_and_none_of_several_labels(tmp_path: Path) -> None:
     results = {"f1": 0.5, "per_class": {"a": None, "b": 0.25}, "threshold": {"a": 0.5, "b": 0.125}, "odd": {"a": "x"}}
     page = Page(made(tmp_path / "a", **{"best/results.json": results}))
-    assert "class F1 threshold b 25.0 % 12.5 % a - 50.0 %" in page.text
+    assert "class F1 threshold b 25.00 % 12.50 % a - 50.00 %" in page.text
 
 
 def test_a_large_picture_is_stored_smaller_and_no_fifo_is_waited_for(tmp_path: Path) -> None:

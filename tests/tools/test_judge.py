@@ -1,7 +1,4 @@
-"""`--eval_only` leaves a report: its numbers are those of the run and of any layout, each part of the data has its own.
-
-A folder of checkpoints stands for the mean of their weights.
-"""
+"""`--eval_only` leaves a report: its numbers are those of the run and of any layout, each part of the data has its own."""
 
 import json
 import re
@@ -10,15 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from accelerate import Accelerator
 from PIL import Image
-from safetensors.torch import load_file
 
-from common.errors import Refused
 from tests.harness.drawings import draw_stripes
 from tests.harness.runs import copied, read
-from tools.trained import load
 
 
 def report_in(folder: Path) -> dict:
@@ -71,50 +63,6 @@ def test_a_report_has_the_numbers_of_the_run_and_of_any_layout(run, reported, fo
     assert again.pop("loss") == pytest.approx(report.pop("loss"), rel=1e-6)
     assert again == report and alone["thresholds"] == report["thresholds"]
     assert not (run / "evaluation/best-held_out/pictures").exists(), "the old report's pictures are gone with it"
-
-
-def test_the_mean_of_checkpoints_is_evaluated_and_loaded_by_tools(run, forks, capsys) -> None:
-    steps = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert len(steps) == 2
-    ended = forks("--eval_only", run / "checkpoints", "--workers", 0)
-    wanted = f"the mean of the weights of steps {', '.join(str(int(step[5:])) for step in steps)}"
-    assert f"evaluating {run}/checkpoints of the run cls, {wanted}\n" in ended.stdout
-    of_mean, of_last = printed(ended), printed(forks("--eval_only", run / "checkpoints" / steps[1], "--workers", 0))
-    assert 0.9 < of_mean["top1"] and of_mean["loss"] != of_last["loss"]
-    assert report_in(run / "evaluation/checkpoints-held_out")["evaluated"]["mean_of_steps"] == [
-        int(step[5:]) for step in steps
-    ]
-    assert report_in(run / f"evaluation/{steps[1]}-held_out")["evaluated"]["mean_of_steps"] is None
-
-    trained = load(str(run / "checkpoints"), ["--workers", "0"])
-    assert capsys.readouterr().err == f"{run}/checkpoints: {wanted}\n"
-    _, data = trained.recipe.build_data(trained.config, trained.origin)
-    model = trained.build(data, Accelerator(cpu=True).device)[0].state_dict()
-    one, other = (load_file(run / "checkpoints" / step / "model.safetensors") for step in steps)
-    assert model.keys() == one.keys() == other.keys()
-    for name, tensor in model.items():
-        both = one[name].double(), other[name].double()
-        is_number = tensor.is_floating_point()
-        torch.testing.assert_close(tensor, ((both[0] + both[1]) / 2).to(tensor.dtype) if is_number else other[name])
-        assert is_number or not torch.equal(one[name], other[name]), "buffers worth comparing"
-
-
-def test_checkpoints_without_a_mean_are_refused(run, run_several, tmp_path) -> None:
-    unfinished, single = (tmp_path / name / "checkpoints" for name in ("unfinished", "single"))
-    for folder in (unfinished, single):
-        shutil.copytree(run / "checkpoints", folder)
-        shutil.copy(run / "config.yaml", folder.parent)
-    first, last = sorted(path.name for path in single.iterdir())
-    (unfinished / first / "manifest.json").unlink()
-    shutil.rmtree(single / first)
-    told = run_several(1, {folder.parent.name: ["--eval_only", folder] for folder in (unfinished, single)})
-    for name, text in (
-        ("unfinished", "no manifest.json is in it"),
-        ("single", f"has one checkpoint, and a mean needs two or more; name {single / last}, or train"),
-    ):
-        assert told[name].outcome == "refused" and text in told[name].text
-    with pytest.raises(Refused, match="keep_checkpoints"):
-        load(str(single))
 
 
 @pytest.fixture(scope="module")

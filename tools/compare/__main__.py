@@ -116,8 +116,8 @@ def _describe(runs: Sequence) -> list[str]:
 
 def _differences(predictions: Sequence, resamples: int) -> tuple[list[str], list[dict]]:
     """Each model against the first: text, and the same for comparison.json."""
-    from common.run.page import in_words
     from common.run.progress import display_name
+    from common.run.report import in_words
     from tools.compare import bootstrap
     from tools.compare.tables import points
 

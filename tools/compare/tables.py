@@ -7,9 +7,9 @@ from common.config.recipe_source import FOLDER, difference
 from common.errors import printable
 from common.files import MEDIUM, read_text
 from common.run import PastRun
-from common.run.page import duration, in_words, listed
 from common.run.plots import finite
 from common.run.progress import display_name, is_share
+from common.run.report import duration, in_words, listed
 
 OF_THE_FOLDER = ("name", "output_dir", "resume")  # flags that differ between any two runs
 SHOWN_CLASSES = 10

@@ -6,9 +6,8 @@ from typing import Any
 from common.classification.plots import captioned
 from common.data import BrokenImage
 from common.detection.data.masks import decode
-from common.detection.evaluation.plots import detections
+from common.detection.evaluation.plots import Box, detections
 from common.errors import Refused
-from common.run.tracking import Box
 
 _LONGEST = 100  # characters of an image's name that a picture's name keeps
 

@@ -1,7 +1,7 @@
 """Pictures of a detector's evaluation: predictions, precision and recall, confusion matrix, misses."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -29,7 +29,6 @@ from common.run.plots import (
     short,
     title,
 )
-from common.run.tracking import Box, BoxedImage
 
 SHOWN_IMAGES = 12
 SHOWN_CROPS = 12  # of misses, and of false alarms
@@ -42,12 +41,22 @@ SIDE = 7.0  # inches of the longer side of an image on its own
 COLOURS, STYLES = (BLUE, ORANGE, GREEN, "#E69F00", "#CC79A7", "#56B4E9"), ("-", "--", ":", "-.")
 
 
-def predictions(matches: Matches, path: Path) -> list[BoxedImage]:
-    """Draw a sheet of images, with objects beside detections, and return the same for the dashboard.
+@dataclass(frozen=True)
+class Box:
+    """A box: left, top, right, bottom in pixels; id and name of its class; the score if it was predicted."""
+
+    corners: tuple[float, float, float, float]
+    class_id: int
+    class_name: str
+    score: float | None = None
+
+
+def predictions(matches: Matches, path: Path) -> None:
+    """Draw a sheet of images, with objects beside detections.
 
     What was found is blue, missed objects and false alarms are orange, crowd regions are grey.
     """
-    source, cells, images = matches.source, [], []
+    source, cells = matches.source, []
     for index in _chosen(source):
         image, name = read_image(source, index), source.name(index)
         objects = np.arange(source.offsets[index], source.offsets[index + 1])
@@ -59,11 +68,9 @@ def predictions(matches: Matches, path: Path) -> list[BoxedImage]:
         counts = f"{(hits >= 0).sum()} of {(~crowd).sum()} found, {(of_found == ORANGE).sum()} false"
         cells.append(_cell(image, "objects", name, true, of_true))
         cells.append(_cell(image, counts, name, guesses, of_found))
-        images.append(BoxedImage(image, name, {"ground_truth": true, "predictions": guesses}))
     what = f"objects, and predictions that score {matches.threshold:.2f} or more (best F1)" if cells else "no images"
     colours = "found blue, missed or false orange, crowds grey"
     sheet(cells, f"{evaluation_of(path)}: {what}\n{colours}", path)
-    return images
 
 
 def precision_recall(precision: np.ndarray, class_names: Sequence[str], path: Path) -> None:

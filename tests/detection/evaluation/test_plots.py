@@ -70,11 +70,11 @@ def test_every_picture_is_drawn_of_anything(case: str, tmp_path: Path) -> None:
     if right is None:
         matches = Matches(source, matches.images[:0], matches.rows[:0])
     path = tmp_path / "pictures" / "a.png"
-    sheet = plots.predictions(matches, path)
+    plots.predictions(matches, path)
     pixels = drawn(path)
     shows = len(source) and len(source.boxes)
     assert not shows or any(has(pixels, colour) for colour in (BLUE, ORANGE, GREY))
-    assert max(pixels.shape[:2]) < 3000 and len(sheet) == min(plots.SHOWN_IMAGES, len(source))
+    assert max(pixels.shape[:2]) < 3000
     plots.confusion(matches, source.classes, path)
     drawn(path)
     plots.misses(matches, path)
@@ -87,14 +87,6 @@ def test_the_same_images_are_shown_at_every_evaluation_those_with_objects() -> N
     shown = plots._chosen(source)
     assert shown == plots._chosen(source) == sorted(set(shown)) and len(shown) == 12
     assert min(shown) >= 20 and shown[-1] == 39
-
-
-def test_the_dashboard_gets_what_the_sheet_shows(tmp_path: Path) -> None:
-    source = annotated(1, 3, 4)
-    (image,) = plots.predictions(found_in(source, 1.0), tmp_path / "a.png")
-    box, guess = image.boxes["ground_truth"][0], image.boxes["predictions"][0]
-    assert box.corners == pytest.approx(source.boxes[0]) and box.class_name == source.classes[box.class_id]
-    assert box.score is None and 0.3 <= guess.score <= 1 and image.name == source.name(0)
 
 
 @pytest.mark.parametrize("classes", [1, 21])
