@@ -9,7 +9,7 @@ def test_training_compiles_once_for_each_micro_batch_size_and_in_the_parts_that_
     A graph that was compiled in the trial, before DDP, would be used in training as a whole: no gradient would be sent
     before the last is there. The function of the losses does not depend on the size of images.
     """
-    flags = "--model test_resnet --compile --bucket_cap_mb 1 --max_steps 2 --eval_every 1".split()
+    flags = "--model test_resnet --compile --max_steps 2 --eval_every 1".split()
     sizes = {
         "two sizes": "--global_batch_size 50 --max_micro_batch_size 17".split(),
         "two sizes of images": "--image_sizes 24,32 --seed 5".split(),  # one in each step
