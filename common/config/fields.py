@@ -206,12 +206,8 @@ class RunConfig(SharedFields):
     """GPUs: repeat a run bit for bit on the same layout, with slower kernels; refused if one is missing. CPUs always repeat."""
     collective_timeout: int = option(1800, low=10, high=10**7, may_change=True)
     """Seconds that a process may keep the others waiting; then it is reported and all processes end."""
-    comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    """Compression of gradients between processes: none, half precision, or low rank. Any compression changes the result."""
-    powersgd_rank: int = option(1, low=1, high=2**16)
-    """comm_hook powersgd: rank of the approximation; a higher rank is more exact and sends more."""
-    bucket_cap_mb: int = option(25, low=1, high=2**16, may_change=True)
-    """MiB of gradients that are sent together during the backward pass; changes at most the last bits of the result."""
+    comm_hook: Literal["none", "fp16", "bf16"] = "none"
+    """Compression of gradients between processes: none, or half precision, which changes the result."""
 
 
 @dataclass

@@ -95,7 +95,6 @@ def start(config: RunConfig | None = None) -> Accelerator:
         check_sharded(settings)
     determinism.choose(settings.deterministic and not on_cpu)
     torch.manual_seed(settings.seed)  # for the initial weights of a custom module; all else draws from keys
-    parallel = data_parallel(settings, os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
     patience, store = settings.collective_timeout, meet(os.environ, launch, config)
     timeout = last_resort(patience, os.environ)
     give_up_after(timeout)
@@ -106,7 +105,7 @@ def start(config: RunConfig | None = None) -> Accelerator:
             cpu=on_cpu,
             gradient_accumulation_steps=1,
             step_scheduler_with_optimizer=False,
-            kwargs_handlers=[parallel, InitProcessGroupKwargs(timeout=timeout)],
+            kwargs_handlers=[data_parallel(settings), InitProcessGroupKwargs(timeout=timeout)],
         )
     if store:
         watchdog.begin(store, accelerator.process_index, accelerator.num_processes, patience, Path(sys.argv[0]).name)

@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import psutil
 import torch
@@ -17,19 +16,15 @@ import torch
 from common.errors import Refused
 from common.launching.network import LOOPBACK, is_loopback
 
-ACCELERATE = (
-    "ACCELERATE_DYNAMO_BACKEND"  # which `accelerate launch` always sets; people may set the precision themselves
-)
+# `accelerate launch` always sets it; people may set the precision themselves.
+ACCELERATE = "ACCELERATE_DYNAMO_BACKEND"
 EXPORTED = "exported variables"
 DEFAULT_PORT = 29500  # torch's and accelerate's, for processes that no job number joins
-LATER = "file"  # in place of an address that INIT_METHOD's file will have
-_LOCAL_RANKS = (
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MV2_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-    "LOCAL_RANK",
-    "SLURM_LOCALID",
-)
+_MPI = {  # the variables of rank, number of processes, and the same on this machine
+    "Open MPI": [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+    "MVAPICH2": [f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+    "MPICH": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],  # and Intel MPI, started by Hydra
+}
 _PORTS = range(20000, 30000)  # below the ports that systems give to outgoing connections
 _STARTERS = ("hydra_pmi_proxy", "mpiexec.hydra", "mpispawn", "mpirun", "mpiexec")  # parents of MPICH's processes
 
@@ -72,53 +67,20 @@ def complete(environ: MutableMapping[str, str]) -> Launch:
     Raises `Refused` if variables are missing or contradict each other.
     """
     given = {name: value for name, value in environ.items() if value.strip()}
-    given |= _init_method(given)
     launch = next(filter(None, (read(given) for read in _READERS)))
     _check(launch, given)
     if launch.world_size == 1:
         return replace(launch, address="", port=0)
-    known = {name: str(number) for name, number in launch.numbers.items() if number is not None}
-    if given.get("MASTER_ADDR") == LATER:
-        launch = replace(launch, address="", port=0)
-    else:
-        address, port = given.get("MASTER_ADDR", launch.address), _int(given, "MASTER_PORT", launch.port)
-        launch = replace(launch, address=address, port=port)
-        known |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        known |= {"INIT_METHOD": "env://"} if "INIT_METHOD" in given else {}  # a second call reads the address
-    environ.update(known)
-    return launch
-
-
-def meeting_file(environ: Mapping[str, str]) -> Path | None:
-    """The file of INIT_METHOD=file:///shared/path, over which rank 0 tells the others where to meet it."""
-    method = environ.get("INIT_METHOD", "")
-    return Path(method.removeprefix("file://")) if method.startswith("file:///") else None
+    address, port = given.get("MASTER_ADDR", launch.address), _int(given, "MASTER_PORT", launch.port)
+    known = launch.numbers | {"MASTER_ADDR": address, "MASTER_PORT": port}
+    environ.update({name: str(value) for name, value in known.items() if value is not None})
+    return replace(launch, address=address, port=port)
 
 
 def local_rank(environ: Mapping[str, str]) -> str | None:
     """The number of this process on its machine, also if `complete` has refused the variables; None without a launcher."""
-    names = ("LOCAL_RANK",) if is_agents(environ) else _LOCAL_RANKS
-    return next((environ[name] for name in names if name in environ), None)
-
-
-def _init_method(environ: Mapping[str, str]) -> dict[str, str]:
-    """What INIT_METHOD says, in the form of MASTER_ADDR and MASTER_PORT."""
-    method = environ.get("INIT_METHOD", "env://")
-    if method == "env://":
-        return {}
-    if meeting_file(environ):
-        said = {"MASTER_ADDR": LATER}
-    elif place := re.fullmatch(r"tcp://(?:\[(.+)\]|([^:/]+)):(\d+)", method):
-        said = {"MASTER_ADDR": place[1] or place[2], "MASTER_PORT": place[3]}
-    else:
-        raise Refused(f"INIT_METHOD={method}: must be env://, tcp://HOST:PORT or file:///SHARED/PATH")
-    for name, value in said.items():
-        if environ.get(name, value) != value:
-            raise Refused(
-                f"INIT_METHOD={method} and {name}={environ[name]} are two places to meet: unset one (accelerate launch and "
-                "torchrun set MASTER_ADDR; their flags are --main_process_ip and --rdzv_endpoint)"
-            )
-    return said
+    names = [] if is_agents(environ) else [variables[2] for variables in _MPI.values()]
+    return next((environ[name] for name in (*names, "LOCAL_RANK", "SLURM_LOCALID") if name in environ), None)
 
 
 def is_agents(environ: Mapping[str, str]) -> bool:
@@ -154,17 +116,24 @@ def _debug_launcher(environ: Mapping[str, str]) -> Launch | None:
     return Launch("debug_launcher", rank, rank, world_size, world_size)
 
 
-def _open_mpi(environ: Mapping[str, str]) -> Launch | None:
-    """Open MPI 4 and 5. The main machine runs mpirun, and rank 0 unless a host file says otherwise."""
-    if "OMPI_COMM_WORLD_SIZE" not in environ:
+def _mpi(environ: Mapping[str, str]) -> Launch | None:
+    names = (name for name, (_, size, _, here) in _MPI.items() if {size, here} <= environ.keys())
+    if not (name := next(names, "")):
         return None
-    launch = _from_mpi(
-        environ, "Open MPI", "OMPI_COMM_WORLD_", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
-    )
+    rank, size, local_rank, here = (_int(environ, variable) for variable in _MPI[name])
+    if name == "MPICH" and any(variable.startswith("I_MPI_") for variable in environ):
+        name = "Intel MPI"
+    node, nodes = (0, 1) if here == size else (None, None)
+    launch = Launch(name, rank, local_rank, size, here, node, nodes)
+    return _open_mpi(launch, environ) if name == "Open MPI" else _without_address(launch, environ)
+
+
+def _open_mpi(launch: Launch, environ: Mapping[str, str]) -> Launch:
+    """Versions 4 and 5. The main machine runs mpirun, and rank 0 unless a host file says otherwise."""
     hnp, job = environ.get("OMPI_MCA_orte_hnp_uri", ""), environ.get("PMIX_NAMESPACE", "")
     if launch.nodes == 1:
         return _on_one_machine(launch, hnp, job)
-    address = ""
+    address, away = "", False
     if found := re.search(r";tcp://([^,:;]+)|;tcp6://\[([^],]+)", hnp):  # version 4: all addresses of mpirun's machine
         address = found[1] or found[2]
         away = environ.get("OMPI_MCA_orte_local_daemon_uri", hnp) != hnp
@@ -176,21 +145,6 @@ def _open_mpi(environ: Mapping[str, str]) -> Launch | None:
             "address of rank 0's machine, and start with mpirun -x MASTER_ADDR"
         )
     return replace(launch, address=address, port=_port(hnp, job))
-
-
-def _mvapich(environ: Mapping[str, str]) -> Launch | None:
-    if "MV2_COMM_WORLD_SIZE" not in environ:
-        return None
-    names = ("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE")
-    return _without_address(_from_mpi(environ, "MVAPICH2", "MV2_COMM_WORLD_", *names), environ)
-
-
-def _mpich(environ: Mapping[str, str]) -> Launch | None:
-    """MPICH and Intel MPI, started by Hydra."""
-    if "PMI_SIZE" not in environ or "MPI_LOCALNRANKS" not in environ:
-        return None
-    name = "Intel MPI" if any(variable.startswith("I_MPI_") for variable in environ) else "MPICH"
-    return _without_address(_from_mpi(environ, name, "PMI_", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), environ)
 
 
 def _srun(environ: Mapping[str, str]) -> Launch | None:
@@ -264,10 +218,8 @@ def _alone(environ: Mapping[str, str]) -> Launch:
     return Launch("python")
 
 
-_READERS: tuple[Callable[[Mapping[str, str]], Launch | None], ...] = (
-    *(_agent, _debug_launcher, _open_mpi, _mvapich, _mpich, _srun, _operator, _by_hand),
-    _alone,
-)
+_READERS: tuple[Callable[[Mapping[str, str]], Launch | None], ...]
+_READERS = (_agent, _debug_launcher, _mpi, _srun, _operator, _by_hand, _alone)
 
 
 # --- parts of readers
@@ -275,31 +227,16 @@ _READERS: tuple[Callable[[Mapping[str, str]], Launch | None], ...] = (
 
 def _exported(environ: Mapping[str, str], name: str) -> Launch:
     """The world that torch's own variables describe."""
-    world_size, address = _int(environ, "WORLD_SIZE"), environ.get("MASTER_ADDR", "")
-    rank = _int(environ, "RANK")
+    world_size, rank, address = _int(environ, "WORLD_SIZE"), _int(environ, "RANK"), environ.get("MASTER_ADDR", "")
     on_one = world_size == 1 or (address and is_loopback(address)) or environ.get("GROUP_WORLD_SIZE") == "1"
     local_rank = _int(environ, "LOCAL_RANK", rank if on_one else None)
-    local_world_size = _int(environ, "LOCAL_WORLD_SIZE", world_size if on_one else None)
-    nodes = environ.get("GROUP_WORLD_SIZE", "1" if local_world_size == world_size else None)
-    node = environ.get("GROUP_RANK", "0" if local_world_size == world_size else None)
-    launch = Launch(
-        name,
-        rank,
-        local_rank,
-        world_size,
-        local_world_size,
-        None if node is None else int(node),
-        None if nodes is None else int(nodes),
-        address or LOOPBACK,
-        _int(environ, "MASTER_PORT", DEFAULT_PORT),
-    )
-    return launch if address or local_world_size == world_size else _without_address(launch, environ)
-
-
-def _from_mpi(environ: Mapping[str, str], name: str, prefix: str, local_rank: str, local_size: str) -> Launch:
-    size, local = _int(environ, f"{prefix}SIZE"), _int(environ, local_size)
-    node, nodes = (0, 1) if local == size else (None, None)
-    return Launch(name, _int(environ, f"{prefix}RANK"), _int(environ, local_rank), size, local, node, nodes)
+    here = _int(environ, "LOCAL_WORLD_SIZE", world_size if on_one else None)
+    node, nodes = (0, 1) if here == world_size else (None, None)
+    node = _int(environ, "GROUP_RANK", node) if "GROUP_RANK" in environ else node
+    nodes = _int(environ, "GROUP_WORLD_SIZE", nodes) if "GROUP_WORLD_SIZE" in environ else nodes
+    port = _int(environ, "MASTER_PORT", DEFAULT_PORT)
+    launch = Launch(name, rank, local_rank, world_size, here, node, nodes, address or LOOPBACK, port)
+    return launch if address or here == world_size else _without_address(launch, environ)
 
 
 def _without_address(launch: Launch, environ: Mapping[str, str]) -> Launch:

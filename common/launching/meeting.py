@@ -1,22 +1,17 @@
 """Meeting: the processes of a run find rank 0's store, use one network interface, and agree, before they form a group."""
 
 import errno
-import os
-import socket
 import threading
-import time
 from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
-from pathlib import Path
 
-import psutil
 import torch
 from torch.distributed import Store, rendezvous
 
 from common.distributed.agreement import agree, facts
 from common.errors import Refused
 from common.launching.launch_checks import wants_cpu
-from common.launching.launchers import EXPORTED, Launch, meeting_file
+from common.launching.launchers import EXPORTED, Launch
 from common.launching.network import (
     LOOPBACK,
     QUIET_S,
@@ -25,7 +20,6 @@ from common.launching.network import (
     interface_of,
     is_loopback,
     keep_store,
-    outward_addresses,
     trouble,
 )
 
@@ -41,7 +35,6 @@ def meet(environ: MutableMapping[str, str], launch: Launch, config) -> Store | N
         return None
     device = "cpu" if wants_cpu(environ) or not torch.accelerator.is_available() else "accelerator"
     computing = {"device": device, "precision": environ.get("ACCELERATE_MIXED_PRECISION", "no")}
-    file = meeting_file(environ)
     stale = f"WORLD_SIZE={launch.world_size} is exported: waiting for other processes; unset it to train with this one alone"
     reminder = threading.Timer(QUIET_S, print, [stale], {"flush": True})
     if launch.launcher == EXPORTED:
@@ -51,8 +44,6 @@ def meet(environ: MutableMapping[str, str], launch: Launch, config) -> Store | N
         agree(store, launch.rank, launch.world_size, facts(config) | computing, MEETING)
     finally:
         reminder.cancel()
-    if file and launch.rank == 0:
-        file.unlink(missing_ok=True)
     return store
 
 
@@ -61,22 +52,12 @@ def reach(environ: MutableMapping[str, str], launch: Launch, patience: timedelta
 
     Raises `Refused` if it can't be reached within `patience`, with the reason and what to do.
     """
-    is_keeper = launch.rank == 0 and _keeps_store(environ)
-    store: Store | None = None
-    if file := meeting_file(environ):
-        if is_keeper:
-            store = kept = keep_store(_own_address(environ, launch), 0, patience)
-            address, port = kept.host, kept.port
-            _write(file, f"{address} {port}")
-        else:
-            address, port = _read(file, patience)
-        environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), INIT_METHOD="env://")  # from here on, it is known
     choose_interface(environ)
-    main, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-    if not is_keeper:
-        await_listener(main, port, patience.total_seconds())
-    elif store is None:
+    main, port, store = environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), None
+    if launch.rank == 0 and _keeps_store(environ):
         store = _listen(main, port, patience)
+    else:
+        await_listener(main, port, patience.total_seconds())
     # Torch finds rank 0's store by its port when it forms the process group.
     return store or next(rendezvous("env://", timeout=patience))[0]
 
@@ -128,47 +109,3 @@ def _listen(main: str, port: int, patience: timedelta = MEETING) -> Store | None
         f"{main} is no address of this machine's own: what listens on port {port} does so on all interfaces", flush=True
     )
     return None
-
-
-def _own_address(environ: Mapping[str, str], launch: Launch) -> str:
-    """The address at which the other processes of the run can reach this one."""
-    if launch.local_world_size == launch.world_size:
-        return LOOPBACK
-    interface = environ.get("GLOO_SOCKET_IFNAME")
-    entries = psutil.net_if_addrs().get(interface or "", [])
-    named = [entry.address for entry in entries if entry.family == socket.AF_INET]
-    found = named if interface else outward_addresses()
-    if len(found) != 1:
-        raise Refused(
-            f"this machine has {len(found)} addresses at which others could meet it ({', '.join(found)}): export "
-            "GLOO_SOCKET_IFNAME with the name of the network interface to use"
-        )
-    return found[0]
-
-
-def _write(file: Path, text: str) -> None:
-    """Replace `file` at once, so that nobody reads half of it."""
-    try:
-        draft = file.with_name(f"{file.name}.{socket.gethostname()}.{os.getpid()}")
-        draft.write_text(text)
-        draft.replace(file)
-    except OSError as error:
-        raise Refused(
-            f"INIT_METHOD: {file} can't be written ({error.strerror}): name a file in a shared folder"
-        ) from None
-
-
-def _read(file: Path, patience: timedelta) -> tuple[str, int]:
-    """The address that rank 0 wrote, once it listens there. What an earlier run left behind is waited out."""
-    until = time.monotonic() + patience.total_seconds()
-    while time.monotonic() < until:
-        try:
-            host, port = file.read_text().split()
-            socket.create_connection((host, int(port)), timeout=5).close()
-            return host, int(port)
-        except (OSError, ValueError):
-            time.sleep(0.1)
-    raise Refused(
-        f"INIT_METHOD: rank 0 has not written its address into {file} within {patience.total_seconds():.0f} s, or can't be "
-        "reached there: does it see the same folder?"
-    )

@@ -1,8 +1,7 @@
 """Rendezvous `machines`: how the launchers of a run find each other, start together, and handle lost and leaving machines.
 
 `accelerate launch` and torchrun wait for the other machines before they start a recipe. With `--rdzv_backend machines`, as in
-the files of accelerate_configs/, this module does the waiting; pyproject.toml registers it as a plug-in of torchrun. It uses
-torch's public interface for rendezvous only:
+the files of accelerate_configs/, this module does the waiting; pyproject.toml registers it as a plug-in of torchrun.
 
 - The machine that has the given address is machine 0. So no machine needs a number, and the main process stays there.
 - A run starts when all machines are there, whatever their clocks say. A clock that differs is named.
@@ -16,8 +15,6 @@ torch's public interface for rendezvous only:
 """
 
 import atexit
-import ctypes
-import logging
 import math
 import os
 import shutil
@@ -33,8 +30,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
-import psutil
-import torch
 from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
@@ -49,6 +44,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from common.errors import Refused
+from common.launching import agent
 from common.launching.exit_codes import (
     AT_LEAST,
     END,
@@ -83,13 +79,11 @@ POLL_S = 0.1
 REMINDER_S = 60.0
 ANSWER = timedelta(seconds=30)  # if the main machine does not answer for so long, it counts as gone
 LATE_EXIT_S = 3.0  # how long after the main machine's end the processes of this one may announce that they leave too
-ENDING_S = 10.0  # how long processes that are ending may take
-SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")  # sent to a launcher, they ask its machine to leave
 
 
 def create(parameters: RendezvousParameters) -> "Machines":
     """Connect to the machine that the endpoint names, or be that machine. Ends the launcher with one line if it can't."""
-    _silence_name_lookups()
+    agent.silence_name_lookups()
     host, port = _endpoint(parameters.endpoint)
     if is_own(host):
         host = _own_address(host, parameters.max_nodes)
@@ -125,12 +119,8 @@ class Machines(RendezvousHandler):
         atexit.register(shutil.rmtree, self._exits, ignore_errors=True)
         # The processes inherit these.
         os.environ |= {EXIT_FOLDER: str(self._exits), AT_LEAST: str(self._least)}
-        # Otherwise torch, which reads this list at each start of processes, would end them at once, with a traceback.
-        handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join({*handled} - {*SIGNALS}) or "SIGHUP"
-        for name in SIGNALS:
-            signal.signal(signal.Signals[name], self._on_signal)
-        logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(self._logs)
+        agent.handle_signals(self._on_signal)
+        agent.replace_log(self._report_failure)
 
     def get_backend(self) -> str:
         return "machines"
@@ -219,7 +209,7 @@ class Machines(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """How many machines want to join; more than 0 restarts the processes. Called ten times a second while they run."""
-        why = END
+        waiting, why = 0, END
         try:
             if self._leavers() is not None:
                 waiting = 1
@@ -230,9 +220,9 @@ class Machines(RendezvousHandler):
         finally:
             if why:  # torch then gives the processes 30 s to end
                 notify(self._exits, why)
-                _kill_stopped()
+                agent.kill_stopped()
                 if announced_exit(self._exits):
-                    _await_end()
+                    agent.await_end()
         return waiting
 
     def get_run_id(self) -> str:
@@ -261,14 +251,9 @@ class Machines(RendezvousHandler):
         # Asked to stop before they had installed their signal handlers.
         return RESUMABLE if self._asked and {*codes} <= {-signal.SIGTERM, -signal.SIGINT} else 0
 
-    def _logs(self, record: logging.LogRecord) -> bool:
-        """Filter of torch's log: drops the lines about ending processes, and replaces those about a failed process."""
-        if not str(record.msg).startswith("failed (exitcode") or len(record.args) != 4:
-            return not str(record.msg).startswith("Sending process")
-        code, local_rank, process, _ = record.args
+    def _report_failure(self, code: int, local_rank: int, process: int) -> None:
         if not self._on_purpose([code]):
             _say(f"process {process} (local rank {local_rank}) {_how_it_ended(code)}")
-        return False
 
     def _on_signal(self, number: int, frame) -> None:
         """This machine is asked to leave. `_forward_request` tells its processes; if none run, it leaves at once."""
@@ -282,9 +267,9 @@ class Machines(RendezvousHandler):
         if self._asked and self._asked_since == math.inf:
             self._asked_since = time.monotonic()
             notify(self._exits, self._asked)
-            _send(signal.SIGTERM)
+            agent.send(signal.SIGTERM)
         elif time.monotonic() - self._asked_since > patience:
-            _send(signal.SIGKILL)
+            agent.send(signal.SIGKILL)
             self._leave(f"its processes did not within {patience:.0f} s, and were killed")
 
     def _leavers(self) -> list[int] | None:
@@ -365,41 +350,6 @@ class Machines(RendezvousHandler):
                 f"the main machine at {self._host}:{self._port} is gone, or has ended, see what it said: start the command on "
                 "all machines again, and the run resumes from its last checkpoint"
             )
-
-
-def _silence_name_lookups() -> None:
-    """Silence torch's C++ warnings about addresses without names, here and in the processes; errors are still shown."""
-    if os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR") == "ERROR":
-        name = "libc10.dylib" if sys.platform == "darwin" else "libc10.so"
-        with suppress(OSError, ValueError):  # torch has already read the variable; ValueError: no such symbol
-            library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
-            ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = 2
-
-
-def _send(number: int) -> None:
-    """Send a signal to the processes of this launcher."""
-    for process in psutil.Process().children():
-        with suppress(psutil.Error):
-            process.send_signal(number)
-
-
-def _kill_stopped() -> None:
-    """Kill the processes of this launcher that are stopped (SIGSTOP), since they can't handle other signals."""
-    for process in psutil.Process().children():
-        with suppress(psutil.Error):
-            if process.status() == psutil.STATUS_STOPPED:
-                process.kill()
-
-
-def _await_end() -> None:
-    """Wait for the processes of this launcher, which are ending. If torch ended them, it would print messages."""
-    until = time.monotonic() + ENDING_S
-    for process in psutil.Process().children() if hasattr(os, "waitid") else ():  # macOS has it from Python 3.13 on
-        with suppress(ChildProcessError):
-            while (
-                not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) and time.monotonic() < until
-            ):
-                time.sleep(0.02)
 
 
 def _how_it_ended(code: int) -> str:

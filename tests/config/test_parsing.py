@@ -222,7 +222,7 @@ def test_help_shows_the_values_of_the_preset_once_per_machine(capsys, preset, mo
 
 def test_the_identity_of_a_run_has_no_fields_that_may_change() -> None:
     run = identity(Config())
-    may_change = """max_micro_batch_size epochs max_steps output_dir name resume checkpoint_every keep_checkpoints bucket_cap_mb
+    may_change = """max_micro_batch_size epochs max_steps output_dir name resume checkpoint_every keep_checkpoints
         eval_every log_every workers tracker project tags group notes max_broken_share dry_run
         collective_timeout profile allow_changed_source deterministic patience max_hours cache_folder""".split()
     assert {field.name for field in dataclasses.fields(Config)} - run.keys() == {*may_change}

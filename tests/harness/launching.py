@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 NO_NETWORK = {"GLOO_SOCKET_IFNAME": "no-such-interface"}  # with which no process group can be formed
 # A test's launch inherits no world, no precision and no account from the shell it was started in.
 NOT_INHERITED = ("ACCELERATE_", "HF_", "WANDB_", "XDG_", "VISION_RECIPES_", "TORCHELASTIC_", "MASTER_", "SLURM_")
-NOT_INHERITED += ("OMPI_", "PMI_", "PMIX_", "PET_", "INIT_METHOD")
+NOT_INHERITED += ("OMPI_", "PMI_", "PMIX_", "PET_")
 NOT_INHERITED_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 # The recipes' defaults are for photographs, and such a run takes minutes on a CPU.
 SMALL = {

@@ -1,9 +1,9 @@
 """Counts what `recipes/cls.py` sends and compiles. several.py runs this file in its place.
 
 Prints one more line: {"parameters": number of trained parameters, "sent": how many numbers each backward pass's gradient
-buckets had, before a --comm_hook compresses them, "compiled": graphs that torch.compile made, "cut": into how many parts DDP's
-buckets cut each of them, "broken": why it broke a graph in two}. With COMPILE_BACKEND in the environment, torch.compile uses
-that one, such as eager.
+buckets had, of 1 MiB here, before a --comm_hook compresses them, "compiled": graphs that torch.compile made, "cut": into how
+many parts DDP's buckets cut each of them, "broken": why it broke a graph in two}. With COMPILE_BACKEND in the environment,
+torch.compile uses that one, such as eager.
 """
 
 import json
@@ -17,6 +17,7 @@ from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from common.distributed import gradient_compression
 from common.launching import launch
 from tests.harness.several import load
 
@@ -54,6 +55,7 @@ def main() -> None:
     counters.clear()
     torch._dynamo.reset()
     DistributedDataParallelKwargs.register_comm_hook = counting_register
+    gradient_compression.DistributedDataParallelKwargs = partial(DistributedDataParallelKwargs, bucket_cap_mb=1)
     DDPOptimizer.compile_fn = counting_compile
     cls.main()
     compiled, broken = counters["stats"].get("unique_graphs", 0), list(counters["graph_break"])

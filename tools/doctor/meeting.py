@@ -11,7 +11,6 @@ from torch.distributed import PrefixStore, Store
 
 from common.errors import Refused
 from common.launching.launch_checks import check_launch, parent_command, processes_asked
-from common.launching.launchers import meeting_file
 from common.launching.meeting import reach
 from tools.doctor.finding import Finding
 from tools.doctor.interfaces import addresses, said
@@ -33,13 +32,10 @@ def meet(world: World, environ: MutableMapping[str, str], patience: float) -> li
     world.is_met = world.world_size == 1
     if world.is_met:
         return []
-    file = meeting_file(environ)
     try:
         store = reach(environ, world.launch, timedelta(seconds=patience))
     except (Refused, OSError, RuntimeError) as error:
-        target, way_out = f"{file}", str(error)
-        if not file:
-            target = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+        target, way_out = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}", str(error)
         what = f"can't {'listen' if world.is_main else 'reach rank 0'} at {target}"
         measured = f"rank {world.rank} on {world.host} ({said(addresses())}) {what}"
         return [Finding("network: meeting", "failed", measured, way_out)]

@@ -27,7 +27,6 @@ from common.durable import replace_file
 from common.errors import Refused, printable
 from common.launching.exit_codes import announce_exit
 from common.launching.launch import share_cores
-from common.launching.launchers import meeting_file
 from common.launching.meeting import choose_interface
 from tools.doctor import bandwidth, data, gpus, interfaces, limits, meeting, plan, versions
 from tools.doctor.finding import Finding, Status
@@ -93,7 +92,7 @@ def examine(options: argparse.Namespace, environ: MutableMapping[str, str]) -> i
     session = Session(world, options, [*words.values()])
     if world.device.type == "cpu":
         share_cores(environ, world.launch)  # as the recipes do
-    if world.world_size > 1 and not meeting_file(environ):
+    if world.world_size > 1:
         with contextlib.suppress(Refused):  # `meet` reports it
             choose_interface(environ)
     for number in _STOPPING:

@@ -1,0 +1,50 @@
+"""This release of torch has what common/launching/agent.py relies on, which no public interface promises."""
+
+import logging
+import os
+import signal
+import sys
+
+import psutil
+import pytest
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+
+from common.launching import agent
+
+
+@pytest.fixture
+def handlers(monkeypatch):
+    """Signal handlers are those of before at the end."""
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGHUP")
+    numbers = [signal.SIGHUP, *(signal.Signals[name] for name in agent.SIGNALS)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_launcher_hears_signals_reports_a_failed_process_and_waits_for_one_that_ends(
+    handlers, tmp_path, caplog
+) -> None:
+    told, heard = [], []
+    agent.replace_log(lambda *failure: told.append(failure))
+    agent.handle_signals(lambda number, frame: heard.append(number))
+    codes = {0: ("-c", "import sys; sys.exit(3)"), 1: ("-c", "import time; time.sleep(600)")}
+    logs = DefaultLogsSpecs(log_dir=str(tmp_path))
+    context = start_processes("test", sys.executable, codes, {0: {}, 1: {}}, logs)
+    failed, sleeps = (psutil.Process(context.pids()[place]) for place in codes)
+    for name in agent.SIGNALS:
+        os.kill(os.getpid(), signal.Signals[name])
+    assert heard == [signal.Signals[name] for name in agent.SIGNALS], "torch has taken a signal"
+    sleeps.suspend()
+    while sleeps.status() != psutil.STATUS_STOPPED:
+        pass
+    agent.kill_stopped()
+    agent.await_end()
+    assert failed.status() == sleeps.status() == psutil.STATUS_ZOMBIE, "still to be collected by torch"
+    assert context.wait(60).is_failed()
+    assert told in [[(3, 0, failed.pid)], [(-signal.SIGKILL, 1, sleeps.pid)]]
+    assert not caplog.records
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").filters.clear()
+    context = start_processes("test", sys.executable, {0: codes[0]}, {0: {}}, logs)
+    assert context.wait(60).is_failed() and "failed (exitcode" in caplog.text, "nothing was logged before either"
