@@ -58,9 +58,6 @@ def load(model: str, flags: list[str], differing: int):
     from tools import trained as tools_trained
 
     trained = tools_trained.load(model, flags, reads_data=True)
-    for field in dataclasses.fields(trained.config):
-        if field.metadata.get("of_evaluation") and getattr(trained.config, field.name) != field.default:
-            raise Refused(f"--{field.name}: an exported model looks at a picture once, as it is; leave it out")
     # What changes how a model computes, but not what, and can't be exported.
     plain = {name: False for name in ("compile", "grad_checkpointing") if hasattr(trained.config, name)}
     trained = dataclasses.replace(trained, config=dataclasses.replace(trained.config, **plain))
