@@ -137,7 +137,6 @@ def test_every_flag_that_a_page_names_exists() -> None:
     configs = [load(path).Config for path in sorted((ROOT / "recipes").glob("*.py"))]
     flags = {field.name for config in configs for field in dataclasses.fields(config)} | {"config", "help"}
     tools = [f"tools.{path.parent.name}.__main__" for path in sorted((ROOT / "tools").glob("*/__main__.py"))]
-    tools.append("tools.sweep")
     parsers = [launch_command_parser(), get_args_parser()]  # accelerate launch, torchrun
     parsers += [importlib.import_module(tool).arguments() for tool in tools]
     of_others = {

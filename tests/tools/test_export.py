@@ -83,7 +83,7 @@ def test_every_format_is_the_model_that_was_measured(trained_classifier, tmp_pat
 
 
 def test_another_preprocessing_is_refused_by_the_names_of_the_images(trained_classifier, tmp_path, monkeypatch) -> None:
-    digits = load(str(trained_classifier), ["--workers", "0"], 0)._val
+    digits = load(str(trained_classifier), ["--workers", "0"], 0).val
     for index in range(12):
         place = tmp_path / "data" / digits.classes[digits.labels[index]]
         place.mkdir(parents=True, exist_ok=True)

@@ -30,6 +30,7 @@ from tools.export import formats, verify
 from tools.export.__main__ import load, main
 from tools.export.detector import MOVED_SCORE, compare
 from tools.export.detector_module import Exportable
+from tools.export.proof import judge
 from tools.trained import RECIPES, load_recipe
 
 CLASSES = tuple("0123456789")
@@ -119,7 +120,11 @@ def check_photographs(detector: Detector, plain: BoxAugmentation, sessions: dict
             assert [found[column].dtype for column in DETECTIONS] == [np.float32, np.float32, np.int64]
             assert np.abs(found["scores"] - one["scores"]).max(initial=0) <= 1e-3
             apart = compare(one, found, CLASSES)
-            assert not apart.differs and apart.box <= most and apart.score <= 1e-3, (name, source.name(index), apart)
+            assert not apart.differs and apart.moved["boxes"] <= most and apart.moved["scores"] <= 1e-3, (
+                name,
+                source.name(index),
+                apart,
+            )
 
 
 # The queries of the first are D-FINE's, too, and the boxes of the second Faster R-CNN's.
@@ -208,24 +213,24 @@ def test_an_export_of_a_run_has_its_average_precision_and_is_verified_without_to
     compiled = openvino.Core().compile_model(folder / "model.onnx", "CPU", exactly)
     run_openvino = lambda pixels: {name: compiled([pixels])[name].copy() for name in DETECTIONS}  # noqa: E731
     task = load(str(run), ["--workers", "0"], 0)
-    detector, plain = task._model, task._loader.dataset.augmentation
+    detector, plain = task.model, task.loader.dataset.augmentation
     check_photographs(detector, plain, {"onnx": (session, 0.01), "openvino": (run_openvino, 0.01)})
 
 
 def test_what_finds_other_boxes_is_refused_by_the_names_of_the_images(trained_detector, scenes) -> None:
     task = load(str(trained_detector), ["--workers", "0", "--data", str(scenes)], 0)
-    assert not task.judge(lambda pixels: found_by(task.module, pixels)).refusal
+    assert not judge(task, lambda pixels: found_by(task.module, pixels)).refusal
 
     def shifted(pixels: np.ndarray) -> dict[str, np.ndarray]:
         found = found_by(task.module, pixels)
         return found | {"boxes": found["boxes"] + np.float32(2)}
 
-    verdict = task.judge(shifted)
+    verdict = judge(task, shifted)
     assert "AP is 0." in verdict.refusal and "7 of 7 images differ" in verdict.refusal
     assert not verdict.vectors and len(verdict.worst) == 7
     assert all(".png: " in words and "pixels" in words for words in verdict.worst)
     with pytest.raises(Refused, match=r"0\.png: scores of the exported model are not finite"):
-        task.judge(lambda pixels: found_by(task.module, pixels) | {"scores": np.full(100, np.nan, np.float32)})
+        judge(task, lambda pixels: found_by(task.module, pixels) | {"scores": np.full(100, np.nan, np.float32)})
 
 
 def test_counterparts_of_detections() -> None:
@@ -237,7 +242,7 @@ def test_counterparts_of_detections() -> None:
     assert compare(these, part([0, 2]), CLASSES).words == "2 0.5000 at [20, 0, 30, 10] is missing"
     assert compare(part([0, 2]), these, CLASSES).words == "2 0.5000 at [20, 0, 30, 10] is new"
     apart = compare(these, these | {"boxes": boxes + np.float32(0.5)}, CLASSES)
-    assert not apart.differs and apart.box == 0.5 and apart.score == 0
+    assert not apart.differs and apart.moved == {"boxes": 0.5, "scores": 0}
     assert compare(these, these | {"labels": np.array([1, 1, 3])}, CLASSES).differs
     none = part([])
     assert not compare(none, none, CLASSES).differs and compare(these, none, CLASSES).differs

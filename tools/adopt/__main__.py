@@ -2,8 +2,8 @@
 
     python -m tools.adopt output/train/run/args.yaml --gpus 8
 
-Reads what runs of other tools leave: args.yaml of timm and Ultralytics, the config in MMDetection's work_dir, and config.yaml
-in detectron2's OUTPUT_DIR. Nothing in these files is executed.
+Reads what runs of other tools leave: args.yaml of timm and Ultralytics, and the config in MMDetection's work_dir. Nothing in
+these files is executed.
 """
 
 import argparse
@@ -15,14 +15,12 @@ from tools.command_line import parser_of, run
 def arguments() -> argparse.ArgumentParser:
     """The parser of the command line."""
     parser = parser_of("adopt", __doc__)
-    parser.add_argument("file", type=Path, help="args.yaml, a config of MMDetection or of detectron2")
+    parser.add_argument("file", type=Path, help="args.yaml, or a config of MMDetection")
     parser.add_argument("-o", "--output", type=Path, help="the preset (default: FILE's name, here)")
     parser.add_argument("--overwrite", action="store_true", help="replace the preset if it exists")
     of_run = "GPUs of the original run, where its batch size is per GPU"
     parser.add_argument("--gpus", type=int, default=0, help=of_run)
     parser.add_argument("--images", type=int, default=0, help="training images, where lengths are given in iterations")
-    of_step = "Ultralytics: the batch size, where the file says -1 or a share"
-    parser.add_argument("--batch", type=int, default=0, help=of_step)
     return parser
 
 
@@ -30,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     words = arguments().parse_args(argv)
     from tools.adopt.readers import read  # takes seconds, which --help need not
 
-    adoption = read(words.file, words.gpus, words.images, words.batch)
+    adoption = read(words.file, words.gpus, words.images)
     output = words.output or Path(f"{words.file.stem}.yaml")
     command = adoption.write(output, words.overwrite)
     print(f"{words.file} of {adoption.tool} -> {output}\n{adoption.table()}\n\n{command}")

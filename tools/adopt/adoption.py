@@ -4,6 +4,7 @@ import functools
 import math
 import re
 import shlex
+import tempfile
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -69,8 +70,7 @@ class Adoption:
 
     def items(self, name: str) -> list[str]:
         """The places of a list's items: "hooks" -> hooks[0], hooks[1]; of a group alone its own."""
-        keys = self.under(name)
-        return sorted({key.split("]")[0] + "]" if "[" in key else name for key in keys if key != name})
+        return sorted({key.split("]")[0] + "]" if "[" in key else name for key in self.under(name) if key != name})
 
     def carry(self, names: str | Iterable[str], note: str = "", **flags: Any) -> None:
         """These settings become `flags`."""
@@ -94,50 +94,37 @@ class Adoption:
     def leave(self, names: str | Iterable[str], reason: str, always: bool = True) -> None:
         """These settings are not carried, for this reason. Not `always`: unless they are defaults."""
         keys = [key for key in self.under(names) if key not in self.mentioned]
-        kind = "not carried" if always or any(map(self.changed, keys)) else "no effect here"
-        self._add(kind, names, reason)
+        self._add("not carried" if always or any(map(self.changed, keys)) else "no effect here", names, reason)
 
     def skip(self, names: str | Iterable[str]) -> None:
         """These settings have no effect here."""
         self._add("no effect here", names, "")
 
-    def family(self, detector: str, expected: dict[str, Any], keys: list[str], differences: Iterable[str]) -> None:
-        """Settings of a detector's parts: the published model's are the family's, others are named."""
-        kept = [key for key in keys if key in expected and equal(self[key], expected[key])]
-        self.lines.append(Line("carried", kept, f"-> detector = {detector}", f"{len(kept)} settings of the family"))
-        self.mentioned |= {*kept}
-        for key in keys:
-            self.leave([key], f"the family has {expected.get(key, 'no such setting here')}")
-        self.lines += [Line("not carried", [], text, "(the detector)") for text in differences]
-
     def changed(self, name: str) -> bool:
         """True if a setting, or one of a group, differs from the tool's default."""
-        keys = self.under([name])
-        return any(key not in self.defaults or not equal(self.values[key], self.defaults[key]) for key in keys)
+        return any(
+            key not in self.defaults or not equal(self.values[key], self.defaults[key]) for key in self.under([name])
+        )
 
     def _add(self, kind: str, names: str | Iterable[str], text: str) -> None:
-        """A line about these settings, unless an earlier line is."""
-        is_carried, names = kind == "carried", [*_listed(names)]
-        keys = [key for key in self.under(names) if is_carried or key not in self.mentioned]
-        if keys or is_carried:
-            self.mentioned |= {*keys}
-            self.lines.append(Line(kind, keys, text, self._described(keys, names, kind != "no effect here")))
-
-    def _described(self, keys: list[str], groups: Iterable[str], with_values: bool) -> str:
-        """Settings for a line. Many are named by their groups."""
-        if len(keys) > 6:
-            return f"{', '.join(group for group in groups if self.under([group]))} ({len(keys)} settings)"
-        shown = ", ".join(f"{key} = {_shown(self[key])}" if with_values else key for key in keys)
-        return shown or ", ".join(groups) or "(not in the file)"
+        """A line about these settings, unless an earlier line is. Many settings are named by their groups."""
+        names = [*_listed(names)]
+        keys = [key for key in self.under(names) if kind == "carried" or key not in self.mentioned]
+        if not keys and kind != "carried":
+            return
+        self.mentioned |= {*keys}
+        shown = [key if kind == "no effect here" else f"{key} = {_shown(self[key])}" for key in keys]
+        if len(shown) > 6:
+            shown = [f"{', '.join(name for name in names if self.under([name]))} ({len(keys)} settings)"]
+        self.lines.append(Line(kind, keys, text, ", ".join(shown or names) or "(not in the file)"))
 
     def finish(self, tables: dict[str, Any] | None = None) -> None:
         """Name what the reader has not mentioned: by tables of reasons, as off, or as unknown."""
         for reason, names in (tables or {}).get("not carried", {}).items():
             for name in names:
                 self.leave(name, reason, always=False)
-        for name in (tables or {}).get("no effect", ()):
-            self.skip(name)
-        for key in [key for key in self.values if key not in self.mentioned]:
+        self.skip((tables or {}).get("no effect", ()))
+        for key in self.values:
             if key in self.defaults and not self[key]:
                 self.skip([key])
             self.leave([key], f"not known as a setting of {self.tool}", always=key not in self.defaults)
@@ -164,17 +151,18 @@ class Adoption:
         command += f" --config {shlex.quote(str(output))}"
         if self.preset.setdefault("data", ("FOLDER", "give yours with --data"))[0] == "FOLDER":
             command += " --data FOLDER"
-        partial = output.with_name(f".{output.name}.partial.yaml")
+        text = self._text(command)
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as draft:
+            draft.write(text)
+            draft.flush()
+            try:
+                parse(self.recipe.Config, ["--config", draft.name], program=recipe)
+            except Refused as error:
+                raise Refused(str(error).replace(f"--config {draft.name}", f"{self.file}, as a preset")) from None
         try:
-            replace_file(partial, self._text(command).encode())
-            parse(self.recipe.Config, ["--config", str(partial)], program=recipe)
-            partial.replace(output)
+            replace_file(output, text.encode())
         except OSError as error:
             raise Refused(f"{output}: can't be written: {error.strerror}") from None
-        except Refused as error:
-            raise Refused(str(error).replace(f"--config {partial}", f"{self.file}, as a preset")) from None
-        finally:
-            partial.unlink(missing_ok=True)
         return command
 
     def _text(self, command: str) -> str:
@@ -202,20 +190,6 @@ def known(name: str) -> dict[str, Any]:
     return {key: value for group in groups for key, value in group.items()}
 
 
-def flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted name: {"a": {"b": [{"c": 1}]}} -> {"a.b[0].c": 1}. Lists of plain values stay whole."""
-    found: dict[str, Any] = {}
-    if isinstance(values, dict) and values:
-        for key, value in values.items():
-            found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(values, (list, tuple)) and any(isinstance(value, dict) for value in values):
-        for place, value in enumerate(values):
-            found |= flat(value, f"{prefix}[{place}]")
-    else:
-        found[prefix] = values
-    return found
-
-
 def read_settings(file: Path) -> dict:
     """The YAML file of another tool, of which no tag is executed. Raises `Refused`."""
     try:
@@ -226,15 +200,15 @@ def read_settings(file: Path) -> dict:
         raise Refused(f"{file}: not readable as plain YAML: {error}") from None
     if not isinstance(content, dict):
         raise Refused(f"{file}: must hold `key: value` lines")
-    return numbers(content)
+    return _numbers(content)
 
 
-def numbers(value: Any) -> Any:
+def _numbers(value: Any) -> Any:
     """Texts that are numbers, as numbers; also 3e-4, which YAML 1.1 calls a text."""
     if isinstance(value, dict):
-        return {str(key): numbers(one) for key, one in value.items()}
+        return {str(key): _numbers(one) for key, one in value.items()}
     if isinstance(value, list):
-        return [numbers(one) for one in value]
+        return [_numbers(one) for one in value]
     if not isinstance(value, str) or not _NUMBER.fullmatch(value):
         return value
     return int(value) if value.lstrip("+-").isdigit() else float(value)
@@ -244,6 +218,12 @@ def rounded(number: float) -> float | int:
     """Six significant digits, as an int if it is one."""
     short = float(f"{number:.6g}")
     return int(short) if short == int(short) else short
+
+
+def falls(epochs: Iterable[float], beyond: float = 10**6) -> str:
+    """`--step_epochs` for these epochs. One number alone would mean a fall every so many."""
+    text = [str(rounded(epoch)) for epoch in epochs]
+    return ",".join(text if len(text) != 1 else [*text, str(rounded(beyond))])
 
 
 def equal(one: Any, other: Any) -> bool:

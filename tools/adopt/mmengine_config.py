@@ -9,21 +9,51 @@ import re
 from pathlib import Path
 from typing import Any
 
+import timm
+
 from common.errors import Refused
 from common.files import SMALL, read_text
 from recipes import det
-from tools.adopt import detectors
-from tools.adopt.adoption import Adoption, equal, facts, flat, rounded
+from tools.adopt.adoption import Adoption, Line, equal, facts, falls, rounded
 
-FAMILIES = {  # type of the model: ours, and the part that makes it this family
-    "FasterRCNN": ("faster_rcnn", "roi_head.type", "StandardRoIHead"),
-    "MaskRCNN": ("mask_rcnn", "roi_head.type", "StandardRoIHead"),
-    "RetinaNet": ("retinanet", "bbox_head.type", "RetinaHead"),
-    "FCOS": ("fcos", "bbox_head.type", "FCOSHead"),
+_OF_RCNN = (
+    "an image's losses are divided by 256 anchors and 512 proposals, not by the number that was sampled",
+    "box losses are smooth L1; RoIAlign takes 2 x 2 samples for each of its cells",
+)
+_OF_ALL = (
+    "images without boxes are used",
+    "norms and biases have no weight decay; images are downscaled with antialiasing",
+)
+FAMILIES = {  # type of the model: ours, the part that makes it this family, and what is different for all its configs
+    "FasterRCNN": ("faster_rcnn", "roi_head.type", "StandardRoIHead", _OF_RCNN),
+    "MaskRCNN": ("mask_rcnn", "roi_head.type", "StandardRoIHead", _OF_RCNN),
+    "RetinaNet": (
+        "retinanet",
+        "bbox_head.type",
+        "RetinaHead",
+        ("the heads have GroupNorm", "box losses are smooth L1"),
+    ),
+    "FCOS": (
+        "fcos",
+        "bbox_head.type",
+        "FCOSHead",
+        (
+            "the head is torchvision's: centerness from the boxes' branch, points within 1.5 strides of a box's centre, GIoU",
+            "losses are divided by the number of points in the global batch, not in a GPU's batch",
+        ),
+    ),
 }
 SWIN = {(96, (2, 2, 6, 2)): "tiny", (96, (2, 2, 18, 2)): "small", (128, (2, 2, 18, 2)): "base"}
+# Weights from ImageNet, by preference.
+TAGS = "tv_in1k tv2_in1k gluon_in1k fb_swsl_ig1b_ft_in1k pycls_in1k ms_in1k fb_in1k".split()
 NORMS = (None, "BN", "SyncBN", "MMSyncBN")
 GPUS = 8  # what MMDetection's files are written for
+IMAGES = {
+    "instances_train2017": 118287,
+    "instances_train2014": 82783,
+    "lvis_v0.5_train": 57623,
+    "lvis_v1_train": 100170,
+}
 OPTIMIZERS = {  # torch's own defaults
     "SGD": {"lr": 0.001, "momentum": 0.0, "weight_decay": 0.0},
     "Adam": {"lr": 0.001, "weight_decay": 0.0},
@@ -35,7 +65,6 @@ NO_EFFECT = (  # what the data, MMEngine's own logs, and evaluation, which is CO
     "default_hooks.visualization default_hooks.checkpoint dataset_type data_root backend_args file_client_args metainfo "
     "classes train_pipeline test_pipeline val_pipeline val_dataloader val_evaluator val_cfg test_dataloader test_evaluator "
     "test_cfg tta_model tta_pipeline model.type model.data_preprocessor model._scope_ resume load_from custom_hooks "
-    "model.roi_head.bbox_head.num_classes model.roi_head.mask_head.num_classes model.bbox_head.num_classes "
     "train_dataloader train_cfg"
 )
 # All others are variables of the file, which are reported where they are used.
@@ -97,17 +126,28 @@ def values_of(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise Refused(f"{file}: can't be read: {error.strerror}") from None
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        raise Refused(
-            f"{file}: not the config that a run of MMDetection writes, which has values only ({error!s:.100}): take the one in "
-            f'its work_dir, or where this file is trusted: python -c "from mmengine.config import Config; '
-            f"Config.fromfile('{file}').dump('plain.py')\""
-        ) from None
+        reason = f"not the config that a run of MMDetection writes, which has values only ({error!s:.100})"
+        raise Refused(f"{file}: {reason}: take the one in its work_dir") from None
+    return found
+
+
+def flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted name: {"a": {"b": [{"c": 1}]}} -> {"a.b[0].c": 1}. Lists of plain values stay whole."""
+    found: dict[str, Any] = {}
+    if isinstance(values, dict) and values:
+        for key, value in values.items():
+            found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(values, (list, tuple)) and any(isinstance(value, dict) for value in values):
+        for place, value in enumerate(values):
+            found |= flat(value, f"{prefix}[{place}]")
+    else:
+        found[prefix] = values
     return found
 
 
 def _model(adoption: Adoption) -> None:
     kind, place = adoption["model.type"], "model.backbone"
-    detector, head, expected = FAMILIES.get(kind, ("", "bbox_head.type", ""))
+    detector, head, expected, differences = FAMILIES.get(kind, ("", "bbox_head.type", "", ()))
     if not detector or adoption[f"model.{head}"] != expected or adoption["model.neck.type"] != "FPN":
         parts = {name: adoption[f"model.{name}"] for name in ("type", "neck.type", head)}
         named = ", ".join(f"{name} {value}" for name, value in parts.items() if value) or "a config without a model"
@@ -115,9 +155,7 @@ def _model(adoption: Adoption) -> None:
         has_none = f"no successor here; families are {', '.join(FAMILIES)} with FPN, and {ours}"
         raise Refused(f"{adoption.file}: {named}: {has_none}")
     if not (name := _backbone(adoption, place)):
-        way_out = (
-            f"choose one of timm for --detector {detector} (recipes/presets/coco_fasterrcnn_r50_1x.yaml has ResNet-50)"
-        )
+        way_out = f"choose one of timm for --detector {detector} (recipes/presets/coco_fasterrcnn_r50_1x.yaml has one)"
         is_other = f"the backbone {adoption[f'{place}.type']}, as it is here, has no successor"
         raise Refused(f"{adoption.file}: {is_other}: {way_out}")
     is_one_stage = detector in ("retinanet", "fcos")
@@ -146,14 +184,23 @@ def _model(adoption: Adoption) -> None:
     adoption.skip(f"{place}.{name}" for name in ("style", "with_cp", "_scope_", *same))
     for key in adoption.under(place):
         adoption.leave([key], "the backbone is timm's; choose another one with --model")
+    _parts(adoption, kind, detector, differences)
 
+
+def _parts(adoption: Adoption, kind: str, detector: str, differences: tuple[str, ...]) -> None:
+    """Settings of a detector's parts: the published model's are the family's, others are named."""
     published = {f"model.{key}": value for key, value in family(kind).items()}
     adoption.skip(key for key in adoption.under("model") if key.endswith(".num_classes"))
     adoption.skip("model.data_preprocessor model._scope_")
     keys = [key for key in adoption.under("model") if key not in adoption.mentioned]
+    kept = [key for key in keys if key in published and equal(adoption[key], published[key])]
+    adoption.lines.append(Line("carried", kept, f"-> detector = {detector}", f"{len(kept)} settings of the family"))
+    adoption.mentioned |= {*kept}
+    for key in keys:
+        adoption.leave([key], f"the family has {published.get(key, 'no such setting here')}")
     missing = [key for key in published if key not in adoption.values]
     texts = [f"{key}: the family has {published[key]}, the file has none" for key in missing]
-    adoption.family(detector, published, keys, (*texts, *detectors.differences(detector)))
+    adoption.lines += [Line("not carried", [], text, "(the detector)") for text in (*texts, *differences, *_OF_ALL)]
 
 
 def _backbone(adoption: Adoption, place: str) -> str:
@@ -163,14 +210,18 @@ def _backbone(adoption: Adoption, place: str) -> str:
     changes = "dcn plugins gen_attention conv_cfg sac deep_stem avg_down dilations strides num_stages"
     changed = adoption.under(f"{place}.{name}" for name in changes.split())
     is_plain = all(adoption[key] in (None, 4) for key in changed) and norm in (*NORMS, "LN")
+    name = ""
     if kind in ("ResNet", "ResNeXt") and is_plain:
-        return detectors.resnet(depth, groups or 1, width or 64)
-    if kind == "RegNet" and is_plain and (found := re.fullmatch(r"regnet([xy])_([\d.]+)([mg])f", str(arch))):
+        name = f"resnext{depth}_{groups}x{width or 64}d" if (groups or 1) > 1 else f"resnet{depth}"
+    elif kind == "RegNet" and is_plain and (found := re.fullmatch(r"regnet([xy])_([\d.]+)([mg])f", str(arch))):
         millions = round(float(found[2]) * (1000 if found[3] == "g" else 1))
-        return detectors.pretrained(f"regnet{found[1]}_{millions // 100:03d}")
-    if kind == "SwinTransformer" and (size := SWIN.get((dims, tuple(depths or ())))):
-        return detectors.pretrained(f"swin_{size}_patch4_window7_224")
-    return ""
+        name = f"regnet{found[1]}_{millions // 100:03d}"
+    elif kind == "SwinTransformer" and (size := SWIN.get((dims, tuple(depths or ())))):
+        name = f"swin_{size}_patch4_window7_224"
+    if not timm.is_model(name):
+        return ""
+    tag = next((tag for tag in TAGS if f"{name}.{tag}" in timm.list_pretrained(f"{name}.*")), "")
+    return f"{name}.{tag}" if tag else name
 
 
 def family(kind: str) -> dict[str, Any]:
@@ -194,13 +245,14 @@ class _Units:
         return -(-iterations // self.accumulated) if up else iterations // self.accumulated
 
     def epochs(self, count: float, by_epoch: bool, up: bool = False) -> float | int:
-        """A number of epochs or iterations of the file, in epochs of the images."""
+        """A number of epochs or iterations of the file, in epochs of the images; these round up to steps."""
         if by_epoch:
             return count * self.repeated
         if not self.images:
             unknown = f"{count:g} iterations are how many epochs? Give --images N, the number of training images"
             raise Refused(f"{self.adoption.file}: {unknown}")
-        return detectors.epochs_of(self.steps(int(count), up), self.batch, self.images)
+        steps = self.steps(int(count), up)
+        return rounded((steps - 0.01 * (steps > 1)) * self.batch / self.images)
 
     def _batch(self, gpus: int) -> int:
         """Carry the batch size: per GPU times --gpus, or `auto_scale_lr`'s."""
@@ -208,10 +260,8 @@ class _Units:
         base = int(adoption["auto_scale_lr.base_batch_size"] or 0)
         per_gpu = int(adoption["train_dataloader.batch_size"] or 0) or base // GPUS
         if not per_gpu or not (gpus or base):
-            unknown = (
-                f"batch_size {per_gpu or 'missing'} is per GPU, and nothing says how many there were: give --gpus N"
-            )
-            raise Refused(f"{adoption.file}: {unknown}")
+            unknown = f"batch_size {per_gpu or 'missing'} is per GPU, and nothing says how many there were"
+            raise Refused(f"{adoption.file}: {unknown}: give --gpus N")
         adoption.gpus = gpus or max(1, base // per_gpu)
         batch = per_gpu * adoption.gpus * self.accumulated
         # MMEngine compares the batch without accumulation with the one that the rate is meant for.
@@ -232,7 +282,8 @@ class _Units:
                 adoption.carry(f"{place}.oversample_thr", repeat_threshold=threshold)
             place += ".dataset"
         files = [key for key in adoption.under(place) if key.endswith("ann_file")]
-        images = images or detectors.images_of([Path(str(adoption[key])).stem for key in files])
+        known = [IMAGES.get(Path(str(adoption[key])).stem, 0) for key in files]
+        images = images or (sum(known) if all(known) else 0)
         number = f"{images:,} images" if images else "their number is not known"
         adoption.leave(files, f"{number}; give them with --data FOLDER")
         if adoption["train_dataloader.batch_sampler.type"] == "AspectRatioBatchSampler":
@@ -244,28 +295,20 @@ class _Units:
 
 def _length(adoption: Adoption, units: _Units) -> None:
     epochs, iterations, between = adoption.at("train_cfg", "max_epochs max_iters val_interval")
-    between = int(between or 1)
     if epochs is not None:
         units.length = epochs * units.repeated
         repeats = [key for key in adoption.under("train_dataloader.dataset") if key.endswith(".times")]
         note = f"{epochs} x {units.repeated} times the data" if units.repeated > 1 else ""
         adoption.carry(["train_cfg.max_epochs", *repeats], note, epochs=units.length)
-        if between > 1 and units.images:
-            steps = -(-between * units.repeated * units.images // units.batch)
-            adoption.carry("train_cfg.val_interval", eval_every=steps)
-        elif between > 1:
-            adoption.leave("train_cfg.val_interval", "--eval_every counts steps: give --images N")
     elif iterations:
         note = f"{iterations} iterations, {units.accumulated} per step" if units.accumulated > 1 else ""
         adoption.carry("train_cfg.max_iters", note, max_steps=units.steps(iterations, up=True))
         units.length = units.epochs(iterations, False) if units.images else 0.0
-        if adoption.under("train_cfg.val_interval"):
-            adoption.carry("train_cfg.val_interval", eval_every=max(1, units.steps(between)))
     else:
         raise Refused(f"{adoption.file}: has no train_cfg.max_epochs or max_iters: nothing to train")
-    adoption.leave(
-        [key for key in adoption.under("train_cfg") if "dynamic" in key], "evaluations are equally far apart"
-    )
+    odd = [key for key in adoption.under("train_cfg") if "dynamic" in key]
+    every = ["train_cfg.val_interval"] if epochs is None or (between or 1) > 1 else []
+    adoption.leave([*odd, *every], "evaluations are --eval_every steps apart, by default an epoch")
 
 
 def _optimizer(adoption: Adoption) -> None:
@@ -278,10 +321,8 @@ def _optimizer(adoption: Adoption) -> None:
     adoption.leave(f"{place}.type", "choose --opt and its --lr")
     for name, default in OPTIMIZERS.get(kind, OPTIMIZERS["SGD"]).items():
         value = adoption[f"{place}.{name}"]
-        if value is None:
-            adoption.carry([], "torch's default", **{name: default})
-        else:
-            adoption.carry(f"{place}.{name}", **{name: value})
+        note = "torch's default" if value is None else ""
+        adoption.carry(f"{place}.{name}", note, **{name: default if value is None else value})
     adoption.leave(place, "the optimizer's own defaults are used")
     place = "optim_wrapper.paramwise_cfg"
     if adoption[f"{place}.custom_keys.backbone.lr_mult"] is not None:
@@ -289,8 +330,7 @@ def _optimizer(adoption: Adoption) -> None:
     without_decay = "norm_decay_mult bias_decay_mult absolute_pos_embed relative_position_bias_table .norm. bypass_dup"
     keys = [key for key in adoption.under(place) if any(part in key for part in without_decay.split())]
     adoption.skip(key for key in keys if adoption[key] in (0, True))
-    reason = "rates here: --backbone_lr_factor, --layer_decay; norms and biases have no weight decay"
-    adoption.leave(place, reason)
+    adoption.leave(place, "rates here: --backbone_lr_factor, --layer_decay; norms and biases have no weight decay")
     place = "optim_wrapper.clip_grad"
     limit, norm = adoption.at(place, "max_norm norm_type")
     if limit and norm in (None, 2):
@@ -315,9 +355,9 @@ def _schedule(adoption: Adoption, units: _Units) -> None:
         elif kind == "MultiStepLR" and not schedule:
             schedule = "step"  # milestones count from begin, and those after end are not reached
             at = [begin + one for one in adoption[f"{place}.milestones"] if end is None or begin + one < end]
-            falls = detectors.falls((units.epochs(one, by_epoch) for one in at), 2 * units.length or 10**6)
+            text = falls((units.epochs(one, by_epoch) for one in at), 2 * units.length or 10**6)
             factor = adoption[f"{place}.gamma"]
-            flags: dict[str, Any] = {"step_epochs": falls, "step_factor": 0.1 if factor is None else factor}
+            flags: dict[str, Any] = {"step_epochs": text, "step_factor": 0.1 if factor is None else factor}
             adoption.carry(place, schedule="step" if at else "constant", **(flags if at else {}))
         elif kind == "CosineAnnealingLR" and not schedule and _is_whole(adoption, units, place, warmup):
             schedule, peak = "cosine", adoption["optim_wrapper.optimizer.lr"] or 1
@@ -345,22 +385,18 @@ def _is_whole(adoption: Adoption, units: _Units, place: str, warmup: float) -> b
 
 
 def _hooks(adoption: Adoption, units: _Units) -> None:
-    if (adoption["default_hooks.checkpoint.max_keep_ckpts"] or 0) > 0:
-        adoption.carry_each("default_hooks.checkpoint.max_keep_ckpts:keep_checkpoints")
     if adoption["load_from"]:
         adoption.leave("load_from", "not read; --init begins with weights of this family")
     if adoption["randomness.seed"] is not None:
         adoption.carry_each("randomness.seed:seed")
-    if adoption["randomness.deterministic"]:
-        adoption.carry_each("randomness.deterministic:deterministic")
+    adoption.carry_each("randomness.deterministic:deterministic", only_if_set=True)
     for place in adoption.items("custom_hooks"):
         kind, average, momentum, interval = adoption.at(place, "type ema_type momentum interval")
         if kind == "EMAHook" and average in (None, "ExponentialMovingAverage", "ExpMomentumEMA"):
-            begins = [f"{place}.begin_iter", f"{place}.begin_epoch"]
-            adoption.leave(begins, "the average begins with the run")
+            adoption.leave([f"{place}.begin_iter", f"{place}.begin_epoch"], "the average begins with the run")
             decay = (1 - (momentum or 0.0002)) ** (units.accumulated / (interval or 1))
             note = "1 - momentum" + (f", for each of {units.accumulated} iterations" if units.accumulated > 1 else "")
-            rest = [key for key in adoption.under(place) if key not in begins]
+            rest = [key for key in adoption.under(place) if key not in adoption.mentioned]
             adoption.carry(rest, note, ema_decay=rounded(decay))
         adoption.leave(place, "hooks don't exist here; see docs/change_it.md")
 
@@ -388,29 +424,14 @@ def _transform(adoption: Adoption, place: str, kind: str) -> None:
     elif kind in ("Resize", "RandomChoiceResize", "RandomResize") and sides and keeps is not False and not factors:
         shorts, long = sorted({min(side) for side in sides}), max(max(side) for side in sides)
         ranged = kind == "RandomResize" and len(shorts) == 2
-        text = detectors.sides_of(shorts, ranged)
-        adoption.carry(place, "the range in steps of 32" if ranged else "", short_sides=text, long_side=long)
-    elif kind == "RandomResize" and factors and is_one:
-        adoption.leave(f"{place}.ratio_range", "a random factor of the scale does not exist here")
-        rest = [key for key in adoption.under(place) if key not in adoption.mentioned]
-        adoption.carry(rest, short_sides=str(min(scale)), long_side=max(scale))
-    elif kind == "RandomFlip" and probability is not None:
-        _flip(adoption, place, probability, directions or "horizontal")
+        shorts = sorted({*range(*shorts, 32), shorts[1]}) if ranged else shorts
+        note = "the range in steps of 32" if ranged else ""
+        adoption.carry(place, note, short_sides=",".join(map(str, shorts)), long_side=long)
+    elif kind == "RandomFlip" and directions in (None, "horizontal") and isinstance(probability, (int, float)):
+        adoption.carry(place, hflip=probability)
+    elif kind == "RandomFlip":
+        adoption.leave(place, "images with boxes are mirrored left to right only: --hflip")
     elif kind in TRANSFORMS:
         flag, usual = TRANSFORMS[kind]
-        values: dict[str, Any] = {flag: usual if probability is None else probability}
-        adoption.carry(place, **values)
+        adoption.carry(place, **{flag: usual if probability is None else probability})
     adoption.leave(place, "does not exist here; see docs/change_it.md for an augmentation of your own")
-
-
-def _flip(adoption: Adoption, place: str, probability: Any, directions: Any) -> None:
-    """Carry the left-right part. One probability is shared equally by the directions, as MMCV does."""
-    directions = [directions] if isinstance(directions, str) else list(directions)
-    if not isinstance(probability, (list, tuple)):
-        probability = [probability / len(directions)] * len(directions)
-    share = sum(one for one, way in zip(probability, directions, strict=True) if way == "horizontal")
-    before = adoption.preset["hflip"][0]  # of an earlier flip: two of them cancel each other
-    if "horizontal" in directions:
-        note = "" if {*directions} == {"horizontal"} else "other directions don't exist here for boxes"
-        adoption.carry(place, note, hflip=rounded(before * (1 - share) + share * (1 - before)))
-    adoption.leave(place, "images with boxes are mirrored left to right only: --hflip")

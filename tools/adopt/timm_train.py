@@ -7,25 +7,20 @@ import timm
 
 from common.errors import Refused
 from recipes import cls
-from tools.adopt.adoption import Adoption, facts, known, rounded
-from tools.adopt.detectors import falls
+from tools.adopt.adoption import Adoption, facts, falls, known, rounded
 
 SAME = (
     "pretrained channels_last grad_checkpointing momentum weight_decay mixup cutmix smoothing:label_smoothing drop seed"
 )
-IF_SET = (
-    "log_interval:log_every checkpoint_hist:keep_checkpoints layer_decay input_key:image_column target_key:label_column "
-    "drop_path wandb_project:project recovery_interval:checkpoint_every val_split:split"
-)
+IF_SET = "layer_decay input_key:image_column target_key:label_column drop_path val_split:split"
 
 
-def read(values: dict, file: Path, gpus: int = 0, images: int = 0) -> Adoption:
+def read(values: dict, file: Path, gpus: int = 0) -> Adoption:
     """What becomes of an args.yaml. Raises `Refused`, as for an unknown number of GPUs."""
     adoption = Adoption("timm's train.py", file, cls, values, known("timm_train"))
     _data_and_model(adoption)
-    batch, peak = _batch(adoption, gpus)
-    _schedule(adoption, peak)
-    _optimization(adoption, batch, images)
+    _schedule(adoption, _batch(adoption, gpus))
+    _optimization(adoption)
     _augmentation(adoption)
     adoption.carry_each(SAME)
     adoption.carry_each(IF_SET, only_if_set=True)
@@ -59,8 +54,8 @@ def _data_and_model(adoption: Adoption) -> None:
     adoption.carry("crop_pct", "" if crop else "the model's own", crop_pct=crop or 0.0)
 
 
-def _batch(adoption: Adoption, gpus: int) -> tuple[int, float]:
-    """Carry the batch size and the learning rate. Returns the global batch size and the peak rate."""
+def _batch(adoption: Adoption, gpus: int) -> float:
+    """Carry the batch size and the learning rate. Returns the peak rate."""
     adoption.gpus = gpus = gpus or int(adoption["world_size"] or 0)
     per_gpu, accumulated = int(adoption["batch_size"]), max(1, int(adoption["grad_accum_steps"] or 1))
     if not gpus:
@@ -84,12 +79,12 @@ def _batch(adoption: Adoption, gpus: int) -> tuple[int, float]:
         peak = float(adoption["lr"])
         adoption.carry("lr", lr=peak, lr_batch_size=batch, lr_scaling="none")
         adoption.skip("lr_base lr_base_size lr_base_scale")
-        return batch, peak
+        return peak
     is_adaptive = any(part in str(adoption["opt"]).lower() for part in ("ada", "lamb"))
     scale = adoption["lr_base_scale"] or ("sqrt" if is_adaptive else "linear")
     base, size = float(adoption["lr_base"]), int(adoption["lr_base_size"])
     adoption.carry("lr lr_base lr_base_size lr_base_scale", lr=base, lr_batch_size=size, lr_scaling=scale)
-    return batch, base * (math.sqrt(batch / size) if scale == "sqrt" else batch / size)
+    return base * (math.sqrt(batch / size) if scale == "sqrt" else batch / size)
 
 
 def _schedule(adoption: Adoption, peak: float) -> None:
@@ -126,14 +121,14 @@ def _schedule(adoption: Adoption, peak: float) -> None:
         adoption.carry("sched", schedule="constant")
     else:
         adoption.leave(
-            "sched", "no schedule here: cosine, linear, step or constant; the preset leaves the default, cosine"
+            "sched", "no schedule here: cosine, linear, step or constant; the preset has the default, cosine"
         )
     adoption.skip("decay_epochs decay_milestones decay_rate min_lr warmup_lr")
     if not adoption["sched_on_updates"]:
         adoption.leave("sched_on_updates", "the rate changes with every step, not every epoch")
 
 
-def _optimization(adoption: Adoption, batch: int, images: int) -> None:
+def _optimization(adoption: Adoption) -> None:
     opt = str(adoption["opt"]).lower()
     if opt in timm.optim.list_optimizers(exclude_filters=["kron*", "adahessian"]):
         adoption.carry("opt", "SGD with Nesterov momentum" if opt == "sgd" else "", opt=opt)
@@ -150,13 +145,6 @@ def _optimization(adoption: Adoption, batch: int, images: int) -> None:
             adoption.leave("model_ema_warmup", "the decay is always warmed up")
     half = {"bfloat16": "bf16"}.get(str(adoption["amp_dtype"]), "fp16")
     adoption.launch("amp amp_dtype", half if adoption["amp"] else "")
-    between = int(adoption["val_interval"] or 1)
-    if between > 1 and images:
-        adoption.carry("val_interval", eval_every=math.ceil(between * images / batch))
-    elif between > 1:
-        adoption.leave("val_interval", "--eval_every counts steps: give --images N, the number of training images")
-    if adoption["log_wandb"]:
-        adoption.carry("log_wandb", tracker="wandb")
     if adoption["torchcompile"]:  # names a backend
         adoption.carry("torchcompile", compile=True)
 

@@ -2,23 +2,19 @@
 
 import copy
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from common.data import Source
 from common.errors import Refused
 from tools.export.preprocessing import KERNELS, Preprocessing
-from tools.export.proof import Vector, Verdict, chosen, pictures_of
-from tools.export.verify import Session
+from tools.export.proof import Apart, Outputs, Task
 from tools.trained import Trained
 
 MOVED = 0.05  # an image differs if a probability moves by more, also if its top-1 stays
-_FLOOR = 1e-4  # of the tolerance in probability that verify.py applies on other machines
-_SPARE = 4.0  # it is at least this many times the largest difference that was measured
 
 
 class Classifier(torch.nn.Module):
@@ -49,41 +45,31 @@ def preprocessing_of(config: dict) -> Preprocessing:
     return Preprocessing(size, covered, config["interpolation"], config["mean"], config["std"])
 
 
-class Compared(NamedTuple):
-    """One image by the trained and by the exported model."""
+class ClassifierTask(Task):
+    """What the proof asks of a classifier. Of the images, `differing` may differ: by their top-1, or by `MOVED`.
 
-    differs: bool
-    moved: float  # the largest difference in probability
-    right: tuple[float, float]  # 1 if the model is right; for multi-label data the share of right decisions
-    words: str
-
-
-class ClassifierTask:
-    """What a classifier tells the framework, see `tools.export.proof.Task`.
-
-    `places` has the model's class id of each class of `val`, the images to evaluate. Of these, `differing` may differ.
+    For multi-label data each class is a decision, and an image differs if one of them does.
     """
 
     batched = True
 
     def __init__(self, trained: Trained, val: Source, places: Sequence[int], accelerator: Any, differing: int = 0):
-        self._model, self._normalize, self._loader = trained.build(val, accelerator.device)
-        self._recipe, self._accelerator = trained.recipe, accelerator
-        self._val, self._places, self._classes, self._differing = val, np.array(places), trained.classes, differing
-        config = getattr(self._loader.dataset.transform, "data_config", None)
+        super().__init__(trained, val, places, accelerator)
+        config = getattr(self.loader.dataset.transform, "data_config", None)
         if config is None:
             raise Refused(
                 f"{trained.recipe.__file__}: evaluates images by a transform of its own, which can't be exported; use "
                 "common.classification.transforms.evaluation_transform"
             )
+        self.most_differing = differing
         preprocessing = preprocessing_of(config)
-        model = copy.deepcopy(self._model).to("cpu", torch.float32)
+        model = copy.deepcopy(self.model).to("cpu", torch.float32)
         self.module = Classifier(model, preprocessing, val.multi_label).eval()
         kind = "of each class by itself" if val.multi_label else "that sum to 1"
-        self.outputs = {"probabilities": f"float32[N, {len(trained.classes)}] {kind}"}
+        self.outputs = {"probabilities": f"float32[N, {len(self.classes)}] {kind}"}
         self.about = {
             "task": "classification",
-            "classes": list(trained.classes),
+            "classes": list(self.classes),
             "multi_label": val.multi_label,
             "preprocessing": {
                 "resized_to_cover": preprocessing.covered,
@@ -92,58 +78,37 @@ class ClassifierTask:
             },
         }
 
-    def judge(self, session: Session) -> Verdict:
-        """Score every image by the exported model and by the recipe; an image differs by its top-1 or by `MOVED`.
+    def picture(self, index: int) -> np.ndarray:
+        return np.asarray(self.val.image(index))
 
-        For multi-label data each class is a decision, and an image differs if one of them does.
-        """
-        count, keep, verdict = len(self._val), chosen(len(self._val)), Verdict()
-        pictures, rows = pictures_of(self._val.image, count), []
-        with tqdm(total=count, desc="proof", unit=" images", leave=False, disable=None) as bar:
-            for batch, logits in self._recipe.predict(self._model, self._loader, self._accelerator, self._normalize):
-                expected = probabilities(logits.float(), self._val.multi_label).cpu().numpy()
-                for index, readable, trained in zip(batch.positions.tolist(), batch.readable, expected, strict=True):
-                    bar.update()
-                    picture = next(pictures)
-                    if picture is None or not readable:
-                        continue
-                    (exported,) = session(picture)["probabilities"]
-                    rows.append(self._compare(index, trained, exported))
-                    if index in keep:
-                        verdict.vectors.append(Vector(self._val.name(index), picture, {"probabilities": trained}))
-        if not rows:
-            raise Refused(f"none of the {count} validation images can be read")
-        wrong = [row for row in rows if row.differs]
-        largest, name = max(row.moved for row in rows), "accuracy" if self._val.multi_label else "top1"
-        verdict.figures = {
-            "images": len(rows),
-            "unreadable": count - len(rows),
-            name: float(np.mean([row.right[0] for row in rows])),
-            f"{name}_exported": float(np.mean([row.right[1] for row in rows])),
-            "differing": len(wrong),
-            "largest_difference": largest,
-        }
-        verdict.tolerance = {"probabilities": max(_FLOOR, _SPARE * largest)}
-        verdict.worst = [row.words for row in sorted(wrong, key=lambda row: -row.moved)]
-        if len(wrong) > self._differing:
-            verdict.refusal = (
-                f"{len(wrong)} of {len(rows)} images differ from the trained model (--differing {self._differing})"
-            )
-        return verdict
+    def expected(self) -> Iterator[dict | None]:
+        self.right: list[list[float]] = []  # of the trained and of the exported model, image by image
+        for batch, logits in self.recipe.predict(self.model, self.loader, self.accelerator, self.normalize):
+            rows = probabilities(logits.float(), self.val.multi_label).cpu().numpy()
+            for row, readable in zip(rows, batch.readable, strict=True):
+                yield {"probabilities": row} if readable else None
 
-    def _compare(self, index: int, trained: np.ndarray, exported: np.ndarray) -> Compared:
-        moved, label = np.abs(trained - exported), self._val.labels[index]
-        place = int(moved.argmax())
-        if self._val.multi_label:
-            decisions = trained > 0.5, exported > 0.5
-            differs = bool((decisions[0] != decisions[1]).any())
-            right = [float((decision[self._places] == label).mean()) for decision in decisions]
-            words = f"{self._classes[place]} {trained[place]:.4f} -> {exported[place]:.4f}"
+    def compare(self, expected: dict, found: Outputs) -> Apart:
+        trained, exported = expected["probabilities"], found["probabilities"]
+        moved = np.abs(trained - exported)
+        if self.val.multi_label:
+            first = second = int(moved.argmax())
+            differs = bool(((trained > 0.5) != (exported > 0.5)).any())
         else:
-            first = int(trained.argmax()), int(exported.argmax())
-            differs = first[0] != first[1]
-            right = [float(top == self._places[label]) for top in first]
-            words = f"{self._classes[first[0]]} {trained[first[0]]:.4f} -> {self._classes[first[1]]} {exported[first[1]]:.4f}"
-        # Not `>`: a NaN differs, too.
-        differs |= not moved[place] <= MOVED
-        return Compared(differs, float(moved[place]), (right[0], right[1]), f"{self._val.name(index)}: {words}")
+            first, second = int(trained.argmax()), int(exported.argmax())
+            differs = first != second
+        words = f"{self.classes[first]} {trained[first]:.4f} -> {self.classes[second]} {exported[second]:.4f}"
+        largest = float(moved.max())
+        return Apart({"probabilities": largest}, math.inf if differs else largest / MOVED, words)
+
+    def count(self, index: int, expected: dict, found: Outputs | None) -> None:
+        label = self.val.labels[index]
+        rows = [one["probabilities"] for one in (expected, found) if one]
+        if found and self.val.multi_label:
+            self.right.append([((row > 0.5)[self.places] == label).mean() for row in rows])
+        elif found:
+            self.right.append([row.argmax() == self.places[label] for row in rows])
+
+    def results(self) -> dict[str, tuple[float, float]]:
+        trained, exported = np.mean(self.right, 0).tolist()
+        return {"accuracy" if self.val.multi_label else "top1": (trained, exported)}
