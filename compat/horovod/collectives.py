@@ -3,6 +3,7 @@
 All functions are called on every rank of the group, in one order.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,8 +23,7 @@ _REDUCE = {
     MAX: dist.ReduceOp.MAX,
     PRODUCT: dist.ReduceOp.PRODUCT,
 }
-# With a rank that does something else, such as evaluating alone: Horovod has no limit either.
-_PATIENCE = timedelta(days=7)
+PATIENCE = timedelta(seconds=float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", 300)))  # with a rank that is stopped
 _HALF = (torch.float16, torch.bfloat16)
 _SHORT = (torch.uint8, torch.int8, torch.int16)
 REDUCIBLE = (*_SHORT, torch.int32, torch.int64, *_HALF, torch.float32, torch.float64)
@@ -31,10 +31,10 @@ REDUCIBLE = (*_SHORT, torch.int32, torch.int64, *_HALF, torch.float32, torch.flo
 
 @dataclass(frozen=True)
 class Group:
-    """A process set: its ranks in the world, and its process group, None if this process is not in the set."""
+    """A process set that this process is in: its ranks in the world, and its process group."""
 
     ranks: list[int]
-    process_group: dist.ProcessGroup | None
+    process_group: dist.ProcessGroup
 
     @property
     def rank(self) -> int:
@@ -47,10 +47,17 @@ def backend() -> str:
     return "cpu:gloo,cuda:nccl" if devices.kind() == "cuda" and dist.is_nccl_available() else "gloo"
 
 
-def make_group(ranks: list[int]) -> Group:
-    """A new process set. Called on all ranks of the world, also those outside of the set."""
-    process_group: Any = dist.new_group(ranks, backend=backend(), timeout=_PATIENCE)
-    return Group(ranks, process_group if dist.get_rank() in ranks else None)
+def make_group(ranks: list[int]) -> Group | None:
+    """A new process set, None outside of it. Called on all ranks of the world."""
+    process_group: Any = dist.new_group(ranks, backend=backend(), timeout=PATIENCE)
+    return Group(ranks, process_group) if dist.get_rank() in ranks else None
+
+
+def gather(own: Tensor, group: Group) -> list[Tensor]:
+    """The tensors of all ranks, which have the same shape."""
+    parts = [torch.empty_like(own) for _ in group.ranks]
+    dist.all_gather(parts, own, group.process_group)
+    return parts
 
 
 def zeros(request: Request, device: torch.device) -> list[Tensor]:

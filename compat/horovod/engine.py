@@ -1,15 +1,22 @@
 """Engine: collectives that ranks may ask for in different orders, run in one order that is the same on all of them.
 
-A call such as `allreduce_async` hands in an operation and gets a handle. Each process set has
-a lane: a thread per rank. In a round, the lanes of a set tell each other what their ranks
-have newly asked for (an all-gather of JSON over gloo). All of them then know the same, and
-run what every rank has asked for; what ranks disagree about fails on all of them. Rounds take
-place only while something is asked for.
+A call such as `allreduce_async` makes an operation, which is its handle. Each process set has a
+lane: a thread per rank. In a round, the lanes of a set tell each other what their ranks have
+newly asked for (an all-gather of JSON over gloo). All of them then know the same, and run what
+every rank has asked for; what ranks disagree about fails on all of them. Lanes take part in
+rounds also while their ranks compute, so one that does not answer is dead or stopped.
+
+All lanes of a set end in the round in which one of its ranks leaves, or each with the first
+error of the network. Lanes destroy their groups at once. So the sockets close, and the other
+lanes notice. And gloo's threads end: one that still held a tensor while Python exits would
+abort the process.
 """
 
 import contextlib
 import itertools
 import json
+import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -21,15 +28,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.distributed.collectives import is_lost_peer
 from compat.horovod import collectives
 from compat.horovod.exceptions import HorovodInternalError
 from compat.horovod.requests import JOIN, WORLD, Request, disagreement
-from compat.horovod.stalls import Stalls
 
-_TURN_S = 1.0  # after which a thread that waits looks around
-_LINGER_S = 5.0  # the longest that a rank waits for the others' end
-_PAUSE_S = 0.02  # between rounds in which nothing happens
-ABANDONED: list[Any] = []  # groups with a dead member: ending them would wait for it
+LOG = logging.getLogger("compat.horovod")
+_IDLE_S = 0.1  # between rounds while a rank waits for nothing
+_CROSSWISE_S = 0.001  # between rounds while ranks wait for different operations
 
 _engine: "Engine | None" = None
 
@@ -54,14 +60,12 @@ def set_current(engine: "Engine | None") -> None:
 class Operation:
     """One collective that this rank has asked for. In place, the results go to the given tensors."""
 
-    lane: "Lane"
     request: Request
     given: Sequence[Tensor]
     in_place: bool
     grouped: bool
     ready: torch.Event | None  # of the stream that made the tensors
     finished: torch.Event | None = None
-    asked: float = field(default_factory=time.monotonic)
     done: threading.Event = field(default_factory=threading.Event)
     shapes: list[list[list[int]]] = field(default_factory=list)  # of all ranks
     outputs: Sequence[Tensor] = ()
@@ -76,8 +80,24 @@ class Operation:
         self.result = [*outputs] if self.grouped else outputs[0]
 
     def fail(self, error: str) -> None:
-        self.error = self.error or error
+        self.error = error
         self.done.set()
+
+    def poll(self) -> bool:
+        """True if the operation has ended."""
+        return self.done.is_set() and (self.finished is None or self.finished.query())
+
+    def wait(self) -> Any:
+        """The result, once the operation has ended. Raises HorovodInternalError if it failed."""
+        self.done.wait()
+        if self.error:
+            raise HorovodInternalError(self.error)
+        if self.finished is not None:
+            stream = torch.accelerator.current_stream()
+            stream.wait_event(self.finished)
+            for output in self.outputs:
+                output.record_stream(stream)  # it was allocated for the lane's
+        return self.result
 
 
 class Lane(threading.Thread):
@@ -85,122 +105,142 @@ class Lane(threading.Thread):
 
     def __init__(self, engine: "Engine", set_id: int, group: collectives.Group) -> None:
         super().__init__(name=f"horovod process set {set_id}", daemon=True)
-        self.engine, self.group = engine, group
-        self.changed = threading.Condition(engine.lock)
+        self.engine, self.group, self.ranks = engine, group, group.ranks
+        self.changed = threading.Condition()
         self.operations: dict[str, Operation] = {}  # of this rank, in flight
         self.news: list[Request] = []  # not told to the others yet
         self.table: dict[str, dict[int, Request]] = {}  # by name, by rank: what was told and is in flight
+        self.since: dict[str, float] = {}  # by name: when it was told first
+        self.warned: set[str] = set()  # names of which was warned
         self.joined: list[int] = []  # ranks, in the order of joining
-        self.gone: set[int] = set()  # ranks that have shut down
         self.counts: Counter[str] = Counter()  # unnamed collectives of each kind
+        self.pause: float | None = 0.0  # before the next round
         self.broken, self.leaving = "", False
         self.stream: torch.Stream | None = None
-        self.stalls = Stalls(engine.store, set_id, group.ranks, engine.rank)
+        is_silent = os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0")
+        self.warn_s = float("inf" if is_silent else os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS", 60))
+        self.fail_s = float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0)) or float("inf")
 
     def submit(self, operation: Operation) -> None:
+        """Ask for an operation. Raises ValueError if its name is in flight, HorovodInternalError after the lane's end."""
+        request = operation.request
         with self.changed:
             if self.broken:
                 raise HorovodInternalError(self.broken)
-            if (name := operation.request.name) in self.operations:
+            if not request.name:
+                request.name = f"{request.kind}.noname.{self.counts[request.kind]}"
+                self.counts[request.kind] += 1
+            if request.name in self.operations:
                 raise ValueError(
-                    f"a collective named {name!r} is in flight: synchronize it first, or choose another name"
+                    f"a collective named {request.name!r} is in flight: synchronize it first, or choose another name"
                 )
-            self.operations[name] = operation
-            self.news.append(operation.request)
-            self.changed.notify_all()
+            self.operations[request.name] = operation
+            self.news.append(request)
+            self.changed.notify()
 
     def leave(self) -> None:
         with self.changed:
             self.leaving = True
-            self.changed.notify_all()
-
-    def break_off(self, error: str) -> None:
-        """Fail everything in flight and everything later, on all ranks of the set."""
-        self.stalls.tell_broken(error)
-        self.fail_all(error)
-
-    def fail_all(self, error: str) -> None:
-        with self.changed:
-            self.broken = self.broken or f"{error}: call shutdown() and init(), or start again"
-            for operation in self.operations.values():
-                operation.fail(self.broken)
-            self.operations = {}
+            self.changed.notify()
 
     def run(self) -> None:
         try:
-            while not self.broken and len(self.gone) < len(self.group.ranks):
-                with self.changed:
-                    self.changed.wait_for(lambda: self.operations or self.leaving or self.broken)
-                    news, self.news = self.news, []
-                    message = {"news": [vars(request) for request in news], "leaving": self.leaving}
-                messages = self._exchange(message)
-                if self._round(messages) or any(told["news"] for told in messages):
-                    continue
-                with self.changed:
-                    self.changed.wait_for(lambda: self.news, _PAUSE_S)
-        except Exception as error:  # the others may be in the middle of the same collective
-            text = " ".join(str(error).split())
-            if isinstance(error, RuntimeError) and ("onnection" in text or "peer" in text):
-                self.break_off(f"a rank has died or left: rank {self.engine.rank} has lost its connection")
+            while not (left := self._round()):
+                pass
+            end = f"rank {left[0]} has shut down"
+            if self.stream:
+                self.stream.synchronize()
+        except Exception as error:
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            if is_lost_peer(error):
+                text = "a rank has died, left or stopped: its connection is lost"
+            end = f"rank {self.engine.rank}: {text}"
+            self.group.process_group.abort()
+        with self.changed:
+            self.broken = f"{end}: call shutdown() and init(), or start again"
+            for operation in self.operations.values():
+                operation.fail(self.broken)
+            self.operations = {}
+        with contextlib.suppress(Exception):  # the script may have destroyed all groups
+            dist.destroy_process_group(self.group.process_group)
+        del self.group  # gloo's threads and sockets end with the last reference
+
+    def _round(self) -> list[int]:
+        """Exchange what is new, then run or fail what can be decided. Returns the ranks that leave."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.news or self.leaving, self.pause)
+            news, self.news = self.news, []
+            message = {"news": [vars(request) for request in news], "leaving": self.leaving, "stalled": self._stalled()}
+        messages = self._exchange(message)
+        for rank, told in zip(self.ranks, messages, strict=True):
+            for fields in told["news"]:
+                request = Request(**fields)
+                self.table.setdefault(request.name, {})[rank] = request
+                self.since.setdefault(request.name, time.monotonic())
+                if request.kind == "join":
+                    self.joined.append(rank)
+        ready = sorted((name for name in self.table if not self._missing(name)), key=lambda name: name == JOIN)
+        for name in ready:
+            if error := disagreement(self.table[name], self.ranks, self.engine.size):
+                self._fail(name, error)
             else:
-                self.break_off(f"rank {self.engine.rank}: {type(error).__name__}: {text}")
+                self._run(name)
+        for name, error in messages[0]["stalled"].items():  # the first rank's clock decides
+            if name in self.table:
+                self._fail(name, error)
+        if ready or any(told["news"] for told in messages):
+            self.pause = 0.0
+        elif len(self.ranks) == 1:
+            self.pause = None
+        else:
+            self.pause = _CROSSWISE_S if self.operations else _IDLE_S
+        return [rank for rank, told in zip(self.ranks, messages, strict=True) if told["leaving"]]
 
     def _exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         """The messages of all ranks of the set. In JSON: pickled ones could execute code."""
         own = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-        lengths = self._gather(torch.tensor([len(own)]))
+        lengths = collectives.gather(torch.tensor([len(own)]), self.group)
         longest = int(max(lengths))
-        parts = self._gather(torch.nn.functional.pad(own, (0, longest - len(own))))
+        parts = collectives.gather(torch.nn.functional.pad(own, (0, longest - len(own))), self.group)
         return [json.loads(part[: int(length)].numpy().tobytes()) for part, length in zip(parts, lengths, strict=True)]
 
-    def _gather(self, own: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(own) for _ in self.group.ranks]
-        dist.all_gather(parts, own, self.group.process_group)
-        return parts
-
-    def _round(self, messages: Sequence[dict[str, Any]]) -> bool:
-        """Take in what the ranks have told, and run or fail what can be decided. Returns whether there was such."""
-        for rank, told in zip(self.group.ranks, messages, strict=True):
-            for fields in told["news"]:
-                request = Request(**fields)
-                self.table.setdefault(request.name, {})[rank] = request
-                if request.kind == "join":
-                    self.joined.append(rank)
-            if told["leaving"]:
-                self.gone.add(rank)
-        ready = sorted((name for name in self.table if not self._missing(name)), key=lambda name: name == JOIN)
-        for name in ready:
-            if error := disagreement(self.table[name], self.group.ranks, self.engine.size):
-                self._fail(name, error)
-            else:
-                self._run(name)
-        lost = {name: {*self._missing(name)} & self.gone for name in self.table}
-        for name, ranks in lost.items():
-            if ranks:
-                self._fail(name, f"rank {min(ranks)} has shut down")
-        return bool(ready) or any(lost.values())
+    def _stalled(self) -> dict[str, str]:
+        """By name: why an operation that waits for too long has to fail. The set's first rank also warns of those that wait."""
+        errors: dict[str, str] = {}
+        for name in self.table.keys() - {JOIN} if self.engine.rank == self.ranks[0] else ():
+            [request, *_] = self.table[name].values()
+            waits = f"{request.kind} '{name}' waits for ranks {self._missing(name)}, which have not submitted it"
+            waited = time.monotonic() - self.since[name]
+            if waited > self.fail_s:
+                errors[name] = f"{waits} in {self.fail_s:g} s"
+            elif waited > self.warn_s and name not in self.warned:
+                self.warned.add(name)
+                LOG.warning("%s for more than %g s", waits, self.warn_s)
+        return errors
 
     def _missing(self, name: str) -> list[int]:
         """Ranks that a collective still waits for; one that has joined is only waited for by others' joins."""
         joined = () if name == JOIN else self.joined
-        return [rank for rank in self.group.ranks if rank not in self.table[name] and rank not in joined]
+        return [rank for rank in self.ranks if rank not in self.table[name] and rank not in joined]
+
+    def _take(self, name: str) -> Operation | None:
+        """Forget an operation, whose name is free again. Returns this rank's, None if this rank has not asked for it."""
+        del self.table[name], self.since[name]
+        self.warned.discard(name)
+        with self.changed:
+            return self.operations.pop(name, None)
 
     def _fail(self, name: str, error: str) -> None:
-        del self.table[name]
-        self.stalls.number += 1
         if name == JOIN:
             self.joined = []
-        with self.changed:
-            operation = self.operations.pop(name, None)
-        if operation:
+        if operation := self._take(name):
             operation.fail(error)
 
     def _run(self, name: str) -> None:
         """Run a collective, and give out its result."""
         told = self.table[name]
         [request, *_] = told.values()
-        with self.changed:
-            operation = self.operations.get(name)  # None if this rank has joined
+        operation = self.operations.get(name)  # None if this rank has joined
         outputs: list[Any] = [None]
         if request.kind == "join":
             outputs = [self.joined[-1]]
@@ -215,31 +255,28 @@ class Lane(threading.Thread):
             self._compute(request, operation, [told[rank].splits for rank in sorted(told)])
         elif operation:
             operation.succeed(outputs)
-        self.stalls.number += 1
-        with self.changed:  # its name is free again before the caller wakes up
-            del self.table[name]
-            self.operations.pop(name, None)
+        self._take(name)
         if operation:
             operation.done.set()
 
     def _compute(self, request: Request, operation: Operation | None, splits: list[list[int]]) -> None:
         """Run it on the tensors of this rank, or on zeros. On a GPU, in a stream of this lane's own."""
+        on_gpu = request.device == "cuda"
         if operation:
             tensors, shapes = [tensor.detach() for tensor in operation.given], operation.shapes
         else:
-            on_gpu = request.device == "cuda"
-            nowhere = self.engine.join_device if on_gpu else torch.device(request.device)
-            tensors, shapes = collectives.zeros(request, nowhere), []
-        if request.device == "cuda":
+            device = self.engine.join_device if on_gpu else torch.device(request.device)
+            tensors, shapes = collectives.zeros(request, device), []
+        if on_gpu:
             torch.accelerator.set_device_index(tensors[0].device)
             self.stream = self.stream or torch.Stream(tensors[0].device)
             if operation and operation.ready:
                 self.stream.wait_event(operation.ready)
-        with self.stream if self.stream and request.device == "cuda" else contextlib.nullcontext():
+        with self.stream if self.stream and on_gpu else contextlib.nullcontext():
             outputs = collectives.run(request, tensors, shapes, splits, self.group)
             if operation:
                 operation.succeed(outputs)
-                if request.device == "cuda" and self.stream:
+                if on_gpu and self.stream:
                     operation.outputs = [outputs[0][0]] if request.kind == "alltoall" else outputs
                     operation.finished = self.stream.record_event()
                     for tensor in tensors:
@@ -249,35 +286,30 @@ class Lane(threading.Thread):
 class Engine:
     """The world of one `init()`; torch's default process group is there."""
 
-    def __init__(self, store: dist.Store) -> None:
-        self.rank, self.size, self.store = dist.get_rank(), dist.get_world_size(), store
-        self.lock = threading.RLock()
-        self.handles: dict[int, Operation] = {}
-        self.numbers = itertools.count()  # of handles
-        self.sets = itertools.count()  # of process sets
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.numbers = itertools.count()  # of process sets
         self.ranks: dict[int, list[int]] = {}  # of each process set
         self.lanes: dict[int, Lane] = {}  # of the sets that this rank is in
-        self.lost_ranks = False  # True if an end found ranks missing
+        self.layers: Any = None  # the group over which SyncBatchNorm talks
         self.join_device = torch.device("cuda")  # where zeros for others' CUDA tensors are made
         self.add_lane([*range(self.size)])
 
     def add_lane(self, ranks: list[int]) -> int:
         """Make a process set; returns its id. Called on all ranks of the world."""
-        set_id, group = next(self.sets), collectives.make_group(ranks)
-        with self.lock:
-            self.ranks[set_id] = ranks
-            if self.rank in ranks:
-                self.lanes[set_id] = Lane(self, set_id, group)
-                self.lanes[set_id].start()
+        set_id, group = next(self.numbers), collectives.make_group(ranks)
+        self.ranks[set_id] = ranks
+        if group:
+            self.lanes[set_id] = Lane(self, set_id, group)
+            self.lanes[set_id].start()
         return set_id
 
     def remove_lane(self, set_id: int) -> None:
         """End a process set. What is in flight there fails."""
-        with self.lock:
-            self.ranks.pop(set_id)
-            lane = self.lanes.pop(set_id, None)
-        if lane:
-            self._end([lane])
+        del self.ranks[set_id]
+        if lane := self.lanes.pop(set_id, None):
+            lane.leave()
+            lane.join()
 
     def submit(
         self,
@@ -289,8 +321,8 @@ class Engine:
         in_place: bool = False,
         grouped: bool = False,
         **fields: Any,
-    ) -> int:
-        """Ask for a collective; returns its handle. `fields` are a `Request`'s.
+    ) -> Operation:
+        """Ask for a collective. `fields` are a `Request`'s.
 
         Raises ValueError if its name is in flight, this rank is not in the process set or the
         type can't be reduced, and HorovodInternalError after a rank of the set has died.
@@ -304,71 +336,26 @@ class Engine:
             raise ValueError(f"{kind}: the tensors of a group must be on one device, not {sorted(map(str, devices))}")
         dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
         shapes = [[*tensor.shape] for tensor in tensors]
-        device, ready, lane = "cpu", None, self.lanes[set_id]
+        device, ready = "cpu", None
         if tensors and tensors[0].is_cuda:
             device, ready = "cuda", torch.accelerator.current_stream(tensors[0].device).record_event()
-        with self.lock:
-            if name is None:
-                name = f"{kind}.noname.{lane.counts[kind]}"
-                lane.counts[kind] += 1
-            request = Request(kind, name, dtypes, shapes, device, **fields)
-            operation = Operation(lane, request, tensors, in_place, grouped, ready)
-            lane.submit(operation)
-            handle = next(self.numbers)
-            self.handles[handle] = operation
-        return handle
-
-    def poll(self, handle: int) -> bool:
-        """True if the collective has ended. Raises ValueError for a handle that was synchronized or never given out."""
-        if handle not in self.handles:
-            raise ValueError(f"handle {handle} is unknown, or was synchronized already")
-        operation = self.handles[handle]
-        return operation.done.is_set() and (operation.finished is None or operation.finished.query())
-
-    def synchronize(self, handle: int) -> Any:
-        """The result of a collective, once it has ended; None for a handle that was synchronized already."""
-        operation = self.handles.get(handle)
-        if operation is None:
-            return None
-        self._await(operation)
-        self.handles.pop(handle, None)
-        if operation.error:
-            raise HorovodInternalError(operation.error)
-        if operation.finished is not None:
-            stream = torch.accelerator.current_stream()
-            stream.wait_event(operation.finished)
-            for output in operation.outputs:
-                output.record_stream(stream)  # it was allocated for the lane's
-        return operation.result
+        request = Request(kind, name or "", dtypes, shapes, device, **fields)
+        operation = Operation(request, tensors, in_place, grouped, ready)
+        self.lanes[set_id].submit(operation)
+        return operation
 
     def call(self, kind: str, **options: Any) -> Any:
-        """`submit` and `synchronize`."""
-        return self.synchronize(self.submit(kind, **options))
+        """`submit`, and the result."""
+        return self.submit(kind, **options).wait()
 
-    def _await(self, operation: Operation, until: float = float("inf")) -> None:
-        lane = operation.lane
-        while not operation.done.wait(_TURN_S) and time.monotonic() < until:
-            if error := lane.stalls.broken():
-                lane.fail_all(error)
-            elif error := lane.stalls.look(operation.request, operation.asked):
-                lane.break_off(error)
-
-    def shutdown(self, limit_s: float = float("inf")) -> None:
-        """Wait until what is in flight has ended, at most `limit_s` seconds, then for the other ranks, shortly; leave."""
-        until = time.monotonic() + limit_s
-        for operation in [*self.handles.values()]:
-            self._await(operation, until)
-        self._end([*self.lanes.values()])
-
-    def _end(self, lanes: Sequence[Lane]) -> None:
+    def shutdown(self, limit_s: float | None = None) -> None:
+        """Wait until what is in flight has ended, at most `limit_s` seconds, and leave all process sets."""
+        until = time.monotonic() + (limit_s or 0.0)
+        lanes = [*self.lanes.values()]
+        for operation in [operation for lane in lanes for operation in [*lane.operations.values()]]:
+            operation.done.wait(None if limit_s is None else max(0.0, until - time.monotonic()))
         for lane in lanes:
             lane.leave()
-        until = time.monotonic() + _LINGER_S
         for lane in lanes:
-            lane.join(max(0.0, until - time.monotonic()))
-            if lane.broken or lane.is_alive():
-                self.lost_ranks = True
-                ABANDONED.append(lane.group)
-            else:
-                dist.destroy_process_group(lane.group.process_group)
-            lane.fail_all("shutdown() was called")
+            lane.join()  # a rank that is stopped is waited for as long as gloo does
+        self.layers = None

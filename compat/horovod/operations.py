@@ -36,6 +36,7 @@ from common.distributed import devices
 from compat.horovod import engine
 from compat.horovod.collectives import REDUCIBLE
 from compat.horovod.compression import Compression
+from compat.horovod.engine import Operation
 from compat.horovod.process_sets import ProcessSet, global_process_set
 from compat.horovod.requests import ADASUM, AVERAGE, JOIN, MAX, MIN, PRODUCT, SUM
 
@@ -45,14 +46,12 @@ Options = Mapping[str, Any]  # the arguments of a collective, besides its tensor
 
 def start(
     kind: str, tensors: Sequence[Tensor], options: Options, *, in_place: bool = False, grouped: bool = False
-) -> int:
-    """Ask for a collective; returns its handle."""
-    fields = _FIELDS[kind](tensors, options)
-    set_id = options["process_set"].process_set_id
-    name = options["name"]
-    return engine.current().submit(
-        kind, tensors, name=name, set_id=set_id, in_place=in_place, grouped=grouped, **fields
+) -> Operation:
+    """Ask for a collective."""
+    fields = {"name": options["name"], "set_id": options["process_set"].process_set_id} | _FIELDS[kind](
+        tensors, options
     )
+    return engine.current().submit(kind, tensors, in_place=in_place, grouped=grouped, **fields)
 
 
 # --- what each kind asks for
@@ -129,8 +128,8 @@ class _Differentiable(Function):
 
     @staticmethod
     def forward(ctx: Any, kind: str, options: Options, *tensors: Tensor) -> tuple[Tensor, ...]:
-        handle = start(kind, tensors, options, grouped=True)
-        operation, results = engine.current().handles[handle], synchronize(handle)
+        operation = start(kind, tensors, options, grouped=True)
+        results = operation.wait()
         ctx.kind, ctx.options, ctx.shapes = kind, {**options, "name": None}, operation.shapes
         if kind != "alltoall":
             return tuple(results)
@@ -146,7 +145,7 @@ class _Differentiable(Function):
         average = {**_DEFAULTS, "process_set": process_set}
 
         def collective(kind: str, gradients: Sequence[Tensor], options: Options) -> list[Any]:
-            return synchronize(start(kind, gradients, options, grouped=True))
+            return start(kind, gradients, options, grouped=True).wait()
 
         if kind == "allreduce":
             if op not in (None, AVERAGE, SUM):
@@ -218,7 +217,7 @@ def _form(kind: str, parameters: str, *, grouped: bool = False, in_place: bool =
         tensors = [*given] if grouped else [given]
         if in_place or not wait:
             handle = start(kind, tensors, options, in_place=in_place, grouped=grouped)
-            return synchronize(handle) if wait else handle
+            return handle.wait() if wait else handle
         compressor = options["compression"]
         pairs = [compressor.compress(tensor) for tensor in tensors]
         small = _Differentiable.apply(kind, options, *(tensor for tensor, _ in pairs))
@@ -269,17 +268,14 @@ def alltoall(
 # --- handles, join, barrier
 
 
-def poll(handle: int) -> bool:
-    """True if the operation has ended, so that `synchronize` returns at once. Raises ValueError for an unknown handle."""
-    return engine.current().poll(handle)
+def poll(handle: Operation) -> bool:
+    """True if the operation has ended, so that `synchronize` returns at once."""
+    return handle.poll()
 
 
-def synchronize(handle: int) -> Any:
-    """Wait for an operation, and return its result; None if the handle was synchronized already.
-
-    Raises HorovodInternalError if the operation failed.
-    """
-    return engine.current().synchronize(handle)
+def synchronize(handle: Operation) -> Any:
+    """Wait for an operation, and return its result. Raises HorovodInternalError if the operation failed."""
+    return handle.wait()
 
 
 def join(device: int = -1) -> int:

@@ -7,8 +7,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from common.training.batch_norm import normalize_shared
 from compat.horovod import engine, world
 
-_groups: dict[int, dist.ProcessGroup] = {}  # of the world that there is now
-
 
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation of [batch, channels, ...] over the batches of all ranks. On the CPU too, unlike Horovod's.
@@ -42,10 +40,7 @@ class SyncBatchNorm(_BatchNorm):
 
 def _group() -> dist.ProcessGroup:
     """A group of its own: its collectives follow the layers' order, which negotiated ones don't. The first call is one."""
-    key = id(engine.current())
-    if key not in _groups:
-        _groups.clear()
-        group = dist.new_group(use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        _groups[key] = group
-    return _groups[key]
+    world = engine.current()
+    if world.layers is None:
+        world.layers = dist.new_group(use_local_synchronization=True)
+    return world.layers

@@ -9,7 +9,6 @@ import atexit
 import os
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from common.distributed import collectives, devices
 from common.launching.launchers import Launch, complete
 from compat.horovod import engine
-from compat.horovod.collectives import backend
+from compat.horovod.collectives import PATIENCE, backend
 from compat.horovod.engine import Engine
 from compat.horovod.process_sets import ProcessSet, add_process_set, forget_process_sets, global_process_set
 
@@ -25,7 +24,6 @@ __all__ = """init shutdown is_initialized size rank local_size local_rank cross_
 mpi_threads_supported mpi_built mpi_enabled ddl_built ccl_built gloo_built gloo_enabled nccl_built cuda_built rocm_built
 """.split()
 
-_PATIENCE_S = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", 300))  # how much later the last rank may call init()
 _FLUSH_AT_EXIT_S = 5.0
 
 _store: dist.Store | None = None  # through which the ranks meet; kept for the next init()
@@ -58,9 +56,9 @@ def init(
             f"comm={comm!r}: a world of all {len(ranks)} ranks is supported; for some of them use process sets"
         )
     _starts, _process = _starts + 1, os.getpid()
-    store = dist.PrefixStore(f"horovod/{_starts}", _join_group(launch))
+    _join_group(launch)
     collectives.nodes()  # asks all ranks, once
-    engine.set_current(Engine(store))
+    engine.set_current(Engine())
     global_process_set.ranks = ranks
     for process_set in process_sets if process_sets and not isinstance(process_sets, str) else ():
         add_process_set(process_set)
@@ -69,21 +67,20 @@ def init(
     atexit.register(_end)
 
 
-def _join_group(launch: Launch) -> dist.Store:
-    """Make torch's process group unless there is one. Returns the store of its ranks."""
+def _join_group(launch: Launch) -> None:
+    """Make torch's process group unless there is one."""
     global _store, _owns_group
     if dist.is_initialized():
-        return dist.distributed_c10d._get_default_store()
+        return
     if _store is None and launch.world_size == 1:
         _store = dist.HashStore()
     elif _store is None:
         from common.launching.meeting import reach  # imports accelerate
 
-        _store = reach(os.environ, launch, timedelta(seconds=_PATIENCE_S))
+        _store = reach(os.environ, launch, PATIENCE)
     group_store = dist.PrefixStore(f"group/{_starts}", _store)
     dist.init_process_group(backend(), store=group_store, rank=launch.rank, world_size=launch.world_size)
     _owns_group = True
-    return group_store
 
 
 def shutdown() -> None:
@@ -91,24 +88,21 @@ def shutdown() -> None:
 
     What other ranks still want from this one fails there with HorovodInternalError.
     """
-    _end(limit_s=float("inf"))
+    _end(limit_s=None)
 
 
-def _end(limit_s: float = _FLUSH_AT_EXIT_S) -> None:
+def _end(limit_s: float | None = _FLUSH_AT_EXIT_S) -> None:
     global _owns_group
     if not engine.is_running() or os.getpid() != _process:  # in a fork
         return
-    running = engine.current()
     try:
-        running.shutdown(limit_s)
+        engine.current().shutdown(limit_s)
     finally:
         engine.set_current(None)
     atexit.unregister(_end)
     forget_process_sets()
     if _owns_group:
-        if running.lost_ranks:
-            engine.ABANDONED.append(dist.group.WORLD)
-        dist.destroy_process_group()
+        collectives.leave_process_group()
     _owns_group = False
 
 

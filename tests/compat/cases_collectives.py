@@ -171,9 +171,6 @@ def handles() -> None:
         while number % 3 == 0 and not hvd.poll(given[name]):
             time.sleep(0)
         same(hvd.synchronize(given[name]), calls[name][1])
-        assert hvd.synchronize(given[name]) is None  # only once
-    with pytest.raises(ValueError, match="unknown"):
-        hvd.poll(given["gather"])
 
 
 def gradients() -> None:
