@@ -2,7 +2,7 @@
 
     accelerate launch --config_file accelerate_configs/fsdp_cpu.yaml benchmarks/sharded.py [--quartets 5]
 
-On several GPUs, `gpu.py` does this with fsdp_bf16.yaml.
+On several GPUs take fsdp_bf16.yaml.
 
 The recipe's own `main` is compared with a loop written by hand around torch's `fully_shard`: the same timm model in the same
 parts, images in memory, transforms, loss, optimizer and gradient norm. `paired.py` explains the comparison.

@@ -3,14 +3,12 @@
     python benchmarks/startup.py [--quick] [--brief] [--output FILE]
 
 The reference is a process that does `import torch, timm` and creates the same model; the goal is at most 1.3 times its time.
-Each row is a fresh process on one CPU. The rows take turns: there and back, again and again. Wall time ends with the first
-optimizer step; CPU time is the user time of all processes of a row. `accelerate launch` imports torch, timm and more for its
-other subcommands before it starts the recipe; `accelerate-launch`, the same command on its own, imports less.
+Each row is a fresh process on one CPU. The rows take turns: there and back, again and again. `accelerate launch` imports torch,
+timm and more for its other subcommands before it starts the recipe; `accelerate-launch`, the same command on its own, imports
+less.
 """
 
-import json
 import os
-import resource
 import runpy
 import statistics
 import subprocess
@@ -34,15 +32,15 @@ STARTED = "STARTUP_BENCHMARK_STARTED"  # environment variable: time of the launc
 
 
 def command(row: str, scratch: Path) -> list[str]:
-    """The command line of a row. The process writes its time to `scratch/step.json`."""
+    """The command line of a row. The process writes its time to `scratch/seconds`."""
     config = ["--config_file", ROOT / "accelerate_configs" / "cpu.yaml"]
     flags = ["--data", "digits", "--image_size", "32", "--model", MODEL]
     flags += ["--max_steps", "2", "--workers", "0", "--output_dir", scratch]
     recipe = ROOT / "recipes" / "cls.py"
-    first_step = [__file__, "--first_step", scratch / "step.json", recipe, *flags]
+    first_step = [__file__, "--first_step", scratch / "seconds", recipe, *flags]
     bin_folder = Path(sys.executable).parent
     words = {
-        BARE: [sys.executable, __file__, "--bare", scratch / "step.json"],
+        BARE: [sys.executable, __file__, "--bare", scratch / "seconds"],
         PROCESS: [sys.executable, *first_step],
         LAUNCH: [bin_folder / "accelerate", "launch", *config, *first_step],
         SHORT_LAUNCH: [bin_folder / "accelerate-launch", *config, *first_step],
@@ -50,33 +48,25 @@ def command(row: str, scratch: Path) -> list[str]:
     return [str(word) for word in words[row]]
 
 
-def measure(row: str) -> dict:
-    """Seconds of one fresh start: `wall_s` until the end of the first step, `cpu_s` of user time."""
+def measure(row: str) -> float:
+    """Seconds of one fresh start, until the end of the first step."""
     with tempfile.TemporaryDirectory() as folder:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
         # PYTHONPATH: for a checkout that is not the installed one.
         environ = os.environ | {STARTED: repr(time.time()), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command(row, Path(folder)), env=environ, capture_output=True)
         if done.returncode:
             raise RuntimeError(f"{row}: {done.stderr.decode()}")
-        wall = json.loads(Path(folder, "step.json").read_text())["seconds"]
-        return {"wall_s": wall, "cpu_s": resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before}
+        return float(Path(folder, "seconds").read_text())
 
 
-def compare(rounds: int) -> dict:
-    """Runs every row `rounds` times, in turn: medians, ranges, and the ratio of its median to that of the bare import."""
+def compare(quick: bool, brief: bool) -> dict[str, list[float]]:
+    """Seconds of every row, in turn, again and again."""
     rows = [BARE, PROCESS, LAUNCH, SHORT_LAUNCH]
     taken = {row: [] for row in rows}
-    for number in range(rounds):
+    for number in range(1 if quick else 2 if brief else 3):
         for row in rows[:: -1 if number % 2 else 1]:
             taken[row].append(measure(row))
-    result = {}
-    for row in rows:
-        of_row = {clock: sorted(times[clock] for times in taken[row]) for clock in ("wall_s", "cpu_s")}
-        result[row] = {clock: statistics.median(times) for clock, times in of_row.items()}
-        result[row] |= {"least_s": of_row["wall_s"][0], "most_s": of_row["wall_s"][-1]}
-        result[row]["ratio"] = result[row]["wall_s"] / result[BARE]["wall_s"]
-    return {"rounds": rounds, "rows": result}
+    return taken
 
 
 def bare(output: Path) -> None:
@@ -99,25 +89,19 @@ def first_step(output: Path, words: list[str]) -> None:
 
 
 def _leave(output: Path) -> None:
-    """Writes the time since the launch and the packages imported so far, and ends the process at once."""
-    seconds = time.time() - float(os.environ.get(STARTED, "nan"))
-    packages = sorted({name.partition(".")[0] for name, module in sys.modules.items() if module})
-    output.write_text(json.dumps({"seconds": seconds, "packages": packages}))
+    """Writes the time since the launch, and ends the process at once."""
+    output.write_text(str(time.time() - float(os.environ[STARTED])))
     os._exit(0)
 
 
-def table(result: dict) -> list[Row]:
+def table(taken: dict[str, list[float]]) -> list[Row]:
     """Rows for the common table: the bare import is the peer, so that the goal is 1 / GOAL."""
-    bare = result["rows"][BARE]["wall_s"]
+    median = {row: statistics.median(seconds) for row, seconds in taken.items()}
+    bare = median.pop(BARE)
     return [
-        Row(name, "s to the first step", row["wall_s"], BARE, bare, 1 / row["ratio"], goal=1 / GOAL)
-        for name, row in result["rows"].items()
-        if name != BARE
+        Row(name, "s to the first step", seconds, BARE, bare, bare / seconds, goal=1 / GOAL)
+        for name, seconds in median.items()
     ]
-
-
-def measure_all(quick: bool, brief: bool) -> dict:
-    return compare(1 if quick else 2 if brief else 3)
 
 
 if __name__ == "__main__":
@@ -126,4 +110,4 @@ if __name__ == "__main__":
     elif sys.argv[1:2] == ["--first_step"]:
         first_step(Path(sys.argv[2]), sys.argv[3:])
     else:
-        script(__doc__, measure_all, table)
+        script(__doc__, compare, table)

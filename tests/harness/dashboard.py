@@ -1,12 +1,9 @@
-"""A tracker that remembers what it is sent, and what the files of real ones have."""
+"""A tracker that remembers what it is sent, and the records of W&B's files."""
 
 import json
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
-
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
 class Dashboard:
@@ -44,33 +41,3 @@ def records(folder: Path) -> list[list[dict]]:
     inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json"]
     texts = [subprocess.run([*inspect, file], capture_output=True, text=True).stdout for file in files]
     return [[json.loads(line) for line in text.splitlines()] for text in texts]
-
-
-def logged(folder: Path, tracker: str) -> dict[int, dict]:
-    """What the dashboard's files in the run folder have, by step: numbers and pictures by key."""
-    rows: dict[int, dict] = defaultdict(dict)
-    if tracker == "wandb":
-        items = (record["history"]["item"] for run in records(folder) for record in run if record["type"] == "history")
-        for item in items:
-            rows[item.pop("step")] |= {key.removesuffix("._type"): value for key, value in item.items()}
-    else:
-        events = EventAccumulator(str(folder / "tensorboard"), size_guidance=dict.fromkeys(("images", "scalars"), 0))
-        tags = events.Reload().Tags()
-        for key in tags["scalars"]:
-            for event in events.Scalars(key):
-                rows[event.step][key] = event.value
-        for key in tags["images"]:
-            for event in events.Images(key):
-                rows[event.step][key] = event
-    return dict(rows)
-
-
-def results(folder: Path, tracker: str) -> dict[str, float]:
-    """What the dashboard's table of runs has of the best and the last evaluation."""
-    if tracker == "tensorboard":
-        of_steps = sorted(logged(folder, tracker).items())
-        items = [(key.removeprefix("summary/"), value) for _, row in of_steps for key, value in row.items()]
-    else:
-        summaries = (record["summary"] for run in records(folder) for record in run if record["type"] == "summary")
-        items = [item for summary in summaries for item in summary["update"].items()]
-    return {key: value for key, value in items if key.startswith(("best/", "last/"))}

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from common.checkpoints.store import Damaged, compare
+from common.config.parsing import parse
+from tests.harness.several import load
 
 Tensors = dict[str, torch.Tensor]
 
@@ -64,6 +66,41 @@ def distance(one: Tensors, other: Tensors, start: Tensors) -> float:
     )
     assert moved > 0, "nothing has moved: the comparison would prove nothing"
     return apart / moved
+
+
+def start_of(run: Outcome) -> Tensors:
+    """The state of the model with which a run began: built from its configuration, and so from its seed."""
+    recipe = load(Path(json.loads((run.folder / "environment.json").read_text())["recipe"]))
+    config = parse(recipe.Config, ["--config", str(run.folder / "config.yaml")])
+    classes = json.loads((run.checkpoint / "record.json").read_text())["classes"]
+    model = recipe.build_model(config, tuple(classes), torch.device("cpu"))
+    return (model[0] if isinstance(model, tuple) else model).state_dict()
+
+
+def assert_same_training(whole: Outcome, cut: Outcome, start: Tensors | None = None) -> None:
+    """`cut` made the steps of `whole`, the last of them if it was resumed: numbers and tensors agree within 1e-8.
+
+    These are losses, gradient norms, results, and the last checkpoint's model, moving average and optimizer. With the weights
+    `start` of the first step, those of models are compared with how far they have moved since.
+    """
+    numbers = {key for row in whole.rows for key, value in row.items() if isinstance(value, (int, float))}
+    compared = {key for key in numbers if key.startswith(("train/", "eval/"))}
+    assert {"train/loss", "train/grad_norm", "eval/count"} <= compared
+    for key in compared:
+        mine, theirs = (run.column(key).astype(float) for run in (cut, whole))
+        assert len(mine), key
+        np.testing.assert_allclose(mine, theirs[-len(mine) :], rtol=1e-8, atol=1e-8, err_msg=key)
+    assert cut.rows[-1]["step"] == whole.rows[-1]["step"]
+    for file in whole.checkpoint.glob("*.safetensors"):
+        theirs, mine = whole.tensors(file.stem), cut.tensors(file.stem)
+        shapes = [{name: (tensor.shape, tensor.dtype) for name, tensor in each.items()} for each in (mine, theirs)]
+        assert shapes[0] == shapes[1], file.name
+        if start and file.stem != "optimizer" and theirs.keys() <= start.keys():
+            assert distance(parameters(theirs), parameters(mine), start) <= 1e-8, file.name
+            theirs = statistics(theirs)
+        for name, tensor in theirs.items():
+            tolerance = 1e-6 if file.stem == "optimizer" else 1e-8
+            torch.testing.assert_close(mine[name], tensor, rtol=tolerance, atol=1e-8, msg=name)
 
 
 def identical(one: Tensors, other: Tensors) -> bool:

@@ -3,15 +3,16 @@
 import gzip
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+_ME = {"id": "p", "name": "project", "entity": {"id": "e", "name": "me"}}
+_VIEWER = {"id": "u", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}
 
 
 class WandbServer(ThreadingHTTPServer):
     """Keeps runs as W&B does: a run by its id, a row of history at the place that the client names for it.
 
-    It takes no artifacts, so tables are not uploaded.
+    It runs while its block does, and takes no artifacts, so tables are not uploaded.
     """
 
     daemon_threads = True
@@ -20,12 +21,20 @@ class WandbServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.runs: dict[str, dict] = {}
         self.uploads: set[str] = set()  # names of files
-        self.arrived = threading.Condition()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.environment = {
+            "WANDB_BASE_URL": self.url,
+            "WANDB_API_KEY": "a" * 40,
+        }  # with which a client uses this server
+        self.lock = threading.Lock()
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """Environment variables with which a client uses this server."""
-        return {"WANDB_BASE_URL": f"http://127.0.0.1:{self.server_port}", "WANDB_API_KEY": "a" * 40}
+    def __enter__(self) -> "WandbServer":
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
 
     def history(self, run_id: str) -> list[dict]:
         """The rows of a run, in the order in which W&B keeps them."""
@@ -36,21 +45,18 @@ class WandbServer(ThreadingHTTPServer):
 
     def answer(self, operation: str, variables: dict) -> dict:
         """The data of a GraphQL operation."""
-        project = {"id": "p", "name": "project", "entity": {"id": "e", "name": "me"}}
+        name = variables.get("name")
         if operation == "Viewer":
-            return {"viewer": {"id": "u", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}
+            return {"viewer": _VIEWER}
         if operation == "RunResumeStatus":
-            known = variables["name"] in self.runs
-            return {"model": project | {"bucket": self._bucket(variables["name"]) if known else None}}
+            return {"model": _ME | {"bucket": self._bucket(name) if name in self.runs else None}}
         if operation == "UpsertBucket":
-            inserted = variables["name"] not in self.runs
-            run = self.runs.setdefault(variables["name"], {"history": [], "summaryMetrics": "{}", "config": "{}"})
-            run |= {key: value for key in ("summaryMetrics", "config") if (value := variables.get(key))}
-            bucket = self._bucket(variables["name"]) | {"project": project}
-            return {"upsertBucket": {"bucket": bucket, "inserted": inserted}}
+            inserted = name not in self.runs
+            run = self.runs.setdefault(name, {"history": [], "summaryMetrics": "{}", "config": "{}"})
+            run |= {key: value for key, value in variables.items() if value}
+            return {"upsertBucket": {"bucket": self._bucket(name) | {"project": _ME}, "inserted": inserted}}
         if operation == "CreateRunFiles":
-            url = f"http://127.0.0.1:{self.server_port}/upload/"
-            files = [{"name": name, "uploadUrl": url + name} for name in variables["files"]]
+            files = [{"name": file, "uploadUrl": f"{self.url}/upload/{file}"} for file in variables["files"]]
             return {"createRunFiles": {"runID": "id", "uploadHeaders": [], "files": files}}
         return {}
 
@@ -63,11 +69,12 @@ class WandbServer(ThreadingHTTPServer):
         run["history"][part["offset"] : part["offset"] + len(part["content"])] = part["content"]
 
     def _bucket(self, run_id: str) -> dict:
-        history = self.runs[run_id]["history"]
-        counts = {"historyLineCount": len(history), "logLineCount": 0, "eventsLineCount": 0}
-        tails = {"historyTail": json.dumps(history[-1:]), "eventsTail": "[]"}
+        run = self.runs[run_id]
+        counts = {"historyLineCount": len(run["history"]), "logLineCount": 0, "eventsLineCount": 0}
+        tails = {"historyTail": json.dumps(run["history"][-1:]), "eventsTail": "[]"}
+        kept = {key: run[key] for key in ("summaryMetrics", "config")}
         config = {"wandbConfig": json.dumps({"t": 1})}  # by which the client sees that the run has begun
-        return {"id": run_id, "name": run_id, "displayName": run_id} | self.runs[run_id] | counts | tails | config
+        return {"id": run_id, "name": run_id, "displayName": run_id} | kept | counts | tails | config
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -79,14 +86,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body, answer = self._body(), {}
-        with self.server.arrived:
+        with self.server.lock:
             if self.path == "/graphql":
                 query = json.loads(body)
                 data = self.server.answer(query["operationName"], query.get("variables") or {})
                 answer = {"data": data} if data else {"errors": [{"message": "this server does not know that"}]}
             elif self.path.endswith("/file_stream"):
                 self.server.stream(self.path.split("/")[-2], json.loads(body).get("files", {}))
-            self.server.arrived.notify_all()
         self._reply(answer)
 
     def do_PUT(self) -> None:
@@ -108,15 +114,3 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
-
-
-@contextmanager
-def wandb_server() -> Iterator[WandbServer]:
-    """A server that runs while the block does."""
-    server = WandbServer()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()

@@ -5,15 +5,12 @@ not matter either, a number of data workers). All cases of one world size run in
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from common.config.parsing import parse
-from tests.harness.outcomes import Outcome, Tensors, distance, identical, parameters, statistics
-from tests.harness.several import load
+from tests.harness.outcomes import Outcome, assert_same_training, distance, identical, parameters, start_of, statistics
 
 # Steps of 44 samples: three epochs, whose ends fall into the middle of batches. Three processes have unequal shares.
 STEPS = 15
@@ -126,14 +123,6 @@ def runs(run_several, stripes, thorough) -> dict[str, Outcome]:
     return outcomes
 
 
-def start_of(run: Outcome) -> Tensors:
-    """The state of the model with which a run began: built from its configuration, and so from its seed."""
-    recipe = load(Path("recipes/cls.py"))
-    config = parse(recipe.Config, ["--config", str(run.folder / "config.yaml")])
-    model, *_ = recipe.build_model(config, classes=[*"abcde"], device=torch.device("cpu"))
-    return model.state_dict()
-
-
 @pytest.mark.parametrize(
     "name, layout",
     [
@@ -144,19 +133,14 @@ def start_of(run: Outcome) -> Tensors:
 )
 def test_every_layout_is_the_same_run(name: str, layout: Layout, runs: dict[str, Outcome]) -> None:
     """Losses of all steps, results, final weights, running statistics and moving averages agree within 1e-8."""
-    whole, cut, case = runs[f"{name} {WHOLE}"], runs[f"{name} {layout}"], CASES[name]
-    start, losses = start_of(whole), whole.column("train/loss")
+    whole, cut = runs[f"{name} {WHOLE}"], runs[f"{name} {layout}"]
+    losses = whole.column("train/loss")
     assert losses[-3:].mean() < 0.85 * losses[0], "layouts would also agree on weights that hardly move"
 
     assert cut.column("step").tolist() == list(range(1, STEPS + 1))
-    for key in ("train/loss", "train/grad_norm", "eval/loss", "eval/ema_loss"):
-        np.testing.assert_allclose(cut.column(key), whole.column(key), rtol=1e-8, atol=1e-8, err_msg=key)
+    assert_same_training(whole, cut, start := start_of(whole))
     for key in ("epoch", "samples", "train/lr", "eval/count", "eval/top1", "eval/ema_top1"):
         assert cut.column(key).tolist() == whole.column(key).tolist(), key
-    for file in ("model", "ema") if "--ema_decay" in case.flags else ("model",):
-        assert distance(parameters(whole.tensors(file)), parameters(cut.tensors(file)), start) <= 1e-8
-        if "--batch_norm" in case.flags:
-            assert distance(statistics(whole.tensors(file)), statistics(cut.tensors(file)), start) <= 1e-8
     if name == "resnet-frozen":
         end = cut.tensors()
         assert {key for key in end if not torch.equal(start[key], end[key])} == {"fc.weight", "fc.bias"}

@@ -7,7 +7,6 @@ seconds. What needs the run itself is in test_refusals.py.
 import dataclasses
 import math
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,23 +14,16 @@ import pytest
 import timm
 import torch
 
-from common.checkpoints.resume import choose_together
-from common.checkpoints.store import Checkpoints
-from common.classification import sources
 from common.classification.color_jitter import ColorJitter
 from common.classification.mixing import Mixing
 from common.classification.transforms import evaluation_transform, training_transform
-from common.config.origin import read_origin
 from common.config.parsing import identity, parse, short_hash
 from common.data.batch_plan import BatchPlan
 from common.data.stream import Stream
-from common.detection.data import sources as detection
 from common.errors import Refused
-from common.run.folder import RunFolder
 from common.training import timm_models
 from common.training.optimizer import build_optimizer, build_schedule
 from recipes import cls, det
-from tests.harness.odd_files import bounded
 
 NUMBERS = "nan inf -inf -0.0 0 1 -1 2 0.5 1e-300 5e-324 1e-9 1e300 1e400 1_000 0x10 true ² ٣".split()
 NUMBERS += ["9" * 20, "9" * 5000, str(2**63 - 1), str(2**63), str(-(2**63)), " 1", ""]
@@ -118,41 +110,6 @@ def test_every_field_takes_or_refuses_every_odd_value(recipe: str, model) -> Non
                 parsed += 1
                 plan(config, model)
     assert parsed > 25
-
-
-PATHS = [word for word in NUMBERS + TEXTS if (word and not word.startswith("x/")) or len(word) < 999]
-PATHS += [
-    "x/" * 250,
-    "hf-hub:" + "z" * 200,
-    "digits\n",
-    "?" * 99,
-    *"/dev/zero /proc/self/fd ~root local-dir:x a:b".split(),
-]
-LOOKUPS = {
-    "--data": lambda text: sources.load(sources.Spec(text, seed=0, val_share=0.2)),
-    "--data of detection": lambda text: detection.load(detection.Spec(text, seed=0, val_share=0.2)),
-    "--model": lambda text: timm_models.build_classifier(text, 3),
-    "--resume": lambda text: choose_together(text, Checkpoints(Path("run/checkpoints")), {}, print),
-    "--eval_only": read_origin,  # which the parser itself reads
-    "--name": lambda text: RunFolder(Path("runs", text.replace("/", ""))).close(),
-    "--output_dir": lambda text: RunFolder(Path(f"below/{text}", "run")).close(),
-}
-
-
-@pytest.mark.parametrize("name", LOOKUPS)
-def test_what_a_path_leads_to_is_used_or_refused_in_one_line(tmp_path: Path, monkeypatch, name: str) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.chdir(tmp_path)
-    tried = 0
-    for text in PATHS:
-        field = name.split()[0].replace("eval_only", "resume")
-        if one_line(parsed_by, cls.Config, f"{field}={text}"):
-            tried += 1
-            with bounded(megabytes=4096):
-                one_line(LOOKUPS[name], text)
-    assert tried > 40
 
 
 REFUSED = {

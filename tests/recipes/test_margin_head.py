@@ -7,16 +7,14 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import timm
 import torch
 from safetensors.torch import load_file
 
-from common.training import MarginHead
 from tests.harness.drawings import draw_stripes
 from tests.harness.interrupted import Interrupted
-from tests.harness.outcomes import Outcome, Tensors, distance
+from tests.harness.outcomes import Outcome, assert_same_training, start_of
 from tests.recipes.copied import CHANGES, copy
 from tests.recipes.test_sharded import FSDP
 
@@ -79,28 +77,6 @@ def runs(run_several, identities, stripes, tmp_path_factory, thorough) -> dict[s
     return found
 
 
-@pytest.fixture(scope="module")
-def start(identities, tmp_path_factory) -> Tensors:
-    """The weights with which each run begins."""
-    torch.manual_seed(0)
-    model = timm.create_model("test_vit", num_classes=128, img_size=32)
-    return {**model.state_dict(), "weight": MarginHead(CLASSES, 128).weight.detach()}
-
-
-def assert_same(whole: Outcome, cut: Outcome, start: Tensors) -> None:
-    """Losses, norms, results and every tensor of the last checkpoint agree within 1e-8."""
-    for key in whole.rows[0].keys() | whole.rows[-1].keys():
-        if key.startswith(("train/", "eval/")) and isinstance(whole.rows[-1].get(key), float):
-            mine = cut.column(key)
-            np.testing.assert_allclose(mine, whole.column(key)[-len(mine) :], rtol=1e-8, atol=1e-8, err_msg=key)
-    for file in ("model", "ema", "margin_head"):
-        assert distance(whole.tensors(file), cut.tensors(file), start) <= 1e-8, file
-    mine, theirs = cut.tensors("optimizer"), whole.tensors("optimizer")
-    assert mine.keys() == theirs.keys() >= {"margin_head.weight/exp_avg"}
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(mine[name], tensor, rtol=1e-6, atol=1e-8, msg=name)
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -108,7 +84,7 @@ def assert_same(whole: Outcome, cut: Outcome, start: Tensors) -> None:
         *(pytest.param(f"{kind} shards", marks=pytest.mark.long) for kind in KINDS),
     ],
 )
-def test_a_head_in_parts_is_the_run_of_one_process(name: str, runs, start) -> None:
+def test_a_head_in_parts_is_the_run_of_one_process(name: str, runs) -> None:
     whole, cut = runs[f"{name.split()[0]} one"], runs[name]
     losses, each = whole.column("train/loss"), CLASSES // 3 + 1
     assert len(losses) == STEPS
@@ -116,17 +92,18 @@ def test_a_head_in_parts_is_the_run_of_one_process(name: str, runs, start) -> No
     assert "sampled" in name or losses[-3:].mean() < losses[:3].mean(), "the compared run learns"
     on_process = {"two": f", {CLASSES // 2} on this process", "three": f", {each} on this process"}
     assert f"{CLASSES} classes{on_process.get(name.split()[1], '')}" in cut.stdout
-    assert_same(whole, cut, start)
+    assert_same_training(whole, cut, start_of(whole))
+    assert "margin_head.weight/exp_avg" in cut.tensors("optimizer") and len(cut.tensors("margin_head")) == 1
 
 
 @pytest.mark.parametrize(
     "name",
     [name if where != "shards" else pytest.param(name, marks=pytest.mark.long) for name, (where, _) in MOVES.items()],
 )
-def test_a_checkpoint_moves_to_another_number_of_processes(name: str, runs, start) -> None:
+def test_a_checkpoint_moves_to_another_number_of_processes(name: str, runs) -> None:
     moved = runs[name]
     assert moved.column("step")[0] == HALF + 1 + 3 * (name != "two, one") and moved.column("step")[-1] == STEPS
-    assert_same(runs["sampled one"], moved, start)
+    assert_same_training(runs["sampled one"], moved, start_of(runs["sampled one"]))
 
 
 def test_what_leaves_the_run_is_the_embedding(runs) -> None:
@@ -148,7 +125,7 @@ def test_what_leaves_the_run_is_the_embedding(runs) -> None:
 
 
 @pytest.mark.long
-def test_a_killed_run_is_that_of_an_undisturbed_one(launch, runs, identities, start, tmp_path) -> None:
+def test_a_killed_run_is_that_of_an_undisturbed_one(launch, runs, identities, tmp_path) -> None:
     """Killed on two processes, it ends on three."""
     recipe = copy(tmp_path / "sampled.py", CHANGE.replace(HEAD, KINDS["sampled"]))
     flags = [*FLAGS, "--data", identities, "--output_dir", tmp_path / "runs", "--name", "killed", "--tracker", "none"]
@@ -161,5 +138,4 @@ def test_a_killed_run_is_that_of_an_undisturbed_one(launch, runs, identities, st
     done = launch("multi_cpu", recipe, *flags, flags=["--num_processes", 3])
     assert done.returncode == 0 and "resuming from step" in done.stdout, done.stdout + done.stderr
     resumed = Outcome("ok", "", done.stdout, 0.0, tmp_path / "runs/killed")
-    for file in ("model", "ema", "margin_head"):
-        assert distance(runs["sampled one"].tensors(file), resumed.tensors(file), start) <= 1e-8, file
+    assert_same_training(runs["sampled one"], resumed, start_of(runs["sampled one"]))

@@ -4,19 +4,14 @@ Shares and numbers of evaluated batches are unequal, and on three processes one 
 world run in one launch.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.config.parsing import parse
-from tests.harness.launching import small
-from tests.harness.outcomes import Outcome, Tensors, distance, identical, parameters, statistics
-from tests.harness.several import load
+from tests.harness.outcomes import Outcome, assert_same_training, identical, start_of
 from tests.recipes import copied
 
 STEPS, HALF = 12, 6
@@ -154,45 +149,13 @@ def runs(run_several, stripes, scenes, tmp_path_factory, thorough) -> dict[str, 
     return found
 
 
-@pytest.fixture(scope="module")
-def start(runs) -> Callable[[str], Tensors]:
-    """The weights with which a case begins."""
-
-    def build(name: str) -> Tensors:
-        case = CASES[name]
-        recipe = load(Path(f"recipes/{case.recipe}.py"))
-        words = small(flags(case, 22, Path("stripes")), case.recipe)
-        classes = tuple("abcde") if case.recipe == "cls" else tuple("0123456789")
-        model = recipe.build_model(parse(recipe.Config, [*map(str, words)]), classes, torch.device("cpu"))
-        return (model[0] if isinstance(model, tuple) else model).state_dict()
-
-    return build
-
-
-def assert_same(whole: Outcome, cut: Outcome, start: Tensors) -> None:
-    """Losses, gradient norms, weights, statistics, moving averages, results and `best/` agree within 1e-8."""
-    steps = cut.column("step").astype(int)
-    for key in whole.rows[0].keys() | whole.rows[-1].keys():
-        if key.startswith(("train/", "eval/")) and isinstance(whole.rows[-1].get(key), float):
-            expected = whole.column(key)[-len(cut.column(key)) :]
-            np.testing.assert_allclose(cut.column(key), expected, rtol=1e-8, atol=1e-8, err_msg=key)
-    assert steps[-1] == STEPS
-    for file in ("model", "ema"):
-        mine, theirs = cut.tensors(file), whole.tensors(file)
-        assert {name: (t.shape, t.dtype) for name, t in mine.items()} == {
-            n: (t.shape, t.dtype) for n, t in theirs.items()
-        }
-        assert distance(parameters(theirs), parameters(mine), start) <= 1e-8
-        for name, tensor in statistics(theirs).items():
-            torch.testing.assert_close(mine[name], tensor, rtol=1e-8, atol=1e-8)
+def assert_same(whole: Outcome, cut: Outcome) -> None:
+    """Also of `best/`."""
+    assert_same_training(whole, cut, start_of(whole))
     mine, theirs = (load_file(run.folder / "best/model.safetensors") for run in (cut, whole))
     assert mine.keys() == theirs.keys()
-    for name, tensor in theirs.items():  # under names of the export's own, which `start` may not have
+    for name, tensor in theirs.items():  # under names of the export's own, which `start_of` may not have
         torch.testing.assert_close(mine[name], tensor, rtol=1e-8, atol=1e-8, msg=name)
-    mine, theirs = cut.tensors("optimizer"), whole.tensors("optimizer")
-    assert mine.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(mine[name], tensor, rtol=1e-6, atol=1e-8, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -204,13 +167,13 @@ def assert_same(whole: Outcome, cut: Outcome, start: Tensors) -> None:
         if world != "one"
     ],
 )
-def test_a_sharded_run_is_that_of_one_process(name: str, world: str, runs, start) -> None:
+def test_a_sharded_run_is_that_of_one_process(name: str, world: str, runs) -> None:
     whole, cut = runs[f"{name} one"], runs[f"{name} {world}"]
     assert "parameters: Tensor" in whole.stdout
     assert "parameters: DTensor\n" in cut.stdout
     losses = whole.column("train/loss")
     assert losses[-3:].mean() < losses[:3].mean(), "the compared run learns"
-    assert_same(whole, cut, start(name))
+    assert_same(whole, cut)
 
 
 def test_under_bf16_steps_are_those_of_ddp_bit_for_bit(runs) -> None:
@@ -222,9 +185,9 @@ def test_under_bf16_steps_are_those_of_ddp_bit_for_bit(runs) -> None:
 
 
 @pytest.mark.parametrize("name", MOVED)
-def test_a_run_moves_between_shards_ddp_and_one_process(name: str, runs, start) -> None:
+def test_a_run_moves_between_shards_ddp_and_one_process(name: str, runs) -> None:
     """Half-way, from the checkpoint of another strategy."""
     moved = runs[name]
     assert moved.column("step").tolist() == [*range(HALF + 1, STEPS + 1)]
     assert ("parameters: DTensor\n" in moved.stdout) == (MOVED[name][0] in ("two", "three"))
-    assert_same(runs["vit one"], moved, start("vit"))
+    assert_same(runs["vit one"], moved)
