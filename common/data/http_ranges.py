@@ -25,10 +25,8 @@ CONNECT_S = 10.0  # until a server counts as gone
 SILENCE_S = 20.0  # between two pieces of an answer
 SLOWEST = 2**15  # bytes per second; a slower answer is asked for again
 _PIECE = 2**18  # bytes that are taken at once
-_KEPT = 64  # connections per server
 _WAY_IN = "; is the signature in the URL too old, or are credentials missing in ~/.netrc?"
 _ENDED_EARLY = "the answer ended early"
-_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+)")
 
 
 def ask(name: str, start: int, stop: int, tag: str | None) -> Answer:
@@ -41,7 +39,7 @@ def ask(name: str, start: int, stop: int, tag: str | None) -> Answer:
         answer = _session(os.getpid()).get(name, headers=headers, timeout=(CONNECT_S, SILENCE_S), stream=True)
         with closing(answer):
             size, now = _check(name, start, stop, tag, answer)
-            return _body(answer.raw, stop - start) if size else b"", size, now
+            return _body(answer.raw, stop - start), size, now
     except (requests.RequestException, HTTPError, OSError) as error:
         cause = _first_of(error)
     if isinstance(cause, ssl.SSLCertVerificationError):
@@ -62,24 +60,18 @@ def _check(name: str, start: int, stop: int, tag: str | None, answer: requests.R
         raise Fault(f"{said}, after a redirect")
     if status in (408, 425, 429) or status >= 500:
         raise Fault(said, Retry().get_retry_after(answer.raw) or 0.0)
-    found = _RANGE.fullmatch(sent)
-    first, last, size = (int(text or -1) for text in found.groups()) if found else (-1, -1, -1)
-    now = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or f"{size} bytes"
-    if status == 416 and size == 0 and tag is None:
-        return size, now
-    if status == 416:
+    if status == 416 and tag:
         raise ShardChanged(name, start, sent or "shorter", f"{stop} bytes or more")
     if status >= 300:
         raise Unreadable(name, start, said + _WAY_IN * (status in (401, 403)))
-    as_asked = (
-        status == 206 and (first, last) == (start, stop - 1) and answer.raw.length_remaining in (None, stop - start)
-    )
-    if not as_asked or answer.headers.get("Content-Encoding", "identity") != "identity":
+    found = re.fullmatch(f"bytes {start}-{stop - 1}/([0-9]+)", sent)
+    if status != 206 or not found or answer.headers.get("Content-Encoding", "identity") != "identity":
         sent = "the whole file" if status == 200 else sent[:80] or "something else"
         raise Fault(f"asked for bytes {start}-{stop - 1}, the server sends {sent}; it has to serve ranges")
+    now = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or f"{found[1]} bytes"
     if tag not in (None, now):
         raise ShardChanged(name, start, now, str(tag))
-    return size, now
+    return int(found[1]), now
 
 
 def _body(raw: Any, size: int) -> bytes:
@@ -116,7 +108,7 @@ def _session(_process: int) -> requests.Session:
     """Connections of a process, since a fork inherits its parent's."""
     session = requests.Session()
     for scheme in ("http://", "https://"):
-        session.mount(scheme, HTTPAdapter(pool_maxsize=_KEPT))
+        session.mount(scheme, HTTPAdapter(pool_maxsize=64))
     session.max_redirects = 5
     return session
 

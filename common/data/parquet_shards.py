@@ -1,6 +1,6 @@
 """Samples in Parquet shards that are not local files: labels from their columns, images a row group at a time."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -9,14 +9,12 @@ import pyarrow.parquet as pq
 
 from common.data import ranges, tables
 from common.data.huggingface import check_room, leaves, unpacked_bytes
-from common.data.ranges import RangeFile
+from common.data.ranges import RangeFile, Stamp
 from common.data.shard_names import printable_name
 from common.errors import Refused
 from common.randomness import key_of, mix
 
 _FOOTER = 2**26  # bytes
-
-Stamp = tuple[int, str]  # size and tag
 
 
 def is_parquet(name: str) -> bool:
@@ -45,16 +43,18 @@ def rows(
     return [np.concatenate([np.zeros(0, np.int64), *places]), keys, np.repeat(sizes, counts)], table
 
 
-def images(name: str, stamp: Stamp, image: str, places: np.ndarray) -> list[bytes]:
-    """The bytes of images at `places` of one row group; none for a row without an image. Raises `Refused`."""
-    group = int(places[0] >> 32)
-    try:
-        facts, *_, leaf = _opened(name, stamp, image)
-        cells = _read(name, stamp, facts, [group], [leaf]).column(0).combine_chunks()
+def images(name: str, stamp: Stamp, image: str, places: np.ndarray) -> Iterator[bytes]:
+    """The bytes of the images at `places`; none for a row without an image. Raises `Refused`."""
+    for of_group in np.split(places, np.flatnonzero(np.diff(places >> 32)) + 1) if len(places) else ():
+        group = int(of_group[0] >> 32)
+        try:
+            facts, *_, leaf = _opened(name, stamp, image)
+            cells = _read(name, stamp, facts, [group], [leaf]).column(0).combine_chunks()
+        except (pa.ArrowException, ValueError, OSError) as error:
+            raise Refused(f"{printable_name(name)}: row group {group}: {' '.join(str(error).split())}") from None
         cells = cells.field("bytes") if pa.types.is_struct(cells.type) else cells
-        return [cell or b"" for cell in cells.take(pa.array(places & 0xFFFFFFFF)).to_pylist()]
-    except (pa.ArrowException, ValueError, OSError) as error:
-        raise Refused(f"{printable_name(name)}: row group {group}: {' '.join(str(error).split())}") from None
+        for cell in cells.take(pa.array(of_group & 0xFFFFFFFF)).to_pylist():
+            yield cell or b""
 
 
 @lru_cache(maxsize=1024)

@@ -10,7 +10,7 @@ import random
 import sys
 import time
 from functools import lru_cache
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from common.data.range_faults import Answer, Fault, ShardChanged, Unreadable
 from common.data.shard_names import file_system, is_http, is_remote, printable_name
@@ -24,23 +24,20 @@ SPEAK_S = 5.0  # of waiting, after which people are told why
 _CHECK_S = 60.0  # how often a file is compared with its tag if that takes a request of its own
 _TAGS = "ETag etag blob_id md5Hash LastModified last_modified mtime updated modified created".split()
 
+Stamp = tuple[int, str]  # bytes; and a tag that differs once the file has changed: ETag, Last-Modified, or time in ns
+
 _jitter = random.SystemRandom()  # takes no numbers from the generators that training draws from
 
 
-class FileStamp(NamedTuple):
-    size: int  # bytes
-    tag: str  # differs once the file has changed: time of modification in ns, or what the server has: ETag, Last-Modified
-
-
-def stat(name: str) -> FileStamp:
-    """Raises `Unreadable`, or `Refused` if a package is missing."""
+def stat(name: str) -> Stamp:
+    """Size and tag of a shard. Raises `Unreadable`, or `Refused` if a package is missing."""
     if is_remote(name):
-        return FileStamp(*_patiently(START_PATIENCE_S, name, 0, 1, None)[1:])
+        return _patiently(START_PATIENCE_S, name, 0, 1, None)[1:]
     try:
         status = os.stat(name.removeprefix("file://"))
     except OSError as error:
         raise Unreadable(name, 0, error.strerror or str(error)) from error
-    return FileStamp(status.st_size, str(status.st_mtime_ns))
+    return status.st_size, str(status.st_mtime_ns)
 
 
 def read(name: str, start: int, stop: int, tag: str) -> bytes:
@@ -68,7 +65,7 @@ def read(name: str, start: int, stop: int, tag: str) -> bytes:
 class RangeFile(io.RawIOBase):
     """A shard as a file."""
 
-    def __init__(self, name: str, stamp: tuple[int, str]):
+    def __init__(self, name: str, stamp: Stamp):
         self.size, self._name, self._tag, self._at = stamp[0], name, stamp[1], 0
 
     def readable(self) -> bool:

@@ -10,7 +10,6 @@ import io
 import json
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -25,9 +24,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from tqdm import tqdm
 
 from common.data import parquet_shards, tables, tar_samples
-from common.data.ranges import RangeFile
+from common.data.ranges import RangeFile, Stamp
 from common.data.shard_names import is_remote, printable_name
 from common.data.source import fingerprint_of
 from common.distributed import watchdog
@@ -41,17 +41,18 @@ from common.distributed.collectives import (
     rank,
     world_size,
 )
-from common.durable import remove, sync_folder
+from common.durable import remove, replace_folder, sync_folder
 from common.errors import Refused
 from common.files import SMALL, cache_folder, read_text
 
 ENTRY = np.dtype([("start", "<i8"), ("key", "<u8"), ("size", "<u4"), ("head", "<u4"), ("shard", "<u4")])
 HEADER = "header of the image"
+_ENTRIES = "entries"
 LARGEST = 2**30  # bytes of an image's file
-_FORMAT = 2  # to be raised with each change of what is kept
+_FORMAT = 3  # to be raised with each change of what is kept
 _AHEAD = 2**12, 2**20  # bytes that are read at once of a tar: of a local file, of others
 _AT_ONCE = 8  # shards that a rank reads in one turn; after each turn all ranks share what they found
-_PATIENCE = 10.0  # seconds between two lines about progress
+_PATIENCE = 10.0  # seconds until people are told about progress, and between two times
 _UNUSED = 30 * 86_400  # seconds after which an index that was not used is removed
 _BLOCK = 2**22  # bytes of neighbouring samples that are read at once, if they are not in local files
 _BLOCKS = 2**22  # most blocks: their order is computed anew for each epoch
@@ -70,7 +71,7 @@ class ShardList:
     """Shards of one part of the data, with their sizes and tags; and which members or columns are read."""
 
     names: tuple[str, ...]
-    stamps: tuple[tuple[int, str], ...]
+    stamps: tuple[Stamp, ...]
     image: str
     label: str
     rows: Rows | None = None  # of images with boxes
@@ -113,30 +114,27 @@ def open_index(shards: ShardList) -> Index:
 
     Raises `Refused` for a shard that can't be read.
     """
-    with all_or_none("looking for the index of shards"):
-        place = _place(shards.key)
-        index = _load(place, shards) if place else None
-    found = all(gather_objects(index is not None))
-    if index and found:
+    place = _place(shards.key)
+    index = _load(place, shards) if place else None
+    if all(gather_objects(index is not None)) and index:
         return index
     with all_or_none("making room for the index of shards"):
         draft = _make_draft(place) if is_local_main() else None
     try:
-        cells, left_out = _read_all(shards, draft)
+        found, left_out = _read_all(shards, keep=draft is not None)
         with all_or_none("writing the index of shards"):
             if draft:
-                _write(draft, shards, cells, left_out)
+                _write(draft, shards, found, left_out)
         drafts = gather_objects((node_rank(), str(draft or "")))
         with all_or_none("reading the index of shards"):
             index = _load(next(Path(path) for node, path in drafts if node == node_rank() and path), shards)
             if index is None:
                 raise Refused(f"the index of {shards} is gone: is another program clearing {tempfile.gettempdir()}?")
         barrier()  # all have mapped it: from here on it needs no name
-        if draft and place and draft.parent == place.parent:
+        if draft and place:
             with suppress(OSError):
                 sync_folder(draft)
-                remove(place)  # one that was damaged
-                draft.rename(place)
+                replace_folder(place, draft)
         return index
     finally:
         if draft:
@@ -146,51 +144,45 @@ def open_index(shards: ShardList) -> Index:
 # ---- reading of shards
 
 
-def _read_all(shards: ShardList, draft: Path | None) -> tuple[list[pa.Table], int]:
-    """Read the shards in turns, each rank several at once. With `draft`, the entries that all ranks found are written there.
+def _read_all(shards: ShardList, keep: bool) -> tuple[list[pa.Table], int]:
+    """What is in the shards, in their order, if this rank keeps it, and how many samples have no image.
 
-    Returns the tables of labels, in the shards' order, and how many samples have no image.
+    Each rank reads several shards at once. After each turn, all share what they have read.
     """
-    count, each = len(shards.names), world_size() * _AT_ONCE
-    began = told = time.monotonic()
-    cells, left_out = [], 0
-    for first in range(0, count, each):
-        mine = range(min(first + rank() * _AT_ONCE, count), min(first + (rank() + 1) * _AT_ONCE, count))
-        with all_or_none("reading shards"), ThreadPoolExecutor(_AT_ONCE) as pool:
-            found = [*pool.map(partial(_read, shards), mine)]
-        watchdog.note("reading the headers of shards")
-        for entries, table, without in chain.from_iterable(gather_objects(found)):
-            if draft:
-                with (draft / "entries").open("ab") as file:
-                    file.write(base64.b64decode(entries))
-                cells.append(pa.ipc.open_stream(base64.b64decode(table)).read_all())
+    count, kept, left_out = len(shards.names), [], 0
+    what = "reading the headers of shards, once"
+    bar = tqdm(total=count, desc=what, unit="shard", delay=_PATIENCE, mininterval=_PATIENCE, disable=not is_main())
+    with bar, ThreadPoolExecutor(_AT_ONCE) as pool:
+        for first in range(0, count, world_size() * _AT_ONCE):
+            begin, end = (min(first + (rank() + more) * _AT_ONCE, count) for more in (0, 1))
+            with all_or_none("reading shards"):
+                found = [*pool.map(partial(_read, shards), range(begin, end))]
+            watchdog.note("reading the headers of shards")
+            for table, without in chain.from_iterable(gather_objects(found)):
+                kept += [pa.ipc.open_stream(base64.b64decode(table)).read_all()] if keep else []
                 left_out += without
-        done, now = min(first + each, count), time.monotonic()
-        if is_main() and now - told > _PATIENCE and done < count:
-            told, left = now, (now - began) / done * (count - done)
-            line = f"reading the headers of {count:,} shards, once: {done:,} are done, about {left:,.0f} s are left"
-            print(line, file=sys.stderr, flush=True)
-    return cells, left_out
+                bar.update()
+    return kept, left_out
 
 
-def _read(shards: ShardList, number: int) -> tuple[str, str, int]:
-    """What is in a shard, as JSON can hold it: entries, a table of labels, and how many samples have no image."""
+def _read(shards: ShardList, number: int) -> tuple[str, int]:
+    """What is in a shard, as JSON can hold it: a table of labels and entries; and how many samples have no image."""
     name = shards.names[number]
     try:
-        if parquet_shards.is_parquet(name):
-            entries, cells, left_out = _rows(name, shards.stamps[number], shards)
-        else:
-            entries, cells, left_out = _members(name, shards.stamps[number], shards)
+        read = _rows if parquet_shards.is_parquet(name) else _members
+        entries, cells, left_out = read(name, shards.stamps[number], shards)
     except (pa.ArrowException, ValueError, OSError) as error:
         raise Refused(f"{printable_name(name)}: {' '.join(str(error).split())}") from None
     entries["shard"] = number
+    raw = [None, pa.py_buffer(entries.tobytes())]
+    table = cells.append_column(_ENTRIES, pa.Array.from_buffers(pa.binary(ENTRY.itemsize), len(entries), raw))
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, cells.schema) as stream:
-        stream.write_table(cells)
-    return base64.b64encode(entries.tobytes()).decode(), base64.b64encode(sink.getvalue()).decode(), left_out
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    return base64.b64encode(sink.getvalue()).decode(), left_out
 
 
-def _rows(name: str, stamp: tuple[int, str], shards: ShardList) -> tuple[np.ndarray, pa.Table, int]:
+def _rows(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa.Table, int]:
     """Entries and labels of Parquet. Raises `Refused`, ValueError or an error of Arrow."""
     rows = shards.rows
     find = rows.find if rows else lambda split, image: tables.find_labels(split, shards.label, image)
@@ -198,17 +190,15 @@ def _rows(name: str, stamp: tuple[int, str], shards: ShardList) -> tuple[np.ndar
     entries = np.zeros(len(columns[0]), ENTRY)
     entries["start"], entries["key"], entries["size"] = columns
     if rows:
-        groups = np.split(columns[0], np.flatnonzero(np.diff(columns[0] >> 32)) + 1) if rows.header else []
-        found = chain.from_iterable(parquet_shards.images(name, stamp, shards.image, group) for group in groups)
-        headers = map(rows.header, found) if rows.header else [[]] * len(entries)
-        others = {name: cells[name] for name in cells.column_names}
-        cells = pa.table(others | {HEADER: pa.array(headers, pa.list_(pa.int64()))})
+        images = parquet_shards.images(name, stamp, shards.image, columns[0])
+        headers = map(rows.header, images) if rows.header else [[]] * len(entries)
+        cells = cells.append_column(HEADER, pa.array(headers, pa.list_(pa.int64())))
     return entries, cells, 0
 
 
-def _members(name: str, stamp: tuple[int, str], shards: ShardList) -> tuple[np.ndarray, pa.Table, int]:
+def _members(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa.Table, int]:
     """Entries and labels of a tar, and its number of samples without an image. Raises ValueError."""
-    rows, entries, labels, left_out = shards.rows, [], [], 0
+    rows, entries, found, left_out = shards.rows, [], [], 0
     file = io.BufferedReader(RangeFile(name, stamp), _AHEAD[is_remote(name)])
     for sample in tar_samples.samples(file, stamp[0], shards.image, shards.label, bool(rows)):
         if not (image := sample.image):
@@ -219,37 +209,36 @@ def _members(name: str, stamp: tuple[int, str], shards: ShardList) -> tuple[np.n
             raise ValueError(f"the sample {sample.key} has no label: {'no .json' if rows else wanted}")
         key = int.from_bytes(hashlib.blake2b(os.fsencode(image.name), digest_size=8).digest(), "little")
         entries.append((image.offset_data, key, min(image.size, 2**32 - 1), image.offset_data - image.offset, 0))
-        labels.append(sample.label)
+        cells = {shards.label or "label": sample.label}
         if rows:
-            labels[-1] = {key: sample.label[key] for key in rows.keep if key in sample.label} | {HEADER: []}
-        if rows and rows.header:
-            file.seek(image.offset_data)
-            labels[-1][HEADER] = rows.header(file.read(min(image.size, LARGEST)))
-    if rows:
-        # Not Table.from_pylist, which takes the keys of the first sample alone.
-        names = dict.fromkeys(name for row in labels for name in row)
-        cells = pa.table({name: pa.array([row.get(name) for row in labels]) for name in names})
-        return np.array(entries, ENTRY), cells, left_out
-    if len(kinds := {isinstance(label, list) for label in labels}) == 2:
+            cells = {key: sample.label[key] for key in rows.keep if key in sample.label} | {HEADER: []}
+            if rows.header:
+                file.seek(image.offset_data)
+                cells[HEADER] = rows.header(file.read(min(image.size, LARGEST)))
+        found.append(cells)
+    names = dict.fromkeys(chain.from_iterable(found))  # not those of the first sample alone, as Table.from_pylist has
+    columns = {name: [cells.get(name) for cells in found] for name in names}
+    if not rows and len({isinstance(label, list) for column in columns.values() for label in column}) == 2:
         raise ValueError("some samples have one label, others a list of labels; make all of them lists")
-    several = True in kinds
-    cells = pa.array(labels, pa.list_(pa.string()) if several else pa.string())
-    return np.array(entries, ENTRY), pa.table({shards.label or "label": cells}), left_out
+    return np.array(entries, ENTRY), pa.table(columns), left_out
 
 
 # ---- the index in files
 
 
 def _write(folder: Path, shards: ShardList, found: list[pa.Table], left_out: int) -> None:
-    """Write what was found beside the entries, which are in `folder` already."""
+    """Write what was found in shards."""
     import datasets
 
-    if not (filled := [cells for cells in found if len(cells)]):
+    if not (filled := [table for table in found if len(table)]):
         raise Refused(f"{shards}: no sample with an image")
     try:
-        cells = pa.concat_tables(filled, promote_options="permissive").combine_chunks()
+        cells = pa.concat_tables(filled, promote_options="permissive")
     except pa.ArrowException as error:
         raise Refused(f"{shards}: labels are of several kinds: {' '.join(str(error).split())}") from None
+    with (folder / "entries").open("wb") as file:
+        file.writelines(chunk.buffers()[1][: chunk.nbytes] for chunk in cells[_ENTRIES].chunks)
+    cells = cells.drop_columns(_ENTRIES).combine_chunks()
     in_rows = parquet_shards.is_parquet(shards.names[0])
     classes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -258,7 +247,7 @@ def _write(folder: Path, shards: ShardList, found: list[pa.Table], left_out: int
         with pa.ipc.new_file(str(folder / "rows"), cells.schema) as file:
             file.write_table(cells)
     else:
-        rows = datasets.Dataset(datasets.table.InMemoryTable(cells if in_rows else _as_numbers(cells)))
+        rows = datasets.Dataset(datasets.table.InMemoryTable(cells if in_rows else _typed(cells)))
         split = tables.Split(printable_name(shards.names[0]), f"and {len(shards.names) - 1:,} more shards", rows)
         classes, (labels,), notes = tables.read_labels([split], tuple(cells.column_names), 1)
     entries = np.memmap(folder / "entries", ENTRY, "r")
@@ -276,13 +265,14 @@ def _write(folder: Path, shards: ShardList, found: list[pa.Table], left_out: int
     (folder / "facts.json").write_text(json.dumps(facts))
 
 
-def _as_numbers(cells: pa.Table) -> pa.Table:
+def _typed(cells: pa.Table) -> pa.Table:
     """The labels of tars, which are texts: as numbers, if all of them are."""
     column = cells.column(0)
     several = tables.is_list(column.type)
-    if not pc.all(pc.match_substring_regex(pc.list_flatten(column) if several else column, "^-?[0-9]{1,18}$")).as_py():
-        return cells
-    return cells.cast(pa.schema([(cells.column_names[0], pa.list_(pa.int64()) if several else pa.int64())]))
+    texts = (pc.list_flatten(column) if several else column).cast(pa.string())
+    are_numbers = pc.all(pc.match_substring_regex(texts, "^-?[0-9]{1,18}$")).as_py()
+    kind = pa.int64() if are_numbers else pa.string()
+    return cells.cast(pa.schema([(cells.column_names[0], pa.list_(kind) if several else kind)]))
 
 
 def _blocks(entries: np.ndarray, are_rows: bool) -> tuple[np.ndarray, tuple[float, int]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Self
@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from common.data import block_cache, parquet_shards, ranges, shard_index, tar_samples
+from common.data import parquet_shards, ranges, shard_index, tar_samples
 from common.data.block_cache import BlockCache, open_blocks
 from common.data.block_order import Blocks
 from common.data.data_spec import Parts
@@ -101,7 +101,7 @@ class Shards(Columns):
         if self.origin and self.places is not None:
             return self.origin._sample(int(self.places[index]))
         if not self.cache or not self.blocks:
-            return bytes(next(self._pieces(self.entries[index : index + 1])))
+            return bytes(next(self._read(self.entries[index : index + 1])))
         block = int(self.blocks.of(np.array([index]))[0])
         return self.cache.sample(block, index - int(self.blocks.edges[block]), self._fetch)
 
@@ -109,32 +109,25 @@ class Shards(Columns):
         assert self.blocks
         edges = self.blocks.edges
         groups = [self.entries[edges[block] : edges[block + 1]] for block in blocks]
-        found = self._pieces(np.concatenate(groups))
+        found = self._read(np.concatenate(groups))
         return [[*islice(found, len(group))] for group in groups]
 
-    def _pieces(self, entries: np.ndarray) -> Iterator[bytes | memoryview]:
-        """The headers and images of samples of one shard. Ranges that lie close are read as one, others at the same time."""
+    def _read(self, entries: np.ndarray) -> Iterator[bytes | memoryview]:
+        """The headers and images of samples of one shard. Ranges that lie close are read as one."""
         shards, shard = self.index.shards, entries["shard"][0]
         name, stamp = shards.names[shard], shards.stamps[shard]
+        if parquet_shards.is_parquet(name):
+            return parquet_shards.images(name, stamp, shards.image, entries["start"])
         first = entries["start"] - entries["head"]
         last = entries["start"] + np.where(entries["size"] > LARGEST, 0, entries["size"])
-        in_rows = parquet_shards.is_parquet(name)
-        cuts = np.diff(first >> 32) if in_rows else first[1:] - last[:-1] > _GAP
 
-        def read(piece: np.ndarray) -> Sequence[bytes | memoryview]:
-            if in_rows:
-                return parquet_shards.images(name, stamp, shards.image, first[piece])
+        def read(piece: np.ndarray) -> Iterator[memoryview]:
             start = int(first[piece[0]])
             data = memoryview(ranges.read(name, start, int(last[piece[-1]]), stamp[1]))
-            return [data[first[i] - start : last[i] - start] for i in piece.tolist()]
+            return (data[first[i] - start : last[i] - start] for i in piece.tolist())
 
-        pieces = np.split(np.arange(len(entries)), np.flatnonzero(cuts) + 1)
-        return chain.from_iterable(_readers(os.getpid(), block_cache.IN_FLIGHT).map(read, pieces))
-
-
-@lru_cache(maxsize=1)
-def _readers(_process: int, in_flight: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(in_flight, "ranges")
+        cuts = np.flatnonzero(first[1:] - last[:-1] > _GAP) + 1
+        return chain.from_iterable(map(read, np.split(np.arange(len(entries)), cuts)))
 
 
 def shared(sources: Sequence[Any], memory: int) -> tuple[Any, ...]:

@@ -375,12 +375,12 @@ def test_a_start_with_an_index_of_a_billion_samples_reads_what_is_asked_for_alon
 
 
 def test_people_are_told_how_long_the_first_reading_takes(files, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(shard_index, "_PATIENCE", 0.0)
+    monkeypatch.setattr(shard_index, "_PATIENCE", 1e-9)
     monkeypatch.setattr(shard_index, "_AT_ONCE", 2)
     write_tars(files, tmp_path, "train")
     read(tmp_path)
-    said = "data: reading the headers of 3 shards, once: 2 are done, about 0 s are left"
-    assert capsys.readouterr().err.splitlines() == [said.removeprefix("data: ")]
+    said = capsys.readouterr().err
+    assert "reading the headers of shards, once:  67%" in said and "| 2/3 [00:00<00:00" in said
 
 
 # ---- the order of blocks
