@@ -162,7 +162,7 @@ class TrainingImages(Dataset):
         """What is shown of the image at the first of `places` (index, position), with those at the others as its partners."""
         position = places[0][1]
         try:
-            return self.augmentation([self._read(*place) for place in places], position, self.fill)
+            return self.augmentation([self.source.sample(*place, self.cache) for place in places], position, self.fill)
         except BrokenImage:
             parts, reasons = zip(*(self._decoded(*place) for place in places), strict=True)
             broken += filter(None, reasons[:1])  # a broken partner counts in its own turn
@@ -175,13 +175,10 @@ class TrainingImages(Dataset):
         place = position - position % self.stream.global_batch_size + draw % self.stream.global_batch_size
         return int(self.stream.indices(np.array([place]))[0])
 
-    def _read(self, index: int, position: int) -> Sample:
-        return self.source.sample(index, position, self.cache)
-
     def _decoded(self, index: int, position: int) -> tuple[Sample, str]:
         """The sample, decoded whole, and ""; or an empty scene of its size, so that the step's canvas stays, and the reason."""
         try:
-            sample = self._read(index, position)
+            sample = self.source.sample(index, position, self.cache)
             return sample._replace(image=Picture(sample.image.whole())), ""
         except BrokenImage as error:
             return _empty(self.source.sizes[index], self.source.has_masks), f"{self.source.name(index)}: {error}"
@@ -289,17 +286,10 @@ def _batch(samples, positions, canvas, fill, broken) -> DetectionBatch:
         images[place, :, :height, :width] = sample.image
         images[place, :, :height, width:] = ground
         images[place, :, height:] = ground
-        targets.append(
-            {
-                "boxes": sample.boxes,
-                "labels": sample.labels,
-                "crowd": sample.crowd,
-                "position": position,
-                "size": torch.tensor([width, height]),
-                "regions": sample.crowd.nonzero().flatten().tolist(),
-            }
-        )
+        target = {"boxes": sample.boxes, "labels": sample.labels, "crowd": sample.crowd, "position": position}
+        target |= {"size": torch.tensor([width, height]), "regions": sample.crowd.nonzero().flatten().tolist()}
         if sample.masks is not None:
-            targets[-1]["masks"] = F.pad(sample.masks, (0, canvas[1] - width, 0, canvas[0] - height))
+            target["masks"] = F.pad(sample.masks, (0, canvas[1] - width, 0, canvas[0] - height))
+        targets.append(target)
     sizes = torch.stack([target["size"] for target in targets])
     return DetectionBatch(images, targets, torch.from_numpy(positions), sizes, broken=broken)

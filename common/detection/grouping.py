@@ -37,9 +37,8 @@ def repeat_weights(source: Annotated, threshold: float) -> np.ndarray | None:
         )
     rows = np.repeat(np.arange(len(source)), np.diff(source.offsets))[~source.crowd]
     labels = source.labels[~source.crowd]
-    rows, labels = np.divmod(
-        np.unique(rows * len(source.classes) + labels), len(source.classes)
-    )  # each class once per image
+    once = np.unique(rows * len(source.classes) + labels)  # each class once per image
+    rows, labels = np.divmod(once, len(source.classes))
     share = np.bincount(labels, minlength=len(source.classes)) / len(source)
     of_class = np.maximum(1, np.sqrt(threshold / share.clip(min=1 / len(source))))
     weights = np.ones(len(source))

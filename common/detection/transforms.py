@@ -101,7 +101,7 @@ class BoxAugmentation:
         room = size * self.scales(np.array([position]), size[None])[0]  # size of the whole image
         limit = _rounded(room) if limit is None else np.minimum(limit, _rounded(room))
         self._seed(position, number)
-        view, kept = np.concatenate([np.zeros(2, int), size]), np.ones(len(sample.boxes), bool)
+        view, kept = np.concatenate([np.zeros(2, int), size]), True
         if self._strikes(self.zoom_out, position):
             canvas = (size * (1 + (_WIDEST - 1) * np.random.random())).astype(int)
             corner = -_corner(canvas - size)
@@ -128,23 +128,14 @@ class BoxAugmentation:
             self._seed(position, number)
             scale = self.scales(where, size_of(sample)[None])[0] * np.random.uniform(0.5, 1)
             view = _part(np.concatenate([np.zeros(2, int), size_of(sample)]), limit, scale)
-            part = self._shown(sample, view, limit, scale, position, fill, np.ones(len(sample.boxes), bool))
+            part = self._shown(sample, view, limit, scale, position, fill)
             h, w = part.image.shape[1:]
             left, top = x if right else x - w, y if below else y - h
             image[:, top : top + h, left : left + w] = part.image
             parts.append(padded(part, left, top, width, height, fill))
         return joined(image, parts)
 
-    def _shown(
-        self,
-        sample: Sample,
-        view: np.ndarray,
-        limit: np.ndarray,
-        scale: np.ndarray,
-        position: int,
-        fill: tuple[int, int, int],
-        kept: np.ndarray,
-    ) -> Sample:
+    def _shown(self, sample: Sample, view, limit, scale, position: int, fill, kept: np.ndarray | bool = True) -> Sample:
         """The part of a sample in `view` (left, top, right, bottom; may exceed the image), resized, mirrored and coloured."""
         out = np.minimum(_rounded((view[2:] - view[:2]) * scale), limit)
         inside = view.clip(0, size_of(sample)[FIRST])
@@ -168,8 +159,8 @@ class BoxAugmentation:
     # ---- draws
 
     def _happens(self, name: str, position: int) -> bool:
-        draw = uniforms(np.array([position]), key_of(self.seed, name))[0]
-        return bool(draw < getattr(self, name)) and self._is_strong(position)
+        probability = getattr(self, name) if self._is_strong(position) else 0
+        return bool(probability and uniforms(np.array([position]), key_of(self.seed, name))[0] < probability)
 
     def _strikes(self, probability: float, position: int) -> bool:
         return np.random.random() < probability and self._is_strong(position)
@@ -220,9 +211,7 @@ def _iou_crop(sample: Sample, view: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     """A part of the view, chosen as in SSD, and bool[n]: whether the centre of each box lies in it."""
     boxes, everything = sample.boxes[~sample.crowd], np.ones(len(sample.boxes), bool)
     width, height = (view[2:] - view[:2]).tolist()
-    if (
-        not len(boxes) or min(width, height) < 4
-    ):  # the search would take long without boxes, and divide by 0 in a tiny view
+    if not len(boxes) or min(width, height) < 4:  # it would search for long, or divide by 0
         return view, everything
     canvas = {"format": "XYXY", "canvas_size": (height, width)}
     found = v2.RandomIoUCrop().make_params([tv_tensors.BoundingBoxes(boxes - view[FIRST], **canvas)])

@@ -164,39 +164,31 @@ class DETR(Detector):
         encoded[name] = [x.to(self._dtype) for x in encoded[name]]
         # inputs_embeds gives the number of images, and keeps the sizes of the maps on the host, which reads them.
         count = torch.empty(len(images), 0)
-        with torch.autocast(images.device.type, enabled=False), self._with(denoising), self._with_maps(encoded):
+        with torch.autocast(images.device.type, enabled=False), self._given(encoded, denoising):
             return model(None, inputs_embeds=count, encoder_outputs=encoded)
 
     @contextlib.contextmanager
-    def _with_maps(self, encoded) -> Iterator[None]:
-        """Let the model find what its encoder has made: DEIMv2 would compute it again, although it is given."""
-        encoder = self.model.encoder
+    def _given(self, encoded, denoising: Denoising | None) -> Iterator[None]:
+        """Let the model find what its encoder has made, and put noised boxes before the decoder's queries.
+
+        DEIMv2 would encode again, although the maps are given, and transformers would make noise of its own.
+        """
+
+        def insert(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            labels = self.model.denoising_class_embed(denoising.labels)
+            noise = {"inputs_embeds": labels, "reference_points": torch.logit(denoising.boxes, 1e-5)}
+            joined = {name: torch.cat([tensor, kwargs[name]], 1) for name, tensor in noise.items()}
+            return args, kwargs | joined | {"encoder_attention_mask": denoising.visible}
+
+        encoder, decoder = self.model.encoder, self.model.decoder
         encoder.forward = lambda *_, **__: encoded
+        hook = denoising and decoder.register_forward_pre_hook(insert, with_kwargs=True)
         try:
             yield
         finally:
             del encoder.forward
-
-    @contextlib.contextmanager
-    def _with(self, denoising: Denoising | None) -> Iterator[None]:
-        """Put noised boxes before the decoder's queries, where transformers would put its own."""
-
-        def insert(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            noise = {
-                "inputs_embeds": self.model.denoising_class_embed(denoising.labels),
-                "reference_points": torch.logit(denoising.boxes, 1e-5),
-            }
-            joined = {name: torch.cat([tensor, kwargs[name]], 1) for name, tensor in noise.items()}
-            return args, kwargs | joined | {"encoder_attention_mask": denoising.visible}
-
-        if denoising is None:
-            yield
-            return
-        hook = self.model.decoder.register_forward_pre_hook(insert, with_kwargs=True)
-        try:
-            yield
-        finally:
-            hook.remove()
+            if hook:
+                hook.remove()
 
     def _terms(
         self,

@@ -75,9 +75,7 @@ def _fresh(config, seed: int) -> nn.Module:
         whole._init_weights(layer.cross_attn)
         attention = layer.self_attn
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
-            nn.init.xavier_uniform_(
-                projection.weight, gain=0.5**0.5
-            )  # the authors' is one matrix of three times the rows
+            nn.init.xavier_uniform_(projection.weight, gain=0.5**0.5)  # the authors' is one matrix of three
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
             nn.init.zeros_(projection.bias)
     nn.init.constant_(whole.class_embed.bias, -math.log(99))  # a probability of 0.01
