@@ -30,7 +30,7 @@ from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
 from common.training import drop_path
 
-_FRESH = 2**62  # first position that no step has: from here on partners of a position are drawn as fresh scenes
+_FRESH = 2**62  # first position that no step has: from here on, partners are drawn as fresh scenes
 
 
 @dataclass
@@ -45,12 +45,12 @@ class DetectionBatch(DeviceBatch):
     sizes: torch.Tensor  # int64[B, 2] width and height on the canvas
     drop_path: torch.Tensor | None = None  # float32[layers, B], see common.training.drop_path.draws
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
-    totals: torch.Tensor | None = None  # what losses are divided by, see `training.step.TrainingStep`
+    totals: torch.Tensor | None = None  # divisors of losses, see `training.step.TrainingStep`
 
 
 @dataclass
 class TrainingImages(Dataset):
-    """Positions of the stream -> `DetectionBatch`: a pure function, so any worker may compute it."""
+    """Positions of the stream -> `DetectionBatch`: a pure function, which any worker may compute."""
 
     source: Annotated
     stream: Stream
@@ -60,7 +60,7 @@ class TrainingImages(Dataset):
     seed: int
     drop_path_layers: int = 0
     cache: Cache | None = None
-    rows: dict[str, str] = field(default_factory=dict)  # of the start table, about the configuration
+    rows: dict[str, str] = field(default_factory=dict)  # of the start table, about the flags
 
     unit = 1  # see `training.step.Samples`
     few_shapes = False
@@ -186,7 +186,7 @@ class TrainingImages(Dataset):
 
 @dataclass
 class EvaluationScenes(Dataset):
-    """Image indices -> `DetectionBatch`, resized without augmentation; an image that can't be read is black.
+    """Image indices -> `DetectionBatch`, resized without augmentation; an unreadable image is black.
 
     Images are decoded at their full resolution, as whoever uses an exported detector does: what is measured is what is used.
     A batch must be one of `batches`: padding changes what is detected, so all images of a batch have the same canvas.
@@ -255,7 +255,7 @@ def _empty(size: np.ndarray, masks: bool = False) -> Sample:
 
 
 def fill_of(model: Detector) -> tuple[int, int, int]:
-    """The colour of empty places in images: the mean of those that the detector's weights were trained on."""
+    """The colour of empty places: the mean of the images that the detector's weights are from."""
     red, green, blue = (round(255 * value) for value in model.pretrained_cfg["mean"])
     return red, green, blue
 

@@ -63,7 +63,7 @@ class RFDETR(Detector):
         return [self.model.model.backbone.projector]
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters that the authors exclude from weight decay, besides norms and biases."""
+        """Names of parameters without weight decay, as the authors', besides norms and biases."""
         return {name for name, _ in self.named_parameters() if name.endswith("position_embeddings")}
 
     def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:

@@ -26,7 +26,7 @@ from common.errors import Refused
 # The authors train without dropout. transformers' default is 0.1 in the decoder: a mask drawn from a generator's state, which
 # is another one on each layout.
 _SETTINGS = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
-_OF_QUERIES = ("model.reference_point_embed.weight", "model.query_feat.weight")  # [groups x queries, ...]
+_OF_QUERIES = ("model.reference_point_embed.weight", "model.query_feat.weight")  # of each group
 
 
 def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
@@ -75,7 +75,7 @@ def _fresh(config, seed: int) -> nn.Module:
         whole._init_weights(layer.cross_attn)
         attention = layer.self_attn
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
-            nn.init.xavier_uniform_(projection.weight, gain=0.5**0.5)  # the authors' is one matrix of three
+            nn.init.xavier_uniform_(projection.weight, gain=0.5**0.5)  # in the authors' one matrix
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
             nn.init.zeros_(projection.bias)
     nn.init.constant_(whole.class_embed.bias, -math.log(99))  # a probability of 0.01
@@ -98,7 +98,7 @@ def _made_exact(whole: nn.Module, drop_path: float) -> nn.Module:
     embeddings, layers = backbone.embeddings, backbone.encoder.layer
     if embeddings.mask_token is not None:
         embeddings.mask_token.requires_grad_(False)  # masks patches in DINOv2's own training
-    layers[max(config.out_indices) :].requires_grad_(False)  # after the last map; base has one such layer
+    layers[max(config.out_indices) :].requires_grad_(False)  # base has one after the last map
     embeddings.interpolate_pos_encoding = MethodType(_positions, embeddings)
     # Linear in depth, as the authors set it. transformers would drop a window at a time, equally often in all layers.
     for layer, rate in zip(layers, torch.linspace(0, drop_path, len(layers)).tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Checkpoints of the authors of RT-DETR, RT-DETRv2 and D-FINE: their tensors under transformers' names.
+"""Checkpoints of RT-DETR's, RT-DETRv2's and D-FINE's authors, under transformers' names.
 
 An RT-DETR is an RT-DETRv2 whose points are sampled with the same weight on all levels, and becomes
 one.
@@ -121,7 +121,7 @@ def _renamed(theirs: str, tensor: Tensor, family: str) -> list[tuple[str, Tensor
 
 
 def _architecture(tensors: dict[str, Tensor], family: str) -> str:
-    """The published model with as many decoder layers and channels. Raises `Refused` if there is none."""
+    """The published model with as many decoder layers and channels. Raises `Refused`."""
     layers = sum(bool(re.fullmatch(r"model\.decoder\.class_embed\.\d+\.weight", name)) for name in tensors)
     width = len(tensors["model.encoder_input_proj.0.0.weight"])
     known = {name: of for name, of in ARCHITECTURES.items() if name.startswith(family)}

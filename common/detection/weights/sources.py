@@ -1,4 +1,4 @@
-"""Sources of weights for `--init` and `--eval_only`: what each says about the detector, and reading it.
+"""Sources of weights for `--init` and `--eval_only`: what each says of the detector; reading it.
 
 A source is `torchvision:NAME`, a file of the authors (.pth, .safetensors; or
 torchvision:NAME=FILE), an exported `best/` of this project, a folder
