@@ -16,7 +16,7 @@ from PIL import Image
 
 from common.detection.data import scenes
 from common.detection.export import export
-from common.detection.models.detectors import build_detector
+from common.detection.models.detectors import Matched, build_detector
 from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation
 from common.detection.weights.begin import begin_with
@@ -186,3 +186,15 @@ def test_a_new_run_begins_with_what_the_old_one_knows_of_its_classes(family, tmp
         some = f", head new for {new} of {count} classes ({unknown}), kept for {known}"
         head = {0: "", count: ", head new for all classes"}.get(new, some)
         assert said == f"{taken} of {len(theirs)} tensors of {folder}{head}"
+
+
+def test_what_a_detector_calls_its_classes_is_matched_with_the_data() -> None:
+    found = {
+        "boxes": torch.arange(20.0).view(5, 4),
+        "scores": torch.arange(5.0),
+        "labels": torch.tensor([2, 0, 1, 2, 0]),
+    }
+    detector = make("fcos", classes=3)
+    detector.detect = lambda images, sizes: [found]
+    (matched,) = Matched(detector, [2, 0]).detect(torch.zeros(1, 3, 8, 8), torch.tensor([[8, 8]]))
+    assert matched["labels"].tolist() == [0, 1, 0, 1] and matched["scores"].tolist() == [0, 1, 3, 4]

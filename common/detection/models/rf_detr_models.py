@@ -53,37 +53,10 @@ def export_model(
 
 
 def _fresh(config, seed: int) -> nn.Module:
-    """A model with the initial weights of its authors: `LWDETR`, `Transformer` and DINOv2 without weights in rfdetr.
-
-    Transformers' own are meant to be overwritten, except its DINOv2's.
-    """
+    """A model without weights: every selected box stays as it is until something is learnt."""
     torch.manual_seed(seed + 1)
     whole = import_transformers().AutoModelForObjectDetection.from_config(config)
-    model = whole.model
-    torch.manual_seed(seed + 2)
-    for part in (model.backbone.projector, model.decoder, model.enc_output, whole.class_embed, whole.bbox_embed):
-        for module in part.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-    model.query_feat.reset_parameters()
-    nn.init.zeros_(model.reference_point_embed.weight)
-    for part in (model.decoder, model.enc_output):
-        for parameter in part.parameters():
-            if parameter.dim() > 1:
-                nn.init.xavier_uniform_(parameter)
-    for layer in model.decoder.layers:
-        whole._init_weights(layer.cross_attn)
-        attention = layer.self_attn
-        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
-            nn.init.xavier_uniform_(projection.weight, gain=0.5**0.5)  # in the authors' one matrix
-        for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
-            nn.init.zeros_(projection.bias)
-    nn.init.constant_(whole.class_embed.bias, -math.log(99))  # a probability of 0.01
-    nn.init.zeros_(whole.bbox_embed.layers[-1].weight)
-    nn.init.zeros_(whole.bbox_embed.layers[-1].bias)
-    for heads, head in ((model.enc_out_class_embed, whole.class_embed), (model.enc_out_bbox_embed, whole.bbox_embed)):
-        for of_group in heads:
-            of_group.load_state_dict(head.state_dict())
+    nn.init.zeros_(whole.model.reference_point_embed.weight)
     return whole
 
 
