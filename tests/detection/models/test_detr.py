@@ -276,7 +276,7 @@ def test_a_new_rf_detr_scores_low_and_leaves_the_selected_boxes_as_they_are():
     whole, model = detector.model, detector.model.model
     assert whole.class_embed.bias.tolist() == pytest.approx([-math.log(99)] * 4)
     assert not model.reference_point_embed.weight.any() and not whole.bbox_embed.layers[-1].weight.any()
-    assert all(torch.equal(head.weight, whole.class_embed.weight) for head in model.enc_out_class_embed)
+    assert all(torch.equal(head.bias, whole.class_embed.bias) for head in model.enc_out_class_embed)
     assert detector.no_weight_decay() == {"model.model.backbone.backbone.embeddings.position_embeddings"}
 
 
