@@ -30,7 +30,7 @@ from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
 from common.training import drop_path
 
-_FRESH = 2**62  # first position that no step has: from here on partners of a position are drawn as fresh scenes
+_FRESH = 2**62  # first position that no step has: from here on, partners are drawn as fresh scenes
 
 
 @dataclass
@@ -45,12 +45,12 @@ class DetectionBatch(DeviceBatch):
     sizes: torch.Tensor  # int64[B, 2] width and height on the canvas
     drop_path: torch.Tensor | None = None  # float32[layers, B], see common.training.drop_path.draws
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
-    totals: torch.Tensor | None = None  # what losses are divided by, see `training.step.TrainingStep`
+    totals: torch.Tensor | None = None  # divisors of losses, see `training.step.TrainingStep`
 
 
 @dataclass
 class TrainingImages(Dataset):
-    """Positions of the stream -> `DetectionBatch`: a pure function, so any worker may compute it."""
+    """Positions of the stream -> `DetectionBatch`: a pure function, which any worker may compute."""
 
     source: Annotated
     stream: Stream
@@ -60,7 +60,7 @@ class TrainingImages(Dataset):
     seed: int
     drop_path_layers: int = 0
     cache: Cache | None = None
-    rows: dict[str, str] = field(default_factory=dict)  # of the start table, about the configuration
+    rows: dict[str, str] = field(default_factory=dict)  # of the start table, about the flags
 
     unit = 1  # see `training.step.Samples`
     few_shapes = False
@@ -162,7 +162,7 @@ class TrainingImages(Dataset):
         """What is shown of the image at the first of `places` (index, position), with those at the others as its partners."""
         position = places[0][1]
         try:
-            return self.augmentation([self._read(*place) for place in places], position, self.fill)
+            return self.augmentation([self.source.sample(*place, self.cache) for place in places], position, self.fill)
         except BrokenImage:
             parts, reasons = zip(*(self._decoded(*place) for place in places), strict=True)
             broken += filter(None, reasons[:1])  # a broken partner counts in its own turn
@@ -175,13 +175,10 @@ class TrainingImages(Dataset):
         place = position - position % self.stream.global_batch_size + draw % self.stream.global_batch_size
         return int(self.stream.indices(np.array([place]))[0])
 
-    def _read(self, index: int, position: int) -> Sample:
-        return self.source.sample(index, position, self.cache)
-
     def _decoded(self, index: int, position: int) -> tuple[Sample, str]:
         """The sample, decoded whole, and ""; or an empty scene of its size, so that the step's canvas stays, and the reason."""
         try:
-            sample = self._read(index, position)
+            sample = self.source.sample(index, position, self.cache)
             return sample._replace(image=Picture(sample.image.whole())), ""
         except BrokenImage as error:
             return _empty(self.source.sizes[index], self.source.has_masks), f"{self.source.name(index)}: {error}"
@@ -189,7 +186,7 @@ class TrainingImages(Dataset):
 
 @dataclass
 class EvaluationScenes(Dataset):
-    """Image indices -> `DetectionBatch`, resized without augmentation; an image that can't be read is black.
+    """Image indices -> `DetectionBatch`, resized without augmentation; an unreadable image is black.
 
     Images are decoded at their full resolution, as whoever uses an exported detector does: what is measured is what is used.
     A batch must be one of `batches`: padding changes what is detected, so all images of a batch have the same canvas.
@@ -258,7 +255,7 @@ def _empty(size: np.ndarray, masks: bool = False) -> Sample:
 
 
 def fill_of(model: Detector) -> tuple[int, int, int]:
-    """The colour of empty places in images: the mean of those that the detector's weights were trained on."""
+    """The colour of empty places: the mean of the images that the detector's weights are from."""
     red, green, blue = (round(255 * value) for value in model.pretrained_cfg["mean"])
     return red, green, blue
 
@@ -289,17 +286,10 @@ def _batch(samples, positions, canvas, fill, broken) -> DetectionBatch:
         images[place, :, :height, :width] = sample.image
         images[place, :, :height, width:] = ground
         images[place, :, height:] = ground
-        targets.append(
-            {
-                "boxes": sample.boxes,
-                "labels": sample.labels,
-                "crowd": sample.crowd,
-                "position": position,
-                "size": torch.tensor([width, height]),
-                "regions": sample.crowd.nonzero().flatten().tolist(),
-            }
-        )
+        target = {"boxes": sample.boxes, "labels": sample.labels, "crowd": sample.crowd, "position": position}
+        target |= {"size": torch.tensor([width, height]), "regions": sample.crowd.nonzero().flatten().tolist()}
         if sample.masks is not None:
-            targets[-1]["masks"] = F.pad(sample.masks, (0, canvas[1] - width, 0, canvas[0] - height))
+            target["masks"] = F.pad(sample.masks, (0, canvas[1] - width, 0, canvas[0] - height))
+        targets.append(target)
     sizes = torch.stack([target["size"] for target in targets])
     return DetectionBatch(images, targets, torch.from_numpy(positions), sizes, broken=broken)

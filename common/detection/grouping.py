@@ -22,7 +22,7 @@ def build_stream(config: Any, source: Annotated) -> Stream:
 
 
 def repeat_weights(source: Annotated, threshold: float) -> np.ndarray | None:
-    """Weights of the images for `Stream`, float64[N]; None for a threshold of 0: all are drawn equally often.
+    """Weights of the images for `Stream`, float64[N]; None for a threshold of 0: all equally often.
 
     A class in a share f of the images has the weight max(1, sqrt(threshold / f)). An image has the
     weight of its rarest class, and 1 without objects. Crowd regions do not count. An epoch stays N
@@ -37,9 +37,8 @@ def repeat_weights(source: Annotated, threshold: float) -> np.ndarray | None:
         )
     rows = np.repeat(np.arange(len(source)), np.diff(source.offsets))[~source.crowd]
     labels = source.labels[~source.crowd]
-    rows, labels = np.divmod(
-        np.unique(rows * len(source.classes) + labels), len(source.classes)
-    )  # each class once per image
+    once = np.unique(rows * len(source.classes) + labels)  # each class once per image
+    rows, labels = np.divmod(once, len(source.classes))
     share = np.bincount(labels, minlength=len(source.classes)) / len(source)
     of_class = np.maximum(1, np.sqrt(threshold / share.clip(min=1 / len(source))))
     weights = np.ones(len(source))
@@ -77,6 +76,6 @@ class GroupedStream(Stream):
         for epoch in np.unique(epochs).tolist():
             here = np.flatnonzero(epochs == epoch)
             narrow_to_wide = indices[here][np.argsort(self.aspects[indices[here]], kind="stable")]
-            draws = uniforms(batches[here], key_of(self.seed, "grouping"))  # the same for all places of a batch
+            draws = uniforms(batches[here], key_of(self.seed, "grouping"))  # the same for all of a batch
             arranged[here[np.argsort(draws, kind="stable")]] = narrow_to_wide
         return arranged

@@ -64,12 +64,6 @@ def crop(sample: Sample, inside: np.ndarray, size: tuple[int, int], rows: np.nda
     return Sample(image, torch.from_numpy(boxes), labels, crowd, masks)
 
 
-def select(sample: Sample, rows: np.ndarray | torch.Tensor) -> Sample:
-    """Only the objects `rows`: numbers int[n], or bool for each."""
-    image, boxes, labels, crowd, masks, _ = sample
-    return Sample(image, boxes[rows], labels[rows], crowd[rows], None if masks is None else masks[rows])
-
-
 def mirrored(sample: Sample) -> Sample:
     """The left-right mirror image."""
     image, boxes, labels, crowd, masks, _ = sample
@@ -103,4 +97,7 @@ def finished(sample: Sample) -> Sample:
     """A sample without objects whose mask has no pixel left, and boxes within the image: scaling may round up."""
     edges = torch.tensor(sample.image.shape[:0:-1])[FIRST]
     sample = sample._replace(boxes=torch.minimum(sample.boxes.clamp(min=0), edges))
-    return sample if sample.masks is None else select(sample, (sample.masks.flatten(1) > 0).any(1) | sample.crowd)
+    if sample.masks is None:
+        return sample
+    rows = sample.crowd | (sample.masks.flatten(1) > 0).any(1)
+    return Sample(sample.image, *(column[rows] for column in sample[1:5]))

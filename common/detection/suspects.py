@@ -19,11 +19,7 @@ from common.run.plots import BLUE, ORANGE, Cell, run_of, sheet, short
 
 SAME, APART = 0.7, 0.2  # overlap from which a detection is at the place of a box; below which it is of something else
 LEAST = {"missing": 0.2, "moved": 0.2, "relabelled": 0.1}  # weight from which a finding is worth a look
-LIKELY = {
-    "missing": 0.2,
-    "moved": 0.35,
-    "relabelled": 0.4,
-}  # and from which a box is likely wrong: docs/after_training.md
+LIKELY = {"missing": 0.2, "moved": 0.35, "relabelled": 0.4}  # and from which it is likely wrong: docs/after_training.md
 SHOWN = 24  # on the sheet
 _BOX = ("left", "top", "right", "bottom")
 COLUMNS = ("rank", "verdict", "image", "kind", "label", *_BOX, "suggested", *(f"suggested_{side}" for side in _BOX))

@@ -1,4 +1,4 @@
-"""Augmentation and resizing of images with boxes; the size of each image is known before it is decoded."""
+"""Augmentation and resizing of images with boxes; an image's size is known before it is decoded."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ from common.errors import Refused
 from common.randomness import key_of, mix, seed_generators, uniforms
 
 _SMALLEST = 1.0  # pixels: a box that gets smaller than this on a side is left out
-_VISIBLE = 0.1  # share of a box: an object that is cut to less than this is left out; a crowd region is not
+_VISIBLE = 0.1  # share of a box: an object cut to less than this is left out; a crowd region is not
 _WIDEST = 4.0  # zoom-out: largest side of the canvas, as a multiple of the image's side
 
 
@@ -58,7 +58,7 @@ class BoxAugmentation:
     alike: int = 1  # number of consecutive positions that draw the same short side
 
     def scales(self, positions: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """float64[n, 2]: factors of width and height of whole images with `sizes` int[n, 2] (width, height)."""
+        """float64[n, 2]: factors of the sides of whole images with `sizes` int[n, 2] (width, height)."""
         short = np.array(self.short_sides)
         if len(short) > 1:
             drawn = uniforms(positions // self.alike, key_of(self.seed, "short side"))
@@ -72,7 +72,7 @@ class BoxAugmentation:
         return _rounded(sizes * self.scales(positions, sizes))
 
     def partners(self, position: int) -> np.ndarray:
-        """uint64[n]: a random number for each other image of `position`: 3 for a mosaic, 1 for MixUp."""
+        """uint64[n]: a random number for each partner of `position`: 3 for a mosaic, 1 for MixUp."""
         count = 3 * self._happens("mosaic", position) + self._happens("mixup", position)
         return mix(np.arange(count), key_of(self.seed, "partners", position))
 
@@ -96,12 +96,12 @@ class BoxAugmentation:
     def _alone(
         self, sample: Sample, position: int, number: int, fill: tuple[int, int, int], limit: np.ndarray | None = None
     ) -> Sample:
-        """One image, a part of it, or the image on a larger canvas; at most `limit` int[2] in size."""
+        """One image, a part of it, or it on a larger canvas; at most `limit` int[2] in size."""
         size = size_of(sample)
         room = size * self.scales(np.array([position]), size[None])[0]  # size of the whole image
         limit = _rounded(room) if limit is None else np.minimum(limit, _rounded(room))
         self._seed(position, number)
-        view, kept = np.concatenate([np.zeros(2, int), size]), np.ones(len(sample.boxes), bool)
+        view, kept = np.concatenate([np.zeros(2, int), size]), True
         if self._strikes(self.zoom_out, position):
             canvas = (size * (1 + (_WIDEST - 1) * np.random.random())).astype(int)
             corner = -_corner(canvas - size)
@@ -128,23 +128,14 @@ class BoxAugmentation:
             self._seed(position, number)
             scale = self.scales(where, size_of(sample)[None])[0] * np.random.uniform(0.5, 1)
             view = _part(np.concatenate([np.zeros(2, int), size_of(sample)]), limit, scale)
-            part = self._shown(sample, view, limit, scale, position, fill, np.ones(len(sample.boxes), bool))
+            part = self._shown(sample, view, limit, scale, position, fill)
             h, w = part.image.shape[1:]
             left, top = x if right else x - w, y if below else y - h
             image[:, top : top + h, left : left + w] = part.image
             parts.append(padded(part, left, top, width, height, fill))
         return joined(image, parts)
 
-    def _shown(
-        self,
-        sample: Sample,
-        view: np.ndarray,
-        limit: np.ndarray,
-        scale: np.ndarray,
-        position: int,
-        fill: tuple[int, int, int],
-        kept: np.ndarray,
-    ) -> Sample:
+    def _shown(self, sample: Sample, view, limit, scale, position: int, fill, kept: np.ndarray | bool = True) -> Sample:
         """The part of a sample in `view` (left, top, right, bottom; may exceed the image), resized, mirrored and coloured."""
         out = np.minimum(_rounded((view[2:] - view[:2]) * scale), limit)
         inside = view.clip(0, size_of(sample)[FIRST])
@@ -168,8 +159,8 @@ class BoxAugmentation:
     # ---- draws
 
     def _happens(self, name: str, position: int) -> bool:
-        draw = uniforms(np.array([position]), key_of(self.seed, name))[0]
-        return bool(draw < getattr(self, name)) and self._is_strong(position)
+        probability = getattr(self, name) if self._is_strong(position) else 0
+        return bool(probability and uniforms(np.array([position]), key_of(self.seed, name))[0] < probability)
 
     def _strikes(self, probability: float, position: int) -> bool:
         return np.random.random() < probability and self._is_strong(position)
@@ -182,7 +173,7 @@ class BoxAugmentation:
 
 
 def read_sides(config: Any, stride: int, square: bool) -> tuple[tuple[int, ...], int]:
-    """Short sides in training and in evaluation; of squares, multiples of `stride`. Raises `Refused`."""
+    """Short sides in training and evaluation; of squares, multiples of `stride`. Raises `Refused`."""
     short_sides = whole_numbers(config.short_sides, ",")
     if not short_sides or min(short_sides) < 1 or max(short_sides) > 8192:
         raise Refused(
@@ -211,18 +202,16 @@ def _part(view: np.ndarray, limit: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """The largest part of a view that fits into `limit` at these scales of width and height, at a random place in it."""
     size = view[2:] - view[:2]
     shown = np.minimum(size, np.ceil(limit / scale - 1e-6)).clip(min=1).astype(int)
-    shown = np.where(_rounded(size * scale) <= limit, size, shown)  # rounding a size down cuts nothing off
+    shown = np.where(_rounded(size * scale) <= limit, size, shown)  # rounding down cuts nothing off
     corner = view[:2] + _corner(size - shown)
     return np.concatenate([corner, corner + shown])
 
 
 def _iou_crop(sample: Sample, view: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A part of the view, chosen as in SSD, and bool[n]: whether the centre of each box lies in it."""
+    """A part of the view, as in SSD, and bool[n]: whether the centre of each box lies in it."""
     boxes, everything = sample.boxes[~sample.crowd], np.ones(len(sample.boxes), bool)
     width, height = (view[2:] - view[:2]).tolist()
-    if (
-        not len(boxes) or min(width, height) < 4
-    ):  # the search would take long without boxes, and divide by 0 in a tiny view
+    if not len(boxes) or min(width, height) < 4:  # it would search for long, or divide by 0
         return view, everything
     canvas = {"format": "XYXY", "canvas_size": (height, width)}
     found = v2.RandomIoUCrop().make_params([tv_tensors.BoundingBoxes(boxes - view[FIRST], **canvas)])

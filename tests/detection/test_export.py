@@ -22,7 +22,6 @@ from common.detection.transforms import BoxAugmentation
 from common.detection.weights.begin import begin_with
 from common.detection.weights.sources import read
 from common.errors import Refused
-from common.training import timm_models
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "detect.py"
 SOURCE = scenes.load(0)[1]  # ten classes
@@ -121,17 +120,6 @@ def test_a_folder_says_what_the_data_calls_its_classes_and_is_for_more_than_its_
         leave(detector, folder)
 
 
-@pytest.mark.parametrize("family, backbone", [("faster_rcnn", "test_resnet"), ("retinanet", "test_vit")])
-def test_a_folder_is_loaded_bit_by_bit_also_where_the_script_can_not(family, backbone, tmp_path) -> None:
-    detector, other = make(family, backbone), make(family, backbone)
-    folder = leave(detector, tmp_path / "best")
-    for parameter in other.parameters():
-        torch.nn.init.zeros_(parameter)
-    begin(other, folder, SOURCE.classes)
-    mine, theirs = detector.state_dict(), other.state_dict()
-    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
-
-
 def test_another_detector_is_refused_with_the_flag_that_differs(best) -> None:
     for family, options, says in (
         ("fcos", {}, "--detector faster_rcnn there, fcos here; leave"),
@@ -159,6 +147,7 @@ NEW_CLASSES = {
     "emu cat dog": (3, 0),  # in another order
     "gnu elk dog fox cat": (5, 3),
     "elk gnu": (2, 2),
+    "cat dog emu": (3, 0),  # all of it, bit by bit
 }
 
 
@@ -199,21 +188,9 @@ def test_a_new_run_begins_with_what_the_old_one_knows_of_its_classes(family, tmp
         assert said == f"{taken} of {len(theirs)} tensors of {folder}{head}"
 
 
-@pytest.mark.parametrize(
-    "family, backbone", [("fcos", "test_vit"), ("fcos", "test_resnet"), ("rtdetr_v2", "test_resnet")]
-)
-def test_a_backbone_says_how_much_it_loaded(family, backbone, tmp_path) -> None:
-    source = timm_models.build_classifier(backbone, 3, image_size=128)
-    timm_models.export(source, Three.classes, timm_models.data_config(source, 128), False, {}, tmp_path / "timm")
-    built = build_detector(DetectorSpec(family, str(tmp_path / "timm"), 3, levels=(3, 5), width=64))
-    said = re.match(r"(\d+) of (\d+) tensors of .*/timm, its backbone$", built.begins_with)
-    taken, everything = map(int, said.groups())
-    assert len(built.state_dict()) == everything > taken > 70
-
-
 def test_what_a_detector_calls_its_classes_is_matched_with_the_data() -> None:
     found = {
-        "boxes": torch.arange(20.0).reshape(5, 4),
+        "boxes": torch.arange(20.0).view(5, 4),
         "scores": torch.arange(5.0),
         "labels": torch.tensor([2, 0, 1, 2, 0]),
     }
@@ -221,4 +198,3 @@ def test_what_a_detector_calls_its_classes_is_matched_with_the_data() -> None:
     detector.detect = lambda images, sizes: [found]
     (matched,) = Matched(detector, [2, 0]).detect(torch.zeros(1, 3, 8, 8), torch.tensor([[8, 8]]))
     assert matched["labels"].tolist() == [0, 1, 0, 1] and matched["scores"].tolist() == [0, 1, 3, 4]
-    assert torch.equal(matched["boxes"], found["boxes"][[0, 1, 3, 4]])

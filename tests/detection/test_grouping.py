@@ -31,25 +31,16 @@ def aspects(count, seed=0):
     return np.random.default_rng(seed).choice([640 / 480, 480 / 640, 1.5, 1.0], count, p=[0.7, 0.2, 0.06, 0.04])
 
 
-@pytest.mark.parametrize("size, batch, window", [(1000, 8, 16), (103, 8, 4), (5, 8, 3)])
-def test_each_epoch_holds_each_image_exactly_once(size, batch, window):
-    stream = GroupedStream(size, batch, 3, aspects=aspects(size), window=window)
-    drawn = stream.indices(np.arange(4 * size)).reshape(4, size)
-    assert (np.sort(drawn, axis=1) == np.arange(size)).all()
-    if size > 5:
-        assert len({epoch.tobytes() for epoch in drawn}) == 4
-
-
-def test_any_position_can_be_asked_alone_and_in_any_order():
-    stream = GroupedStream(103, 8, 3, aspects=aspects(103), window=4)
-    everything = stream.indices(np.arange(500))
-    order = np.random.default_rng(0).permutation(500)
-    assert (stream.indices(order) == everything[order]).all()
-    places = [102, 103, 104, 7]
-    assert [stream.indices(np.array([place]))[0] for place in places] == everything[places].tolist()
-    assert stream.indices(np.array([10**12]))[0] in range(103)
-    other = GroupedStream(103, 8, 4, aspects=aspects(103), window=4)
-    assert (other.indices(np.arange(500)) != everything).any()
+@pytest.mark.parametrize("size, window", [(1000, 16), (103, 4), (5, 3)])
+def test_each_epoch_holds_each_image_exactly_once_and_any_position_can_be_asked_alone(size, window):
+    stream = GroupedStream(size, 8, 3, aspects=aspects(size), window=window)
+    drawn = stream.indices(np.arange(4 * size))
+    assert (np.sort(drawn.reshape(4, size), axis=1) == np.arange(size)).all()
+    order = np.random.default_rng(0).permutation(4 * size)
+    assert (stream.indices(order) == drawn[order]).all() and stream.indices(np.array([10**12]))[0] in range(size)
+    assert stream.indices(np.array([size]))[0] == drawn[size]
+    other = GroupedStream(size, 8, 4, aspects=aspects(size), window=window)
+    assert (other.indices(np.arange(4 * size)) != drawn).any()
 
 
 def test_steps_hold_similar_shapes_in_an_order_that_says_nothing_about_them():

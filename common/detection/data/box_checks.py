@@ -92,11 +92,8 @@ def check(found: FoundBoxes, headers: np.ndarray) -> AnnotatedImages:
     corners = np.clip(corners, 0, limits).astype(np.float32)
     spans = corners[:, 2:] - corners[:, :2]
     empty = (spans <= 0).any(axis=1)
-    clipped = outside & ~empty
-    for chosen, what in (
-        (clipped, "reach beyond their image and are clipped"),
-        (empty, "have no area inside their image and are left out"),
-    ):
+    whats = "reach beyond their image and are clipped", "have no area inside their image and are left out"
+    for chosen, what in zip((outside & ~empty, empty), whats, strict=True):
         if chosen.any():
             notes.append(f"{chosen.sum():,} of {len(boxes):,} boxes {what}, {_first(found, chosen)}")
     kept = np.flatnonzero(~empty)
@@ -142,17 +139,15 @@ def _shapes(found: FoundBoxes, kept: np.ndarray, frames: np.ndarray, notes: list
 
 
 def _refuse_nonsense(found: FoundBoxes) -> None:
-    for wrong, what, way_out in (
-        (~np.isfinite(found.boxes).all(axis=1), "have a coordinate that is missing or no finite number", ""),
-        (
-            (found.boxes[:, 2:] < 0).any(axis=1),
-            "end before they begin (right < left or bottom < top)",
-            ", or give them in the right format",
-        ),
+    unknown, upside_down = ~np.isfinite(found.boxes).all(axis=1), (found.boxes[:, 2:] < 0).any(axis=1)
+    for wrong, what in (
+        (unknown, "have a coordinate that is missing or no finite number"),
+        (upside_down, "end before they begin (right < left or bottom < top)"),
     ):
         if wrong.any():
+            first = _first(found, wrong)
             raise Refused(
-                f"{found.title}: {wrong.sum():,} boxes {what}, {_first(found, wrong)}; correct or remove them{way_out}"
+                f"{found.title}: {wrong.sum():,} boxes {what}, {first}; correct, remove or give them in another format"
             )
 
 

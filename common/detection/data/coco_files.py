@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +58,15 @@ def coco_files(root: Path) -> dict[str, Path]:
 
 
 def coco_folder(root: Path, files: dict[str, Path], masks: bool) -> Folder:
-    def read(name: str, first: AnnotatedImages | None, stamps: Stamps) -> AnnotatedImages:
-        return _read(root, files[name], first, masks, stamps)
-
     labels = {name: str(file.relative_to(root)) for name, file in files.items()}
-    return Folder(("COCO", root, files), labels, files, read)
+    return Folder(("COCO", root, files), labels, files, partial(_read, root, files, masks))
 
 
-def _read(root: Path, file: Path, train: AnnotatedImages | None, masks: bool, stamps: Stamps) -> AnnotatedImages:
-    """A part, with the classes of `train` or else its own in the order of their ids. Raises `Refused`."""
+def _read(
+    root: Path, files: dict[str, Path], masks: bool, name: str, classes: tuple[str, ...] | None, stamps: Stamps
+) -> AnnotatedImages:
+    """A part, with these classes or else its own in the order of their ids. Raises `Refused`."""
+    file = files[name]
     stamps.take_files([file])
     columns = _read_json(file, masks)
     images, boxes, categories = (columns[key] for key in _KINDS)
@@ -90,15 +91,12 @@ def _read(root: Path, file: Path, train: AnnotatedImages | None, masks: bool, st
         raise Refused(
             f"{file}: {strays.sum():,} annotations of images that are not in it, first image_id {stray}; remove them"
         )
-    if train is None:
-        order = np.argsort(category_ids)
-        classes, class_ids = tuple(names[place] for place in order), category_ids[order]
-        of_category = np.argsort(order)  # the class id of each category
-    else:
-        classes = train.classes
-        of_category = np.array([classes.index(name) if name in classes else -1 for name in names], np.int64)
-        class_ids = np.full(len(classes), -1)
-        class_ids[of_category[of_category >= 0]] = category_ids[of_category >= 0]
+    if classes is None:
+        classes = tuple(names[place] for place in np.argsort(category_ids))
+    ids = {name: place for place, name in enumerate(classes)}
+    of_category = np.array([ids.get(name, -1) for name in names], np.int64)  # the class id of each category
+    class_ids = np.full(len(classes), -1)
+    class_ids[of_category[of_category >= 0]] = category_ids[of_category >= 0]
     places = _places(_numbers(boxes["category_id"]), category_ids)
     labels = np.where(places < 0, -1, of_category[places] if len(of_category) else -1)
     if (unknown := labels < 0).any():

@@ -21,13 +21,13 @@ class Folder:
     what: object  # its `repr` says all that decides what is read
     labels: dict[str, str]  # name of each part -> how messages call it
     origins: dict[str, Path]  # of each part, the file or folder with its annotations
-    read_part: Callable[[str, AnnotatedImages | None, Stamps], AnnotatedImages]  # with the classes of another part
+    read_part: Callable[[str, tuple[str, ...] | None, Stamps], AnnotatedImages]  # name, classes of the first part
     stamps: Stamps = field(default_factory=Stamps)  # of all files that are looked at
 
     def read(self, names: Sequence[str]) -> list[AnnotatedImages]:
         sources: list[AnnotatedImages] = []
         for name in names:
-            sources.append(self.read_part(name, sources[0] if sources else None, self.stamps))
+            sources.append(self.read_part(name, sources[0].classes if sources else None, self.stamps))
         return sources
 
 

@@ -5,7 +5,6 @@ import io
 import math
 import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +12,7 @@ from PIL import Image
 
 from common.data.decoding import size_of_usual
 from common.data.images import MAX_PIXELS, orientation_of
+from common.detection.data.stamps import each_of
 from common.errors import Refused
 from common.files import OddFile, open_regular
 
@@ -23,17 +23,10 @@ _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM
 def headers_of_files(folder: str, paths: pa.Array, *, may_miss: bool = False) -> np.ndarray:
     """int64[N, 4]: width and height as stored, EXIF orientation 1 to 8, and size in bytes of files below `folder`.
 
-    Width 0 if the file is no readable image. Takes about 20 µs per file; threads read several at
-    once, since a network file system is slow. If files are missing, raises `Refused`, or with
+    Width 0 if the file is no readable image. Takes about 20 µs per file. If files are missing, raises `Refused`, or with
     `may_miss` gives width 0 and size -1 for them.
     """
-
-    def read(start: int) -> np.ndarray:
-        part = paths[start : start + 512].to_pylist()
-        return np.array([_header_of_file(os.path.join(os.fsencode(folder), path)) for path in part], np.int64)
-
-    with ThreadPoolExecutor(16) as pool:
-        headers = np.concatenate([np.zeros((0, 4), np.int64), *pool.map(read, range(0, len(paths), 512))])
+    headers = each_of(folder, paths, _header_of_file, 4)
     if not may_miss and (missing := np.flatnonzero(headers[:, 3] < 0)).size:
         first = os.path.join(folder, paths[int(missing[0])].as_py().decode(errors="backslashreplace"))
         raise Refused(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,9 +16,6 @@ from common.detection.data.annotated import AnnotatedImages
 from common.detection.data.box_checks import FoundBoxes, check
 from common.detection.data.image_headers import header_of, headers_of_bytes, headers_of_files, upright_sizes
 from common.errors import Refused
-
-if TYPE_CHECKING:
-    import datasets
 
 BOX_FORMATS = ("xywh", "xyxy", "cxcywh")  # left top width height; left top right bottom; centre width height
 _BOXES = ("bbox", "bboxes", "box", "boxes")
@@ -34,10 +31,7 @@ class ShardRows(Split):
         import datasets
 
         super().__init__(data, name, datasets.Dataset(datasets.table.InMemoryTable(source.index.rows)))
-        self._source = source
-
-    def images_and_headers(self) -> tuple[Shards, np.ndarray]:
-        return self._source, self._source.index.headers
+        self.source = source
 
 
 def shard_rows(objects: str) -> Rows:
@@ -108,7 +102,7 @@ def _read_split(
     """The split, the format of its boxes, and its classes: names and the values that the column has for them."""
     title = split.title
     rows, columns = _objects(title, split.cells(objects))
-    images, headers = split.images_and_headers() if isinstance(split, ShardRows) else _images(split, image)
+    images, headers = _images(split, image)
     given = _class_names(split.features[objects])
     if classes is None:
         classes = _vocabulary(given, columns["labels"])
@@ -154,10 +148,20 @@ def _read_split(
     return replace(source, notes=notes + source.notes), box_format, classes
 
 
-def _images(split: Split, image: str) -> tuple[Table, np.ndarray]:
+def _images(split: Split, image: str) -> tuple[Any, np.ndarray]:
+    """The images of a split, and int64[N, 4] as `image_headers` reads them."""
+    if isinstance(split, ShardRows):
+        return split.source, split.source.index.headers
     column, none = split.images(image), np.zeros(len(split), np.int64)
-    images = Table(column, np.arange(len(split)), split.title, split.folder, labels=none, classes=())
-    return images, _headers(column, split.folder)
+    cells = column.with_format("arrow")[:].column(0).combine_chunks()
+    if pa.types.is_struct(cells.type):
+        contents, paths = pc.struct_field(cells, "bytes"), pc.struct_field(cells, "path")
+        cells = paths if contents.null_count == len(contents) else contents
+    if pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type):
+        headers = headers_of_files(split.folder, cells.fill_null("").cast(pa.large_binary()))
+    else:
+        headers = headers_of_bytes(cells)
+    return Table(column, np.arange(len(split)), split.title, split.folder, labels=none, classes=()), headers
 
 
 def _objects(title: str, cells: pa.Array) -> tuple[np.ndarray, dict[str, pa.Array]]:
@@ -175,16 +179,6 @@ def _objects(title: str, cells: pa.Array) -> tuple[np.ndarray, dict[str, pa.Arra
                 f"--data {title}: row {row} has {lengths['boxes'][row]} boxes and {counts[row]} of {names[key]}"
             )
     return np.repeat(np.arange(len(cells)), lengths["boxes"]), {key: column.flatten() for key, column in lists.items()}
-
-
-def _headers(column: "datasets.Dataset", folder: str) -> np.ndarray:
-    cells = column.with_format("arrow")[:].column(0).combine_chunks()
-    if pa.types.is_struct(cells.type):
-        contents, paths = pc.struct_field(cells, "bytes"), pc.struct_field(cells, "path")
-        cells = paths if contents.null_count == len(contents) else contents
-    if pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type):
-        return headers_of_files(folder, cells.fill_null("").cast(pa.large_binary()))
-    return headers_of_bytes(cells)
 
 
 def _class_names(objects: Any) -> list[str] | None:
@@ -206,8 +200,7 @@ def _vocabulary(names: list[str] | None, labels: pa.Array) -> tuple[tuple[str, .
 def _sizes(split: Split) -> np.ndarray:
     if not {"width", "height"} <= split.kinds.keys():
         return np.zeros((len(split), 2), np.int64)
-    columns = [split.cells(name).cast(pa.int64()).fill_null(0).to_numpy() for name in ("width", "height")]
-    return np.stack(columns, axis=1)
+    return np.stack([split.cells(side).cast(pa.int64()).fill_null(0).to_numpy() for side in ("width", "height")], 1)
 
 
 def _image_ids(split: Split) -> np.ndarray | None:

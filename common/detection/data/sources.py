@@ -48,12 +48,8 @@ def load(spec: Spec) -> tuple[Annotated, Annotated]:
     if spec.box_format and spec.box_format not in BOX_FORMATS:
         raise Refused(f"--box_format {spec.box_format}: is none of {', '.join(BOX_FORMATS)}")
 
-    labels, found_shards = shard_sources(
-        spec,
-        lambda labels: data_spec.names_of(spec.pieces(labels)),
-        spec.objects_column,
-        shard_rows(spec.objects_column),
-    )
+    wanted, rows = lambda labels: data_spec.names_of(spec.pieces(labels)), shard_rows(spec.objects_column)
+    labels, found_shards = shard_sources(spec, wanted, spec.objects_column, rows)
     with data_spec.reading(spec.data):
         if found_shards:
             table = {name: ShardRows(printable_name(spec.data), name, source) for name, source in found_shards.items()}
@@ -68,9 +64,7 @@ def load(spec: Spec) -> tuple[Annotated, Annotated]:
         else:
             spec.refuse_columns()
             found = _load_folder(spec)
-    if (
-        found_shards and not spec.alone
-    ):  # images to evaluate are read one by one, since their order is that of their sizes
+    if found_shards and not spec.alone:  # images to evaluate are read one by one, in the order of their sizes
         images, *_ = shared([found[0].images], spec.shard_memory)
         found = (replace(found[0], images=images), *found[1:])
     return data_spec.same_everywhere(found)

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,17 +37,22 @@ class Stamps:
 def stamps_of(folder: str, paths: pa.LargeBinaryArray) -> np.ndarray:
     """int64[n, 3]: size in bytes, mtime and ctime in ns; zeros for a missing file.
 
-    A program can't set the ctime, so a copy that keeps the mtime is seen as a change. Threads
-    ask for several files at once, since a network file system is slow.
+    A program can't set the ctime, so a copy that keeps the mtime is seen as a change.
     """
-    above = os.path.join(os.fsencode(folder), b"")
+    return each_of(folder, paths, _stamp, 3)
 
-    def look(start: int) -> np.ndarray:
-        part = paths[start : start + 512].to_pylist()
-        return np.array([_stamp(path if path[:1] == b"/" else above + path) for path in part], np.int64)
+
+def each_of(
+    folder: str, paths: pa.LargeBinaryArray, read: Callable[[bytes], Sequence[int]], columns: int
+) -> np.ndarray:
+    """int64[n, columns]: what `read` says of each file; several at once, since a network file system is slow."""
+
+    def part(start: int) -> np.ndarray:
+        files = (os.path.join(os.fsencode(folder), path) for path in paths[start : start + 512].to_pylist())
+        return np.array([*map(read, files)], np.int64)
 
     with ThreadPoolExecutor(16) as pool:
-        return np.concatenate([np.zeros((0, 3), np.int64), *pool.map(look, range(0, len(paths), 512))])
+        return np.concatenate([np.zeros((0, columns), np.int64), *pool.map(part, range(0, len(paths), 512))])
 
 
 def _stamp(path: bytes) -> tuple[int, int, int]:

@@ -4,6 +4,7 @@ Source: Everingham et al., "The Pascal Visual Object Classes Challenge", 2010, a
 """
 
 import os
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -40,19 +41,18 @@ def voc_folder(path: Path) -> Folder | None:
         lists = {"train": None}
     labels = {name: str(file.relative_to(root)) if file else "all images" for name, file in lists.items()}
 
-    def read(name: str, first: AnnotatedImages | None, stamps: Stamps) -> AnnotatedImages:
-        return _read(root, lists[name], first, stamps)
-
-    return Folder(("VOC", root, lists), labels, dict.fromkeys(lists, root / "Annotations"), read)
+    return Folder(("VOC", root, lists), labels, dict.fromkeys(lists, root / "Annotations"), partial(_read, root, lists))
 
 
-def _read(root: Path, names_file: Path | None, train: AnnotatedImages | None, stamps: Stamps) -> AnnotatedImages:
-    """The images of a list, or all of them.
+def _read(
+    root: Path, lists: dict[str, Path | None], part: str, classes: tuple[str, ...] | None, stamps: Stamps
+) -> AnnotatedImages:
+    """The images of a list, or all of them. The classes are these, or else the sorted names found.
 
-    The classes are `train`'s, or else the sorted names found. Objects marked difficult become
-    `crowd`: they are neither learnt nor asked for. Corners are of pixels counted from 1, unless one
-    is 0. Raises `Refused`.
+    Objects marked difficult become `crowd`: they are neither learnt nor asked for. Corners are of pixels counted from 1,
+    unless one is 0. Raises `Refused`.
     """
+    names_file = lists[part]
     stamps.take_files([root / "Annotations", root / "JPEGImages", *([names_file] if names_file else [])])
     if names_file:
         names = [line.split()[0] for line in text_of(names_file).splitlines() if line.strip()]
@@ -66,7 +66,7 @@ def _read(root: Path, names_file: Path | None, train: AnnotatedImages | None, st
         sizes.append(size)
         objects += [(row, *found) for found in found_there]
     rows, labels, corners, difficult = zip(*objects, strict=True) if objects else ((),) * 4
-    classes = tuple(sorted(set(labels))) if train is None else train.classes
+    classes = classes or tuple(sorted(set(labels)))
     ids = {name: place for place, name in enumerate(classes)}
     for row, label in zip(rows, labels, strict=True):
         if label not in ids:

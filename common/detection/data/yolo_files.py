@@ -9,6 +9,7 @@ import re
 from array import array
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -41,11 +42,8 @@ def yolo_folder(path: Path) -> Folder | None:
         return None
     labels = {name: ", ".join(os.path.relpath(place, path) for place in places) for name, places in found.parts.items()}
 
-    def read(name: str, first: AnnotatedImages | None, stamps: Stamps) -> AnnotatedImages:
-        return _read(found, name, first, stamps)
-
     origins = {name: places[0] for name, places in found.parts.items()}
-    return Folder(("YOLO", path, found), labels, origins, read)
+    return Folder(("YOLO", path, found), labels, origins, partial(_read, found))
 
 
 def _find(root: Path) -> _Yolo | None:
@@ -124,11 +122,9 @@ def _place(file: Path, root: Path, starts: list[Path], key: str, entry: str) -> 
     raise Refused(f"{file}: {key}: {entry} is not there; looked at {', '.join(map(str, dict.fromkeys(places)))}")
 
 
-def _read(folder: _Yolo, part: str, first: AnnotatedImages | None, stamps: Stamps) -> AnnotatedImages:
-    """A part, with the classes of `first` if the data name none. Boxes are of the upright image, as
-    YOLO's own readers take them. Raises `Refused`.
-    """
-    names, places = folder.names or (first and dict(enumerate(first.classes))), folder.parts[part]
+def _read(folder: _Yolo, part: str, classes: tuple[str, ...] | None, stamps: Stamps) -> AnnotatedImages:
+    """A part, with these classes if the data name none. Boxes are of the upright image, as YOLO's own readers take them."""
+    names, places = folder.names or (classes and dict(enumerate(classes))), folder.parts[part]
     files = sorted({file for place in places for file in _images(place, stamps)})
     if not files:
         raise Refused(f"{folder.title}: no images in {part}, that is {', '.join(map(str, places))}")

@@ -1,4 +1,4 @@
-"""Matching of detections with objects: hits, misses and false alarms, and the thresholds of scores that follow.
+"""Matching of detections with objects: hits, misses, false alarms, and thresholds of scores.
 
 All at IoU 0.5 unless said.
 """
@@ -14,7 +14,7 @@ from common.detection.data.annotated import Annotated
 
 IOU = 0.5  # least overlap of a detection with the object that it shows
 NEAR = 0.1  # least overlap of a badly placed detection with an object of its class
-NONE, IN_CROWD = -1, -2  # instead of an object: none, or a crowd region, where detections are not judged
+NONE, IN_CROWD = -1, -2  # instead of an object: none, or a crowd region, which is not judged
 _COUNTED = 100  # detections of a class in an image, as in COCO's evaluation
 
 
@@ -23,15 +23,15 @@ class Mistake(NamedTuple):
 
     kind: str  # "missed", or of a detection "double", "class", "place", "nothing"
     image: int
-    object: int  # the missed one; or shown by a better detection, of another class, or too far away; `NONE`
+    object: int  # the missed one; or shown by a better one, of another class, or too far away
     detection: int = NONE  # row of the columns of detections
-    score: float = 0.0  # missed: of the best detection of its class, below the threshold, that overlaps enough
+    score: float = 0.0  # missed: of the best detection below the threshold that overlaps enough
     overlap: float = 0.0  # of the detection with the object
 
 
 @dataclass(eq=False)
 class Matches:
-    """Detections matched with the objects of a source; each property is computed when it is first read.
+    """Detections matched with the objects of a source; properties are computed when first read.
 
     Detections are matched in the order of their scores. First with objects of their own class, as
     COCO does at this `iou`: the best detection of an object is a hit. Then the others with objects of
@@ -124,7 +124,7 @@ class Matches:
         return matrix
 
     def misses(self, limit: int) -> list[Mistake]:
-        """Objects that no detection shows, worst first: by the share of the image that they cover."""
+        """The missed objects, worst first: by the share of the image that they cover."""
         objects = np.flatnonzero(self.missed)
         owners = np.repeat(np.arange(len(self.source)), np.diff(self.source.offsets))[objects]
         shares = self.source.truth[objects, 2:].prod(1) / self.source.sizes[owners].prod(1, dtype=np.float64)
@@ -182,7 +182,7 @@ class Matches:
         return marked
 
     def _assign(self, shown: np.ndarray, candidates: np.ndarray, same_class: bool) -> np.ndarray:
-        """`shown`, with an object for each candidate, bool[n], that overlaps a free object enough."""
+        """`shown`, with an object for each candidate bool[n] that overlaps a free one enough."""
         shown, taken = shown.copy(), self._marked(shown)
         for rows, objects, overlaps in self._beside_objects(candidates):
             crowd = self.source.crowd[objects]
@@ -199,7 +199,7 @@ class Matches:
         return shown
 
     def _beside_objects(self, candidates: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Of each image with objects: the candidates, best first, the objects, and `_overlaps` of both."""
+        """Of each image with objects: candidates, best first, objects, and `_overlaps` of both."""
         order = self._by_image[candidates[self._by_image]]
         for rows in np.split(order, np.flatnonzero(np.diff(self.images[order])) + 1):
             objects = self._objects(self.images[rows[0]]) if len(rows) else ()

@@ -13,7 +13,7 @@ from common.distributed.collectives import all_or_none, broadcast_object, gather
 
 # The twelve numbers of COCO's evaluation, in its order: average precision, then average recall.
 NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
-# Up to this many, each class has a result of its own, AP_class/<name>: rows of metrics.jsonl stay below 10 kB.
+# Up to this many, classes have results AP_class/<name>: rows of metrics.jsonl stay below 10 kB.
 NAMED_CLASSES = 100
 
 
@@ -21,14 +21,14 @@ NAMED_CLASSES = 100
 class Detections:
     """Detections in the images that this rank evaluated, as columns on the host.
 
-    After `results`, the main process has the detections of all ranks, for pictures; the others have none.
+    After `results`, the main process has the detections of all ranks; the others have none.
     """
 
     images: list[np.ndarray] = field(default_factory=list)  # int64: image of the source that each row belongs to
     rows: list[np.ndarray] = field(default_factory=list)  # float32[n, 6]: left, top, right, bottom, score, class id
     count: int = 0  # images that were evaluated, with or without detections
     masks: list[np.ndarray] = field(default_factory=list)  # object[n]: packed run lengths; of a detector of masks
-    precision: np.ndarray | None = None  # float64[K, 101] at IoU 0.5 and recalls 0, .01 .. 1; -1: no objects
+    precision: np.ndarray | None = None  # float64[K, 101] at IoU 0.5 and recalls 0 .. 1; -1: no objects
     matches: Matches | None = None  # of these detections with the objects, after `results`
 
     def update(self, indices: Sequence[int], found: list[dict[str, torch.Tensor]]) -> None:
@@ -91,7 +91,7 @@ def _evaluate(source: Annotated, images: np.ndarray, rows: np.ndarray) -> tuple[
     boxes[:, 2:] -= boxes[:, :2]
     table = np.column_stack([source.image_ids[images], boxes, rows[:, 4], rows[:, 5] + 1])
     results, evaluation = _coco_numbers(_coco(source), table, "bbox")
-    precision = evaluation.eval["precision"][:, :, :, 0, -1]  # [thresholds, recalls, classes] of all areas
+    precision = evaluation.eval["precision"][:, :, :, 0, -1]  # [thresholds, recalls, classes]
     per_class = [_mean(precision[:, :, number]) for number in range(len(source.classes))]
     results["per_class"] = per_class
     if len(source.classes) <= NAMED_CLASSES:

@@ -1,4 +1,4 @@
-"""Pictures of a detector's evaluation: predictions, precision and recall, confusion matrix, misses."""
+"""Pictures of an evaluation: predictions, precision and recall, confusion matrix, misses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ from common.run.plots import (
 
 SHOWN_IMAGES = 12
 SHOWN_CROPS = 12  # of misses, and of false alarms
-NAMED_CURVES = 20  # up to this many classes, each curve has a name; of more, only the best and the worst few
+NAMED_CURVES = 20  # up to so many classes, all curves have names; of more, the best and the worst few
 EXTREME_CURVES = 5
 FONT = 7  # points
 SIDE = 7.0  # inches of the longer side of an image on its own
@@ -52,7 +52,7 @@ class Box:
 
 
 def predictions(matches: Matches, path: Path) -> None:
-    """Draw a sheet of images, with objects beside detections.
+    """Draw images, with objects beside detections.
 
     What was found is blue, missed objects and false alarms are orange, crowd regions are grey.
     """
@@ -114,7 +114,7 @@ def precision_recall(precision: np.ndarray, class_names: Sequence[str], path: Pa
 
 
 def confusion(matches: Matches, class_names: Sequence[str], path: Path) -> None:
-    """Draw a confusion matrix of objects and detections, with a row and a column for the background."""
+    """Draw a confusion matrix of objects and detections; the last row and column: background."""
     headline = (
         f"{matches.hit.sum():,} of {matches.object_count:,} objects found\n"
         f"{count_of(matches.false_alarm_count, 'false alarm')} (score ≥ {matches.threshold:.2f}, of best F1; IoU ≥ {IOU})"
@@ -218,7 +218,7 @@ def _crop(matches: Matches, case: Mistake) -> Cell:
 
 
 def _window(corners: tuple[float, ...], size: tuple[int, int]) -> tuple[int, int, int, int]:
-    """A square around a box, of three times its longer side, within the image as far as possible."""
+    """A square around a box, of three times its longer side, moved into the image."""
     left, top, right, bottom = corners
     side = 3 * max(right - left, bottom - top, 8)
     window = []

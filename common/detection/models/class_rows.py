@@ -1,4 +1,4 @@
-"""Parts of a detector's tensors that are for each class, and taking them over by the names of the classes."""
+"""Parts of a detector's tensors that are for a class, taken over by the names of the classes."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ _HEADS |= {"cls_logits", "denoising_class_embed"}
 
 
 def class_rows(tensors: dict[str, Tensor], classes: int) -> dict[str, Tensor]:
-    """The tensors of a detector that have a part for each class, by name, as views [classes, ...]."""
+    """The tensors of a detector with a part for each class, by name, as views [classes, ...]."""
     views = {}
     for name, tensor in tensors.items():
         layers = set(name.split(".")[-3:-1]) & _HEADS

@@ -41,7 +41,7 @@ class DETR(Detector):
             self.strides.append(2 * self.strides[-1])
         self.stride = max(self.strides)
         costs = "alpha", "gamma", "class_cost", "bbox_cost", "giou_cost"
-        self.costs = {name: getattr(model.config, f"matcher_{name}") for name in costs}  # of a query with a box
+        self.costs = {name: getattr(model.config, f"matcher_{name}") for name in costs}
         layers = (layer for layer in model.encoder.modules() if type(layer).__name__.endswith("EncoderLayer"))
         # In training these would only ask the device whether all is finite.
         self._as_evaluated = [layer for layer in layers if not layer.dropout]
@@ -75,7 +75,7 @@ class DETR(Detector):
         return [part for name, part in parts if "encoder" in name or name.endswith("input_proj")]
 
     def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
-        """int64[4]: boxes, queries with a box, queries, and positives of the denoising of these images."""
+        """int64[4]: boxes, queries with a box, queries, and positives of the images' denoising."""
         number = self._queries(canvas)
         boxes = torch.stack([(~target["crowd"]).sum() for target in targets])
         positives = boxes * groups_of(boxes, self.config.num_denoising)
@@ -119,7 +119,7 @@ class DETR(Detector):
                 pairs = _Pairs(denoising.match[:, None].expand(shape), divisor, totals[3].expand(len(images), 2))
                 restored = self._terms(found, pairs, pairs, *wanted, denoising.real[:, None].expand(shape))
                 terms = {name: term + restored[name] for name, term in terms.items()}
-            # transformers' loss leaves out some of D-FINE's logits; their parameters get a gradient of zeros.
+            # transformers' loss leaves out some of D-FINE's logits; their gradients are zeros.
             terms["class"] = terms["class"] + 0 * outputs.intermediate_logits.sum((1, 2, 3))
         return sum(terms.values()), terms
 
@@ -164,39 +164,31 @@ class DETR(Detector):
         encoded[name] = [x.to(self._dtype) for x in encoded[name]]
         # inputs_embeds gives the number of images, and keeps the sizes of the maps on the host, which reads them.
         count = torch.empty(len(images), 0)
-        with torch.autocast(images.device.type, enabled=False), self._with(denoising), self._with_maps(encoded):
+        with torch.autocast(images.device.type, enabled=False), self._given(encoded, denoising):
             return model(None, inputs_embeds=count, encoder_outputs=encoded)
 
     @contextlib.contextmanager
-    def _with_maps(self, encoded) -> Iterator[None]:
-        """Let the model find what its encoder has made: DEIMv2 would compute it again, although it is given."""
-        encoder = self.model.encoder
+    def _given(self, encoded, denoising: Denoising | None) -> Iterator[None]:
+        """Let the model find what its encoder made, and noised boxes before the decoder's queries.
+
+        DEIMv2 would encode again, and transformers would make noise of its own.
+        """
+
+        def insert(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            labels = self.model.denoising_class_embed(denoising.labels)
+            noise = {"inputs_embeds": labels, "reference_points": torch.logit(denoising.boxes, 1e-5)}
+            joined = {name: torch.cat([tensor, kwargs[name]], 1) for name, tensor in noise.items()}
+            return args, kwargs | joined | {"encoder_attention_mask": denoising.visible}
+
+        encoder, decoder = self.model.encoder, self.model.decoder
         encoder.forward = lambda *_, **__: encoded
+        hook = denoising and decoder.register_forward_pre_hook(insert, with_kwargs=True)
         try:
             yield
         finally:
             del encoder.forward
-
-    @contextlib.contextmanager
-    def _with(self, denoising: Denoising | None) -> Iterator[None]:
-        """Put noised boxes before the decoder's queries, where transformers would put its own."""
-
-        def insert(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            noise = {
-                "inputs_embeds": self.model.denoising_class_embed(denoising.labels),
-                "reference_points": torch.logit(denoising.boxes, 1e-5),
-            }
-            joined = {name: torch.cat([tensor, kwargs[name]], 1) for name, tensor in noise.items()}
-            return args, kwargs | joined | {"encoder_attention_mask": denoising.visible}
-
-        if denoising is None:
-            yield
-            return
-        hook = self.model.decoder.register_forward_pre_hook(insert, with_kwargs=True)
-        try:
-            yield
-        finally:
-            hook.remove()
+            if hook:
+                hook.remove()
 
     def _terms(
         self,
@@ -212,7 +204,7 @@ class DETR(Detector):
         Args:
             pairs, of_boxes: the pairs that the losses of classes and the losses of boxes compare.
             boxes, labels: [B, n + 1, 4] and int64[B, n + 1], padded at the end.
-            counted: bool[B, O, Q], False for padding and for queries without a box in a crowd region.
+            counted: bool[B, O, Q], False for padding and queries without a box in a crowd region.
         """
         config = self.config
         compared = queries.pair(pairs.match, found.boxes, boxes)
@@ -317,23 +309,23 @@ class _Outputs:
     logits: Tensor  # [B, O, Q, K]
     boxes: Tensor  # [B, O, Q, 4] centre x, centre y, width, height in 0..1
     edges: Tensor | None = None  # [B, E, Q, 4, bins] logits
-    references: Tensor | None = None  # [B, E, Q, 4] boxes from which the edges' distances are counted
+    references: Tensor | None = None  # [B, E, Q, 4] boxes that the edges' distances are from
     students: int = 0  # number of the E outputs that learn from the teacher
     teacher: Tensor | None = None  # [B, Q, 4, bins]
     trust: Tensor | None = None  # [B, Q] weight of an unmatched query of the teacher
 
     @classmethod
     def of(cls, outputs, queries: slice, own: bool) -> "_Outputs":
-        """Outputs for some of the decoder's queries: its own, or the boxes with noise that stand before them.
+        """Outputs for some of the decoder's queries: its own, or the noised boxes before them.
 
-        Of its own the encoder's selection is one output more, the last; D-FINE's last layer then only teaches.
+        Of its own, the encoder's selection is the last output, and D-FINE's last layer only teaches.
         """
         logits, boxes = outputs.intermediate_logits[:, :, queries], outputs.intermediate_reference_points[:, :, queries]
         found = cls(logits, boxes)
         if outputs.intermediate_predicted_corners is not None:
             edges = outputs.intermediate_predicted_corners[:, :, queries].unflatten(-1, (4, -1))
             layers = edges.shape[1]
-            count = layers - own  # own boxes of the last layer are with the first guess, one place later
+            count = layers - own  # own boxes of the last layer come one place later
             columns = (torch.cat([x[:, :count], x[:, layers : layers + own]], 1) for x in (logits, boxes.clamp(0, 1)))
             references = outputs.initial_reference_points[:, :count, queries]
             trust = logits[:, -1].detach().sigmoid().amax(-1)
@@ -345,6 +337,6 @@ class _Outputs:
 
 
 def _clamped(_layer: nn.Module, _args: tuple, output: Tensor) -> Tensor:
-    """Clamp the output as an encoder layer of transformers does in training if something is not finite."""
+    """Clamp the output as transformers' encoder layers do in training if it is not finite."""
     largest = torch.finfo(output.dtype).max - 1000
     return output.clamp(-largest, largest)

@@ -36,7 +36,7 @@ def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
 
     `spec.model` is one of those of `load`, or a timm backbone (a name, `hf-hub:owner/name` or a folder) with maps of strides
     8, 16 and 32, under the neck and the decoder of the smallest published model, which then have `spec.width` channels.
-    Others have their own width. Its `begins_with` says which weights were loaded. Raises `Refused` as `load`.
+    Others have their own width. `begins_with` says which weights were loaded. Raises `Refused`.
     """
     name = spec.model
     if name in ARCHITECTURES or not is_timm(name):
@@ -120,7 +120,7 @@ def export_model(
 
 
 def empty_model(config: Any, queries: int, classes: Sequence[str]) -> nn.Module:
-    """A whole model of transformers with this number of queries and names of classes, without weights."""
+    """A whole model of transformers with so many queries and these classes, without weights."""
     config = copy.deepcopy(config)
     config.num_queries = queries
     config.id2label = dict(enumerate(classes))
@@ -129,7 +129,7 @@ def empty_model(config: Any, queries: int, classes: Sequence[str]) -> nn.Module:
 
 
 def save_model(whole: nn.Module, normalization: dict, folder: Path, side: int) -> None:
-    """Write a folder that `AutoModelForObjectDetection` and `AutoImageProcessor` of transformers load.
+    """Write a folder that transformers' `AutoModelForObjectDetection` and its processor load.
 
     The image processor resizes every image to a square with this side in pixels, a multiple of the
     model's stride. It is RT-DETR's for all families, which resizes with antialiasing, as training
@@ -247,7 +247,7 @@ def known_models(family: str) -> str:
 
 
 def _over_timm(spec: DetectorSpec) -> tuple[nn.Module, dict]:
-    """A small neck and decoder over the features of a timm model, and what its images are normalised with."""
+    """A small neck and decoder over a timm model, and what its images are normalised with."""
     name, width = spec.model, spec.width
     create = partial(
         timm_models.create,
@@ -270,7 +270,7 @@ def _over_timm(spec: DetectorSpec) -> tuple[nn.Module, dict]:
     indices = [features.feature_info.out_indices[places[stride]] for stride in _LEVELS]
     features = create(out_indices=indices)
     normalization = features.pretrained_cfg
-    architecture = normalization["architecture"]  # all that transformers will know: it can build this again
+    architecture = normalization["architecture"]  # all that transformers will know
     timm_models.check_features(features, {"model_name": architecture})
     config = import_transformers().AutoConfig.for_model(
         FAMILIES[spec.family],
@@ -293,7 +293,7 @@ def _over_timm(spec: DetectorSpec) -> tuple[nn.Module, dict]:
 
 
 def _fresh(config, seed: int) -> nn.Module:
-    """A model with the initial weights of its authors; transformers' own are meant to be overwritten."""
+    """A model with its authors' initial weights; transformers' own are meant to be overwritten."""
     config.initializer_bias_prior_prob = 0.01
     torch.manual_seed(seed + 1)
     whole = import_transformers().AutoModelForObjectDetection.from_config(config)

@@ -153,9 +153,8 @@ def build_backbone(spec: DetectorSpec, coarser: str) -> Backbone:
         )
     features = _create(spec)
     normalization, info = features.pretrained_cfg, features.feature_info
-    found = {
-        math.log2(reduction): place for place, reduction in enumerate(info.reduction())
-    }  # the deepest of each level
+    # The deepest of each level.
+    found = {math.log2(reduction): place for place, reduction in enumerate(info.reduction())}
     picks = {level: found[level] for level in range(lowest, highest + 1) if level in found}
     channels, indices = ([column[pick] for pick in picks.values()] for column in (info.channels(), info.out_indices))
     kept = {name: value for name, value in features.created_with.items() if name in _OF_ANY_SIZE}

@@ -20,8 +20,8 @@ _GAMMA = 2  # of the focal loss, in matching and in the loss
 class RFDETR(Detector):
     """An RF-DETR of transformers.
 
-    Network, matching, losses and parameter names equal transformers', initial weights the authors'. What
-    was read in both sources:
+    Network, matching, losses, initial weights and parameter names equal transformers'. Read in both
+    sources:
 
     - Images are squares whose side is a multiple of patch size times windows (32 pixels; base 56). The backbone cuts the map
       of patches into windows, 2 x 2 or 4 x 4, each with its own copy of the class token. Attention stays within a window,
@@ -63,7 +63,7 @@ class RFDETR(Detector):
         return [self.model.model.backbone.projector]
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters that the authors exclude from weight decay, besides norms and biases."""
+        """Names of parameters without weight decay, as the authors', besides norms and biases."""
         return {name for name, _ in self.named_parameters() if name.endswith("position_embeddings")}
 
     def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:

@@ -26,7 +26,7 @@ from common.errors import Refused
 # The authors train without dropout. transformers' default is 0.1 in the decoder: a mask drawn from a generator's state, which
 # is another one on each layout.
 _SETTINGS = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
-_OF_QUERIES = ("model.reference_point_embed.weight", "model.query_feat.weight")  # [groups x queries, ...]
+_OF_QUERIES = ("model.reference_point_embed.weight", "model.query_feat.weight")  # of each group
 
 
 def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
@@ -53,39 +53,10 @@ def export_model(
 
 
 def _fresh(config, seed: int) -> nn.Module:
-    """A model with the initial weights of its authors: `LWDETR`, `Transformer` and DINOv2 without weights in rfdetr.
-
-    Transformers' own are meant to be overwritten, except its DINOv2's.
-    """
+    """A model without weights: every selected box stays as it is until something is learnt."""
     torch.manual_seed(seed + 1)
     whole = import_transformers().AutoModelForObjectDetection.from_config(config)
-    model = whole.model
-    torch.manual_seed(seed + 2)
-    for part in (model.backbone.projector, model.decoder, model.enc_output, whole.class_embed, whole.bbox_embed):
-        for module in part.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-    model.query_feat.reset_parameters()
-    nn.init.zeros_(model.reference_point_embed.weight)
-    for part in (model.decoder, model.enc_output):
-        for parameter in part.parameters():
-            if parameter.dim() > 1:
-                nn.init.xavier_uniform_(parameter)
-    for layer in model.decoder.layers:
-        whole._init_weights(layer.cross_attn)
-        attention = layer.self_attn
-        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
-            nn.init.xavier_uniform_(
-                projection.weight, gain=0.5**0.5
-            )  # the authors' is one matrix of three times the rows
-        for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
-            nn.init.zeros_(projection.bias)
-    nn.init.constant_(whole.class_embed.bias, -math.log(99))  # a probability of 0.01
-    nn.init.zeros_(whole.bbox_embed.layers[-1].weight)
-    nn.init.zeros_(whole.bbox_embed.layers[-1].bias)
-    for heads, head in ((model.enc_out_class_embed, whole.class_embed), (model.enc_out_bbox_embed, whole.bbox_embed)):
-        for of_group in heads:
-            of_group.load_state_dict(head.state_dict())
+    nn.init.zeros_(whole.model.reference_point_embed.weight)
     return whole
 
 
@@ -100,7 +71,7 @@ def _made_exact(whole: nn.Module, drop_path: float) -> nn.Module:
     embeddings, layers = backbone.embeddings, backbone.encoder.layer
     if embeddings.mask_token is not None:
         embeddings.mask_token.requires_grad_(False)  # masks patches in DINOv2's own training
-    layers[max(config.out_indices) :].requires_grad_(False)  # after the last map; base has one such layer
+    layers[max(config.out_indices) :].requires_grad_(False)  # base has one after the last map
     embeddings.interpolate_pos_encoding = MethodType(_positions, embeddings)
     # Linear in depth, as the authors set it. transformers would drop a window at a time, equally often in all layers.
     for layer, rate in zip(layers, torch.linspace(0, drop_path, len(layers)).tolist(), strict=True):

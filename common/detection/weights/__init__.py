@@ -1,1 +1,1 @@
-"""Weights that a detector begins with: reading files of several origins, and loading them class by class."""
+"""Weights that a detector begins with: reading files, and loading them class by class."""

@@ -64,7 +64,7 @@ def begin_with(detector: Detector, weights: Weights, config: Any, names: Sequenc
             "own classes"
         )
     if config.eval_only and isinstance(detector, FCOS) and weights.score_threshold is not None:
-        detector.score_threshold = weights.score_threshold  # as they are, they have their authors' results
+        detector.score_threshold = weights.score_threshold  # their authors' results are with it
     said = begins_with(len(mine) - len(head) * bool(new), len(mine), weights.source, new, names)
     unnamed = ", its classes in this order, which it does not name" if weights.is_unnamed and not new else ""
     return "".join([said, unnamed, *weights.notes])
@@ -81,7 +81,7 @@ def _refuse_other_flags(detector: Detector, weights: Weights, config: Any) -> No
 
 
 def _differ(name: str, tensor: Tensor, other: Tensor | None, head: dict[str, Tensor]) -> bool:
-    """True if two tensors of this name can't take each other's values, or rows if they have these."""
+    """True if two tensors of this name can't take each other's values, or rows."""
     start = name in head
     if other is None:
         return False

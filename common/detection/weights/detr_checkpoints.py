@@ -1,4 +1,4 @@
-"""Checkpoints of the authors of RT-DETR, RT-DETRv2 and D-FINE: their tensors under transformers' names.
+"""Checkpoints of RT-DETR's, RT-DETRv2's and D-FINE's authors, under transformers' names.
 
 An RT-DETR is an RT-DETRv2 whose points are sampled with the same weight on all levels, and becomes
 one.
@@ -7,6 +7,7 @@ Sources: github.com/lyuwenyu/RT-DETR and github.com/Peterande/D-FINE, both under
 """
 
 import re
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,9 +17,7 @@ from common.detection.models.detr_architectures import ARCHITECTURES
 from common.detection.weights.weights import Weights
 from common.errors import Refused
 
-COCO = tuple(
-    name for name in _COCO_CATEGORIES if name not in ("__background__", "N/A")
-)  # the 80, in order of their ids
+COCO = tuple(name for name in _COCO_CATEGORIES if name not in ("__background__", "N/A"))  # 80, in order of their ids
 _OBJECTS365 = 366  # rows of the class heads
 _SIDE = "640"  # pixels, of all of them
 _POINTS, _HEADS_OF_ATTENTION = 4, 8  # of RT-DETR: sampled on each level by each head
@@ -79,7 +78,7 @@ def matches(state: dict[str, Tensor]) -> bool:
     return {"decoder.dec_score_head.0.weight", "decoder.enc_score_head.weight"} <= state.keys()
 
 
-def convert(state: dict[str, Tensor]) -> Weights:
+def convert(state: dict[str, Tensor], _as_published: Callable[[], bool]) -> Weights:
     """The weights under our names. Raises `Refused` for a model that is none of `ARCHITECTURES`, and for DEIMv2."""
     if any(".swish_ffn." in name for name in state):
         raise Refused(
@@ -122,7 +121,7 @@ def _renamed(theirs: str, tensor: Tensor, family: str) -> list[tuple[str, Tensor
 
 
 def _architecture(tensors: dict[str, Tensor], family: str) -> str:
-    """The published model with as many decoder layers and channels. Raises `Refused` if there is none."""
+    """The published model with as many decoder layers and channels. Raises `Refused`."""
     layers = sum(bool(re.fullmatch(r"model\.decoder\.class_embed\.\d+\.weight", name)) for name in tensors)
     width = len(tensors["model.encoder_input_proj.0.0.weight"])
     known = {name: of for name, of in ARCHITECTURES.items() if name.startswith(family)}

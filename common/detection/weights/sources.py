@@ -1,4 +1,4 @@
-"""Sources of weights for `--init` and `--eval_only`: what each says about the detector, and reading it.
+"""Sources of weights for `--init` and `--eval_only`: what each says of the detector; reading it.
 
 A source is `torchvision:NAME`, a file of the authors (.pth, .safetensors; or
 torchvision:NAME=FILE), an exported `best/` of this project, a folder
@@ -11,6 +11,7 @@ import json
 import pickle
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -81,18 +82,15 @@ def _read(source: str, peeking: bool) -> Weights:
         if source.startswith(torchvision_weights.PREFIX):
             source_name, _, file = source.partition("=")
             name = torchvision_weights.published(source_name)
-            weights = torchvision_weights.peek(name)
             if file or not peeking:
-                weights = _of_file(Path(file) if file else torchvision_weights.file_of(name))
-                if not peeking and torchvision_weights.lacks_epsilon(name):
-                    weights = torchvision_weights.without_epsilon(weights)
+                weights = _of_file(Path(file) if file else torchvision_weights.file_of(name), lambda: True)
+            else:
+                weights = torchvision_weights.peek(name)
         elif path.is_dir():
             check_regular(path)
             weights = _of_transformers(source, peeking) if _is_of_transformers(path) else _of_export(path, peeking)
         elif path.exists():
-            weights = _of_file(path)
-            if not peeking and weights.notes[1:] and torchvision_weights.is_published(path):
-                weights = torchvision_weights.without_epsilon(weights)
+            weights = _of_file(path, lambda: not peeking and torchvision_weights.is_published(path))
         elif re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not path.suffix.startswith((".pt", ".safetensors")):
             weights = _of_transformers(source, peeking)
         else:
@@ -177,7 +175,7 @@ def _text_of(source: str, name: str) -> str:
 # --- files
 
 
-def _of_file(path: Path) -> Weights:
+def _of_file(path: Path, as_published: Callable[[], bool]) -> Weights:
     """A file with a state dict, or a training program's checkpoint."""
     state, place = _state_dict(path)
     converter = next((one for one in _CONVERTERS if one.matches(state)), None)
@@ -187,7 +185,7 @@ def _of_file(path: Path) -> Weights:
             f"{_FITTING}; a backbone is a timm model or folder, given as --model"
         )
     try:
-        weights = converter.convert(state)
+        weights = converter.convert(state, as_published)
     except Refused as error:
         raise Refused(f"{path}: {error}") from None
     return replace(weights, notes=(place, *weights.notes))
@@ -200,12 +198,8 @@ def _state_dict(path: Path) -> tuple[dict[str, Tensor], str]:
         found, words = content, said
         for key in keys:
             found = found.get(key) if isinstance(found, dict) else None
-        state = (
-            {name: value for name, value in found.items() if isinstance(value, Tensor)}
-            if isinstance(found, dict)
-            else {}
-        )
-        if state:
+        items = found.items() if isinstance(found, dict) else ()
+        if state := {name: value for name, value in items if isinstance(value, Tensor)}:
             break
     state = {str(name).removeprefix("module."): tensor for name, tensor in state.items() if name != "n_averaged"}
     if not state:

@@ -3,7 +3,7 @@
 import hashlib
 import re
 import urllib.error
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -89,8 +89,11 @@ def matches(state: dict[str, Tensor]) -> bool:
     return any(name.startswith("backbone.body.") for name in state)
 
 
-def convert(state: dict[str, Tensor]) -> Weights:
-    """The weights in a state dict of torchvision. Raises `Refused` for a detector that none of our families matches."""
+def convert(state: dict[str, Tensor], as_published: Callable[[], bool]) -> Weights:
+    """The weights in a state dict of torchvision. Raises `Refused` for a detector that none of our families matches.
+
+    `as_published()` is asked of frozen batch norm: torchvision's own has no epsilon, and variances become smaller by ours.
+    """
     sign = next((name for sign, name in _SIGNS.items() if sign in state), None)
     if sign is None or any("keypoint" in name for name in state):
         raise Refused(f"of a model of torchvision that no family of --detector matches; there are {fitting()}")
@@ -118,27 +121,18 @@ def convert(state: dict[str, Tensor]) -> Weights:
         for key, tensor in model.state_dict().items()
     }
     classes = _coco(get_model_weights(name).DEFAULT.meta["categories"]) if rows == _CATEGORIES else (None,) * rows
-    notes = (
-        f", batch norm with an epsilon of {_EPSILON:g}: if they were fine-tuned from those that torchvision publishes, "
-        f"which has none, name them {PREFIX}{name}=FILE"
-    )
+    notes: tuple[str, ...] = ()
+    if name in _WITHOUT_EPSILON and not counts:
+        if as_published():
+            for key in [key for key in tensors if key.endswith("running_var")]:
+                tensors[key] = (tensors[key].double() - _EPSILON).to(tensors[key].dtype)
+        else:
+            notes = (
+                f", batch norm with an epsilon of {_EPSILON:g}: if they were fine-tuned from those that torchvision publishes, "
+                f"which has none, name them {PREFIX}{name}=FILE",
+            )
     threshold = 0.2 if name.startswith("fcos") else None
-    told = (notes,) * (name in _WITHOUT_EPSILON and not counts)
-    return Weights(SETTINGS[name] | _COMMON, tensors, classes, notes=told, score_threshold=threshold)
-
-
-def without_epsilon(weights: Weights) -> Weights:
-    """Weights of frozen batch norm without an epsilon, for ours with one: the variances are smaller by it."""
-    tensors = {
-        key: (tensor.double() - _EPSILON).to(tensor.dtype) if key.endswith("running_var") else tensor
-        for key, tensor in weights.tensors.items()
-    }
-    return replace(weights, tensors=tensors, notes=weights.notes[:1])  # without that on the epsilon
-
-
-def lacks_epsilon(name: str) -> bool:
-    """True if the published weights of `name` have batch norm without an epsilon."""
-    return name in _WITHOUT_EPSILON
+    return Weights(SETTINGS[name] | _COMMON, tensors, classes, notes=notes, score_threshold=threshold)
 
 
 def is_published(path: Path) -> bool:

@@ -11,14 +11,13 @@ class Weights:
     """Weights of a trained detector, and which flags of `recipes/det.py` make a detector that they fit.
 
     A converter of another project's checkpoints has two functions, `matches(state) -> bool` and
-    `convert(state) -> Weights`. `state` is the file's state dict, {name: tensor}: tensors are views
-    of a mapped file, so looking at names and shapes costs nothing. `convert` leaves `source` empty.
+    `convert(state, as_published) -> Weights`. `state` is the file's state dict, {name: tensor}: tensors are views of a mapped
+    file, so looking at names and shapes costs nothing. `as_published()` is True if the authors published the file as it is.
+    `convert` leaves `source` empty.
     """
 
     settings: dict[str, Any]  # flag -> value: detector, model, levels, width, ..., and short_sides as it was trained
-    tensors: dict[
-        str, Tensor
-    ]  # by the names that our module's state dict has; class heads have a row per item of `classes`
+    tensors: dict[str, Tensor]  # by the names of our module's state dict; class heads have a row per item of `classes`
     classes: tuple[str | None, ...]  # name of each row of the class heads; None: background, or an id without a class
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)  # that images of pixels in 0..1 were normalised with
     std: tuple[float, ...] = (0.229, 0.224, 0.225)

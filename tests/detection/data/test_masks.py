@@ -5,7 +5,7 @@ import pytest
 from PIL import ExifTags, Image
 
 from common.data.images import BrokenImage, open_rgb
-from common.detection.data import coco_files, scenes
+from common.detection.data import coco_files
 from common.detection.data.masks import decode, encode
 from common.detection.data.sources import Spec, load
 from common.errors import Refused
@@ -24,14 +24,8 @@ def written(root, segmentations, orientation=1, boxes=None):
     ]
     for part in ("train", "val"):
         picture(root / part / "5.jpg", (WIDTH, HEIGHT), orientation=orientation)
-        coco(
-            root,
-            part,
-            (),
-            objects,
-            [{"id": 1, "name": 'a "counts": "b'}],
-            change=lambda content: content.update(images=IMAGES),
-        )
+        named = [{"id": 1, "name": 'a "counts": "b'}]
+        coco(root, part, (), objects, named, change=lambda content: content.update(images=IMAGES))
     return load(Spec(str(root), seed=0, val_share=0.2, masks=True))[0]
 
 
@@ -105,18 +99,14 @@ def test_what_can_not_be_drawn_is_counted_and_its_box_stands_in(tmp_path):
     assert (masks[-1] != box).any()
 
 
-def test_packed_runs_that_make_no_sense_are_a_broken_image(tmp_path):
+def test_runs_that_make_no_sense_are_a_broken_image_and_data_without_outlines_are_refused(tmp_path):
     source = written(tmp_path, [POLYGONS, {"counts": "04", "size": [HEIGHT, WIDTH]}])
     with pytest.raises(BrokenImage, match="outline that can't be drawn"):
         source.sample(0, 0)
-
-
-def test_data_without_outlines_is_refused(tmp_path):
     with pytest.raises(Refused, match="none of its 2 objects has an outline"):
         written(tmp_path, [None, None])
-    folder = yolo(tmp_path / "yolo")
     with pytest.raises(Refused, match=r"boxes without outlines.*give one"):
-        load(Spec(str(folder), seed=0, val_share=0.2, masks=True))
+        load(Spec(str(yolo(tmp_path / "yolo")), seed=0, val_share=0.2, masks=True))
 
 
 def test_shapes_are_columns_that_follow_their_boxes_and_make_the_fingerprint(tmp_path):
@@ -128,15 +118,3 @@ def test_shapes_are_columns_that_follow_their_boxes_and_make_the_fingerprint(tmp
     assert len(twice.masks.shapes) == 4 and twice.rles(1) == source.rles(0)
     other = written(tmp_path, [POLYGONS, POLYGONS[:1], POLYGONS[:1]], boxes=boxes)
     assert source.fingerprint != other.fingerprint
-
-
-def test_masks_of_digits_are_their_ink():
-    train, val = scenes.load(0, masks=True)
-    for position in range(20):
-        image, boxes, _, _, masks, _ = train.sample(0, position)
-        for box, mask in zip(boxes.astype(int), masks, strict=True):
-            inside = mask[box[1] : box[3], box[0] : box[2]]
-            assert inside.sum() == mask.sum() and 0.1 < inside.mean() < 1
-        brightest = image.whole().numpy().max(0)
-        assert brightest[masks.any(0)].mean() > brightest[~masks.any(0)].mean() + 40
-    assert (decode(val.rles(3), val.sizes[3]) == val.sample(3, 0).masks).all()

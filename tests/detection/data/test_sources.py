@@ -3,16 +3,16 @@
 import io
 import json
 import tarfile
+from functools import partial
 from pathlib import Path
 
 import datasets
 import numpy as np
-import pyarrow as pa
 import pytest
 from PIL import Image
 
 from common.data.images import BrokenImage, open_rgb
-from common.detection.data import coco_files, image_headers
+from common.detection.data import coco_files
 from common.detection.data.sources import Spec, load
 from common.errors import Refused
 from tests.harness.annotations import CATEGORIES, annotation, coco, picture, voc, yolo
@@ -127,46 +127,6 @@ def test_what_coco_may_leave_out(tmp_path):
     assert train.crowd.tolist() == [False, False, True]
 
 
-BAD_COCO = {
-    "lacks categories": (lambda c: c.pop("categories"), "lacks the key categories"),
-    "lacks file_name": (lambda c: c["images"][1].pop("file_name"), "1 entries of images lack file_name, first images[1]"),
-    "image missing": (lambda c: c["images"][1].update(file_name="gone.jpg"), "gone.jpg: 1 of 3 annotated images are missing"),
-    "x1 > x2": (lambda c: c["annotations"][0].update(bbox=[9, 2, -4, 5]), "boxes end before they begin (right < left"),
-    "null": (lambda c: c["annotations"][0].update(bbox=[9, None, 4, 5]), "missing or no finite number, first"),
-    "3 numbers": (lambda c: c["annotations"][1].update(bbox=[9, 1, 4]), "annotations[1] has a bbox of other than 4 numbers"),
-    "unknown category": (lambda c: c["annotations"][1].update(category_id=5), "25.jpg: category_id 5 is not listed there"),
-    "part of an id": (lambda c: c["annotations"][1].update(image_id=1.5), "annotations[1].image_id is 1.5, not of the type"),
-    "unknown image": (lambda c: c["annotations"][1].update(image_id=5), "1 annotations of images that are not in it"),
-    "no annotations": (lambda c: c["annotations"].clear(), "no boxes in its 3 images"),
-    "id twice": (lambda c: c["images"][1].update(id=10), "2 images with the id 10; give each its own"),
-    "another size": (lambda c: c["images"][0].update(width=41), "10.jpg: 41 x 30 in the annotations, 40 x 30 in the file"),
-    "corners": (lambda c: [a.update(bbox=[25, 20, 39, 29]) for a in c["annotations"]], "3 of 3 boxes reach beyond their"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BAD_COCO)
-def test_bad_coco_is_refused_in_one_line_that_names_the_file(tmp_path, case):
-    change, text = BAD_COCO[case]
-    said = refusal(coco(tmp_path, change=change))
-    assert text in said and str(tmp_path) in said
-
-
-def test_other_refusals_of_coco(tmp_path):
-    (coco(tmp_path / "text") / "train.json").write_text('{"images": [{"id": 1')
-    assert "train.json: not readable as JSON: Expecting" in refusal(tmp_path / "text")
-    coco(coco(tmp_path / "new"), "val", categories=[*CATEGORIES[:2], {"id": 90, "name": "cow"}])
-    assert "category_id 90 is cow, which the training part does not have" in refusal(tmp_path / "new")
-    coco(tmp_path / "two")
-    (tmp_path / "two/annotations").mkdir()
-    (tmp_path / "two/annotations/train.json").write_text("{}")
-    assert "train.json, annotations/train.json could each be train; keep one" in refusal(tmp_path / "two")
-    assert "--val_share 0.01 of 3 images holds out none" in refusal(coco(tmp_path / "few"), val_share=0.01)
-    assert "nothing is there" in refusal(tmp_path / "nowhere")
-    (tmp_path / "bare").mkdir()
-    assert "of a kind that is not known; expected digits, a folder with train.json" in refusal(tmp_path / "bare")
-    assert "is no table, so leave out" in refusal(tmp_path / "few", box_format="xywh")
-
-
 def test_boxes_outside_are_clipped_or_left_out_counted_and_named(tmp_path):
     boxes = [[-3, 2, 10, 8], [35, 25, 10, 10], [50, 2, 5, 5], [5, 5, 0, 3], [0, 0, 40.9, 30]]
     boxes += [[1, 1, 2, 2]] * 4
@@ -196,10 +156,11 @@ def test_a_broken_image_is_noted_on_loading_and_named_on_reading(tmp_path):
     assert "2 of 3 images can't be read, the first is" in refusal(tmp_path)
 
 
-def test_the_hold_out_depends_on_seed_and_path_alone(tmp_path):
+def test_the_hold_out_depends_on_seed_and_path_alone_and_the_fingerprint_on_any_content(tmp_path):
+    """A run would otherwise resume on other data."""
     ids = range(1, 41)
-    coco(tmp_path, ids=ids, annotations=[annotation(n, [n % 9, 1, 5, 5]) for n in ids])
-    train, val = read(tmp_path)
+    boxes = [annotation(n, [n % 9, 1, 5, 5]) for n in ids]
+    train, val = read(coco(tmp_path, ids=ids, annotations=boxes))
     assert len(val) == 10 and sorted([*train.image_ids, *val.image_ids]) == list(ids)
     for source in (train, val):
         check_columns(source)
@@ -209,21 +170,12 @@ def test_the_hold_out_depends_on_seed_and_path_alone(tmp_path):
     again, other = read(tmp_path), read(tmp_path, seed=1)
     assert [part.fingerprint for part in again] == [train.fingerprint, val.fingerprint]
     assert other[1].image_ids.tolist() != val.image_ids.tolist()
-    coco(tmp_path, ids=ids[::-1], annotations=[annotation(n, [n % 9, 1, 5, 5]) for n in ids])
-    assert sorted(read(tmp_path)[1].image_ids) == sorted(val.image_ids)
-
-
-def test_the_fingerprint_changes_with_any_content(tmp_path):
-    """A run would otherwise resume on other data."""
-    moved = [annotation(4, [1, 2, 10, 8.01], 90)]
-    renamed = [c | {"name": c["name"] + "s"} for c in CATEGORIES]
-    crowd = [moved[0] | {"iscrowd": 1}]
-    contents = ({}, {}, {"annotations": moved}, {"annotations": crowd}, {"categories": renamed})
-    prints = []
-    for content in contents:
-        train, _ = read(coco(coco(tmp_path, **content), "val", **content))
-        prints.append(train.fingerprint)
-    assert prints[0] == prints[1] and len(set(prints)) == 4
+    assert sorted(read(coco(tmp_path, ids=ids[::-1], annotations=boxes))[1].image_ids) == sorted(val.image_ids)
+    prints = set()
+    for change in ({}, {"bbox": [1, 1, 5, 5.01]}, {"iscrowd": 1}, {"category_id": 7}):
+        parts = read(coco(tmp_path, ids=ids, annotations=[boxes[0] | change, *boxes[1:]]))
+        prints.add(tuple(part.fingerprint for part in parts))
+    assert len(prints) == 4
 
 
 # ---- EXIF
@@ -253,21 +205,6 @@ def test_rotated_images_turn_their_boxes(tmp_path, upright):
         assert boxes_of(train, index) == [red_box(train.image(index))]
     turned = 0 if upright else 7
     assert f"7 images are rotated by their EXIF tag, and the boxes of {turned} with them" in train.notes[0]
-
-
-def test_headers_are_those_that_pillow_reads(tmp_path):
-    suffixes = enumerate((".jpg", ".png", ".webp"))
-    files = [picture(tmp_path / f"{n}{suffix}", (9 + n, 7)) for n, suffix in suffixes]
-    files += [picture(tmp_path / f"turned{suffix}", (9, 7), orientation=6) for suffix in (".png", ".jpg")]
-    Image.new("L", (5, 4)).save(tmp_path / "progressive.jpg", progressive=True, icc_profile=b"x" * 20_000)
-    (tmp_path / "cut.jpg").write_bytes(files[0].read_bytes()[:30])
-    files += [tmp_path / f"{name}.jpg" for name in ("progressive", "cut")]
-    paths = pa.array([file.name.encode() for file in files], pa.large_binary())
-    found = image_headers.headers_of_files(str(tmp_path), paths)
-    assert found[:-1, :3].tolist() == [[9, 7, 1], [10, 7, 1], [11, 7, 1], [9, 7, 6], [9, 7, 6], [5, 4, 1]]
-    assert found[-1, 0] == 0 and found[:, 3].tolist() == [file.stat().st_size for file in files]
-    cells = pa.array([file.read_bytes() for file in files] + [None], pa.binary())
-    assert image_headers.headers_of_bytes(cells).tolist() == [*found.tolist(), [0, 0, 1, 0]]
 
 
 # ---- Pascal VOC
@@ -300,21 +237,6 @@ def test_voc_is_evaluated_on_val_or_if_asked_on_test_which_takes_trainval_to_tra
     train, val = read(root, val_share=0.4)
     assert (len(train), len(val)) == (2, 1) and val.part.startswith("40 % held out of ImageSets/Main/trainval.txt; ")
     assert len(read(voc(tmp_path / "bare", {"other": ""}), val_share=0.5, seed=1)[0]) == 2
-
-
-def test_bad_voc_is_refused_in_one_line(tmp_path):
-    """What is no fault of the format is tested with COCO's."""
-    cases = {
-        "unknown": ({"c": [("cow", (2, 3, 4, 5), 0)]}, "c.xml: a box of the class cow, which no training image has"),
-        "word": ({"a": [("dog", ("x", 3, 4, 5), 0)]}, "a.xml: a size or corner is no number"),
-        "torn": ({"a": "<annotation><obj"}, "a.xml: not readable as XML"),
-        "lacks": ({"a": "<a><object><name>dog</name></object></a>"}, "a.xml: an object lacks its name or"),
-    }
-    for name, (changes, text) in cases.items():
-        assert text in refusal(voc(tmp_path / name, **changes)), name
-    for year in (2007, 2012):
-        voc(tmp_path / f"kit/VOC{year}")
-    assert "VOC2007, VOC2012 are data sets of their own; name one" in refusal(tmp_path / "kit")
 
 
 # ---- YOLO
@@ -354,22 +276,6 @@ def test_yolo_folders_are_found_in_their_common_shapes(tmp_path):
     assert [len(part) for part in read(lists)] == [2, 1]
     above = {"train": "../images/train", "val": "../images/val", "names": ["cat", "dog"]}
     assert len(read(yolo(tmp_path / "above", content=above))[0]) == 3
-
-
-def test_bad_yolo_is_refused_in_one_line(tmp_path):
-    cases = {
-        "unknown": ("5 .5 .5 .1 .1", "a.txt:1: unknown class 5; there are 2 from 0 up"),
-        "part": ("1.5 .5 .5 .1 .1", "a.txt:1: '1.5 .5 .5 .1 .1' are no numbers"),
-        "confidence": ("0 .5 .5 .1 .1 .9", "a.txt:1: 6 numbers; needs 5, or"),
-    }
-    for name, (line, text) in cases.items():
-        assert text in refusal(yolo(tmp_path / name, {"train/a": line})), name
-    (yolo(tmp_path / "keys") / "data.yaml").write_text("train: images/train\n")
-    assert "data.yaml: lacks the key names" in refusal(tmp_path / "keys")
-    (tmp_path / "keys/data.yaml").write_text("train: [")
-    assert "data.yaml: not readable as YAML" in refusal(tmp_path / "keys")
-    assert "train: nowhere is not there" in refusal(yolo(tmp_path / "0", content={"train": "nowhere", "names": ["a"]}))
-    assert "no images in train" in refusal(yolo(tmp_path / "1", content={"train": "labels/train", "names": ["a"]}))
 
 
 # ---- Hugging Face
@@ -418,21 +324,14 @@ def test_objects_become_columns_in_either_shape(tmp_path, shape):
     assert np.array_equal(boxes_of(val, 1), [[*b[:2], b[0] + b[2], b[1] + b[3]] for b in XYWH[val.images.rows[1]]])
 
 
-def test_the_box_format_is_never_guessed(tmp_path):
-    def stored(name, boxes):
-        return saved(tmp_path / name, table(boxes), table(boxes))
-
+def test_boxes_are_read_in_their_format_if_only_one_is_possible_or_as_is_said(tmp_path):
     corners, either = [[[20, 10, 35, 20]], [[1, 2, 30, 30]]], [[[2, 3, 5, 6]], [[2, 3, 9, 9]]]
-    train, _ = read(stored("xyxy", corners))
+    train, _ = read(saved(tmp_path / "xyxy", table(corners), table(corners)))
     assert boxes_of(train, 0) == corners[0] and "the boxes can only be xyxy" in train.notes[0]
-    assert "could be either of xywh (left, top, width, height) and xyxy" in refusal(stored("either", either))
+    saved(tmp_path / "either", table(either), table(either))
     for name, expected in {"xywh": [2, 3, 7, 9], "xyxy": [2, 3, 5, 6], "cxcywh": [0, 0, 4.5, 6]}.items():
         train, _ = read(tmp_path / "either", box_format=name)
         assert boxes_of(train, 0) == [expected] and not any("can only be" in note for note in train.notes)
-    assert "--box_format yxyx: is none of xywh, xyxy, cxcywh" in refusal(tmp_path / "either", box_format="yxyx")
-    neither = [[[20, 10, 35, 20], [9, 9, 3, 3]], [[1, 2, 30, 30]]]
-    assert "fit neither of" in refusal(stored("neither", neither))
-    assert "in shares of the image" in refusal(stored("shares", [[[0.1, 0.2, 0.3, 0.4]]] * 2))
 
 
 def test_classes_without_names_are_those_found(tmp_path):
@@ -442,27 +341,104 @@ def test_classes_without_names_are_those_found(tmp_path):
     numbers = table(label=datasets.Value("int64"), labels=[[8, 3], [], [3], [3]])
     train, _ = read(saved(tmp_path / "numbers", numbers, numbers))
     assert train.classes == ("3", "8") and train.category_ids.tolist() == [3, 8]
-    new = table(label=datasets.Value("int64"), labels=[[8, 5], [], [3], [3]])
-    said = refusal(saved(tmp_path / "new", numbers, new))
-    assert "validation: 1 boxes of an unknown class, first row 0 with 5; the classes are 3, 8" in said
 
 
-def test_bad_tables_are_refused_in_one_line(tmp_path):
-    def said(name, made, **options):
-        return refusal(saved(tmp_path / name, made, made), **options)
+# ---- refusals
 
-    assert "no column with boxes and their classes found; name it" in said("bare", table().remove_columns("objects"))
-    assert "--objects_column things: is no column of" in said("named", table(), objects_column="things")
-    twice = table()
-    twice = twice.add_column("more", twice["objects"][:], feature=twice.features["objects"])
-    assert "objects, more could each hold the boxes; name it with --objects_column" in said("twice", twice)
-    assert read(tmp_path / "twice", objects_column="more")[0].classes == ("cat", "dog")
-    assert "row 0 has 2 boxes and 1 of category" in said("uneven", table(labels=[[0], [], [0], [0]]))
-    assert "other than 4 numbers" in said("three", table([[[1, 2, 3]]]))
-    other = table(label=datasets.ClassLabel(names=["dog", "cat"]))
-    assert "names other classes in objects than train" in refusal(saved(tmp_path / "other", table(), other))
-    datasets.DatasetDict({"test": table()}).save_to_disk(tmp_path / "test")
-    assert "no part to train on, only test; rename one to train" in refusal(tmp_path / "test")
+
+def first_box(root, **values):
+    return coco(root, change=lambda content: content["annotations"][0].update(values))
+
+
+def second_image(root, **values):
+    return coco(root, change=lambda content: content["images"][1].update(values))
+
+
+def written(root, make, name, text):
+    """A good folder, but for one file."""
+    (make(root) / name).write_text(text)
+    return root
+
+
+def stored(root, val=None, **columns):
+    made = table(**columns)
+    return saved(root, made, val or made)
+
+
+def with_two_columns(root):
+    made = table()
+    return saved(root, made.add_column("more", made["objects"][:], feature=made.features["objects"]))
+
+
+def new_class(root):
+    return coco(coco(root), "val", categories=[*CATEGORIES[:2], {"id": 90, "name": "cow"}])
+
+
+def two_years(root):
+    return [voc(root / f"VOC{year}") for year in (2007, 2012)] and root
+
+
+NUMBERS = {"label": datasets.Value("int64"), "labels": [[8, 3], [], [3], [3]]}
+NEW = table(label=NUMBERS["label"], labels=[[8, 5], [], [3], [3]])
+OTHER = table(label=datasets.ClassLabel(names=["dog", "cat"]))
+SHARES, EITHER = [[[0.1, 0.2, 0.3, 0.4]]] * 2, [[[2, 3, 5, 6]], [[2, 3, 9, 9]]]
+NEITHER = [[[20, 10, 35, 20], [9, 9, 3, 3]], [[1, 2, 30, 30]]]
+BAD = [
+    (partial(coco, change=lambda content: content.pop("categories")), "lacks the key categories"),
+    (partial(coco, change=lambda content: content["images"][1].pop("file_name")), "1 entries of images lack"),
+    (partial(second_image, file_name="gone.jpg"), "gone.jpg: 1 of 3 annotated images are missing"),
+    (partial(second_image, id=10), "2 images with the id 10; give each its own"),
+    (partial(second_image, width=41), "4.jpg: 41 x 30 in the annotations, 40 x 30 in the file"),
+    (partial(first_box, bbox=[9, 2, -4, 5]), "boxes end before they begin (right < left"),
+    (partial(first_box, bbox=[9, None, 4, 5]), "missing or no finite number, first"),
+    (partial(first_box, bbox=[9, 1, 4]), "annotations[0] has a bbox of other than 4 numbers"),
+    (partial(first_box, category_id=5), "4.jpg: category_id 5 is not listed there"),
+    (partial(first_box, image_id=1.5), "annotations[0].image_id is 1.5, not of the type"),
+    (partial(first_box, image_id=5), "1 annotations of images that are not in it"),
+    (partial(coco, annotations=[]), "no boxes in its 3 images"),
+    (partial(coco, annotations=[annotation(4, [25, 20, 39, 29])]), "1 of 1 boxes reach beyond their"),
+    (partial(written, make=coco, name="train.json", text='{"images": ['), "train.json: not readable as JSON"),
+    (new_class, "category_id 90 is cow, which the training part does not have"),
+    (partial(voc, c=[("cow", (2, 3, 4, 5), 0)]), "c.xml: a box of the class cow, which no training"),
+    (partial(voc, a=[("dog", ("x", 3, 4, 5), 0)]), "a.xml: a size or corner is no number"),
+    (partial(voc, a="<annotation><obj"), "a.xml: not readable as XML"),
+    (partial(voc, a="<a><object><name>dog</name></object></a>"), "a.xml: an object lacks its name or"),
+    (two_years, "VOC2007, VOC2012 are data sets of their own; name one"),
+    (partial(yolo, labels={"train/a": "5 .5 .5 .1 .1"}), "a.txt:1: unknown class 5; there are 2 from 0"),
+    (partial(yolo, labels={"train/a": "1.5 .5 .5 .1 .1"}), "a.txt:1: '1.5 .5 .5 .1 .1' are no numbers"),
+    (partial(yolo, labels={"train/a": "0 .5 .5 .1 .1 .9"}), "a.txt:1: 6 numbers; needs 5, or"),
+    (partial(written, make=yolo, name="data.yaml", text="train: images/train"), "lacks the key names"),
+    (partial(written, make=yolo, name="data.yaml", text="train: ["), "data.yaml: not readable as YAML"),
+    (partial(yolo, content={"train": "nowhere", "names": ["a"]}), "train: nowhere is not there"),
+    (partial(yolo, content={"train": "labels/train", "names": ["a"]}), "no images in train"),
+    (lambda root: saved(root, table().remove_columns("objects")), "no column with boxes and their classes"),
+    (with_two_columns, "objects, more could each hold the boxes; name it with --objects_column"),
+    (partial(stored, labels=[[0], [], [0], [0]]), "row 0 has 2 boxes and 1 of category"),
+    (partial(stored, boxes=[[[1, 2, 3]]]), "other than 4 numbers"),
+    (partial(stored, val=OTHER), "names other classes in objects than train"),
+    (partial(stored, val=NEW, **NUMBERS), "1 boxes of an unknown class, first row 0 with 5; the classes are 3, 8"),
+    (partial(stored, boxes=SHARES), "in shares of the image"),
+    (partial(stored, boxes=EITHER), "could be either of xywh (left, top, width, height) and xyxy"),
+    (partial(stored, boxes=NEITHER), "fit neither of"),
+    (lambda root: root / "nowhere", "nothing is there"),
+    (lambda root: root, "of a kind that is not known; expected digits, a folder with train.json"),
+]
+
+
+@pytest.mark.parametrize("make, text", BAD, ids=[text[:30] for _, text in BAD])
+def test_bad_data_are_refused_in_one_line_that_names_the_folder(tmp_path, make, text):
+    said = refusal(make(tmp_path))
+    assert text in said and str(tmp_path) in said
+
+
+def test_flags_that_do_not_fit_the_data_are_refused(tmp_path):
+    coco(tmp_path / "few")
+    assert "--val_share 0.01 of 3 images holds out none" in refusal(tmp_path / "few", val_share=0.01)
+    assert "is no table, so leave out" in refusal(tmp_path / "few", box_format="xywh")
+    saved(tmp_path / "table", table(), table())
+    assert "--objects_column things: is no column of" in refusal(tmp_path / "table", objects_column="things")
+    assert "--box_format yxyx: is none of xywh, xyxy, cxcywh" in refusal(tmp_path / "table", box_format="yxyx")
+    assert read(with_two_columns(tmp_path / "two"), objects_column="more")[0].classes == ("cat", "dog")
 
 
 # ---- one part, to evaluate

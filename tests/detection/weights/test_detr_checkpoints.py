@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from common.detection.models.detr import DETR
 from common.detection.models.spec import DetectorSpec
@@ -24,6 +23,10 @@ HERE = Path(__file__).parent
 LISTED = {"rtdetr_r18vd": "rtdetr_v2_r18vd", "rtdetrv2_r18vd": "rtdetr_v2_r18vd", "dfine_s": "dfine_s"}
 TWICE = ("decoder.up", "decoder.reg_scale")  # of D-FINE; decoder.decoder has them, too
 LEFT_OUT = r"decoder\.(anchors|valid_mask)|.*\.num_batches_tracked"
+
+
+def convert(state):
+    return detr_checkpoints.convert(state, lambda: False)
 
 
 def shapes_of(name):
@@ -56,7 +59,7 @@ def test_every_tensor_becomes_one_of_ours_and_none_is_left(name):
     state = numbered(name)
     state |= {f"decoder.{twice}": state[f"decoder.decoder.{twice}"] for twice in ("up", "reg_scale") if "dfine" in name}
     assert detr_checkpoints.matches(state)
-    weights = detr_checkpoints.convert(state)
+    weights = convert(state)
     family = LISTED[name].rpartition("_")[0] if "dfine" in name else "rtdetr_v2"
     assert weights.settings == {"detector": family, "model": LISTED[name], "short_sides": "640"}
     assert (weights.mean, weights.std) == ((0, 0, 0), (1, 1, 1))
@@ -72,34 +75,12 @@ def test_every_tensor_becomes_one_of_ours_and_none_is_left(name):
     assert (*weights.classes[:2], weights.classes[-1], len(weights.classes)) == ("person", "bicycle", "toothbrush", 80)
 
 
-def test_bottlenecks_of_deeper_networks_have_a_third_layer():
-    named = detr_checkpoints._renamed("backbone.res_layers.2.blocks.1.branch2c.norm.bias", torch.zeros(1), "rtdetr_v2")
-    assert [name for name, _ in named] == ["model.backbone.model.encoder.stages.2.layers.1.layer.2.normalization.bias"]
-
-
-def test_attention_from_the_split_projections_is_that_from_the_joined_one():
-    generator = torch.Generator().manual_seed(1)
-    state = {key: torch.rand(shape, generator=generator) - 0.5 for key, shape in shapes_of("dfine_s").items()}
-    state |= {twice: state[twice.replace("decoder.", "decoder.decoder.")] for twice in TWICE}
-    detector = DETR(DetectorSpec("dfine", "dfine_s", 80)).eval()
-    detector.load_state_dict(detr_checkpoints.convert(state).tensors)
-    attention, theirs = detector.model.decoder.layers[1].self_attn, "decoder.decoder.layers.1.self_attn"
-    x, places = (torch.rand(2, 7, 256, generator=generator) for _ in range(2))
-    mine, _ = attention(hidden_states=x, position_embeddings=places)
-    seen, content = ((x + places).transpose(0, 1), x.transpose(0, 1))
-    named = [state[f"{theirs}.{key}"] for key in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")]
-    expected, _ = F.multi_head_attention_forward(
-        seen, seen, content, 256, 8, *named[:2], None, None, False, 0.0, *named[2:], training=False, need_weights=False
-    )
-    torch.testing.assert_close(mine, expected.transpose(0, 1), rtol=1e-4, atol=1e-4)
-
-
 def test_rows_of_other_classes_have_no_names():
     state = {key: tensor for key, tensor in numbered("dfine_s").items() if key not in TWICE}
     for key in state:
         if "_score_head" in key or "denoising_class" in key:
             state[key] = state[key][:1].expand(366 + ("denoising" in key), *state[key].shape[1:])
-    weights = detr_checkpoints.convert(state)
+    weights = convert(state)
     assert weights.classes == (None,) * 366
     assert weights.notes == (", trained on Objects365, whose classes it does not name",)
 
@@ -107,14 +88,14 @@ def test_rows_of_other_classes_have_no_names():
 def test_other_checkpoints_are_refused_in_one_line():
     state = numbered("dfine_s")
     with pytest.raises(Refused, match=r"two values for model\.decoder\.up"):
-        detr_checkpoints.convert(state)
+        convert(state)
     del state["decoder.up"], state["decoder.reg_scale"]
     with pytest.raises(
         Refused, match=r"with 2 decoder layers and 256 channels, that is none of dfine_n, dfine_s, dfine_m, dfine_l"
     ):
-        detr_checkpoints.convert({key: tensor for key, tensor in state.items() if ".dec_score_head.2." not in key})
+        convert({key: tensor for key, tensor in state.items() if ".dec_score_head.2." not in key})
     with pytest.raises(Refused, match=r"DEIMv2's authors: .* give a model of transformers"):
-        detr_checkpoints.convert(state | {"decoder.decoder.layers.0.swish_ffn.w12.weight": torch.zeros(1)})
+        convert(state | {"decoder.decoder.layers.0.swish_ffn.w12.weight": torch.zeros(1)})
     assert not detr_checkpoints.matches({"backbone.body.conv1.weight": torch.zeros(1)})
 
 
@@ -172,7 +153,7 @@ def test_with_equal_weights_the_authors_network_has_the_same_outputs(program, op
                 buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
     state = network.state_dict()
     assert detr_checkpoints.matches(state)
-    weights = detr_checkpoints.convert(state)
+    weights = convert(state)
     detector = DETR(DetectorSpec(weights.settings["detector"], weights.settings["model"], 80)).eval()
     detector.load_state_dict(weights.tensors)
     images = torch.rand(2, 3, 256, 256, generator=generator).double()
