@@ -149,8 +149,6 @@ cls --data "a new class"
     .../a new class/val/emu: a class that .../train does not have...
 cls --data https://example.com/pets.zip
     --data https://example.com/pets.zip: https://example.com/pets.zip is neither a .tar nor a .parquet
-cls --data pets --class_weights weights.yaml
-    ...one positive weight a class; ...: dog, emu
 cls --cache 1000000
     --cache 1000000: 1,438 images take up to ... GiB, and memory has ...
 det --data resized
@@ -226,7 +224,6 @@ def a_desk(forks, tmp_path_factory) -> Path:
         "labels.csv": "image,label\nnowhere/0.png,cat\nnowhere/1.png,dog\n",
         "detector/config.json": '{"detector": "fcos", "classes": ["cat"]}',
         "weights.pth": "weights",
-        "weights.yaml": "cat: 1\nemu: 2",
         "indented.yaml": "lr: 0.1\n  epochs: 3\n",
         "mmdet.py": "model = dict(type='FCOS')\n",
         "code.yaml": f"name: !!python/object/apply:os.mkdir [{desk}/executed]",
