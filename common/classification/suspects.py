@@ -51,9 +51,9 @@ def find(source: Source, batches: Iterable[tuple[Batch, Tensor]], device: torch.
 
     `batches` are of its images without augmentation, each once, on any rank, with their logits [B, K].
     """
-    count, exact = len(source.classes), {"dtype": devices.exact(device), "device": device}
-    expected = torch.zeros(len(THRESHOLDS), count, **exact)
-    looks = [torch.zeros(4, 0, **exact), *(_look(source, batch, logits, expected) for batch, logits in batches)]
+    count = len(source.classes)
+    expected = torch.zeros(len(THRESHOLDS), count, dtype=devices.exact(device), device=device)
+    looks = [expected.new_zeros(4, 0), *(_look(source, batch, logits, expected) for batch, logits in batches)]
     sums_of = all_sum(expected).cpu().numpy()
     of_ranks = gather_to_main([torch.cat(looks, 1).cpu().numpy()])
     if not of_ranks:
