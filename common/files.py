@@ -131,16 +131,16 @@ def walk(top: str | PathLike) -> Iterator[tuple[str, list[os.DirEntry]]]:
                 (linked if entry.is_symlink() else todo).append(entry.path)
 
 
-def read_yaml(path: str | PathLike, most: int, switches: bool = True):
+def read_yaml(path: str | PathLike, most: int):
     """The content of a YAML file: strings, and dicts and lists of them. Numbers and dates stay strings.
 
-    With `switches`, unquoted yes, no, true, ... become True or False, and ~ or an empty value becomes None; else they are
-    strings too. Raises ValueError, in one line, for anything else: tags, duplicate keys, deep nesting, and aliases of nested
-    or long lists and of dicts, a few of which can expand to millions of entries.
+    Unquoted yes, no, true, ... become True or False, and ~ or an empty value becomes None. Raises ValueError, in one line,
+    for anything else: tags, duplicate keys, deep nesting, and aliases of nested or long lists and of dicts, a few of which
+    can expand to millions of entries.
     """
     try:
         node = yaml.compose(read_text(path, most), Loader=_Loader)
-        return None if node is None else _plain(node, switches)
+        return None if node is None else _plain(node)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 
@@ -174,14 +174,14 @@ def _is_short(node: yaml.Node) -> bool:
     return len(values) <= _FEW and all(isinstance(value, yaml.ScalarNode) for value in values)
 
 
-def _plain(node: yaml.Node, switches: bool):
+def _plain(node: yaml.Node, switches: bool = True):
     kind = node.tag.removeprefix("tag:yaml.org,2002:")
     if isinstance(node, yaml.ScalarNode) and kind in ("str", "bool", "null"):
         if kind == "str" or not switches:
             return node.value
         return _Loader.bool_values.get(node.value.lower())  # None for ~ and an empty value
     if isinstance(node, yaml.SequenceNode) and kind == "seq":
-        return [_plain(part, switches) for part in node.value]
+        return [_plain(part) for part in node.value]
     if not isinstance(node, yaml.MappingNode) or kind != "map":
         raise yaml.constructor.ConstructorError(None, None, f"unknown tag {node.tag}", node.start_mark)
     content = {}
@@ -191,5 +191,5 @@ def _plain(node: yaml.Node, switches: bool):
             raise yaml.constructor.ConstructorError(None, None, "a key must be text", key.start_mark)
         if name in content:
             raise yaml.constructor.ConstructorError(None, None, f"{name} is given twice", key.start_mark)
-        content[name] = _plain(value, switches)
+        content[name] = _plain(value)
     return content

@@ -102,8 +102,9 @@ class Config(OptimizationConfig, RunConfig):
     """Cross-entropy, or binary cross-entropy per class (multi-label data need it)."""
     label_smoothing: float = option(0.0, low=0, high=1)
     """Share of each target that is spread over all classes."""
-    class_weights: str = path_option("none")
-    """none, sqrt, balanced, or a YAML file of `class: weight`; scaled to mean 1 over the training samples."""
+    class_weights: Literal["none", "sqrt", "balanced"] = "none"
+    """Weights of classes in the loss, scaled to mean 1 over the training samples: all alike, or by their frequency to the power
+    -1/2 or -1."""
     sampling: Literal["natural", "sqrt", "balanced"] = "natural"
     """How often rare classes are drawn: as they are, with the root of their frequency, or as often as the others."""
     crop_scale: float = option(0.35, low=0, high=1, heading="augmentation")
@@ -189,7 +190,7 @@ def build_augmentation(config: Config, train: sources.Source, data_config: dict,
 
 def build_loss(config: Config, train: sources.Source, device: torch.device):
     """losses(logits [B, K], targets [B, K]) -> [B]: one loss per sample (reduction="none"), not averaged over the batch."""
-    weights = class_weights(config.class_weights, train.labels, train.classes)
+    weights = class_weights(config.class_weights, train.labels, len(train.classes))
     weights = torch.as_tensor(weights if weights is not None else 1.0).to(device, getattr(torch, config.dtype))
 
     def losses(logits, targets):

@@ -54,5 +54,3 @@ def test_yaml_values_are_text_or_switches(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a: [1, yes, ~, '~', 010, 2024-01-01]\nb: &b {c: no}\n3: &x y\n4: *x\nno: !!str 1")
     switched = {"a": ["1", True, None, "~", "010", "2024-01-01"], "b": {"c": False}, "3": "y", "4": "y", "no": "1"}
     assert read_yaml(tmp_path / "file", 200) == switched
-    plain = {"a": ["1", "yes", "~", "~", "010", "2024-01-01"], "b": {"c": "no"}, "3": "y", "4": "y", "no": "1"}
-    assert read_yaml(tmp_path / "file", 200, switches=False) == plain

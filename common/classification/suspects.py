@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from common.classification.batches import Batch
 from common.classification.plots import cell
@@ -43,65 +44,58 @@ class Suspects(NamedTuple):
         return "likely wrong" if place < self.likely else "worth a look"
 
 
-class Look:
-    """The model's view of the training labels. It is given every batch once, on any rank."""
-
-    def __init__(self, source: Source, device: torch.device | str):
-        self._source = source
-        self._expected = torch.zeros(len(THRESHOLDS), len(source.classes), dtype=devices.exact(device), device=device)
-        # Rows: index, probability of the label, the other class, and its probability.
-        self._rows = [torch.zeros(4, 0, dtype=devices.exact(device), device=device)]
-
-    @torch.no_grad()
-    def update(self, batch: Batch, logits: torch.Tensor) -> None:
-        """Count a batch of training images without augmentation, with its logits [B, K]."""
-        logits = logits[batch.readable].to(self._expected)
-        labels, positions = batch.labels[batch.readable], batch.positions[batch.readable]
-        if self._source.multi_label:
-            given, other = torch.where(labels, logits, -logits).sigmoid().min(1)  # the decision that fits worst
-            probability = 1 - given
-        else:
-            probabilities = logits.softmax(1)
-            given = probabilities.gather(1, labels[:, None]).squeeze(1)
-            probability, other = probabilities.scatter(1, labels[:, None], -1).max(1)
-            for sums, threshold in zip(self._expected, THRESHOLDS, strict=True):
-                sums.index_add_(0, labels, (probabilities * (probabilities < threshold)).sum(1))
-        self._rows.append(torch.stack([positions.to(given), given, other.to(given), probability]))
-
-    def suspects(self) -> Suspects | None:
-        """The labels that are contradicted, on the main process. A collective."""
-        expected = all_sum(self._expected).cpu().numpy()
-        of_ranks = gather_to_main([torch.cat(self._rows, 1).cpu().numpy()])
-        if not of_ranks:
-            return None
-        rows = np.concatenate([rows for (rows,) in of_ranks], axis=1)
-        rows = rows[:, np.lexsort((rows[0], rows[1]))]
-        indices, others, looked_at = rows[0].astype(np.int64), rows[2].astype(np.int64), rows.shape[1]
-        contradicted, classes, likely = rows[3] > rows[1], [], 0
-        if not self._source.multi_label:
-            labels, count = self._source.labels[indices], len(self._source.classes)
-            images, wrong = (np.bincount(part, minlength=count) for part in (labels, labels[contradicted]))
-            unlearned = 4 * wrong > 3 * images  # bool[K]: most of its images look like others: too rare to be learnt
-            for number in np.flatnonzero(unlearned).tolist():
-                other = int(np.bincount(others[contradicted & (labels == number)]).argmax())
-                classes.append((number, other, int(wrong[number]), int(images[number])))
-            contradicted &= ~unlearned[labels]
-            for threshold, sums in zip(THRESHOLDS, expected, strict=True):
-                below = int((contradicted & (rows[1] < threshold)).sum())
-                if below >= UNEXPLAINED * sums[~unlearned].sum() and not likely:
-                    likely = min(below, LONGEST)
-        length = max(likely, min(LONGEST, int(np.ceil(WORST * looked_at))))
-        listed = np.flatnonzero(contradicted)[:length]
-        return Suspects(indices[listed], rows[1, listed], others[listed], rows[3, listed], likely, classes, looked_at)
-
-
 @torch.compiler.set_stance("force_eager")
-def find(source: Source, batches: Iterable[tuple[Batch, torch.Tensor]], device: torch.device) -> Suspects | None:
-    """What `batches` of these training images, with their logits, let suspect; on the main process. A collective."""
-    look = Look(source, device)
-    for batch, logits in batches:
-        look.update(batch, logits)
-    return look.suspects()
+@torch.no_grad()
+def find(source: Source, batches: Iterable[tuple[Batch, Tensor]], device: torch.device | str) -> Suspects | None:
+    """The labels of `source` that are contradicted, on the main process. A collective.
+
+    `batches` are of its images without augmentation, each once, on any rank, with their logits [B, K].
+    """
+    count = len(source.classes)
+    expected = torch.zeros(len(THRESHOLDS), count, dtype=devices.exact(device), device=device)
+    looks = [expected.new_zeros(4, 0), *(_look(source, batch, logits, expected) for batch, logits in batches)]
+    sums_of = all_sum(expected).cpu().numpy()
+    of_ranks = gather_to_main([torch.cat(looks, 1).cpu().numpy()])
+    if not of_ranks:
+        return None
+    rows = np.concatenate([rows for (rows,) in of_ranks], axis=1)
+    rows = rows[:, np.lexsort((rows[0], rows[1]))]
+    indices, others, looked_at = rows[0].astype(np.int64), rows[2].astype(np.int64), rows.shape[1]
+    contradicted, classes, likely = rows[3] > rows[1], [], 0
+    if not source.multi_label:
+        labels = source.labels[indices]
+        images, wrong = (np.bincount(part, minlength=count) for part in (labels, labels[contradicted]))
+        unlearned = 4 * wrong > 3 * images  # bool[K]: most of its images look like others: too rare to be learnt
+        for number in np.flatnonzero(unlearned).tolist():
+            other = int(np.bincount(others[contradicted & (labels == number)]).argmax())
+            classes.append((number, other, int(wrong[number]), int(images[number])))
+        contradicted &= ~unlearned[labels]
+        for threshold, sums in zip(THRESHOLDS, sums_of, strict=True):
+            below = int((contradicted & (rows[1] < threshold)).sum())
+            if below >= UNEXPLAINED * sums[~unlearned].sum() and not likely:
+                likely = min(below, LONGEST)
+    length = max(likely, min(LONGEST, int(np.ceil(WORST * looked_at))))
+    listed = np.flatnonzero(contradicted)[:length]
+    return Suspects(indices[listed], rows[1, listed], others[listed], rows[3, listed], likely, classes, looked_at)
+
+
+def _look(source: Source, batch: Batch, logits: Tensor, expected: Tensor) -> Tensor:
+    """[4, B]: index, probability of the label, the other class, and its probability.
+
+    Adds to `expected` [thresholds, K] what the model itself expects to lie below each threshold.
+    """
+    logits = logits[batch.readable].to(expected)
+    labels, positions = batch.labels[batch.readable], batch.positions[batch.readable]
+    if source.multi_label:
+        given, other = torch.where(labels, logits, -logits).sigmoid().min(1)  # the decision that fits worst
+        probability = 1 - given
+    else:
+        probabilities = logits.softmax(1)
+        given = probabilities.gather(1, labels[:, None]).squeeze(1)
+        probability, other = probabilities.scatter(1, labels[:, None], -1).max(1)
+        for sums, threshold in zip(expected, THRESHOLDS, strict=True):
+            sums.index_add_(0, labels, (probabilities * (probabilities < threshold)).sum(1))
+    return torch.stack([positions.to(given), given, other.to(given), probability])
 
 
 def rows(source: Source, suspects: Suspects) -> list[Sequence]:

@@ -8,7 +8,7 @@ import errno
 import io
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from os import PathLike
 from typing import BinaryIO
 
@@ -58,7 +58,8 @@ def open_rgb(
     with opened(source, max_pixels) as image:
         if reduction > 1:
             image.draft(None, (image.width // reduction, image.height // reduction))
-        return _to_rgb(_upright(image))
+        image.load()
+        return _to_rgb(image if orientation_of(image) == 1 else ImageOps.exif_transpose(image))
 
 
 @contextmanager
@@ -66,18 +67,20 @@ def opened(
     source: str | PathLike | bytes | BinaryIO | Image.Image, max_pixels: int = MAX_PIXELS
 ) -> Iterator[Image.Image]:
     """The image, with its header read. Errors that the file causes are raised as `BrokenImage`."""
-    if isinstance(source, bytes):
-        source = io.BytesIO(source)
-    with faults_of_the_file(), warnings.catch_warnings():
+    with faults_of_the_file(), warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")  # Pillow warns of sizes, which are checked below, and of odd EXIF tags
-        if isinstance(source, Image.Image):
-            yield _checked(source, max_pixels)
+        if isinstance(source, bytes):
+            source = io.BytesIO(source)
         elif isinstance(source, (str, PathLike)):
-            with open_regular(source) as file, Image.open(file, formats=_FORMATS) as image:
-                yield _checked(image, max_pixels)
-        else:
-            with Image.open(source, formats=_FORMATS) as image:
-                yield _checked(image, max_pixels)
+            source = stack.enter_context(open_regular(source))
+        if not isinstance(source, Image.Image):
+            source = stack.enter_context(Image.open(source, formats=_FORMATS))
+        width, height = source.size
+        if width * height == 0:
+            raise BrokenImage(f"{width} x {height} pixels: the image has no pixels")
+        if width * height > max_pixels:
+            raise BrokenImage(f"{width} x {height} = {width * height} pixels, the limit is {max_pixels}")
+        yield source
 
 
 def read_file(path: str | PathLike) -> bytes:
@@ -113,20 +116,6 @@ def orientation_of(image: Image.Image) -> int:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def _checked(image: Image.Image, max_pixels: int) -> Image.Image:
-    width, height = image.size
-    if width * height == 0:
-        raise BrokenImage(f"{width} x {height} pixels: the image has no pixels")
-    if width * height > max_pixels:
-        raise BrokenImage(f"{width} x {height} = {width * height} pixels, the limit is {max_pixels}")
-    return image
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    image.load()
-    return image if orientation_of(image) == 1 else ImageOps.exif_transpose(image)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

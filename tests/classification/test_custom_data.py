@@ -90,7 +90,15 @@ def test_paths_are_columns_of_which_a_share_of_each_class_is_held_out(files: lis
     # A path keeps its side, wherever it stands; an evaluation finds the images that training held out.
     assert everything(val) == everything(read(Shells(files[::-1]))[1])
     assert everything(read(Shells(files), alone=True, held_out=True)[1]) == everything(val)
-    assert len(read(Shells(files), alone=True)[1]) == 20
+    assert everything(*read(Shells([(path, ("cockle", "limpet")[label]) for path, label in files]))) == everything(
+        train, val
+    )
+    parts = {"train": Shells(files[:15]), "valid": Shells(files[15:]), "test": Shells(files[3:5])}
+    train, val = read(parts)
+    assert (len(train), len(val), train.part, val.part) == (15, 5, "train", "valid; test: for --split test")
+    assert [len(read(parts, split="test", alone=alone)[1]) for alone in (False, True)] == [2, 2]
+    parts["valid"].classes = ("limpet", "cockle")
+    assert "other classes to evaluate than to train on" in refusal(parts)
 
 
 def test_the_fingerprint_is_that_of_sizes_labels_and_classes(files: list) -> None:
@@ -117,22 +125,10 @@ def test_images_are_read_when_they_are_wanted() -> None:
         torn.image(7)
 
 
-def test_labels_may_be_names_or_several(files: list) -> None:
-    by_name = read(Shells([(path, ("cockle", "limpet")[label]) for path, label in files]))
-    assert everything(*by_name) == everything(*read(Shells(files)))
-    several = [(image(number), [1, number % 2, 0]) for number in range(20)]
-    train, val = read(Shells(several, "abc"))
+def test_an_image_may_have_several_labels() -> None:
+    train, val = read(Shells([(image(number), [1, number % 2, 0]) for number in range(20)], "abc"))
     assert train.multi_label and train.labels.shape[1] == 3 and (len(train), len(val)) == (15, 5)
     assert np.array_equal(train.labels[:, 1], train.rows % 2)
-
-
-def test_parts_are_known_by_name(files: list) -> None:
-    parts = {"train": Shells(files[:15]), "valid": Shells(files[15:]), "test": Shells(files[3:5])}
-    train, val = read(parts)
-    assert (len(train), len(val), train.part, val.part) == (15, 5, "train", "valid; test: for --split test")
-    assert [len(read(parts, split="test", alone=alone)[1]) for alone in (False, True)] == [2, 2]
-    parts["valid"].classes = ("limpet", "cockle")
-    assert "other classes to evaluate than to train on" in refusal(parts)
 
 
 def test_torchvisions_data_sets_fit(tmp_path: Path) -> None:

@@ -70,37 +70,30 @@ def test_an_image_that_could_not_be_read_is_wrong_and_not_absent() -> None:
     assert (results["exact_match"], results["f1"], results["broken"]) == (1 / 3, 2 / 3, 2)
 
 
-def test_ties_go_to_the_first_class_and_a_nan_is_never_right() -> None:
+def test_ties_go_to_the_first_class_a_nan_is_never_right_and_nothing_counted_is_none() -> None:
     counts = ClassificationCounts(7, "cpu")
     counts.update(torch.zeros(7, 7), torch.arange(7))
     assert (counts.results()["top1"], counts.results()["top5"]) == (1 / 7, 5 / 7)
     counts = ClassificationCounts(2, "cpu")
     counts.update(torch.full((2, 2), float("nan")), torch.tensor([0, 1]))
     assert counts.results()["top1"] == 0 and np.isnan(counts.results()["loss"])
-
-
-def test_top5_of_fewer_classes_is_certain_and_nothing_counted_is_none() -> None:
     results = counted(*samples(classes=3)).results()
     assert results["top5"] == 1 and results["top1"] < 1
     nothing = ClassificationCounts(3, "cpu").results()
     assert (nothing["top1"], nothing["loss"], nothing["mean_class_accuracy"], nothing["count"]) == (None,) * 3 + (0,)
 
 
-def test_with_very_many_classes_the_matrix_is_left_out_and_thresholds_are_coarser(monkeypatch) -> None:
-    fine = counted(*samples()).results()
-    monkeypatch.setattr(metrics, "CONFUSION_CLASSES", 6)
-    counts = counted(*samples())
-    coarse = counts.results()
-    assert counts.confusion is None and coarse | {"thresholds": fine["thresholds"]} == fine
-    assert {128 * threshold % 1 for threshold in coarse["thresholds"]} == {0}
-
-
-def test_parts_of_a_batch_and_of_the_classes_count_what_the_whole_does(monkeypatch) -> None:
-    whole = counted(*samples(), batch=203)
+def test_very_many_classes_are_counted_without_the_matrix_by_coarser_scores_and_in_parts(monkeypatch) -> None:
+    fine = counted(*samples(), batch=203)
     monkeypatch.setattr(metrics, "AT_ONCE", metrics.SCORE_BINS)  # 146 rows, and one class
     parts = counted(*samples(), batch=203)
-    assert parts.results() | {"loss": pytest.approx(whole.results()["loss"])} == whole.results()
-    assert all(torch.equal(parts._counts[name], count) for name, count in whole._counts.items())
+    assert parts.results() | {"loss": pytest.approx(fine.results()["loss"])} == fine.results()
+    assert all(torch.equal(parts._counts[name], count) for name, count in fine._counts.items())
+    monkeypatch.setattr(metrics, "CONFUSION_CLASSES", 6)
+    counts = counted(*samples(), batch=203)
+    coarse = counts.results()
+    assert counts.confusion is None and coarse | {"thresholds": parts.results()["thresholds"]} == parts.results()
+    assert {128 * threshold % 1 for threshold in coarse["thresholds"]} == {0}
 
 
 @pytest.mark.parametrize("multi_label", [False, True])

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import datasets
-import numpy as np
 import pyarrow as pa
 import pytest
 import timm
@@ -14,7 +13,6 @@ import torch
 from common.checkpoints.resume import load_model
 from common.checkpoints.store import Checkpoints, Damaged, verify
 from common.classification import sources
-from common.classification.balancing import class_weights
 from common.config.fields import RunConfig
 from common.config.parsing import parse
 from common.data.decoding import Picture
@@ -111,7 +109,6 @@ VOC = {"Annotations": None, "ImageSets/Main": None, "JPEGImages": 1}
 YOLO = {"images/train": 1, "labels/train": None, "data.yaml": "names: [a]\ntrain: images/train"}
 READERS = {
     "--config": at("preset.yaml", lambda file: parse(RunConfig, ["--config", file])),
-    "--class_weights": at("weights.yaml", lambda file: class_weights(file, np.array([0, 1]), ("a", "b"))),
     "an image": at("image.jpg", open_rgb),
     "an image that is read in part": at("image.jpg", Picture),
     "a parquet file": at("data.parquet", labelled),

@@ -88,7 +88,7 @@ def plan(config, model) -> None:
                 mixing = Mixing(config.seed, config.mixup, config.cutmix, shown["input_size"][1:])
                 assert np.isfinite(mixing.sample(np.arange(4))).all()
             assert np.isfinite(ColorJitter(config.seed, config.color_jitter).sample(np.arange(4))).all()
-        one_line(cls.class_weights, config.class_weights, LABELS, ("a", "b", "c"))
+        one_line(cls.class_weights, config.class_weights, LABELS, 3)
     one_line(build_optimizer, config, model)
     assert len(short_hash(identity(config))) == 6
 

@@ -107,8 +107,6 @@ cls --data flat
     .../flat: no class folders; images belong in one subfolder per class, of two classes or more
 cls --data https://example.com/pets.zip
     --data https://example.com/pets.zip: https://example.com/pets.zip is neither a .tar nor a .parquet
-cls --data pets --class_weights weights.yaml
-    ...one positive weight a class; ...: dog, emu
 det --data resized
     .../resized/train.json: 1 of 25 images have another size than annotated, first ...: 640 x 480 in ..., ... in the file; ...
 
@@ -172,7 +170,6 @@ def a_desk(forks, tmp_path_factory) -> Path:
     desk = tmp_path_factory.mktemp("desk")
     files = {
         "weights.pth": "weights",
-        "weights.yaml": "cat: 1\nemu: 2",
         "code.yaml": f"name: !!python/object/apply:os.mkdir [{desk}/executed]",
     }
     for name, content in files.items():

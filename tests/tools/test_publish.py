@@ -130,7 +130,7 @@ PLACES = ("/x/Alice Smith, private/flowers/", "file:///home/Alice Smith/a", "../
 
 def test_nothing_that_names_a_person_or_a_folder_is_published(trained_classifier, tmp_path) -> None:
     """A run that a person started with such flags: its files have them in every place where a run writes them."""
-    texts = "data model class_weights image_column label_column eval_only init notes own".split()
+    texts = "data model image_column label_column eval_only init notes own".split()
     original = read(trained_classifier / "best/run.json")
     for number, place in enumerate(PLACES):
         run, model = copied(trained_classifier, tmp_path / f"run-{number}"), tmp_path / f"model-{number}"

@@ -27,7 +27,7 @@ _TASKS = {"cls": "image-classification", "det": "object-detection"}
 _METRICS = {"top1": "accuracy", "f1": "f1", "AP": "mean_average_precision"}  # the hub's names, by the leading result
 _WEIGHTS = ("model.safetensors", "config.json", "preprocessor_config.json")
 # Flags whose text the recipe checks: it is a choice, or a list of numbers. Of others only numbers and switches are published.
-_CHOICES = """dtype comm_hook lr_scaling schedule clip_mode loss sampling batch_norm detector variant opt augment
+_CHOICES = """dtype comm_hook lr_scaling schedule clip_mode loss class_weights sampling batch_norm detector variant opt augment
     step_epochs freeze_stages unfreeze_epochs levels short_sides""".split()
 _PICTURES = """confusion reliability mistakes predictions precision_recall misses errors confidence objects""".split()
 
