@@ -104,17 +104,6 @@ def _wrong_with_profile(text: str) -> str:
     return ""
 
 
-def _wrong_with_tags(text: str) -> str:
-    tags = list_of(text)
-    if not all(0 < len(tag) <= 64 for tag in tags) or len(set(tags)) < len(tags):
-        return "must be different tags of at most 64 characters, separated by commas, such as baseline,night"
-    return ""
-
-
-def _wrong_with_group(text: str) -> str:
-    return "" if len(text) <= 128 else "is longer than W&B takes; give at most 128 characters"
-
-
 def _wrong_with_stages(text: str) -> str:
     return "" if text in ("stem", "all") or re.fullmatch("[0-9]{1,4}", text) else "must be a number, stem or all"
 
@@ -205,9 +194,9 @@ class RunConfig(SharedFields):
     """Dashboard; wandb without an API key runs offline. metrics.jsonl is written in any case."""
     project: str = option("vision-recipes", may_change=True)
     """Project name on the dashboard."""
-    tags: str = option("", may_change=True, check=_wrong_with_tags)
+    tags: str = option("", may_change=True)
     """Tags on the dashboard, separated by commas: baseline,night."""
-    group: str = option("", may_change=True, check=_wrong_with_group)
+    group: str = option("", may_change=True)
     """Group of runs on the dashboard, such as the trials of a sweep."""
     notes: str = option("", may_change=True)
     """A remark on the dashboard."""

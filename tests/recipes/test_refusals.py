@@ -36,9 +36,9 @@ WORDS = """
 cls --learning_rate 0.1
     unknown flag --learning_rate; here it is --lr
 cls -b 32
-    Unrecognized options: -b, 32; here it is --global_batch_size, the total over all processes
+    -b: is no flag; a flag begins with two dashes; here it is --global_batch_size, the total over all processes
 cls epochs=10
-    Unrecognized options: epochs=10; a flag begins with two dashes: --epochs 10
+    epochs=10: is no flag; a flag begins with two dashes: --epochs 10
 det --image_size 640
     unknown flag --image_size; here it is --short_sides
 cls --accum_iter 4
@@ -50,7 +50,7 @@ cls --detector fcos
 cls --global_batchsize 8
     unknown flag --global_batchsize; did you mean global_batch_size...?
 cls /data/imagenet
-    Unrecognized options: /data/imagenet; each value stands behind its flag, as in --data FOLDER
+    /data/imagenet: is no flag; each value stands behind its flag, as in --data FOLDER
 
 -- what the launch decides, given to the recipe
 cls --config_file accelerate_configs/cpu.yaml
@@ -78,7 +78,7 @@ cls --resume LONG
 cls --config digits
     --config digits: no such file; did you mean recipes/presets/digits.yaml?
 cls recipes/presets/digits.yaml
-    Unrecognized options: recipes/presets/digits.yaml; each value stands behind its flag, as in --data FOLDER
+    recipes/presets/digits.yaml: is no flag; each value stands behind its flag, as in --data FOLDER
 cls --config recipes/presets/coco_fcos_r50.yaml
     --config recipes/presets/coco_fcos_r50.yaml: is for recipes/det.py: cls.py has no detector
 cls --config indented.yaml
