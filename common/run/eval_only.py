@@ -51,16 +51,12 @@ def read(config, origin: Origin, build_data: Callable) -> tuple:
     """The data to evaluate on, the names of the model's classes, and the model's class id of each class of the data.
 
     `build_data(config, origin)` is the recipe's. Logs which part of the data is evaluated.
-    Raises `Refused` for classes that the model does not know, and if the report can't be written.
+    Raises `Refused` for classes that the model does not know.
     """
     _, val = build_data(config, origin)
     called = called_by_weights(getattr(config, "init_classes", ""), val.classes)
     places = origin.places(val.classes, config.data, called)
     launch.say(f"{splits.describe(config.data, val)}, {origin.matched(val.classes)}")
-    folder = report_folder(config, origin, val)
-    with all_or_none("making the folder of the report"):
-        if is_main() and not config.dry_run:
-            _check_writable(folder.parent)
     return val, origin.classes or val.classes, places
 
 
@@ -161,20 +157,6 @@ class Pictures:
             function(*arguments, path)
         except Exception as error:  # a picture is not worth the numbers
             launch.say(f"{path.name} could not be drawn: {type(error).__name__}: {error}")
-
-
-def _check_writable(folder: Path) -> None:
-    """Raise `Refused` if the folder can't be made or written. If it is missing it is missing afterwards, too."""
-    missing = next((part for part in (*reversed(folder.parents), folder) if not os.path.lexists(part)), None)
-    try:
-        make_folder(folder)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(None, "no permission")
-    except OSError as error:
-        raise Refused(f"{folder} can't be written ({error.strerror}); name another --output_dir") from None
-    finally:
-        if missing:
-            remove(missing)
 
 
 def _word(text: str) -> str:
