@@ -62,11 +62,6 @@ def whole_numbers(text: str, separator: str) -> tuple[int, ...]:
     return tuple(map(int, parts)) if all(re.fullmatch("[0-9]{1,18}", part) for part in parts) else ()
 
 
-def list_of(text: str) -> list[str]:
-    """The names in a text such as "a, b"."""
-    return [name.strip() for name in text.split(",")] if text.strip() else []
-
-
 def steps_between(text: str) -> tuple[int, int] | None:
     """The first and last step of a range, counted from 1: "10-14" -> (10, 14), "7" -> (7, 7); None for any other text."""
     found = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", text)

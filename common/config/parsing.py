@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -132,12 +132,10 @@ def _read(path: Path) -> dict:
     try:
         content = read_yaml(path, SMALL)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        found = [
-            str(file) for folder in (path.parent, Path("recipes/presets")) for file in sorted(folder.glob("*.yaml"))
-        ]
-        presets = {Path(file).stem: file for file in found}
-        same = presets.get(path.stem, "")
-        near = f"; did you mean {same}?" if same else nearest(str(path), found)
+        folders = path.parent, Path("recipes/presets")
+        presets = [str(file) for folder in folders for file in sorted(folder.glob("*.yaml"))]
+        same = next((file for file in presets if Path(file).stem == path.stem), "")
+        near = f"; did you mean {same}?" if same else nearest(str(path), presets)
         raise Refused(f"--config {path}: {'a folder, not a' if path.is_dir() else 'no such'} file{near}") from None
     except OSError as error:
         raise Refused(f"--config {path}: can't be read: {error.strerror}") from None
@@ -170,8 +168,9 @@ def _of_file(content: dict, config_class: type, where: str) -> dict[str, Any]:
 def _of_words(words: Sequence[str], config_class: type) -> tuple[Path | None, dict[str, Any]]:
     """The file that --config names, and the values by field of all other flags."""
     kinds, recipe, values = _kinds(config_class) | {"config": str}, _file_of(config_class), {}
-    rest = iter(zip(words, [*words[1:], ""], strict=False))  # strict would fail for no words
-    for word, following in rest:
+    rest = [*words]
+    while rest:
+        word = rest.pop(0)
         flag, assigned, value = word.partition("=")
         if not flag.startswith("--"):
             name = flag.lstrip("-")
@@ -185,14 +184,14 @@ def _of_words(words: Sequence[str], config_class: type) -> tuple[Path | None, di
             near = hint(name, kinds, recipe) or nearest(name, kinds) or "; --help all lists all flags"
             raise Refused(f"unknown flag {flag}{near}")
         if kinds[switch] is bool:
-            if assigned or following.lower() in ("true", "false", "0", "1"):
+            if assigned or (rest and rest[0].lower() in ("true", "false", "0", "1")):
                 raise Refused(f"{flag} takes no value: give --{switch} or --no_{switch}")
             values[switch] = switch == name
             continue
-        if not assigned:
-            value = "" if following.startswith("--") else next(rest, ("", ""))[0] and following
-            if not value:
-                raise Refused(f"{flag} needs {'the path of a YAML file' if name == 'config' else 'a value'}")
+        if not assigned and rest and not rest[0].startswith("--"):
+            assigned, value = "=", rest.pop(0)
+        if not assigned or (name == "config" and not value):
+            raise Refused(f"{flag} needs {'the path of a YAML file' if name == 'config' else 'a value'}")
         if name == "config" and name in values:
             raise Refused("--config is given twice: name one file and set the rest by flags")
         values[name] = _typed(name, value, kinds[name])
@@ -204,10 +203,13 @@ def _typed(name: str, value: Any, kind: Any, where: str = "") -> Any:
     """`value` in the type of its field."""
     if kind is bool:
         return value
-    if choices := {str(choice): choice for choice in get_args(kind)}:
+    if get_origin(kind) is Literal:
+        choices = {str(choice): choice for choice in get_args(kind)}
         if str(value) not in choices:
             raise Refused(f"{where}--{name} {value}: must be one of {', '.join(choices)}")
         return choices[str(value)]
+    if kind not in (int, float, str):
+        raise TypeError(f"{name}: a field is a bool, int, float, str or Literal, not {kind}")
     try:
         return kind(str(value))
     except ValueError:

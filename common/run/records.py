@@ -106,12 +106,12 @@ class Records:
             )
             return step
         progress.ended_by = ""
-        if step >= now and changed:
-            raise Refused(
-                f"{found.path} is finished, and was made by another source: give this run another --name, or a larger --epochs "
-                "or --max_steps to train on with this one"
-            )
         if step >= now:
+            if changed:
+                raise Refused(
+                    f"{found.path} is finished, and was made by another source: give this run another --name, or a larger "
+                    "--epochs or --max_steps to train on with this one"
+                )
             say(f"this run is finished at step {step}; a larger --epochs or --max_steps takes it further")
             return now
         say(f"resuming from step {step} of {now} ({found.path})")

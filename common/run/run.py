@@ -38,7 +38,7 @@ from common.errors import Refused
 from common.launching import launch
 from common.launching.exit_codes import END, RESTART, RESUMABLE, notice, signal_name
 from common.run import micro_batch, plots, profiling
-from common.run.folder import RunFolder
+from common.run.folder import RunFolder, write_status
 from common.run.profiling import Profile
 from common.run.progress import direction_of
 from common.run.records import Records, check_names
@@ -106,7 +106,7 @@ class Run:
 
     def __enter__(self) -> "Run":
         self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
-        watchdog.on_end(lambda cause: self._shutdown.leave_word(self.step, cause))
+        watchdog.on_end(lambda cause: write_status(self.path, "failed", self.step, cause))
         return self
 
     def __exit__(self, _, error, trace) -> None:

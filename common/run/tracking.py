@@ -22,7 +22,6 @@ from typing import Any, Protocol
 
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 
-from common.config.fields import list_of
 from common.errors import Refused
 
 PACKAGES = {"wandb": ("wandb",), "tensorboard": ("tensorboard", "tensorboardX"), "none": ()}
@@ -192,7 +191,7 @@ class _WandB:
             )
             run = {"name": name, "id": run_id, "resume": "allow", "dir": folder, "mode": mode, "settings": settings}
             run |= {key: config.get(key) or None for key in ("group", "notes")}
-            run["tags"] = list_of(config.get("tags", "")) or None
+            run["tags"] = [tag.strip() for tag in config.get("tags", "").split(",") if tag.strip()] or None
             tracker = WandBTracker(project, **run)
             tracker.start()
             return tracker

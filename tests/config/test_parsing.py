@@ -64,7 +64,7 @@ def preset(tmp_path: Path):
 
 @pytest.mark.smoke
 def test_flags_override_the_file_and_the_file_overrides_defaults(preset) -> None:
-    assert parse(Config, []) == parse(Config, preset("# only a comment\n")) == Config()
+    assert parse(Config, []) == parse(Config, preset("# only a comment\n")) == parse(Config, ["--name", ""]) == Config()
     file = preset("lr: 1e-3\nepochs: 5\npretrained: true\nvisible: no\nloss: bce\n")
     config = parse(Config, ["--epochs", "7", *file, "--no_pretrained", "--image-size=64"])
     assert config == Config(lr=1e-3, epochs=7.0, pretrained=False, visible=False, loss="bce", image_size=64)
@@ -116,6 +116,7 @@ def test_an_error_in_a_file_is_refused_in_one_line(preset, text: str, told: str)
         (["--epoch", 3], "unknown flag --epoch; did you mean epochs"),
         (["--conf", "a.yaml"], "unknown flag --conf; did you mean config?"),
         (["--lr", "fast"], "--lr fast: must be a number"),
+        (["--lr"], "--lr needs a value"),
         (["--lr", "--visible"], "--lr needs a value"),
         (["--no_lr", "1"], "unknown flag --no_lr"),
         (["--lr", "-1"], "--lr -1.0: must be between 0 and 1000000"),
