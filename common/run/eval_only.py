@@ -15,7 +15,6 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -110,26 +109,7 @@ def report(config, origin: Origin, val: Source, results: dict, details: Mapping,
     folder = report_folder(config, origin, val)
     draft = folder.with_name(f".{folder.name}.new")
     printed = by_name(results, val.classes)
-    with all_or_none("writing the report"):
-        if is_main() and not config.dry_run:
-            try:
-                remove(draft)
-                make_folder(draft)
-                draw(Pictures(draft))
-                content = {"evaluated": _evaluated(config, origin, val)} | printed | by_name(dict(details), val.classes)
-                write_json(draft / "results.json", content)
-                sync_folder(draft)
-                replace_folder(folder, draft)
-                launch.say(f"report: {folder}")
-            except OSError as error:  # the numbers are not lost with it
-                remove(draft)
-                launch.say(f"no report: {folder} can't be written ({error.strerror}); name another --output_dir")
-    launch.say(json.dumps(as_json({"eval_only": config.eval_only} | printed), allow_nan=False))
-
-
-def _evaluated(config, origin: Origin, val: Source) -> dict[str, Any]:
-    """What `results.json` says of the weights, the data and the settings."""
-    return {
+    evaluated = {
         "weights": os.path.abspath(origin.path) if os.path.exists(origin.path) else origin.path,
         "run": origin.run.get("name"),
         "recipe": origin.run.get("recipe"),
@@ -142,6 +122,21 @@ def _evaluated(config, origin: Origin, val: Source) -> dict[str, Any]:
         "precision": AcceleratorState().mixed_precision,
         "config": {key: value for key, value in identity(config).items() if key != "eval_only"},
     }
+    with all_or_none("writing the report"):
+        if is_main() and not config.dry_run:
+            try:
+                remove(draft)
+                make_folder(draft)
+                draw(Pictures(draft))
+                details = by_name(dict(details), val.classes)
+                write_json(draft / "results.json", {"evaluated": evaluated} | printed | details)
+                sync_folder(draft)
+                replace_folder(folder, draft)
+                launch.say(f"report: {folder}")
+            except OSError as error:  # the numbers are not lost with it
+                remove(draft)
+                launch.say(f"no report: {folder} can't be written ({error.strerror}); name another --output_dir")
+    launch.say(json.dumps(as_json({"eval_only": config.eval_only} | printed), allow_nan=False))
 
 
 class Pictures:

@@ -48,15 +48,10 @@ class Tracker:
     Args:
         kind: "wandb", "tensorboard" or "none".
         folder: The run folder; the tracker's files go below it.
-        project: The tracker's group of runs.
-        name: The run's display name.
         config: The run's complete config; W&B's `tags`, `group` and `notes` are taken from it.
-        run_id: The `run_id` of the run that resumes; None for a new run.
+        run_id: The attribute of that name of an earlier start, whose W&B run is continued.
         rows: Rows of metrics.jsonl, `{"step": 1, ...}`, that the run resumes after; what the tracker lacks of them is sent.
         say: Logs one line; also called from the tracker's thread.
-
-    Attributes:
-        run_id: To be kept in the run folder: a start that is given it continues the same W&B run.
     """
 
     def __init__(
