@@ -33,14 +33,15 @@ NAMED_CLASSES = 50  # up to so many classes, its rows and columns have names
 SMOOTHED_POINTS = 300  # a longer line is drawn pale, under its mean over windows
 
 
-def curves(folder: Path, leading: str = "", best_step: int | None = None) -> None:
-    """Draws `pictures/curves.png` of a run folder: the loss and its parts, the leading metric and the learning rate.
+def curves(folder: Path, leading: str = "", best_step: int | None = None, path: Path | None = None) -> None:
+    """Draws the curves of a run folder: the loss and its parts, the leading metric and the learning rate.
 
     Missing keys and values that are not finite are skipped.
 
     Args:
         leading: the key that decides which model is the best, such as `eval/ema_top1` (default: the first known one).
         best_step: the step of the model in `best/`, which is marked.
+        path: of the PNG file (default: `pictures/curves.png` in the folder).
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -83,7 +84,7 @@ def curves(folder: Path, leading: str = "", best_step: int | None = None) -> Non
     rate.set_xlabel("step")
     rate.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.align_ylabels()
-    save(figure, folder / "pictures" / "curves.png")
+    save(figure, path or folder / "pictures" / "curves.png")
 
 
 def confusion(matrix: Any, class_names: Sequence[str], path: Path, headline: str = "") -> None:
