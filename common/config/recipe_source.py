@@ -65,8 +65,8 @@ def difference(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
         texts = before.get(was, ""), now.get(name, "")
         plain = texts if texts[0] == texts[1] else [*map(_plain, texts)]
         if plain[0] != plain[1]:
-            split = [text.splitlines() for text in plain]
-            found = difflib.unified_diff(*split, f"{was} before", f"{name} now", lineterm="", n=0)
+            old, new = (text.splitlines() for text in plain)
+            found = difflib.unified_diff(old, new, f"{was} before", f"{name} now", lineterm="", n=0)
             lines += [line[:_WIDTH] for line in found if not line.startswith("@@")]  # whose numbers are not the file's
     more = len(lines) - _LINES
     return lines if more <= 0 else [*lines[:_LINES], f"... and {more} more lines"]
