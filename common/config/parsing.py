@@ -150,7 +150,8 @@ def _read(path: Path) -> dict:
 
 def _of_file(content: dict, config_class: type, where: str) -> dict[str, Any]:
     """The content of a YAML file as values by field. `where` begins messages."""
-    kinds, recipe, values = _kinds(config_class), _file_of(config_class), {}
+    kinds, recipe = _kinds(config_class), _file_of(config_class)
+    values: dict[str, Any] = {}
     for key, value in content.items():
         if key not in kinds:
             if others := [other for other in content if other not in kinds and other_recipe(str(other), recipe)]:
@@ -167,7 +168,8 @@ def _of_file(content: dict, config_class: type, where: str) -> dict[str, Any]:
 
 def _of_words(words: Sequence[str], config_class: type) -> tuple[Path | None, dict[str, Any]]:
     """The file that --config names, and the values by field of all other flags."""
-    kinds, recipe, values = _kinds(config_class) | {"config": str}, _file_of(config_class), {}
+    kinds, recipe = _kinds(config_class) | {"config": str}, _file_of(config_class)
+    values: dict[str, Any] = {}
     rest = [*words]
     while rest:
         word = rest.pop(0)
