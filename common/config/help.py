@@ -1,15 +1,13 @@
 """The text of --help: the flags that people use, or all of them, in groups."""
 
-import contextlib
+import ast
 import dataclasses
-import io
+import inspect
 import os
+import shutil
 import sys
-from dataclasses import dataclass
-from typing import Annotated, Any, NoReturn, get_type_hints
-
-import tyro
-from docstring_parser import parse_from_object
+import textwrap
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from common.config.fields import field_names
 
@@ -19,36 +17,34 @@ _OFTEN = """
     global_batch_size max_micro_batch_size epochs max_steps seed workers opt lr warmup_epochs ema_decay
     name dry_run eval_only tracker
 """.split()
+_CONFIG = """  --config FILE
+      YAML file of flags without dashes, such as a preset or a run's config.yaml; flags on the command line override it."""
 
 
-@dataclass
-class _Preset:
-    config: str = ""
-    """YAML file of flags without dashes, such as a preset or a run's config.yaml; flags on the command line override it."""
-
-
-def print_help(config_class: type, config, program: str, everything: bool) -> NoReturn:
+def print_help(config_class: type, config: Any, program: str, everything: bool) -> NoReturn:
     """Print flags with their values in `config`, the recipe's own groups first, and exit. One process per machine prints."""
-    titles = _titles(config_class)
-    groups: dict[str, list[str]] = {}
+    titles, texts, kinds = _titles(config_class), _texts(config_class), get_type_hints(config_class)
+    width = min(shutil.get_terminal_size().columns, 120)
+    groups: dict[str, list[str]] = {"file": [_CONFIG]}
     for name in field_names(config_class):
         if everything or name in _OFTEN:
-            groups.setdefault(titles[name], []).append(name)
-    parts: list[tuple[str, type, dict]] = [("file", _Preset, {})]
-    parts += [(title, _only(config_class, names), dataclasses.asdict(config)) for title, names in groups.items()]
-    shown = dataclasses.make_dataclass("Flags", [(title, kind) for title, kind, _ in parts])
-    shown.__doc__ = config_class.__doc__
+            choices = ",".join(map(str, get_args(kinds[name])))
+            kind = f"{{{choices}}}" if choices else kinds[name].__name__.upper()
+            value = getattr(config, name)
+            flag = f"  --{name}, --no_{name}" if kinds[name] is bool else f"  --{name} {kind}"
+            text = f"{texts[name]} [{'none' if value == '' else value}]"
+            lines = textwrap.fill(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            groups.setdefault(titles[name], []).append(f"{flag}\n{lines}")
+    parts = [f"usage: {program} [--config FILE] [--FLAG VALUE] ...", str(config_class.__doc__)]
     if not everything:
-        number = 1 + sum(map(len, groups.values()))
-        shown.__doc__ = f"{shown.__doc__}\n\nThese are {number} of {1 + len(titles)} flags; --help all shows every one."
-    default = shown(*(kind(**values) for _, kind, values in parts))
-    others = os.environ.get("LOCAL_RANK", "0") != "0"
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) if others else contextlib.nullcontext():
-            plain = (tyro.conf.OmitArgPrefixes,)
-            tyro.cli(shown, prog=program, args=["--help"], default=default, use_underscores=True, config=plain)
-    except BrokenPipeError:  # the reader has closed the pipe, as in `--help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it again when it exits
+        number = sum(map(len, groups.values()))
+        parts.append(f"These are {number} of {1 + len(titles)} flags; --help all shows every one.")
+    parts += [f"{title}:\n" + "\n".join(flags) for title, flags in groups.items()]
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        try:
+            print("\n\n".join(parts), flush=True)
+        except BrokenPipeError:  # the reader has closed the pipe, as in `--help | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it again when it exits
     raise SystemExit
 
 
@@ -64,14 +60,17 @@ def _titles(config_class: Any) -> dict[str, str]:
     return titles
 
 
-def _only(config_class: Any, names: list[str]) -> type:
-    """`config_class` with these of its fields, whose help texts are the docstrings in its source, without their line breaks."""
-    kinds = reversed(config_class.__mro__[:-1])
-    texts = {doc.arg_name: str(doc.description) for kind in kinds for doc in parse_from_object(kind).params}
-    hints = get_type_hints(config_class)
-    part: Any = type(config_class.__name__, (config_class,), {"__doc__": ""})
-    part.__annotations__ = {
-        name: Annotated[hints[name], tyro.conf.arg(help=" ".join(texts[name].split()))] for name in names
-    }
-    part.__dataclass_fields__ = {name: config_class.__dataclass_fields__[name] for name in names}
-    return part
+def _texts(config_class: type) -> dict[str, str]:
+    """The docstring under each field in the source, without its line breaks; "" where there is none."""
+    texts = {field.name: "" for field in dataclasses.fields(config_class)}
+    for declaring in reversed(config_class.__mro__[:-1]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(declaring))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, below in zip(definition.body, definition.body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+            ):
+                texts[ast.unparse(field.target)] = " ".join(str(below.value.value).split())
+    return texts

@@ -1,22 +1,19 @@
 """Parsing: turns a dataclass of defaults, a YAML file and the command line into one checked configuration.
 
-A YAML file is a list of flags. The file and the command line go through the same typed parser; flags override the file.
+A field is a bool, an int, a float, a str, or one of some values (Literal). A YAML file is a list of flags; flags override it.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import hashlib
-import io
 import json
 import math
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-import tyro
 import yaml
 
 from common.config.fields import field_names
@@ -33,6 +30,7 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound="DataclassInstance")
 
 _MOST = 2**63 - 1  # the largest integer that torch takes
+_KINDS = {int: "a whole number", float: "a number"}
 
 
 def parse(config_class: type[C], argv: list[str] | None = None, program: str = "") -> C:
@@ -46,25 +44,26 @@ def parse(config_class: type[C], argv: list[str] | None = None, program: str = "
         argv: the command line without the program's name (default: of this process).
         program: the program's name for messages (default: of this process).
     """
-    path, argv = _take_config(list(sys.argv[1:] if argv is None else argv))
+    argv = list(sys.argv[1:] if argv is None else argv)
     program = program or Path(sys.argv[0]).name
-    layers = [(f"--config {path}: ", _read(path))] if path else []
-    asked = next((place for place, word in enumerate(argv) if word in ("-h", "--help")), None)
-    if asked is not None:
-        default = _layered(config_class, layers, [], program)
-        print_help(config_class, default, program, everything="all" in argv[asked + 1 : asked + 2])
-    config = _checked(_layered(config_class, layers, argv, program))
-    fields = {field.name: field for field in dataclasses.fields(config)}
+    asked = next((place for place, word in enumerate(argv) if word in ("-h", "--help")), len(argv))
+    path, given = _of_words(argv[:asked], config_class)
+    if path is not None:
+        given = _of_file(_read(path), config_class, f"--config {path}: ") | given
+    config = config_class(**given)
+    if asked < len(argv):
+        print_help(config_class, config, program, everything="all" in argv[asked + 1 : asked + 2])
+    fields = {field.name: field for field in dataclasses.fields(_checked(config))}
     if weights := getattr(config, "eval_only", ""):
         origin = fields["eval_only"].metadata.get("origin", read_origin)(weights)
-        return _checked(_for_evaluation(config_class, origin, layers, argv, program))
+        return _checked(_for_evaluation(config_class, origin, given, program))
     for field in fields.values():
         value, metadata = getattr(config, field.name), field.metadata
         if not value and metadata.get("required"):
             raise Refused(f"--{field.name} is missing: {metadata['required']}")
         if value and metadata.get("decides"):
-            decided = (f"--{field.name} {value}: ", metadata["decides"](value))
-            config = _checked(_layered(config_class, [decided, *layers], argv, program))
+            decided = _of_file(metadata["decides"](value), config_class, f"--{field.name} {value}: ")
+            config = _checked(config_class(**decided | given))
     return config
 
 
@@ -128,12 +127,10 @@ def _read(path: Path) -> dict:
     try:
         content = read_yaml(path, SMALL)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        found = [
-            str(file) for folder in (path.parent, Path("recipes/presets")) for file in sorted(folder.glob("*.yaml"))
-        ]
-        presets = {Path(file).stem: file for file in found}
-        same = presets.get(path.stem, "")
-        near = f"; did you mean {same}?" if same else nearest(str(path), found)
+        folders = path.parent, Path("recipes/presets")
+        presets = [str(file) for folder in folders for file in sorted(folder.glob("*.yaml"))]
+        same = next((file for file in presets if Path(file).stem == path.stem), "")
+        near = f"; did you mean {same}?" if same else nearest(str(path), presets)
         raise Refused(f"--config {path}: {'a folder, not a' if path.is_dir() else 'no such'} file{near}") from None
     except OSError as error:
         raise Refused(f"--config {path}: can't be read: {error.strerror}") from None
@@ -146,37 +143,78 @@ def _read(path: Path) -> dict:
     return content
 
 
-def _flags(content: dict, config_class, where: str) -> list[str]:
-    """YAML content as flags: {'lr': 0.1, 'pretrained': True} -> ['--lr=0.1', '--pretrained']."""
-    fields, recipe = {field.name: field.type for field in dataclasses.fields(config_class)}, _file_of(config_class)
-    flags = []
+def _of_file(content: dict, config_class: type, where: str) -> dict[str, Any]:
+    """The content of a YAML file as values by field. `where` begins messages."""
+    kinds, recipe = _kinds(config_class), _file_of(config_class)
+    values: dict[str, Any] = {}
     for key, value in content.items():
-        if key not in fields:
-            if others := [other for other in content if other not in fields and other_recipe(str(other), recipe)]:
+        if key not in kinds:
+            if others := [other for other in content if other not in kinds and other_recipe(str(other), recipe)]:
                 raise Refused(f"{where}is for {other_recipe(others[0], recipe)}: {recipe.name} has no {others[0]}")
-            raise Refused(f"{where}unknown key {key}{hint(str(key), fields, recipe) or nearest(str(key), fields)}")
-        if isinstance(value, (dict, list)) or value is None:
-            raise Refused(f"{where}{key} must be a single value, not {value and type(value).__name__}")
-        if (fields[key] is bool) != isinstance(value, bool):
-            raise Refused(
-                f"{where}{key}: {value!r} is not {'true or false' if fields[key] is bool else 'of the right type'}"
-            )
-        flags.append(f"--{key}={value}" if not isinstance(value, bool) else f"--{'' if value else 'no_'}{key}")
-    return flags
+            raise Refused(f"{where}unknown key {key}{hint(str(key), kinds, recipe) or nearest(str(key), kinds)}")
+        if isinstance(value, dict | list) or value is None:
+            raise Refused(f"{where}{key} must be a single value, not {type(value).__name__}")
+        if (kinds[key] is bool) != isinstance(value, bool):
+            right = "true or false" if kinds[key] is bool else "of the right type"
+            raise Refused(f"{where}{key}: {value!r} is not {right}")
+        values[key] = _typed(key, value, kinds[key], where)
+    return values
 
 
-def _layered(config_class: type[C], layers: list[tuple[str, dict]], argv: list[str], program: str) -> C:
-    """The defaults overridden by each of `layers` in turn, then by `argv`. A layer is a prefix for messages, and values."""
-    config: C | None = None
-    for where, content in layers:
-        config = _parse(config_class, _flags(content, config_class, where), config, program, where)
-    return _parse(config_class, argv, config, program)
+def _of_words(words: Sequence[str], config_class: type) -> tuple[Path | None, dict[str, Any]]:
+    """The file that --config names, and the values by field of all other flags."""
+    kinds, recipe = _kinds(config_class) | {"config": str}, _file_of(config_class)
+    values: dict[str, Any] = {}
+    rest = [*words]
+    while rest:
+        word = rest.pop(0)
+        flag, assigned, value = word.partition("=")
+        if not flag.startswith("--"):
+            name = flag.lstrip("-")
+            way = "each value stands behind its flag, as in --data FOLDER"
+            if assigned or flag.startswith("-"):
+                way = f"a flag begins with two dashes{f': --{name} {value}' if assigned else ''}"
+            raise Refused(f"{word}: is no flag; {way}{hint(name, kinds, recipe)}")
+        name = flag.removeprefix("--").replace("-", "_")
+        switch = name if name in kinds else name.removeprefix("no_")
+        if switch not in kinds or (switch != name and kinds[switch] is not bool):
+            near = hint(name, kinds, recipe) or nearest(name, kinds) or "; --help all lists all flags"
+            raise Refused(f"unknown flag {flag}{near}")
+        if kinds[switch] is bool:
+            if assigned or (rest and rest[0].lower() in ("true", "false", "0", "1")):
+                raise Refused(f"{flag} takes no value: give --{switch} or --no_{switch}")
+            values[switch] = switch == name
+            continue
+        if not assigned and rest and not rest[0].startswith("--"):
+            assigned, value = "=", rest.pop(0)
+        if not assigned or (name == "config" and not value):
+            raise Refused(f"{flag} needs {'the path of a YAML file' if name == 'config' else 'a value'}")
+        if name == "config" and name in values:
+            raise Refused("--config is given twice: name one file and set the rest by flags")
+        values[name] = _typed(name, value, kinds[name])
+    path = values.pop("config", None)
+    return None if path is None else Path(path), values
 
 
-def _for_evaluation(
-    config_class: type[C], origin: Origin, layers: list[tuple[str, dict]], argv: list[str], program: str
-) -> C:
-    """The configuration of the run that made these weights, overridden by `layers` and the flags in `argv`.
+def _typed(name: str, value: Any, kind: Any, where: str = "") -> Any:
+    """`value` in the type of its field."""
+    if kind is bool:
+        return value
+    if get_origin(kind) is Literal:
+        choices = {str(choice): choice for choice in get_args(kind)}
+        if str(value) not in choices:
+            raise Refused(f"{where}--{name} {value}: must be one of {', '.join(choices)}")
+        return choices[str(value)]
+    if kind not in (int, float, str):
+        raise TypeError(f"{name}: a field is a bool, int, float, str or Literal, not {kind}")
+    try:
+        return kind(str(value))
+    except ValueError:
+        raise Refused(f"{where}--{name} {value!s:.100}: must be {_KINDS[kind]}") from None
+
+
+def _for_evaluation(config_class: type[C], origin: Origin, given: dict[str, Any], program: str) -> C:
+    """The configuration of the run that made these weights, overridden by what is `given`.
 
     Raises `Refused` if that was a run of another recipe, or if neither the run nor a flag names the data.
     """
@@ -189,92 +227,23 @@ def _for_evaluation(
             f"--eval_only {weights}: its run has flags that {program} does not know ({named}); evaluate it with the "
             f"recipe that trained it, {origin.run.get('recipe') or 'another one'}"
         )
-
-    def given(but: Sequence[str] = ()) -> C:
-        of_run = {name: value for name, value in origin.config.items() if name in fixed and name not in but}
-        return _layered(config_class, [(f"--eval_only {weights}: ", of_run), *layers], argv, program)
-
-    config = given()
+    known = {name: value for name, value in origin.config.items() if name in fixed}
+    of_run = _of_file(known, config_class, f"--eval_only {weights}: ")
+    config = config_class(**of_run | given)
     data = getattr(config, "data", "")
     if not data:
         raise Refused(f"--eval_only {weights}: does not say which data it was trained on; add --data")
-    return config if origin.trained_on(data) else given(but=OF_DATA)
+    if origin.trained_on(data):
+        return config
+    return config_class(**{name: value for name, value in of_run.items() if name not in OF_DATA} | given)
 
 
-def _take_config(argv: list[str]) -> tuple[Path | None, list[str]]:
-    rest, paths = [], []
-    words = iter(argv)
-    for word in words:
-        if word == "--config":
-            paths.append(next(words, ""))
-        elif word.startswith("--config="):
-            paths.append(word.removeprefix("--config="))
-        else:
-            rest.append(word)
-    if len(paths) > 1:
-        raise Refused(f"--config is given {len(paths)} times: name one file and set the rest by flags")
-    if paths and not paths[0]:
-        raise Refused("--config needs the path of a YAML file")
-    return (Path(paths[0]) if paths else None), rest
-
-
-def _parse(config_class: type[C], argv: list[str], default: C | None, program: str, where: str = "") -> C:
-    kinds = {field.name: field.type for field in dataclasses.fields(config_class)}
-    for word, following in zip(argv, [*argv[1:], ""], strict=False):  # strict would fail for an empty argv
-        flag, _, value = word.partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
-        switch = name if name in kinds else name.removeprefix("no_")
-        if flag.startswith("--") and switch not in kinds:
-            meant = hint(name, kinds, _file_of(config_class)) or nearest(name, [*kinds, "config"])
-            raise Refused(f"{where}unknown flag {flag}{meant}")
-        valued = value or following.lower() in ("true", "false", "0", "1")
-        if flag.startswith("--") and kinds[switch] is bool and valued:
-            raise Refused(f"{where}{flag} takes no value: give --{switch} or --no_{switch}")
-    captured = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(captured):
-            parsed: Any = tyro.cli(config_class, prog=program, args=argv, default=default, use_underscores=True)
-            return parsed
-    except SystemExit:
-        said = _one_line(captured.getvalue())
-        raise Refused(where + said + _stray(said.partition("Unrecognized options: ")[2], config_class)) from None
-
-
-def _stray(words: str, config_class: Any) -> str:
-    """A hint about words that belong to no flag, as listed by tyro; "" if there are none."""
-    first, fields = words.split(",")[0], config_class.__dataclass_fields__
-    name, is_assignment, value = first.lstrip("-").partition("=")
-    if first.startswith("-"):
-        return hint(name, fields, _file_of(config_class)) or "; a flag begins with two dashes"
-    if is_assignment:
-        return f"; a flag begins with two dashes: --{name} {value}" + hint(name, fields, _file_of(config_class))
-    return "; each value stands behind its flag, as in --data FOLDER" if first else ""
+def _kinds(config_class: type) -> dict[str, Any]:
+    """The types of the fields."""
+    hints = get_type_hints(config_class)
+    return {field.name: hints[field.name] for field in dataclasses.fields(config_class)}
 
 
 def _file_of(config_class: type) -> Path:
     """The file of the recipe that defines a configuration."""
     return Path(getattr(sys.modules[config_class.__module__], "__file__", ""))
-
-
-_PLAINER = {  # messages of tyro, and the same in the style of the other refusals
-    r"Error parsing (\S+): invalid literal for int\(\) with base 10: '(.*)'": "{0} {1}: must be a whole number",
-    r"Error parsing (\S+): could not convert string to float: '(.*)'": "{0} {1}: must be a number",
-    r"invalid choice '(.*)' for argument '(\S+)'. Expected one of \((.*)\).": "{1} {0}: must be one of {2}",
-    r"Missing value for argument '(\S+)'.*": "{0} needs a value",
-}
-
-
-def _one_line(box: str) -> str:
-    """The message in the box that tyro draws (with dashes if the terminal has no UTF-8): from its title to the first rule."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│ ") for line in box.splitlines()[1:]]
-    message = []
-    for line in lines:
-        if set(line) - set("─╰╯-"):
-            message.append(line)
-        elif message:
-            break
-    said = " ".join(message)
-    for theirs, ours in _PLAINER.items():
-        if found := re.fullmatch(theirs, said):
-            return ours.format(*(group.replace("'", "") for group in found.groups()))
-    return said

@@ -9,9 +9,7 @@ import contextlib
 import difflib
 import functools
 import hashlib
-import inspect
 import sys
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -42,10 +40,10 @@ def stem(config: object = None) -> str:
 
 
 def read(config: object = None) -> Source:
-    """The recipe's source, its main file first. Each file is read once, when this module is imported."""
+    """The recipe's source, its main file first; none in a notebook. Each file is read once, when this module is imported."""
     file = started(config)
     if not file:
-        return {f"{_NO_FILE}.py": _typed()}
+        return {}
     file = file.resolve()
     folder, names = file.parent, [file.name]
     for name in names:  # grows in the loop
@@ -67,10 +65,9 @@ def difference(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
         texts = before.get(was, ""), now.get(name, "")
         plain = texts if texts[0] == texts[1] else [*map(_plain, texts)]
         if plain[0] != plain[1]:
-            wrapped = [[part for line in text.splitlines() for part in textwrap.wrap(line, _WIDTH)] for text in plain]
-            found = difflib.unified_diff(wrapped[0], wrapped[1], f"{was} before", f"{name} now", lineterm="", n=0)
-            # Line numbers in @@ lines would not be the file's.
-            lines += [line for line in found if not line.startswith("@@")] or [f"{name}: whitespace in a string"]
+            old, new = (text.splitlines() for text in plain)
+            found = difflib.unified_diff(old, new, f"{was} before", f"{name} now", lineterm="", n=0)
+            lines += [line[:_WIDTH] for line in found if not line.startswith("@@")]  # whose numbers are not the file's
     more = len(lines) - _LINES
     return lines if more <= 0 else [*lines[:_LINES], f"... and {more} more lines"]
 
@@ -103,32 +100,18 @@ def keep(source: Source, run: Path) -> None:
         replace_file(run / FOLDER / name, text.encode())
 
 
-def _typed() -> str:
-    """The source of the functions and methods that are defined in a notebook."""
-    own = [value for value in vars(sys.modules["__main__"]).values() if getattr(value, "__module__", "") == "__main__"]
-    functions = [value for value in own if inspect.isfunction(value)]
-    functions += [value for kind in own if inspect.isclass(kind) for value in vars(kind).values()]
-    texts = []
-    for function in filter(inspect.isfunction, functions):
-        with contextlib.suppress(OSError, TypeError):
-            texts.append(textwrap.dedent(inspect.getsource(function)))
-    return "\n".join(texts)
-
-
 def _plain(text: str) -> str:
     """`text` without comments and docstrings, in a normal form; unchanged if this Python version can't parse it."""
     try:
         tree = ast.parse(text)
         for node in ast.walk(tree):
             if isinstance(body := getattr(node, "body", None), list):
-                body[:] = [line for line in body if not _is_docstring(line)]
+                body[:] = [
+                    line for line in body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+                ]
         return ast.unparse(tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return text
-
-
-def _is_docstring(line: ast.stmt) -> bool:
-    return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) and isinstance(line.value.value, str)
 
 
 read()  # now, before somebody edits the file: the other imports take seconds

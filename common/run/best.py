@@ -15,7 +15,8 @@ from common.checkpoints.state import TrainingState
 from common.checkpoints.store import Checkpoint, Damaged, compare, stamps, verify
 from common.config.origin import RUN_FILE, made_by
 from common.durable import remove, replace_folder, sync_folder
-from common.run.progress import Progress
+from common.files import as_json
+from common.run.progress import Progress, of_exported
 
 _NOTHING: dict = {"results": {}, "files": {}}
 
@@ -23,7 +24,7 @@ _NOTHING: dict = {"results": {}, "files": {}}
 class Best:
     """The folder `best/` of one run; used only by the main process.
 
-    `export(model, results, folder)` exports a model into a folder; `say` logs a line.
+    `export(model, results=..., folder=...)` exports a model into a folder; `say` logs a line.
     """
 
     def __init__(self, run: Path, state: TrainingState, export: Callable[..., None], say: Callable[[str], None]):
@@ -41,7 +42,7 @@ class Best:
         """
         remove(self._new)
         try:
-            self._export(model, results, self._new)
+            self._export(model, results=as_json(of_exported(results)), folder=self._new)
             (self._new / RUN_FILE).write_text(json.dumps(made_by(record), indent=2) + "\n")
         except BaseException:
             remove(self._new)

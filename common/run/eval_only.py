@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -49,16 +48,12 @@ def read(config, origin: Origin, build_data: Callable) -> tuple:
     """The data to evaluate on, the names of the model's classes, and the model's class id of each class of the data.
 
     `build_data(config, origin)` is the recipe's. Logs which part of the data is evaluated.
-    Raises `Refused` for classes that the model does not know, and if the report can't be written.
+    Raises `Refused` for classes that the model does not know.
     """
     _, val = build_data(config, origin)
     called = called_by_weights(getattr(config, "init_classes", ""), val.classes)
     places = origin.places(val.classes, config.data, called)
     launch.say(f"{splits.describe(config.data, val)}, {origin.matched(val.classes)}")
-    folder = report_folder(config, origin, val)
-    with all_or_none("making the folder of the report"):
-        if is_main() and not config.dry_run:
-            _check_writable(folder.parent)
     return val, origin.classes or val.classes, places
 
 
@@ -112,26 +107,7 @@ def report(config, origin: Origin, val: Source, results: dict, details: Mapping,
     folder = report_folder(config, origin, val)
     draft = folder.with_name(f".{folder.name}.new")
     printed = by_name(results, val.classes)
-    with all_or_none("writing the report"):
-        if is_main() and not config.dry_run:
-            try:
-                remove(draft)
-                make_folder(draft)
-                draw(Pictures(draft))
-                content = {"evaluated": _evaluated(config, origin, val)} | printed | by_name(dict(details), val.classes)
-                write_json(draft / "results.json", content)
-                sync_folder(draft)
-                replace_folder(folder, draft)
-                launch.say(f"report: {folder}")
-            except OSError as error:  # the numbers are not lost with it
-                remove(draft)
-                launch.say(f"no report: {folder} can't be written ({error.strerror}); name another --output_dir")
-    launch.say(json.dumps(as_json({"eval_only": config.eval_only} | printed), allow_nan=False))
-
-
-def _evaluated(config, origin: Origin, val: Source) -> dict[str, Any]:
-    """What `results.json` says of the weights, the data and the settings."""
-    return {
+    evaluated = {
         "weights": os.path.abspath(origin.path) if os.path.exists(origin.path) else origin.path,
         "run": origin.run.get("name"),
         "recipe": origin.run.get("recipe"),
@@ -144,6 +120,21 @@ def _evaluated(config, origin: Origin, val: Source) -> dict[str, Any]:
         "precision": AcceleratorState().mixed_precision,
         "config": {key: value for key, value in identity(config).items() if key != "eval_only"},
     }
+    with all_or_none("writing the report"):
+        if is_main() and not config.dry_run:
+            try:
+                remove(draft)
+                make_folder(draft)
+                draw(Pictures(draft))
+                details = by_name(dict(details), val.classes)
+                write_json(draft / "results.json", {"evaluated": evaluated} | printed | details)
+                sync_folder(draft)
+                replace_folder(folder, draft)
+                launch.say(f"report: {folder}")
+            except OSError as error:  # the numbers are not lost with it
+                remove(draft)
+                launch.say(f"no report: {folder} can't be written ({error.strerror}); name another --output_dir")
+    launch.say(json.dumps(as_json({"eval_only": config.eval_only} | printed), allow_nan=False))
 
 
 class Pictures:
@@ -159,20 +150,6 @@ class Pictures:
             function(*arguments, path)
         except Exception as error:  # a picture is not worth the numbers
             launch.say(f"{path.name} could not be drawn: {type(error).__name__}: {error}")
-
-
-def _check_writable(folder: Path) -> None:
-    """Raise `Refused` if the folder can't be made or written. If it is missing it is missing afterwards, too."""
-    missing = next((part for part in (*reversed(folder.parents), folder) if not os.path.lexists(part)), None)
-    try:
-        make_folder(folder)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(None, "no permission")
-    except OSError as error:
-        raise Refused(f"{folder} can't be written ({error.strerror}); name another --output_dir") from None
-    finally:
-        if missing:
-            remove(missing)
 
 
 def _word(text: str) -> str:

@@ -1,14 +1,4 @@
-"""Run folder: the files of a run, and the lock that lets only one start write them.
-
-    config.yaml       the complete configuration; feed it back with --config
-    environment.json  versions, commit, command, layout, devices of the newest start
-    metrics.jsonl     one JSON object per line, at most one per step
-    summary.json      last and best results, totals
-    status.json       running, finished, resumable or failed, with the step and the cause
-    log.txt           the lines of the log, with the time
-    tracker.json      the run's id on the dashboard
-    micro_batch.json  most samples at once, by kind of device; only after a process was out of memory
-    checkpoints/, best/, pictures/
+"""Run folder: the files of a run, and the lock that lets only one start write them. docs/run_folder.md lists them.
 
 Only the main process writes. Its lock keeps other starts out; the kernel releases it when the process ends.
 """

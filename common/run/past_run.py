@@ -122,15 +122,9 @@ class PastRun:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the data that the newest start or checkpoint names: training and validation part, joined by a dash; "" if none."""
-        of_starts = [table.get("fingerprint", "").split(",")[0] for table in reversed(self.starts)]
-        if any(of_starts):
-            return next(filter(None, of_starts))
-        for record in sorted(self.path.glob("checkpoints/step_*/record.json"), reverse=True):
-            identity = read_json(record).get("identity")
-            if isinstance(identity, dict) and isinstance(identity.get("data"), str):
-                return identity["data"]
-        return ""
+        """Of the data that the newest start names: training and validation part, joined by a dash; "" if none."""
+        of_starts = (table.get("fingerprint", "").split(",")[0] for table in reversed(self.starts))
+        return next(filter(None, of_starts), "")
 
     @property
     def repeat_command(self) -> str:

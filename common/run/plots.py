@@ -18,7 +18,7 @@ import numpy as np
 from common.durable import make_folder, replace_file
 from common.run import fonts
 from common.run.folder import read_rows
-from common.run.progress import display_name, is_share
+from common.run.progress import display_name, is_share, metric_of
 
 if TYPE_CHECKING:  # importing Matplotlib takes 0.4 s; it is done for the first plot
     from matplotlib.axes import Axes
@@ -30,45 +30,48 @@ if TYPE_CHECKING:  # importing Matplotlib takes 0.4 s; it is done for the first 
 BLUE, ORANGE, GREEN, INK, GREY, PALE = "#0072B2", "#D55E00", "#009E73", "#222222", "#707070", "#E4E4E4"
 NUMBERED_CLASSES = 20  # up to so many classes, cells of the confusion matrix show their counts
 NAMED_CLASSES = 50  # up to so many classes, its rows and columns have names
-SHOWN_CELLS = 150  # per side; with more classes, cells would be too small to see and are merged
 SMOOTHED_POINTS = 300  # a longer line is drawn pale, under its mean over windows
 
 
 def curves(folder: Path, leading: str = "", best_step: int | None = None, path: Path | None = None) -> None:
-    """Draws the loss and its parts, the leading metric and the learning rate of `folder/metrics.jsonl`.
+    """Draws the curves of a run folder: the loss and its parts, the leading metric and the learning rate.
 
     Missing keys and values that are not finite are skipped.
 
     Args:
         leading: the key that decides which model is the best, such as `eval/ema_top1` (default: the first known one).
         best_step: the step of the model in `best/`, which is marked.
-        path: of the PNG file (default: `folder/pictures/curves.png`).
+        path: of the PNG file (default: `pictures/curves.png` in the folder).
     """
     from matplotlib.ticker import MaxNLocator
 
-    folder = Path(folder)
     rows = read_rows(folder / "metrics.jsonl")
     known = [key for key in ("eval/top1", "eval/f1", "eval/AP") if any(key in row for row in rows)]
     leading = leading or next(iter(known), "eval/evaluation")
-    metric = leading.removeprefix("eval/").removeprefix("ema_")
-    name = display_name(metric)
+    metric = metric_of(leading)
+    name, scale, unit = display_name(metric), 100 if is_share(metric) else 1, " (%)" * is_share(metric)
     figure = new_figure(7.5, 7.5)
     loss, quality, rate = figure.subplots(3, sharex=True, height_ratios=(3, 3, 1.4))
-    draw_line(loss, rows, "train/loss", "training", BLUE)
-    draw_line(loss, rows, "eval/loss", "evaluation", ORANGE)
-    draw_line(loss, rows, "eval/ema_loss", "evaluation of the averaged weights (EMA)", GREEN)
+    _line(loss, rows, "train/loss", "training", BLUE)
+    _line(rate, rows, "train/lr", "", INK)
+    for part, of, colour in (("eval/", "", ORANGE), ("eval/ema_", " of the averaged weights (EMA)", GREEN)):
+        _line(loss, rows, f"{part}loss", f"evaluation{of}", colour)
+        if metric == "AP":
+            _line(quality, rows, f"{part}AP50", f"AP50{of}", colour, 100, style="--")
+        _line(quality, rows, f"{part}{metric}", f"{name}{of}", colour, scale)
     parts = dict.fromkeys(key for row in rows for key in row if re.fullmatch("train/loss_(?!scale$).*", key))
     for number, key in enumerate(parts):
-        draw_line(loss, rows, key, key.removeprefix("train/loss_"), f"C{number}", style=":")
-    kinds = (("eval/", name, ORANGE), ("eval/ema_", f"{name} of the averaged weights (EMA)", GREEN))
-    scale, unit = (100, " (%)") if is_share(metric) else (1, "")
-    if metric == "AP":
-        for part, label, colour in kinds:
-            draw_line(quality, rows, f"{part}AP50", label.replace("AP", "AP50"), colour, 100, style="--")
-    for part, label, colour in kinds:
-        draw_line(quality, rows, f"{part}{metric}", label, colour, scale)
-    draw_line(rate, rows, "train/lr", "", INK)
-    title(figure.suptitle, folder.resolve().name + _mark_best((loss, quality), rows, leading, best_step, scale))
+        _line(loss, rows, key, key.removeprefix("train/loss_"), f"C{number}", style=":")
+    headline = folder.resolve().name
+    best = next((finite(row.get(leading)) for row in rows if row["step"] == best_step and leading in row), None)
+    if best is not None:
+        for axes in (loss, quality):
+            axes.axvline(best_step, color=GREY, linewidth=0.9, linestyle=":", zorder=0)
+        label = f"best/ (step {best_step:,})"
+        quality.plot(best_step, best * scale, "o", color=INK, fillstyle="none", markersize=9, label=label)
+        figures = f"{100 * best:.2f} %" if unit else f"{best:.4g}"
+        headline += f": best/ is of step {best_step:,}, {display_name(leading)} {figures}"
+    title(figure.suptitle, headline)
     for label, axes in {"loss": loss, name + unit: quality, "learning rate": rate}.items():
         axes.set_ylabel(label)
         axes.grid(color=PALE, linewidth=0.8)
@@ -77,11 +80,9 @@ def curves(folder: Path, leading: str = "", best_step: int | None = None, path: 
             axes.text(0.5, 0.5, "nothing yet", color=GREY, ha="center", va="center", transform=axes.transAxes)
         elif axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False)
-    rate.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
     rate.set_ylim(bottom=0)
     rate.set_xlabel("step")
     rate.xaxis.set_major_locator(MaxNLocator(integer=True))
-    rate.xaxis.set_major_formatter("{x:,.0f}")
     figure.align_ylabels()
     save(figure, path or folder / "pictures" / "curves.png")
 
@@ -95,32 +96,23 @@ def confusion(matrix: Any, class_names: Sequence[str], path: Path, headline: str
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
     counts = np.asarray(matrix)
-    own, classes, of_row = len(class_names), len(counts), counts.sum(1, keepdims=True)
-    numbered, named = own <= NUMBERED_CLASSES, own <= NAMED_CLASSES
+    classes, shares = len(counts), counts / np.maximum(counts.sum(1, keepdims=True), 1) * 100
+    numbered, named = len(class_names) <= NUMBERED_CLASSES, len(class_names) <= NAMED_CLASSES
     class_names = [*class_names, "background"][:classes]
-    shares = counts / np.maximum(of_row, 1) * 100
     side = min(max(4.6, 2.2 + 0.42 * classes), 9.5)
     figure = new_figure(side + 1.1, side + 0.6)
     axes = figure.subplots()
     colours = LinearSegmentedColormap.from_list("paper to blue", ["white", "#9CC9E3", BLUE, "#00304F"])
     # With many classes, errors are spread thinly; a square root makes them visible.
-    scale = PowerNorm(1 if numbered else 0.5, 0, 100)
-    block = math.ceil(classes / SHOWN_CELLS)
-    edges = range(0, classes, block)
-    shown = np.maximum.reduceat(np.maximum.reduceat(shares, edges, 0), edges, 1)
-    extent = (-0.5, classes - 0.5, classes - 0.5, -0.5)
-    picture = axes.imshow(shown, cmap=colours, norm=scale, extent=extent, interpolation="nearest")
+    picture = axes.imshow(shares, cmap=colours, norm=PowerNorm(1 if numbered else 0.5, 0, 100))
     bar = figure.colorbar(picture, ax=axes, shrink=0.7, aspect=30, pad=0.02, label="share of the true class (%)")
     bar.outline.set_visible(False)
-    pooled = "" if block == 1 else f" (a dot is the largest share among {block} × {block} classes)"
-    axes.set(xlabel="predicted" + pooled, ylabel="true")
+    axes.set(xlabel="predicted", ylabel="true")
     axes.spines[:].set_color(PALE)
     if named:
-        names = [short(name, 18) for name in class_names]
-        size = 10 if numbered else 7
-        upright = max(map(len, names[:own])) <= 30 // classes + 1
-        below = names if not upright else [*names[:own], "back-\nground"][:classes]
-        axes.set_xticks(range(classes), below, rotation=0 if upright else 90, fontsize=size, parse_math=False)
+        names, size = [short(name, 18) for name in class_names], 10 if numbered else 7
+        upright = max(map(len, names)) <= 30 // classes + 1
+        axes.set_xticks(range(classes), names, rotation=0 if upright else 90, fontsize=size, parse_math=False)
         axes.set_yticks(range(classes), names, fontsize=size, parse_math=False)
         axes.tick_params(length=0)
     if numbered:
@@ -129,9 +121,8 @@ def confusion(matrix: Any, class_names: Sequence[str], path: Path, headline: str
             number = f"{counts[row, column]:,}"
             axes.text(column, row, number, color=colour, ha="center", va="center", fontsize=9 if classes <= 12 else 7)
     else:
-        figure.text(
-            0.5, -0.01, _most_confused(counts, class_names), va="top", ha="center", fontsize=9, parse_math=False
-        )
+        text = _most_confused(counts, class_names)
+        figure.text(0.5, -0.01, text, va="top", ha="center", fontsize=9, parse_math=False)
     right, images = np.trace(counts), counts.sum()
     headline = headline or f"{right:,} of {images:,} right" + (f" ({100 * right / images:.2f} %)" if images else "")
     title(axes.set_title, f"{evaluation_of(path)}: {headline}")
@@ -165,9 +156,8 @@ class Cell(NamedTuple):
     pixels: np.ndarray  # uint8[H, W, 3]
     caption: str  # above it, one to three lines
     footnote: str  # the name of the image, below it
-    boxes: Sequence[
-        tuple[Sequence[float], str, str]
-    ] = ()  # left, top, right, bottom in pixels; what stands there; colour
+    # Left, top, right, bottom in pixels; what stands there; colour.
+    boxes: Sequence[tuple[Sequence[float], str, str]] = ()
 
 
 def sheet(cells: Sequence[Cell], headline: str, path: Path) -> None:
@@ -188,7 +178,9 @@ def sheet(cells: Sequence[Cell], headline: str, path: Path) -> None:
         axes.set(xlim=(across - half, across + half), ylim=(down + half, down - half))  # squares: captions line up
         mark(axes, [(corners, short(text, 14), colour) for corners, text, colour in cell.boxes], 5.5)
         axes.set_title(cell.caption, fontsize=9, color=INK, parse_math=False)
-        footnote(axes, cell.footnote, 32)
+        name = short(cell.footnote, 32, path=True)
+        below = {"ha": "center", "va": "top", "transform": axes.transAxes}
+        axes.text(0.5, -0.02, name, fontsize=6, color=GREY, parse_math=False, **below)
     title(figure.suptitle, headline)
     save(figure, path)
 
@@ -255,14 +247,6 @@ def count_of(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
-def footnote(axes: "Axes", name: str, limit: int) -> None:
-    """Writes the name of an image below it."""
-    text = short(name, limit, path=True)
-    axes.text(
-        0.5, -0.02, text, fontsize=6, color=GREY, ha="center", va="top", transform=axes.transAxes, parse_math=False
-    )
-
-
 def new_figure(width: float, height: float) -> "Figure":
     """An empty figure, sides in inches."""
     from matplotlib.figure import Figure
@@ -286,7 +270,7 @@ def save(figure: "Figure", path: Path) -> None:
     replace_file(Path(path), content.getvalue())
 
 
-def draw_line(
+def _line(
     axes: "Axes", rows: list[dict], key: str, label: str, colour: str, scale: float = 1, style: str = "-"
 ) -> None:
     """Draws `key` of the rows over their steps; a long line pale, under its mean over windows."""
@@ -297,26 +281,13 @@ def draw_line(
     if len(data) > SMOOTHED_POINTS:
         axes.plot(*data.T, color=colour, alpha=0.25, linewidth=0.8)
         data = np.array([window.mean(0) for window in np.array_split(data, SMOOTHED_POINTS // 3)])
-    few = len(data) <= 30
-    marker = "o" if few else None
+    marker = "o" if len(data) <= 30 else None
     axes.plot(*data.T, color=colour, label=label, linewidth=1.8, linestyle=style, marker=marker, markersize=4)
 
 
 def finite(value: Any) -> float | None:
     """The number `value`; None if it is no number, or not a finite one."""
     return value if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _mark_best(panels: Sequence["Axes"], rows: list[dict], leading: str, step: int | None, scale: float) -> str:
-    """Marks the step of the model in `best/`; returns a text about it for the title."""
-    value = next((finite(row.get(leading)) for row in rows if row["step"] == step and leading in row), None)
-    if step is None or value is None:
-        return ""
-    for axes in panels:
-        axes.axvline(step, color=GREY, linewidth=0.9, linestyle=":", zorder=0)
-    panels[-1].plot(step, value * scale, "o", color=INK, fillstyle="none", markersize=9, label=f"best/ (step {step:,})")
-    figure = f"{100 * value:.2f} %" if scale == 100 else f"{value:.4g}"
-    return f": best/ is of step {step:,}, {display_name(leading)} {figure}"
 
 
 def _most_confused(counts: np.ndarray, class_names: Sequence[str], limit: int = 6) -> str:

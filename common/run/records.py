@@ -63,7 +63,8 @@ class Records:
         self._config, self._path, self._folder = config, path, folder
         self.log = RunLog(folder)
         self.progress = Progress()
-        self._first_loss, self._told = 0.0, set()
+        self._first_loss = 0.0
+        self._told: set[str] = set()  # letters without a font that the log has named
         self._drawing = FIRST_DRAWING_S  # seconds that pictures of this start took
         self._trained_before = 0.0  # seconds of training in earlier starts
 
@@ -106,12 +107,12 @@ class Records:
             )
             return step
         progress.ended_by = ""
-        if step >= now and changed:
-            raise Refused(
-                f"{found.path} is finished, and was made by another source: give this run another --name, or a larger --epochs "
-                "or --max_steps to train on with this one"
-            )
         if step >= now:
+            if changed:
+                raise Refused(
+                    f"{found.path} is finished, and was made by another source: give this run another --name, or a larger "
+                    "--epochs or --max_steps to train on with this one"
+                )
             say(f"this run is finished at step {step}; a larger --epochs or --max_steps takes it further")
             return now
         say(f"resuming from step {step} of {now} ({found.path})")

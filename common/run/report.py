@@ -135,7 +135,9 @@ def _results(run: PastRun) -> Part:
     best, last = run.evaluation("best"), run.evaluation("last")
     keys = [key for key in dict.fromkeys((*best, *last)) if "AP_class/" not in key]
     note = "Of the exported weights, the moving average (EMA), unless a row says otherwise."
-    return keys and {
+    if not keys:
+        return {}
+    return {
         "title": "Results",
         "notes": [note] * (run.part != "eval/"),
         "head": ["", *(f"{which}, step {run.step_of(which):,}" for which in ("best", "last"))],
@@ -175,7 +177,7 @@ def _pictures(run: PastRun) -> Part:
             pictures.append(_picture(found[name], _CAPTIONS.get(name, name.replace("_", " "))))
         except (OSError, ValueError) as error:
             notes.append(f"{found[name].name}: can't be shown: {error}")
-    return found and {"title": "Pictures", "notes": notes, "pictures": pictures}
+    return {"title": "Pictures", "notes": notes, "pictures": pictures} if found else {}
 
 
 def _start_table(run: PastRun) -> Part:

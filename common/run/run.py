@@ -4,7 +4,6 @@ Everything here is called on every rank: what writes or prints is quiet off the 
 """
 
 import dataclasses
-import hashlib
 import math
 import os
 import shutil
@@ -39,7 +38,7 @@ from common.errors import Refused
 from common.launching import launch
 from common.launching.exit_codes import END, RESTART, RESUMABLE, notice, signal_name
 from common.run import micro_batch, plots, profiling
-from common.run.folder import RunFolder
+from common.run.folder import RunFolder, write_status
 from common.run.profiling import Profile
 from common.run.progress import direction_of
 from common.run.records import Records, check_names
@@ -107,7 +106,7 @@ class Run:
 
     def __enter__(self) -> "Run":
         self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
-        watchdog.on_end(lambda cause: self._shutdown.leave_word(self.step, cause))
+        watchdog.on_end(lambda cause: write_status(self.path, "failed", self.step, cause))
         return self
 
     def __exit__(self, _, error, trace) -> None:
@@ -552,20 +551,20 @@ class Run:
 
 def _check_alike(results: Mapping) -> None:
     """Raise `Refused`, with the name, if a result differs between ranks: it is of one rank's samples alone. A collective."""
-    numbers = {
-        name: np.ravel(np.array(value, float)).tolist() for name, value in results.items() if not isinstance(value, str)
-    }
-    if len(set(gather_objects(hashlib.blake2b(repr(numbers).encode()).hexdigest()))) == 1:
-        return
-    of_ranks = gather_objects(numbers)
+    of_ranks = gather_objects(
+        {
+            name: np.ravel(np.array(value, float)).tolist()
+            for name, value in results.items()
+            if not isinstance(value, str)
+        }
+    )
     for name in sorted({name for theirs in of_ranks for name in theirs}):
-        values = [theirs.get(name, []) for theirs in of_ranks]
-        # Machines of different kinds may differ in the last bits.
-        if any(
-            len(other) != len(values[0]) or not np.allclose(other, values[0], 1e-5, equal_nan=True) for other in values
-        ):
-            first, second = (f"{value[0]:.5g}" if value else "missing" for value in (values[0], values[-1]))
-            raise Refused(
-                f"run.evaluate: {name} differs between processes ({first} on the first, {second} on the last): sum over the "
-                "samples of all of them with common.distributed.collectives.reduce_dict, then divide"
-            )
+        first, *others = (theirs.get(name, []) for theirs in of_ranks)
+        for other in others:
+            # Machines of different kinds may differ in the last bits.
+            if len(other) != len(first) or not np.allclose(other, first, 1e-5, equal_nan=True):
+                one, two = (f"{value[0]:.5g}" if value else "missing" for value in (first, other))
+                raise Refused(
+                    f"run.evaluate: {name} differs between processes ({one} on the first, {two} on another): sum over the "
+                    "samples of all of them with common.distributed.collectives.reduce_dict, then divide"
+                )

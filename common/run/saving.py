@@ -7,8 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from common.checkpoints.resume import choose_together
 from common.checkpoints.state import Tensors, TrainingState
 from common.checkpoints.store import Checkpoints, verify
@@ -17,10 +15,9 @@ from common.config.fields import RunConfig
 from common.config.recipe_source import Source
 from common.distributed.collectives import broadcast_object
 from common.errors import Refused
-from common.files import as_json
 from common.run.best import Best
 from common.run.folder import RunFolder
-from common.run.progress import Progress, of_exported
+from common.run.progress import Progress
 from common.run.records import Records
 
 _LONG_WAIT = 1.0  # seconds; people are told of longer ones
@@ -41,7 +38,7 @@ class Saving:
         `export(model, results=..., folder=...)` writes a folder of the model that is evaluated, which becomes `best/`.
         """
         self._state, records = state, self._records
-        self._best = Best(self._path, state, partial(_exported, export), self._say) if self._folder else None
+        self._best = Best(self._path, state, export, self._say) if self._folder else None
         options = recipe, self.config.allow_changed_source
         found = choose_together(self.config.resume, self._checkpoints, identity, self._say, *options)
         if not found:
@@ -108,7 +105,3 @@ class Saving:
         self._records.log.summary(summary)
         if self._folder.read("status.json").get("status") == "running":  # no rank has written why it failed
             self._folder.status("running", record["step"])
-
-
-def _exported(export: Callable[..., None], model: torch.nn.Module, results: dict, folder: Path) -> None:
-    export(model, results=as_json(of_exported(results)), folder=folder)

@@ -45,10 +45,6 @@ class Shutdown:
         )
         return RestartNeeded(f"out of memory with {size} samples at once, from now on at most {limit}{other}")
 
-    def leave_word(self, step: int, cause: str) -> None:
-        """Write to status.json why the watchdog ends all processes at `step`. Called on the rank that reports it."""
-        write_status(self._path, "failed", step, cause)
-
     def outcome(self, stopped: bool, asked_by: str, error: BaseException | None) -> tuple[str, str]:
         """Status and cause for status.json.
 

@@ -8,7 +8,7 @@ not finite, how many images were broken) is sent in the same few numbers.
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,17 +53,13 @@ class _Posted:
     stop: bool
     ended_by: str
     counts: dict[str, int]  # number of values of each custom number
+    update: Update | None
+    lap: "Lap | None"
     copied: torch.Event | None = None
+    report: dict[str, Any] = field(default_factory=dict)  # fields of `StepReport` that every rank knows by itself
     logged: dict[str, tuple[float, int]] = field(default_factory=dict)  # on the host: sum and count
     names: tuple[str, ...] = ()  # of the custom numbers that are summed over ranks
-    update: Update | None = None
-    norms: Sequence[float] = ()
-    lap: "Lap | None" = None
-    ready: int = 0  # how many ranks say how long their laps took
-    summed: torch.Tensor | list[float] | None = None
-    grad_norm: float = 0.0
-    loss_scale: float | None = None
-    skipped: bool = False
+    summed: torch.Tensor | None = None
     work: Any = None
 
 
@@ -151,7 +147,7 @@ class StepReports:
             for total in self._sums.values()
         ]
         on_host = torch.stack(numbers).to("cpu", non_blocking=True)
-        posted = _Posted(step, outcome, on_host, stop, ended_by, self._counts, update=update, lap=lap)
+        posted = _Posted(step, outcome, on_host, stop, ended_by, self._counts, update, lap)
         self._sums, self._counts = {}, {}
         if devices.has_streams(losses.device):
             posted.copied = devices.mark()
@@ -178,61 +174,61 @@ class StepReports:
             return
         if posted.copied is not None:
             posted.copied.synchronize()
-        loss, posted.grad_norm, *totals = posted.device_numbers.tolist()
+        loss, grad_norm, *totals = posted.device_numbers.tolist()
+        posted.report = {"grad_norm": grad_norm, "skipped": False}
         if self.scaler:
             scale, *totals = totals
-            posted.skipped = scale < self._loss_scale
-            self._loss_scale = posted.loss_scale = scale
-        if posted.update and posted.update.norms is not None:
-            posted.norms, totals = totals[:2], totals[2:]
+            posted.report |= {"skipped": scale < self._loss_scale, "loss_scale": scale}
+            self._loss_scale = scale
+        if posted.update:
+            posted.report["update"] = dict(posted.update.rates)
+            if posted.update.norms is not None:
+                size, change, *totals = totals
+                posted.report["update"] |= {"weight_norm": size, "update_ratio": change / size if size else 0.0}
         posted.logged = {
             name: (total, count) for total, (name, count) in zip(totals, posted.counts.items(), strict=True)
         }
         posted.names = self._names
         # Only gradients may overflow, since a smaller scale makes them smaller. The loss is computed before scaling.
-        bad = not (math.isfinite(loss) and (posted.skipped or math.isfinite(posted.grad_norm)))
+        bad = not (math.isfinite(loss) and (posted.report["skipped"] or math.isfinite(grad_norm)))
         new = not posted.logged.keys() <= set(posted.names)
-        shared = [
-            loss,
-            bad,
-            posted.outcome.data_wait,
-            len(posted.outcome.broken),
-            posted.stop,
-            bool(posted.ended_by),
-            new,
-        ]
+        outcome = posted.outcome
+        shared = [loss, bad, outcome.data_wait, len(outcome.broken), posted.stop, bool(posted.ended_by), new]
         self._laps += posted.lap.seconds() if posted.lap else 0.0
         if posted.update:
-            posted.ready, seconds, self._laps = world_size(), self._laps, 0.0
+            seconds, self._laps = self._laps, 0.0
             shared += [seconds * (place == rank()) for place in range(world_size())]
         for name in posted.names:
             shared += [*posted.logged.get(name, (0.0, 0)), name in posted.logged]
-        posted.summed = shared
+        posted.summed = torch.tensor(shared, dtype=torch.float64)
         if world_size() > 1:
-            posted.summed = torch.tensor(shared, dtype=torch.float64)
             posted.work = dist.all_reduce(posted.summed, group=host_group(), async_op=True)
 
     def _finish(self) -> StepReport:
         posted = self._posted.popleft()
         if posted.work is not None:
             posted.work.wait()
-            posted.summed = posted.summed.tolist()
-        loss, bad, wait, broken, stop, ended, new, *sums = posted.summed
-        ready, sums = tuple(sums[: posted.ready]), sums[posted.ready :]
+        loss, bad, wait, broken, stop, ended, new, *sums = posted.summed.tolist()
         if bad:
             self._refuse(posted)
-        if posted.skipped and posted.loss_scale < _LEAST_SCALE:
+        if posted.report["skipped"] and posted.report["loss_scale"] < _LEAST_SCALE:
             raise Refused(
                 f"step {posted.step}: gradients still overflow in fp16 with a loss scale below {_LEAST_SCALE:.2g}; "
                 "lower --lr, set --clip 1, or take a bf16 config"
             )
         names = tuple(name for theirs in gather_objects(posted.outcome.broken) for name in theirs) if broken else ()
-        ended_by = first_said(posted.ended_by) if ended else ""
-        logged = self._means(posted, sums, new > 0)
-        mean = loss / self.global_batch_size
-        wait /= world_size()
-        state = names, stop > 0, posted.skipped, ended_by, posted.loss_scale
-        return StepReport(posted.step, mean, posted.grad_norm, wait, *state, logged, _of_update(posted), ready)
+        ranks = world_size() if posted.update else 0
+        return StepReport(
+            step=posted.step,
+            loss=loss / self.global_batch_size,
+            data_wait=wait / world_size(),
+            broken=names,
+            stop=stop > 0,
+            ended_by=first_said(posted.ended_by) if ended else "",
+            logged=self._means(posted, sums[ranks:], new > 0),
+            ready=tuple(sums[:ranks]),
+            **posted.report,
+        )
 
     def _means(self, posted: _Posted, sums: list[float], new: bool) -> dict[str, float]:
         """The mean of each custom number over all values, from `sums`: total, count and ranks of each known name."""
@@ -254,7 +250,7 @@ class StepReports:
                     f"{where}: {name} came from {ranks:.0f} of {world_size()} processes; log it on all of them in the same "
                     "steps, with an empty tensor where there is nothing to log"
                 )
-            if not (math.isfinite(total) or posted.skipped):
+            if not (math.isfinite(total) or posted.report["skipped"]):
                 raise Refused(f"{where}: {name} is not finite; mend it, or log torch.nan_to_num of it")
         return {name: total / count for name, (total, count, _) in of_names.items() if count}
 
@@ -267,17 +263,6 @@ class StepReports:
             f"step {posted.step}: {what} is not finite; no checkpoint of it was made. "
             f"Lower --lr, set --clip 1 or --warmup_epochs, or look at these samples{half}"
         )
-
-
-def _of_update(posted: _Posted) -> dict[str, float]:
-    """Learning rates of parts, norm of the weights, and norm of their change as a share of it."""
-    if not posted.update:
-        return {}
-    found = dict(posted.update.rates)
-    if posted.norms:
-        size, change = posted.norms
-        found |= {"weight_norm": size, "update_ratio": change / size if size else 0.0}
-    return found
 
 
 def first_said(text: str) -> str:

@@ -18,11 +18,10 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 
-from common.config.fields import list_of
 from common.errors import Refused
 
 PACKAGES = {"wandb": ("wandb",), "tensorboard": ("tensorboard", "tensorboardX"), "none": ()}
@@ -49,15 +48,10 @@ class Tracker:
     Args:
         kind: "wandb", "tensorboard" or "none".
         folder: The run folder; the tracker's files go below it.
-        project: The tracker's group of runs.
-        name: The run's display name.
         config: The run's complete config; W&B's `tags`, `group` and `notes` are taken from it.
-        run_id: The `run_id` of the run that resumes; None for a new run.
+        run_id: The attribute of that name of an earlier start, whose W&B run is continued.
         rows: Rows of metrics.jsonl, `{"step": 1, ...}`, that the run resumes after; what the tracker lacks of them is sent.
         say: Logs one line; also called from the tracker's thread.
-
-    Attributes:
-        run_id: To be kept in the run folder: a start that is given it continues the same W&B run.
     """
 
     def __init__(
@@ -157,27 +151,22 @@ class Tracker:
             self._say(f"{self._kind} failed ({reason}): training continues, metrics.jsonl has every row")
 
 
-class _Backend:
+class _Backend(Protocol):
     """One of Accelerate's trackers, running in the thread. Making one starts it."""
 
-    tracker: Any
     where: str
     has_up_to: int  # the last step that the tracker has whole from earlier starts
 
-    def log(self, step: int, metrics: dict) -> None:
-        self.tracker.log(metrics, step=step)
+    def log(self, step: int, metrics: dict) -> None: ...
 
-    def summary(self, values: dict) -> None:
-        self.tracker.log({f"summary/{key}": value for key, value in values.items()}, step=values.get("last/step"))
+    def summary(self, values: dict) -> None: ...
 
-    def images(self, step: int, pictures: dict[str, Path]) -> None:
-        raise NotImplementedError
+    def images(self, step: int, pictures: dict[str, Path]) -> None: ...
 
-    def finish(self, exit_code: int) -> None:
-        self.tracker.finish()
+    def finish(self, exit_code: int) -> None: ...
 
 
-class _WandB(_Backend):
+class _WandB:
     """W&B: online with credentials, offline without them or if the server can't be reached."""
 
     def __init__(self, folder, project, name, config, run_id, resumed_at, say):
@@ -197,7 +186,7 @@ class _WandB(_Backend):
             )
             run = {"name": name, "id": run_id, "resume": "allow", "dir": folder, "mode": mode, "settings": settings}
             run |= {key: config.get(key) or None for key in ("group", "notes")}
-            run["tags"] = list_of(config.get("tags", "")) or None
+            run["tags"] = [tag.strip() for tag in config.get("tags", "").split(",") if tag.strip()] or None
             tracker = WandBTracker(project, **run)
             tracker.start()
             return tracker
@@ -238,7 +227,7 @@ class _WandB(_Backend):
         self.run.finish(exit_code=exit_code)
 
 
-class _TensorBoard(_Backend):
+class _TensorBoard:
     def __init__(self, folder, project, name, config, run_id, resumed_at, say):
         files = _writable(folder / "tensorboard")
         self.files, self.stat = files, files.stat()
@@ -248,6 +237,12 @@ class _TensorBoard(_Backend):
         self.tracker.start()
         self.tracker.tracker.add_text("config", "\n".join(f"    {key}: {value}" for key, value in config.items()))
         self.where = f"{files} (to look: tensorboard --logdir {files})"
+
+    def log(self, step, metrics):
+        self.tracker.log(metrics, step=step)
+
+    def summary(self, values):
+        self.log(values.get("last/step"), {f"summary/{key}": value for key, value in values.items()})
 
     def images(self, step, pictures):
         import numpy
@@ -260,7 +255,7 @@ class _TensorBoard(_Backend):
     def finish(self, exit_code):
         # If the run folder was removed or replaced, a thread of TensorBoard would print a traceback or write there.
         if self.files.exists() and os.path.samestat(self.files.stat(), self.stat):
-            super().finish(exit_code)
+            self.tracker.finish()
 
 
 def _writable(folder: Path) -> Path:

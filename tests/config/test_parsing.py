@@ -64,7 +64,7 @@ def preset(tmp_path: Path):
 
 @pytest.mark.smoke
 def test_flags_override_the_file_and_the_file_overrides_defaults(preset) -> None:
-    assert parse(Config, []) == parse(Config, preset("# only a comment\n")) == Config()
+    assert parse(Config, []) == parse(Config, preset("# only a comment\n")) == parse(Config, ["--name", ""]) == Config()
     file = preset("lr: 1e-3\nepochs: 5\npretrained: true\nvisible: no\nloss: bce\n")
     config = parse(Config, ["--epochs", "7", *file, "--no_pretrained", "--image-size=64"])
     assert config == Config(lr=1e-3, epochs=7.0, pretrained=False, visible=False, loss="bce", image_size=64)
@@ -77,17 +77,11 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(preset) -> None
     [
         ("lr: 1e-3", "lr", 0.001),  # text to YAML 1.1
         ("temperature: -1e3", "temperature", -1000.0),
-        ("seed: 010", "seed", 10),  # octal to YAML 1.1, sixty-two to nobody
         ("name: 007", "name", "007"),
-        ("name: 12:30:45", "name", "12:30:45"),  # a number to the base of 60
         ("name: 2024-01-01", "name", "2024-01-01"),
-        ("name: 1e3", "name", "1e3"),
         ('name: "on"', "name", "on"),
         ("name: --help", "name", "--help"),
-        ('name: ""', "name", ""),
-        ("name: Füße 足", "name", "Füße 足"),
         ("pretrained: yes", "pretrained", True),
-        ("visible: off", "visible", False),
     ],
 )
 def test_yaml_values_get_the_type_of_their_field(preset, text: str, field: str, value: object) -> None:
@@ -99,9 +93,7 @@ def test_yaml_values_get_the_type_of_their_field(preset, text: str, field: str, 
     "text, told",
     [
         ("epoch: 3", "unknown key epoch; did you mean epochs"),
-        ("batch_nrm: 3", "unknown key batch_nrm"),
         ("lr: [1, 2]", "lr must be a single value, not list"),
-        ("lr:", "lr must be a single value, not None"),
         ("name: on", "name: True is not of the right type"),
         ("pretrained: 1", "pretrained: '1' is not true or false"),
         ("lr: 1\nseed: 2\nlr: 3", "lr is given twice"),
@@ -109,7 +101,6 @@ def test_yaml_values_get_the_type_of_their_field(preset, text: str, field: str, 
         ("- lr", "must hold `key: value` lines, found a list"),
         ("lr: [", "not readable as YAML"),
         ("lr: !!python/object/apply:os.getpid []", "not readable as YAML"),
-        ("? [a, b]\n: 1", "not readable as YAML"),
         ("lr: &a 1\n<<: *a", "unknown key <<"),
     ],
 )
@@ -123,22 +114,21 @@ def test_an_error_in_a_file_is_refused_in_one_line(preset, text: str, told: str)
     "arguments, told",
     [
         (["--epoch", 3], "unknown flag --epoch; did you mean epochs"),
-        (["--learning_rate=3"], "unknown flag --learning_rate"),
         (["--conf", "a.yaml"], "unknown flag --conf; did you mean config?"),
-        (["--lr", "fast"], "fast"),
-        (["--lr"], "lr"),
-        (["--lr", "nan"], "--lr nan: must be"),
+        (["--lr", "fast"], "--lr fast: must be a number"),
+        (["--lr"], "--lr needs a value"),
+        (["--lr", "--visible"], "--lr needs a value"),
+        (["--no_lr", "1"], "unknown flag --no_lr"),
         (["--lr", "-1"], "--lr -1.0: must be between 0 and 1000000"),
         (["--temperature=-inf"], "--temperature -inf: must be a finite number"),
         (["--global_batch_size", "0"], "--global_batch_size 0: must be between 1 and 1048576"),
-        (["--seed", "1.5"], "1.5"),
-        (["--loss", "mse"], "mse"),
+        (["--seed", "1.5"], "--seed 1.5: must be a whole number"),
+        (["--loss", "mse"], "--loss mse: must be one of ce, bce"),
         (["--pretrained=true"], "--pretrained takes no value: give --pretrained or --no_pretrained"),
-        (["--pretrained", "false"], "--pretrained takes no value"),
         (["--data="], "--data is empty: give it a value, or leave it out for digits"),
-        (["stray"], "stray"),
+        (["--pretrained", "stray"], "stray: is no flag; each value stands behind its flag"),
         (["--config"], "--config needs the path of a YAML file"),
-        (["--config", "a.yaml", "--config=b.yaml"], "--config is given 2 times"),
+        (["--config", "a.yaml", "--config=b.yaml"], "--config is given twice"),
         (["--config", "recipes/presets/digit.yaml"], "no such file; did you mean recipes/presets/digits.yaml"),
         (["--config", "recipes/presets"], "--config recipes/presets: a folder, not a file"),
     ],
@@ -182,11 +172,11 @@ def shown_by(capsys: pytest.CaptureFixture, *words: str) -> tuple[str, list[str]
     with pytest.raises(SystemExit) as end:
         parse(Config, [*words], "cls.py")
     assert not end.value.code
-    text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)  # without colours
-    return text, re.findall(r"^\W --(\w+)", text, re.MULTILINE)
+    text = capsys.readouterr().out
+    return text, re.findall(r"^  --(\w+)", text, re.MULTILINE)
 
 
-def test_help_shows_the_flags_that_people_use_and_help_all_every_one_in_groups(capsys) -> None:
+def test_help_shows_the_flags_that_people_use_and_help_all_every_one_in_groups(capsys, preset, monkeypatch) -> None:
     every = ["config", *(field.name for field in dataclasses.fields(Config))]
     for flag in ("--help", "-h"):
         text, few = shown_by(capsys, "--lr", "1", flag)
@@ -195,8 +185,12 @@ def test_help_shows_the_flags_that_people_use_and_help_all_every_one_in_groups(c
         text, flags = shown_by(capsys, flag, "all")
         assert sorted(flags) == sorted(every) and "A switch that is off." in text and "These are" not in text
         assert flags.index("data") < flags.index("val_share") < flags.index("global_batch_size")
-        groups = re.findall(r"(\w+) options\b", text)
+        groups = re.findall(r"^(\w+):$", text, re.MULTILINE)
         assert len(groups) == len({*groups}) == 8 and groups.index("data") < groups.index("optimization")
+    file = preset("temperature: 0.4321")
+    assert shown_by(capsys, *file, "--help", "all")[0].count("[0.4321]") == 1, "of the preset"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert shown_by(capsys, *file, "--help")[0] == "", "one process per machine prints"
 
 
 @pytest.mark.parametrize("recipe", [cls, det])
@@ -212,14 +206,6 @@ def test_a_field_may_decide_on_defaults_of_others_which_presets_and_flags_overri
     assert parse(Config, [*preset("init: lion")]).seed == 7
 
 
-def test_help_shows_the_values_of_the_preset_once_per_machine(capsys, preset, monkeypatch) -> None:
-    for rank, shown in (("0", 1), ("1", 0)):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        with pytest.raises(SystemExit):
-            parse(Config, [*preset("temperature: 0.4321"), "--help", "all"])
-        assert capsys.readouterr().out.count("0.4321") == shown
-
-
 def test_the_identity_of_a_run_has_no_fields_that_may_change() -> None:
     run = identity(Config())
     may_change = """max_micro_batch_size epochs max_steps output_dir name resume checkpoint_every keep_checkpoints
@@ -227,10 +213,6 @@ def test_the_identity_of_a_run_has_no_fields_that_may_change() -> None:
         collective_timeout profile allow_changed_source deterministic patience max_hours cache_folder""".split()
     assert {field.name for field in dataclasses.fields(Config)} - run.keys() == {*may_change}
     assert identity(Config(workers=7, name="x", epochs=3.0, max_micro_batch_size=9)) == run
-    for changed in (
-        Config(seed=1),
-        Config(global_batch_size=65),
-        Config(lr=0.1),
-    ):
+    for changed in (Config(seed=1), Config(global_batch_size=65), Config(lr=0.1)):
         assert short_hash(identity(changed)) != short_hash(run)
     assert json.loads(json.dumps(run)) == run  # as it goes through a checkpoint's record

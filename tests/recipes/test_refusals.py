@@ -36,9 +36,9 @@ WORDS = """
 cls --learning_rate 0.1
     unknown flag --learning_rate; here it is --lr
 cls -b 32
-    Unrecognized options: -b, 32; here it is --global_batch_size, the total over all processes
+    -b: is no flag; a flag begins with two dashes; here it is --global_batch_size, the total over all processes
 cls epochs=10
-    Unrecognized options: epochs=10; a flag begins with two dashes: --epochs 10
+    epochs=10: is no flag; a flag begins with two dashes: --epochs 10
 det --image_size 640
     unknown flag --image_size; here it is --short_sides
 cls --accum_iter 4
@@ -48,7 +48,7 @@ cls --weights IMAGENET1K_V1
 cls --global_batchsize 8
     unknown flag --global_batchsize; did you mean global_batch_size...?
 cls /data/imagenet
-    Unrecognized options: /data/imagenet; each value stands behind its flag, as in --data FOLDER
+    /data/imagenet: is no flag; each value stands behind its flag, as in --data FOLDER
 
 -- what the launch decides, given to the recipe
 cls --config_file accelerate_configs/cpu.yaml

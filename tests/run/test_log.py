@@ -57,20 +57,6 @@ def test_lines_go_to_the_terminal_and_the_log_without_control_characters(opened,
     assert [line.split("  ", 1)[1] for line in (path / "log.txt").read_text().splitlines()] == lines
 
 
-def test_lines_without_a_terminal_are_rare_but_never_leave_out_an_evaluation_or_the_end(
-    opened, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    journal, _, _ = opened
-    now = [1000.0]
-    monkeypatch.setattr("common.run.log.time.perf_counter", lambda: now[0])
-    for step in range(1, 31):
-        now[0] += 0.5
-        journal.note(step, {"train/loss": 1.0} | ({"eval/top1": 0.5} if step == 7 else {}))
-        journal.flush()
-    lines = [int(line.split()[1].split("/")[0]) for line in capsys.readouterr().out.splitlines()]
-    assert 7 in lines and 30 in lines and len(lines) < 12
-
-
 def test_after_a_row_that_could_not_be_written_there_is_no_other(opened, monkeypatch) -> None:
     journal, dashboard, path = opened
     journal.check()
@@ -88,10 +74,8 @@ def test_after_a_row_that_could_not_be_written_there_is_no_other(opened, monkeyp
 def test_all_but_the_main_process_are_silent(capsys, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     journal, dashboard = RunLog(None), Dashboard()
-    journal.say("hello")
     journal.table({"a": "b"})
     journal.open(dashboard, 0, 10)
-    journal.advance(1)
     journal.note(1, {"train/loss": 1.0})
     journal.flush()
     journal.summary({"best": {}, "last": {}})

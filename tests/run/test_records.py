@@ -88,19 +88,6 @@ def test_a_table_has_no_formulas(records) -> None:
     assert next(csv.reader([text])) == ["'=cmd|' /C calc'!A0", "'+1+cmd|x", "'@x", "-2.5", "a", "-2.5", "'\t=1"]
 
 
-def test_pictures_before_the_end_take_at_most_a_fiftieth_of_the_training(records) -> None:
-    kept = records()
-    due = []
-    for seconds in (40.0, 60.0, 61.0, 1e6):
-        kept.progress.seconds = seconds
-        due.append(kept.has_time_to_draw())
-        if due[-1]:
-            kept._drawing += 1.0  # as `draw` counts
-    assert due == [False, True, False, True]
-    kept.share()  # a start that resumes has drawn nothing and trained nothing
-    assert not kept.has_time_to_draw()
-
-
 def test_the_best_evaluation_is_the_lowest_of_a_loss_and_finite(records) -> None:
     """A loss of 2.15 is no 215 %, and the model of the first evaluation, the worst, is not kept."""
     of = records(patience=2)
@@ -121,30 +108,32 @@ def test_the_direction_of_usual_results_is_known() -> None:
         assert direction_of(name) is direction_of(f"eval/ema_{name}") is direction
 
 
-@pytest.mark.parametrize("losses, told", [([2.3, 5e7], "5e[+]07"), ([1e-9, 1e3 + 1], "1e[+]03"), ([2.3, 700.0], "")])
-def test_a_dry_run_with_an_exploding_loss_is_refused(records, losses, told: str) -> None:
-    for dry_run in (True, False):  # a run sees for itself
-        kept = records(dry_run=dry_run)
-        kept.take_in(report(1, losses[0]), 0.1, evaluated=False)
-        refused = pytest.raises(
-            Refused, match=f"^step 2: the loss rose to {told}, more than 1,000 times the first; lower --lr"
-        )
-        with refused if told and dry_run else contextlib.nullcontext():
-            kept.take_in(report(2, losses[1]), 0.1, evaluated=True)
-
-
-def test_an_evaluation_that_is_not_finite_is_refused_by_a_dry_run(records, capsys) -> None:
-    kept, told = records(), "step 2: eval/loss is not finite; lower --lr, set --clip 1 or --warmup_epochs"
+def test_a_dry_run_refuses_a_loss_that_explodes_and_an_evaluation_that_is_not_finite(records, capsys) -> None:
+    for first, second, told in ((2.3, 5e7, "5e[+]07"), (1e-9, 1e3 + 1, "1e[+]03"), (2.3, 700.0, "")):
+        for dry_run in (True, False):  # a run sees for itself
+            kept = records(dry_run=dry_run)
+            kept.take_in(report(1, first), 0.1, evaluated=False)
+            said = f"^step 2: the loss rose to {told}, more than 1,000 times the first; lower --lr"
+            with pytest.raises(Refused, match=said) if told and dry_run else contextlib.nullcontext():
+                kept.take_in(report(2, second), 0.1, evaluated=True)
+    told = "step 2: eval/loss is not finite; lower --lr, set --clip 1 or --warmup_epochs"
+    with pytest.raises(Refused, match=told):
+        records(dry_run=True).evaluation(2, {"loss": NAN, "top1": 0.1}, "top1")
+    kept = records()
     kept.evaluation(2, {"loss": NAN, "top1": 0.1, "top5": None, "count": 3}, "top1")
     assert capsys.readouterr().out == told + "\n" and kept.progress.best["step"] == 2
-    with pytest.raises(Refused) as raised:
-        records(dry_run=True).evaluation(2, {"loss": NAN, "top1": 0.1}, "top1")
-    assert str(raised.value) == told
 
 
-def test_plots_carry_their_step_and_letters_without_a_font_are_logged_once(records, capsys, monkeypatch) -> None:
+def test_pictures_carry_their_step_and_take_at_most_a_fiftieth_of_the_training(records, capsys, monkeypatch) -> None:
+    """And letters without a font are logged once."""
     kept = records()
-    kept.log.note(10, {"train/loss": 1.0})
+    due = []
+    for seconds in (40.0, 60.0, 61.0, 1e6):
+        kept.progress.seconds = seconds
+        due.append(kept.has_time_to_draw())
+        if due[-1]:
+            kept._drawing += 1.0  # as `draw` counts
+    assert due == [False, True, False, True]
     kept.progress.step = 12
     monkeypatch.setattr(fonts, "missing", {"猫"})
     for _ in range(2):
@@ -152,3 +141,5 @@ def test_plots_carry_their_step_and_letters_without_a_font_are_logged_once(recor
     (path,) = kept.log._tracker.shown[12].values()
     assert path.name == "a.png"
     assert capsys.readouterr().out.count("no installed font has 猫, drawn as boxes; ") == 1
+    kept.share()  # a start that resumes has drawn nothing and trained nothing
+    assert not kept.has_time_to_draw()

@@ -111,27 +111,23 @@ def test_a_killed_run_has_a_page_of_its_rows_and_its_log(tmp_path: Path) -> None
         write(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "status.json", "log.txt", "summary.json"])
 @pytest.mark.parametrize("content", ["\0\xff[[[", '{"best": 3, "step": "x", "status": [], "ranks": 7}'])
-def test_a_damaged_file_costs_its_own_part_at_most(tmp_path: Path, name: str, content: str) -> None:
-    page = Page(made(tmp_path / "a", **{name: content, "environment.json": content}))
-    others = {"metrics.jsonl": "<img", "log.txt": "4 processes on 1 node"}
-    assert all(said in page.source for file, said in others.items() if file != name)
+def test_a_damaged_file_costs_its_own_part_at_most(tmp_path: Path, content: str) -> None:
+    for name in ("metrics.jsonl", "config.yaml", "status.json", "log.txt", "summary.json"):
+        page = Page(made(tmp_path / name, **{name: content, "environment.json": content}))
+        others = {"metrics.jsonl": "<img", "log.txt": "4 processes on 1 node"}
+        assert all(said in page.source for file, said in others.items() if file != name), name
 
 
 def test_the_page_of_a_thousand_classes_stays_small(tmp_path: Path) -> None:
     shares = {
         f"class {number} of many, with a long name": (number * 7919 % 21_000) / 21_000 for number in range(21_000)
     }
-    page = Page(made(tmp_path / "a", **{"best/results.json": {"top1": 0.5, "per_class": shares}}))
+    results = {"f1": 0.5, "per_class": shares, "threshold": dict.fromkeys(shares, 0.125), "odd": {"a": "x"}}
+    page = Page(made(tmp_path / "a", **{"best/results.json": results}))
     assert len(page.source) < 600_000 and "The 1,000 lowest of 21,000 classes" in page.text
     assert page.source.count("of many, with") == 1_000
-
-
-def test_several_columns_per_class_and_none_of_several_labels(tmp_path: Path) -> None:
-    results = {"f1": 0.5, "per_class": {"a": None, "b": 0.25}, "threshold": {"a": 0.5, "b": 0.125}, "odd": {"a": "x"}}
-    page = Page(made(tmp_path / "a", **{"best/results.json": results}))
-    assert "class F1 threshold b 25.00 % 12.50 % a - 50.00 %" in page.text
+    assert "class F1 threshold class 0 of many, with a long name 0.00 % 12.50 % class" in page.text
 
 
 def test_a_large_picture_is_stored_smaller_and_no_fifo_is_waited_for(tmp_path: Path) -> None:
@@ -164,17 +160,3 @@ def test_a_full_or_read_only_disk_is_said_in_a_line_and_the_old_page_stays(tmp_p
         assert (run / FILE).read_bytes() == before
     assert len(said) == 2 and "No space left" in said[0] and "Read-only" in said[1], said
     assert all(line.startswith(f"{run / FILE} could not be written: OSError") and "\n" not in line for line in said)
-
-
-def test_runs_leave_a_page_also_when_they_resume(run_several, tmp_path: Path) -> None:
-    words = ["--max_steps", 2, "--log_every", 1, "--output_dir", tmp_path]
-    (tmp_path / "blocked" / FILE).mkdir(parents=True)  # where the page can't go
-    cases = {"run": words, "longer": [*words, "--max_steps", 4, "--name", "run"], "blocked": words}
-    done = run_several(1, cases)
-    assert [case.outcome for case in done.values()] == ["ok"] * 3
-    assert f"report    {tmp_path / 'run' / FILE}" in done["longer"].stdout
-    assert f"{FILE} could not be written: IsADirectoryError" in done["blocked"].stdout
-    assert json.loads((tmp_path / "blocked" / "status.json").read_text())["status"] == "finished"
-    page = html.unescape((tmp_path / "run" / FILE).read_text())
-    for said in ("finished at step 4", "2, of which 1 resumed from a checkpoint", "top-1", "run-again"):
-        assert said in page, said

@@ -9,7 +9,6 @@ import torch
 
 from common.distributed.collectives import rank, world_size
 from common.errors import Refused
-from common.run import step_reports
 from common.run.step_reports import StepReport, StepReports
 from common.training.step import StepOutcome
 from common.training.update_size import Update
@@ -88,21 +87,18 @@ def test_under_fp16_an_overflow_is_a_skipped_step_and_each_step_tells_the_scale_
     assert (reports[0].update, reports[0].logged) == beside
     assert [report.skipped for report in reports] == [False, True, True, False, True]
     assert [report.loss_scale for report in reports] == [8.0, 4.0, 2.0, 2.0, 1.0]
-
-
-def test_overflows_that_no_smaller_scale_mends_stop_the_run() -> None:
-    state = StepReports(1, fp16(2.0**16))
-    for step in range(1, 51):
-        post(state, step, [1.0], INF if step % 2 else 1.0)
-    assert sum(report.skipped for report in state.settle()) == 25
-    post(state, 51, [1.0], INF)
-    assert refusal(state).startswith("step 51: gradients still overflow in fp16")
+    for step in range(6, 15):
+        post(state, step, [1.0], INF)
+    assert sum(report.skipped for report in state.settle()) == 9, "down to a scale of 2 ** -9"
+    post(state, 15, [1.0], INF)
+    assert refusal(state).startswith("step 15: gradients still overflow in fp16")
 
 
 # --- on several ranks
 
 
 def healthy_steps() -> list[dict]:
+    """The update and the laps are posted with every second step."""
     state = StepReports(2 * world_size())
     reports = []
     for step in range(1, 5):
@@ -110,7 +106,10 @@ def healthy_steps() -> list[dict]:
         broken = (f"{rank()}.png: torn",) * ((step == 2) + (step == 3 and rank() == 1))
         ended_by = "enough" * (step == 3 and rank() == world_size() - 1)
         stop = step == 3 and rank() == world_size() - 1
-        post(state, step, mine, norm=0.5 * step, stop=stop, wait=float(rank()), broken=broken, ended_by=ended_by)
+        told = {"stop": stop, "wait": float(rank()), "broken": broken, "ended_by": ended_by}
+        update = Update({"lr_head": 0.1 * step}, torch.tensor([4.0, 2.0 * step])) if step % 2 == 0 else None
+        lap = SimpleNamespace(seconds=lambda step=step: 10.0 * step + rank())
+        post(state, step, mine, norm=0.5 * step, update=update, lap=lap, **told)
         reports += [asdict(report) for report in state.read()]
     return reports + [asdict(report) for report in state.settle()]
 
@@ -129,30 +128,8 @@ def test_all_ranks_get_the_same_reports_in_the_same_order(processes: Processes) 
     assert [report.stop for report in reports] == [False, False, True, False]  # one rank's wish is everyone's
     assert reports[1].broken == tuple(f"{rank}.png: torn" for rank in range(ranks))
     assert reports[2].broken == ("1.png: torn",)
-
-
-def logged_steps() -> list[dict]:
-    state, reports = StepReports(2 * world_size()), []
-    for step in range(1, 5):
-        update = Update({"lr_head": 0.1 * step}, torch.tensor([4.0, 2.0 * step])) if step % 2 == 0 else None
-        state.add({"train/aux": 1.0 * step})
-        lap = SimpleNamespace(seconds=lambda step=step: 10.0 * step + rank())
-        post(state, step, [1.0, 1.0], update=update, lap=lap)
-        reports += [asdict(report) for report in state.read()]
-    return reports + [asdict(report) for report in state.settle()]
-
-
-def test_logged_steps_tell_the_update_and_how_long_each_rank_took(processes: Processes) -> None:
-    answers = processes.run(logged_steps, ranks=3)
-    assert answers == [answers[0]] * 3
-    reports = [StepReport(**report) for report in answers[0]]
-    assert [report.logged for report in reports] == [{"train/aux": step} for step in (1.0, 2.0, 3.0, 4.0)]
-    assert [report.update for report in reports] == [
-        {},
-        {"lr_head": 0.2, "weight_norm": 4.0, "update_ratio": 1.0},
-        {},
-        {"lr_head": 0.4, "weight_norm": 4.0, "update_ratio": 2.0},
-    ]
+    assert reports[0].update == reports[2].update == {}
+    assert reports[3].update == {"lr_head": 0.4, "weight_norm": 4.0, "update_ratio": 2.0}
     assert [[*report.ready] for report in reports] == [[], [30.0, 32.0, 34.0], [], [70.0, 72.0, 74.0]]
 
 
@@ -163,7 +140,8 @@ def fail_on_one_rank(half: bool, norm: float) -> tuple[str, int]:
         while not told and step < 10:
             step += 1
             bad = step == 4 and rank() == 1
-            post(state, step, [1.0, NAN if bad else 1.0], norm if step == 4 else 1.0)
+            broken = (f"{step}",) * (rank() != step % 2)  # the exchange of names must not cross the refusal
+            post(state, step, [1.0, NAN if bad else 1.0], norm if step == 4 else 1.0, broken=broken)
             state.read()
     except Refused as refused:
         told = str(refused)
@@ -177,23 +155,6 @@ def test_a_bad_loss_of_one_rank_stops_all_within_two_steps(processes: Processes)
         told, step = answers[0]
         assert told.startswith("step 4: the loss of the samples at positions 21 is not finite")
         assert step == 5
-
-
-def fail_while_others_name_broken_images() -> str:
-    """The exchange of names and the refusal are collectives of the same steps: they must not cross."""
-    state = StepReports(world_size())
-    for step in range(1, 4):
-        post(state, step, [NAN if step == 3 else 1.0], broken=(f"{step}",) * (rank() != step % 2))
-    try:
-        state.settle()
-    except Refused as refused:
-        return str(refused)
-    return ""
-
-
-def test_names_and_refusals_do_not_cross(processes: Processes) -> None:
-    answers = processes.run(fail_while_others_name_broken_images, ranks=2)
-    assert answers == [answers[0]] * 2 and answers[0].startswith("step 3: the loss of the samples at positions 4, 5 is")
 
 
 # --- numbers of one's own
@@ -230,13 +191,6 @@ def test_a_custom_number_that_is_not_finite_stops_the_run_but_for_a_skipped_step
         assert [report.skipped for report in state.settle()] == [True, True]
     else:
         assert refusal(state) == "step 2: run.log: train/a is not finite; mend it, or log torch.nan_to_num of it"
-
-
-def test_too_many_names_are_refused() -> None:
-    state = StepReports(1)
-    state.add({f"train/{number}": 1.0 for number in range(step_reports._MOST_NAMES + 1)})
-    post(state, 1, [1.0])
-    assert refusal(state).startswith("step 1: run.log got more than 1,000 names, the last train/999; ")
 
 
 def log_on_ranks() -> tuple[list[dict], list[str]]:

@@ -145,15 +145,11 @@ def test_one_failing_call_does_not_end_the_tracker_and_rows_keep_their_values(ba
     assert said == ["wandb failed (disk full): training continues, metrics.jsonl has every row"]
 
 
-def test_none_means_nothing(tmp_path) -> None:
+def test_none_means_nothing_and_a_missing_package_is_refused(tmp_path, monkeypatch) -> None:
     tracker = tracker_of(tmp_path, kind="none")
     tracker.log(1, {"a": 1.0})
-    tracker.images(1, {"a": tmp_path / "a.png"})
     tracker.finish()
     assert tracker.where() == "" and tracker.run_id and list(tmp_path.iterdir()) == []
-
-
-def test_a_missing_package_is_refused_with_the_way_out(monkeypatch) -> None:
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Refused, match="pip install tensorboard"):
         tracking.require("tensorboard")
