@@ -62,6 +62,7 @@ IN_TMP = ("torchinductor_", "export_check_")
 FOREIGN = (
     "sem.loky-"  # of joblib's pools in other programs of the machine, which may be out of sight here; no recipe has one
 )
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
 FAR = 1e-8  # on other layouts, in float64
 
 
@@ -69,7 +70,8 @@ FAR = 1e-8  # on other layouts, in float64
 class Campaign:
     """Kills of runs on `layouts`, numbers of processes of which each start takes one: several move a run from one to another.
 
-    With nodes one of these is killed, or both. Else the processes are forks, which start sooner.
+    With nodes one of these is killed, or both. Else the processes are forks, which start sooner. With `shards` (FSDP2), two
+    of three starts of several processes have them, or all if the run stays on its layout.
     """
 
     forks: Forks
@@ -78,8 +80,10 @@ class Campaign:
     seed: int = 0
     recipe: str = "cls"
     nodes: Sequence[Node] = ()
+    shards: bool = False
     say: Callable[[str], None] = print
     kills: int = 0
+    starts: int = 0
     runs: int = 0  # that came to their end, and were the same
 
     def __post_init__(self):
@@ -259,12 +263,14 @@ class Campaign:
     def _fork(self, name: str, processes: int, operation: int | None, *words: object) -> list[Fork]:
         """A fork for each rank; rank 0 dies before its file operation of that number, if one is given."""
         watch = self.scratch / name if operation else None
+        self.starts += 1
+        has_shards = self.shards and processes > 1 and (not self.moves or self.starts % 3 > 0)
         words = self._command(name, *words)
         return self.forks.start_ranks(
             processes,
             *words,
             recipe=self.recipe,
-            before=functools.partial(begin, self.scratch / "tmp"),
+            before=functools.partial(begin, self.scratch / "tmp", FSDP if has_shards else {}),
             watch=watch,
             spared=_AllBefore(operation or 0),
         )
@@ -281,9 +287,10 @@ class _AllBefore:
         return self.number > 0
 
 
-def begin(temporary: Path, rank: int) -> None:
-    """In a fork: a folder for temporary files."""
+def begin(temporary: Path, environment: dict[str, str], rank: int) -> None:
+    """In a fork: a folder for temporary files, and variables."""
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+    os.environ.update(environment)
 
 
 def _read_of_processes(name: str) -> Iterator[str]:

@@ -133,22 +133,21 @@ def test_all_machines_stop_where_none_can_go_on(nodes, start, tmp_path, asked):
 
 @pytest.mark.long
 @pytest.mark.alone
-@pytest.mark.parametrize("backend", ["c10d", "machines"])
-def test_torchrun_and_its_own_environment_do_as_well(nodes, tmp_path, backend):
+def test_torchrun_and_its_own_environment_do_as_well(nodes, tmp_path):
     """On one machine torchrun, on the other `accelerate launch` with torchrun's variables; they lose one, and take it back."""
-    first, second = nodes(2, names_are_loopback=False)  # c10d gives the name of a machine as its address
+    first, second = nodes(2)
     (recipe := tmp_path / "cls_paced.py").write_text(PACED)
     words = (recipe, *WORDS, "--output_dir", tmp_path, "--name", "run")
     options = {"NNODES": "1:2", "RDZV_ENDPOINT": f"{first.address}:29501", "RDZV_ID": "run", "RDZV_CONF": LEAST_ONE}
     env = {"CUDA_VISIBLE_DEVICES": "-1"} | {f"PET_{name}": value for name, value in options.items()}
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", 1, "--rdzv_backend", backend, "--max_restarts", 3]
-    flags = ["--multi_gpu", "--num_machines", 1, "--num_processes", 2, "--rdzv_backend", backend, "--max_restarts", 3]
-    flags += ["--main_process_port", 0, "--mixed_precision", "no", "--dynamo_backend", "no"]
+    both = ["--rdzv_backend", "machines", "--max_restarts", 3]
+    flags = ["--multi_gpu", "--num_machines", 1, "--num_processes", 2, "--main_process_port", 0]
+    flags += ["--mixed_precision", "no", "--dynamo_backend", "no"]
 
     def start(node: Node) -> Started:
         if node is first:
-            return node.start_python(*torchrun, *words, env=env)
-        return node.start_python("-m", "accelerate.commands.launch", *flags, *words, env=env)
+            return node.start_python("-m", "torch.distributed.run", "--nproc_per_node", 1, *both, *words, env=env)
+        return node.start_python("-m", "accelerate.commands.launch", *flags, *both, *words, env=env)
 
     run = Watched(tmp_path / "run", [start(first), start(second)])
     run.until(lambda: run.step() >= 12 and run.world_size() == 3, "both train")

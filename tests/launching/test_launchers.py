@@ -93,20 +93,17 @@ def test_what_a_launcher_leaves_out_is_completed(environ, launcher, numbers, mai
     assert complete(again) == launch and again == completed
 
 
-@pytest.mark.parametrize(
-    "environ, launcher",
-    [
+def test_a_single_process_forms_no_group() -> None:
+    for environ, launcher in (
         ({}, "python"),
         (ACCELERATE, "accelerate launch"),
         ({"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": ""}, "python"),
         (slurm(0, 1, 0, 0, "1"), "srun"),
         ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, "python"),  # a batch script
         ({"SLURM_NTASKS": "4", **ACCELERATE}, "accelerate launch"),
-    ],
-)
-def test_a_single_process_forms_no_group(environ, launcher) -> None:
-    completed = dict(environ)
-    assert complete(completed) == Launch(launcher) and completed == environ
+    ):
+        completed = dict(environ)
+        assert complete(completed) == Launch(launcher) and completed == environ
 
 
 @pytest.mark.parametrize(
