@@ -323,14 +323,10 @@ def main_process_first(what: str) -> Iterator[None]:
     goes_first = is_local_main()
     if not goes_first:
         _agree(what)
-    try:
+    with all_or_none(what):
         yield
-    except BaseException as error:
-        _agree(what, error)
-        raise
     if goes_first:
         _agree(what)
-    _agree(what)
 
 
 def _agree(what: str, error: BaseException | None = None) -> None:
@@ -346,13 +342,9 @@ def _agree(what: str, error: BaseException | None = None) -> None:
     if all(refused for refused, _, _ in failures.values()):
         raise Refused("; ".join(dict.fromkeys(text for _, _, text in failures.values()))) from error
     if error is None:
-        raise Refused(_describe(what, failures))
-
-
-def _describe(what: str, failures: dict[int, tuple[bool, str, str]]) -> str:
-    named = [f"rank {failing}: while {what}: {kind}: {text}" for failing, (_, kind, text) in failures.items()]
-    rest = len(named) - NAMED_FAILURES
-    return "; ".join(named[:NAMED_FAILURES]) + (f"; and {rest} more ranks" if rest > 0 else "")
+        named = [f"rank {failing}: while {what}: {kind}: {text}" for failing, (_, kind, text) in failures.items()]
+        rest = len(named) - NAMED_FAILURES
+        raise Refused("; ".join(named[:NAMED_FAILURES]) + (f"; and {rest} more ranks" if rest > 0 else ""))
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:

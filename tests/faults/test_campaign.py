@@ -27,9 +27,3 @@ def test_runs_that_are_killed_and_moved_are_the_undisturbed_in_float64(forks, tm
     """Between one process and several; with shards also between shards and data parallelism."""
     layouts = (1, 2, 3) if options else (1, 2, 3, 4)
     assert Campaign(forks, tmp_path / "campaign", layouts, **options).run(kills).kills == kills
-
-
-@pytest.mark.long
-def test_runs_of_two_machines_that_are_lost_are_bit_equal_to_the_undisturbed(nodes, forks, tmp_path):
-    """Undisturbed it is that of two processes on one machine. With this seed each machine is lost once, as they train."""
-    assert Campaign(forks, tmp_path / "campaign", (2,), seed=23, nodes=nodes(2)).run(2).kills == 2

@@ -22,12 +22,6 @@ WORDS = (
     *("--max_steps", STEPS, "--log_every", 1, "--eval_every", 6, "--checkpoint_every", 6, "--dtype", "float64"),
     *("--batch_norm", "group", "--norm_batch_size", 4, "--mixup", 0.2, "--drop_path", 0.2, "--hflip", 0.5),
 )
-DETECTION_WORDS = (
-    *("--short_sides", "80,96", "--long_side", 128, "--scale_jitter", "0.7-1.3", "--mosaic", 0.3, "--mixup", 0.3),
-    *("--global_batch_size", 7, "--max_micro_batch_size", 2, "--workers", 0, "--tracker", "none", "--width", 32),
-    *("--max_steps", STEPS, "--log_every", 1, "--eval_every", 6, "--checkpoint_every", 6, "--dtype", "float64"),
-    *("--batch_norm", "frozen", "--drop_path", 0.1, "--hflip", 0.3, "--clip", 1),
-)
 JOIN_S = 15  # how long a launcher of these tests waits for the others
 START_S = 45  # what starting takes on a busy machine
 
@@ -35,14 +29,13 @@ START_S = 45  # what starting takes on a busy machine
 def start(
     nodes: Sequence[Node],
     *words: object,
-    recipe: str = "cls",
     flags: Sequence[object] = (),
     lines: Sequence[Sequence] = ((), ()),
 ) -> list[Started]:
     """The command of the README on each machine; `lines` are the words that only one of them is given."""
     flags = ["--main_process_ip", nodes[0].address, *flags]
     return [
-        node.start("2node_cpu", f"recipes/{recipe}.py", *small(words, recipe), *line, flags=flags)
+        node.start("2node_cpu", "recipes/cls.py", *small(words), *line, flags=flags)
         for node, line in zip(nodes, lines, strict=True)
     ]
 
@@ -52,19 +45,17 @@ def finish(started: Sequence[Started]) -> list[subprocess.CompletedProcess[str]]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe, processes", [("cls", 2), ("det", 1)])
-def test_two_machines_make_the_run_of_one(nodes, forks, scenes, tmp_path, recipe, processes):
+def test_two_machines_make_the_run_of_one(nodes, forks, tmp_path):
     """In float64, with the command of the README, on machines that know their own names as 127.0.1.1."""
-    words = WORDS if recipe == "cls" else (*DETECTION_WORDS, "--data", scenes)
-    words = (*words, "--output_dir", tmp_path)
-    done = finish(start(nodes(2), *words, "--name", "two", recipe=recipe, flags=["--num_processes", 2 * processes]))
+    words = (*WORDS, "--output_dir", tmp_path)
+    done = finish(start(nodes(2), *words, "--name", "two", flags=["--num_processes", 4]))
     assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
-    assert f"{2 * processes} processes on 2 nodes, cpu (gloo), fp64" in done[0].stdout
-    alone = forks(*words, "--name", "alone", recipe=recipe)
+    assert "4 processes on 2 nodes, cpu (gloo), fp64" in done[0].stdout
+    alone = forks(*words, "--name", "alone")
     assert alone.code == 0, alone.stderr
     one, two = (Outcome("ok", "", "", 0.0, tmp_path / name) for name in ("alone", "two"))
     assert [row["step"] for row in two.rows] == list(range(1, STEPS + 1))
-    for key in ("train/loss", "train/grad_norm", "eval/loss" if recipe == "cls" else "eval/AP"):
+    for key in ("train/loss", "train/grad_norm", "eval/loss"):
         np.testing.assert_allclose(two.column(key), one.column(key), rtol=1e-8)
     assert len(set(one.column("train/loss"))) == STEPS, "nothing has moved: the comparison would prove nothing"
 
