@@ -114,6 +114,7 @@ def test_a_single_process_forms_no_group() -> None:
         ({**POD, "WORLD_SIZE": "8"}, "WORLD_SIZE=8 contradicts python with PET_* variables, which says 2"),
         (ompi(rank=2), "Open MPI says that this is rank 2 of 2"),
         (ompi(here=3), "of all processes 2 of 2"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is not set"),
         ({**EXPORTED, "RANK": "x"}, "RANK=x is not a whole number"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is exported, but RANK is not set"),
         ({**MAIN, "WORLD_SIZE": "2", "RANK": "1"}, "LOCAL_RANK is not set"),
