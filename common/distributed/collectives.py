@@ -122,13 +122,7 @@ def gather_objects(item: Any) -> list[Any]:
     One process: gather_objects("a") -> ["a"].
     Two ranks:   gather_objects("a" | "b") -> ["a", "b"] | ["a", "b"].
     """
-    data = _as_tensor(json.dumps(item).encode())
-    if not is_distributed():
-        return [_from_json(data)]
-    sizes = _sizes(data)
-    gathered = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(gathered, _padded(data, max(sizes)), group=host_group())
-    return [_from_json(theirs[:size]) for theirs, size in zip(gathered, sizes, strict=True)]
+    return [json.loads(data) for data in _gathered(json.dumps(item).encode())]
 
 
 def gather_to_main(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]] | None:
@@ -139,11 +133,8 @@ def gather_to_main(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]] | Non
     """
     if not is_distributed():
         return [list(arrays)]
-    data = _as_tensor(_pack(arrays))
-    sizes = _sizes(data)
-    gathered = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes] if is_main() else None
-    dist.gather(_padded(data, max(sizes)), gathered, dst=0, group=host_group())
-    return gathered and [_unpack(theirs[:size].numpy().tobytes()) for theirs, size in zip(gathered, sizes, strict=True)]
+    gathered = _gathered(_pack(arrays), to_main=True)
+    return [_unpack(data) for data in gathered] if is_main() else None
 
 
 def all_sum(values: torch.Tensor) -> torch.Tensor:
@@ -165,12 +156,11 @@ def broadcast_object(item: Any, source: int = 0) -> Any:
     Two ranks:   broadcast_object("a" | None) -> "a" | "a".
     """
     data = _as_tensor(json.dumps(item if rank() == source else None).encode())
-    if not is_distributed():
-        return _from_json(data)
-    size = _sizes(data)[source]
-    data = data if rank() == source else torch.empty(size, dtype=torch.uint8)
-    dist.broadcast(data, source, group=host_group())
-    return _from_json(data)
+    if is_distributed():
+        size = _sizes(data)[source]
+        data = data if rank() == source else torch.empty(size, dtype=torch.uint8)
+        dist.broadcast(data, source, group=host_group())
+    return json.loads(data.numpy().tobytes())
 
 
 def reduce_dict(values: Mapping[str, float | torch.Tensor], op: str = "sum") -> dict[str, float]:
@@ -323,14 +313,10 @@ def main_process_first(what: str) -> Iterator[None]:
     goes_first = is_local_main()
     if not goes_first:
         _agree(what)
-    try:
+    with all_or_none(what):
         yield
-    except BaseException as error:
-        _agree(what, error)
-        raise
     if goes_first:
         _agree(what)
-    _agree(what)
 
 
 def _agree(what: str, error: BaseException | None = None) -> None:
@@ -346,21 +332,28 @@ def _agree(what: str, error: BaseException | None = None) -> None:
     if all(refused for refused, _, _ in failures.values()):
         raise Refused("; ".join(dict.fromkeys(text for _, _, text in failures.values()))) from error
     if error is None:
-        raise Refused(_describe(what, failures))
-
-
-def _describe(what: str, failures: dict[int, tuple[bool, str, str]]) -> str:
-    named = [f"rank {failing}: while {what}: {kind}: {text}" for failing, (_, kind, text) in failures.items()]
-    rest = len(named) - NAMED_FAILURES
-    return "; ".join(named[:NAMED_FAILURES]) + (f"; and {rest} more ranks" if rest > 0 else "")
+        named = [f"rank {failing}: while {what}: {kind}: {text}" for failing, (_, kind, text) in failures.items()]
+        rest = len(named) - NAMED_FAILURES
+        raise Refused("; ".join(named[:NAMED_FAILURES]) + (f"; and {rest} more ranks" if rest > 0 else ""))
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _from_json(data: torch.Tensor) -> Any:
-    return json.loads(data.numpy().tobytes())
+def _gathered(data: bytes, to_main: bool = False) -> list[bytes]:
+    """What each rank sends, in rank order; with `to_main` nothing on ranks but rank 0."""
+    if not is_distributed():
+        return [data]
+    mine = _as_tensor(data)
+    sizes = _sizes(mine)
+    mine = torch.nn.functional.pad(mine, (0, max(sizes) - len(mine)))
+    gathered = [torch.empty_like(mine) for _ in sizes] if is_main() or not to_main else []
+    if to_main:
+        dist.gather(mine, gathered or None, dst=0, group=host_group())
+    else:
+        dist.all_gather(gathered, mine, group=host_group())
+    return [theirs[:size].numpy().tobytes() for theirs, size in zip(gathered, sizes, strict=False)]
 
 
 def _sizes(data: torch.Tensor) -> list[int]:
@@ -368,10 +361,6 @@ def _sizes(data: torch.Tensor) -> list[int]:
     sizes = torch.zeros(world_size(), dtype=torch.int64)
     sizes[rank()] = len(data)
     return reduce_counts(sizes).tolist()
-
-
-def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
-    return torch.nn.functional.pad(data, (0, size - len(data)))
 
 
 def _pack(arrays: Sequence[np.ndarray]) -> bytes:

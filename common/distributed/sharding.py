@@ -6,7 +6,7 @@ how the run was sharded.
 """
 
 import copy
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from common.distributed.collectives import host_group, is_main, rank, reduce_counts, subgroup, world_size
 from common.errors import Refused
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 _LISTS = (nn.Sequential, nn.ModuleList)  # what models keep their blocks in
 # Their names since torch 2.14, and before.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -100,7 +100,10 @@ def shard(model: nn.Module, dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()
         dist.broadcast(parameter.data, 0, group=host_group())
-    meta = {id(parameter): _without_data(parameter) for parameter in model.parameters()}
+    meta = {
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        for parameter in model.parameters()
+    }
     model.shards = Shards(model, copy.deepcopy(model, meta), *_begun)
 
 
@@ -126,38 +129,38 @@ def twin(model: nn.Module) -> nn.Module:
     return other.requires_grad_(False)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: Tensor) -> Tensor:
     """The tensor without shards, on its device. A collective if it has some."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: Tensor) -> Tensor:
     """This rank's shard, or the tensor itself. No communication."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def from_local(shard: torch.Tensor, like: DTensor) -> DTensor:
+def from_local(shard: Tensor, like: DTensor) -> DTensor:
     """A tensor cut as `like` is, of which this rank has `shard`. No communication."""
     return DTensor.from_local(
         shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
-def alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """The tensors in lists that torch's `foreach` functions take: whole ones, and those in shards of the same mesh."""
-    found: dict[DeviceMesh | None, list[torch.Tensor]] = {}
+    found = defaultdict(list)
     for tensor in tensors:
-        found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+        found[getattr(tensor, "device_mesh", None)].append(tensor)
     return [*found.values()]
 
 
-def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     """The L2 norm of all tensors together, whole or in shards; without a wait. A collective if some are in shards."""
     norms = [whole(torch.nn.utils.get_total_norm(part)) for part in alike(tensors) or [[]]]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
-def shard_like(tensor: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
+def shard_like(tensor: Tensor, like: Tensor | None) -> Tensor:
     """This rank's shard of a whole tensor, which every rank has, cut as `like` is. No communication."""
     if not isinstance(like, DTensor) or tensor.shape != like.shape:
         return tensor
@@ -215,9 +218,11 @@ def shared_passes(model: nn.Module, loader: DataLoader) -> Iterator[Any]:
     shards.is_told = True
     try:
         yield _SharedLoader(loader, shards)
-    finally:
+    finally:  # no part is gathered, and parts are kept as in training
         shards.is_told = False
-        shards.reset_memory()
+        for number, part in enumerate(shards.parts):
+            part.reshard()
+            part.set_reshard_after_forward(number > 0 and not shards.asked.keeps_weights, recurse=False)
 
 
 class Shards:
@@ -247,12 +252,6 @@ class Shards:
         for number, part in enumerate(self.parts):
             part.set_custom_all_gather(_Gather(self, number))
             part.set_custom_reduce_scatter(_Scatter(self))
-
-    def reset_memory(self) -> None:
-        """After an evaluation: no part is gathered, and parts are kept as in training."""
-        for number, part in enumerate(self.parts):
-            part.reshard()
-            part.set_reshard_after_forward(number > 0 and not self.asked.keeps_weights, recurse=False)
 
     def before_gathering(self, number: int) -> None:
         """Tell the ranks that have no batch left which part is gathered next."""
@@ -302,46 +301,33 @@ class _Collective:
     def __init__(self, shards: Shards, number: int = 0) -> None:
         self.shards, self.number = shards, number
 
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class _Gather(_Collective):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        if self.shards.is_alone:
-            for place, row in enumerate(output_tensor.view(group.size(), -1)):
-                if place != group.rank():  # there, the input is a view of the output
-                    row.copy_(input_tensor)
-            return None
-        self.shards.before_gathering(self.number)
-        return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        if not self.shards.is_alone:
+            self.shards.before_gathering(self.number)
+            return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        for place, row in enumerate(output_tensor.view(group.size(), -1)):
+            if place != group.rank():  # there, the input is a view of the output
+                row.copy_(input_tensor)
+        return None
 
 
 class _Scatter(_Collective):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        if self.shards.is_alone:
-            output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
-            return None
-        return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        if not self.shards.is_alone:
+            return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
+        return None
 
 
 class _Linear(nn.Linear):
     """A layer whose weight autograd does not keep in half precision: autocast's copy would stay until the backward pass."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
         is_cast = torch.is_autocast_enabled(kind) and self.weight.dtype == torch.float32
         if not is_cast or torch.compiler.is_compiling():
@@ -353,13 +339,13 @@ class _RecastLinear(torch.autograd.Function):
     """`F.linear` in the type of `x` [..., in]. Its backward pass casts the weight again, and computes what autograd's does."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
         of_x, of_weight, of_bias = ctx.needs_input_grad
@@ -377,11 +363,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     parameters with others stay together, in what no block has.
     """
     sizes = {part: sum(parameter.numel() for parameter in part.parameters()) for part in model.modules()}
-    places = Counter(
-        id(parameter)
-        for _, part in model.named_modules(remove_duplicate=False)
-        for parameter in part.parameters(recurse=False)
-    )
+    places = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     total = sizes[model]
 
     def blocks_in(parent: nn.Module) -> Iterator[nn.Module]:
@@ -405,9 +387,5 @@ def _without_views(part: nn.Module, arguments: tuple, output: Any) -> Any:
     """The output of a part, without views: FSDP2 would miss the backward pass of a view that is then changed in place."""
     if type(output) in (tuple, list):
         return type(output)(_without_views(part, arguments, each) for each in output)
-    is_view = isinstance(output, torch.Tensor) and output._base is not None
+    is_view = isinstance(output, Tensor) and output._base is not None
     return output.clone() if is_view and output.requires_grad else output
-
-
-def _without_data(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)

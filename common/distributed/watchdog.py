@@ -197,13 +197,10 @@ class _Watch:
         beats = self._read_all()
         late = blamed({rank: beats[rank] for rank in alive})
         stacks = [f"rank {rank} is at\n{beats[rank].stack}" for rank in late[:NAMED] if beats[rank].stack]
+        does = "stands at" if late == alive else "keeps the others waiting:"
+        text = _and_more([f"{_who(rank, beats[rank])} {does} {_where(beats[rank])}" for rank in late])
         if late == alive:
-            stand = _and_more([f"{_who(rank, beats[rank])} stands at {_where(beats[rank])}" for rank in late])
-            text = f"no process is behind the others, so a device or the network between them hangs: {stand}"
-        else:
-            text = _and_more(
-                [f"{_who(rank, beats[rank])} keeps the others waiting: {_where(beats[rank])}" for rank in late]
-            )
+            text = f"no process is behind the others, so a device or the network between them hangs: {text}"
         return "\n".join([text, *stacks]).rstrip()
 
     def _kill(self, beat: Heartbeat) -> None:

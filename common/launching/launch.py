@@ -56,14 +56,8 @@ _VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 MARGIN = timedelta(minutes=1)  # see `last_resort`
 NOTICE_S = 10.0  # how long a process waits until its launcher has read the announced exit code
 _PARENT = os.getppid()  # read early, while the launcher is certainly alive
-
-
-def _adopt() -> None:
-    global _PARENT
-    _PARENT = os.getppid()
-
-
-os.register_at_fork(after_in_child=_adopt)  # notebook_launcher forks its processes from one that has imported this
+# notebook_launcher forks its processes from one that has imported this.
+os.register_at_fork(after_in_child=lambda: globals().update(_PARENT=os.getppid()))
 
 
 def start(config: RunConfig | None = None) -> Accelerator:
@@ -96,8 +90,7 @@ def start(config: RunConfig | None = None) -> Accelerator:
     determinism.choose(settings.deterministic and not on_cpu)
     torch.manual_seed(settings.seed)  # for the initial weights of a custom module; all else draws from keys
     patience, store = settings.collective_timeout, meet(os.environ, launch, config)
-    timeout = last_resort(patience, os.environ)
-    give_up_after(timeout)
+    give_up_after(timeout := last_resort(patience, os.environ))
     # Accelerate looks on disk for this package twice in each step, which takes about a millisecond.
     sys.modules.setdefault("lomo_optim", None)  # type: ignore[arg-type]
     with _as_data_parallel(os.environ):
@@ -223,16 +216,12 @@ def describe(accelerator: Accelerator, dtype: str) -> str:
     One process: "1 process, cpu, fp32, started by python". Two ranks, on both: "2 processes on 1 node, cpu (gloo), fp32,
     started by accelerate launch".
     """
-    started = f"{precision(accelerator, dtype)}, started by {complete(os.environ).launcher}"
-    name = devices.name(accelerator.device)
-    if not torch.distributed.is_initialized():
-        return f"1 process, {name}, {started}"
-    processes = accelerator.num_processes
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
-    return (
-        f"{processes} process{'es' * (processes > 1)} on {nodes} node{'s' * (nodes > 1)}, "
-        f"{name} ({torch.distributed.get_backend()}), {started}"
-    )
+    name, world, nodes = devices.name(accelerator.device), "1 process", int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    if torch.distributed.is_initialized():
+        processes = accelerator.num_processes
+        world = f"{processes} process{'es' * (processes > 1)} on {nodes} node{'s' * (nodes > 1)}"
+        name += f" ({torch.distributed.get_backend()})"
+    return f"{world}, {name}, {precision(accelerator, dtype)}, started by {complete(os.environ).launcher}"
 
 
 def precision(accelerator: Accelerator, dtype: str) -> str:

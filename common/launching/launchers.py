@@ -117,7 +117,8 @@ def _debug_launcher(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _mpi(environ: Mapping[str, str]) -> Launch | None:
-    names = (name for name, (_, size, _, here) in _MPI.items() if {size, here} <= environ.keys())
+    # srun may set PMI_SIZE, too.
+    names = (name for name, (_, size, _, here) in _MPI.items() if (here if name == "MPICH" else size) in environ)
     if not (name := next(names, "")):
         return None
     rank, size, local_rank, here = (_int(environ, variable) for variable in _MPI[name])

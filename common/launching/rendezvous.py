@@ -164,10 +164,9 @@ class Machines(RendezvousHandler):
             if now - began > self._patience:
                 raise RendezvousTimeoutError
             if now > due:
-                others = {number for number in last.machines if number in present} - here
-                count = len(others) or len(here)
+                others = {*last.machines} & present.keys() - here
                 doing = "train without this one, which waits" if others else f"of {self._least} are here"
-                _say(f"{count} machines {doing}, up to {self._patience} s: {self._names(others or here)}")
+                _say(f"{len(others or here)} machines {doing}, up to {self._patience} s: {self._names(others or here)}")
                 due += REMINDER_S
             time.sleep(POLL_S)
 
@@ -193,10 +192,10 @@ class Machines(RendezvousHandler):
         for number in present.keys() - self._known.keys() if self._hosting else ():
             seconds = present[number].clock - time.time()
             if abs(seconds) > CLOCK_S:
-                apart = f"{abs(seconds):.0f} s {'ahead of' if seconds > 0 else 'behind'} {socket.gethostname()}'s"
                 _say(
-                    f"the clock of {present[number].name} is {apart}: the run does not depend on it, but logs and file "
-                    "times do; start a time service there (chrony)"
+                    f"the clock of {present[number].name} is {abs(seconds):.0f} s {'ahead of' if seconds > 0 else 'behind'} "
+                    f"{socket.gethostname()}'s: the run does not depend on it, but logs and file times do; start a time "
+                    "service there (chrony)"
                 )
         self._known |= present
         return present
@@ -252,8 +251,16 @@ class Machines(RendezvousHandler):
         return RESUMABLE if self._asked and {*codes} <= {-signal.SIGTERM, -signal.SIGINT} else 0
 
     def _report_failure(self, code: int, local_rank: int, process: int) -> None:
-        if not self._on_purpose([code]):
-            _say(f"process {process} (local rank {local_rank}) {_how_it_ended(code)}")
+        if self._on_purpose([code]):
+            return
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"failed with exit code {code}, see what it said"
+        )
+        if code == -signal.SIGKILL:
+            how += ": by a person, or by the system for want of memory (`dmesg` tells)"
+        _say(f"process {process} (local rank {local_rank}) {how}")
 
     def _on_signal(self, number: int, frame) -> None:
         """This machine is asked to leave. `_forward_request` tells its processes; if none run, it leaves at once."""
@@ -350,14 +357,6 @@ class Machines(RendezvousHandler):
                 f"the main machine at {self._host}:{self._port} is gone, or has ended, see what it said: start the command on "
                 "all machines again, and the run resumes from its last checkpoint"
             )
-
-
-def _how_it_ended(code: int) -> str:
-    if code == -signal.SIGKILL:
-        return "was killed by SIGKILL: by a person, or by the system for want of memory (`dmesg` tells)"
-    return (
-        f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}, see what it said"
-    )
 
 
 def _endpoint(text: str) -> tuple[str, int]:

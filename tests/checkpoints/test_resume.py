@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from common.checkpoints.resume import choose_together, load_model
-from common.checkpoints.state import TrainingState
 from common.checkpoints.store import Checkpoints
 from common.distributed.collectives import rank
 from common.errors import Refused
@@ -31,12 +30,6 @@ def chosen(resume: object, run: Path, mine: dict = MINE) -> tuple[int | None, li
     return found and found.step, said
 
 
-def refusal(resume: object, run: Path, mine: dict = MINE) -> str:
-    with pytest.raises(Refused) as raised:
-        chosen(resume, run, mine)
-    return str(raised.value)
-
-
 @pytest.mark.smoke
 def test_auto_resumes_from_the_newest_intact_checkpoint_or_starts_a_new_run(tmp_path: Path) -> None:
     assert chosen("auto", tmp_path) == (None, [])
@@ -51,7 +44,6 @@ def test_auto_resumes_from_the_newest_intact_checkpoint_or_starts_a_new_run(tmp_
 def test_a_path_names_the_checkpoint_of_another_folder_or_the_newest_of_this(tmp_path: Path) -> None:
     first, second = save(tmp_path / "a", 10, 20)
     assert chosen(first, tmp_path / "b") == (10, [])
-    assert chosen(second, tmp_path / "a") == (20, [])
     assert chosen(second.parent / ".." / "checkpoints" / second.name, tmp_path / "a") == (20, [])
     save(tmp_path / "c", 15)
     assert chosen(second, tmp_path / "c") == (20, [])  # further than what this folder has
@@ -63,7 +55,8 @@ def test_a_path_names_the_checkpoint_of_another_folder_or_the_newest_of_this(tmp
 def test_a_record_without_a_run_is_refused(tmp_path: Path, identity: object) -> None:
     (path,) = save(tmp_path, 10, identity=identity)
     for resume in ("auto", path):
-        assert f"{path}: its record.json does not say of which run it is" in refusal(resume, tmp_path)
+        with pytest.raises(Refused, match=f"{path}: its record.json does not say of which run it is"):
+            chosen(resume, tmp_path)
 
 
 def network(value: float) -> nn.Module:
@@ -73,14 +66,11 @@ def network(value: float) -> nn.Module:
 
 
 def test_the_moving_average_is_evaluated(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    for step, ema in ((1, None), (2, network(2.0))):
-        model = network(1.0)
-        state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), ema)
-        path = checkpoints.save({"step": step}, state.tensors())
+    for step, ema in ((1, None), (2, 3.0)):
+        files = {"model": network(1.0).state_dict()} | ({"ema": network(ema).state_dict()} if ema else {})
         loaded = network(0.0)
-        load_model(loaded, path)
-        assert (loaded.weight == step).all() and torch.equal(loaded.bias, (ema or model).bias)
+        load_model(loaded, Checkpoints(tmp_path).save({"step": step}, files))
+        assert (loaded.weight == (ema or 1.0)).all()
 
 
 def test_the_weights_of_another_model_are_refused_before_anything_is_changed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from common.checkpoints.store import Checkpoints, Damaged, verify
 from common.errors import Refused
+from tests.harness.odd_files import Malicious
 from tests.harness.outcomes import seal
 
 
@@ -41,33 +42,43 @@ def newest(folder: Path) -> tuple[int | None, list[str]]:
     return found and found.step, said
 
 
-def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
-    (path,) = save(tmp_path, 200)
+def test_a_checkpoint_comes_back_as_it_was_also_tied_and_strided_tensors(tmp_path: Path) -> None:
+    whole = torch.arange(48.0).reshape(2, 3, 2, 4)
+    odd = {
+        "whole": whole,
+        "tied": whole,
+        "channels_last": whole.to(memory_format=torch.channels_last),
+        "transposed": whole[0, 0].T,
+        "slice": whole[1],
+        "other slice": whole[0],
+        "expanded": torch.ones(1).expand(5),
+        "parameter": torch.nn.Parameter(whole[0, 0]),
+        "half": whole.half(),
+    }
+    expected = tensors(200) | {"odd": odd}
+    path = Checkpoints(tmp_path).save({"step": 200, "best": {"top1": 0.5}}, expected)
     assert path == tmp_path / "step_00000200"
-    assert names(path) == ["manifest.json", "model.safetensors", "optimizer.safetensors", "record.json"]
+    assert names(path) == ["manifest.json", *sorted(f"{file}.safetensors" for file in expected), "record.json"]
+    # Whoever may read the folder may read the files.
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {path.stat().st_mode & 0o666}
     found = verify(path)
     assert found.record == {"step": 200, "best": {"top1": 0.5}} and found.step == 200
-    expected = tensors(200)
     loaded = found.tensors()
     assert loaded.keys() == expected.keys()
     for file in expected:
         assert loaded[file].keys() == expected[file].keys()
-        assert all(torch.equal(loaded[file][name], tensor) for name, tensor in expected[file].items())
+        for name, tensor in expected[file].items():
+            assert torch.equal(loaded[file][name], tensor) and loaded[file][name].dtype == tensor.dtype, name
     assert found.shapes()["optimizer"] == {"weight/exp_avg": (50,), "weight/step": ()}
     assert newest(tmp_path) == (200, [])
 
 
-@pytest.mark.parametrize("keep", [1, 2, 3])
-def test_the_newest_are_kept_also_where_their_names_grow_longer(tmp_path: Path, keep: int) -> None:
+def test_the_newest_are_kept_also_where_their_names_grow_longer(tmp_path: Path) -> None:
     steps = [5, 99_999_999, 100_000_000, 1_000_000_000]
-    save(tmp_path, *steps, keep=keep)
-    assert [int(path.name[5:]) for path in Checkpoints(tmp_path).paths()] == steps[::-1][:keep]
-
-
-def test_without_checkpoints_none_is_found(tmp_path: Path) -> None:
+    for keep in (1, 3):
+        save(tmp_path / str(keep), *steps, keep=keep)
+        assert [int(path.name[5:]) for path in Checkpoints(tmp_path / str(keep)).paths()] == steps[::-1][:keep]
     assert newest(tmp_path / "missing") == newest(tmp_path) == (None, [])
-    Checkpoints(tmp_path / "missing").sweep()
-    assert not (tmp_path / "missing").exists()
 
 
 def flip(path: Path, place: float) -> None:
@@ -102,14 +113,13 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_is_taken(
     assert step == 1
     assert len(said) == 1 and str(second) in said[0] and "is damaged" in said[0] and "the one before it" in said[0]
     assert file in said[0] or file == "manifest.json"
-    # It is put aside, so that it does not count as kept and the same step can be made again.
-    assert names(tmp_path) == ["step_00000001", "step_00000002.damaged"]
+    # It is put aside, so that it does not count as kept and the same step can be made, and damaged, again.
+    damaged = "step_00000002.damaged"
+    assert names(tmp_path) == ["step_00000001", damaged]
+    DAMAGES[damage](save(tmp_path, 2)[0] / file)
+    assert newest(tmp_path)[0] == 1 and names(tmp_path) == ["step_00000001", damaged]
     save(tmp_path, 2, 3)
-    assert newest(tmp_path) == (3, []) and names(tmp_path) == [
-        "step_00000002",
-        "step_00000002.damaged",
-        "step_00000003",
-    ]
+    assert newest(tmp_path) == (3, []) and names(tmp_path) == ["step_00000002", damaged, "step_00000003"]
 
 
 def test_if_all_checkpoints_are_damaged_the_run_is_refused_and_they_are_kept(tmp_path: Path) -> None:
@@ -121,20 +131,9 @@ def test_if_all_checkpoints_are_damaged_the_run_is_refused_and_they_are_kept(tmp
     assert len(said) == 2 and names(tmp_path) == ["step_00000001", "step_00000002"]
 
 
-def test_a_step_that_is_damaged_twice_is_put_aside_twice(tmp_path: Path) -> None:
-    for _ in range(2):
-        flip(save(tmp_path, 1, 2)[1] / "record.json", 0.5)
-        assert newest(tmp_path)[0] == 1
-    assert names(tmp_path) == ["step_00000001", "step_00000002.damaged"]
-
-
-def test_saving_a_step_again_keeps_its_checkpoint(tmp_path: Path) -> None:
-    (path,) = save(tmp_path, 7)
-    before = content(tmp_path)
-    assert Checkpoints(tmp_path).save({"step": 7}, tensors(0)) == path and content(tmp_path) == before
-
-
-def test_drafts_of_a_killed_process_are_swept_and_never_taken(tmp_path: Path) -> None:
+def test_drafts_of_a_killed_process_are_swept_and_never_taken_and_a_checkpoint_is_not_written_again(
+    tmp_path: Path,
+) -> None:
     (whole,) = save(tmp_path, 1)
     shutil.copytree(whole, tmp_path / ".step_00000002.tmp")
     (tmp_path / "step_00000003").touch()  # not a folder
@@ -144,6 +143,8 @@ def test_drafts_of_a_killed_process_are_swept_and_never_taken(tmp_path: Path) ->
     assert names(tmp_path) == ["step_00000001", "step_00000003", "step_3"]
     shutil.copytree(whole, tmp_path / ".step_00000002.tmp")
     assert save(tmp_path, 2) and newest(tmp_path) == (2, [])
+    before = content(tmp_path)
+    assert Checkpoints(tmp_path).save({"step": 1}, tensors(0)) == whole and content(tmp_path) == before
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
@@ -163,14 +164,6 @@ def test_a_failure_at_any_point_leaves_the_old_ones_and_no_draft(
             save(tmp_path, 3)
     assert content(tmp_path) == before
     assert names(tmp_path) == ["step_00000001", "step_00000002"]
-
-
-class Malicious:
-    def __init__(self, trace: Path):
-        self.trace = trace
-
-    def __reduce__(self):
-        return open, (str(self.trace), "w")
 
 
 def as_torch(payload: Malicious) -> bytes:
@@ -207,30 +200,3 @@ def test_a_payload_instead_of_a_file_or_beside_it_is_damage_and_never_executed(
     if how == "pickle":
         pickle.loads(content)
         assert trace.exists()  # it would have been
-
-
-def test_tied_and_strided_tensors_are_saved(tmp_path: Path) -> None:
-    whole = torch.arange(48.0).reshape(2, 3, 2, 4)
-    files = {
-        "model": {
-            "whole": whole,
-            "tied": whole,
-            "channels_last": whole.to(memory_format=torch.channels_last),
-            "transposed": whole[0, 0].T,
-            "slice": whole[1],
-            "other slice": whole[0],
-            "expanded": torch.ones(1).expand(5),
-            "parameter": torch.nn.Parameter(whole[0, 0]),
-            "half": whole.half(),
-            "count": torch.tensor(3),
-        }
-    }
-    found = verify(Checkpoints(tmp_path).save({"step": 1}, files)).tensors()["model"]
-    for name, tensor in files["model"].items():
-        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, name
-
-
-def test_a_checkpoint_can_be_read_by_whoever_may_read_the_folder(tmp_path: Path) -> None:
-    (path,) = save(tmp_path, 1)
-    modes = {file.stat().st_mode & 0o777 for file in path.iterdir()}
-    assert modes == {path.stat().st_mode & 0o666}

@@ -1,29 +1,33 @@
-"""Kinds of devices: those of other makers take the ways that they have."""
+"""Kinds of devices: those of other makers take the ways that they have, and the record of a run names the one it used."""
+
+import platform
 
 import pytest
 import torch
 
 from common.distributed import devices
-
-
-def test_which_kinds_have_streams_and_float64() -> None:
-    kinds = ("cpu", "cuda:1", "xpu", "mps")
-    assert [devices.has_streams(torch.device(kind)) for kind in kinds] == [False, True, True, False]
-    assert [devices.exact(kind) == torch.float64 for kind in kinds] == [True, True, True, False]
+from common.distributed.environment import environment
 
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_a_machine_with_another_makers_accelerator(monkeypatch: pytest.MonkeyPatch, shown: bool) -> None:
-    accelerator = torch.device("xpu")
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda check_available: accelerator if shown else None
-    )
+    xpu = torch.device("xpu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: xpu if shown else None)
     monkeypatch.setattr(torch.xpu, "get_device_name", lambda device: f"An XPU, {device}")
-    monkeypatch.setattr(torch.xpu, "mem_get_info", lambda device: (1, 2))
     assert (devices.kind(), devices.has_streams()) == (("xpu", True) if shown else ("cpu", False))
-    assert devices.name(torch.device("xpu:1")) == "An XPU, xpu:1"
-    assert devices.name(torch.device("mps")) == "mps"
-    if shown:
-        assert devices.memory() == (1, 2)
-    else:
-        assert devices.mark() is None
+    assert (devices.name(torch.device("xpu:1")), devices.name(torch.device("mps"))) == ("An XPU, xpu:1", "mps")
+    assert shown or devices.mark() is None
+    kinds = ("cpu", "cuda:1", "xpu", "mps")
+    assert [devices.has_streams(kind) for kind in kinds] == [False, True, True, False]
+    assert [devices.exact(kind) == torch.float64 for kind in kinds] == [True, True, True, False]
+
+
+def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_is_not_recorded_as_one_on_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"A GPU, {device}")
+    (on_cpu,), (on_gpu,) = (environment("fp32", torch.device(device))["ranks"] for device in ("cpu", "cuda:1"))
+    assert on_gpu == f"A GPU, cuda:1 on {platform.node()}"
+    assert on_cpu == f"{platform.processor() or platform.machine()} on {platform.node()}"
+    assert environment("fp32", torch.device("cpu"))["cuda"] is None

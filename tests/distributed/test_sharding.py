@@ -1,7 +1,6 @@
 """Sharding: models in shards compute, are evaluated, copied and gathered as whole ones."""
 
 import contextlib
-import copy
 from collections import Counter
 
 import pytest
@@ -16,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from common.distributed import sharding
 from common.distributed.sharding import Sharding, find_blocks
 from common.errors import Refused
-from common.training.optimizer import clip_gradients
 
 SIZES = {"img_size": 8, "patch_size": 4, "embed_dim": 15, "depth": 3, "num_heads": 3, "num_classes": 5}
 
@@ -83,7 +81,7 @@ def rank_tries(batch: int) -> tuple[bool, bool, float]:
         hook.remove()
     model.zero_grad()
     model(images(2)).sum().backward()
-    norm = clip_gradients(list(model.parameters()), 0, "norm")
+    norm = sharding.total_norm([parameter.grad for parameter in model.parameters()])
     return isinstance(norm, DTensor), isinstance(model.head.weight.grad, DTensor), norm.item()
 
 
@@ -97,49 +95,6 @@ def test_a_trial_waits_for_no_rank_and_leaves_nothing_behind(processes) -> None:
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
     for answer in processes.run(rank_tries, 2, ranks=2):
         assert answer == (False, True, pytest.approx(norm.item(), rel=1e-12))
-
-
-def rank_clips(mode: str, limit: float) -> tuple[float, list[list]]:
-    begin()
-    model = sharded_vit()
-    model(images(4)).square().sum().backward()
-    norm = clip_gradients(list(model.parameters()), limit, mode)
-    return norm.item(), [sharding.whole(parameter.grad).tolist() for parameter in model.parameters()]
-
-
-@pytest.mark.parametrize("mode, limit", [("norm", 0.1), ("agc", 0.01)])
-def test_gradients_are_clipped_by_norms_of_the_whole(processes, mode: str, limit: float) -> None:
-    model = vit()
-    model(images(4)).square().sum().backward()
-    norm = clip_gradients(list(model.parameters()), limit, mode)
-    for found, gradients in processes.run(rank_clips, mode, limit, ranks=3):
-        assert found == pytest.approx(norm.item(), rel=1e-12)
-        for gradient, parameter in zip(gradients, model.parameters(), strict=True):
-            expected = parameter.grad
-            torch.testing.assert_close(torch.tensor(gradient, dtype=expected.dtype), expected, rtol=1e-10, atol=1e-14)
-
-
-def rank_overflows(culprit: int) -> tuple[float, float]:
-    """One shard on one rank is infinite: the scale after the step, and how far the weights moved."""
-    begin()
-    model = sharded_vit().float()
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    before = [sharding.local(parameter).clone() for parameter in model.parameters()]
-    scaler.scale(model(images(2).float()).sum()).backward()
-    if dist.get_rank() == culprit:
-        sharding.local(model.blocks[0].mlp.fc1.weight.grad)[0, 0] = torch.inf
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    pairs = zip(model.parameters(), before, strict=True)
-    return scaler.get_scale(), max((sharding.local(p) - old).abs().max().item() for p, old in pairs if old.numel())
-
-
-@pytest.mark.parametrize("culprit", [1, -1])
-def test_an_overflow_in_one_shard_is_a_step_that_all_ranks_skip(processes, culprit: int) -> None:
-    for scale, moved in processes.run(rank_overflows, culprit, ranks=2):
-        assert (scale, moved > 0) == ((8.0, False) if culprit >= 0 else (16.0, True))
 
 
 def rank_computes_in_half() -> tuple[list, bool]:
@@ -169,39 +124,23 @@ def test_no_copy_of_a_matrix_in_half_precision_waits_for_the_backward_pass(proce
         assert is_equal and kept and not [shape for shape in kept if shape in matrices]
 
 
-def rank_copies() -> tuple[bool, int, dict]:
-    """What the main process gathers, and a copy of the model that has it, on the host."""
-    begin()
-    model = sharded_vit()
-    tensors = sharding.gather(model.state_dict())
-    if dist.get_rank():
-        return tensors == {}, 0, {}
-    plain = sharding.unsharded(model, tensors)
-    assert not sharding.is_sharded(plain) and type(plain) is VisionTransformer
-    found = {name: tensor.tolist() for name, tensor in plain.state_dict().items()}
-    return True, sum(parameter.numel() for parameter in plain.parameters()), found
-
-
-def test_the_main_process_alone_gets_a_whole_copy(processes) -> None:
-    (_, count, found), (is_empty, _, _) = processes.run(rank_copies, ranks=2)
-    expected = vit().state_dict()
-    assert is_empty and count == sum(tensor.numel() for tensor in expected.values())
-    assert found == {name: tensor.tolist() for name, tensor in expected.items()}
-
-
-def rank_starts_otherwise() -> float:
-    """A model whose weights a rank draws for itself, as from a generator that nobody seeded."""
+def rank_copies() -> dict:
+    """Of a model whose weights each rank draws for itself: what is gathered, and a copy of the model that has it."""
     begin()
     torch.manual_seed(dist.get_rank())
     model = VisionTransformer(**SIZES)
     sharding.shard(model, torch.float64)
-    return sharding.whole(model.head.weight.detach()).sum().item()
+    tensors = sharding.gather(model.state_dict())
+    if dist.get_rank():
+        return tensors
+    plain = sharding.unsharded(model, tensors)
+    assert not sharding.is_sharded(plain) and type(plain) is VisionTransformer
+    return {name: tensor.tolist() for name, tensor in plain.state_dict().items()}
 
 
-def test_weights_are_those_of_the_first_rank(processes) -> None:
-    torch.manual_seed(0)
-    expected = VisionTransformer(**SIZES).double().head.weight.sum().item()
-    assert processes.run(rank_starts_otherwise, ranks=2) == [expected, expected]
+def test_the_main_process_alone_gets_a_whole_copy_and_weights_are_its_own(processes) -> None:
+    expected = {name: tensor.tolist() for name, tensor in vit().state_dict().items()}
+    assert processes.run(rank_copies, ranks=2) == [expected, {}]
 
 
 class View(nn.Module):
@@ -248,72 +187,65 @@ def test_views_that_are_changed_in_place_have_their_gradients(processes) -> None
             torch.testing.assert_close(torch.tensor(gradient, dtype=torch.float64), parameter.grad)
 
 
-def rank_adds_a_weight() -> str:
-    begin()
-    model = sharded_vit()
-    sharding.check(model)
-    model.scale = nn.Parameter(torch.ones(3))
-    with pytest.raises(Refused) as refusal:
-        sharding.check(model)
-    return str(refusal.value)
-
-
-def test_a_weight_that_would_not_be_sharded_is_named(processes) -> None:
-    """Each rank would train its own."""
-    text = "scale was added to the model after prepare_layers, which shards it: add it before"
-    assert processes.run(rank_adds_a_weight, ranks=2) == [text, text]
-
-
 class Scalar(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.0))
 
 
-def rank_shards_a_scalar() -> str:
+def rank_asks_too_much() -> list[str]:
     begin()
-    with pytest.raises(Refused) as refusal:
+    model = sharded_vit()
+    sharding.check(model)
+    model.scale = nn.Parameter(torch.ones(3))
+    with pytest.raises(Refused) as late:
+        sharding.check(model)
+    with pytest.raises(Refused) as scalar:
         sharding.shard(Scalar(), torch.float32)
-    return str(refusal.value)
+    return [str(late.value), str(scalar.value)]
 
 
-def test_a_model_that_cannot_be_cut_is_refused(processes) -> None:
-    assert "Scalar can't be sharded" in processes.run(rank_shards_a_scalar, ranks=2)[0]
+def test_a_weight_that_would_not_be_sharded_and_a_model_that_cannot_be_cut_are_refused(processes) -> None:
+    """Each rank would train its own."""
+    for late, scalar in processes.run(rank_asks_too_much, ranks=2):
+        assert late == "scale was added to the model after prepare_layers, which shards it: add it before"
+        assert "Scalar can't be sharded" in scalar
 
 
-@pytest.mark.parametrize(
-    "name, blocks, largest",
-    [
+def groups() -> list[list[int]]:
+    begin(shards=2)
+    assert sharding._begun
+    return [dist.get_process_group_ranks(sharding._begun[1].get_group(name)) for name in ("replica", "shard")]
+
+
+def test_neighbours_share_a_model_and_replicas_the_same_shard(processes) -> None:
+    found = processes.run(groups, ranks=4)
+    assert found == [[[0, 2], [0, 1]], [[1, 3], [0, 1]], [[0, 2], [2, 3]], [[1, 3], [2, 3]]]
+
+
+def test_models_are_cut_into_their_blocks() -> None:
+    """So that no part is much larger than one block."""
+    for name, blocks, largest in (
         ("vit_tiny_patch16_224", 12, 0.09),
         ("resnet50", 16, 0.25),
         ("convnext_atto", 12, 0.25),
         ("swin_tiny_patch4_window7_224", 12, 0.26),
         ("efficientnet_b0", 15, 0.14),
-    ],
-)
-def test_models_are_cut_into_their_blocks(name: str, blocks: int, largest: float) -> None:
-    """So that no part is much larger than one block."""
-    with torch.device("meta"):
-        model = timm.create_model(name)
-    found = find_blocks(model)
-    total = sum(parameter.numel() for parameter in model.parameters())
-    inner = {id(parameter): block for block in reversed(found) for parameter in block.parameters()}
-    sizes = Counter()
-    for parameter in model.parameters():
-        sizes[inner.get(id(parameter))] += parameter.numel()
-    assert len(found) >= blocks
-    assert max(size for block, size in sizes.items() if block is not None) <= largest * total
+    ):
+        with torch.device("meta"):
+            model = timm.create_model(name)
+        found, sizes = find_blocks(model), Counter()
+        inner = {id(parameter): block for block in reversed(found) for parameter in block.parameters()}
+        for parameter in model.parameters():
+            sizes[inner.get(id(parameter))] += parameter.numel()
+        assert len(found) >= blocks, name
+        assert max(size for block, size in sizes.items() if block is not None) <= largest * sizes.total(), name
 
 
-def test_a_model_of_blocks_alone_keeps_one_of_them_for_itself() -> None:
+def test_blocks_that_share_weights_stay_together_and_a_model_of_blocks_alone_keeps_one_for_itself() -> None:
     """Each pass begins with what no block has."""
     model = nn.Sequential(*(nn.TransformerEncoderLayer(4, 1, 8) for _ in range(3)))
     assert find_blocks(model) == [*model][:2]
-
-
-def test_blocks_that_share_weights_stay_together() -> None:
-    block = nn.Sequential(nn.Linear(4, 4))
     layers = nn.ModuleList([nn.TransformerEncoderLayer(4, 1, 8) for _ in range(3)])
     layers[2].linear1.weight = layers[0].linear1.weight
-    model = nn.ModuleDict({"layers": layers, "head": copy.deepcopy(block)})
-    assert find_blocks(model) == [layers[1]]
+    assert find_blocks(nn.ModuleDict({"layers": layers, "head": nn.Sequential(nn.Linear(4, 4))})) == [layers[1]]

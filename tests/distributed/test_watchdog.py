@@ -8,6 +8,8 @@ from torch.distributed import HashStore
 
 from common.distributed import watchdog
 
+pytestmark = pytest.mark.smoke
+
 
 class SlowStore(HashStore):
     """A store that answers slowly, as on a busy machine."""
@@ -23,7 +25,6 @@ class SlowStore(HashStore):
             time.sleep(0.5)
 
 
-@pytest.mark.smoke
 def test_end_waits_for_the_threads_of_the_watchdog(monkeypatch) -> None:
     monkeypatch.setattr(watchdog, "INTERVAL", 0.001)
     monkeypatch.setattr(watchdog, "PrefixStore", lambda prefix, store: store)  # torch's would not call Python
@@ -38,7 +39,6 @@ def beat(collectives: int, waits: bool = False, step: int = 5) -> watchdog.Heart
     return watchdog.Heartbeat("here", 1, 1, collectives=collectives, waits=waits, step=step)
 
 
-@pytest.mark.smoke
 def test_the_rank_with_the_fewest_collectives_is_blamed() -> None:
     """Wherever the hosts are: a host whose device waits continues for a while, and then waits in any line."""
     assert watchdog.blamed({0: beat(12), 1: beat(10), 2: beat(12)}) == [1]

@@ -2,8 +2,8 @@
 
     python -m tests.faults [--kills 200] [--seed 0]
 
-A campaign starts one run after the other. Every start is killed (SIGKILL) at a random moment: one of its ranks, or all of them,
-or all that runs on a machine; uniformly in time, or inside a file operation of the main process. The same command is started
+A campaign starts one run after the other. Every start is killed (SIGKILL) at a random moment, one of its ranks or all of them:
+uniformly in time, or inside a file operation of the main process. The same command is started
 again until the run has come to its end, which must be that of a run that nobody disturbed. After every start no process of it
 is left, nothing in shared memory and no file but the run folder. The seed decides everything but the machine's own pace.
 """
@@ -16,10 +16,9 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -30,8 +29,7 @@ from safetensors.torch import load_file
 
 from tests.harness.drawings import draw_scenes, draw_stripes
 from tests.harness.forked import Fork, Forks
-from tests.harness.launching import Started, small
-from tests.harness.machines import Node, machines, why_not
+from tests.harness.launching import small
 from tests.harness.outcomes import Outcome, distance
 from tests.harness.resumed import assert_same_run, read
 
@@ -52,9 +50,7 @@ WORDS_OF = {
     ),
 }
 OPERATIONS = 90  # file operations of a start that a kill is drawn from: about what an undisturbed run has
-NODES_S = 9.0  # what two launched machines need to get to where forks begin
 GONE_S = 30.0  # what the ranks that were not killed have to end in
-LEFT_S = 10.0  # after which a person ends what is left on the other machine, such as a wait for the one that is lost
 GONE_WITH_S = 5.0  # what data workers have to end in, once their process has; it takes them some 0.1 s
 # Folders that torch leaves where temporary files are, killed or not; and a few kilobytes of a process
 # that is killed while timm reads what the run would export.
@@ -62,6 +58,7 @@ IN_TMP = ("torchinductor_", "export_check_")
 FOREIGN = (
     "sem.loky-"  # of joblib's pools in other programs of the machine, which may be out of sight here; no recipe has one
 )
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
 FAR = 1e-8  # on other layouts, in float64
 
 
@@ -69,7 +66,8 @@ FAR = 1e-8  # on other layouts, in float64
 class Campaign:
     """Kills of runs on `layouts`, numbers of processes of which each start takes one: several move a run from one to another.
 
-    With nodes one of these is killed, or both. Else the processes are forks, which start sooner.
+    The processes are forks, which start sooner than launched ones. With `shards` (FSDP2), two of three starts of several
+    processes have them, or all if the run stays on its layout.
     """
 
     forks: Forks
@@ -77,9 +75,10 @@ class Campaign:
     layouts: tuple[int, ...]
     seed: int = 0
     recipe: str = "cls"
-    nodes: Sequence[Node] = ()
+    shards: bool = False
     say: Callable[[str], None] = print
     kills: int = 0
+    starts: int = 0
     runs: int = 0  # that came to their end, and were the same
 
     def __post_init__(self):
@@ -117,9 +116,7 @@ class Campaign:
             name = f"run_{self.runs}"
             while (killed := self._is_killed(name)) and self.kills < kills:
                 pass
-            if killed and self.nodes:
-                self._finish_on_nodes(name)
-            elif killed:
+            if killed:
                 self._finish(name, self.random.choice(self.layouts))
             self.compare(self._outcome(name))
             shutil.rmtree(self.scratch / name)
@@ -183,29 +180,20 @@ class Campaign:
             assert ended.code == 0, (name, ended)
         self.assert_nothing_is_left()
 
-    def _finish_on_nodes(self, name: str) -> None:
-        for each in self._start_on_nodes(name):
-            done = each.finish()
-            assert done.returncode == 0, done.stderr
-
     def _is_killed(self, name: str) -> bool:
         """Start, and kill at a random moment; False where the run had come to its end before."""
         processes = self.random.choice(self.layouts)
         victim = self.random.choice([*range(processes), "all"] if processes > 1 else [0])
-        moment = self.random.uniform(0, self.seconds + (NODES_S if self.nodes else 0))
+        moment = self.random.uniform(0, self.seconds)
         operation = self.random.randint(1, OPERATIONS)
-        if self.random.random() < 0.5 or self.nodes:
+        if self.random.random() < 0.5:
             operation = 0
         elif victim != "all":
             victim = 0  # it alone has to do with files
-        if self.nodes:
-            where = self._kill_nodes(name, victim, moment)
-        else:
-            where = self._kill_forks(name, processes, victim, moment, operation)
+        where = self._kill_forks(name, processes, victim, moment, operation)
         self.assert_nothing_is_left()
         if where:
-            what = "node" if self.nodes else "rank"
-            who = f"all {what}s" if victim == "all" else f"{what} {victim}"
+            who = "all ranks" if victim == "all" else f"rank {victim}"
             self.kills += 1
             self.say(f"{self.kills:4}  {name}, of {processes}: {who} killed {where}")
         return bool(where)
@@ -230,41 +218,22 @@ class Campaign:
         done = next((end.died_before for end in ends if end.died_before), "")
         return f"before {re.sub(' [0-9]+$', '', done)}" if done else "at a moment"
 
-    def _kill_nodes(self, name: str, victim: int | str, moment: float) -> str:
-        """What is left on the other node ends by itself, or is ended by a person."""
-        started = self._start_on_nodes(name)
-        time.sleep(moment)
-        ended = all(each.process.poll() is not None for each in started)
-        for node in self.nodes if victim == "all" else [self.nodes[victim]]:
-            node.kill()
-        for node, each in zip(self.nodes, started, strict=True):
-            try:
-                each.process.wait(LEFT_S)
-            except subprocess.TimeoutExpired:
-                node.kill()
-        done = [each.finish() for each in started]
-        assert not ended or all(each.returncode == 0 for each in done), done
-        return "at a moment" if any(each.returncode for each in done) else ""
-
     def _command(self, name: str, *words: object) -> tuple:
         cadence = ("--checkpoint_every", self.random.randint(1, 3))
         cache = ("--cache_folder", self.scratch / "cache") * (self.recipe == "cls" and self.random.random() < 0.5)
         return (*self.words, "--output_dir", self.scratch, "--name", name, *cadence, *cache, *words)
 
-    def _start_on_nodes(self, name: str) -> list[Started]:
-        flags = ("--main_process_ip", self.nodes[0].address)
-        command = self._command(name)
-        return [node.start("2node_cpu", self._script, *command, flags=flags) for node in self.nodes]
-
     def _fork(self, name: str, processes: int, operation: int | None, *words: object) -> list[Fork]:
         """A fork for each rank; rank 0 dies before its file operation of that number, if one is given."""
         watch = self.scratch / name if operation else None
+        self.starts += 1
+        has_shards = self.shards and processes > 1 and (not self.moves or self.starts % 3 > 0)
         words = self._command(name, *words)
         return self.forks.start_ranks(
             processes,
             *words,
             recipe=self.recipe,
-            before=functools.partial(begin, self.scratch / "tmp"),
+            before=functools.partial(begin, self.scratch / "tmp", FSDP if has_shards else {}),
             watch=watch,
             spared=_AllBefore(operation or 0),
         )
@@ -281,9 +250,10 @@ class _AllBefore:
         return self.number > 0
 
 
-def begin(temporary: Path, rank: int) -> None:
-    """In a fork: a folder for temporary files."""
+def begin(temporary: Path, environment: dict[str, str], rank: int) -> None:
+    """In a fork: a folder for temporary files, and variables."""
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+    os.environ.update(environment)
 
 
 def _read_of_processes(name: str) -> Iterator[str]:
@@ -303,30 +273,25 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    # On one process to four; moving between them; of detection. What share of the kills each gets.
+    # On one process to four; moving between them, also with shards; of detection. What share of the kills each gets.
     shares = {
-        ("cls", (1,)): 0.3,
-        ("cls", (2,)): 0.15,
-        ("cls", (3,)): 0.1,
-        ("cls", (4,)): 0.08,
-        ("cls", (1, 2, 3, 4)): 0.15,
-        ("det", (1,)): 0.08,
-        ("det", (2,)): 0.06,
+        ("cls", (1,), False): 0.3,
+        ("cls", (2,), False): 0.15,
+        ("cls", (3,), False): 0.1,
+        ("cls", (4,), False): 0.08,
+        ("cls", (1, 2, 3, 4), False): 0.13,
+        ("cls", (1, 2, 3), True): 0.1,
+        ("det", (1,), False): 0.08,
+        ("det", (2,), False): 0.06,
     }
     scratch, began = Path(tempfile.mkdtemp()), time.monotonic()
     for name in ("forks", "machines"):
         (scratch / name).mkdir()
     forks, seed, done = Forks(scratch / "forks"), arguments.seed, []
     try:
-        for (recipe, layouts), share in shares.items():
-            folder = scratch / "-".join(map(str, (recipe, *layouts)))
-            done.append(Campaign(forks, folder, layouts, seed, recipe).run(round(share * arguments.kills)))
-        left = arguments.kills - sum(campaign.kills for campaign in done)
-        if reason := why_not(scratch / "machines"):
-            print(f"no machine is killed: {reason}")
-        else:
-            with machines(2, scratch / "machines") as nodes:
-                done.append(Campaign(forks, scratch / "nodes", (2,), seed, nodes=nodes).run(left))
+        for number, ((recipe, layouts, shards), share) in enumerate(shares.items()):
+            campaign = Campaign(forks, scratch / str(number), layouts, seed, recipe, shards=shards)
+            done.append(campaign.run(round(share * arguments.kills)))
     finally:
         shutil.rmtree(scratch)
     kills, runs = sum(campaign.kills for campaign in done), sum(campaign.runs for campaign in done)

@@ -71,30 +71,28 @@ def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, s
     first, second = nodes(2)
     run = both_train(tmp_path, [start(node, first, *ELASTIC) for node in (first, second)])
 
-    before = run.start_number()
-    launcher(run.started[1]).children()[0].kill()
-    took = {"a process killed": run.until(lambda: run.beyond(before), "all processes are replaced")}
-    assert run.world_size() == 2
+    def lose() -> None:
+        second.kill()
+        run.started.pop().finish()
 
-    before = run.start_number()
-    second.kill()
-    run.started.pop().finish()
-    took["a machine lost"] = run.until(lambda: run.beyond(before), "the one that is left goes on")
-    assert run.world_size() == 1
-    alone = run.step()
-    run.until(lambda: run.step() >= alone + 2, "it makes steps")
+    def leave() -> None:
+        leavers.append(run.started.pop())
+        launcher(leavers[0]).terminate()
 
-    before = run.start_number()
-    run.started.append(start(second, first, *ELASTIC))
-    took["a machine back"] = run.until(lambda: run.beyond(before), "it is taken back")
-    assert run.world_size() == 2
-
-    before = run.start_number()
-    leaver = run.started.pop()
-    launcher(leaver).terminate()
-    took["a machine asked to go"] = run.until(lambda: run.beyond(before), "the one that is left goes on")
-    assert run.world_size() == 1
-    left = leaver.finish()
+    leavers: list[Started] = []
+    for event, happens, processes in (
+        ("a process killed", lambda: launcher(run.started[1]).children()[0].kill(), 2),
+        ("a machine lost", lose, 1),
+        ("a machine back", lambda: run.started.append(start(second, first, *ELASTIC)), 2),
+        ("a machine asked to go", leave, 1),
+    ):
+        before = run.start_number()
+        happens()
+        print(event, run.until(lambda: run.beyond(before), f"the run goes on after {event}"))  # noqa: B023
+        assert run.world_size() == processes, event
+        step = run.step()
+        run.until(lambda: run.step() >= step + 2, "it makes steps")  # noqa: B023
+    left = leavers[0].finish()
     assert left.returncode == 75 and said_once(f"{second.name}: {LEAVES.format(' by SIGTERM')}", left), left.stderr
 
     done = run.started[0].finish()
@@ -105,7 +103,6 @@ def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, s
         assert stopped and set(stopped) <= set(resumed), (cause, done.stdout)
     asked = f"{first.name}: continuing without {second.name} ({second.address}): asked to stop"
     assert said_once(asked, done), done.stderr
-    print(took)
     assert_undisturbed(forks, tmp_path)
 
 
@@ -133,22 +130,21 @@ def test_all_machines_stop_where_none_can_go_on(nodes, start, tmp_path, asked):
 
 @pytest.mark.long
 @pytest.mark.alone
-@pytest.mark.parametrize("backend", ["c10d", "machines"])
-def test_torchrun_and_its_own_environment_do_as_well(nodes, tmp_path, backend):
+def test_torchrun_and_its_own_environment_do_as_well(nodes, tmp_path):
     """On one machine torchrun, on the other `accelerate launch` with torchrun's variables; they lose one, and take it back."""
-    first, second = nodes(2, names_are_loopback=False)  # c10d gives the name of a machine as its address
+    first, second = nodes(2)
     (recipe := tmp_path / "cls_paced.py").write_text(PACED)
     words = (recipe, *WORDS, "--output_dir", tmp_path, "--name", "run")
     options = {"NNODES": "1:2", "RDZV_ENDPOINT": f"{first.address}:29501", "RDZV_ID": "run", "RDZV_CONF": LEAST_ONE}
     env = {"CUDA_VISIBLE_DEVICES": "-1"} | {f"PET_{name}": value for name, value in options.items()}
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", 1, "--rdzv_backend", backend, "--max_restarts", 3]
-    flags = ["--multi_gpu", "--num_machines", 1, "--num_processes", 2, "--rdzv_backend", backend, "--max_restarts", 3]
-    flags += ["--main_process_port", 0, "--mixed_precision", "no", "--dynamo_backend", "no"]
+    both = ["--rdzv_backend", "machines", "--max_restarts", 3]
+    flags = ["--multi_gpu", "--num_machines", 1, "--num_processes", 2, "--main_process_port", 0]
+    flags += ["--mixed_precision", "no", "--dynamo_backend", "no"]
 
     def start(node: Node) -> Started:
         if node is first:
-            return node.start_python(*torchrun, *words, env=env)
-        return node.start_python("-m", "accelerate.commands.launch", *flags, *words, env=env)
+            return node.start_python("-m", "torch.distributed.run", "--nproc_per_node", 1, *both, *words, env=env)
+        return node.start_python("-m", "accelerate.commands.launch", *flags, *both, *words, env=env)
 
     run = Watched(tmp_path / "run", [start(first), start(second)])
     run.until(lambda: run.step() >= 12 and run.world_size() == 3, "both train")

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from tests.harness.outcomes import Outcome
 
@@ -96,3 +97,17 @@ def test_a_run_that_is_out_of_memory_later_goes_on_by_itself_with_half_the_micro
     assert done.returncode == 0, done.stderr
     assert_same_run(tmp_path / "run", undisturbed)
     assert json.loads((tmp_path / "run" / "micro_batch.json").read_text()) == {"cpu": 8}
+
+
+def be_too_large() -> None:
+    def to(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    torch.nn.Module.to = to
+
+
+def test_a_model_that_does_not_fit_is_refused_by_a_line_that_names_the_file(forks) -> None:
+    ended = forks("--max_steps", 1, "--name", "too_large", before=be_too_large)
+    [line] = [line for line in ended.stderr.splitlines() if "memory" in line]
+    assert ended.code == 2
+    assert "does not fit into the memory of a device" in line and "accelerate_configs/fsdp_bf16.yaml" in line

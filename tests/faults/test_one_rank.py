@@ -1,6 +1,5 @@
 """When one process hangs, fails or sees other data, all processes end soon, and one message says why."""
 
-import ctypes
 import dataclasses
 import functools
 import itertools
@@ -15,7 +14,6 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 
 from common.launching import launch
 from tests.harness.drawings import draw_stripes
@@ -98,14 +96,6 @@ def make_a_loss_nan() -> None:
         return lambda logits, targets: losses(logits, targets) * (math.nan if next(calls) == 3 + 5 else 1.0)
 
     cls.build_loss = build_spoilt
-
-
-def small_shared_memory(size: str = "300k") -> None:
-    """As in a container that was given little of it."""
-    new_mounts = 0x00020000
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.unshare(new_mounts) == 0, os.strerror(ctypes.get_errno())
-    assert os.system("mount --make-rprivate / && mount -t tmpfs -o size=" + size + " tmpfs /dev/shm") == 0
 
 
 def before_the_sixth_batch(change) -> None:
@@ -229,16 +219,6 @@ def test_a_killed_process_takes_its_workers_along_and_the_others_end_at_once(for
         assert (other.code == 1 and "lost another process" in other.stderr) or victim == 0, other.stderr
         found = status(tmp_path / str(victim))
         assert (found["status"], found["cause"]) == ("resumable", "the loss of another process"), victim
-
-
-def test_little_shared_memory_is_enough(forks, stripes, tmp_path):
-    """Containers have 64 MB of it unless told otherwise."""
-    if os.geteuid() != 0:
-        pytest.skip("only root makes mounts")
-    words = (*WORDS, "--max_steps", 4, "--image_size", 128, "--data", stripes, "--output_dir", tmp_path)
-    words += ("--workers", 2)
-    done = forks(*words, before=small_shared_memory)
-    assert done.code == 0, done.stderr
 
 
 def test_a_process_that_sees_other_data_is_refused_by_name(forks, tmp_path):

@@ -9,13 +9,13 @@ import os
 import pickle
 import threading
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.harness.disks import disk, mount
 from tests.harness.launching import free_port
+from tests.harness.odd_files import Malicious
 from tests.harness.resumed import STEPS, after_step, assert_same_run
 
 WORDS = (
@@ -50,14 +50,6 @@ def dash_late(environment: dict[str, str], kill: bool, rank: int = 0) -> None:
     after_step(tell, once_written=False)
 
 
-class Malicious:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.marker),)
-
-
 @pytest.fixture
 def run(forks, data, tmp_path):
     """`run("name", tracker, environment, kill=False)` -> what it said, and its folder."""
@@ -73,7 +65,7 @@ def run(forks, data, tmp_path):
     return train
 
 
-def test_no_fault_of_wandb_changes_a_loss_or_holds_up_the_start(run, tmp_path):
+def test_no_fault_of_wandb_and_no_forged_file_changes_a_loss_or_holds_up_the_start(run, tmp_path):
     whole = run("whole", "none")[1]
     nobody = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{free_port()}"}
     (tmp_path / "read_only").mkdir()
@@ -89,13 +81,9 @@ def test_no_fault_of_wandb_changes_a_loss_or_holds_up_the_start(run, tmp_path):
             said, folder = run(name, "wandb", environment, kill)
             assert_same_run(folder, whole)
             assert said.count(says or "wandb failed") == bool(says), (name, said)
-
-
-def test_a_payload_in_the_state_of_the_tracker_executes_nothing_and_costs_at_most_the_dashboard(run, tmp_path):
-    whole, marker = run("whole", "none")[1], tmp_path / "executed"
-    payload = pickle.dumps(Malicious(marker))
-    states = {"pickle": payload, "path": json.dumps({"id": f"../../{marker.name}"}).encode()}
-    for name, state in states.items():
+    # What a stranger has put into the tracker's files executes nothing.
+    payload, marker = pickle.dumps(Malicious(tmp_path / "executed")), tmp_path / "executed"
+    for name, state in {"pickle": payload, "path": json.dumps({"id": f"../../{marker.name}"}).encode()}.items():
         folder = tmp_path / name
         (folder / "wandb").mkdir(parents=True)
         (folder / "tracker.json").write_bytes(state)

@@ -1,21 +1,17 @@
 """Two machines train what one machine trains, and what keeps them apart is reported soon, in one line."""
 
-import json
 import re
 import shutil
 import subprocess
 import time
 from collections.abc import Sequence
-from importlib.metadata import distribution
-from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from tests.harness.debian import require_package
 from tests.harness.launching import ROOT, Started, small
-from tests.harness.machines import Node, Watched
+from tests.harness.machines import Node
 from tests.harness.outcomes import Outcome
 
 STEPS = 12
@@ -24,28 +20,20 @@ WORDS = (
     *("--max_steps", STEPS, "--log_every", 1, "--eval_every", 6, "--checkpoint_every", 6, "--dtype", "float64"),
     *("--batch_norm", "group", "--norm_batch_size", 4, "--mixup", 0.2, "--drop_path", 0.2, "--hflip", 0.5),
 )
-DETECTION_WORDS = (
-    *("--short_sides", "80,96", "--long_side", 128, "--mosaic", 0.3, "--mixup", 0.3),
-    *("--global_batch_size", 7, "--max_micro_batch_size", 2, "--workers", 0, "--tracker", "none", "--width", 32),
-    *("--max_steps", STEPS, "--log_every", 1, "--eval_every", 6, "--checkpoint_every", 6, "--dtype", "float64"),
-    *("--batch_norm", "frozen", "--drop_path", 0.1, "--hflip", 0.3, "--clip", 1),
-)
 JOIN_S = 15  # how long a launcher of these tests waits for the others
 START_S = 45  # what starting takes on a busy machine
-PATIENCE = 15  # --collective_timeout
 
 
 def start(
     nodes: Sequence[Node],
     *words: object,
-    recipe: str = "cls",
     flags: Sequence[object] = (),
     lines: Sequence[Sequence] = ((), ()),
 ) -> list[Started]:
     """The command of the README on each machine; `lines` are the words that only one of them is given."""
     flags = ["--main_process_ip", nodes[0].address, *flags]
     return [
-        node.start("2node_cpu", f"recipes/{recipe}.py", *small(words, recipe), *line, flags=flags)
+        node.start("2node_cpu", "recipes/cls.py", *small(words), *line, flags=flags)
         for node, line in zip(nodes, lines, strict=True)
     ]
 
@@ -55,19 +43,17 @@ def finish(started: Sequence[Started]) -> list[subprocess.CompletedProcess[str]]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe, processes", [("cls", 1), ("cls", 2), ("det", 1)])
-def test_two_machines_make_the_run_of_one(nodes, forks, scenes, tmp_path, recipe, processes):
+def test_two_machines_make_the_run_of_one(nodes, forks, tmp_path):
     """In float64, with the command of the README, on machines that know their own names as 127.0.1.1."""
-    words = WORDS if recipe == "cls" else (*DETECTION_WORDS, "--data", scenes)
-    words = (*words, "--output_dir", tmp_path)
-    done = finish(start(nodes(2), *words, "--name", "two", recipe=recipe, flags=["--num_processes", 2 * processes]))
+    words = (*WORDS, "--output_dir", tmp_path)
+    done = finish(start(nodes(2), *words, "--name", "two", flags=["--num_processes", 4]))
     assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
-    assert f"{2 * processes} processes on 2 nodes, cpu (gloo), fp64" in done[0].stdout
-    alone = forks(*words, "--name", "alone", recipe=recipe)
+    assert "4 processes on 2 nodes, cpu (gloo), fp64" in done[0].stdout
+    alone = forks(*words, "--name", "alone")
     assert alone.code == 0, alone.stderr
     one, two = (Outcome("ok", "", "", 0.0, tmp_path / name) for name in ("alone", "two"))
     assert [row["step"] for row in two.rows] == list(range(1, STEPS + 1))
-    for key in ("train/loss", "train/grad_norm", "eval/loss" if recipe == "cls" else "eval/AP"):
+    for key in ("train/loss", "train/grad_norm", "eval/loss"):
         np.testing.assert_allclose(two.column(key), one.column(key), rtol=1e-8)
     assert len(set(one.column("train/loss"))) == STEPS, "nothing has moved: the comparison would prove nothing"
 
@@ -126,23 +112,19 @@ def test_a_machine_that_does_not_come_is_named_after_the_time_that_was_given(nod
 
 @pytest.mark.long
 def test_machines_that_differ_are_refused_with_what_differs(nodes, tmp_path):
-    """Code, a package, a setting; both launchers end, and nothing is left."""
-    code, package = ROOT / "common/data/batch_plan.py", Path(distribution("timm").locate_file("timm")).parent
-    package = next(package.glob("timm-*.dist-info")) / "METADATA"
-    own = {code: tmp_path / "plan.py", package: tmp_path / "METADATA"}
-    own[code].write_text(code.read_text() + "# mine\n")
-    own[package].write_text(package.read_text().replace(f"Version: {distribution('timm').version}", "Version: 0.1"))
-    first, second = nodes(2, own={1: own})
-    words = [*WORDS, "--output_dir", tmp_path / "runs"]
-    began = time.monotonic()
-    done = finish(start((first, second), *words, lines=(["--lr", 0.1], ["--lr", 0.2])))
+    code, mine = ROOT / "common/data/batch_plan.py", tmp_path / "plan.py"
+    mine.write_text(code.read_text() + "# mine\n")
+    first, second = nodes(2, own={1: {code: mine}})
+    done = finish(
+        start((first, second), *WORDS, "--output_dir", tmp_path / "runs", lines=(["--lr", 0.1], ["--lr", 0.2]))
+    )
     said = f"rank 1 on {second.name} is not as rank 0 on {first.name}: --lr 0.2 instead of 0.1, "
-    said += f"common/data/batch_plan.py is another file, timm 0.1 instead of {distribution('timm').version}"
     for each in done:
         # And nothing else: no traceback of a launcher, no warning of an address that has no name.
-        assert each.returncode == 2 and each.stderr == f"cls.py: {said}\n", each
+        assert each.returncode == 2 and each.stderr == f"cls.py: {said}common/data/batch_plan.py is another file\n", (
+            each
+        )
     assert not (tmp_path / "runs").exists()
-    assert time.monotonic() - began < START_S
 
 
 @pytest.mark.long
@@ -153,51 +135,13 @@ def test_a_checkpoint_that_a_machine_lacks_is_not_gone_on_from(nodes, forks, tmp
     words = (*WORDS, "--output_dir", runs, "--name", "run")
     assert forks(*words, "--max_steps", 6).code == 0
     first, second = nodes(2, own={1: {runs: empty}})
-    done = finish(start((first, second), *words))
-    path = runs / "run" / "checkpoints" / "step_00000006"
-    for each in done:
-        assert each.returncode == 2
-        assert f"cls.py: {path}: {second.name} does not have the one that {first.name} resumes from" in each.stderr
-    assert (
-        "run is not seen from node1: to go on from its checkpoints, name an --output_dir that all see" in done[0].stdout
-    )
-    assert not list(empty.iterdir())
-    shutil.rmtree(runs / "run")  # and the other way round, where processes may be restarted
-    done = finish(start((first, second), *words, flags=["--max_restarts", 2]))
-    for each in done:
-        assert each.returncode == 2, each.stderr
-        assert each.stderr.count("is not seen from node1") == 1, "what is refused is not tried again"
+    lacks = f"{runs}/run/checkpoints/step_00000006: {second.name} does not have the one that {first.name} resumes from"
+    for flags, said in (([], lacks), (["--max_restarts", 2], "run is not seen from node1")):
+        for each in finish(start((first, second), *words, flags=flags)):
+            assert each.returncode == 2 and each.stderr.count(said) == 1, "what is refused is not tried again"
+        assert not list(empty.iterdir())
+        shutil.rmtree(runs / "run", ignore_errors=True)  # a new run where processes may be restarted
     assert not list(runs.iterdir())
-
-
-@pytest.mark.long
-def test_a_stopped_process_of_the_second_machine_is_named_and_all_end(nodes, tmp_path):
-    """Nothing else on its machine can kill it but its launcher, which hears that the other has given up."""
-    first, second = nodes(2)
-    words = (*WORDS, "--max_steps", 100_000, "--eval_every", 100_000, "--checkpoint_every", 100_000)
-    words = (*words, "--collective_timeout", PATIENCE, "--output_dir", tmp_path, "--name", "run")
-    started = start((first, second), *words)
-    run = Watched(tmp_path / "run", started)
-    run.until(lambda: run.step() >= 4, "both train")
-    processes = [psutil.Process(each.process.pid).children()[0] for each in started]
-    stopped, step = processes[1], run.step()
-    stopped.suspend()
-    began = time.monotonic()
-    done = finish(started)
-    took = time.monotonic() - began
-    print(f"all ended after {took:.1f} s")
-    assert PATIENCE < took < PATIENCE + 10
-    assert [each.returncode for each in done] == [1, 1]
-    assert not any(process.is_running() for process in processes)
-    said = re.findall("^cls.py: .*", done[0].stderr + done[1].stderr, re.MULTILINE)
-    assert len(said) == 1, said
-    who = f"cls.py: rank 1 (process {stopped.pid} on {second.name}) gives no sign of life"
-    last = re.search(r"its last was step (\d+), [a-z ]+; the others stand at step (\d+)$", said[0])
-    assert said[0].startswith(who) and last and int(last[1]) <= int(last[2]) >= step, said
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert status["status"] == "failed" and f"cls.py: {status['cause']}" == said[0]
-    said = "the launcher of another machine has given up|the main machine at .* is gone, or has ended"
-    assert re.fullmatch(f"{second.name}: ({said}), see what it said: start .*", done[1].stderr.splitlines()[-1])
 
 
 @pytest.mark.long

@@ -57,3 +57,13 @@ IRREGULAR: dict[str, Callable[[Path], None]] = {
     "a link to a FIFO": link_to_fifo,
     "a link to a device": link_to_device,
 }
+
+
+class Malicious:
+    """Its pickle makes the folder `marker` when it is read."""
+
+    def __init__(self, marker: Path | str) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.marker),)

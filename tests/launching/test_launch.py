@@ -1,5 +1,6 @@
 """A launch that would not do what was asked for is refused in one line, before a process group is formed."""
 
+import contextlib
 import errno
 import os
 import socket
@@ -11,7 +12,6 @@ from unittest import mock
 
 import pytest
 
-from common.config.fields import RunConfig
 from common.distributed.sharding import Sharding
 from common.errors import Refused
 from common.launching import launch, meeting
@@ -37,6 +37,7 @@ TWO = {
 }
 WORLD = {name: value for name, value in TWO.items() if not name.startswith("ACCELERATE")}
 FSDP = {**TWO, "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+RESTARTS = {**TWO, "TORCHELASTIC_MAX_RESTARTS": "3"}
 MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 DEEPSPEED = {**TWO, "ACCELERATE_USE_DEEPSPEED": "true"}
 HIDDEN_GPUS = {"CUDA_VISIBLE_DEVICES": "-1,-1"}
@@ -55,6 +56,8 @@ TWO_NODES = {**TWO, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZ
         (MPI, 0, 2),  # mpirun on a machine without GPUs
         (WORLD, 0, 2),  # a person who exports variables there
         (MPI, 1, 2),  # each process may see another GPU
+        ({**RESTARTS, "TORCHELASTIC_USE_AGENT_STORE": "False"}, 2, 2),
+        ({**RESTARTS, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0"}, 2, 2),
     ],
 )
 def test_a_correct_launch_passes(environ: dict[str, str], accelerators: int, world_size: int) -> None:
@@ -84,17 +87,14 @@ def test_a_launch_says_how_the_model_is_sharded(environ: dict[str, str], asked: 
     assert sharding_of(environ) == asked
 
 
-@pytest.mark.parametrize(
-    "config, said",
-    [
-        (RunConfig(comm_hook="bf16"), "--comm_hook bf16 compresses the gradients of DDP"),
-        (SimpleNamespace(comm_hook="none", channels_last=True), "--channels_last: weights in shards"),
-        (SimpleNamespace(comm_hook="none", compile=True, detector="fcos"), "--compile: in shards, no detector"),
-    ],
-)
-def test_what_a_sharded_run_cannot_meet_is_refused(config: RunConfig, said: str) -> None:
-    with pytest.raises(Refused, match=said):
-        check_sharded(config)
+def test_what_a_sharded_run_cannot_meet_is_refused() -> None:
+    for flags, said in (
+        ({"comm_hook": "bf16"}, "--comm_hook bf16 compresses the gradients of DDP"),
+        ({"channels_last": True}, "--channels_last: weights in shards"),
+        ({"compile": True, "detector": "fcos"}, "--compile: in shards, no detector"),
+    ):
+        with pytest.raises(Refused, match=said):
+            check_sharded(SimpleNamespace(**{"comm_hook": "none", **flags}))
 
 
 @pytest.mark.parametrize(
@@ -124,6 +124,7 @@ def test_what_a_sharded_run_cannot_meet_is_refused(config: RunConfig, said: str)
         ({**DEEPSPEED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, 2, "give zero_stage in Accelerate's own file"),
         ({**TWO, "ACCELERATE_USE_MEGATRON_LM": "true"}, 2, "Megatron"),
         ({**TWO, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, 2, "max_micro_batch_size"),
+        ({**RESTARTS, "TORCHELASTIC_USE_AGENT_STORE": "True"}, 2, "--rdzv_backend machines"),
     ],
 )
 def test_a_launch_that_would_train_something_else_is_refused(
@@ -178,74 +179,57 @@ def test_several_machines_use_the_interface_that_leads_to_the_main_machine(monke
         chosen(MASTER_ADDR="first")
     assert chosen(MASTER_ADDR="first", GLOO_SOCKET_IFNAME="eth1") == {"GLOO_SOCKET_IFNAME": "eth1"}
 
-
-def test_the_processes_of_one_machine_meet_on_its_loopback_unless_their_launcher_keeps_the_store() -> None:
-    one = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}
-    for more, main in (({}, "127.0.0.1"), ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, "10.0.0.1")):
-        environ = one | more
-        choose_interface(environ)
-        assert environ["MASTER_ADDR"] == main
-    job = one | {"MASTER_ADDR": "127.1.2.3"}  # of its own among the jobs of this machine
-    choose_interface(job)
-    assert job["MASTER_ADDR"] == "127.1.2.3"
+    # The processes of one machine meet on its loopback, at the address of their job, unless their launcher keeps the store.
+    for address, more, main in (
+        ("10.0.0.1", {}, "127.0.0.1"),
+        ("127.1.2.3", {}, "127.1.2.3"),
+        ("10.0.0.1", {"TORCHELASTIC_USE_AGENT_STORE": "True"}, "10.0.0.1"),
+    ):
+        one = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": address, **more}
+        choose_interface(one)
+        assert one["MASTER_ADDR"] == main
 
 
 def test_a_store_listens_on_all_interfaces_only_where_its_address_is_not_known_here_and_says_so(
     monkeypatch, capsys
 ) -> None:
+    """As behind a name that on its own machine is a loopback, or an address that a router translates."""
     stores = []
     monkeypatch.setattr(meeting, "address_towards", {"10.0.0.1": "10.0.0.1", "first": "127.0.1.1"}.get)
     monkeypatch.setattr(meeting, "keep_store", lambda *place: stores.append(place[:2]))
-    meeting._listen("127.0.0.1", 1)
-    meeting._listen("10.0.0.1", 2)
-    assert stores == [("127.0.0.1", 1), ("10.0.0.1", 2)] and not capsys.readouterr().out
-    meeting._listen("first", 3)
-    assert len(stores) == 2 and "on all interfaces" in capsys.readouterr().out
-    monkeypatch.setattr(meeting, "keep_store", mock.Mock(side_effect=OSError(errno.EADDRNOTAVAIL, "")))
-    meeting._listen("10.0.0.1", 4)
+    for host in ("127.0.0.1", "10.0.0.1", "first"):
+        meeting._listen(host, 1)
+    assert stores == [("127.0.0.1", 1), ("10.0.0.1", 1)]
+    assert capsys.readouterr().out.startswith(
+        "first is no address of this machine's own: what listens on port 1 does so on all"
+    )
+    for number, said in (
+        (errno.EADDRNOTAVAIL, ""),
+        (errno.EADDRINUSE, "port 5 of 10.0.0.1 is taken: export MASTER_PORT"),
+    ):
+        monkeypatch.setattr(meeting, "keep_store", mock.Mock(side_effect=OSError(number, "")))
+        with pytest.raises(Refused, match=said) if said else contextlib.nullcontext():
+            meeting._listen("10.0.0.1", 5)
     assert "on all interfaces" in capsys.readouterr().out
-    monkeypatch.setattr(meeting, "keep_store", mock.Mock(side_effect=OSError(errno.EADDRINUSE, "taken")))
-    with pytest.raises(Refused, match=r"port 5 of 10.0.0.1 is taken: export MASTER_PORT"):
-        meeting._listen("10.0.0.1", 5)
 
 
-@pytest.mark.parametrize(
-    "asked, least, leavers",
-    [
-        ({1}, 1, [1]),
-        ({2, 1}, 1, [1, 2]),
-        ({1}, 3, [0, 1, 2]),  # two are too few
-        ({0}, 1, [0, 1, 2]),  # it has the address
-        (set(), 3, []),  # machines are joining
-    ],
-)
-def test_machines_leave_alone_if_the_others_can_continue(asked, least, leavers) -> None:
-    assert leaving(asked, 3, least) == leavers
+def test_machines_leave_alone_if_the_others_can_continue() -> None:
+    assert leaving({1}, 3, 1) == [1] and leaving({2, 1}, 3, 1) == [1, 2]
+    assert leaving({1}, 3, 3) == [0, 1, 2], "two are too few"
+    assert leaving({0}, 3, 1) == [0, 1, 2], "it has the address"
+    assert leaving(set(), 3, 3) == [], "machines are joining"
 
 
-def test_restarts_are_refused_with_a_store_that_keeps_dead_processes() -> None:
-    static = {**TWO, "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    with pytest.raises(Refused, match="--rdzv_backend machines"):
-        check_launch(static, complete(dict(static)), accelerators=2)
-    for harmless in ({"TORCHELASTIC_MAX_RESTARTS": "0"}, {"TORCHELASTIC_USE_AGENT_STORE": "False"}):
-        check_launch({**static, **harmless}, complete({**static, **harmless}), accelerators=2)
-
-
-@pytest.mark.parametrize(
-    "launcher",
-    [
+def test_the_number_of_processes_is_read_from_the_launcher_and_its_file() -> None:
+    folder, script = "--config_file accelerate_configs", "recipes/cls.py --num_processes 9"
+    for launcher in (
         "/opt/bin/python3 /opt/bin/accelerate launch",
         "accelerate-launch",
         "python -m accelerate.commands.accelerate_cli launch",
-    ],
-)
-def test_the_number_of_processes_is_read_from_the_launcher_and_its_file(launcher: str) -> None:
-    file = "--config_file accelerate_configs/multi_cpu.yaml"
-    script = "recipes/cls.py --num_processes 9"
-    assert processes_asked(f"{launcher} {file} {script}".split()) == (2, 1)
-    assert processes_asked(f"{launcher} {file} --num_processes 3 {script}".split()) == (3, 1)
-    file = "--config_file accelerate_configs/2node_cpu.yaml"
-    assert processes_asked(f"{launcher} {file} --num_processes 4 {script}".split()) == (4, 2)
+    ):
+        assert processes_asked(f"{launcher} {folder}/multi_cpu.yaml {script}".split()) == (2, 1)
+        assert processes_asked(f"{launcher} {folder}/multi_cpu.yaml --num_processes 3 {script}".split()) == (3, 1)
+        assert processes_asked(f"{launcher} {folder}/2node_cpu.yaml --num_processes 4 {script}".split()) == (4, 2)
     assert processes_asked("python recipes/cls.py accelerate launch".split()) is None
 
 

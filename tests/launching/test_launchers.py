@@ -93,20 +93,17 @@ def test_what_a_launcher_leaves_out_is_completed(environ, launcher, numbers, mai
     assert complete(again) == launch and again == completed
 
 
-@pytest.mark.parametrize(
-    "environ, launcher",
-    [
+def test_a_single_process_forms_no_group() -> None:
+    for environ, launcher in (
         ({}, "python"),
         (ACCELERATE, "accelerate launch"),
         ({"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": ""}, "python"),
         (slurm(0, 1, 0, 0, "1"), "srun"),
         ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, "python"),  # a batch script
         ({"SLURM_NTASKS": "4", **ACCELERATE}, "accelerate launch"),
-    ],
-)
-def test_a_single_process_forms_no_group(environ, launcher) -> None:
-    completed = dict(environ)
-    assert complete(completed) == Launch(launcher) and completed == environ
+    ):
+        completed = dict(environ)
+        assert complete(completed) == Launch(launcher) and completed == environ
 
 
 @pytest.mark.parametrize(
@@ -117,6 +114,7 @@ def test_a_single_process_forms_no_group(environ, launcher) -> None:
         ({**POD, "WORLD_SIZE": "8"}, "WORLD_SIZE=8 contradicts python with PET_* variables, which says 2"),
         (ompi(rank=2), "Open MPI says that this is rank 2 of 2"),
         (ompi(here=3), "of all processes 2 of 2"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is not set"),
         ({**EXPORTED, "RANK": "x"}, "RANK=x is not a whole number"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is exported, but RANK is not set"),
         ({**MAIN, "WORLD_SIZE": "2", "RANK": "1"}, "LOCAL_RANK is not set"),

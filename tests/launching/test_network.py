@@ -73,21 +73,16 @@ def test_a_launcher_listens_where_the_others_reach_it(monkeypatch) -> None:
         rendezvous._own_address("first", most=2)
 
 
-def test_a_late_listener_is_waited_for() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        timer = threading.Timer(0.2, listener.listen)
-        timer.start()
-        await_listener("127.0.0.1", listener.getsockname()[1], patience=30)
-        timer.join()
-
-
-def test_the_reason_of_a_failed_connection_is_given() -> None:
+def test_a_late_listener_is_waited_for_and_the_reason_of_a_failed_connection_is_given() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         with pytest.raises(Refused, match=f"127.0.0.1 is there, but nothing listens on port {port}: .*; waited 0 s"):
             await_listener("127.0.0.1", port, patience=0)
+        timer = threading.Timer(0.2, listener.listen)
+        timer.start()
+        await_listener("127.0.0.1", port, patience=30)
+        timer.join()
     with pytest.raises(Refused, match=r"the name no.such.name.invalid is not known on this machine"):
         await_listener("no.such.name.invalid", 1, patience=0)
     assert "host:1 can't be reached (timed out)" in trouble("host", 1, TimeoutError("timed out"))
