@@ -1,7 +1,5 @@
 """Plan and rehearsal: the recipe trains for some seconds in one layout, or in each that is possible."""
 
-import os
-import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -65,7 +63,7 @@ def rehearsed(found: dict, world: World, room: float, free: float) -> list[Findi
 
 
 def plan(world: World) -> list[Finding]:
-    """A row for each number of processes, and the fastest layout with its command. Raises `Refused`."""
+    """A row for each number of processes, and the fastest layout. Raises `Refused`."""
     if world.recipe is None:
         raise Refused("--plan needs a recipe and its flags: --plan recipes/cls.py --data FOLDER")
     config_of(world)
@@ -83,7 +81,7 @@ def plan(world: World) -> list[Finding]:
         _say(world, f"{layout}: {text}")
     if not tried:
         raise Refused(f"no layout could be tried: {rows[0].way_out}")
-    return [*rows, fastest(world, tried)]
+    return [*rows, fastest(tried)]
 
 
 def layouts_of(world: World) -> list[Layout]:
@@ -96,38 +94,18 @@ def layouts_of(world: World) -> list[Layout]:
     return layouts + [Layout(here * count, count, world.node) for count in range(2, machines + 1)]
 
 
-def fastest(world: World, tried: Sequence[tuple[Layout, dict]]) -> Finding:
-    """The row of the fastest layout, with its command; of none if other programs disturbed."""
+def fastest(tried: Sequence[tuple[Layout, dict]]) -> Finding:
+    """The row of the fastest layout; of none if other programs disturbed."""
     check, again = "plan: fastest", "plan again on machines that do nothing else"
     speeds = {layout: found["images_per_second"] for layout, found in tried}
     busy = max(found["others"] for _, found in tried)
     if busy > BUSY:
         return Finding(check, "warning", f"none is named: {said_busy(busy)} meanwhile", again)
     best = next(layout for layout, speed in speeds.items() if speed * _SAME >= max(speeds.values()))
-    text = f"{best}, {speeds[best]:,.0f} images/s"
+    text = f"{best} (--num_processes {best.processes}), {speeds[best]:,.0f} images/s"
     if best.processes > 1 and (alone := speeds.get(Layout(1, node=best.node))):
         text += f", {speeds[best] / alone:.2g} times as many as 1 process"
-    return Finding(check, "ok", text, figures={"command": command(world, best)})
-
-
-def command(world: World, layout: Layout) -> str:
-    """What starts the recipe in this layout."""
-    kind, on_cpu = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), world.device.type == "cpu"
-    flags: list[object] = []
-    suffix = f"_{kind}" if kind != "no" and world.device.type == "cuda" else ""
-    if kind != "no" and not suffix:
-        flags += ["--mixed_precision", kind]
-    name, usual = ("multi_cpu", 2) if on_cpu else ("multi_gpu", 8)
-    if layout.machines > 1:
-        name = "2node_cpu" if on_cpu else "2node"
-        flags += ["--num_machines", layout.machines, "--num_processes", layout.processes, "--main_process_ip"]
-        flags += [os.environ.get("MASTER_ADDR", "HOST")]
-    elif layout.processes == 1:
-        name = {"cpu": "cpu", "cuda": "single_gpu"}.get(world.device.type, world.device.type)
-    elif layout.processes != usual:
-        flags += ["--num_processes", layout.processes]
-    file = f"accelerate_configs/{name}{suffix}.yaml"
-    return shlex.join(map(str, ["accelerate", "launch", "--config_file", file, *flags, world.recipe, *world.words]))
+    return Finding(check, "ok", text, figures={"processes": best.processes})
 
 
 def _described(found: dict) -> str:

@@ -233,14 +233,9 @@ class Session:
         seconds = round(time.monotonic() - self.began, 1)
         about = {"processes": world.world_size, "hosts": world.hosts, "seconds": seconds}
         text = json.dumps(about | {"findings": [asdict(finding) for finding in findings]}, indent=2)
-        if file == "-":
-            print(text, flush=True)
-        else:
-            if file:
-                replace_file(Path(file), f"{text}\n".encode())
-            table = show(findings, sys.stdout.isatty(), bool(self.options.only))
-            commands = [f"\n{one.figures['command']}" for one in findings if "command" in one.figures]
-            print("\n".join([f"{table} ({seconds:.0f} s)", *commands]), flush=True)
+        if file:
+            replace_file(Path(file), f"{text}\n".encode())
+        print(f"{show(findings, bool(self.options.only))} ({seconds:.0f} s)", flush=True)
         return int(any(finding.status == "failed" for finding in findings))
 
 
