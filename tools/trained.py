@@ -6,7 +6,6 @@ it, so there is one way to read and resize images for training, evaluation and t
 """
 
 import importlib.util
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,9 +53,8 @@ class Trained:
 def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -> Trained:
     """The model that `weights` names; `flags` are the recipe's, such as `--workers 4` or `--data FOLDER`.
 
-    A run folder means its best/, the folder of its checkpoints the mean of their weights. Of a run, the recipe is the one
-    kept in its run folder, which is executed; else the one in recipes/. With `reads_data`, the flags or the run must name the
-    data. Raises `Refused`.
+    A run folder means its best/. Of a run, the recipe is the one kept in its run folder, which is executed; else the one in
+    recipes/. With `reads_data`, the flags or the run must name the data. Raises `Refused`.
     """
     folder = Path(weights)
     if (folder / "config.yaml").is_file() and (folder / "best").is_dir():
@@ -66,8 +64,6 @@ def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -
             f"{weights}: nothing is there{nearest_path(folder)}; name a run folder, its best/ or a checkpoint"
         )
     origin = sources_of_weights.origin(weights)
-    if origin.steps and os.environ.get("RANK", "0") == "0":
-        print(f"{weights}: {origin.mean}", file=sys.stderr)
     name = origin.run.get("recipe") or ("det" if "detector" in origin.config else "cls")
     kept = [parent / FOLDER / f"{name}.py" for parent in folder.absolute().parents[:2]]  # of best/, of a checkpoint
     file = next((file for file in (*kept, RECIPES / f"{name}.py") if file.is_file()), None)

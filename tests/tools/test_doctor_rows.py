@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from common.errors import Refused
-from tools.doctor import bandwidth, data, gpus, interfaces, limits, plan, trial
+from common.launching.launchers import Launch
+from tools.doctor import bandwidth, data, gpus, interfaces, limits, rehearsal
 from tools.doctor.finding import Finding, differing
 from tools.doctor.table import HERE, ON_MACHINE, fold, show
-from tools.doctor.trial import Layout
 from tools.doctor.world import World
 
 TWO = World(world_size=2, hosts=["a", "b"])
@@ -157,14 +157,16 @@ def test_a_run_folder_is_measured_left_as_it_was_and_its_troubles_are_named(tmp_
 
 def test_the_rehearsal_judges_waiting_lag_memory_and_disk() -> None:
     well = {"images_per_second": 160.0, "data_wait": 0.1, "samples": 64, "start_s": 5.0, "memory": 10**9, "lag": 0.05}
-    well |= {"checkpoint_bytes": 2**30, "verify_s": 0.5, "slowest": 1}
+    well |= {"checkpoint_bytes": 2**30, "slowest": 1}
 
     def odd(room: float = 2e9, free: float = 2**40, **changes: float) -> list[str]:
-        rows = plan.rehearsed(well | changes, TWO, room, free)
+        rows = rehearsal.rehearsed(well | changes, TWO, room, free)
         return [f"{row.check} {row.status} {row.place} {row.measured} {row.way_out}" for row in rows if row.way_out]
 
     assert odd() == []
-    assert plan.rehearsed(well, TWO, 2e9, 2**40)[0].measured.startswith("0.4 s per step of 64 samples, 160 images/s")
+    assert rehearsal.rehearsed(well, TWO, 2e9, 2**40)[0].measured.startswith(
+        "0.4 s per step of 64 samples, 160 images/s"
+    )
     (late,) = odd(lag=0.38)
     assert late.startswith("rehearsal: slowest warning rank 1 (b) ") and "38% of the time" in late
     (slow,) = odd(data_wait=0.5)
@@ -173,34 +175,22 @@ def test_the_rehearsal_judges_waiting_lag_memory_and_disk() -> None:
     assert "rehearsal: checkpoint failed" in odd(checkpoint_bytes=0)[0] and "free 3.0 GiB" in odd(free=2**30)[0]
 
 
-def test_layouts_that_are_tried_and_what_starts_them() -> None:
-    for count, tried in ((3, [1, 2, 3]), (12, [1, 2, 3, 4, 8, 12])):
-        world = World(world_size=count, local_world_size=count)
-        assert [layout.processes for layout in plan.layouts_of(world)] == tried
-    world = World(rank=5, world_size=6, local_rank=2, local_world_size=3, node=1)
-    found = [(layout.processes, layout.machines) for layout in plan.layouts_of(world)]
-    assert found == [(1, 1), (2, 1), (3, 1), (6, 2)]
-
-    given = {"OMP_NUM_THREADS": "3", "RANK": "7", "SLURM_PROCID": "7", "MASTER_ADDR": "far", "HOME": "/home"}
-    one = trial.launch_variables(Layout(1), 0, True, given)
-    added = {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(trial.ROOT)}
-    assert one == {"OMP_NUM_THREADS": "3", "HOME": "/home"} | added
-    last = trial.launch_variables(Layout(6, 2, 1, "10.0.0.1", 2000), 2, False, given)
+def test_a_rehearsal_has_the_numbers_of_its_launch_and_names_the_cause_of_a_failure() -> None:
+    given = {
+        "OMP_NUM_THREADS": "3",
+        "SLURM_PROCID": "7",
+        "TORCHELASTIC_RUN_ID": "x",
+        "MASTER_ADDR": "far",
+        "HOME": "/home",
+    }
+    world = World(5, 6, 2, 3, 1, launch=Launch("srun", 5, 2, 6, 3, 1, 2), hosts=["a"] * 6)
+    found = rehearsal.variables_of(world, 2000, given)
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
-    assert [last[name] for name in names] == ["5", "2", "6", "3", "1", "2", "10.0.0.1", "2000"]
-
-
-def test_the_fastest_layout_is_named_from_figures_that_can_be_true() -> None:
-    for speeds, others, said in (
-        ({1: 100, 2: 180}, 0.0, "2 processes (--num_processes 2), 180 images/s, 1.8 times as many as 1 process"),
-        ({1: 178, 2: 180}, 0.1, "1 process (--num_processes 1), 178 images/s"),
-        ({1: 100, 2: 180}, 0.9, "none is named: other programs use 90% of the cores"),
-    ):
-        tried = [(Layout(count), {"images_per_second": speed, "others": others}) for count, speed in speeds.items()]
-        row = plan.fastest(tried)
-        assert row.measured.startswith(said) and row.status == ("warning" if "none" in said else "ok")
+    assert [found[name] for name in names] == ["5", "2", "6", "3", "1", "2", "far", "2000"]
+    assert not {"SLURM_PROCID", "TORCHELASTIC_RUN_ID"} & found.keys()
+    assert found["OMP_NUM_THREADS"] == str(torch.get_num_threads()) and found["CUDA_VISIBLE_DEVICES"] == "-1"
     for code, output, cause in (
         (1, 'Traceback:\n  File "x.py"\nRuntimeError: no kernel\non rank 0 (host)\n', "RuntimeError: no kernel"),
         (-signal.SIGKILL, "", "killed by SIGKILL: was it killed for want of memory?"),
     ):
-        assert trial.cause_of(code, output) == cause
+        assert rehearsal.cause_of(code, output) == cause

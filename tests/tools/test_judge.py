@@ -1,27 +1,16 @@
-"""`--eval_only` leaves a report: its numbers are those of the run and of any layout, each part of the data has its own.
-
-A folder of checkpoints stands for the mean of their weights.
-"""
+"""`--eval_only` leaves a report: its numbers are those of the run and of any layout, each part of the data has its own."""
 
 import json
 import re
 import shutil
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from accelerate import Accelerator
 from PIL import Image
-from safetensors.torch import load_file
 
-from common.config.parsing import parse
-from common.errors import Refused
-from recipes import cls, det
 from tests.harness.drawings import draw_stripes
-from tests.harness.runs import copied, read, refusal
-from tools.trained import load
+from tests.harness.runs import copied, read
 
 
 def report_in(folder: Path) -> dict:
@@ -34,7 +23,7 @@ def printed(ended) -> dict:
 
 @pytest.fixture(scope="module")
 def run(trained_classifier, tmp_path_factory) -> Path:
-    """A run of digits with two checkpoints, whose reports may be written into its folder."""
+    """A run of digits, whose reports may be written into its folder."""
     return shutil.copytree(trained_classifier, tmp_path_factory.mktemp("judge") / "run")
 
 
@@ -76,50 +65,6 @@ def test_a_report_has_the_numbers_of_the_run_and_of_any_layout(run, reported, fo
     assert not (run / "evaluation/best-held_out/pictures").exists(), "the old report's pictures are gone with it"
 
 
-def test_the_mean_of_checkpoints_is_evaluated_and_loaded_by_tools(run, forks, capsys) -> None:
-    steps = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert len(steps) == 2
-    ended = forks("--eval_only", run / "checkpoints", "--workers", 0)
-    wanted = f"the mean of the weights of steps {', '.join(str(int(step[5:])) for step in steps)}"
-    assert f"evaluating {run}/checkpoints of the run cls, {wanted}\n" in ended.stdout
-    of_mean, of_last = printed(ended), printed(forks("--eval_only", run / "checkpoints" / steps[1], "--workers", 0))
-    assert 0.9 < of_mean["top1"] and of_mean["loss"] != of_last["loss"]
-    assert report_in(run / "evaluation/checkpoints-held_out")["evaluated"]["mean_of_steps"] == [
-        int(step[5:]) for step in steps
-    ]
-    assert report_in(run / f"evaluation/{steps[1]}-held_out")["evaluated"]["mean_of_steps"] is None
-
-    trained = load(str(run / "checkpoints"), ["--workers", "0"])
-    assert capsys.readouterr().err == f"{run}/checkpoints: {wanted}\n"
-    _, data = trained.recipe.build_data(trained.config, trained.origin)
-    model = trained.build(data, Accelerator(cpu=True).device)[0].state_dict()
-    one, other = (load_file(run / "checkpoints" / step / "model.safetensors") for step in steps)
-    assert model.keys() == one.keys() == other.keys()
-    for name, tensor in model.items():
-        both = one[name].double(), other[name].double()
-        is_number = tensor.is_floating_point()
-        torch.testing.assert_close(tensor, ((both[0] + both[1]) / 2).to(tensor.dtype) if is_number else other[name])
-        assert is_number or not torch.equal(one[name], other[name]), "buffers worth comparing"
-
-
-def test_checkpoints_without_a_mean_are_refused(run, run_several, tmp_path) -> None:
-    unfinished, single = (tmp_path / name / "checkpoints" for name in ("unfinished", "single"))
-    for folder in (unfinished, single):
-        shutil.copytree(run / "checkpoints", folder)
-        shutil.copy(run / "config.yaml", folder.parent)
-    first, last = sorted(path.name for path in single.iterdir())
-    (unfinished / first / "manifest.json").unlink()
-    shutil.rmtree(single / first)
-    told = run_several(1, {folder.parent.name: ["--eval_only", folder] for folder in (unfinished, single)})
-    for name, text in (
-        ("unfinished", "no manifest.json is in it"),
-        ("single", f"has one checkpoint, and a mean needs two or more; name {single / last}, or train"),
-    ):
-        assert told[name].outcome == "refused" and text in told[name].text
-    with pytest.raises(Refused, match="keep_checkpoints"):
-        load(str(single))
-
-
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory) -> Path:
     """Images of five classes in train/, val/ and test/."""
@@ -159,31 +104,17 @@ def test_each_part_of_the_data_and_each_setting_has_a_report_of_its_own(parts, r
 # --- detectors
 
 PICTURES = {"predictions", "precision_recall", "confusion", "misses", "errors"}
-VIEWS = ("--eval_flip", "--eval_sizes", "96,128")
 
 
-def test_a_report_of_several_views_is_the_same_on_two_ranks(trained_detector, scenes, run_several, tmp_path) -> None:
+def test_a_report_of_a_detector_is_the_same_on_two_ranks(trained_detector, scenes, run_several, tmp_path) -> None:
     run = copied(trained_detector, tmp_path / "run")
     words = ["recipes/det.py", "--eval_only", run / "best", "--data", scenes, "--split", "train"]
-    two = run_several(2, {"two": [*words, *VIEWS]}, pictures=True)["two"]
-    said = "each image is shown at 96, 128 pixels, each also mirrored; boxes are merged by NMS at IoU 0.6\n"
-    assert two.stdout.count(said) == 1
+    of_two = printed(run_several(2, {"two": words}, pictures=True)["two"])
     (folder,) = (run / "evaluation").iterdir()
-    report, of_two = report_in(folder), printed(two)
+    report = report_in(folder)
     assert {path.stem for path in (folder / "pictures").iterdir()} == PICTURES
     assert all(min(Image.open(path).size) > 300 for path in (folder / "pictures").iterdir())
-    one = run_several(1, {"views": [*words, "--dry_run", *VIEWS], "plain": [*words, "--dry_run"]})
-    assert printed(one["views"]) == of_two and printed(one["plain"])["AP50"] != report["AP50"]
-
+    assert printed(run_several(1, {"one": [*words, "--dry_run"]})["one"]) == of_two
     assert report["AP50"] > 0 and report["thresholds"] == of_two["thresholds"]
     for name, row in report["classes"].items():
         assert row["threshold"] == report["thresholds"][name]
-    assert report["evaluated"]["config"]["eval_flip"] and report["evaluated"]["config"]["eval_sizes"] == "96,128"
-
-
-def test_views_are_for_eval_only_and_sizes_are_checked() -> None:
-    for config, flag in ((cls.Config, "--eval_flip"), (det.Config, "--eval_flip"), (det.Config, "--eval_sizes=96")):
-        assert re.search(f"{flag[:9]}.* --eval_only", refusal(partial(parse, config), "--data", "digits", flag))
-    for sizes in ("96,96", "0", "a", "96,", "9000", ",".join(map(str, range(1, 12)))):
-        said = refusal(partial(parse, det.Config), "--eval_sizes", sizes)
-        assert "must be up to 10 different lengths in pixels" in said

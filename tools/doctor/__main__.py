@@ -22,7 +22,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--only", metavar="WORDS", help="run only these checks: first words of rows, joined by commas")
     parser.add_argument("--json", metavar="FILE", help="write the findings and their figures as JSON")
     parser.add_argument("--wait", type=float, default=30, metavar="SECONDS", help="for all processes (30)")
-    parser.add_argument("--plan", action="store_true", help="try each layout of this hardware instead")
     parser.add_argument("recipe", nargs="?", type=Path, help="recipes/cls.py; its flags follow")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

@@ -11,7 +11,7 @@ import psutil
 
 from common.errors import Refused
 from tools.doctor.finding import GIB, Finding, judged
-from tools.doctor.trial import config_of
+from tools.doctor.rehearsal import config_of
 from tools.doctor.world import World
 
 LIMIT_S = 30.0  # of the check

@@ -29,7 +29,7 @@ from common.launching.exit_codes import announce_exit
 from common.launching.launch import share_cores
 from common.launching.launchers import meeting_file
 from common.launching.meeting import choose_interface
-from tools.doctor import bandwidth, data, gpus, interfaces, limits, meeting, plan, versions
+from tools.doctor import bandwidth, data, gpus, interfaces, limits, meeting, rehearsal, versions
 from tools.doctor.finding import Finding, Status
 from tools.doctor.table import HERE, ON_MACHINE, fold, show
 from tools.doctor.world import LostPeer, World, this_process
@@ -66,10 +66,9 @@ CHECKS = [
     Check("network: MTU", interfaces.same_mtu),
     Check("network: ports", interfaces.ports),
     Check("data: run folder", data.run_folder, limit=data.LIMIT_S),
-    Check("rehearsal", plan.rehearse, limit=plan.REHEARSAL_S),
+    Check("rehearsal", rehearsal.rehearse, limit=rehearsal.LIMIT_S),
     Check("network: bandwidth", bandwidth.bandwidth, limit=40.0),
 ]
-PLAN = [CHECKS[0], Check("plan", plan.plan, limit=plan.PLAN_S)]
 
 
 class Stopped(BaseException):
@@ -88,7 +87,7 @@ def examine(options: argparse.Namespace, environ: MutableMapping[str, str]) -> i
         raise Refused(f"--only {', '.join(sorted(unknown))}: take {', '.join(dict.fromkeys(words.values()))}")
     if options.recipe and not options.recipe.is_file():
         raise Refused(f"{options.recipe} is not there: give a recipe such as recipes/cls.py, then its flags")
-    checks = PLAN if options.plan else [check for check in CHECKS if not only or words[check] in only]
+    checks = [check for check in CHECKS if not only or words[check] in only]
     world = this_process(environ, options.recipe, options.flags)
     session = Session(world, options, [*words.values()])
     if world.device.type == "cpu":
