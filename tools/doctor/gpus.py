@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from common.distributed import devices
-from tools.doctor.finding import GIB, Finding, differing, judged
+from tools.doctor.finding import GIB, Finding, judged
 from tools.doctor.world import World
 
 PATIENCE_S = 8.0  # a healthy nvidia-smi takes 0.1 to 2 s; one that hangs is a sign of a lost GPU
@@ -43,16 +43,6 @@ def gpus(world: World) -> list[Finding]:
         others = [row for row in taken if row["gpu_uuid"] == state["uuid"] and row["pid"] != str(os.getpid())]
         rows += _state(state, others, total)
     return rows
-
-
-def same_gpus(world: World) -> list[Finding]:
-    """A row if the ranks have different GPUs: the slowest decides."""
-    if world.device.type != "cuda":
-        return []
-    here = devices.properties(world.device)
-    kind = {"GPU": f"{here.name} {here.total_memory / GIB:.0f} GiB"}
-    way_out = "every step waits for the slowest, and the smallest memory sets the micro-batch"
-    return differing(world, "gpu: kinds", "warning", way_out, kind)
 
 
 def _unseen() -> Finding:

@@ -62,7 +62,6 @@ CHECKS = [
     Check("network: interfaces", interfaces.interfaces, exchanges=False, once_per_machine=True),
     Check("limits: other work", limits.other_work),
     Check("versions", versions.versions),
-    Check("gpu: kinds", gpus.same_gpus),
     Check("network: MTU", interfaces.same_mtu),
     Check("network: ports", interfaces.ports),
     Check("data: run folder", data.run_folder, limit=data.LIMIT_S),
