@@ -14,7 +14,7 @@ from tools.doctor.world import World
 def versions(world: World) -> list[Finding]:
     """Compares all ranks; a row for each machine or rank that differs from most of the others. A run compares its code."""
     needed = {"Python": platform.python_version(), **{name: str(version) for name, version in packages().items()}}
-    cuda = {}
+    cuda: dict[str, str] = {}
     if world.device.type == "cuda":
         cuda = {
             "CUDA": str(torch.version.cuda),

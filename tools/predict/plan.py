@@ -61,7 +61,7 @@ def choose(weights: str, classes: Sequence[str], asked: float | None, default: f
     """
     if asked is not None or not default:
         return np.full(len(classes), asked or 0, np.float32), "none" if asked is None else f"{asked:g}, as asked"
-    file, found = Path(weights) / "results.json", {}
+    file, found = Path(weights) / "results.json", dict[str, float]()
     try:
         if file.is_file():
             content: dict = of_exported(json.loads(read_text(file, MEDIUM))).get("thresholds") or {}

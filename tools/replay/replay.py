@@ -64,8 +64,9 @@ class Replay(Run):
 
     def _forward(self, network, *inputs):
         outputs = network(*inputs)
-        self._keep("input", inputs[0].detach())
-        self._keep("guess", outputs.argmax(-1) if isinstance(outputs, torch.Tensor) else None)
+        if len(self._seen["input"]) < len(self._seen["batch"]):  # the first call for a micro-batch
+            self._keep("input", inputs[0].detach())
+            self._keep("guess", outputs.argmax(-1) if isinstance(outputs, torch.Tensor) else None)
         return outputs
 
     def micro_batches(self):
