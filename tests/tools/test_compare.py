@@ -125,7 +125,7 @@ def test_a_worse_classifier_is_told_from_a_better_one_and_from_a_copy_on_any_lay
     forks, trained_classifier, tmp_path, capsys
 ) -> None:
     other, copy = worse(trained_classifier, tmp_path / "other", 0.8), copied(trained_classifier, tmp_path / "copy")
-    runs = (trained_classifier, other / "best", copy)
+    runs = (trained_classifier, other, copy)
     ended = [rank.end() for rank in start_tool(forks, 2, "compare", *runs, "-o", tmp_path / "two", "--workers", 0)]
     assert [rank.code for rank in ended] == [0, 0], ended
     assert "".join(rank.stdout for rank in ended).count("is it more than noise?") == 1
@@ -145,8 +145,7 @@ def test_a_worse_classifier_is_told_from_a_better_one_and_from_a_copy_on_any_lay
 
 def test_a_worse_detector_is_told_from_a_better_one(trained_detector, tmp_path, capsys) -> None:
     other = worse(trained_detector, tmp_path / "other", 0.3)
-    words = (trained_detector, other, "--resamples", 200, "--workers", 0)
-    text, found = compared(capsys, tmp_path / "out", *words)
+    text, found = compared(capsys, tmp_path / "out", trained_detector, other, "--workers", 0)
     assert "AP on digits: fixed scenes" in text and "larger than noise" in text
     (changed,) = found["differences"]
     recorded = PastRun(trained_detector).results["AP"]
@@ -158,7 +157,7 @@ def test_what_folders_record_needs_no_model(trained_classifier, tmp_path, capsys
     copy, killed = copied(trained_classifier, tmp_path / "copy"), tmp_path / "killed"
     text, _ = compared(capsys, tmp_path / "out", trained_classifier, copy, "--recorded")
     assert "configuration: what differs\n  nothing\n" in text and "source, cls and copy: the same" in text
-    assert "data fingerprint: the same" in text and "classes that changed most\n  none\n" in text
+    assert "data fingerprint: the same" in text
     killed.mkdir()
     for name in ("config.yaml", "metrics.jsonl", "log.txt"):
         shutil.copy(trained_classifier / name, killed)
@@ -170,15 +169,7 @@ def test_what_folders_record_needs_no_model(trained_classifier, tmp_path, capsys
 
 
 def test_what_can_not_be_compared_is_refused_by_name(trained_classifier, trained_detector, scenes, tmp_path) -> None:
-    other, output = copied(trained_classifier, tmp_path / "other"), tmp_path / "out"
-    log = (other / "log.txt").read_text()
-    (other / "log.txt").write_text(log.replace("-84c9b91d5f0b", "-000000000000"))
-    text = refusal(main, trained_classifier, other, "-o", output)
-    assert f"{trained_classifier} and {other}: were evaluated on different images or labels" in text
-    assert "84c9b91d5f0b of digits" in text and "000000000000 of digits" in text and "--data" in text
-
     boxes = copied(trained_detector, tmp_path / "boxes")
-    (boxes / "log.txt").write_text("")  # now only the data themselves tell
     run = read(boxes / "best" / "run.json")
     run["config"]["data"] = str(scenes)
     (boxes / "best" / "run.json").write_text(json.dumps(run))
@@ -189,7 +180,5 @@ def test_what_can_not_be_compared_is_refused_by_name(trained_classifier, trained
         ((trained_classifier, trained_detector, "--data", "digits"), "a classifier and a detector"),
         ((trained_classifier,), "name at least two runs"),
         ((trained_classifier, tmp_path), f"{tmp_path}: is no run folder"),
-        ((trained_classifier, other, "--resamples", 5), "--resamples 5: at least 100"),
     ):
         assert told in refusal(main, *words)
-    assert not output.exists()

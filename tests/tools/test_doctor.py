@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import signal
 from pathlib import Path
 
@@ -10,10 +9,10 @@ import psutil
 import pytest
 
 from common.errors import Refused
-from tests.harness.launching import free_port, small
+from tests.harness.launching import free_port
 from tests.harness.runs import start_tool
 from tests.harness.waiting import Limit
-from tools.doctor import plan, trial
+from tools.doctor import rehearsal
 from tools.doctor.__main__ import arguments
 from tools.doctor.session import examine
 from tools.doctor.world import World
@@ -105,9 +104,9 @@ def test_a_check_that_raises_hangs_or_dies_on_one_rank_keeps_no_other_check_and_
     assert max(map(len, table.splitlines())) <= 100 and "\033" not in table
 
 
-def test_json_goes_to_stdout_alone_and_wrong_words_are_refused(forks) -> None:
-    done = start_tool(forks, 1, "doctor", "--only", "limits,launch", "--json", "-")[0].end()
-    found = json.loads(done.stdout)
+def test_checks_are_chosen_by_their_first_words_and_wrong_ones_are_refused(forks, tmp_path) -> None:
+    done = start_tool(forks, 1, "doctor", "--only", "limits,launch", "--json", tmp_path / "found.json")[0].end()
+    found = json.loads((tmp_path / "found.json").read_text())
     words = {row["check"].partition(":")[0] for row in found["findings"]}
     assert done.code in (0, 1) and words == {"launch", "limits"}
     assert found["processes"] == 1 and found["seconds"] < 60
@@ -121,40 +120,33 @@ def test_json_goes_to_stdout_alone_and_wrong_words_are_refused(forks) -> None:
             examine(arguments().parse_args(words), {})
 
 
-def test_a_plan_that_is_stopped_says_so_and_leaves_nothing(launch, tmp_path) -> None:
-    words = ["--plan", "recipes/cls.py", "--output_dir", tmp_path, "--workers", "0"]
+def test_a_rehearsal_that_is_stopped_says_so_and_leaves_nothing(launch, tmp_path) -> None:
+    words = ["--only", "rehearsal", "recipes/cls.py", "--data", "digits", "--output_dir", tmp_path, "--workers", "0"]
     started = launch.start_python("-m", "tools.doctor", *words)
     for _ in Limit(120).turns():
-        trials = psutil.Process(started.process.pid).children(recursive=True)
-        if trials and "layouts, usually" in started.stderr.read_text():  # imports start processes, too
+        runs = psutil.Process(started.process.pid).children(recursive=True)
+        if runs and any("--max_steps" in one.cmdline() for one in runs):  # imports start processes, too
             break
     started.process.send_signal(signal.SIGINT)
     done = started.finish()
-    assert done.returncode == 1 and re.search(r"^not run +plan +stopped by SIGINT$", done.stdout, re.M), done.stdout
+    assert done.returncode == 1 and re.search(r"^not run +rehearsal +stopped by SIGINT$", done.stdout, re.M), (
+        done.stdout
+    )
     assert "not everything was checked: " in done.stdout and "will work" not in done.stdout
-    assert trials and not psutil.wait_procs(trials, 5)[1] and not [*tmp_path.iterdir()]
+    assert not psutil.wait_procs(runs, 5)[1] and not [*tmp_path.iterdir()]
 
 
-def test_a_rehearsal_leaves_nothing_and_a_failure_is_its_cause(tmp_path) -> None:
-    words = ["--output_dir", str(tmp_path), "--global_batch_size", "16"]
-    rows = plan.rehearse(World(words=words, is_met=True))
-    assert [row.check for row in rows] == ["rehearsal: steps", "rehearsal: memory", "rehearsal: checkpoint"], rows
-    assert rows[0].figures["samples"] == 16 and rows[0].figures["checkpoint_bytes"] > 10**6 and rows[2].status == "ok"
-    (row,) = plan.rehearse(World(words=[*words, "--model", "no_such_model"]))
+def test_a_rehearsal_trains_on_all_processes_leaves_nothing_and_a_failure_is_its_cause(launch, tmp_path) -> None:
+    words = ["--output_dir", str(tmp_path / "runs"), "--global_batch_size", "16"]
+    (tmp_path / "runs").mkdir()
+    flags = ["--config", "recipes/presets/digits.yaml", *words]
+    of_tool = ["-m", "tools.doctor", "--only", "rehearsal", "--json", tmp_path / "found.json", "recipes/cls.py"]
+    done = launch("multi_cpu", *of_tool, *flags, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {check: row for (check, _), row in rows_of(tmp_path / "found.json").items() if check != "rehearsal: slowest"}
+    assert rows.keys() == {"rehearsal: steps", "rehearsal: memory", "rehearsal: checkpoint"}
+    figures = rows["rehearsal: steps"]["figures"]
+    assert figures["samples"] == 16 and figures["checkpoint_bytes"] > 10**6 and figures["memory"] > 2**27
+    (row,) = rehearsal.rehearse(World(words=[*words, "--model", "no_such_model"]))
     assert (row.status, row.measured) == ("failed", "the recipe made no step") and "no_such_model" in row.way_out
-    assert not any(tmp_path.iterdir())
-
-
-def test_the_plan_tries_each_layout(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(plan, "cores", lambda: 2)
-    monkeypatch.setattr(trial, "used_by_others", lambda: 0.0)
-    recipe = Path("recipes/cls.py")
-    words = small(["--workers", "0", "--batch_norm", "group", "--output_dir", str(tmp_path)])
-    rows = plan.plan(World(recipe=recipe, words=words, is_met=True))
-    assert "2 layouts, usually" in capsys.readouterr().err
-    assert [row.check for row in rows] == ["plan: 1 process", "plan: 2 processes", "plan: fastest"]
-    assert {row.status for row in rows} == {"ok"} and not any(tmp_path.iterdir())
-    speeds = {row.figures["processes"]: row.figures["images_per_second"] for row in rows[:2]}
-    command = shlex.split(rows[2].figures["command"])
-    assert speeds[1 if any(word.endswith("/cpu.yaml") for word in command) else 2] > 0.95 * max(speeds.values())
-    assert all(row.figures["memory"] > 2**28 for row in rows[:2])
+    assert not any((tmp_path / "runs").iterdir())

@@ -68,7 +68,7 @@ def test_a_sick_machine_is_named_with_each_of_its_troubles(nodes: Callable[..., 
     assert [*runs.iterdir()] == [runs / "a"] and [*theirs.iterdir()] == [theirs / "a"], "left as they were"
     assert failed["versions: packages"].startswith("node1: timm 0.9.0 instead of ")
     assert warned["network: MTU"] == "node1: MTU 1400 instead of 1500"
-    assert warned["limits: open files"] == "node1: 200, less than 1024"
+    assert warned["limits: open files"].startswith("node1: 200 ")
     links = [row for row in json.loads(file.read_text())["findings"] if row["check"] == "network: between"]
     # A busy machine has another such row, on latency.
     (link,) = [row for row in links if row["way_out"].startswith("less than 2 Gbit/s")]

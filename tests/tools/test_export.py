@@ -73,9 +73,8 @@ def test_every_format_is_the_model_that_was_measured(trained_classifier, tmp_pat
     assert weights.count(bias.tobytes()) == 1
     weights = weights.replace(bias.tobytes(), (bias + (np.arange(10) == 3).astype(np.float32)).tobytes())
     (folder / "model.bin").write_bytes(weights)
-    checked = check(folder)
-    assert checked.returncode == 1 and "model.bin is not the file that was measured" in checked.stdout
     about = read(folder / "export.json")
+    assert "model.bin is not the file that was measured" in check(folder).stdout
     about["files"]["model.bin"] = hashlib.sha256(weights).hexdigest()
     (folder / "export.json").write_text(json.dumps(about))
     checked = check(folder)
@@ -181,7 +180,7 @@ def test_a_module_that_a_copied_recipe_defines_is_exported(trained_classifier, t
     assert about["validation"]["differing"] == 0 and about["validation"]["images"] == 359
 
 
-def test_bad_input_is_refused_before_anything_is_read(trained_classifier, tmp_path, monkeypatch) -> None:
+def test_what_cannot_be_exported_is_refused_in_one_line(trained_classifier, tmp_path, monkeypatch) -> None:
     run = str(trained_classifier)
     monkeypatch.setattr(proof, "export", None)  # none of these may come so far
     (tmp_path / "file").touch()
@@ -196,16 +195,14 @@ def test_bad_input_is_refused_before_anything_is_read(trained_classifier, tmp_pa
     ):
         with pytest.raises(Refused, match=told):
             main([*map(str, words), "--to", "torch_export", *QUICK])
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(Refused, match=r"--to openvino: needs .*: pip install openvino onnx onnxscript"):
-        main([str(tmp_path / "nowhere"), "--to", "openvino"])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "file", "mine"]
 
-
-def test_a_model_that_a_format_cannot_express_is_refused_in_one_line(tmp_path) -> None:
     class Counting(torch.nn.Module):
         def forward(self, images):
             return images.new_ones(len(images), int(images.sum()) % 7)
 
     with pytest.raises(Refused, match=r"--to torch_export: the model can't be written .*another format"):
         formats.write("torch_export", Counting(), True, ["x"], tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(Refused, match=r"--to openvino: needs .*: pip install openvino onnx onnxscript"):
+        main([str(tmp_path / "nowhere"), "--to", "openvino"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "file", "mine"]

@@ -23,7 +23,7 @@ def printed(ended) -> dict:
 
 @pytest.fixture(scope="module")
 def run(trained_classifier, tmp_path_factory) -> Path:
-    """A run of digits with two checkpoints, whose reports may be written into its folder."""
+    """A run of digits, whose reports may be written into its folder."""
     return shutil.copytree(trained_classifier, tmp_path_factory.mktemp("judge") / "run")
 
 
@@ -109,9 +109,9 @@ PICTURES = {"predictions", "precision_recall", "confusion", "misses"}
 def test_a_report_of_a_detector_is_the_same_on_two_ranks(trained_detector, scenes, run_several, tmp_path) -> None:
     run = copied(trained_detector, tmp_path / "run")
     words = ["recipes/det.py", "--eval_only", run / "best", "--data", scenes, "--split", "train"]
-    two = run_several(2, {"two": words}, pictures=True)["two"]
+    of_two = printed(run_several(2, {"two": words}, pictures=True)["two"])
     (folder,) = (run / "evaluation").iterdir()
-    report, of_two = report_in(folder), printed(two)
+    report = report_in(folder)
     assert {path.stem for path in (folder / "pictures").iterdir()} == PICTURES
     assert all(min(Image.open(path).size) > 300 for path in (folder / "pictures").iterdir())
     one = run_several(1, {"one": [*words, "--dry_run"], "large": [*words, "--dry_run", "--eval_short_side", "96"]})

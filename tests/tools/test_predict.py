@@ -256,17 +256,16 @@ def test_images_are_named_by_folders_globs_lists_and_stdin(tmp_path, monkeypatch
 
 
 def test_thresholds_are_those_of_the_evaluation_unless_asked(tmp_path) -> None:
-    def chosen(asked=None, is_detector=True, several=False, all_boxes=False):
-        return choose(str(tmp_path), ("a", "b"), asked, is_detector, several, all_boxes)[0].tolist()
+    def chosen(asked=None, default=0.3):
+        return choose(str(tmp_path), ("a", "b"), asked, default)[0].tolist()
 
-    assert chosen() == pytest.approx([0.3, 0.3]) and chosen(is_detector=False) == [0, 0]
-    assert chosen(is_detector=False, several=True) == [0.5, 0.5] and chosen(all_boxes=True) == [0, 0]
+    assert chosen() == pytest.approx([0.3, 0.3]) and chosen(default=0) == [0, 0]
     (tmp_path / "results.json").write_text('{"thresholds": {"b": 0.25, "a": null}}')
     assert chosen() == pytest.approx([0.3, 0.25]) and chosen(0.75) == [0.75, 0.75]
-    assert "lacks 1 class" in choose(str(tmp_path), ("a", "b"), None, True, False, False)[1]
+    assert "lacks 1 class" in choose(str(tmp_path), ("a", "b"), None, 0.3)[1]
     averaged = '{"thresholds": {"b": 0.25, "a": 0.75}, "ema_thresholds": {"b": 0.5, "a": 0.125}}'
     (tmp_path / "results.json").write_text(averaged)
-    assert chosen() == [0.125, 0.5] and chosen(all_boxes=True) == [0, 0] and chosen(is_detector=False) == [0, 0]
+    assert chosen() == [0.125, 0.5] and chosen(default=0) == [0, 0]
     (tmp_path / "results.json").write_text('{"thresholds": {"b": "high"}}')
     with pytest.raises(Refused, match=r"results.json: its thresholds.*--threshold"):
         chosen()
@@ -300,7 +299,8 @@ def test_what_cannot_be_done_is_refused_in_one_line(trained_classifier, trained_
         (trained_classifier, ["--data", tmp_path / "no-{0..1}.tar"], "no-0.tar: byte 0: No such file or directory"),
         (trained_classifier, ["--data", digits], "names no shard; give a file, a folder, or a pattern"),
         (trained_classifier, [image, "--top", 0], "--top 0: must be at least 1"),
-        (trained_classifier, [image, "--format", "coco"], "for detectors"),
+        (trained_classifier, [image, *coco, old], "for detectors"),
+        (trained_detector, [image, "--format", "coco"], "with --images_of JSON"),
         (trained_classifier, [image, "--learning_rate", 3], "unknown flag --learning_rate"),
         (trained_classifier, [image, "-o", old], "old: exists; name another, or add --overwrite"),
         (trained_classifier, [image, "--draw", "/dev/null/x"], "--draw /dev/null/x: "),

@@ -41,25 +41,19 @@ def test_weights_that_are_no_numbers_are_refused_by_name(
         assert "\n" not in ended.text and "hub" not in ended.text
 
 
-def test_a_copied_best_is_built_by_the_recipe_of_the_repository(trained_classifier, tmp_path) -> None:
-    shutil.copytree(trained_classifier / "best", tmp_path / "model")
-    trained = load(str(tmp_path / "model"))
+def test_the_recipe_of_a_copied_best_is_the_repositorys_and_what_is_gone_or_too_old_is_refused_by_name(
+    trained_classifier, tmp_path
+) -> None:
+    best = shutil.copytree(trained_classifier / "best", tmp_path / "best")
+    trained = load(str(best))
     assert trained.recipe.__file__.endswith("recipes/cls.py") and trained.config.image_size == 32
-
-
-def test_a_missing_run_is_not_looked_for_on_the_hub(trained_classifier) -> None:
-    missing = trained_classifier.with_name("clss")
-    with pytest.raises(Refused, match=r"clss: nothing is there.*cls.*run folder"):
-        load(str(missing))
-
-
-def test_a_recipe_that_is_gone_or_too_old_is_refused_by_name(trained_classifier, tmp_path) -> None:
-    shutil.copytree(trained_classifier / "best", tmp_path / "best")
-    record = json.loads((tmp_path / "best" / "run.json").read_text())
-    (tmp_path / "best" / "run.json").write_text(json.dumps(record | {"recipe": "mine"}))
+    with pytest.raises(Refused, match=r"clss: nothing is there.*cls.*run folder"):  # and is not looked for on the hub
+        load(str(trained_classifier.with_name("clss")))
+    record = json.loads((best / "run.json").read_text())
+    (best / "run.json").write_text(json.dumps(record | {"recipe": "mine"}))
     with pytest.raises(Refused, match=r"mine\.py"):
-        load(str(tmp_path / "best"))
+        load(str(best))
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "mine.py").write_text("Config = None\n")
     with pytest.raises(Refused, match=r"mine\.py.*build_evaluation"):
-        load(str(tmp_path / "best"))
+        load(str(best))

@@ -433,5 +433,6 @@ def _transform(adoption: Adoption, place: str, kind: str) -> None:
         adoption.leave(place, "images with boxes are mirrored left to right only: --hflip")
     elif kind in TRANSFORMS:
         flag, usual = TRANSFORMS[kind]
-        adoption.carry(place, **{flag: usual if probability is None else probability})
+        values: dict[str, Any] = {flag: usual if probability is None else probability}
+        adoption.carry(place, **values)
     adoption.leave(place, "does not exist here; see docs/change_it.md for an augmentation of your own")

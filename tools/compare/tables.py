@@ -12,10 +12,32 @@ from common.run.progress import display_name, is_share
 from common.run.report import duration, in_words, listed
 
 OF_THE_FOLDER = ("name", "output_dir", "resume")  # flags that differ between any two runs
-SHOWN_CLASSES = 10
 _WIDEST = 44  # letters of a cell
 
 Row = tuple[str, list[str]]
+
+
+def describe(runs: Sequence[PastRun]) -> list[str]:
+    """Lines about all that the folders record."""
+    names = [run.name if len({one.name for one in runs}) == len(runs) else str(run.path) for run in runs]
+    lines = ["configuration: what differs", *layout(names, configuration(runs), "nothing")]
+    for run, name in zip(runs[1:], names[1:], strict=True):
+        changed = source_difference(runs[0], run)
+        what = "not recorded by both" if changed is None else "" if changed else "the same"
+        lines += [
+            "",
+            f"recipe source, {names[0]} and {name}: {what}".rstrip(),
+            *(f"  {line}" for line in changed or ()),
+        ]
+    known = [run.fingerprint for run in runs]
+    parts = zip(*(fingerprint.partition("-")[::2] for fingerprint in known), strict=True)
+    rows = [(name, list(values)) for name, values in zip(("training", "validation"), parts, strict=True)]
+    differ = layout(names, [row for row in rows if len({*row[1]}) > 1])
+    are_same = "the same" if len({*known}) == 1 else "differs in"
+    lines += ["", f"data fingerprint: {are_same if all(known) else 'not recorded by all'}"]
+    lines += differ if all(known) and len({*known}) > 1 else []
+    lines += ["", "results of the best models", *layout(names, results(runs))]
+    return [*lines, "", "cost", *layout(names, cost(runs))]
 
 
 def layout(head: Sequence[str], rows: Sequence[Row], nothing: str = "") -> list[str]:
@@ -57,49 +79,17 @@ def results(runs: Sequence[PastRun]) -> list[Row]:
 
 def cost(runs: Sequence[PastRun]) -> list[Row]:
     """Steps, images, time and devices."""
-    of_runs = [_cost(run) for run in runs]
-    return [(name, [cost[name] or "-" for cost in of_runs]) for name in of_runs[0]]
-
-
-def _cost(run: PastRun) -> dict[str, str]:
-    keys = ("step", "samples", "train_seconds", "images_per_second")
-    numbers = {key: finite(run.summary.get(key)) for key in keys}
-    shown = {key: "" if value is None else f"{value:,.0f}" for key, value in numbers.items()}
-    seconds, world = numbers["train_seconds"], finite(run.environment.get("world_size"))
-    ranks = run.environment.get("ranks")
-    devices = [str(rank).split(" on ")[0] for rank in ranks] if isinstance(ranks, list) else []
-    return {
-        "steps": shown["step"],
-        "images": shown["samples"],
-        "training time": duration(seconds),
-        "time of all devices": duration(seconds * world if seconds and world else None),
-        "images/s": shown["images_per_second"],
-        "devices": listed(devices),
-        "precision": listed(run.environment.get("precision")),
-        "starts": str(len(run.starts) or ""),
-        "status": listed(run.status.get("status")),
-    }
-
-
-def classes(runs: Sequence[PastRun]) -> list[Row]:
-    """The classes whose recorded result differs most between the best models, with the change if there are two runs."""
-    of_runs = [values for run in runs if isinstance(values := run.results.get("per_class"), dict)]
-    if len(of_runs) < len(runs):
-        return []
-    shared: dict[str, list[float]] = {}
-    for name in of_runs[0]:
-        known = [value for values in of_runs if (value := finite(values.get(name))) is not None]
-        if len(known) == len(runs):
-            shared[name] = known
-    spread = {name: max(values) - min(values) for name, values in shared.items()}
-    most = sorted((name for name in spread if spread[name] > 0), key=lambda name: -spread[name])[:SHOWN_CLASSES]
-    changes = [[points(shared[name][1] - shared[name][0])] if len(runs) == 2 else [] for name in most]
-    return [(name, [*map(in_words, shared[name]), *change]) for name, change in zip(most, changes, strict=True)]
-
-
-def points(change: float) -> str:
-    """A change of a share: +1.39 points."""
-    return f"{100 * change:+.2f} points"
+    keys = {"step": "steps", "samples": "images", "train_seconds": "", "images_per_second": "images/s"}
+    rows = []
+    for key, name in keys.items():
+        values = [finite(run.summary.get(key)) for run in runs]
+        shown = ["-" if value is None else f"{value:,.0f}" for value in values]
+        rows.append((name, shown) if name else ("training time", [duration(value) or "-" for value in values]))
+    ranks = [run.environment.get("ranks") for run in runs]
+    devices = [[str(rank).split(" on ")[0] for rank in of] if isinstance(of, list) else [] for of in ranks]
+    rows.append(("devices", [listed(of) or "-" for of in devices]))
+    rows.append(("precision", [listed(run.environment.get("precision")) or "-" for run in runs]))
+    return [*rows, ("status", [listed(run.status.get("status")) or "-" for run in runs])]
 
 
 def facts(run: PastRun) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from common.distributed.collectives import give_up_after, leave_process_group, subgroup
-from tools.doctor.finding import Finding
+from tools.doctor.finding import Finding, judged
 from tools.doctor.interfaces import addresses, chosen, infiniband, link_speed
 from tools.doctor.world import World
 
@@ -34,14 +34,14 @@ def bandwidth(world: World) -> list[Finding]:
     try:
         # All machines measure at the same time; the slowest one is reported.
         within = [ranks for ranks in world.machines if len(ranks) > 1]
-        rows = _compare(world, "within", within) if within else []
+        rows = [_compare(world, "within", within)] if within else []
         between = [ranks[0] for ranks in world.machines]
-        return rows + (_compare(world, "between", [between]) if len(between) > 1 else [])
+        return [*rows, _compare(world, "between", [between])] if len(between) > 1 else rows
     finally:
         leave_process_group()
 
 
-def _compare(world: World, where: str, groups: list[list[int]]) -> list[Finding]:
+def _compare(world: World, where: str, groups: list[list[int]]) -> Finding:
     """Measure in each of these groups of ranks, and report the slowest."""
     joined = [(ranks, subgroup(ranks)) for ranks in groups]
     times = next((_measure(world, ranks, group) for ranks, group in joined if world.rank in ranks), None)
@@ -49,35 +49,28 @@ def _compare(world: World, where: str, groups: list[list[int]]) -> list[Finding]
     found = [(times[-1]["gbit"], rank) for rank, (times, _) in enumerate(of_ranks) if times]
     rank, nominal = min(found)[1], min((link for _, link in of_ranks if link), default=None)
     host = f" on {world.hosts[rank]}" if where == "within" and len(world.machines) > 1 else ""
-    return judged(f"network: {where}", dist.get_backend(), of_ranks[rank][0], nominal, host)
+    return of_link(f"network: {where}", dist.get_backend(), of_ranks[rank][0], nominal, host)
 
 
-def judged(check: str, backend: str, slowest: list[dict], nominal: float | None, host: str = "") -> list[Finding]:
-    """Rows for what was measured. `nominal`: what the link should do."""
+def of_link(check: str, backend: str, slowest: list[dict], nominal: float | None, host: str = "") -> Finding:
+    """The row for what was measured. `nominal`: what the link should do."""
     smallest, *_, largest = slowest
     measured = (
         f"{backend} all-reduce {_gbit(largest['gbit'])} ({largest['bytes'] / 2**20:.3g} MiB in {largest['ms']:.3g} ms), "
-        f"latency {smallest['ms']:.2g} ms{host}"
+        f"latency {smallest['ms']:.2g} ms{host}" + (f"; the link has {_gbit(nominal)}" if nominal else "")
     )
-    ways_out = []
-    if nominal:
-        expected = FAIR[backend] * (min(nominal, GLOO_GBIT) if backend == "gloo" else nominal)
-        measured += f"; the link has {_gbit(nominal)}"
-        if largest["gbit"] < expected:
-            ways_out.append(
-                f"less than {_gbit(expected)}, a fair share of the link: look for other traffic, a limit of the switch or the "
-                "virtual machine, errors (ip -s link) and the interface that is taken"
-            )
-    if smallest["ms"] > SLOW_MS:
-        far = (
-            "are the machines far apart, or does a VPN or tunnel lie between them?"
-            if nominal
-            else "are the cores busy?"
-        )
-        ways_out.append(f"latency above {SLOW_MS:.0f} ms: every all-reduce waits so long; {far}")
-    figures = {"all-reduce": slowest}
-    rows = [Finding(check, "warning", measured, way_out, figures=figures) for way_out in ways_out]
-    return rows or [Finding(check, "ok", measured, figures=figures)]
+    expected = FAIR[backend] * (min(nominal or 0, GLOO_GBIT) if backend == "gloo" else nominal or 0)
+    traffic = (
+        "look for other traffic, a limit of the switch or the virtual machine, errors (ip -s link) and the interface"
+    )
+    far = "is the way long, through a VPN or a tunnel, or are the cores busy?"
+    return judged(
+        check,
+        measured,
+        (largest["gbit"] < expected, "warning", f"less than {_gbit(expected)}, a fair share of the link: {traffic}"),
+        (smallest["ms"] > SLOW_MS, "warning", f"latency above {SLOW_MS:.0f} ms: every all-reduce waits so long; {far}"),
+        figures={"all-reduce": slowest},
+    )
 
 
 def _measure(world: World, ranks: list[int], group) -> list[dict]:
@@ -105,8 +98,7 @@ def _link(world: World) -> float | None:
     """Nominal Gbit/s of what the backend takes on this machine; None if unknown."""
     if world.device.type == "cuda" and (devices := infiniband()):
         return float(max(devices.values()))
-    variable = "NCCL_SOCKET_IFNAME" if world.device.type == "cuda" else "GLOO_SOCKET_IFNAME"
-    mbit = link_speed(chosen(variable, addresses()) or "")
+    mbit = link_speed(chosen(addresses()) or "")
     return mbit / 1000 if mbit else None
 
 

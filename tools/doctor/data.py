@@ -11,7 +11,7 @@ import psutil
 
 from common.errors import Refused
 from tools.doctor.finding import GIB, Finding, judged
-from tools.doctor.trial import config_of
+from tools.doctor.rehearsal import config_of
 from tools.doctor.world import World
 
 LIMIT_S = 30.0  # of the check
@@ -59,7 +59,7 @@ def _written(folder: Path, token: Path) -> dict:
         file.truncate(8)
     free = psutil.disk_usage(str(folder)).free
     rate, sync = WRITTEN / times[0], statistics.median(times[1:])
-    return {"kind": kind_of(folder), "bytes_per_s": rate, "sync_s": sync, "free": free}
+    return {"bytes_per_s": rate, "sync_s": sync, "free": free}
 
 
 def _is_seen(path: Path) -> bool:
@@ -78,16 +78,8 @@ def judged_run_folder(folder: Path, written: dict, blind: list[str], main: str) 
     elsewhere = "name an --output_dir that all machines see, or copy its checkpoints before a start elsewhere"
     return judged(
         "data: run folder",
-        f"{folder} ({written['kind']}): {written['bytes_per_s'] / 1e6:,.0f} MB/s written, {1000 * written['sync_s']:.2g} "
+        f"{folder}: {written['bytes_per_s'] / 1e6:,.0f} MB/s written, {1000 * written['sync_s']:.2g} "
         f"ms per fsync, {written['free'] / GIB:,.1f} GiB free",
         (blind != [], "warning", f"{', '.join(blind)}: the files of {main} are not there; {elsewhere}"),
-        (written["kind"] in ("tmpfs", "ramfs"), "warning", "it lies in memory, and is lost with the machine"),
         (is_slow, "warning", "slow: checkpoints wait for it; take a faster disk, or a larger --checkpoint_every"),
     )
-
-
-def kind_of(path: Path) -> str:
-    """The kind of file system that `path` lies on, or will: ext4, nfs4, tmpfs, ..."""
-    real = path.resolve()
-    mounts = [part for part in psutil.disk_partitions(all=True) if real.is_relative_to(part.mountpoint)]
-    return max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else "unknown"

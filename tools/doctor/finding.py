@@ -44,16 +44,13 @@ def differing(world: World, check: str, status: Status, way_out: str, value: dic
     for rank, theirs in enumerate(of_ranks):
         odd = [name for name in names if theirs.get(name) != usual[name]]
         if odd:
-            texts = [_difference(name, theirs.get(name), usual[name]) for name in odd[:NAMED]]
+            texts = [
+                f"{name} {theirs.get(name) or '(absent)'} instead of {usual[name] or '(absent)'}"
+                for name in odd[:NAMED]
+            ]
             rest = f" and {len(odd) - NAMED} more" if len(odd) > NAMED else ""
             by_texts.setdefault(", ".join(texts) + rest, []).append(rank)
     return [
         Finding(check, status, text, way_out, places(ranks, range(world.world_size), world.hosts))
         for text, ranks in by_texts.items()
     ]
-
-
-def _difference(name: str, theirs: Any, usual: Any) -> str:
-    if name.endswith(".py"):
-        return f"{name} is another file" if theirs and usual else f"{name} is {'missing' if usual else 'extra'}"
-    return f"{name} {theirs or '(absent)'} instead of {usual or '(absent)'}"

@@ -1,4 +1,4 @@
-"""GPUs: memory and who uses it, peer access, clocks under load, ECC, MIG and the PCIe link."""
+"""GPUs: memory and who uses it, clocks under load, and errors of their memory."""
 
 import csv
 import os
@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from common.distributed import devices
-from tools.doctor.finding import GIB, Finding, differing, judged
+from tools.doctor.finding import GIB, Finding, judged
 from tools.doctor.world import World
 
 PATIENCE_S = 8.0  # a healthy nvidia-smi takes 0.1 to 2 s; one that hangs is a sign of a lost GPU
@@ -26,7 +26,7 @@ THROTTLED = {
 POWER_CAP = 0x4
 _FIELDS = (
     "index uuid clocks.sm clocks.max.sm clocks_throttle_reasons.active temperature.gpu power.draw power.limit "
-    "ecc.errors.uncorrected.volatile.total mig.mode.current pcie.link.width.current pcie.link.width.max"
+    "ecc.errors.uncorrected.volatile.total"
 ).split()
 
 
@@ -41,19 +41,8 @@ def gpus(world: World) -> list[Finding]:
     rows = [Finding("gpu", "ok", f"{here.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free")]
     if state:
         others = [row for row in taken if row["gpu_uuid"] == state["uuid"] and row["pid"] != str(os.getpid())]
-        rows += _state(state, others, total, world.world_size)
-    count = min(torch.accelerator.device_count(), world.local_world_size)
-    return rows + ([_peers(count)] if world.is_local_main and torch.accelerator.device_count() > 1 else [])
-
-
-def same_gpus(world: World) -> list[Finding]:
-    """A row if the ranks have different GPUs: the slowest decides."""
-    if world.device.type != "cuda":
-        return []
-    here = devices.properties(world.device)
-    kind = {"GPU": f"{here.name} {here.total_memory / GIB:.0f} GiB"}
-    way_out = "every step waits for the slowest, and the smallest memory sets the micro-batch"
-    return differing(world, "gpu: kinds", "warning", way_out, kind)
+        rows += _state(state, others, total)
+    return rows
 
 
 def _unseen() -> Finding:
@@ -84,23 +73,17 @@ def _state_under_load(world: World, uuid: str) -> dict[str, str]:
     return next((row for row in rows if names & {row["uuid"], row["index"]}), {})
 
 
-def _state(state: dict[str, str], others: list[dict[str, str]], total: int, processes: int) -> list[Finding]:
-    """Rows for clocks, and where they are a trouble for neighbours, errors, slices and lanes."""
+def _state(state: dict[str, str], others: list[dict[str, str]], total: int) -> list[Finding]:
+    """Rows for clocks, and where they are a trouble for neighbours and errors."""
     held = sum(_figure(row["used_memory"]) for row in others) * 2**20
     named = ", ".join(f"process {row['pid']} ({row['process_name']})" for row in others[:3])
     taken = f"{named} holds {held / GIB:.1f} of {total / GIB:.1f} GiB"
     leave = "end it, or leave this GPU out with CUDA_VISIBLE_DEVICES"
     errors = _figure(state["ecc.errors.uncorrected.volatile.total"])
     drain = "its memory returns wrong values: drain this machine, reset the GPU, replace it if they come back"
-    slices = "NCCL can't join slices of a GPU: train in one process, or turn it off with nvidia-smi -mig 0"
-    is_sliced = state["mig.mode.current"] == "Enabled" and processes > 1
-    width, widest = (_figure(state[f"pcie.link.width.{which}"]) for which in ("current", "max"))
-    reseat = "images and, without NVLink, gradients travel over it: reseat the card or check the slot"
     rows = [
         judged("gpu: memory", taken, (held >= TAKEN * total, "warning", leave)),
         judged("gpu: ECC", f"{errors:.0f} uncorrected errors", (errors > 0, "failed", drain)),
-        judged("gpu: MIG", "enabled", (is_sliced, "failed", slices)),
-        judged("gpu: PCIe", f"{width:.0f} of {widest:.0f} lanes", (0 < width < widest, "warning", reseat)),
     ]
     clock, highest = _figure(state["clocks.sm"]), _figure(state["clocks.max.sm"])
     reasons = int(_figure(state["clocks_throttle_reasons.active"]))
@@ -114,16 +97,6 @@ def _state(state: dict[str, str], others: list[dict[str, str]], total: int, proc
         (0 < clock < SLOW_CLOCK * highest, "warning", f"{cause} holds it below {SLOW_CLOCK:.0%}"),
     )
     return [*(row for row in rows if row.status != "ok"), clocks]
-
-
-def _peers(count: int) -> Finding:
-    """Which GPUs of this machine reach each other's memory."""
-    pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
-    apart = [f"{a}-{b}" for a, b in pairs if not (devices.can_reach(a, b) and devices.can_reach(b, a))]
-    way_out = "gradients take the way over host memory: disable ACS and IOMMU in the BIOS, see nvidia-smi topo -m"
-    shown = ", ".join(apart[:6]) + " ..." * (len(apart) > 6)
-    measured = f"not between {shown} of {count}" if apart else f"between all {count} GPUs"
-    return judged("gpu: peer access", measured, (apart != [], "warning", way_out))
 
 
 def query(fields: Sequence[str], what: str = "gpu") -> list[dict[str, str]]:

@@ -24,11 +24,10 @@ def interfaces(world: World) -> list[Finding]:
         return []
     name, present = "network: interfaces", addresses()
     shown = said(present)
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if os.environ.get(variable) and not chosen(variable, present):
-            measured = f"{variable}={os.environ[variable]}: this machine has {shown}"
-            return [Finding(name, "failed", measured, "unset it or name one of these")]
-    taken = chosen("GLOO_SOCKET_IFNAME", present)
+    taken, named = chosen(present), os.environ.get("GLOO_SOCKET_IFNAME")
+    if not taken and named:
+        measured = f"GLOO_SOCKET_IFNAME={named}: this machine has {shown}"
+        return [Finding(name, "failed", measured, "unset it or name one of these")]
     if not taken:
         return [Finding(name, "warning", f"unknown which is taken of {shown}", "export GLOO_SOCKET_IFNAME with one")]
     stats = psutil.net_if_stats().get(taken)
@@ -45,15 +44,10 @@ def interfaces(world: World) -> list[Finding]:
 
 
 def same_mtu(world: World) -> list[Finding]:
-    """A row for each machine whose interface has another MTU or speed than most."""
-    taken = chosen("GLOO_SOCKET_IFNAME", addresses()) or ""
-    stats = psutil.net_if_stats().get(taken)
+    """A row for each machine whose interface has another MTU than most."""
+    stats = psutil.net_if_stats().get(chosen(addresses()) or "")
     lost = "large packets get lost or are split: ip link set INTERFACE mtu SIZE"
-    slow = "all machines wait for the slowest link: check cable, port and driver"
-    return [
-        *differing(world, "network: MTU", "warning", lost, {"MTU": stats.mtu if stats else None}),
-        *differing(world, "network: speed", "warning", slow, {"speed": _speed(link_speed(taken))}),
-    ]
+    return differing(world, "network: MTU", "warning", lost, {"MTU": stats.mtu if stats else None})
 
 
 def ports(world: World) -> list[Finding]:
@@ -62,7 +56,7 @@ def ports(world: World) -> list[Finding]:
         return []
     with ExitStack() as stack:
         present = addresses()
-        taken = chosen("GLOO_SOCKET_IFNAME", present) or ""
+        taken = chosen(present) or ""
         own = next(iter(present.get(taken, [])), LOOPBACK)  # as gloo announces
         count = PORTS if world.is_local_main else 0
         listeners = [stack.enter_context(socket.create_server((own, 0))) for _ in range(count)]
@@ -113,20 +107,10 @@ def said(present: dict[str, list[str]]) -> str:
     return ", ".join(f"{name} {' '.join(of) or 'without address'}" for name, of in present.items())
 
 
-def chosen(variable: str, present: dict[str, list[str]]) -> str | None:
-    """The first interface that a variable of gloo or NCCL selects; None if none fits or it is not set.
-
-    NCCL reads a list of prefixes; `=` means exact names, `^` all but these. Gloo reads a list of names.
-    """
-    value = os.environ.get(variable, "")
-    if not value:
-        return None
-    is_exact = variable.startswith("GLOO") or value.startswith(("=", "^="))
-    words = value.lstrip("^=").split(",")
-    fits = [name for name in present if any(name == word if is_exact else name.startswith(word) for word in words)]
-    if value.startswith("^"):
-        fits = [name for name in present if name not in fits and name != "lo"]
-    return next(iter(fits), None)
+def chosen(present: dict[str, list[str]]) -> str | None:
+    """The interface that gloo takes: the first that GLOO_SOCKET_IFNAME names. None if none is named or there."""
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    return next((name for name in present if name in named), None)
 
 
 def link_speed(name: str) -> int | None:

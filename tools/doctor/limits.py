@@ -1,4 +1,4 @@
-"""Limits of this machine or container: cores, other work, memory, ulimits and /dev/shm."""
+"""Limits of this machine or container: cores, other work, memory, open files, locked memory and /dev/shm."""
 
 import os
 import re
@@ -17,7 +17,6 @@ FEW_FILES = 1024  # pipes of data workers, sockets to other ranks, files of the 
 NO_SHM = 4 * 2**20  # locks of data workers take 4 KiB each, some 10 of them a worker
 SMALL_SHM = GIB  # NCCL joins the GPUs of a machine there; Docker's default is 64 MiB
 BUSY = 0.25  # share of the cores that other programs use
-THREADS_PER_PROCESS = 300  # torch's, gloo's and W&B's threads, and data workers with theirs
 _CGROUP = Path("/sys/fs/cgroup")
 _SHM = Path("/dev/shm")
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -84,25 +83,15 @@ def _memory(world: World) -> Finding:
 
 
 def _ulimits(world: World) -> list[Finding]:
-    """A row for each limit that is too low, or one that shows them."""
-    files, locked = _limit(resource.RLIMIT_NOFILE), _limit(resource.RLIMIT_MEMLOCK)
-    processes = _free_processes()
-    few, needed = max(FEW_FILES, 8 * world.world_size), THREADS_PER_PROCESS * world.local_world_size
-    has_infiniband = _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
-    more_files = f"many data workers or ranks need more: ulimit -n {max(4096, few)}"
-    more_threads = "threads count too: raise ulimit -u, or pids.max of the container"
-    unlock = "InfiniBand locks the memory that it sends: ulimit -l unlimited (Docker: --ulimit memlock=-1)"
-    free = f"{processes} more threads or processes, less than {needed}"
-    rows = [
-        judged("limits: open files", f"{files}, less than {few}", (0 <= files < few, "warning", more_files)),
-        judged("limits: processes", free, (0 <= processes < needed, "warning", more_threads)),
-        judged(
-            "limits: locked memory", f"{locked / 2**20:.0f} MiB", (has_infiniband and locked >= 0, "failed", unlock)
-        ),
-    ]
-    amounts = {"open files": files, "more processes": processes, "bytes of locked memory": locked}
-    shown = ", ".join(f"{'unlimited' if amount < 0 else amount} {name}" for name, amount in amounts.items())
-    return [row for row in rows if row.status != "ok"] or [Finding("limits: ulimits", "ok", shown)]
+    """Rows for open files and, with InfiniBand, locked memory; -1 is no limit."""
+    files, locked = (resource.getrlimit(what)[0] for what in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
+    few = max(FEW_FILES, 8 * world.world_size)
+    more = f"many data workers or ranks need more: ulimit -n {max(4096, few)}"
+    rows = [judged("limits: open files", f"{files} (-1: no limit)", (0 <= files < few, "warning", more))]
+    if locked >= 0 and _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()):
+        unlock = "InfiniBand locks the memory that it sends: ulimit -l unlimited (Docker: --ulimit memlock=-1)"
+        rows.append(Finding("limits: locked memory", "failed", f"{locked / 2**20:.0f} MiB", unlock))
+    return rows
 
 
 def _shm(world: World) -> Finding:
@@ -119,24 +108,6 @@ def _shm(world: World) -> Finding:
         (free < NO_SHM, "failed", locks),
         (has_several and free < SMALL_SHM, "warning", f"NCCL joins the GPUs of a machine there: {enlarge}"),
     )
-
-
-def _free_processes() -> int:
-    """How many more threads this user may start; -1 for no limit."""
-    left = []
-    soft = _limit(resource.RLIMIT_NPROC)
-    if soft >= 0 and os.geteuid():  # root is not limited
-        mine = [each for each in psutil.process_iter(["uids", "num_threads"]) if each.info["uids"]]
-        threads = [each.info["num_threads"] or 1 for each in mine if each.info["uids"].real == os.getuid()]
-        left.append(soft - sum(threads))
-    if (allotted := _number("pids.max")) is not None:
-        left.append(allotted - (_number("pids.current") or 0))
-    return max(0, min(left)) if left else -1
-
-
-def _limit(what: int) -> int:
-    """The soft limit; -1 for none."""
-    return resource.getrlimit(what)[0]
 
 
 def _content(name: str) -> str:

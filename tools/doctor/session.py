@@ -28,7 +28,7 @@ from common.errors import Refused, printable
 from common.launching.exit_codes import announce_exit
 from common.launching.launch import share_cores
 from common.launching.meeting import choose_interface
-from tools.doctor import bandwidth, data, gpus, interfaces, limits, meeting, plan, versions
+from tools.doctor import bandwidth, data, gpus, interfaces, limits, meeting, rehearsal, versions
 from tools.doctor.finding import Finding, Status
 from tools.doctor.table import HERE, ON_MACHINE, fold, show
 from tools.doctor.world import LostPeer, World, this_process
@@ -61,14 +61,12 @@ CHECKS = [
     Check("network: interfaces", interfaces.interfaces, exchanges=False, once_per_machine=True),
     Check("limits: other work", limits.other_work),
     Check("versions", versions.versions),
-    Check("gpu: kinds", gpus.same_gpus),
     Check("network: MTU", interfaces.same_mtu),
     Check("network: ports", interfaces.ports),
     Check("data: run folder", data.run_folder, limit=data.LIMIT_S),
-    Check("rehearsal", plan.rehearse, limit=plan.REHEARSAL_S),
+    Check("rehearsal", rehearsal.rehearse, limit=rehearsal.LIMIT_S),
     Check("network: bandwidth", bandwidth.bandwidth, limit=40.0),
 ]
-PLAN = [CHECKS[0], Check("plan", plan.plan, limit=plan.PLAN_S)]
 
 
 class Stopped(BaseException):
@@ -87,7 +85,7 @@ def examine(options: argparse.Namespace, environ: MutableMapping[str, str]) -> i
         raise Refused(f"--only {', '.join(sorted(unknown))}: take {', '.join(dict.fromkeys(words.values()))}")
     if options.recipe and not options.recipe.is_file():
         raise Refused(f"{options.recipe} is not there: give a recipe such as recipes/cls.py, then its flags")
-    checks = PLAN if options.plan else [check for check in CHECKS if not only or words[check] in only]
+    checks = [check for check in CHECKS if not only or words[check] in only]
     world = this_process(environ, options.recipe, options.flags)
     session = Session(world, options, [*words.values()])
     if world.device.type == "cpu":
@@ -232,14 +230,9 @@ class Session:
         seconds = round(time.monotonic() - self.began, 1)
         about = {"processes": world.world_size, "hosts": world.hosts, "seconds": seconds}
         text = json.dumps(about | {"findings": [asdict(finding) for finding in findings]}, indent=2)
-        if file == "-":
-            print(text, flush=True)
-        else:
-            if file:
-                replace_file(Path(file), f"{text}\n".encode())
-            table = show(findings, sys.stdout.isatty(), bool(self.options.only))
-            commands = [f"\n{one.figures['command']}" for one in findings if "command" in one.figures]
-            print("\n".join([f"{table} ({seconds:.0f} s)", *commands]), flush=True)
+        if file:
+            replace_file(Path(file), f"{text}\n".encode())
+        print(f"{show(findings, bool(self.options.only))} ({seconds:.0f} s)", flush=True)
         return int(any(finding.status == "failed" for finding in findings))
 
 

@@ -10,7 +10,7 @@ from tools.doctor.world import NAMED, places
 
 WIDTH = 100
 HERE, ON_MACHINE = "this rank", "this machine"  # places that `fold` replaces by names
-_COLOURS = {"ok": "32", "warning": "33", "failed": "31", "not run": "2"}
+_STATUS = ("ok", "warning", "failed", "not run")
 
 
 def fold(rows: Sequence[tuple[int, Finding]], hosts: Sequence[str], order: Sequence[str] = ()) -> list[Finding]:
@@ -45,7 +45,7 @@ def _word(check: str) -> str:
     return check.partition(":")[0]
 
 
-def show(findings: Sequence[Finding], coloured: bool, partly: bool = False) -> str:
+def show(findings: Sequence[Finding], partly: bool = False) -> str:
     """The table: a line per finding, with the way out below it, and a last line that counts them.
 
     `partly`: only some checks were asked for.
@@ -55,16 +55,13 @@ def show(findings: Sequence[Finding], coloured: bool, partly: bool = False) -> s
     first = max([len(finding.check) for finding in findings] + [5])
     lines = []
     for finding in findings:
-        mark = f"{finding.status:<7}"
-        if coloured:
-            mark = f"\033[{_COLOURS[finding.status]}m{mark}\033[0m"
         place = "" if finding.place == "all" else f"{finding.place}: "
         room = max(30, width - first - 11)
         text = textwrap.wrap(place + finding.measured, room) or [""]
         text += textwrap.wrap(finding.way_out, room, initial_indent="-> ", subsequent_indent="   ")
-        lines.append(f"{mark}  {finding.check:<{first}}  {text[0]}")
+        lines.append(f"{finding.status:<7}  {finding.check:<{first}}  {text[0]}")
         lines += [f"{'':{first + 11}}{line}" for line in text[1:]]
-    counts = {status: sum(finding.status == status for finding in findings) for status in _COLOURS}
+    counts = {status: sum(finding.status == status for finding in findings) for status in _STATUS}
     verdict = "what was checked is well" if partly else "a run will work here"
     if counts["failed"]:
         verdict = "a run will fail here"
@@ -80,16 +77,11 @@ def _shorten(findings: Sequence[Finding]) -> list[Finding]:
     """Rows to show: one for all checks that did not run for one reason, few of many places where all is well."""
     shown: list[Finding] = []
     idle: dict[str, list[str]] = {}  # reason -> checks
-    good: dict[str, int] = {}  # check -> rows
     for finding in findings:
         if finding.status == "not run" and not finding.way_out:
             idle.setdefault(finding.measured, []).append(finding.check)
-            continue
-        good[finding.check] = good.get(finding.check, 0) + (finding.status == "ok")
-        if finding.status != "ok" or good[finding.check] <= NAMED:
+        elif finding.status != "ok" or sum(one.check == finding.check for one in shown) < NAMED:
             shown.append(finding)
-        elif good[finding.check] == NAMED + 1:
-            shown.append(Finding(finding.check, "ok", "and more like these, see --json"))
     for reason, checks in idle.items():
         several = Finding("other checks", "not run", f"{reason}: {', '.join(dict.fromkeys(checks))}")
         shown.append(several if len(checks) > 1 else Finding(checks[0], "not run", reason))

@@ -54,7 +54,7 @@ class DetectorTask(Task):
         return self.val.picture(index).whole().permute(1, 2, 0).numpy()
 
     def expected(self) -> Iterator[dict]:
-        self.both, found = (Detections(), Detections()), {}
+        self.both, found = (Detections(), Detections()), dict[int, dict]()
         for batch, detections in self.recipe.predict(self.model, self.loader, self.accelerator, self.normalize):
             for index, one in zip(batch.positions.tolist(), detections, strict=True):
                 found[index] = one | {name: one[name].cpu().numpy() for name in COLUMNS}

@@ -1,10 +1,10 @@
 """Proof of an exported model: it is scored on the validation set, and its folder gets what repeats the comparison."""
 
-import contextlib
 import hashlib
 import os
 import platform
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from common.data import BrokenImage
-from common.durable import make_folder, remove, replace_folder, sync_folder
+from common.durable import make_folder, replace_folder, sync_folder
 from common.errors import Refused
 from common.run.folder import write_json
 from tools.export import formats, verify
@@ -152,15 +152,14 @@ def pictures_of(image: Callable[[int], Any], count: int) -> Iterator[np.ndarray 
             yield from pool.map(read, range(start, min(start + _AT_ONCE, count)))
 
 
-def check_folder(folder: Path) -> None:
-    """Raise `Refused` if `folder` can't be written, or holds something else than an export. It need not exist."""
-    parent = folder.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
-    if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
-        raise Refused(f"--output {folder}: {parent} can't be written; choose another folder")
+def check_folder(folder: Path) -> Path:
+    """The nearest folder above `folder` that exists. Raises `Refused` if it can't be written, or `folder` is no export."""
+    there = next(parent for parent in folder.absolute().parents if parent.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise Refused(f"--output {folder}: {there} can't be written; choose another folder")
     if folder.exists() and not (folder / "export.json").is_file():
         raise Refused(f"--output {folder}: is there and is no export, which would be replaced; choose another folder")
+    return there
 
 
 def export(task: Task, name: str, folder: Path) -> dict:
@@ -169,22 +168,17 @@ def export(task: Task, name: str, folder: Path) -> dict:
     Returns the content of export.json. Raises `Refused` if the exported model is not the trained one, and leaves nothing
     behind.
     """
-    folder = folder.absolute()
-    draft = folder.with_name(f".{folder.name}.tmp")
-    parents = [parent for parent in folder.parents if not parent.exists()]
+    there = check_folder(folder)
     try:
-        make_folder(folder.parent)
-        remove(draft)
-        draft.mkdir()
-        about = _prove(task, name, draft)
-        sync_folder(draft)
-        replace_folder(folder, draft)
-    except BaseException as error:
-        remove(draft)
-        for parent in parents:
-            with contextlib.suppress(OSError):  # not empty: somebody else's
-                parent.rmdir()
-        if isinstance(error, OSError) and str(error.filename or folder).startswith(str(folder.parent)):
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=there, ignore_cleanup_errors=True) as place:
+            draft = Path(place, "draft")
+            draft.mkdir()
+            about = _prove(task, name, draft)
+            sync_folder(draft)
+            make_folder(folder.absolute().parent)
+            replace_folder(folder.absolute(), draft)
+    except OSError as error:
+        if str(error.filename or there).startswith(str(there)):
             raise Refused(f"--output {folder}: {error.strerror or error}; choose another folder") from error
         raise
     return about

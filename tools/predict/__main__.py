@@ -31,15 +31,11 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("-o", "--output", default="-", metavar="FILE", help="the file to write (default: stdout)")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     formats = ("jsonl", "csv", "coco")
-    parser.add_argument("--format", choices=formats, default="jsonl", help="coco: of detectors")
-    of_ids = "format coco: the annotations that have the ids of the images"
-    parser.add_argument("--images_of", metavar="JSON", help=of_ids)
+    parser.add_argument("--format", choices=formats, default="jsonl", help="coco: of detectors, with --images_of")
+    parser.add_argument("--images_of", metavar="JSON", help="the annotations that have the ids of the images")
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="draw each image with its predictions")
     parser.add_argument("--top", type=int, metavar="K", help="the K best (default: the best class, all boxes)")
-    of_scores = (
-        "only predictions that score T or more (default: of each class, as its evaluation chose; boxes 0.3, several "
-    )
-    of_scores += "labels 0.5; format coco and one label: none)"
+    of_scores = "the least score (default: of each class, as its evaluation chose; coco and one label per image: none)"
     parser.add_argument("--threshold", type=float, metavar="T", help=of_scores)
     return parser
 
@@ -57,12 +53,10 @@ def main(argv: list[str] | None = None) -> None:
     from tools.trained import load  # takes seconds, as do other imports in functions, which --help need not
 
     trained = load(words.model, [*flags, *(["--data", words.data] if words.data else [])])
-    if not trained.is_detector and (words.format == "coco" or words.images_of):
-        raise Refused("--format coco, --images_of: for detectors; a classifier's rows are jsonl or csv")
-    if words.images_of and words.format != "coco":
-        raise Refused(f"--images_of {words.images_of}: gives ids to --format coco, not to {words.format}")
-    if words.images_of and Path(words.images_of).resolve() == Path(words.output).resolve():
-        raise Refused(f"--output {words.output}: is the file of --images_of; name another")
+    if (words.format == "coco") != bool(words.images_of) or (words.images_of and not trained.is_detector):
+        raise Refused(
+            "--format coco: for detectors, with --images_of JSON, whose ids it writes; others are jsonl or csv"
+        )
     predict(words, trained, launch.start(trained.config))
 
 

@@ -26,10 +26,9 @@ def make_plan(words: argparse.Namespace, trained: Trained, shards: Shards | None
     files, notes = ([], [*shards.notes]) if shards else listing(words.images)
     images = shards or file_list(files)
     several = _is_multi_label(Path(trained.origin.path))
-    is_coco = words.format == "coco"
-    thresholds, said = choose(
-        trained.origin.path, trained.classes, words.threshold, trained.is_detector, several, is_coco
-    )
+    has_none = bool(words.images_of) or not (trained.is_detector or several)
+    default = OF_BOXES if trained.is_detector else OF_LABELS
+    thresholds, said = choose(trained.origin.path, trained.classes, words.threshold, 0.0 if has_none else default)
     notes.append(f"threshold: {said}")
     image_ids: list[int] = []
     category_ids: dict[str, int] = {}
@@ -38,9 +37,6 @@ def make_plan(words: argparse.Namespace, trained: Trained, shards: Shards | None
             words.images_of, [*map(images.name, range(len(images)))], trained.classes
         )
         notes += more
-    elif is_coco:
-        image_ids, category_ids = [*range(1, len(images) + 1)], _own_category_ids(trained)
-        notes.append("image ids are 1, 2, ... in the order given; --images_of takes them from annotations")
     if words.draw:
         try:
             make_folder(words.draw)
@@ -57,37 +53,27 @@ def make_plan(words: argparse.Namespace, trained: Trained, shards: Shards | None
     }
 
 
-def choose(
-    weights: str, classes: Sequence[str], asked: float | None, is_detector: bool, multi_label: bool, all_boxes: bool
-) -> tuple[np.ndarray, str]:
+def choose(weights: str, classes: Sequence[str], asked: float | None, default: float) -> tuple[np.ndarray, str]:
     """float32[classes], and the words that say where they are from; `asked` decides if it is given.
 
-    A classifier of one label per image has none: its best class is its prediction. With `all_boxes` a detector has none
-    either, since a metric over all scores wants all boxes. Raises `Refused` for a file whose thresholds can't be read.
+    `default`: for classes for which no evaluation has chosen one. 0 is for all: a classifier of one label per image predicts
+    its best class, and a metric over all scores wants all boxes. Raises `Refused` for a file that can't be read.
     """
-    count = len(classes)
-    if asked is not None:
-        return np.full(count, asked, np.float32), f"{asked:g}, as asked"
-    if all_boxes or not (is_detector or multi_label):
-        return np.zeros(count, np.float32), "none"
-    default = OF_BOXES if is_detector else OF_LABELS
-    file = Path(weights) / "results.json"
-    if found := _read(file):
-        lacking = [name for name in classes if name not in found]
-        values = np.array([found.get(name, default) for name in classes], np.float32)
-        words = f"of each class, {values.min():.2f} to {values.max():.2f}, from {file}"
-        return values, words + (f"; it lacks {len(lacking)} classes, which have {default}" if lacking else "")
-    return np.full(count, default, np.float32), f"{default}; no evaluation has chosen one for each class"
-
-
-def _read(file: Path) -> dict[str, float]:
-    if not file.is_file():
-        return {}
+    if asked is not None or not default:
+        return np.full(len(classes), asked or 0, np.float32), "none" if asked is None else f"{asked:g}, as asked"
+    file, found = Path(weights) / "results.json", dict[str, float]()
     try:
-        content: dict = of_exported(json.loads(read_text(file, MEDIUM))).get("thresholds") or {}
-        return {str(name): float(value) for name, value in content.items() if value is not None}
+        if file.is_file():
+            content: dict = of_exported(json.loads(read_text(file, MEDIUM))).get("thresholds") or {}
+            found = {str(name): float(value) for name, value in content.items() if value is not None}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise Refused(f"{file}: its thresholds can't be read ({error}); give --threshold") from None
+    values = np.array([found.get(name, default) for name in classes], np.float32)
+    if not found:
+        return values, f"{default}; no evaluation has chosen one for each class"
+    lacking = sum(name not in found for name in classes)
+    words = f"of each class, {values.min():.2f} to {values.max():.2f}, from {file}"
+    return values, words + (f"; it lacks {lacking} classes, which have {default}" if lacking else "")
 
 
 def ids_of(file: str, files: Sequence[str], classes: Sequence[str]) -> tuple[list[int], dict[str, int], list[str]]:
@@ -129,13 +115,6 @@ def _is_multi_label(folder: Path) -> bool:
     if (folder / "record.json").is_file():  # a checkpoint
         return "eval/exact_match" in json.loads(read_text(folder / "record.json", MEDIUM))["ledger"]["last"]
     return _config(folder).get("problem_type") == "multi_label_classification"
-
-
-def _own_category_ids(trained: Trained) -> dict[str, int]:
-    """The ids of the data that the model was trained on, if it knows them; else 1, 2, ..."""
-    known = _config(Path(trained.origin.path)).get("category_ids", [])
-    is_known = len(known) == len(trained.classes) and min(known, default=-1) >= 0
-    return dict(zip(trained.classes, known if is_known else range(1, len(trained.classes) + 1), strict=True))
 
 
 def _config(folder: Path) -> dict:

@@ -29,7 +29,7 @@ _WEIGHTS = ("model.safetensors", "config.json", "preprocessor_config.json")
 # Flags whose text the recipe checks: it is a choice, or a list of numbers. Of others only numbers and switches are published.
 _CHOICES = """dtype comm_hook lr_scaling schedule clip_mode loss class_weights sampling batch_norm detector variant opt augment
     step_epochs freeze_stages unfreeze_epochs levels short_sides""".split()
-_PICTURES = """confusion reliability mistakes predictions precision_recall misses errors confidence objects""".split()
+_PICTURES = """confusion reliability mistakes predictions precision_recall misses""".split()
 
 
 class Published:
@@ -102,9 +102,8 @@ class Published:
             if value is None
             else [EvalResult(task, dataset, dataset, metric, value, dataset_split="validation")],
         )
-        per_class, rows = self.results.get("per_class") or {}, self.run.rows
-        known = sorted((name for name in per_class if per_class[name] is not None), key=lambda name: per_class[name])
-        model = self.of_run["config"].get("model", "")
+        per_class, model = self.results.get("per_class") or {}, self.of_run["config"].get("model", "")
+        published = f"the published weights of {cell(model) or 'its model'}"
         kind = f"{self.config['detector']} detector" if self.is_detector else f"{model} image classifier"
         shown = [(display_name(key), _figure(found)) for key, found in self.results.items() if _is_result(key, found)]
         card = ModelCard.from_template(
@@ -125,17 +124,18 @@ class Published:
             per_class_name="AP" if self.is_detector else "F1" if self.leading == "f1" else "Accuracy",
             per_class=[(cell(name), _figure(found)) for name, found in per_class.items()],
             pictures=self.pictures,
-            data=f"Data set: {cell(dataset)}; {self._counts()}",
+            data=f"Data set: {cell(dataset)}",
             classes=[*map(cell, self.classes)],
             training=self._training(),
             settings=[(name, cell(str(found))) for name, found in self.of_run["config"].items()],
             images=f"{self.results['count']:,}",
             broken=self.results.get("broken"),
-            evaluations=sum(f"{self.run.part}{self.leading}" in row for row in rows),
             leading=display_name(self.leading),
-            weakest=[f"{cell(name)} {_figure(per_class[name])}" for name in known[:3]],
-            unmeasured=[cell(name) for name, found in per_class.items() if found is None],
-            began="other weights (--init)" if self.config.get("init") else self._pretrained(model),
+            began="other weights (--init)"
+            if self.config.get("init")
+            else published
+            if self.config.get("pretrained")
+            else "",
         )
         return card.content
 
@@ -147,15 +147,6 @@ class Published:
         name = self.content["model"] if "family" in self.content else name
         settings["data"] = "digits" if self.config.get("data") == "digits" else ""  # "": an evaluation has to name them
         return settings | ({"model": name} if timm.is_model(name) or name in ARCHITECTURES else {})
-
-    def _pretrained(self, model: str) -> str:
-        return f"the published weights of {cell(model) or 'its model'}" if self.config.get("pretrained") else ""
-
-    def _counts(self) -> str:
-        """Images of the parts, from the start table: numbers only, since the rest of the row names the data."""
-        row = self.run.starts[-1].get("data", "") if self.run.starts else ""
-        found = re.findall(r"([\d,]+) \+ ([\d,]+) ", row)
-        return f"{found[-1][0]} training and {found[-1][1]} validation images" if found else "its size is not recorded"
 
     def _training(self) -> list[tuple[str, str]]:
         summary, facts = self.run.summary, self.run.environment

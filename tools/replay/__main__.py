@@ -1,7 +1,7 @@
 """Replay a step of a run: shows the very pictures that it saw, with their labels and losses.
 
     python -m tools.replay runs/digits --step 1234
-    python -m tools.replay runs/digits --step 1234 --most 96 -o suspicious_step
+    python -m tools.replay runs/digits --step 1234 -o suspicious_step
 
 Works from the run folder alone and changes nothing in it. The run's own recipe, which is executed, resumes a checkpoint from
 before the step in a temporary folder, and makes the steps up to it again. Writes sheet.png (pictures as the network saw them,
@@ -24,7 +24,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--step", type=int, required=True, help="as in metrics.jsonl; the first is 1")
     parser.add_argument("-o", "--output", type=Path, help="folder to write (default: replay-RUN-STEP, here)")
     parser.add_argument("--overwrite", action="store_true", help="replace that folder if it exists")
-    parser.add_argument("--most", type=int, default=48, help="pictures on the sheet (default: 48)")
     parser.add_argument("--from_start", action="store_true", help="make all steps again, without a checkpoint")
     return parser
 
@@ -36,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
 
     sys.argv[0] = str(Path(__file__).parent)  # its name begins messages
     output = words.output or Path(f"replay-{words.run.resolve().name}-{words.step}")
-    launch.run(partial(replay, words.run, words.step, output, flags, words.most, words.from_start, words.overwrite))
+    launch.run(partial(replay, words.run, words.step, output, flags, words.from_start, words.overwrite))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,10 @@ from common.files import as_json
 from common.run.folder import write_json
 from common.run.plots import ORANGE, Cell, arrow, sheet
 
+PICTURES = 48  # on the sheet
 
-def write(made: Any, rows: Sequence[dict], run: Path, output: Path, most: int) -> None:
+
+def write(made: Any, rows: Sequence[dict], run: Path, output: Path) -> None:
     """Write the folder `output`, and print what was found. `made` is the `Replay`, `rows` come from metrics.jsonl."""
     row = next((row for row in rows if row["step"] == made.wanted), {})
     here = {
@@ -27,7 +29,7 @@ def write(made: Any, rows: Sequence[dict], run: Path, output: Path, most: int) -
         name: {"replayed": value, "logged": row.get(name)} | ({"difference": value - row[name]} if name in row else {})
         for name, value in here.items()
     }
-    worst = sorted(range(len(made.rows)), key=lambda place: -made.rows[place]["loss"])[:most]
+    worst = sorted(range(len(made.rows)), key=lambda place: -made.rows[place]["loss"])[:PICTURES]
     draft = output.with_name(f".{output.name}.tmp")
     remove(draft)
     try:
@@ -62,7 +64,5 @@ def cell(row: dict, pixels: np.ndarray) -> Cell:
     boxes = [(found["box"], found["label"], ORANGE) for found in row.get("boxes", ())]
     numbers = f"loss {row['loss']:.3g}"
     if "label" in row:
-        shares = [f"{name} {share:.2f}" for name, share in row["target"].items()][:2]
-        classes = ", ".join(shares) if len(row["target"]) > 1 else arrow(row["label"], row["predicted"])
-        numbers = f"{classes}\n{numbers}"
+        numbers = f"{arrow(row['label'], row['predicted'])}\n{numbers}"
     return Cell(pixels.transpose(1, 2, 0), numbers, row["image"], boxes)

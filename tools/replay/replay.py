@@ -5,7 +5,7 @@ import dataclasses
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -42,7 +42,7 @@ class Replay(Run):
         Replay.made = self
         self._samples, self._train = samples, samples.source
         self.rate = schedule(self.wanted - 1)
-        self._seen: dict[str, list] = {"batch": [], "input": [], "judged": [], "losses": []}
+        self._seen: dict[str, list] = {"batch": [], "input": [], "guess": [], "losses": []}
         network, optimizers = super().prepare(model, optimizer, schedule, samples, *others)
         self.last = self.wanted
         return partial(self._forward, network), optimizers
@@ -62,26 +62,12 @@ class Replay(Run):
         if self._started and self.step + 1 == self.wanted:
             self._seen[name].append(value)
 
-    @staticmethod
-    def observed(build_loss: Callable) -> Callable:
-        """The recipe's `build_loss`, whose function also shows a replay what it is given."""
-
-        def build(*arguments):
-            losses_of = build_loss(*arguments)
-
-            def losses(logits, targets):
-                replay = Replay.made
-                if len(replay._seen["judged"]) < len(replay._seen["batch"]):  # the first call for a micro-batch
-                    replay._keep("judged", (logits.detach(), targets))
-                return losses_of(logits, targets)
-
-            return losses
-
-        return build
-
     def _forward(self, network, *inputs):
-        self._keep("input", inputs[0].detach())
-        return network(*inputs)
+        outputs = network(*inputs)
+        if len(self._seen["input"]) < len(self._seen["batch"]):  # the first call for a micro-batch
+            self._keep("input", inputs[0].detach())
+            self._keep("guess", outputs.argmax(-1) if isinstance(outputs, torch.Tensor) else None)
+        return outputs
 
     def micro_batches(self):
         for batch in super().micro_batches():
@@ -114,14 +100,9 @@ class Replay(Run):
     def _collect(self) -> None:
         """Bring the samples of all processes to the main one, in the order of the stream."""
         losses, seen = torch.cat(self._seen["losses"]).cpu(), self._seen
-        rows = [row for batch in seen["batch"] for row in self._rows_of(batch)]
+        rows = [row for parts in zip(seen["batch"], seen["guess"], strict=True) for row in self._rows_of(*parts)]
         for row, loss in zip(rows, losses.tolist(), strict=True):
             row["loss"] = loss
-        judgements: list[dict] = []  # none of a detector
-        for batch, outcome in zip(seen["batch"], seen["judged"], strict=False):
-            judgements += self._judgements(batch.labels, *outcome)
-        for row, judgement in zip(rows, judgements, strict=False):
-            row |= judgement
         pictures = np.concatenate([*map(self._pictures, seen["batch"], seen["input"])])
         self.rows = [row for theirs in gather_objects(rows) for row in theirs]
         self.pictures = np.concatenate([theirs for (theirs,) in gather_to_main([pictures]) or [[pictures]]])
@@ -135,30 +116,23 @@ class Replay(Run):
             sums = [losses[low:high].sum(dtype=torch.float64).item() for low, high in spans]
             self.loss = sum(sums) / plan.global_batch_size
 
-    def _rows_of(self, batch) -> list[dict]:
+    def _rows_of(self, batch, guess) -> list[dict]:
+        """Of each sample of a micro-batch: where it is from, with its boxes, or its label and the model's guess."""
         classes, positions = self._train.classes, batch.positions.cpu().numpy()
         indices = self._samples.stream.indices(positions)
         rows = [
             {"position": position, "image": self._train.name(index)}
             for position, index in zip(positions.tolist(), indices.tolist(), strict=True)
         ]
-        for row, target in zip(rows, getattr(batch, "targets", ()), strict=False):
-            boxes = zip(target["labels"].tolist(), target["boxes"].tolist(), strict=True)
-            row["boxes"] = [{"label": classes[label], "box": box} for label, box in boxes]
+        if hasattr(batch, "targets"):
+            for row, target in zip(rows, batch.targets, strict=True):
+                boxes = zip(target["labels"].tolist(), target["boxes"].tolist(), strict=True)
+                row["boxes"] = [{"label": classes[label], "box": box} for label, box in boxes]
+            return rows
+        for row, label, number in zip(rows, batch.labels.cpu().numpy(), guess.tolist(), strict=True):
+            own = np.flatnonzero(label) if label.ndim else [label]
+            row |= {"label": ", ".join(classes[one] for one in own), "predicted": classes[number]}
         return rows
-
-    def _judgements(self, labels, logits, targets) -> list[dict]:
-        """Of each sample of a classifier's micro-batch: label, target after mixing and smoothing, and prediction."""
-        classes, found = self._train.classes, []
-        labels = labels.cpu().numpy()
-        for label, target, guess in zip(labels, targets, logits.argmax(1).tolist(), strict=True):
-            own = np.flatnonzero(label) if labels.ndim == 2 else [label]
-            shares, numbers = target.topk(min(5, len(classes)))
-            largest = zip(numbers.tolist(), shares.tolist(), strict=True)
-            mixed = {classes[number]: round(share, 6) for number, share in largest if share > 0}
-            names = ", ".join(classes[number] for number in own)
-            found.append({"label": names, "target": mixed, "predicted": classes[guess]})
-        return found
 
     def _pictures(self, batch, images) -> np.ndarray:
         """uint8[B, 3, H, W]: what the network saw, without normalisation."""
@@ -169,12 +143,8 @@ class Replay(Run):
         return (images * std + mean).round().clamp(0, 255).byte().cpu().numpy()
 
 
-def replay(
-    run: Path, step: int, output: Path, flags: Sequence[str], most: int, from_start: bool, overwrite: bool
-) -> None:
+def replay(run: Path, step: int, output: Path, flags: Sequence[str], from_start: bool, overwrite: bool) -> None:
     """Make `step` of the run in the folder `run` again, and write what it saw to the folder `output`. Raises `Refused`."""
-    if most < 1:
-        raise Refused(f"--most {most}: must be at least 1")
     if output.exists() and not (overwrite and (output / "step.json").is_file()):
         way = "add --overwrite, or " if (output / "step.json").is_file() else ""
         raise Refused(f"{output} exists: {way}name another folder by -o")
@@ -182,8 +152,6 @@ def replay(
     recipe = recipe_of(run)
     Replay.wanted, Replay.layout = step, layout_of(run, step)
     vars(recipe)["Run"] = Replay
-    if hasattr(recipe, "build_loss"):
-        vars(recipe)["build_loss"] = Replay.observed(recipe.build_loss)
     torch.set_num_threads(Replay.layout.get("threads") or torch.get_num_threads())  # other numbers sum in another order
     said, own = io.StringIO(), sys.argv
     # Beside the output, where all ranks find it before they have met.
@@ -200,7 +168,7 @@ def replay(
         if is_main():
             remove(scratch)
     if is_main():
-        write(Replay.made, read_rows(run / "metrics.jsonl"), run, output, most)
+        write(Replay.made, read_rows(run / "metrics.jsonl"), run, output)
 
 
 def begin_with(run: Path, step: int, from_start: bool) -> str:
