@@ -154,14 +154,15 @@ class Lane(threading.Thread):
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"
             if is_lost_peer(error):
                 text = "a rank has died, left or stopped: its connection is lost"
-            end = f"rank {self.engine.rank}: {text}"
-            self.group.process_group.abort()
+            left, end = [], f"rank {self.engine.rank}: {text}"
         with self.changed:
             self.broken = f"{end}: call shutdown() and init(), or start again"
             for operation in self.operations.values():
                 operation.fail(self.broken)
             self.operations = {}
         with contextlib.suppress(Exception):  # the script may have destroyed all groups
+            if not left:  # NCCL's kernels would wait for the lost rank
+                self.group.process_group.abort()
             dist.destroy_process_group(self.group.process_group)
         del self.group  # gloo's threads and sockets end with the last reference
 
