@@ -86,7 +86,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TorchState:
-    """A state of models, optimizers, schedulers, samplers and plain values, each an attribute under its keyword.
+    """Models, optimizers, schedulers, samplers and plain values, each an attribute under its keyword.
 
     Whatever has `state_dict` and `load_state_dict` is kept by them; anything else is a plain
     value. Which types: see `serialization`.
@@ -106,7 +106,7 @@ class TorchState:
         self.save()
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Functions to call after a change of the ranks and before the state is synchronised, such as to set the rate.
+        """Functions to call after a change of the ranks, before the state is synchronised.
 
         Also called when a new process continues from a commit on disk, since there may be
         more or fewer ranks by then.
@@ -142,7 +142,7 @@ class TorchState:
             ) from error
 
     def check_host_updates(self) -> None:
-        """Do nothing: a launcher that finds other machines ends the processes, and starts new ones."""
+        """Do nothing: a launcher that finds other machines starts new processes."""
 
     def save(self) -> None:
         """Copy the state, so that `restore` can come back to it."""
@@ -153,7 +153,7 @@ class TorchState:
 
     def restore(self) -> None:
         """Return to the last `save`."""
-        # A copy: torch's optimizers take over the tensors that they load, and would train the saved ones.
+        # A copy: torch's optimizers train the tensors that they load.
         for name, saved in copy.deepcopy(self._saved).items():
             if _has_state(value := getattr(self, name)):
                 value.load_state_dict(saved)
@@ -216,7 +216,7 @@ def _has_state(value: Any) -> bool:
 
 
 class ElasticSampler(Sampler[int]):
-    """Indices of this rank's samples; a restart in mid-epoch deals out only those that were not processed yet.
+    """Indices of this rank's samples; a restart in mid-epoch deals out those that are left.
 
     In step k with b samples per rank, the ranks together take positions [k*b*size,
     (k+1)*b*size) of the epoch's order. So `record_batch` counts positions, and the count
@@ -238,11 +238,11 @@ class ElasticSampler(Sampler[int]):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, with nothing processed. Call it at the end of the one before, never in the middle."""
+        """Begin an epoch, with nothing processed. Call it at the end of the one before."""
         self.load_state_dict({"epoch": epoch, "processed_num": 0})
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Record that each rank has processed `batch_size` samples, in order. All ranks call it. No communication."""
+        """Record that each rank has processed `batch_size` samples, in order. All ranks call it."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
@@ -253,14 +253,14 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Deal the rest of the epoch out again, over the ranks that there are now. No communication."""
+        """Deal the rest of the epoch out again, over the ranks that there are now."""
         self.num_replicas, self.rank = world.size(), world.rank()
         order = [*range(len(self.dataset))]
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)
         rest = order[self.processed_num :]
         missing = -len(rest) % self.num_replicas
-        repeats = -(-missing // len(rest)) if rest else 0  # the rest may be shorter than the number of ranks
+        repeats = -(-missing // len(rest)) if rest else 0  # if fewer than ranks
         self.indices = (rest + (rest * repeats)[:missing])[self.rank :: self.num_replicas]
 
     def __iter__(self) -> Iterator[int]:

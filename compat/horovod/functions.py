@@ -20,7 +20,7 @@ from compat.horovod.world import rank
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[torch.Tensor | tuple[str, torch.Tensor | None]], root_rank: int
 ) -> None:
-    """Copy tensors from one rank to all, in place: a state dict, `named_parameters()` or `parameters()`.
+    """Copy a state dict, `named_parameters()` or `parameters()` from one rank to all, in place.
 
     Values that are None are left out. A collective.
 
@@ -53,7 +53,7 @@ def broadcast_optimizer_state(
     root_rank: int,
     model: torch.nn.Module | None = None,  # noqa: ARG001
 ) -> None:
-    """Give all ranks the optimizer state and the options (rate, momentum, ...) of one rank. A collective.
+    """Give all ranks one rank's optimizer state and options (rate, momentum, ...). A collective.
 
     No step is made for it: the state may still be empty on some ranks or all, as after a
     checkpoint was loaded on the root only. `model` is not needed.
@@ -87,7 +87,7 @@ def broadcast_optimizer_state(
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The object of rank `root_rank`, on all ranks of the process set; the others' arguments are ignored. A collective.
+    """The object of rank `root_rank`, on all ranks of the process set. A collective.
 
     Tensors of a GPU arrive on each rank's current GPU. Which types an object may hold: see
     `serialization`.
@@ -104,7 +104,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """The objects of all ranks of the process set, in the order of ranks. A collective. Types: see `serialization`.
+    """The objects of all ranks, in their order. A collective. Types: see `serialization`.
 
     Raises:
         TypeError: on the rank whose object holds another type. The others fail when it ends.
@@ -118,7 +118,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 def check_same(
     own: Mapping[str, str], title: str, process_set: ProcessSet = global_process_set
 ) -> list[dict[str, str]]:
-    """What the ranks give. Raises HorovodInternalError on all of them, with the first difference, unless it is the same."""
+    """What the ranks give. HorovodInternalError names the first difference, on all of them."""
     first, *others = of_ranks = allgather_object(own, title, process_set)
     for number, theirs in enumerate(others, 1):
         for key in [*first, *theirs]:

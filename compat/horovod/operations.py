@@ -96,7 +96,7 @@ def _of_reducescatter(tensors: Sequence[Tensor], options: Options) -> dict[str, 
 
 
 def _of_alltoall(tensors: Sequence[Tensor], options: Options) -> dict[str, Any]:
-    """Rows for each rank. A wrong number is this rank's own mistake, so it raises ValueError here."""
+    """Rows for each rank. A wrong number is this rank's own mistake: ValueError."""
     [tensor], splits, size = tensors, options["splits"], options["process_set"].size()
     if splits is None:
         if len(tensor) % size:
@@ -249,12 +249,12 @@ def poll(handle: Operation) -> bool:
 
 
 def synchronize(handle: Operation) -> Any:
-    """Wait for an operation, and return its result. Raises HorovodInternalError if the operation failed."""
+    """Wait for an operation; returns its result. Raises HorovodInternalError if it failed."""
     return handle.wait()
 
 
 def join(device: int = -1) -> int:
-    """Tell the others that this rank has no more data, and wait until all ranks have joined; returns the last one's rank.
+    """Say that this rank has no more data, and wait for all ranks; returns the last one to join.
 
     Meanwhile this rank supplies zeros to their allreduces, on GPU `device` if they reduce
     there (by default this process's current one). Other operations of all ranks fail while

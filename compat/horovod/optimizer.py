@@ -57,7 +57,8 @@ def DistributedOptimizer(
     Raises:
         ValueError: for names that are missing or used twice, and for options that exclude
             each other.
-        NotImplementedError: for Adasum.
+        NotImplementedError: for other operations.
+        HorovodInternalError: on all ranks, if names, shapes or options differ.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError(f"gradient_predivide_factor {gradient_predivide_factor} needs op Average, got {op}")
@@ -95,7 +96,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._reduction.reset()
 
     def synchronize(self) -> None:
-        """Finish the reduction of gradients, also of those that this rank lacks. All ranks of the process set call it."""
+        """Finish the reduction of gradients. All ranks of the process set call it."""
         self._reduction.finish()
         self._is_synchronized = True
 
@@ -109,7 +110,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._synchronizes = True
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
-        """Synchronize, then make the wrapped optimizer's step. The gradients of a closure are synchronized in it."""
+        """Synchronize and step. The gradients of a closure are synchronized in it."""
         if closure is None:
             self._finish()
             return super().step(**options)  # type: ignore[call-arg]
@@ -138,7 +139,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Read by `GradScaler.step` before it looks at the gradients, which have to be averaged over ranks by then."""
+        """Read by `GradScaler.step` before it looks at gradients, which have to be reduced by then."""
         if self._synchronizes:
             self._reduction.finish()
         return self.__dict__.get("_step_supports_amp_scaling", False)

@@ -23,12 +23,12 @@ from compat.horovod.functions import check_same
 from compat.horovod.operations import DEFAULTS, Average, Sum, start
 from compat.horovod.process_sets import ProcessSet
 
-_FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20  # as DDP has: a small one first, so that sending starts early
+_FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20  # as DDP has
 _numbers = itertools.count()  # of the optimizers of this process
 
 
 class GradientReduction:
-    """Reduces the gradients of named parameters. `finish` ends the reduction, and `reset` begins the next step.
+    """Reduces gradients of named parameters. `finish` ends a reduction, `reset` begins a step.
 
     `passes` backward passes are added up. An average is divided by `predivide` before the sum.
     """
@@ -44,7 +44,7 @@ class GradientReduction:
         self.reset()
 
     def add(self, names: Iterable[str], parameters: Iterable[Tensor]) -> None:
-        """Take care of these parameters too, also of frozen ones, which may be thawed. A collective of the process set.
+        """Take care of these parameters, also of frozen ones, which may be thawed. A collective.
 
         Raises:
             HorovodInternalError: on all ranks, if they disagree about options, names, shapes,
@@ -94,7 +94,7 @@ class GradientReduction:
         return bool(self.buckets) and not self.is_reduced
 
     def reset(self) -> None:
-        """Forget the step that has begun, once its buckets in flight have come back: their names are used again."""
+        """Forget the step that has begun, once its buckets in flight, whose names return, are back."""
         for handle, _ in self.sent.values():
             with contextlib.suppress(HorovodInternalError):
                 handle.wait()
@@ -186,7 +186,7 @@ class GradientReduction:
         pairs = [self.compression.compress(grad.to_dense() if grad.is_sparse else grad) for grad in given]
         options = DEFAULTS | {"name": f"DistributedOptimizer.{self.number}.{number}", "process_set": self.process_set}
         options |= {"op": Sum, "label": zlib.crc32(" ".join(self.names[index] for index in bucket).encode())}
-        if self.op == Average:  # all of it is divided before the sum by default: 16 bits overflow soon
+        if self.op == Average:  # by default divided before the sum: 16 bits overflow soon
             before = size if self.predivide == 1.0 else self.predivide
             options |= {"prescale_factor": 1 / before, "postscale_factor": before / size}
         handle = start("allreduce", [tensor for tensor, _ in pairs], options, grouped=True)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from common.distributed import collectives, devices
 from common.launching.launchers import Launch, complete
 from compat.horovod import engine
-from compat.horovod.collectives import PATIENCE, backend
+from compat.horovod.collectives import backend, patience
 from compat.horovod.engine import Engine
 from compat.horovod.process_sets import ProcessSet, add_process_set, forget_process_sets, global_process_set
 
@@ -68,7 +68,7 @@ def _join_group(launch: Launch) -> None:
     elif _store is None:
         from common.launching.meeting import reach  # imports accelerate
 
-        _store = reach(os.environ, launch, PATIENCE)
+        _store = reach(os.environ, launch, patience())
     group_store = dist.PrefixStore(f"group/{_starts}", _store)
     dist.init_process_group(backend(), store=group_store, rank=launch.rank, world_size=launch.world_size)
     _owns_group = True
@@ -128,7 +128,7 @@ def cross_size() -> int:
 
 
 def cross_rank() -> int:
-    """This process's number among those with the same local rank: its machine's, if all machines have as many processes."""
+    """This process's number among those with the same local rank."""
     return _machines().index(_machine())
 
 
@@ -153,8 +153,8 @@ def stop_timeline() -> None:
 
 
 def mpi_threads_supported() -> bool:
-    """Raises ValueError, as Horovod without MPI does: mpirun may start the processes, but they don't talk over MPI."""
-    raise ValueError("There is no MPI here: the processes talk over gloo and NCCL, also when mpirun has started them")
+    """Raises ValueError, as Horovod without MPI does."""
+    raise ValueError("There is no MPI here: processes talk over gloo and NCCL, also under mpirun")
 
 
 def mpi_built() -> bool:
