@@ -15,5 +15,4 @@ def alias(name: str) -> None:
     sys.modules[name] = compat.horovod
     setattr(sys.modules[parent], child, compat.horovod)  # as an import does
     for part in pkgutil.walk_packages(compat.horovod.__path__, "."):
-        if part.name != ".torch":  # which stands for the package itself
-            sys.modules[name + part.name] = importlib.import_module(_OWN + part.name)
+        sys.modules[name + part.name] = importlib.import_module(_OWN + part.name)

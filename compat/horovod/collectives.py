@@ -23,7 +23,6 @@ _REDUCE = {
     MAX: dist.ReduceOp.MAX,
     PRODUCT: dist.ReduceOp.PRODUCT,
 }
-PATIENCE = timedelta(seconds=float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", 300)))  # with a rank that is stopped
 _HALF = (torch.float16, torch.bfloat16)
 _SHORT = (torch.uint8, torch.int8, torch.int16)
 REDUCIBLE = (*_SHORT, torch.int32, torch.int64, *_HALF, torch.float32, torch.float64)
@@ -47,9 +46,14 @@ def backend() -> str:
     return "cpu:gloo,cuda:nccl" if devices.kind() == "cuda" and dist.is_nccl_available() else "gloo"
 
 
+def patience() -> timedelta:
+    """How long a rank that does not answer is waited for."""
+    return timedelta(seconds=float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", 300)))
+
+
 def make_group(ranks: list[int]) -> Group | None:
     """A new process set, None outside of it. Called on all ranks of the world."""
-    process_group: Any = dist.new_group(ranks, backend=backend(), timeout=PATIENCE)
+    process_group: Any = dist.new_group(ranks, backend=backend(), timeout=patience())
     return Group(ranks, process_group) if dist.get_rank() in ranks else None
 
 
@@ -84,7 +88,7 @@ def run(
         return [_gather(tensor, [shape[0] for shape in of_ranks], group) for tensor, of_ranks in pairs]
     if request.kind == "alltoall":
         return [_all_to_all(tensors[0], splits, group)]
-    # reducescatter: as gloo does it, too. The first ranks have one row more if the rows don't divide.
+    # reducescatter, as gloo does it: the first ranks get one row more if they don't divide.
     pieces = [whole.tensor_split(len(group.ranks)) for whole in _all_reduce(tensors, request, group)]
     return [of_ranks[group.rank].clone() for of_ranks in pieces]
 
@@ -97,7 +101,7 @@ def _all_reduce(tensors: Sequence[Tensor], request: Request, group: Group) -> li
         flat = torch.cat([tensors[place].reshape(-1) for place in places])
         lengths = [tensors[place].numel() for place in places]
         for place, piece in zip(places, _reduced(flat, request, group).split(lengths), strict=True):
-            results[place] = piece.data.view(tensors[place].shape)  # .data: autograd counts its changes by itself
+            results[place] = piece.data.view(tensors[place].shape)  # .data: with a version of its own
     return results
 
 
@@ -119,7 +123,7 @@ def _scaled(tensor: Tensor, factor: float) -> Tensor:
 
 
 def _gather(tensor: Tensor, rows: Sequence[int], group: Group) -> Tensor:
-    """All ranks' tensors, one after the other along the first dimension, of which they have so many rows."""
+    """All ranks' tensors, one after the other; they have so many rows."""
     result = tensor.new_empty(sum(rows), *tensor.shape[1:])
     parts = [_bytes(part) for part in result.split([*rows])]
     if result.numel() == 0:
@@ -143,7 +147,7 @@ def _broadcast(tensor: Tensor, root: int, group: Group) -> Tensor:
 
 
 def _all_to_all(tensor: Tensor, splits: Sequence[Sequence[int]], group: Group) -> tuple[Tensor, Tensor]:
-    """Rows that the ranks have for this one, in their order, and how many each had. `splits` has an entry per rank."""
+    """The ranks' rows for this one, in their order, and how many each had."""
     received = [row[group.rank] for row in splits]
     result = tensor.new_empty(sum(received), *tensor.shape[1:])
     row_bytes = tensor.element_size() * tensor.shape[1:].numel()
@@ -155,5 +159,5 @@ def _all_to_all(tensor: Tensor, splits: Sequence[Sequence[int]], group: Group) -
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor: every type can be moved so, and gloo does not know them all."""
+    """The bytes of a contiguous tensor: gloo does not know all types."""
     return tensor.view(-1).view(torch.uint8)

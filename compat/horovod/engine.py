@@ -58,7 +58,7 @@ def set_current(engine: "Engine | None") -> None:
 
 @dataclass(eq=False)
 class Operation:
-    """One collective that this rank has asked for. In place, the results go to the given tensors."""
+    """A collective that this rank has asked for. In place, results go to the given tensors."""
 
     request: Request
     given: Sequence[Tensor]
@@ -109,7 +109,7 @@ class Lane(threading.Thread):
         self.changed = threading.Condition()
         self.operations: dict[str, Operation] = {}  # of this rank, in flight
         self.news: list[Request] = []  # not told to the others yet
-        self.table: dict[str, dict[int, Request]] = {}  # by name, by rank: what was told and is in flight
+        self.table: dict[str, dict[int, Request]] = {}  # by name, by rank: what was told
         self.since: dict[str, float] = {}  # by name: when it was told first
         self.warned: set[str] = set()  # names of which was warned
         self.joined: list[int] = []  # ranks, in the order of joining
@@ -122,7 +122,7 @@ class Lane(threading.Thread):
         self.fail_s = float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0)) or float("inf")
 
     def submit(self, operation: Operation) -> None:
-        """Ask for an operation. Raises ValueError if its name is in flight, HorovodInternalError after the lane's end."""
+        """Raises ValueError if the name is in flight, HorovodInternalError after the lane's end."""
         request = operation.request
         with self.changed:
             if self.broken:
@@ -154,19 +154,20 @@ class Lane(threading.Thread):
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"
             if is_lost_peer(error):
                 text = "a rank has died, left or stopped: its connection is lost"
-            end = f"rank {self.engine.rank}: {text}"
-            self.group.process_group.abort()
+            left, end = [], f"rank {self.engine.rank}: {text}"
         with self.changed:
             self.broken = f"{end}: call shutdown() and init(), or start again"
             for operation in self.operations.values():
                 operation.fail(self.broken)
             self.operations = {}
         with contextlib.suppress(Exception):  # the script may have destroyed all groups
+            if not left:  # NCCL's kernels would wait for the lost rank
+                self.group.process_group.abort()
             dist.destroy_process_group(self.group.process_group)
         del self.group  # gloo's threads and sockets end with the last reference
 
     def _round(self) -> list[int]:
-        """Exchange what is new, then run or fail what can be decided. Returns the ranks that leave."""
+        """Exchange what is new, run or fail what can be decided. Returns the ranks that leave."""
         with self.changed:
             self.changed.wait_for(lambda: self.news or self.leaving, self.pause)
             news, self.news = self.news, []
@@ -205,7 +206,7 @@ class Lane(threading.Thread):
         return [json.loads(part[: int(length)].numpy().tobytes()) for part, length in zip(parts, lengths, strict=True)]
 
     def _stalled(self) -> dict[str, str]:
-        """By name: why an operation that waits for too long has to fail. The set's first rank also warns of those that wait."""
+        """By name: why operations that wait too long have to fail. The first rank decides, and warns."""
         errors: dict[str, str] = {}
         for name in self.table.keys() - {JOIN} if self.engine.rank == self.ranks[0] else ():
             [request, *_] = self.table[name].values()
@@ -219,12 +220,12 @@ class Lane(threading.Thread):
         return errors
 
     def _missing(self, name: str) -> list[int]:
-        """Ranks that a collective still waits for; one that has joined is only waited for by others' joins."""
+        """Ranks that a collective waits for; others' joins alone wait for one that has joined."""
         joined = () if name == JOIN else self.joined
         return [rank for rank in self.ranks if rank not in self.table[name] and rank not in joined]
 
     def _take(self, name: str) -> Operation | None:
-        """Forget an operation, whose name is free again. Returns this rank's, None if this rank has not asked for it."""
+        """Forget an operation, whose name is free again. Returns this rank's, if it has asked."""
         del self.table[name], self.since[name]
         self.warned.discard(name)
         with self.changed:
@@ -260,7 +261,7 @@ class Lane(threading.Thread):
             operation.done.set()
 
     def _compute(self, request: Request, operation: Operation | None, splits: list[list[int]]) -> None:
-        """Run it on the tensors of this rank, or on zeros. On a GPU, in a stream of this lane's own."""
+        """Run it on this rank's tensors, or on zeros. On a GPU, in a stream of this lane's own."""
         on_gpu = request.device == "cuda"
         if operation:
             tensors, shapes = [tensor.detach() for tensor in operation.given], operation.shapes
@@ -328,7 +329,7 @@ class Engine:
         type can't be reduced, and HorovodInternalError after a rank of the set has died.
         """
         if set_id is None or set_id not in self.ranks:
-            raise ValueError(f"process set {set_id} is not registered: give it to init() or add_process_set()")
+            raise ValueError(f"process set {set_id} is not registered: see add_process_set()")
         if set_id not in self.lanes:
             raise ValueError(f"rank {self.rank} is not in the process set {self.ranks[set_id]}")
         devices = {tensor.device for tensor in tensors}
@@ -349,7 +350,7 @@ class Engine:
         return self.submit(kind, **options).wait()
 
     def shutdown(self, limit_s: float | None = None) -> None:
-        """Wait until what is in flight has ended, at most `limit_s` seconds, and leave all process sets."""
+        """Wait for what is in flight, at most `limit_s` seconds, and leave all process sets."""
         until = time.monotonic() + (limit_s or 0.0)
         lanes = [*self.lanes.values()]
         for operation in [operation for lane in lanes for operation in [*lane.operations.values()]]:
@@ -358,4 +359,7 @@ class Engine:
             lane.leave()
         for lane in lanes:
             lane.join()  # a rank that is stopped is waited for as long as gloo does
-        self.layers = None
+        if self.layers is not None:
+            with contextlib.suppress(ValueError):  # the script has destroyed it
+                dist.destroy_process_group(self.layers)
+            self.layers = None

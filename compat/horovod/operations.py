@@ -27,7 +27,6 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -42,15 +41,25 @@ from compat.horovod.requests import ADASUM, AVERAGE, JOIN, MAX, MIN, PRODUCT, SU
 
 Average, Sum, Adasum, Min, Max, Product = AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT
 Options = Mapping[str, Any]  # the arguments of a collective, besides its tensors
+DEFAULTS: dict[str, Any] = {
+    "average": None,
+    "name": None,
+    "label": 0,
+    "compression": Compression.none,
+    "op": None,
+    "prescale_factor": 1.0,
+    "postscale_factor": 1.0,
+    "splits": None,
+    "process_set": global_process_set,
+}
 
 
 def start(
     kind: str, tensors: Sequence[Tensor], options: Options, *, in_place: bool = False, grouped: bool = False
 ) -> Operation:
     """Ask for a collective."""
-    fields = {"name": options["name"], "set_id": options["process_set"].process_set_id} | _FIELDS[kind](
-        tensors, options
-    )
+    fields = _FIELDS[kind](tensors, options)
+    fields |= {"name": options["name"], "set_id": options["process_set"].process_set_id}
     return engine.current().submit(kind, tensors, in_place=in_place, grouped=grouped, **fields)
 
 
@@ -65,26 +74,10 @@ def _of_allreduce(tensors: Sequence[Tensor], options: Options) -> dict[str, Any]
         warnings.warn("average is deprecated: give op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=4)
         op = AVERAGE if options["average"] else SUM
     op = AVERAGE if op is None else op
-    check_op(op)
-    _check_types(tensors)
-    return {"op": op, "prescale": options["prescale_factor"], "postscale": options["postscale_factor"]}
-
-
-def _of_reducescatter(tensors: Sequence[Tensor], options: Options) -> dict[str, Any]:
-    if options["op"] not in (None, AVERAGE, SUM):
-        raise NotImplementedError("reducescatter takes op=hvd.Average or hvd.Sum")
-    return _of_allreduce(tensors, {**options, "average": None})
-
-
-def check_op(op: int) -> None:
-    """Raise for a reduction that is not there."""
     if op == ADASUM:
         raise NotImplementedError("Adasum is not there: take op=hvd.Average, and the learning rate for it")
     if op not in range(PRODUCT + 1):
         raise ValueError(f"op={op!r} is none of hvd.Average, Sum, Min, Max and Product")
-
-
-def _check_types(tensors: Sequence[Tensor]) -> None:
     if not tensors:
         raise ValueError("a group has at least one tensor")
     for tensor in tensors:
@@ -92,23 +85,27 @@ def _check_types(tensors: Sequence[Tensor]) -> None:
             raise ValueError(f"tensors of type {tensor.dtype} can't be reduced")
         if tensor.is_sparse:
             raise ValueError("sparse tensors can't be reduced: give tensor.to_dense()")
+    factors = {"prescale": options["prescale_factor"], "postscale": options["postscale_factor"]}
+    return {"op": op, "label": options["label"], **factors}
+
+
+def _of_reducescatter(tensors: Sequence[Tensor], options: Options) -> dict[str, Any]:
+    if options["op"] not in (None, AVERAGE, SUM):
+        raise NotImplementedError("reducescatter takes op=hvd.Average or hvd.Sum")
+    return _of_allreduce(tensors, options)
 
 
 def _of_alltoall(tensors: Sequence[Tensor], options: Options) -> dict[str, Any]:
-    """Rows for each rank. A wrong number is this rank's own mistake, so it raises ValueError here."""
+    """Rows for each rank. A wrong number is this rank's own mistake: ValueError."""
     [tensor], splits, size = tensors, options["splits"], options["process_set"].size()
-    if tensor.dim() == 0:
-        raise ValueError("alltoall: a tensor of no dimensions has no rows")
     if splits is None:
         if len(tensor) % size:
             raise ValueError(f"alltoall: {len(tensor)} rows can't be split equally among {size} ranks: give splits")
         return {"splits": [len(tensor) // size] * size}
-    counts = splits.tolist() if isinstance(splits, Tensor) else [*splits]
-    if not all(isinstance(count, int | np.integer) and not isinstance(count, bool) for count in counts):
-        raise ValueError(f"alltoall: splits {counts} are not whole numbers")
-    if len(counts) != size or min(counts) < 0 or sum(counts) != len(tensor):
-        raise ValueError(f"alltoall: splits {counts} are not {size} counts of rows that sum up to {len(tensor)}")
-    return {"splits": [int(count) for count in counts]}
+    counts = torch.as_tensor(splits)
+    if counts.is_floating_point() or len(counts) != size or counts.min() < 0 or counts.sum() != len(tensor):
+        raise ValueError(f"alltoall: splits {splits} are not {size} whole numbers of rows that sum up to {len(tensor)}")
+    return {"splits": counts.tolist()}
 
 
 _FIELDS: dict[str, Callable[[Sequence[Tensor], Options], dict[str, Any]]] = {
@@ -140,22 +137,21 @@ class _Differentiable(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        kind, options = ctx.kind, ctx.options
-        process_set, op = options["process_set"], options.get("op")
-        average = {**_DEFAULTS, "process_set": process_set}
+        kind, options, process_set = ctx.kind, ctx.options, ctx.options["process_set"]
+        average, summed = DEFAULTS | {"process_set": process_set}, options["op"] == SUM
 
         def collective(kind: str, gradients: Sequence[Tensor], options: Options) -> list[Any]:
             return start(kind, gradients, options, grouped=True).wait()
 
         if kind == "allreduce":
-            if op not in (None, AVERAGE, SUM):
+            if options["op"] not in (None, AVERAGE, SUM):
                 raise NotImplementedError("allreduce has a gradient for op=hvd.Average and hvd.Sum only")
             found = collective("allreduce", gradients, options)
         elif kind == "alltoall":
             [(back, _)] = collective("alltoall", gradients[:1], options)
             found = [back]
         elif kind == "reducescatter":
-            factor = options["prescale_factor"] * options["postscale_factor"] * (process_set.size() if op == SUM else 1)
+            factor = options["prescale_factor"] * options["postscale_factor"] * (process_set.size() if summed else 1)
             found = collective("allgather", [gradient * factor for gradient in gradients], average)
         else:
             found, own = collective("allreduce", gradients, average), process_set.rank()
@@ -169,20 +165,13 @@ class _Differentiable(Function):
 
 # --- the forms of each kind
 
-_DEFAULTS: dict[str, Any] = {
-    "average": None,
-    "name": None,
-    "compression": Compression.none,
-    "op": None,
-    "prescale_factor": 1.0,
-    "postscale_factor": 1.0,
-    "splits": None,
-    "process_set": global_process_set,
+_PARAMETERS = {  # after the tensor, in Horovod's order
+    "allreduce": "average name op prescale_factor postscale_factor process_set",
+    "allgather": "name process_set",
+    "broadcast": "root_rank name process_set",
+    "alltoall": "splits name process_set",
+    "reducescatter": "name op process_set prescale_factor postscale_factor",
 }
-_REDUCED = "average name op prescale_factor postscale_factor process_set"
-_SCATTERED = "name op process_set prescale_factor postscale_factor"
-_GATHERED = "name process_set"
-_SENT = "root_rank name process_set"
 _TEXTS = {
     "allreduce": """Reduce tensors over the ranks; all have the same shapes and types.
 
@@ -196,73 +185,59 @@ _TEXTS = {
     The first ranks get one row more if they don't divide.""",
     "alltoall": """Send rows to every rank: `splits[i]` to the i-th, by default equally many.
 
-    The result is the pair (received rows in the order of ranks, number of rows from each rank as int32).""",
+    Returns the received rows in the order of ranks; with `splits`, and from a handle, also how many came from each.""",
 }
 
 
-def _form(kind: str, parameters: str, *, grouped: bool = False, in_place: bool = False, wait: bool = True) -> Any:
-    """A public function. `parameters` are those after the tensor, in Horovod's order."""
-    names = ["tensors" if grouped else "tensor", *parameters.split()]
-    signature = Signature(
-        [
-            Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=_DEFAULTS.get(name, Parameter.empty))
-            for name in names
-        ]
-    )
+def _form(kind: str, *, grouped: bool = False, in_place: bool = False, wait: bool = True) -> Any:
+    """A public function."""
+    names = ["tensors" if grouped else "tensor", *_PARAMETERS[kind].split()]
+    if wait and not in_place and "op" in names:
+        names.insert(names.index("op"), "compression")
+    style, nothing = Parameter.POSITIONAL_OR_KEYWORD, Parameter.empty
+    signature = Signature([Parameter(name, style, default=DEFAULTS.get(name, nothing)) for name in names])
 
     def form(*arguments: Any, **named: Any) -> Any:
-        bound = signature.bind(*arguments, **named)
-        options = _DEFAULTS | bound.arguments
+        options = DEFAULTS | signature.bind(*arguments, **named).arguments
         given = options.pop(names[0])
         tensors = [*given] if grouped else [given]
         if in_place or not wait:
             handle = start(kind, tensors, options, in_place=in_place, grouped=grouped)
             return handle.wait() if wait else handle
-        compressor = options["compression"]
+        compressor, splits = options["compression"], options["splits"]
         pairs = [compressor.compress(tensor) for tensor in tensors]
         small = _Differentiable.apply(kind, options, *(tensor for tensor, _ in pairs))
-        results = [compressor.decompress(one, context) for one, (_, context) in zip(small, pairs, strict=True)]
+        results = [compressor.decompress(one, context) for one, (_, context) in zip(small, pairs, strict=False)]
+        if splits is not None:
+            return results[0], small[1].to(splits) if isinstance(splits, Tensor) else small[1]
         return results if grouped else results[0]
 
     form.__signature__, form.__doc__ = signature, _TEXTS[kind]  # type: ignore[attr-defined]
     return form
 
 
-allreduce = _form("allreduce", _REDUCED.replace("op", "compression op", 1))
-allreduce_ = _form("allreduce", _REDUCED, in_place=True)
-allreduce_async = _form("allreduce", _REDUCED, wait=False)
-allreduce_async_ = _form("allreduce", _REDUCED, in_place=True, wait=False)
-grouped_allreduce = _form("allreduce", _REDUCED.replace("op", "compression op", 1), grouped=True)
-grouped_allreduce_ = _form("allreduce", _REDUCED, grouped=True, in_place=True)
-grouped_allreduce_async = _form("allreduce", _REDUCED, grouped=True, wait=False)
-grouped_allreduce_async_ = _form("allreduce", _REDUCED, grouped=True, in_place=True, wait=False)
-allgather = _form("allgather", _GATHERED)
-allgather_async = _form("allgather", _GATHERED, wait=False)
-grouped_allgather = _form("allgather", _GATHERED, grouped=True)
-grouped_allgather_async = _form("allgather", _GATHERED, grouped=True, wait=False)
-broadcast = _form("broadcast", _SENT)
-broadcast_ = _form("broadcast", _SENT, in_place=True)
-broadcast_async = _form("broadcast", _SENT, wait=False)
-broadcast_async_ = _form("broadcast", _SENT, in_place=True, wait=False)
-alltoall_async = _form("alltoall", "splits name process_set", wait=False)
-reducescatter = _form("reducescatter", _SCATTERED.replace("op", "compression op", 1))
-reducescatter_async = _form("reducescatter", _SCATTERED, wait=False)
-grouped_reducescatter = _form("reducescatter", _SCATTERED.replace("op", "compression op", 1), grouped=True)
-grouped_reducescatter_async = _form("reducescatter", _SCATTERED, grouped=True, wait=False)
-
-
-def alltoall(
-    tensor: Tensor,
-    splits: Tensor | Sequence[int] | None = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Send rows to every rank, see `alltoall_async`. Returns the received rows; with `splits` also how many came from each."""
-    options = {"splits": splits, "name": name, "process_set": process_set}
-    output, received = _Differentiable.apply("alltoall", options, tensor)
-    if splits is None:
-        return output
-    return output, received.to(splits) if isinstance(splits, Tensor) else received
+allreduce = _form("allreduce")
+allreduce_ = _form("allreduce", in_place=True)
+allreduce_async = _form("allreduce", wait=False)
+allreduce_async_ = _form("allreduce", in_place=True, wait=False)
+grouped_allreduce = _form("allreduce", grouped=True)
+grouped_allreduce_ = _form("allreduce", grouped=True, in_place=True)
+grouped_allreduce_async = _form("allreduce", grouped=True, wait=False)
+grouped_allreduce_async_ = _form("allreduce", grouped=True, in_place=True, wait=False)
+allgather = _form("allgather")
+allgather_async = _form("allgather", wait=False)
+grouped_allgather = _form("allgather", grouped=True)
+grouped_allgather_async = _form("allgather", grouped=True, wait=False)
+broadcast = _form("broadcast")
+broadcast_ = _form("broadcast", in_place=True)
+broadcast_async = _form("broadcast", wait=False)
+broadcast_async_ = _form("broadcast", in_place=True, wait=False)
+alltoall = _form("alltoall")
+alltoall_async = _form("alltoall", wait=False)
+reducescatter = _form("reducescatter")
+reducescatter_async = _form("reducescatter", wait=False)
+grouped_reducescatter = _form("reducescatter", grouped=True)
+grouped_reducescatter_async = _form("reducescatter", grouped=True, wait=False)
 
 
 # --- handles, join, barrier
@@ -274,12 +249,12 @@ def poll(handle: Operation) -> bool:
 
 
 def synchronize(handle: Operation) -> Any:
-    """Wait for an operation, and return its result. Raises HorovodInternalError if the operation failed."""
+    """Wait for an operation; returns its result. Raises HorovodInternalError if it failed."""
     return handle.wait()
 
 
 def join(device: int = -1) -> int:
-    """Tell the others that this rank has no more data, and wait until all ranks have joined; returns the last one's rank.
+    """Say that this rank has no more data, and wait for all ranks; returns the last one to join.
 
     Meanwhile this rank supplies zeros to their allreduces, on GPU `device` if they reduce
     there (by default this process's current one). Other operations of all ranks fail while
@@ -296,9 +271,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     engine.current().call("barrier", set_id=process_set.process_set_id)
 
 
-_KINDS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
-_OTHERS = "Average Sum Adasum Min Max Product poll synchronize join barrier".split()
-_FORMS = [name for name in globals() if name.removeprefix("grouped_").startswith(_KINDS)]
-__all__ = [*_OTHERS, *_FORMS]
+_FORMS = [name for name in globals() if name.removeprefix("grouped_").startswith(tuple(_PARAMETERS))]
+__all__ = [*"Average Sum Adasum Min Max Product poll synchronize join barrier".split(), *_FORMS]
 for _form_name in _FORMS:
     globals()[_form_name].__name__ = _form_name

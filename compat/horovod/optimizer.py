@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from compat.horovod.compression import Compression
-from compat.horovod.operations import Average, check_op
+from compat.horovod.operations import Average, Sum
 from compat.horovod.process_sets import ProcessSet, global_process_set
-from compat.horovod.reduction import GradientReduction, Options
+from compat.horovod.reduction import GradientReduction
 
 
 def DistributedOptimizer(
@@ -29,12 +29,9 @@ def DistributedOptimizer(
 ) -> Any:
     """An optimizer of the same class, options and state, whose `step` uses the gradients of all ranks.
 
-    All-reduces run during the backward. When that has computed all gradients, they are
-    reduced as it returns. If some are missing on this rank, `step`, `GradScaler.step` or
-    `synchronize` waits for the others' and supplies zeros: then call `synchronize` before you
-    clip or unscale gradients. Ranks make optimizers and steps in the same order. If they
-    disagree about names, shapes or options, the first step raises HorovodInternalError on all
-    of them.
+    All-reduces run during the backward. `step`, `GradScaler.step` or `synchronize` waits for
+    them, with zeros for gradients that are missing: call `synchronize` before you clip or unscale
+    gradients. Ranks make optimizers and steps in the same order.
 
         loss.backward()
         optimizer.synchronize()
@@ -49,7 +46,7 @@ def DistributedOptimizer(
             `decompress`.
         backward_passes_per_step: gradients of so many backwards are added up before they are
             reduced.
-        op: Average or Sum; Min, Max and Product work too.
+        op: Average or Sum.
         gradient_predivide_factor: for Average only: divides gradients by it before the sum,
             by size / factor after it.
         num_groups, groups, sparse_as_dense: how gradients travel. They have no effect: dense,
@@ -60,13 +57,17 @@ def DistributedOptimizer(
     Raises:
         ValueError: for names that are missing or used twice, and for options that exclude
             each other.
-        NotImplementedError: for Adasum.
+        NotImplementedError: for other operations.
+        HorovodInternalError: on all ranks, if names, shapes or options differ.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError(f"gradient_predivide_factor {gradient_predivide_factor} needs op Average, got {op}")
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step is {backward_passes_per_step}, must be > 0")
-    check_op(op)
+    if op not in (Average, Sum):
+        raise NotImplementedError(
+            "DistributedOptimizer takes op=hvd.Average, with the learning rate for it, or hvd.Sum"
+        )
     names = _names(optimizer, named_parameters)
     kind = type(optimizer)
     wrapped: Any = object.__new__(
@@ -74,8 +75,11 @@ def DistributedOptimizer(
     )
     # Options, state and hooks are the wrapped optimizer's; `step` there is what a scheduler has put around its own step.
     wrapped.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    options = Options(op, compression, backward_passes_per_step, gradient_predivide_factor, process_set)
-    wrapped._begin(options, names)
+    wrapped._is_synchronized, wrapped._synchronizes = False, True
+    wrapped._reduction = GradientReduction(
+        op, compression, backward_passes_per_step, gradient_predivide_factor, process_set
+    )
+    wrapped._reduction.add(names.values(), names)
     return wrapped
 
 
@@ -83,19 +87,16 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     """What comes before the class of the wrapped optimizer."""
 
     _reduction: GradientReduction
-
-    def _begin(self, options: Options, names: dict[Tensor, str]) -> None:
-        self._reduction = GradientReduction(options)
-        self._reduction.add(names.values(), names)
-        self._is_synchronized, self._synchronizes = False, True
+    _is_synchronized: bool
+    _synchronizes: bool
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From the next step on. All ranks call it."""
-        self._reduction.options.passes = passes
+        self._reduction.passes = passes
         self._reduction.reset()
 
     def synchronize(self) -> None:
-        """Finish the reduction of gradients, also of those that this rank lacks. All ranks of the process set call it."""
+        """Finish the reduction of gradients. All ranks of the process set call it."""
         self._reduction.finish()
         self._is_synchronized = True
 
@@ -109,7 +110,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._synchronizes = True
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
-        """Synchronize, then make the wrapped optimizer's step. The gradients of a closure are synchronized in it."""
+        """Synchronize and step. The gradients of a closure are synchronized in it."""
         if closure is None:
             self._finish()
             return super().step(**options)  # type: ignore[call-arg]
@@ -138,7 +139,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Read by `GradScaler.step` before it looks at the gradients, which have to be averaged over ranks by then."""
+        """Read by `GradScaler.step` before it looks at gradients, which have to be reduced by then."""
         if self._synchronizes:
             self._reduction.finish()
         return self.__dict__.get("_step_supports_amp_scaling", False)
@@ -150,7 +151,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             AssertionError: if gradients were computed that no step has used, since that loses
                 them on all ranks.
         """
-        if self._reduction.progress.has_begun and not self._reduction.progress.is_used:
+        if self._reduction.has_begun:
             raise AssertionError(
                 "optimizer.zero_grad() after loss.backward(), but before optimizer.step() or optimizer.synchronize(), "
                 "throws reduced gradients away"
@@ -175,10 +176,9 @@ def _names(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
 ) -> dict[Tensor, str]:
     """The name of each parameter of the optimizer, in its order."""
+    groups = enumerate(optimizer.param_groups)
     numbered = {
-        parameter: f"allreduce.noname.{number}.{place}"
-        for number, group in enumerate(optimizer.param_groups)
-        for place, parameter in enumerate(group["params"])
+        one: f"allreduce.noname.{g}.{place}" for g, group in groups for place, one in enumerate(group["params"])
     }
     if named_parameters is None:
         return numbered

@@ -19,7 +19,7 @@ class ProcessSet:
         if not isinstance(ranks_or_comm, Iterable) or not all(isinstance(rank, int) for rank in ranks_or_comm):
             raise ValueError("a ProcessSet takes a list of ranks; communicators are not supported, for there is no MPI")
         self.process_set_id: int | None = None
-        self.ranks: list[int] | None = sorted(ranks_or_comm)
+        self.ranks = sorted(ranks_or_comm)
 
     def size(self) -> int:
         """Number of ranks in the set. Raises ValueError if it is not registered."""
@@ -37,7 +37,7 @@ class ProcessSet:
         return engine.current().rank in self._registered()
 
     def _registered(self) -> list[int]:
-        if self.ranks is None or self.process_set_id not in engine.current().ranks:
+        if self.process_set_id not in engine.current().ranks:
             raise ValueError(f"{self} is not registered: give it to init() or add_process_set()")
         return self.ranks
 
@@ -47,7 +47,7 @@ class ProcessSet:
 
 global_process_set = ProcessSet([])
 global_process_set.process_set_id = WORLD
-_registered: dict[int, ProcessSet] = {}  # by id
+_registered: list[ProcessSet] = []
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -63,29 +63,28 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise ValueError(f"a process set has at least one rank, and each once: {process_set}")
     if ranks in running.ranks.values():
         raise ValueError(f"a process set of the ranks {ranks} is registered already")
-    process_set.process_set_id = number = running.call("add_process_set", ranks=ranks)
-    _registered[number] = process_set
+    process_set.process_set_id = running.call("add_process_set", ranks=ranks)
+    _registered.append(process_set)
     return process_set
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """End a process set, whose object is invalid then. All ranks of the world call it alike.
+    """End a process set, whose object can be registered again. All ranks of the world call it alike.
 
     Returns whether there was something to end: False for the global process set and for
     one that is not registered.
     """
     number = process_set.process_set_id
-    if number is None or number == WORLD or number not in engine.current().ranks:
+    if number == WORLD or number not in engine.current().ranks:
         return False
     engine.current().call("remove_process_set", root=number)
-    for invalid in (process_set, _registered.pop(number, process_set)):  # which may be a copy
-        invalid.process_set_id = invalid.ranks = None
+    process_set.process_set_id = None
     return True
 
 
 def forget_process_sets() -> None:
     """After the end of the world: the objects keep their ranks, and can be registered again."""
-    for process_set in _registered.values():
+    for process_set in _registered:
         process_set.process_set_id = None
     _registered.clear()
     global_process_set.ranks = []

@@ -16,6 +16,7 @@ _AGREED = {
     "prescale": "prescale factors",
     "postscale": "postscale factors",
     "ranks": "process sets",
+    "label": "parameters",
     "fixed_shapes": "shapes",
 }
 _RAGGED = ("allgather", "alltoall")  # whose tensors may differ in the first dimension
@@ -33,6 +34,7 @@ class Request:
     device: str = "cpu"
     op: int = SUM
     root: int = 0  # rank in the world
+    label: int = 0  # a checksum of the names of parameters
     prescale: float = 1.0
     postscale: float = 1.0
     splits: list[int] = field(default_factory=list)  # rows for each rank, of alltoall

@@ -2,13 +2,8 @@
 
 Horovod pickles objects with cloudpickle, and whoever reaches a port of such a job can run code in
 it. Here the reader is torch's restricted unpickler (`torch.load(weights_only=True)`), which builds
-only the types that it knows:
-
-- None, bool, int, float, complex, str, bytes, bytearray; lists, tuples, sets, frozensets, dicts, ranges and slices of them;
-- tensors, parameters, torch.Size, dtypes and devices; numpy arrays and scalars of numbers, bools and strings;
-- OrderedDict, Counter, argparse.Namespace, SimpleNamespace, paths, and the types of datetime.
-
-Other classes are accepted once every rank has called
+only the types that it knows: plain values, containers, tensors, numpy arrays, argparse.Namespace,
+paths and the types of datetime. Other classes are accepted once every rank has called
 `torch.serialization.add_safe_globals([TheClass])`.
 """
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from common.distributed import collectives, devices
 from common.launching.launchers import Launch, complete
 from compat.horovod import engine
-from compat.horovod.collectives import PATIENCE, backend
+from compat.horovod.collectives import backend, patience
 from compat.horovod.engine import Engine
 from compat.horovod.process_sets import ProcessSet, add_process_set, forget_process_sets, global_process_set
 
@@ -32,14 +32,11 @@ _owns_group = False
 _process = 0  # the one that called init()
 
 
-def init(
-    comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None
-) -> None:
+def init(comm: None = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
     """Start the world, or do nothing if it has been started and not shut down.
 
     Args:
-        comm: the ranks of the world; only all of them are supported. There is no MPI, so a
-            communicator is refused.
+        comm: refused: there is no MPI. For some of the ranks use process sets.
         process_sets: process sets, or lists of ranks, to register; the same on all ranks.
             "dynamic" registers none. Either way `add_process_set` can be called later.
 
@@ -49,21 +46,15 @@ def init(
     global _starts, _process
     if engine.is_running():
         return
-    launch = complete(os.environ)
-    ranks = [*range(dist.get_world_size() if dist.is_initialized() else launch.world_size)]
-    if comm is not None and (not isinstance(comm, list | tuple) or sorted(comm or ranks) != ranks):
-        raise ValueError(
-            f"comm={comm!r}: a world of all {len(ranks)} ranks is supported; for some of them use process sets"
-        )
+    if comm is not None:
+        raise ValueError(f"comm={comm!r}: the world has all ranks that were started; for some of them use process sets")
     _starts, _process = _starts + 1, os.getpid()
-    _join_group(launch)
+    _join_group(complete(os.environ))
     collectives.nodes()  # asks all ranks, once
     engine.set_current(Engine())
-    global_process_set.ranks = ranks
+    global_process_set.ranks = [*range(size())]
     for process_set in process_sets if process_sets and not isinstance(process_sets, str) else ():
         add_process_set(process_set)
-    if (path := os.environ.get("HOROVOD_TIMELINE", "")) not in ("", "DYNAMIC"):
-        start_timeline(path)
     atexit.register(_end)
 
 
@@ -77,7 +68,7 @@ def _join_group(launch: Launch) -> None:
     elif _store is None:
         from common.launching.meeting import reach  # imports accelerate
 
-        _store = reach(os.environ, launch, PATIENCE)
+        _store = reach(os.environ, launch, patience())
     group_store = dist.PrefixStore(f"group/{_starts}", _store)
     dist.init_process_group(backend(), store=group_store, rank=launch.rank, world_size=launch.world_size)
     _owns_group = True
@@ -137,7 +128,7 @@ def cross_size() -> int:
 
 
 def cross_rank() -> int:
-    """This process's number among those with the same local rank: its machine's, if all machines have as many processes."""
+    """This process's number among those with the same local rank."""
     return _machines().index(_machine())
 
 
@@ -152,19 +143,18 @@ def _machines() -> list[tuple[int, ...]]:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: ARG001
-    """Record nothing, and say so once, on rank 0. Raises ValueError before `init()`."""
+    """Record nothing, and say so on rank 0."""
     if rank() == 0:
-        print("hvd.start_timeline, HOROVOD_TIMELINE: no timeline is recorded; use torch.profiler", file=sys.stderr)
+        print("hvd.start_timeline: no timeline is recorded; use torch.profiler", file=sys.stderr)
 
 
 def stop_timeline() -> None:
-    """Do nothing. Raises ValueError before `init()`."""
-    rank()
+    """Do nothing."""
 
 
 def mpi_threads_supported() -> bool:
-    """Raises ValueError, as Horovod without MPI does: mpirun may start the processes, but they don't talk over MPI."""
-    raise ValueError("There is no MPI here: the processes talk over gloo and NCCL, also when mpirun has started them")
+    """Raises ValueError, as Horovod without MPI does."""
+    raise ValueError("There is no MPI here: processes talk over gloo and NCCL, also under mpirun")
 
 
 def mpi_built() -> bool:
@@ -173,14 +163,7 @@ def mpi_built() -> bool:
 
 
 mpi_enabled = ddl_built = ccl_built = mpi_built
-
-
-def gloo_built() -> bool:
-    """True if torch has gloo, over which CPU tensors travel."""
-    return dist.is_gloo_available()
-
-
-gloo_enabled = gloo_built
+gloo_built = gloo_enabled = dist.is_gloo_available
 
 
 def nccl_built() -> int:

@@ -16,10 +16,10 @@ def test_shell_scripts_and_shell_lines_of_manifests_pass_shellcheck(tmp_path) ->
     scripts = [*(ROOT / "cluster").rglob("*.sh")]
     assert ROOT / "cluster/ssh/train.sh" in scripts
     texts = shell_texts([[*yaml.safe_load_all(path.read_text())] for path in (ROOT / "cluster").rglob("*.yaml")])
-    assert len(texts) >= 3  # of Kubernetes' manifest; SkyPilot's setup and run
+    assert texts  # of Kubernetes' manifest
     for number, text in enumerate(texts):
         scripts.append(tmp_path / f"{number}.sh")
-        scripts[-1].write_text(f"#!/bin/bash\n# shellcheck disable=SC1091 # .venv is made on the machine\n{text}")
+        scripts[-1].write_text(f"#!/bin/bash\n{text}")
     done = subprocess.run(["shellcheck", *scripts], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 

@@ -79,17 +79,6 @@ def test_a_job_that_is_asked_to_stop_requeues_itself(slurm, undisturbed, tmp_pat
 
 
 @pytest.mark.long
-def test_slurm_asks_a_job_to_stop_before_its_time_limit(slurm, undisturbed, tmp_path):
-    flags = ("--signal=B:USR1@60", "--time=60")
-    held = Held(slurm, tmp_path, *flags, script="one_machine.sh", config="multi_cpu")
-    held.waits()
-    slurm("scontrol", "update", f"JobId={held.job.number}", "EndTime=now+90")  # SLURM looks at its clock twice a minute
-    held.job.until(lambda known: known["Restarts"] == "1", "requeued")
-    slurm("scontrol", "update", f"JobId={held.job.number}", "TimeLimit=60")
-    held.assert_resumed("SIGUSR1", "1 node", undisturbed["1"])
-
-
-@pytest.mark.long
 def test_jobs_resume_after_a_signal_to_all_their_processes_and_after_scontrol_requeue(slurm, undisturbed, tmp_path):
     """Processes that srun started get the signal themselves; a launcher on each of two machines is ended by a requeue."""
     signalled = Held(slurm, tmp_path, "--ntasks-per-node=1", script="train.sh")

@@ -36,7 +36,7 @@ def same(actual: torch.Tensor, expected: torch.Tensor, **tolerances: float) -> N
 
 def reductions() -> None:
     rank, size = hvd.rank(), hvd.size()
-    for dtype in (*FLOATS, *INTEGERS)[:: 1 if size == 2 else 4]:
+    for dtype in (*FLOATS, *INTEGERS):
         close = {"rtol": 1e-2} if dtype in FLOATS[:2] else {"rtol": 1e-6}
         for shape in SHAPES:
             own, everyone = draw(rank, shape, dtype), of_all(shape, torch.float64)
@@ -86,24 +86,18 @@ def layouts() -> None:
 
 def groups() -> None:
     rank, size = hvd.rank(), hvd.size()
-    shapes = [(3,), (), (2, 2), (0,), (5,)]
-    dtypes = [torch.float32, torch.int64, torch.float64, torch.float32, torch.float32]
-    tensors = [draw(rank, shape, dtype, seed) for seed, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))]
-    sums = [of_all(t.shape, t.dtype, seed).sum(0).to(t.dtype) for seed, t in enumerate(tensors)]
+    kinds = [((3,), torch.float32), ((), torch.int64), ((2, 2), torch.float64), ((0,), torch.float32)]
+    tensors = [draw(rank, shape, dtype, seed) for seed, (shape, dtype) in enumerate(kinds)]
+    sums = [of_all(shape, dtype, seed).sum(0).to(dtype) for seed, (shape, dtype) in enumerate(kinds)]
     in_place = [tensor.clone() for tensor in tensors]
     handle = hvd.grouped_allreduce_async_([tensor.clone() for tensor in tensors], op=hvd.Sum)
-    results = {
-        "group": hvd.grouped_allreduce(tensors, op=hvd.Sum, name="group"),
-        "in place": hvd.grouped_allreduce_(in_place, op=hvd.Sum),
-        "later": hvd.synchronize(handle),
-    }
-    assert all(here is there for here, there in zip(results["in place"], in_place, strict=True))
-    for result in results.values():
-        assert isinstance(result, list)
+    results = [hvd.grouped_allreduce(tensors, op=hvd.Sum, name="group"), hvd.grouped_allreduce_(in_place, op=hvd.Sum)]
+    assert all(here is there for here, there in zip(results[1], in_place, strict=True))
+    for result in (*results, hvd.synchronize(handle)):
         for actual, expected in zip(result, sums, strict=True):
             same(actual, expected)
     for actual, place in zip(hvd.grouped_allgather([tensors[0], tensors[2]]), (0, 2), strict=True):
-        same(actual, of_all(shapes[place], dtypes[place], place).flatten(0, 1))
+        same(actual, of_all(*kinds[place], place).flatten(0, 1))
     rows = hvd.grouped_reducescatter([draw(rank, (size * 2, 2)), draw(rank, (size + 1,))], op=hvd.Sum)
     same(rows[0], of_all((size * 2, 2)).sum(0)[2 * rank : 2 * rank + 2])
     same(rows[1], of_all((size + 1,)).sum(0)[[0, 1] if rank == 0 else [rank + 1]])
@@ -111,7 +105,7 @@ def groups() -> None:
 
 def movements() -> None:
     rank, size = hvd.rank(), hvd.size()
-    for dtype in (*FLOATS, *INTEGERS, torch.bool, torch.complex64)[:: 1 if size == 2 else 5]:
+    for dtype in (*FLOATS, *INTEGERS, torch.bool, torch.complex64):
         for rows in ([2] * size, [*range(size)], [0] * size, [3 * (r == 1) for r in range(size)]):
             expected = torch.cat([draw(r, (rows[r], 3), dtype) for r in range(size)])
             same(hvd.allgather(draw(rank, (rows[rank], 3), dtype)), expected)
@@ -219,27 +213,23 @@ def refusals() -> None:
     ones, rows, size = torch.ones(2), torch.ones(2, 3), hvd.size()
     rest = [0] * (size - 1)
     cases = (
-        ("can't be reduced", lambda: hvd.allreduce(ones.bool())),
         ("can't be reduced", lambda: hvd.allreduce(ones.to(torch.complex64))),
         ("to_dense", lambda: hvd.allreduce_async(torch.eye(2).to_sparse())),
         ("op or average", lambda: hvd.allreduce(ones, average=True, op=hvd.Sum)),
         ("op=17", lambda: hvd.allreduce(ones, op=17)),
         ("at least one tensor", lambda: hvd.grouped_allreduce([])),
-        ("not . counts of rows that sum up to 2", lambda: hvd.alltoall(rows, [5, *rest])),
-        ("counts of rows", lambda: hvd.alltoall(rows, [2] * (size + 1))),
-        ("are not whole numbers", lambda: hvd.alltoall(rows, torch.tensor([2.0, *rest]))),
+        ("whole numbers of rows that sum up to 2", lambda: hvd.alltoall(rows, [5, *rest])),
+        ("whole numbers", lambda: hvd.alltoall(rows, [2] * (size + 1))),
+        ("whole numbers", lambda: hvd.alltoall(rows, torch.tensor([2.0, *rest]))),
         ("can't be split equally", lambda: hvd.alltoall(torch.ones(size + 1))),
-        ("no dimensions", lambda: hvd.alltoall(torch.ones(()))),
     )
     for text, call in cases:
         with pytest.raises(ValueError, match=text):
             call()
     with pytest.raises(NotImplementedError, match="Average or hvd"):
         hvd.reducescatter(ones, op=hvd.Max)
-    parameters = [torch.nn.Parameter(ones)]
-    for call in (hvd.allreduce, lambda _, op: hvd.DistributedOptimizer(torch.optim.SGD(parameters), op=op)):
-        with pytest.raises(NotImplementedError, match=r"Adasum is not there: take op=hvd\.Average"):
-            call(ones, op=hvd.Adasum)
+    with pytest.raises(NotImplementedError, match=r"Adasum is not there: take op=hvd\.Average"):
+        hvd.allreduce(ones, op=hvd.Adasum)
 
 
 def alone() -> None:

@@ -32,7 +32,7 @@ def same(first: Any, second: Any) -> bool:
         return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
     if isinstance(first, (list, tuple)):
         return type(first) is type(second) and len(first) == len(second) and all(map(same, first, second))
-    return type(first) is type(second) and (first == second or first != first)
+    return type(first) is type(second) and first == second
 
 
 def parameters() -> None:
@@ -52,47 +52,33 @@ def parameters() -> None:
 
 
 OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, betas=(0.8, 0.9)),
-    "lbfgs": lambda p: torch.optim.LBFGS(p, max_iter=2),
     "groups": lambda p: torch.optim.Adam([{"params": [first], "lr": number / 10} for number, first in enumerate(p)]),
 }
-HOLDERS = {"root": (True, False), "all": (True, True), "none": (False, False), "others": (False, True)}
 
 
 def optimizer_states() -> None:
     """The state is on the root, on all, on none, or on the others; with and without DistributedOptimizer."""
     is_root = hvd.rank() == 0
-    for name, make in OPTIMIZERS.items():
-        for number, (holders, (on_root, on_others)) in enumerate(HOLDERS.items()):
+    for make in OPTIMIZERS.values():
+        for number, (on_root, on_others) in enumerate([(True, False), (True, True), (False, False), (False, True)]):
             model = model_of(0)
             optimizer = make(model.parameters())
-            if name != "lbfgs" and (on_root if is_root else on_others):
+            if on_root if is_root else on_others:
                 train(model, optimizer)
                 optimizer.param_groups[0]["lr"] = 0.5 + hvd.rank()
             optimizer.param_groups[0]["note"] = {"nested": [None, hvd.rank(), (1, "a")]}
             if not is_root:
                 optimizer.param_groups[0]["stale"] = 1
             used = hvd.DistributedOptimizer(optimizer, model.named_parameters()) if number % 2 else optimizer
-            before = copy.deepcopy(used.state_dict())
-            schedule = torch.optim.lr_scheduler.StepLR(used, 1, gamma=0.5)
-            groups = used.param_groups
+            before, groups = copy.deepcopy(used.state_dict()), used.param_groups
             hvd.broadcast_optimizer_state(used, root_rank=0)
             after = used.state_dict()
-            assert used.param_groups is groups and schedule.optimizer is used
-            for other, theirs in enumerate(hvd.allgather_object(after)):
-                assert same(theirs, after), (name, holders, other)
+            assert used.param_groups is groups and bool(after["state"]) == on_root
+            for theirs in hvd.allgather_object(after):
+                assert same(theirs, after), number
             assert after["param_groups"][0]["note"] == {"nested": [None, 0, (1, "a")]}
-            if is_root:
-                assert same(before["state"], after["state"])
-            if name == "adamw":  # others have some state from the start
-                assert bool(after["state"]) == on_root
-    # Where it is empty, gradients are zeros: Horovod's broadcast makes a step of zeros first. A frozen parameter has none.
-    model = model_of(0)
-    model[1].weight.requires_grad_(False)
-    hvd.broadcast_optimizer_state(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), root_rank=0)
-    assert [parameter.grad is None for parameter in model.parameters()] == [False, False, True, False]
-    assert not any(parameter.grad.any() for parameter in model.parameters() if parameter.requires_grad)
+            assert same(before["state"], after["state"]) or not is_root
 
 
 class Stranger:
@@ -101,29 +87,20 @@ class Stranger:
 
 def objects() -> None:
     rank, size = hvd.rank(), hvd.size()
-    item = {
-        "a": [1, 2.5, None, "b"],
-        "t": torch.arange(3),
-        "n": np.float64(0.5),
-        3: {4, 5},
-        "x": argparse.Namespace(lr=1),
-    }
+    item = {"a": [1, 2.5, None], "t": torch.arange(3), "n": np.float64(0.5), 3: {4}, "x": argparse.Namespace(lr=1)}
     assert same(hvd.broadcast_object(item if rank == 1 else None, root_rank=1, name="item"), item)
     everyone = [{"rank": other, "text": "x" * other} for other in range(size)]
     assert hvd.allgather_object(everyone[rank]) == everyone
-    for call in (
-        lambda: hvd.broadcast_object(Stranger() if rank == 0 else None),
-        lambda: hvd.allgather_object(len if rank == 1 else 1),
-    ):
-        with pytest.raises(TypeError, match=r"the object of rank . holds .*add_safe_globals"):
-            call()
+    if rank == 0:
+        for call in (hvd.broadcast_object, hvd.allgather_object):
+            with pytest.raises(TypeError, match=r"the object holds .*Stranger.*add_safe_globals"):
+                call(Stranger())
     torch.serialization.add_safe_globals([Stranger])
     assert isinstance(hvd.broadcast_object(Stranger() if rank == 0 else None), Stranger)
 
 
 def disagreements() -> None:
-    rank = hvd.rank()
-    other, model = min(rank, 1), model_of(0)
+    other, model = min(hvd.rank(), 1), model_of(0)
     made = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())]
     cases = {
         "types of tensors differ: only 0: .* and None on ranks 0 and 1": lambda: hvd.broadcast_parameters(
@@ -137,9 +114,8 @@ def disagreements() -> None:
     for text, call in cases.items():
         with pytest.raises(hvd.HorovodInternalError, match=text):
             call()
-    for wrong in (3, "text", torch.ones(1)):
-        with pytest.raises(ValueError, match="takes a dict or a list of tensors"):
-            hvd.broadcast_parameters(wrong, root_rank=0)
+    with pytest.raises(ValueError, match="takes a dict or a list of tensors"):
+        hvd.broadcast_parameters(torch.ones(1), root_rank=0)
     with pytest.raises(ValueError, match="extra is no tensor but str"):
         hvd.broadcast_parameters({"extra": "text"}, root_rank=0)
     with pytest.raises(ValueError, match="root rank 9 is not in"):

@@ -37,9 +37,8 @@ def starts_again() -> None:
         hvd.shutdown()
         hvd.shutdown()  # does nothing
         assert not hvd.is_initialized() and not torch.distributed.is_initialized()
-    for wrong in ([0], object(), 3):
-        with pytest.raises(ValueError, match="a world of all"):
-            hvd.init(comm=wrong)
+    with pytest.raises(ValueError, match="use process sets"):
+        hvd.init(comm=[0])
 
 
 def flushes() -> None:
@@ -94,7 +93,6 @@ def process_sets() -> None:
             call(torch.ones(2), process_set=other)
     # The same name at the same time in sets that share no rank.
     value = torch.full((2,), float(rank), requires_grad=True)
-    assert hvd.allreduce(value, name="grad", op=hvd.Sum, process_set=own).tolist() == [sum(own.ranks)] * 2
     average = hvd.allreduce(value, name="grad", process_set=own)
     assert average.tolist() == [sum(own.ranks) / len(own.ranks)] * 2
     (average * (rank + 1)).sum().backward()  # the gradient is reduced within the set, too
@@ -128,7 +126,4 @@ def process_sets() -> None:
     hvd.shutdown()
 
 
-CASES = {
-    2: (flushes,),
-    3: (machines, in_a_group_of_the_script, process_sets, starts_again),  # the last one spoils `init`
-}
+CASES = (machines, flushes, in_a_group_of_the_script, process_sets, starts_again)

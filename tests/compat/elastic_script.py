@@ -23,10 +23,6 @@ torch.manual_seed(hvd.rank())  # rank 0's weights are broadcast
 generator = torch.Generator().manual_seed(0)
 dataset = TensorDataset(torch.randn(SAMPLES, 6, generator=generator).double(), torch.arange(SAMPLES))
 model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
-if hvd.rank() == 0:
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
 optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
 sampler = hvd.elastic.ElasticSampler(dataset)
@@ -35,21 +31,27 @@ loader = DataLoader(dataset, batch_size=GLOBAL_BATCH // hvd.size(), sampler=samp
 
 def die_once(step: int) -> None:
     for kill in kills:
-        rank, at = map(int, kill.split(":"))
-        if step == at and (hvd.rank() == rank or rank < 0) and not (folder / f"killed {hvd.rank()} {kill}").exists():
-            (folder / f"killed {hvd.rank()} {kill}").touch()
+        died = folder / f"killed {kill}"
+        if kill == f"{hvd.rank()}:{step}" and not died.exists():
+            died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def scale_rate() -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = 0.02 / 2  # a script would scale it with hvd.size(); here the global batch stays
+def set_rate() -> None:
+    optimizer.param_groups[0]["lr"] = 0.01  # a script would scale it with hvd.size(); here the global batch stays
 
 
 @hvd.elastic.run
 def train(state):
     seen = []
-    for state.epoch in range(state.epoch, EPOCHS):  # noqa: B020
+
+    def commit() -> None:
+        state.commit()
+        with (folder / f"samples {hvd.rank()}").open("a") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in seen))
+        seen.clear()
+
+    while state.epoch < EPOCHS:
         for images, numbers in loader:
             die_once(state.step)
             optimizer.zero_grad()
@@ -58,27 +60,19 @@ def train(state):
             (model(images).squeeze(1) - numbers.double() / 50).square().sum().div(count).backward()
             optimizer.step()
             sampler.record_batch(0, len(numbers))
-            seen += [(state.epoch, state.step, number) for number in numbers.tolist()]
+            seen += [(state.epoch, number) for number in numbers.tolist()]
             state.step += 1
             if state.step % 3 == 0:
-                state.commit()
-                with (folder / f"samples {hvd.rank()}").open("a") as file:
-                    file.write("".join(json.dumps(row) + "\n" for row in seen))
-                seen = []
-        sampler.set_epoch(state.epoch + 1)
+                commit()
         state.epoch += 1
-        state.commit()
-        state.epoch -= 1
-        with (folder / f"samples {hvd.rank()}").open("a") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in seen))
-        seen = []
-    return "trained"
+        sampler.set_epoch(state.epoch)
+        commit()
 
 
 state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, step=0)
-state.register_reset_callbacks([scale_rate])
-scale_rate()
-assert train(state) == "trained"
+state.register_reset_callbacks([set_rate])
+set_rate()
+train(state)
 if hvd.rank() == 0:
     torch.save([parameter.detach() for parameter in model.parameters()], folder / "weights.pt")
     (folder / "steps").write_text(str(state.step))

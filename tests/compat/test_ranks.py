@@ -1,4 +1,4 @@
-"""The Horovod API on 1 to 3 ranks: each number is started once, and runs cases of the modules beside this one."""
+"""The Horovod API on 1 and 3 ranks: each number is started once, and runs cases of the modules beside this one."""
 
 import os
 import pickle
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import compat.horovod as hvd
-from compat.horovod.elastic.commits import VARIABLE, folder
+from compat.horovod.elastic import VARIABLE, commit_file
 from compat.horovod.serialization import dumps, loads
 from tests.compat import (
     cases_batch_norm,
@@ -25,10 +25,9 @@ from tests.harness.launching import free_port
 
 CASES = {
     1: (cases_collectives.alone,),
-    2: (*cases_collectives.CASES, *cases_functions.CASES, *cases_elastic.CASES),
     3: (
-        *(*cases_collectives.CASES, *cases_disagreements.CASES),
-        *(*cases_batch_norm.CASES, *cases_optimizer.CASES),
+        *(*cases_collectives.CASES, *cases_disagreements.CASES, *cases_functions.CASES),
+        *(*cases_batch_norm.CASES, *cases_optimizer.CASES, *cases_elastic.CASES),
     ),
 }
 
@@ -54,7 +53,7 @@ def every_case(place: str) -> list[str]:
     assert not hvd.global_process_set.ranks and not hvd.is_initialized()
     names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
     assert "pt_gloo_runloop" not in names  # one that still held a tensor would abort Python's end
-    for case in cases_world.CASES.get(size, ()):
+    for case in cases_world.CASES if size == 3 else ():
         run(case)
     if failed:
         raise AssertionError("\n".join(failed))
@@ -65,7 +64,7 @@ def every_case(place: str) -> list[str]:
 def test_every_case(size: int, tmp_path) -> None:
     env = {"SECOND_PORT": free_port()}
     for ran in run_ranks(size, every_case, str(tmp_path / "commits"), env=env, seconds=300):
-        assert len(ran) == len(CASES[size]) + len(cases_world.CASES.get(size, ()))
+        assert len(ran) == len(CASES[size]) + len(cases_world.CASES) * (size == 3)
 
 
 class Attack:
@@ -83,17 +82,17 @@ def test_nothing_that_arrives_runs_code(capsys) -> None:
     assert "taken over" not in capsys.readouterr().out
 
 
-def test_folder_of_commits_depends_on_script_and_arguments(monkeypatch, tmp_path) -> None:
+def test_the_file_of_commits_depends_on_script_and_arguments(monkeypatch, tmp_path) -> None:
     import __main__
 
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(__main__, "__file__", str(tmp_path / "train.py"), raising=False)
-    folders = set()
+    files = set()
     for words in (["train.py"], ["train.py", "--lr", "1"], ["train.py", "--lr", "1"]):
         monkeypatch.setattr("sys.argv", words)
-        folders.add(folder())
-    assert len(folders) == 2 and {path.parent for path in folders} == {tmp_path / "train.commits"}
-    monkeypatch.setenv(VARIABLE, "none")
-    assert folder() is None
+        files.add(commit_file(0))
+    assert len(files) == 2 and {path.parent for path in files} == {tmp_path / "train.commits"}
     monkeypatch.setenv(VARIABLE, str(tmp_path))
-    assert folder() == tmp_path
+    assert commit_file(0).parent == tmp_path != commit_file(1)
+    monkeypatch.setenv(VARIABLE, "none")
+    assert commit_file(0) is None

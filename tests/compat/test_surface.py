@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import compat.horovod as hvd
-from tests.harness.launching import ROOT, free_port, inherited
+from tests.harness.launching import ROOT, inherited
 
-ALIASES = ROOT / "compat" / "aliases"
 FACTORS = "prescale_factor postscale_factor"
 PARAMETERS = {
     f"tensor average name compression op {FACTORS} process_set": "allreduce",
@@ -46,7 +45,6 @@ PARAMETERS = {
     "obj name process_set": "allgather_object",
     "num_features eps momentum affine track_running_stats": "SyncBatchNorm",
 }
-MODULES = ("compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm")
 
 
 def test_functions_have_their_parameters() -> None:
@@ -57,53 +55,32 @@ def test_functions_have_their_parameters() -> None:
                 found = found[:5]
             assert found == parameters.split(), name
             assert name in hvd.__all__
-
-
-def test_values_and_modules_are_there() -> None:
     assert [hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product] == [0, 1, 2, 3, 4, 5]
-    assert issubclass(hvd.HorovodInternalError, RuntimeError)
-    assert isinstance(hvd.global_process_set, hvd.ProcessSet)
-    assert all(inspect.ismodule(getattr(hvd, name)) for name in MODULES)
-    assert {hvd.elastic.run, hvd.elastic.TorchState, hvd.elastic.ObjectState, hvd.elastic.ElasticSampler}
-    assert hvd.mpi_ops.allreduce is hvd.allreduce
-    tensor, whole = torch.rand(3), torch.arange(3)
-    assert hvd.Compression.none.compress(tensor)[0] is tensor
-    small, context = hvd.Compression.fp16.compress(tensor)
-    assert small.dtype == torch.float16
-    assert torch.equal(hvd.Compression.fp16.decompress(small, context), tensor.half().float())
-    assert hvd.Compression.fp16.compress(whole)[0] is whole
 
 
 def test_questions_are_answered_truthfully() -> None:
     assert not any((hvd.mpi_enabled(), hvd.mpi_built(), hvd.ddl_built(), hvd.ccl_built()))
     assert hvd.gloo_built() is hvd.gloo_enabled() is torch.distributed.is_gloo_available() is True
     assert hvd.cuda_built() == (torch.version.cuda is not None)
-    assert hvd.rocm_built() == (torch.version.hip is not None)
     assert bool(hvd.nccl_built()) == torch.distributed.is_nccl_available()
     with pytest.raises(ValueError, match="no MPI"):
         hvd.mpi_threads_supported()
-    with pytest.raises(AttributeError, match=r"scripts are started by accelerate launch, torchrun or mpirun"):
-        hvd.run  # noqa: B018
-    with pytest.raises(AttributeError, match="has no attribute nothing"):
-        hvd.nothing  # noqa: B018
 
 
 def test_nothing_works_before_init() -> None:
     assert not hvd.is_initialized()
     assert not torch.distributed.is_initialized()
     hvd.shutdown()  # does nothing
-    for call in (hvd.size, hvd.rank, hvd.local_rank, hvd.join, hvd.barrier, hvd.stop_timeline):
+    for call in (hvd.size, hvd.rank, hvd.local_rank, hvd.join, hvd.barrier, lambda: hvd.allreduce(torch.ones(2))):
         with pytest.raises(ValueError, match=r"call hvd\.init"):
             call()
-    with pytest.raises(ValueError, match=r"call hvd\.init"):
-        hvd.allreduce(torch.ones(2))
 
 
 SPELLINGS = """
-import compat.horovod, horovod, perseus, torch
-import compat.horovod.torch as first, horovod.torch as second, perseus.torch.horovod as third
-assert first is second is third is compat.horovod
-from compat.horovod.torch.mpi_ops import allreduce_async_ as one
+import compat.horovod, horovod
+import horovod.torch as second, perseus.torch.horovod as third
+assert second is third is compat.horovod
+from perseus.torch.horovod.mpi_ops import allreduce_async_ as one
 from horovod.torch.mpi_ops import allreduce_async_ as two
 from horovod.torch.compression import Compression
 import horovod.torch.functions, perseus.torch.horovod.elastic
@@ -112,29 +89,14 @@ assert horovod.torch.functions is compat.horovod.functions
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.common.process_sets import ProcessSet
 assert HorovodInternalError is second.HorovodInternalError and ProcessSet is second.ProcessSet
-import perseus.torch.distributed as dist
-import perseus.torch.nn as nn
-from perseus.torch.nn.parallel import DistributedDataParallel
-assert nn is torch.nn and DistributedDataParallel is torch.nn.parallel.DistributedDataParallel
-dist.init_process_group("perseus", init_method="tcp://127.0.0.1:{port}", rank=0, world_size=1)
-dist.all_reduce(torch.ones(2))
-assert (dist.get_rank(), dist.get_local_rank(), dist.algorithms) == (0, 3, torch.distributed.algorithms)
-dist.destroy_process_group()
-for module, name in ((horovod, "run"), (perseus, "use_perseus")):
-    try:
-        getattr(module, name)
-    except AttributeError as error:
-        print(error)
+try:
+    horovod.run
+except AttributeError as error:
+    assert "torchrun or mpirun" in str(error)
 """
 
 
 def test_every_spelling_is_the_same_module() -> None:
-    variables = {"PERSEUS_ALLREDUCE_DTYPE": "1", "PERSEUS_ALLREDUCE_STREAMS": "6", "LOCAL_RANK": "3"}
-    environment = inherited() | {"PYTHONPATH": str(ALIASES)} | variables
-    words = [sys.executable, "-c", SPELLINGS.format(port=free_port())]
-    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True)
+    environment = inherited() | {"PYTHONPATH": str(ROOT / "compat/aliases")}
+    done = subprocess.run([sys.executable, "-c", SPELLINGS], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if "PERSEUS" in line]
-    assert line.startswith("PERSEUS_ALLREDUCE_DTYPE, PERSEUS_ALLREDUCE_STREAMS: no effect here")
-    started, needless = done.stdout.splitlines()
-    assert "torchrun or mpirun" in started and "perseus.use_perseus is not needed" in needless
