@@ -34,7 +34,7 @@ def commands(path: Path) -> list[list[str]]:
     return [shlex.split(line) for line in re.findall(r"#   (accelerate launch .*)", opening(path))]
 
 
-LONG = {"coco_fasterrcnn_r50_1x", "coco_retinanet_r50", "voc", "coco_rtdetrv2_r18", "det_stamps", "coco_deimv2_n"}
+LONG = {"coco_fasterrcnn_r50_1x", "coco_retinanet_r50", "voc", "coco_rtdetrv2_r18", "coco_deimv2_n"}
 
 
 def recipe_of(path: Path) -> str:

@@ -22,7 +22,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from common.checkpoints.store import verify
+from common.files import CACHE
 from common.run.folder import RunFolder
+from tests.harness import several
 from tests.harness.drawings import draw_scenes, draw_stripes
 from tests.harness.launching import NO_NETWORK, ROOT
 from tests.harness.outcomes import seal
@@ -225,9 +227,8 @@ def refused(forks, desk: Path, commands: list[list[str]], **env: str) -> list[di
     """What became of command lines on two ranks of one world, in that folder. They print nothing but the refusals."""
     file = desk.parent / "CASES.json"
     file.write_text(json.dumps(commands))
-    ended = forks.run_several(
-        2, "recipes/cls.py", file, "without_pictures", env=env, timeout=600, before=partial(in_folder, desk)
-    )
+    main = partial(several.main, Path("recipes/cls.py"), file, False)
+    ended = forks.run_main(2, main, {CACHE: None, **env}, partial(in_folder, desk), timeout=600)
     assert ended.returncode == 0 and not ended.stderr.strip(), ended
     return json.loads(file.with_name("OUTCOMES.json").read_text())
 
