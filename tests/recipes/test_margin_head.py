@@ -112,7 +112,7 @@ def test_what_leaves_the_run_is_the_embedding(runs) -> None:
     assert model(torch.zeros(1, 3, *model.pretrained_cfg["input_size"][1:])).shape == (1, 128)
     assert load_file(run.folder / "best/model.safetensors").keys() == run.tensors("ema").keys() == run.tensors().keys()
     assert run.tensors("margin_head")["weight"].shape == (CLASSES, 128)
-    last = json.loads((run.folder / "summary.json").read_text())["last"]
+    last = run.read("summary.json")["last"]
     for name in ("best/", "checkpoint"):
         results = json.loads(runs[name].stdout.splitlines()[-1])
         for key in ("recall_at_1", "verification_accuracy"):
