@@ -272,34 +272,27 @@ LAUNCHES = {  # words of a launch, and the line that the recipe says
         "cls.py: --lr fast: must be a number"
     ),
 }
-LATE_FIRST_RANK = """
-import os, sys, time
+FAILS = """
+import os, signal, sys, time
 from pathlib import Path
-from common.launching import launch
 from common.errors import Refused
+from common.launching import launch
 
 def main():
-    refused = Path(sys.argv[1])
-    if os.environ["RANK"] == "0":
+    kind, refused = sys.argv[1], Path(sys.argv[2])
+    if os.environ["RANK"] == "1":
+        if kind == "raises":
+            raise ValueError("of the test")
+        if kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "late":
         while not refused.exists():
             time.sleep(0.01)
         time.sleep(2)  # many times the interval at which the launcher looks for a process that failed
+    else:
+        time.sleep(600)
     refused.touch()
     raise Refused("no")
-
-launch.run(main)
-"""
-ONE_FAILS = """
-import os, signal, sys, time
-from pathlib import Path
-from common.launching import launch
-
-def main():
-    if os.environ["RANK"] == "1":
-        if sys.argv[1] == "raises":
-            raise ValueError("of the test")
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(600)
 
 launch.run(main)
 """
@@ -312,8 +305,8 @@ def test_a_launch_that_cannot_work_is_answered_by_one_line_of_the_recipe(launch,
     for command, line in LAUNCHES.items():
         words = [a_desk / word if word == "inverted" else word for word in command.split()]
         started[line] = launch.start_python(*words, "--output_dir", runs, env={"CUDA_VISIBLE_DEVICES": ""})
-    (tmp_path / "cls.py").write_text(LATE_FIRST_RANK)
-    started["cls.py: no"] = launch.start("multi_cpu", tmp_path / "cls.py", tmp_path / "refused")
+    (tmp_path / "cls.py").write_text(FAILS)
+    started["cls.py: no"] = launch.start("multi_cpu", tmp_path / "cls.py", "late", tmp_path / "refused")
     for line, run in started.items():
         done = run.finish()
         bare = "1 GPU" in line or "--lr" in line
@@ -326,19 +319,15 @@ def test_a_launch_that_cannot_work_is_answered_by_one_line_of_the_recipe(launch,
 def test_a_launcher_shows_a_crash_once(launch, tmp_path) -> None:
     """Else the cause would stand between two tracebacks of the launcher."""
     script, host = tmp_path / "cls.py", os.uname().nodename
-    script.write_text(ONE_FAILS)
-    started = [launch.start("multi_cpu", script, kind) for kind in ("raises", "killed")]
+    script.write_text(FAILS)
+    started = [launch.start("multi_cpu", script, kind, tmp_path) for kind in ("raises", "killed")]
     raised, killed = (each.finish() for each in started)
     assert raised.returncode == killed.returncode == 1
-    of_rank, process = (
-        rf"Traceback .*\nValueError: of the test\non rank 1 \({host}\)\n",
-        r"process \d+ \(local rank 1\)",
-    )
-    assert re.fullmatch(rf"{of_rank}{host}: {process} failed with exit code 1, see .*", raised.stderr, re.DOTALL), (
-        raised
-    )
+    process = rf"{host}: process \d+ \(local rank 1\)"
+    said = rf"Traceback .*\nValueError: of the test\non rank 1 \({host}\)\n{process} failed with exit code 1, see .*"
+    assert re.fullmatch(said, raised.stderr, re.DOTALL), raised
     assert raised.stderr.count("Traceback") == 1 and raised.stderr.count("\n") < 12
-    assert re.fullmatch(rf"{host}: {process} was killed by SIGKILL: by a person, or .*\n", killed.stderr), killed
+    assert re.fullmatch(rf"{process} was killed by SIGKILL: by a person, or .*\n", killed.stderr), killed
 
 
 # ---- a run folder that holds something already
