@@ -1,7 +1,7 @@
-"""The preset for own boxes learns twenty-five images of one class: AP50 on the held-out part rises above 85 %.
+"""The preset for own boxes learns twenty-five images of one class: AP50 on the held-out part rises to more than 50 %.
 
-All digits are of the class "digit". The run begins with a detector that knows digits by their numbers, trained by this recipe;
-no row of its classes fits.
+All digits of the scenes are of the class "digit". The run begins with a detector that knows digits by their numbers, trained by
+this recipe; no row of its classes fits.
 """
 
 import json
@@ -30,7 +30,7 @@ def test_images_of_one_class_are_learnt(run_several, scenes: Path, tmp_path: Pat
     run = runs["own"]
     found = run.column("eval/ema_AP50")
     assert run.rows[-1]["eval/count"] == len(content["images"]) // 5, "a fifth of the images is held out"
-    assert found[0] < 0.75 and found.max() > 0.85, found
+    assert found[0] < 0.3 and found.max() > 0.5, found
     assert "frozen " in run.stdout and " of 6 steps each" in run.stdout
     steps = [row["step"] for row in run.rows if "eval/AP50" in row]
     assert steps == [6 * (1 + place) for place in range(len(steps))], "evaluated at the end of each of its epochs"
