@@ -9,7 +9,6 @@ JPEGs of 500 x 375 pixels and of 12 megapixels, made of scikit-learn's two photo
   comes (with colour jitter, which ours leaves to the device) and without jitter, and torchvision's usual transforms. The bound
   is a plain decode, crop and resize. Also from `--cache`.
 - Images per second of each library's own loader, with the cores of the machine.
-- The slowest step around the end of an epoch.
 
 All take turns in one run; a ratio is the median of the ratios of turns.
 """
@@ -216,27 +215,6 @@ def rows_of_loaders(folder: Path, batches: int, turns: int) -> list[Row]:
     ]
 
 
-def rows_of_epochs(folder: Path, epochs: int) -> list[Row]:
-    """The slowest step over several ends of epochs, with steps about as long as the decoding of a batch."""
-
-    def slowest(loader: Iterator, steps: int) -> float:
-        for _ in range(3):
-            next(loader)
-        times = []
-        for _ in range(steps):
-            began = time.perf_counter()
-            next(loader)
-            time.sleep(0.06)  # stands for the model: the worker gets ahead, as in training
-            times.append(time.perf_counter() - began)
-        return 1e3 * max(times)
-
-    steps = epochs * (len(list(folder.rglob("*.jpg"))) // BATCH)
-    ours, theirs = slowest(our_loader(folder, 1, 10**9), steps), slowest(torchvision_loader(folder, 1), steps)
-    return [
-        Row(f"slowest of {steps} steps of 60 ms, {epochs} epochs", "ms", ours, "torchvision", theirs, theirs / ours)
-    ]
-
-
 def measure(quick: bool, brief: bool) -> list[dict]:
     """All rows; with `brief` in about 90 seconds."""
     count, turns, batches = (2, 1, 1) if quick else (64, 4 if brief else 6, 12)
@@ -246,7 +224,6 @@ def measure(quick: bool, brief: bool) -> list[dict]:
         loaded = Path(folder) / "loaded"
         make_photographs(loaded, 500, 375, max(count * 2, BATCH))
         rows += rows_of_loaders(loaded, batches, max(1, turns - 2))
-        rows += rows_of_epochs(loaded, 2 if quick else 5)
     return [asdict(row) for row in rows]
 
 

@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from common.files import CACHE
+from tests.harness import several
 from tests.harness.drawings import draw_scenes, draw_stripes
 from tests.harness.forked import Forks
 from tests.harness.launching import ROOT, Launcher, small, task_of
@@ -95,7 +97,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for room in (config.getoption("--room") or "ground").split(","):
         if room != "ground":
             rooms_above(room)  # refuses one that is not there
-    os.environ["VISION_RECIPES_CACHE"] = os.devnull
+    os.environ[CACHE] = os.devnull
     os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
     torch.set_num_threads(1)
 
@@ -158,7 +160,7 @@ def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
     A case's run folder is <output_dir>/<its name>; without --output_dir, --tracker and --workers it is a new temporary
     folder, none and 0. Pictures are drawn only if asked for. A run is `small`, but with
     `as_typed`. An unexpected error in any case fails the test.
-    The ranks are forks, which start much sooner than a launch, unless a function that launches them is given.
+    The ranks are forks, which start much sooner than a launch; `run_main` is for those of another server.
     """
 
     def run(
@@ -170,7 +172,7 @@ def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
         as_typed: bool = False,
         timeout: float = 300,
         env: Mapping[str, str] | None = None,
-        launch: Callable[..., CompletedProcess] | None = None,
+        run_main: Callable[..., CompletedProcess] | None = None,
     ) -> dict[str, Outcome]:
         scratch = tmp_path_factory.mktemp("several")
         commands, folders = [], []
@@ -184,11 +186,9 @@ def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
             folders.append(Path(words[words.index("--output_dir") + 1]) / words[words.index("--name") + 1])
         file = scratch / "CASES.json"
         file.write_text(json.dumps(commands))
-        words = [recipe, file, *([] if pictures else ["without_pictures"])]
-        if launch:
-            done = launch("tests/harness/several.py", *words, timeout=timeout)
-        else:
-            done = forks.run_several(processes, *words, env=env or {}, timeout=timeout)
+        main = functools.partial(several.main, Path(recipe), file, pictures)
+        environment = {CACHE: None} | dict(env or {})
+        done = (run_main or forks.run_main)(processes, main, environment, timeout=timeout)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         outcomes = json.loads((scratch / "OUTCOMES.json").read_text())
         return {

@@ -126,18 +126,9 @@ def out_of_order(source: str) -> list[str]:
     """A recipe reads: docstring, Config, build_* functions, evaluate, others, main and its guard."""
     tree = ast.parse(source)
     names = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    builders = [place for place, name in enumerate(names) if name.startswith("build_")]
-    wrong = {
-        "no docstring": not ast.get_docstring(tree),
-        "Config is not the first": names[0] != "Config",
-        "build_* functions do not follow Config in one block": builders != list(range(1, 1 + len(builders))),
-        "there is not one evaluate": names.count("evaluate") != 1,
-        "main is not the last": names[-1] != "main",
-        "does not end in launch.run(main)": (
-            ast.unparse(tree.body[-1]) != "if __name__ == '__main__':\n    launch.run(main)"
-        ),
-    }
-    return [text for text, holds in wrong.items() if holds]
+    in_order = re.fullmatch(r"Config( build_\w+)+( (?!build_)\w+)* main", " ".join(names))
+    guard = ast.unparse(tree.body[-1]) == "if __name__ == '__main__':\n    launch.run(main)"
+    return [] if ast.get_docstring(tree) and in_order and names.count("evaluate") == 1 and guard else names
 
 
 def hidden_step(source: str) -> list[str]:

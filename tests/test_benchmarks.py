@@ -41,7 +41,7 @@ def test_the_bare_loop_around_a_detector_takes_the_steps_of_the_recipe(launch: L
 
 def test_every_way_from_photographs_to_batches_is_measured(launch: Launcher, tmp_path: Path) -> None:
     printed, rows = run(launch, "input_pipeline.py", tmp_path / "input.json")
-    assert printed.count("\n") == 1 + len(rows) == 12
+    assert printed.count("\n") == 1 + len(rows) == 11
     assert {row["peer"] for row in rows} >= {"timm, as it comes", "torchvision"}
     assert all(row["ratio"] > 0 and math.isfinite(row["ours"]) and row["theirs"] > 0 for row in rows)
 
@@ -56,7 +56,7 @@ def test_all_scripts_make_one_table(launch: Launcher, tmp_path: Path) -> None:
     result = json.loads(path.read_text())
     assert tuple(result["scripts"]) == scripts and result["machine"]["cores"] > 0
     rows = sum(len(part["rows"]) for part in result["scripts"].values())
-    assert rows >= 31 and done.stdout.count("\n") == rows + 3
+    assert rows >= 30 and done.stdout.count("\n") == rows + 3
 
 
 def test_without_a_gpu_its_benchmark_says_so_in_a_line(launch: Launcher) -> None:
@@ -80,15 +80,6 @@ def test_a_gpus_own_speed_and_every_way_of_feeding_it_are_measured(launch: Launc
     assert all(row["goal"] == min(2.0, 0.98 * row["limit"] / row["theirs"]) for row in files)
     assert all(0 < row["ratio"] < 50 and row["limit"] > 0 for row in result["rows"])
     assert done.stdout.count("images/s") == len(result["rows"]) == 3
-
-
-@pytest.mark.long
-def test_a_step_in_shards_is_measured_on_two_processes(launch: Launcher, tmp_path: Path) -> None:
-    output = tmp_path / "sharded.json"
-    done = launch.start("fsdp_cpu", "benchmarks/sharded.py", "--quick", "--output", output).finish()
-    assert done.returncode == 0, done.stderr
-    [row] = json.loads(output.read_text())
-    assert row["goal"] == 0.97 and 0 < row["ratio"] < 50 and done.stdout.count("a bare loop") == 2
 
 
 @pytest.mark.long

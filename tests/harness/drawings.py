@@ -76,15 +76,12 @@ def picture(path: Path, value: int = 0) -> Path:
 
 
 def pets(root: Path, cats: int = 8, dogs: int = 12) -> Path:
-    for name, count in (("cat", cats), ("dog", dogs)):
-        for index in range(count):
-            picture(root / name / f"{index}.png", index)
-    return root
+    return tree(root, {"cat": cats, "dog": dogs})
 
 
 def tree(root: Path, content: Mapping[str, int | str | None]) -> Path:
     """Below `root`: of each folder that number of pictures 0.png, 1.png, ..., or nothing for None; of a text, a file."""
-    root.mkdir(exist_ok=True)
+    root.mkdir(parents=True, exist_ok=True)
     for name, there in content.items():
         place = root / name
         (place.parent if isinstance(there, str) else place).mkdir(parents=True, exist_ok=True)

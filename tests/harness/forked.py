@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -83,13 +83,7 @@ class Forks:
         return self.start(*words, **options).end()
 
     def start(
-        self,
-        *words: object,
-        recipe: str = "cls",
-        before: Callable[[], None] | None = None,
-        watch: Path | None = None,
-        spared: Collection[str] = (),
-        pictures: bool = False,
+        self, *words: object, recipe: str = "cls", before: Callable[[], None] | None = None, **options: Any
     ) -> Fork:
         """Start the recipe with `words` on its command line; the run is `small`.
 
@@ -98,22 +92,7 @@ class Forks:
         that is not `spared`: operation ("read" for a file that is opened for that), path with 0 for every number, and how
         often it has come before. Nothing is drawn but with `pictures`.
         """
-        command = [f"{recipe}.py", *map(str, small(words, recipe))]
-        if "--eval_only" in command and "--output_dir" not in command:
-            command += ["--output_dir", str(self.scratch)]  # for reports
-        return self._start(functools.partial(_be_recipe, command), before, watch, spared, pictures)
-
-    def _start(self, main: Callable[[], None], *options: object) -> Fork:
-        self.count += 1
-        folder = self.scratch / str(self.count)
-        folder.mkdir()
-        for name in _REPORTS:
-            (folder / name).touch()  # also where the fork does not live to write
-        process = self.context.Process(target=_run, args=(main, folder, *options))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(multiprocessing.forkserver, "connect_to_new_process", self.server.connect_to_new_process)
-            process.start()
-        return Fork(process, folder)
+        return self._fork(self._recipe(recipe, words), {}, before, **options)
 
     def start_ranks(
         self,
@@ -125,42 +104,26 @@ class Forks:
         **options: Any,
     ) -> list[Fork]:
         """As many forks, which are the ranks of one world; `before` is called with the rank, `watch` is for rank 0."""
-        port = free_port()
+        main = self._recipe(recipe, words)
         return [
-            self.start(
-                *words,
-                recipe=recipe,
-                before=functools.partial(_be_rank, rank, processes, port, before),
-                watch=None if rank else watch,
-                **options,
-            )
-            for rank in range(processes)
+            self._fork(main, world, before and functools.partial(before, rank), None if rank else watch, **options)
+            for rank, world in enumerate(_worlds(processes))
         ]
 
-    def run_several(
+    def start_main(
         self,
         processes: int,
-        recipe: str | Path,
-        cases: Path,
-        *options: str,
-        env: Mapping[str, str],
-        timeout: float,
+        main: Callable[[], None],
+        environment: Mapping[str, str | None] | None = None,
         before: Callable[[], None] | None = None,
-    ) -> subprocess.CompletedProcess[str]:
-        """What several.py does where it is launched, in forks that are the ranks of one world; each calls `before` first."""
-        main = functools.partial(several.main, Path(recipe), cases, *options)
-        return self.run_ranks(processes, main, functools.partial(_with, env, before), timeout)
+    ) -> list[Fork]:
+        """`main` in as many forks, which are the ranks of one world; None in their `environment` takes a variable out."""
+        worlds = [world | (environment or {}) for world in _worlds(processes)]
+        return [self._fork(main, world, before, pictures=True) for world in worlds]
 
-    def run_ranks(
-        self, processes: int, main: Callable[[], None], before: Callable[[int], None] | None, timeout: float
-    ) -> subprocess.CompletedProcess[str]:
-        """`main` in as many forks, which are the ranks of one world, to their end."""
-        port = free_port()
-        ranks = [
-            self._start(main, functools.partial(_be_rank, rank, processes, port, before), None, (), True)
-            for rank in range(processes)
-        ]
-        limit = Limit(timeout)
+    def run_main(self, *arguments: Any, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
+        """`start_main` to the end of all ranks; if one fails, the others end with their stacks."""
+        ranks, limit = self.start_main(*arguments, **options), Limit(timeout)
         while alive := [rank.process.sentinel for rank in ranks if rank.process.exitcode is None]:
             if limit.left() <= 0 or any(rank.process.exitcode for rank in ranks):
                 end_with_stacks(psutil.Process(rank.process.pid) for rank in ranks if rank.process.exitcode is None)
@@ -170,25 +133,41 @@ class Forks:
         stdout, stderr = ("\n".join(getattr(end, name) for end in ends) for name in ("stdout", "stderr"))
         return subprocess.CompletedProcess(["forks"], code, stdout, stderr)
 
+    def _recipe(self, recipe: str, words: Sequence[object]) -> Callable[[], None]:
+        command = [f"{recipe}.py", *map(str, small(words, recipe))]
+        if "--eval_only" in command and "--output_dir" not in command:
+            command += ["--output_dir", str(self.scratch)]  # for reports
+        return functools.partial(_be_recipe, command)
 
-def _be_rank(rank: int, processes: int, port: int, before: Callable[[int], None] | None) -> None:
-    """The environment of a rank as `accelerate launch` makes it; the fork server stands for the launcher."""
-    from common.launching import launch
+    def _fork(
+        self,
+        main: Callable[[], None],
+        environment: Mapping[str, str | None],
+        before: Callable[[], None] | None,
+        watch: Path | None = None,
+        spared: Collection[str] = (),
+        pictures: bool = False,
+    ) -> Fork:
+        self.count += 1
+        folder = self.scratch / str(self.count)
+        folder.mkdir()
+        for name in _REPORTS:
+            (folder / name).touch()  # also where the fork does not live to write
+        arguments = main, folder, environment, before, watch, spared, pictures
+        process = self.context.Process(target=_run, args=arguments)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(multiprocessing.forkserver, "connect_to_new_process", self.server.connect_to_new_process)
+            process.start()
+        return Fork(process, folder)
 
-    launch._PARENT = os.getppid()
-    if processes > 1:
-        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
-        os.environ.update({name: str(value) for name, value in world.items()})
-    if before:
-        before(rank)
 
-
-def _with(environment: Mapping[str, str], before: Callable[[], None] | None, rank: int) -> None:
-    os.environ.pop(CACHE, None)
-    os.environ.update(environment)
-    if before:
-        before()
+def _worlds(processes: int) -> list[dict[str, str | None]]:
+    """The environment of each rank as `accelerate launch` makes it; the fork server stands for the launcher."""
+    if processes == 1:
+        return [{}]
+    world = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "ACCELERATE_USE_CPU": "true"}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
 def _be_recipe(command: list[str]) -> None:
@@ -202,6 +181,7 @@ def _be_recipe(command: list[str]) -> None:
 def _run(
     main: Callable[[], None],
     folder: Path,
+    environment: Mapping[str, str | None],
     before: Callable[[], None] | None,
     watch: Path | None,
     spared: Collection[str],
@@ -213,18 +193,18 @@ def _run(
     os.dup2(err, 2)
     faulthandler.enable()  # for `end_with_stacks`
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    for name, value in environment.items():
+        os.environ.pop(name, None)
+        os.environ.update({} if value is None else {name: value})
 
     import torch
     from tqdm.std import TqdmDefaultWriteLock
 
-    from common.run.eval_only import Pictures
-    from common.run.run import Run
-
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # of data workers
     TqdmDefaultWriteLock.mp_lock = None  # a semaphore, which a killed fork would leave behind
-    if not pictures:  # matplotlib would take most of the time
-        Run.draw = Pictures.draw = lambda *_: None
+    if not pictures:
+        several.draw_nothing()
     if before:
         before()
     if watch:

@@ -1,32 +1,66 @@
-"""Launched runs that are interrupted at a step, and leave no process behind."""
+"""Launched runs that are watched, interrupted at a step, and leave no process behind."""
 
 import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
 from tests.harness.launching import Started
-from tests.harness.waiting import Limit
+from tests.harness.waiting import Limit, end_with_stacks
 
 
-class Interrupted:
+class Watched:
+    """A run folder that is being written, by one start after the other."""
+
+    def __init__(self, folder: Path, started: list[Started]) -> None:
+        self.folder, self.started = folder, started
+
+    def until(self, condition: Callable[[], bool], what: str, seconds: float = 90, pause: float = 0.01) -> float:
+        """Wait for it, at most `seconds` of an idle machine; the seconds that took."""
+        began, limit = time.monotonic(), Limit(seconds)
+        while not condition():
+            ended = [each for each in self.started if each.process.poll() is not None]
+            if ended or limit.left() <= 0:
+                end_with_stacks(psutil.Process(each.process.pid) for each in self.started if each not in ended)
+                texts = [each.stdout.read_text() + each.stderr.read_text() for each in self.started]
+                raise AssertionError("\n".join([f"{what}: {'ended' if ended else 'not'} in {limit}", *texts]))
+            time.sleep(pause)
+        return time.monotonic() - began
+
+    def step(self) -> int:
+        """The step of the last whole row; 0 if there is none."""
+        rows = self.folder / "metrics.jsonl"
+        whole = rows.read_bytes().rpartition(b"\n")[0] if rows.exists() else b""
+        return json.loads(whole.rpartition(b"\n")[2])["step"] if whole else 0
+
+    def start_number(self) -> int:
+        """Changes with each start: every start puts a new file of rows in the place of the old."""
+        rows = self.folder / "metrics.jsonl"
+        return rows.stat().st_ino if rows.exists() else 0
+
+    def beyond(self, start: int, step: int = 0) -> bool:
+        """Whether a later start than `start` has made steps, and has come to `step`."""
+        return self.start_number() != start and self.step() > step
+
+    def world_size(self) -> int:
+        return json.loads((self.folder / "environment.json").read_text())["world_size"]
+
+
+class Interrupted(Watched):
     """A launched run that is on its way."""
 
     def __init__(self, started: Started, folder: Path) -> None:
-        self.started, self.folder = started, folder
+        super().__init__(folder, [started])
         self.launcher = psutil.Process(started.process.pid)
-        self.started_before = start_number(folder)
+        self.started_before = self.start_number()
 
     def at_step(self, step: int) -> "Interrupted":
         """Return as soon as this start has written a row of `step` or a later one to metrics.jsonl."""
-        while start_number(self.folder) == self.started_before or last_step(self.folder) < step:
-            if self.started.process.poll() is not None:
-                done = self.started.finish()
-                raise AssertionError(f"ended before step {step}\n{done.stdout}\n{done.stderr}")
-            time.sleep(0.002)
+        self.until(lambda: self.beyond(self.started_before, step - 1), f"step {step}", seconds=600, pause=0.002)
         self.family = [self.launcher, *self.launcher.children(recursive=True)]
         return self
 
@@ -56,11 +90,9 @@ class Interrupted:
 
     def gone(self, seconds: float = 60) -> int:
         """The launcher's exit code, once every process of the run is gone: those it had, and those it started since."""
-        code = self.started.finish(seconds).returncode
-        alive, limit = (
-            [*self.family, *(process for process in psutil.process_iter() if self._is_mine(process))],
-            Limit(seconds),
-        )
+        code = self.started[0].finish(seconds).returncode
+        started_since = [process for process in psutil.process_iter() if self._is_mine(process)]
+        alive, limit = [*self.family, *started_since], Limit(seconds)
         while alive and (left := limit.left()) > 0:
             _, alive = psutil.wait_procs(alive, min(left, 1.0))
         left = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
@@ -75,16 +107,3 @@ class Interrupted:
             return str(self.folder.parent) in process.cmdline()
         except psutil.Error:
             return False
-
-
-def start_number(folder: Path) -> int:
-    """Changes with each start: every start puts a new file of rows in the place of the old."""
-    rows = folder / "metrics.jsonl"
-    return rows.stat().st_ino if rows.exists() else 0
-
-
-def last_step(folder: Path) -> int:
-    """The step of the last whole row; 0 if there is none."""
-    rows = folder / "metrics.jsonl"
-    whole = rows.read_bytes().rpartition(b"\n")[0] if rows.exists() else b""
-    return json.loads(whole.rpartition(b"\n")[2])["step"] if whole else 0

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -113,34 +114,24 @@ class Launcher:
         self.home, self.before = home, before
 
     def start(
-        self,
-        config: str,
-        script: str | Path,
-        *arguments: object,
-        flags: Sequence[object] = (),
-        env: Mapping[str, str] | None = None,
-        process_group: int | None = None,
-        cwd: Path = ROOT,
+        self, config: str, script: str | Path, *arguments: object, flags: Sequence[object] = (), **options: Any
     ) -> Started:
         """`accelerate launch --config_file accelerate_configs/<config>.yaml <flags> <script> <arguments>`."""
         file = ROOT / "accelerate_configs" / f"{config}.yaml"
         launcher = ["-m", "accelerate.commands.launch", "--config_file", file, *flags]
-        return self.start_python(*launcher, script, *arguments, env=env, process_group=process_group, cwd=cwd)
+        return self.start_python(*launcher, script, *arguments, **options)
 
-    def start_python(
-        self,
-        *arguments: object,
-        env: Mapping[str, str] | None = None,
-        process_group: int | None = None,
-        cwd: Path = ROOT,
-    ) -> Started:
-        """`python <arguments>`; with `process_group` 0 in a group of its own, as a shell starts it."""
-        return self.start_command(sys.executable, *arguments, env=env, process_group=process_group, cwd=cwd)
+    def start_python(self, *arguments: object, **options: Any) -> Started:
+        """`python <arguments>`."""
+        return self.start_command(sys.executable, *arguments, **options)
 
     def start_command(
         self, *words: object, env: Mapping[str, str] | None = None, process_group: int | None = None, cwd: Path = ROOT
     ) -> Started:
-        """Any command, which finds the programs of this environment, such as accelerate; a recipe's run is `small`."""
+        """Any command, which finds the programs of this environment, such as accelerate; a recipe's run is `small`.
+
+        With `process_group` 0 it is in a group of its own, as a shell starts it.
+        """
         outputs = [Path(tempfile.mkstemp(dir=self.home, suffix=suffix)[1]) for suffix in (".out", ".err")]
         with outputs[0].open("w") as stdout, outputs[1].open("w") as stderr:
             process = subprocess.Popen(
@@ -161,8 +152,6 @@ class Launcher:
             )
         return Started(process, *outputs)
 
-    def __call__(
-        self, config: str, script: str | Path, *arguments: object, timeout: float = 120, **options
-    ) -> subprocess.CompletedProcess[str]:
+    def __call__(self, *words: Any, timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
         """`start` and wait for the end."""
-        return self.start(config, script, *arguments, **options).finish(timeout)
+        return self.start(*words, **options).finish(timeout)

@@ -1,21 +1,17 @@
 """Several machines, as network namespaces of this one, joined by a bridge; they take root and iproute2."""
 
 import contextlib
-import json
 import os
 import shlex
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.harness.interrupted import last_step, start_number
-from tests.harness.launching import Launcher, Started
-from tests.harness.waiting import Limit, end_with_stacks
+from tests.harness.interrupted import Watched as Watched
+from tests.harness.launching import Launcher
 
 _CAPTURED = {"check": True, "capture_output": True, "text": True}
 
@@ -56,38 +52,6 @@ class Node(Launcher):
     def unplug(self) -> None:
         """Take its cable out: the others hear nothing more of it, not even an end."""
         _ip("-n", self.space, "link", "set", "eth0", "down")
-
-
-class Watched:
-    """A run folder that is being written, by one start after the other."""
-
-    def __init__(self, folder: Path, started: list[Started]) -> None:
-        self.folder, self.started = folder, started
-
-    def until(self, condition: Callable[[], bool], what: str, seconds: float = 90) -> float:
-        """Wait for it, at most `seconds` of an idle machine; the seconds that took."""
-        began, limit = time.monotonic(), Limit(seconds)
-        while not condition():
-            ended = [each for each in self.started if each.process.poll() is not None]
-            if ended or limit.left() <= 0:
-                end_with_stacks(psutil.Process(each.process.pid) for each in self.started if each not in ended)
-                texts = [each.stdout.read_text() + each.stderr.read_text() for each in self.started]
-                raise AssertionError("\n".join([f"{what}: {'ended' if ended else 'not'} in {limit}", *texts]))
-            time.sleep(0.01)
-        return time.monotonic() - began
-
-    def step(self) -> int:
-        return last_step(self.folder)
-
-    def start_number(self) -> int:
-        return start_number(self.folder)
-
-    def beyond(self, start: int, step: int = 0) -> bool:
-        """Whether a later start than `start` has made steps, and has come to `step`."""
-        return self.start_number() != start and self.step() > step
-
-    def world_size(self) -> int:
-        return json.loads((self.folder / "environment.json").read_text())["world_size"]
 
 
 @contextlib.contextmanager

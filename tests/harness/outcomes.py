@@ -21,11 +21,15 @@ Tensors = dict[str, torch.Tensor]
 class Outcome:
     """What became of one command line, and the run folder that it was to write."""
 
-    outcome: str  # ok, refused, exit, failed: see several.py
-    text: str
-    stdout: str
-    seconds: float
-    folder: Path
+    outcome: str = "ok"  # or refused, exit, failed: see several.py
+    text: str = ""
+    stdout: str = ""
+    seconds: float = 0.0
+    folder: Path = Path()
+
+    def read(self, name: str) -> dict:
+        """A JSON file of the run folder."""
+        return json.loads((self.folder / name).read_text())
 
     @property
     def rows(self) -> list[dict]:

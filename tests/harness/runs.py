@@ -15,8 +15,7 @@ import pytest
 
 from common.errors import Refused
 from common.launching import launch
-from tests.harness.forked import Fork, Forks, _be_rank
-from tests.harness.launching import free_port
+from tests.harness.forked import Fork, Forks
 
 
 def copied(run: Path, to: Path) -> Path:
@@ -42,9 +41,7 @@ def refusal(call: Callable, *words: object) -> str:
 
 def start_tool(forks: Forks, processes: int, tool: str, *words: object) -> list[Fork]:
     """`python -m tools.<tool> <words>` on as many ranks, which are forks of a warm process; `.end()` waits for one."""
-    main, port = functools.partial(_be_tool, tool, [*map(str, words)]), free_port()
-    ranks = [functools.partial(_be_rank, rank, processes, port, None) for rank in range(processes)]
-    return [forks._start(main, rank, None, (), True) for rank in ranks]
+    return forks.start_main(processes, functools.partial(_be_tool, tool, [*map(str, words)]))
 
 
 def _be_tool(tool: str, words: list[str]) -> None:

@@ -1,17 +1,14 @@
 """Runs a recipe several times in one world: starting ranks and importing torch costs more than a small run.
 
-    accelerate launch --config_file <file> tests/harness/several.py recipes/cls.py CASES.json [without_pictures]
-
-CASES.json is a list of command lines (lists of words, without the program's name; or with that of another recipe, such as a
-copy). On every rank the recipe's own `main` runs once for each, in one process group that lives to the end. OUTCOMES.json
-beside CASES.json is rewritten after each case, a list of
+The file of cases is a list of command lines (lists of words, without the program's name; or with that of another recipe, such
+as a copy). On every rank the recipe's own `main` runs once for each, in one process group that lives to the end. OUTCOMES.json
+beside it is rewritten after each case, a list of
 
     {"outcome": "ok" | "refused" | "exit" | "failed", "text": what was refused, the exit code or the traceback,
      "stdout": what the main process printed, "seconds": how long it took}
 
-Without pictures nothing is drawn, which takes longer than a small run. A case that ends otherwise on another rank than on
-rank 0 is "failed", and after a failed one none is started: its ranks may wait for each other no longer. Then the exit code
-is 1; else it is 0, whatever was refused.
+A case that ends otherwise on another rank than on rank 0 is "failed", and after a failed one none is started: its ranks may
+wait for each other no longer. Then the exit code is 1; else it is 0, whatever was refused.
 """
 
 import contextlib
@@ -53,9 +50,15 @@ def run(main: Callable[[], None]) -> tuple[str, str]:
     return "ok", ""
 
 
-def main(recipe: Path, cases: Path, *options: str) -> None:
-    if "without_pictures" in options:
-        Run.draw = Pictures.draw = lambda *_: None
+def draw_nothing() -> None:
+    """Which takes longer than a small run."""
+    Run.draw = Pictures.draw = lambda *_: None
+
+
+def main(recipe: Path, cases: Path, pictures: bool) -> None:
+    """The cases of a file, on this rank."""
+    if not pictures:
+        draw_nothing()
     os.environ.pop(EXIT_FOLDER, None)  # else the launcher ends all processes with the first run that announces its exit
     original, outcomes = load(recipe), []
     for words in json.loads(cases.read_text()):
@@ -76,7 +79,3 @@ def main(recipe: Path, cases: Path, *options: str) -> None:
         if outcome == "failed":
             sys.exit(f"{' '.join(sys.argv)}\n{text}")
     leave_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
@@ -11,7 +10,7 @@ from typing import TextIO
 import pytest
 
 from tests.harness.debian import require_package
-from tests.harness.launching import ROOT, inherited, small_command
+from tests.harness.launching import inherited
 from tests.harness.machines import Node, machines, require_namespaces
 from tests.harness.waiting import Limit
 
@@ -56,18 +55,8 @@ class Slurm:
         self, *words: object, env: Mapping[str, str] | None = None, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
         """`words`, as a person types them in the root of the checkout; recipes run on the CPU, with one thread a process."""
-        environ = {
-            **inherited(),
-            "SLURM_CONF": f"{self._folder}/slurm.conf",
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "HOME": str(self._folder),
-            "CUDA_VISIBLE_DEVICES": "-1",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONFAULTHANDLER": "1",
-            **(env or {}),
-        }
-        command = [*self._first.before, *map(str, small_command(words))]
-        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+        environ = {"SLURM_CONF": f"{self._folder}/slurm.conf", "CUDA_VISIBLE_DEVICES": "-1", **(env or {})}
+        done = self._first.start_command(*words, env=environ).finish()
         assert not (check and done.returncode), f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 

@@ -1,7 +1,7 @@
 """Fixtures that run recipes on this machine's GPUs, or on pretended ones where there are none."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -11,7 +11,7 @@ import torch
 from tests.harness.forked import Forks
 from tests.harness.launching import ROOT, Launcher, Started
 from tests.pretended_gpu.build import build, why_not
-from tests.pretended_gpu.run import run_in_fork
+from tests.pretended_gpu.run import run_in_fork, run_script
 
 
 class Gpus:
@@ -33,20 +33,24 @@ class Gpus:
         env = self.environment | self._variables(devices, 16) | (env or {})
         return self.launch.start(config, script, *words, flags=flags, env=env)
 
-    def fork(
+    def fork(self, script: str | Path, *words: object, devices: int = 1) -> CompletedProcess[str]:
+        """Runs `script` to its end in forks, one per GPU."""
+        return self.run_main(devices, functools.partial(run_script, [*map(str, (script, *words))]))
+
+    def run_main(
         self,
-        script: str | Path,
-        *words: object,
-        devices: int = 1,
+        devices: int,
+        main: Callable[[], None],
+        env: Mapping[str, str | None] | None = None,
+        *,
         gib: object = 16,
-        precision="",
+        precision: str = "",
         timeout: float = 300,
-        env: Mapping[str, str] | None = None,
     ) -> CompletedProcess[str]:
-        """Runs `script` to its end in forks, one per GPU of `gib` GiB ("16,0.35": the first; all others)."""
-        variables = self._variables(devices, gib) | {"ACCELERATE_MIXED_PRECISION": precision or "no"} | (env or {})
-        main = functools.partial(run_in_fork, [*map(str, (script, *words))], variables)
-        done = self.forks().run_ranks(devices, main, None, timeout)
+        """Runs `main` to its end in forks, one per GPU of `gib` GiB ("16,0.35": the first; all others)."""
+        variables = self._variables(devices, gib) | {"ACCELERATE_MIXED_PRECISION": precision or "no"} | dict(env or {})
+        variables |= {"CUDA_VISIBLE_DEVICES": None, "ACCELERATE_USE_CPU": None}
+        done = self.forks().run_main(devices, functools.partial(run_in_fork, main), variables, timeout=timeout)
         assert "no kernel" not in done.stderr and "in the pretended runtime" not in done.stderr, done.stderr
         return done
 
@@ -81,13 +85,13 @@ def _pretended(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def run_on_gpus(run_several, gpus: Gpus):
-    """`run_several(devices, cases)` of tests/conftest.py, on as many GPUs; `script` takes the place of several.py."""
+    """`run_several(devices, cases)` of tests/conftest.py, on as many GPUs; `wrapped` is given what runs the cases."""
 
-    def run(devices: int, cases, *, precision: str = "", gib: object = 16, script: tuple = (), env=None, **options):
-        def launch(several, *arguments, timeout):
-            words = *(script or (several,)), *arguments
-            return gpus.fork(*words, devices=devices, gib=gib, precision=precision, timeout=timeout, env=env)
+    def run(devices: int, cases, *, precision: str = "", gib: object = 16, wrapped=None, **options):
+        def run_main(devices, main, env, timeout):
+            main = functools.partial(wrapped, main) if wrapped else main
+            return gpus.run_main(devices, main, env, gib=gib, precision=precision, timeout=timeout)
 
-        return run_several(devices, cases, launch=launch, **options)
+        return run_several(devices, cases, run_main=run_main, **options)
 
     return run

@@ -214,41 +214,6 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found, const 
   return 0;
 }
 
-/* The driver's virtual memory, which torch uses for expandable segments: addresses are reserved first, memory is mapped later. */
-#define GRAIN (2ul << 20)
-int cuMemGetAllocationGranularity(size_t *grain, const void *properties, int option) { *grain = GRAIN; return 0; }
-int cuMemAddressReserve(void **at, size_t size, size_t alignment, void *wanted, unsigned long long flags) {
-  char *from = mmap(NULL, size + GRAIN, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  *at = (void *)(((size_t)from + GRAIN - 1) & ~(GRAIN - 1)); /* the remainder is leaked */
-  return 0;
-}
-int cuMemAddressFree(void *at, size_t size) { munmap(at, size); return 0; }
-typedef struct { size_t size; int device; } physical;
-int cuMemCreate(physical **made, size_t size, const int *properties, unsigned long long flags) {
-  int device = properties[3]; /* CUmemAllocationProp: type, handle types, location type, location id */
-  if (!occupy(device, size)) return 2; /* CUDA_ERROR_OUT_OF_MEMORY */
-  *made = malloc(sizeof **made);
-  **made = (physical){size, device};
-  return 0;
-}
-int cuMemMap(void *at, size_t size, size_t offset, physical *memory, unsigned long long flags) {
-  mprotect(at, size, PROT_READ | PROT_WRITE);
-  if (strict) memset(at, 0xff, size);
-  note(at, size, memory->device);
-  return 0;
-}
-int cuMemSetAccess(void *at, size_t size, const void *who, size_t count) { return 0; }
-int cuMemUnmap(void *at, size_t size) {
-  forget(at);
-  mmap(at, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-  return 0;
-}
-int cuMemRelease(physical *memory) {
-  vacate(memory->device, memory->size);
-  free(memory);
-  return 0;
-}
-
 static void copy(const char *how, void *to, const void *from, size_t size, cudaStream_t stream) {
   int source = where_is(from), target = where_is(to);
   if (heard && ((source == PAGEABLE && target >= 0) || (source >= 0 && target == PAGEABLE))) {

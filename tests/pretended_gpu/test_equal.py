@@ -6,17 +6,17 @@ Pretended GPUs prove everything that torch and the recipes do with a device, exc
 """
 
 import json
-import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from common.detection.models.detectors import OF_TRANSFORMERS
 from tests.harness.launching import small
 from tests.harness.outcomes import Outcome, Tensors, identical
 from tests.recipes import copied
+from tests.recipes.test_margin_head import CHANGE, HEAD, KINDS
 
 pytestmark = pytest.mark.gpu
 IS_REAL = torch.cuda.is_available()
@@ -45,11 +45,13 @@ FLOAT64 = {
     "rtdetr_v2": f"{DET} --lr 2e-4 --detector rtdetr_v2 --batch_norm frozen --max_micro_batch_size 2",
     "dfine": f"{DET} --lr 2e-4 --detector dfine --batch_norm frozen --max_micro_batch_size 2",
     "deimv2": f"{DET} --lr 2e-4 --detector deimv2 --batch_norm frozen --max_micro_batch_size 2",
+    "head": f"{CLS} --model test_vit --max_micro_batch_size 4 --ema_decay 0.9 --clip 1",  # cut by class
     "mask_rcnn": f"{DET} --lr 2e-3 --detector mask_rcnn --global_batch_size 2 --max_steps 1 --eval_every 1",
 }
 LONG = set(list(FLOAT64)[4:])
 SHARDED = ("vit", "group", "fcos")  # again with shards, in the long tests
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+HEAD_IN_PARTS = CHANGE.replace(HEAD, KINDS["sampled"])
 # A copy for which the device has no streams, as Apple's GPUs.
 STREAMLESS = """\
 @@ main
@@ -64,30 +66,17 @@ each = [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name i
 
 
 @pytest.fixture(scope="module")
-def data(scenes, tmp_path_factory) -> Path:
-    """Scenes with outlines for detectors."""
-    folder = tmp_path_factory.mktemp("data") / "scenes"
-    shutil.copytree(scenes, folder)
-    for file in folder.glob("*.json"):
-        content = json.loads(file.read_text())
-        for annotation in content["annotations"]:
-            x, y, width, height = annotation["bbox"]
-            annotation["segmentation"] = [[x, y, x + width, y, x + width, y + height, x, y + height]]
-        file.write_text(json.dumps(content))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def words(data, tmp_path_factory):
+def words(scenes, tmp_path_factory):
     """words(name, flags, place) -> the command line of a case; its run folder is in the folder of that place."""
     runs = tmp_path_factory.mktemp("runs")
+    head = copied.copy(runs / "head.py", HEAD_IN_PARTS)
 
     def of(name: str, flags: str, place: str) -> list[object]:
-        task = "det" if "--detector" in flags else "cls"
-        families = {"rtdetr_v2": ("--levels", "3-7"), "dfine": ("--levels", "3-7"), "deimv2": ("--levels", "3-7")}
-        more = families.get(name, ("--long_side", 96)) if task == "det" else ()
-        more += ("--data", data) if task == "det" else ()
-        return [f"recipes/{task}.py", *small([*flags.split(), *more], task), "--output_dir", runs / place]
+        task, more = ("det", ["--data", scenes]) if "--detector" in flags else ("cls", [])
+        if task == "det":
+            more += ("--levels", "3-7") if name in OF_TRANSFORMERS else ("--long_side", 96)
+        recipe = head if name == "head" else f"recipes/{task}.py"
+        return [recipe, *small([*flags.split(), *more], task), "--output_dir", runs / place]
 
     return of
 
@@ -142,7 +131,7 @@ def assert_equal(one: Outcome, other: Outcome, from_step: int = 0) -> None:
     for key in compared:
         values = [np.array([row[key] for row in of_run if key in row], float) for of_run in rows]  # None: NaN
         np.testing.assert_allclose(values[1], values[0], rtol=EXACT, atol=1e-14, err_msg=key)
-    for file in ("model", "ema") if (one.checkpoint / "ema.safetensors").exists() else ("model",):
+    for file in {path.stem for path in one.checkpoint.glob("*.safetensors")} - {"optimizer"}:
         assert apart(one.tensors(file), other.tensors(file)) < EXACT, file
     best = [load_file(run.folder / "best" / "model.safetensors") for run in (one, other)]
     assert apart(*best) < (EXACT if next(iter(best[0].values())).dtype == torch.float64 else 1e-6)
@@ -199,10 +188,10 @@ def test_gradients_that_are_compressed_on_their_way_train_nearly_the_same(name: 
 
 
 @pytest.mark.long
-def test_a_detector_that_has_learnt_finds_the_same_on_gpus(run_several, gpus, run_on_gpus, data, tmp_path) -> None:
+def test_a_detector_that_has_learnt_finds_the_same_on_gpus(run_several, gpus, run_on_gpus, scenes, tmp_path) -> None:
     """A trained detector, since after the few steps of the other tests all evaluation results are still 0."""
     preset = ["--config", "recipes/presets/det_digits.yaml", "--output_dir", tmp_path]
-    again = [*preset, "--data", data["det"], "--dtype", "float64", "--eval_only", tmp_path / "learnt" / "best"]
+    again = [*preset, "--data", scenes, "--dtype", "float64", "--eval_only", tmp_path / "learnt" / "best"]
     cases = {"learnt": [*preset, "--max_steps", 150], "cpu": again}
     options = {"recipe": "recipes/det.py", "timeout": 1200}
     said = [run_several(1, cases, **options)["cpu"], run_on_gpus(gpus.at_most(2), {"gpus": again}, **options)["gpus"]]

@@ -1,6 +1,7 @@
 """fp16 on pretended GPUs: a step that overflows leaves the training state unchanged; a loss that is not finite ends the run."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ import torch
 
 from tests.harness.drawings import draw_scenes, draw_stripes
 from tests.harness.outcomes import Outcome, identical
+from tests.recipes.copied import copy
+from tests.recipes.test_margin_head import CHANGE, HEAD, KINDS
 from tests.recipes.test_sharded import FSDP
 
 pytestmark = pytest.mark.gpu
@@ -20,8 +23,10 @@ CASES = {
     "resumed": "cls --opt sgd --clip 1 --resume RUNS/fused/checkpoints/step_00000001",
     "compressed": "cls --opt momentum --comm_hook fp16 --clip 0.02 --clip_mode agc --max_micro_batch_size 2",
     "diverged": "cls --opt sgd --lr 1e6",
+    "head": "head --model test_vit --opt adamw --ema_decay 0.9 --clip 1",  # cut by class
     "detected": f"det --opt momentum {SMALL}",
 }
+SMALL_HEAD = KINDS["sampled"].replace("16.0", "2.0")  # whose own gradients overflow at no scale here
 # The same run on two GPUs, sharded or not; all weights of this model are trained by plain matrices and norms.
 SHARDED = "cls --model test_vit --opt adamw --ema_decay 0.9 --max_micro_batch_size 2"
 
@@ -46,13 +51,40 @@ def overflowing(run_on_gpus, devices: int, folder: Path, named: dict[str, str], 
     cases = {}
     for name, case in named.items():
         recipe, *words = f"{case} --output_dir RUNS {LENGTH}".replace("RUNS", str(folder / "runs")).split()
-        size = {"cls": 8, "det": 2}[recipe]
-        cases[name] = [f"recipes/{recipe}.py", *words, "--data", folder / recipe, "--global_batch_size", size]
-    script = "tests/pretended_gpu/overflowing.py", "1,3"
-    return run_on_gpus(devices, cases, precision="fp16", script=script, **options)
+        file, size = f"recipes/{recipe}.py", 2 if recipe == "det" else 8
+        if recipe == "head":
+            file, recipe = copy(folder / "head.py", CHANGE.replace(HEAD, SMALL_HEAD)), "cls"
+        cases[name] = [file, *words, "--data", folder / recipe, "--global_batch_size", size]
+    return run_on_gpus(devices, cases, precision="fp16", wrapped=overflow_in_steps_1_and_3, **options)
 
 
-@pytest.mark.parametrize("name", ["fused", "compressed", "detected"])
+def overflow_in_steps_1_and_3(main: Callable[[], None]) -> None:
+    """`main`, in whose runs the last rank's gradients overflow; of a sharded model, one number of its shard."""
+    from common.distributed import sharding
+    from common.distributed.collectives import rank, world_size
+    from common.run.run import Run
+
+    backward, clip_gradients = Run.backward, Run.clip_gradients
+
+    def overflows_here(run: Run) -> bool:
+        return run.step in (0, 2) and rank() == world_size() - 1
+
+    def overflowing_backward(run: Run, losses: torch.Tensor) -> None:
+        if overflows_here(run) and not sharding.is_sharded(run.model):
+            losses.register_hook(lambda gradient: 1e30 * gradient)
+        backward(run, losses)
+
+    def overflowing_clip(run: Run, *options: object) -> torch.Tensor:
+        if overflows_here(run) and sharding.is_sharded(run.model):
+            shards = [sharding.local(parameter.grad) for parameter in run.model.parameters()]
+            next(shard for shard in shards if shard.numel()).view(-1)[:1].fill_(torch.inf)
+        return clip_gradients(run, *options)
+
+    Run.backward, Run.clip_gradients = overflowing_backward, overflowing_clip
+    main()
+
+
+@pytest.mark.parametrize("name", ["fused", "compressed", "head", "detected"])
 def test_an_overflow_on_one_gpu_skips_the_step_on_all(runs, name):
     """Even in the first step, and in transit with `--comm_hook fp16`. The scale halves, which the row of that step shows."""
     run = runs[name]

@@ -21,6 +21,6 @@ def test_two_machines_with_two_gpus_each_train_what_a_cpu_trains(forks, gpus, no
     assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
     assert "4 processes on 2 nodes, Pretended GPU (nccl), fp64" in done[0].stdout, done[0].stdout
     assert forks(*words, "cpu").code == 0
-    on_gpus, on_cpu = (Outcome("ok", "", "", 0.0, tmp_path / name) for name in ("gpus", "cpu"))
+    on_gpus, on_cpu = (Outcome(folder=tmp_path / name) for name in ("gpus", "cpu"))
     for key in ("train/loss", "train/grad_norm", "eval/loss"):
         np.testing.assert_allclose(on_gpus.column(key), on_cpu.column(key), rtol=1e-10)

@@ -3,7 +3,6 @@
 Each case is the real recipe on one and on two ranks, in float64, where both must see the same samples and make the same steps.
 """
 
-import json
 import os
 import re
 import shutil
@@ -176,7 +175,7 @@ def test_broken_images_are_named_once_with_the_reason_and_counted_each_time(runs
     assert len(lines) == 3
     counts = outcome.column("data/broken")
     assert (np.diff(counts) >= 0).all() and 2 * 3 <= counts[-1] <= 3 * 3  # in two epochs and a piece of the third
-    summary = json.loads((outcome.folder / "summary.json").read_text())
+    summary = outcome.read("summary.json")
     assert (summary["broken_files"], summary["broken_draws"]) == (3, counts[-1])
 
 
@@ -196,7 +195,7 @@ def test_too_many_broken_images_stop_the_run_with_the_share_and_the_limit(runs):
             rf"step 5: 4 of the last 40 images could not be read \(the last: .*\), {limit}", outcome.text
         )
         assert outcome.rows[-1]["step"] == 4 and outcome.rows[-1]["data/broken"] <= 3
-        status = json.loads((outcome.folder / "status.json").read_text())
+        status = outcome.read("status.json")
         assert (status["status"], status["cause"]) == ("failed", outcome.text)
 
 

@@ -122,9 +122,7 @@ def test_averaged_weights_are_evaluated_beside_the_others(runs) -> None:
     assert weights["top1"] != average["top1"]
     assert min(weights["top1"], average["top1"]) > 0.2  # well above chance: results worth comparing
     assert not recorded(runs[1]["stripes"], "ema_")
-    leading = [
-        json.loads((runs[1][name].folder / "summary.json").read_text())["leading"] for name in ("digits", "stripes")
-    ]
+    leading = [runs[1][name].read("summary.json")["leading"] for name in ("digits", "stripes")]
     assert leading == ["eval/ema_top1", "eval/top1"], "the result of the weights that are exported chooses best/"
 
 

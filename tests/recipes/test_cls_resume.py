@@ -130,7 +130,7 @@ def test_run_killed_before_each_of_its_file_operations_is_bit_equal(train, tmp_p
     flags = ("--max_steps", 24, "--checkpoint_every", 1, "--keep_checkpoints", 1, "--eval_every", 1, "--ema_decay", 0.9)
     flags += ("--opt", "lion", "--layer_decay", 0.9)
     assert train("whole", *flags).code == 0
-    first, *_, last = Outcome("ok", "", "", 0.0, tmp_path / "whole").rows
+    first, *_, last = Outcome(folder=tmp_path / "whole").rows
     assert first["eval/ema_loss"] == first["eval/loss"], "the moving average begins with the weights of the first step"
     assert last["eval/ema_loss"] != last["eval/loss"]
     died_before, had = _Spared(set(), each), set()
@@ -241,7 +241,7 @@ def test_finished_run_goes_on_when_it_is_to_be_longer(train, whole, tmp_path):
     longer = train("short", *constant, "--max_steps", 18)
     assert longer.code == 0, longer.stderr
     assert train("long", *constant, "--max_steps", 18).code == 0
-    rows = [Outcome("ok", "", "", 0.0, tmp_path / name).rows for name in ("short", "long")]
+    rows = [Outcome(folder=tmp_path / name).rows for name in ("short", "long")]
     assert [row["step"] for row in rows[0]] == list(range(1, 19))
     assert [row["train/loss"] for row in rows[0]] == [row["train/loss"] for row in rows[1]]
 
@@ -273,7 +273,7 @@ def test_an_older_checkpoint_branches_off_and_only_the_same_data_go_on(train, wh
 
     branch = train("branch", *EVERYTHING, "--resume", older)
     assert branch.code == 0, branch.stderr
-    one, other = (Outcome("ok", "", "", 0.0, tmp_path / name) for name in ("branch", "run"))
+    one, other = (Outcome(folder=tmp_path / name) for name in ("branch", "run"))
     assert [row["step"] for row in one.rows] == [9, 10, 11, 12]
     assert identical(one.tensors(), other.tensors()) and identical(one.tensors("optimizer"), other.tensors("optimizer"))
     again = train("branch", "--resume", older, *longer)  # the same command goes on, as after a kill
@@ -295,6 +295,6 @@ def test_same_command_resumes_with_another_layout_and_cadence_but_not_with_anoth
     second = forks(*command, *changed.split())
     assert second.code == 0 and "resuming from step 4 of 10" in second.stdout, second.stderr
     assert checkpoints(folder) == ["step_00000006", "step_00000009", "step_00000010"]
-    assert [row["step"] for row in Outcome("ok", "", "", 0.0, folder).rows] == [1, 2, 3, 4, 6, 8, 10]
+    assert [row["step"] for row in Outcome(folder=folder).rows] == [1, 2, 3, 4, 6, 8, 10]
     assert forks(*command, "--seed", 1).code == 0
     assert len(list(tmp_path.iterdir())) == 2

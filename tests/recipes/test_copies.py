@@ -99,15 +99,13 @@ def test_a_copy_from_before_version_020_is_refused_in_one_line_that_names_the_pa
 def runs(run_several, stripes, scenes, tmp_path_factory) -> dict[str, dict[str, Outcome]]:
     """By number of processes and name: two launches."""
     folder, outcomes = tmp_path_factory.mktemp("copies"), {}
-    table = [
-        "path,kind,split",
-        *(f"{path},{path.parent.name},{path.parts[-3]}" for path in sorted(stripes.rglob("*.png"))),
-    ]
-    (folder / "labels.csv").write_text("\n".join(table))
+    table = ["path,kind,split"]
     (folder / "shells").mkdir()
-    for path in stripes.rglob("*.png"):
+    for path in sorted(stripes.rglob("*.png")):
         *_, part, kind, name = path.parts
+        table.append(f"{path},{kind},{part}")
         (folder / "shells" / f"{kind.replace('_', '-')}_{part}{name}").symlink_to(path)
+    (folder / "labels.csv").write_text("\n".join(table))
     own = {"focal": ["--data", folder / "labels.csv"], "margin": ["--data", folder / "shells"]}
     own["detector"] = ["--data", scenes]
     own["teacher"] = ["--data", stripes, "--teacher", folder / "runs_1/stages/best"]
@@ -123,18 +121,8 @@ def runs(run_several, stripes, scenes, tmp_path_factory) -> dict[str, dict[str, 
             cases["one_rank"] = [one_rank, *data, *short, *output]
         else:
             broken = [copy(folder / "broken.py", BREAK), *data, *short, "--checkpoint_every", 4, *output]
-            stopped = [
-                folder / "cls_module.py",
-                *data,
-                *EXACT,
-                *DAYS["module"][1].split(),
-                "--max_steps",
-                40,
-                "--wait",
-                8,
-            ]
             # Nothing gets better than the first evaluation.
-            stopped += ["--lr", 1e-9, *output, "--name", "stopped"]
+            stopped = [*cases["module"], *"--max_steps 40 --wait 8 --lr 1e-9 --name stopped".split()]
             cases |= {"broken": broken, "broken again": [*broken, "--name", "broken"]}
             cases |= {"stopped": stopped, "stopped again": stopped, "stopped, longer": [*stopped, "--max_steps", 44]}
             cases["mean"] = [copy(folder / "mean.py", MEAN), *data, *short, *output]
@@ -178,7 +166,7 @@ def test_the_changes_take_effect(runs: dict[str, dict[str, Outcome]]) -> None:
     )
     assert "labels.csv: 199" in focal.stdout and len(focal.column("train/odd")) == 8
     assert {name.split("/")[0] for name in focal.tensors("optimizer")} >= {"odd.weight", "model.head.weight"}
-    assert json.loads((focal.folder / "best/config.json").read_text())["module"] == "TwoHeads"
+    assert focal.read("best/config.json")["module"] == "TwoHeads"
     assert {"directions", "model.cls_token"} <= margin.tensors().keys() and "model.head.weight" not in margin.tensors()
     assert "trained on      80 % of Shells" in margin.stdout and "stuff-0, stuff-1" in margin.stdout
 
@@ -195,16 +183,14 @@ def test_the_changes_take_effect(runs: dict[str, dict[str, Outcome]]) -> None:
     for run in (optimizers, teacher):  # greyscale images, and a loss against the teacher's probabilities
         original = runs[1][f"original of {run.folder.name}"]
         assert run.column("train/loss")[0] != pytest.approx(original.column("train/loss")[0], rel=1e-4)
-    best = json.loads((optimizers.folder / "summary.json").read_text())["best"]
+    best = optimizers.read("summary.json")["best"]
     assert re.search(r"best +brier \(EMA\) \d\.\d+ at step", optimizers.stdout), "not in per cent"
     assert best["eval/ema_brier"] == min(optimizers.column("eval/ema_brier")), "smaller is better"
 
     assert teacher.tensors().keys() == timm.create_model("test_vit", num_classes=5).state_dict().keys()
-    assert json.loads((teacher.folder / "best/config.json").read_text())["architecture"] == "test_vit"
+    assert teacher.read("best/config.json")["architecture"] == "test_vit"
     other = runs[1]["teacher of other classes"]
-    assert (
-        other.outcome == "refused" and "stages/best: does not know 0; take one trained on these classes" in other.text
-    )
+    assert other.outcome == "refused" and "stages/best: does not know 0; take one trained on these" in other.text
 
 
 def test_changes_of_a_detector_take_effect(runs: dict[str, dict[str, Outcome]]) -> None:
@@ -212,10 +198,9 @@ def test_changes_of_a_detector_take_effect(runs: dict[str, dict[str, Outcome]]) 
     parts = {name: boxes.column(f"train/loss_{name}") for name in ("box", "class", "centerness")}
     np.testing.assert_allclose(boxes.column("train/loss"), 3 * parts["box"] + parts["class"] + parts["centerness"])
     assert "head.classification_head.conv.0.1.weight" in boxes.tensors()
-    summary = json.loads((boxes.folder / "summary.json").read_text())
-    assert best.outcome == "ok" and json.loads(best.stdout.splitlines()[-1])["AP"] == pytest.approx(
-        summary["best"]["eval/AP"]
-    )
+    summary = boxes.read("summary.json")
+    assert best.outcome == "ok", best.text
+    assert json.loads(best.stdout.splitlines()[-1])["AP"] == pytest.approx(summary["best"]["eval/AP"])
 
 
 def test_a_run_that_its_recipe_stops_ends_well_until_it_is_to_be_longer(runs) -> None:
@@ -261,9 +246,9 @@ def test_a_module_of_ones_own_is_evaluated_exported_and_resumed(runs) -> None:
     assert "resuming from step 4 of 8" in longer.stdout
     for name, tensor in run.tensors().items():
         assert torch.equal(longer.tensors()[name], tensor), name
-    exported = json.loads((run.folder / "best/config.json").read_text())
+    exported = run.read("best/config.json")
     assert exported["label_names"] == [f"stuff_{number}" for number in range(5)]
-    last = json.loads((run.folder / "summary.json").read_text())["last"]
+    last = run.read("summary.json")["last"]
     for what in ("best", "checkpoints/step_00000008"):
         evaluated = runs[1][f"module's {what}"]
         assert evaluated.outcome == "ok", evaluated.text
@@ -285,11 +270,11 @@ def test_a_checkpoint_is_resumed_by_the_source_that_made_it(runs) -> None:
     assert runs[1]["as before"].outcome == "refused", "it was made by the changed one since"
     focal = (allowed.folder.parents[1] / "focal/cls.py").read_text()
     assert (allowed.folder / "source/cls.py").read_text() == focal
-    facts = json.loads((allowed.folder / "environment.json").read_text())
+    facts = allowed.read("environment.json")
     assert len(list(allowed.folder.parent.glob("one_rank-*"))) == 1, "a run is called after the file that was started"
     assert facts["recipe"].endswith("focal/cls.py") and set(facts["source"]) == {"cls.py"} and facts["commit"] is None
 
 
 def status(run: Outcome) -> tuple[str, int, str]:
-    content = json.loads((run.folder / "status.json").read_text())
+    content = run.read("status.json")
     return content["status"], content["step"], content["cause"]

@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.harness.drawings import draw_scenes
 from tests.harness.range_server import RangeServer
 from tests.harness.shards import add
 
@@ -22,18 +21,16 @@ PARTS = {"train": (1, 7, 17), "val": (7,)}  # images of each shard
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    """The same images as a folder of COCO, tars and Parquet."""
+def data(scenes: Path, tmp_path_factory) -> Path:
+    """The images of `scenes` as tars and Parquet."""
     root = tmp_path_factory.mktemp("boxes")
-    (root / "coco").mkdir()
-    draw_scenes(root / "coco")
     for part, counts in PARTS.items():
-        content = json.loads((root / "coco" / f"{part}.json").read_text())
+        content = json.loads((scenes / f"{part}.json").read_text())
         names, rows = {one["id"]: int(one["name"]) for one in content["categories"]}, []
         for image in content["images"]:
             its = [one for one in content["annotations"] if one["image_id"] == image["id"]]
             objects = [{"bbox": one["bbox"], "category": names[one["category_id"]]} for one in its]
-            file = (root / "coco" / image["file_name"]).read_bytes()
+            file = (scenes / image["file_name"]).read_bytes()
             rows.append({"image": file, "objects": objects, "image_id": image["id"]})
         schema = pa.Table.from_pylist(rows).schema
         for number, count in enumerate(counts):
@@ -60,17 +57,16 @@ def from_server(server, kind: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def runs(run_several, data, server):
+def runs(run_several, scenes, data, server):
     cases = {
-        "folder": ["--data", data / "coco"],
+        "folder": ["--data", scenes],
         "tars": ["--data", data / "*.tar", "--box_format", "xywh", "--workers", 1],
-        "tars from a server": from_server(server, "tar"),
         "parquet": from_server(server, "parquet"),
     }
     return run_several(1, {name: [*FLAGS.split(), *words] for name, words in cases.items()}, recipe="recipes/det.py")
 
 
-@pytest.mark.parametrize("kind", ["tars", "tars from a server", "parquet"])
+@pytest.mark.parametrize("kind", ["tars", "parquet"])
 def test_shards_train_as_their_folder_bit_for_bit(runs, kind):
     assert len(runs["folder"].column("train/loss")) == STEPS and runs[kind].outcome == "ok", runs[kind].text
     for key in ("train/loss", "eval/ap"):
@@ -82,14 +78,12 @@ def test_shards_train_the_same_on_three_processes(runs, run_several, data, serve
     """Of blocks also with mosaics, whose other images come from the same step."""
     blocks = [*FLAGS.split(), *from_server(server, "parquet"), "--shard_memory", 1, "--mosaic", 1, "--mixup", 0.5]
     alone = run_several(1, {"blocks": [*blocks, "--workers", 2]}, recipe="recipes/det.py")["blocks"]
-    tars = [*FLAGS.split(), *from_server(server, "tar")]
     cases = {
         "tars": [*FLAGS.split(), "--data", data / "*.tar", "--box_format", "xywh", "--workers", 1],
         "blocks": [*blocks, "--workers", 1],
-        "evaluated": [*tars, "--eval_only", runs["tars"].folder / "best"],
-        "tried": [*tars, "--dry_run"],
+        "evaluated": [*FLAGS.split(), *from_server(server, "tar"), "--eval_only", runs["tars"].folder / "best"],
     }
     found = run_several(3, cases, recipe="recipes/det.py")
     for kind, one in (("tars", runs["tars"]), ("blocks", alone)):
         np.testing.assert_allclose(found[kind].column("train/loss"), one.column("train/loss"), rtol=1e-9)
-    assert [found[name].outcome for name in ("evaluated", "tried")] == ["ok", "ok"]
+    assert found["evaluated"].outcome == "ok"

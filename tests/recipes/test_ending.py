@@ -57,7 +57,7 @@ def test_a_run_ends_when_its_patience_does(runs) -> None:
 def test_a_run_ends_when_its_hours_are_used_up(runs) -> None:
     first, again, longer = (runs[name] for name in ("timed", "timed again", "timed longer"))
     assert {run.outcome for run in (first, again, longer)} == {"ok"}
-    said = json.loads((first.folder / "status.json").read_text())
+    said = first.read("status.json")
     assert said["status"] == "finished" and not said["cause"], "it was trained to its end by the last command"
     assert ended(first.stdout, 4, "--max_hours 1e-09"), "no more than three steps later"
     assert (

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
 from sklearn.datasets import load_sample_images
 from torchvision.transforms.v2 import functional as F
 
 from tests.detection.weights.test_torchvision_weights import random_model
 from tests.harness.annotations import annotation, coco
+from tests.harness.detections import of_pycocotools
 
 SIDE = 96  # of the images, which are evaluated at scale 1
 
@@ -61,10 +60,10 @@ def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision_scored_by_pycoco
     forks, data, file, theirs
 ) -> None:
     words = f"--eval_only {file} --data {data} --init_classes mug=cup --short_sides {SIDE} --long_side 1000 --workers 0"
-    truth = COCO(data / "val.json")
+    content = json.loads((data / "val.json").read_text())
     theirs.transform.min_size, theirs.transform.max_size = (SIDE,), 1000
     rows = []
-    for number in truth.getImgIds():
+    for number in (image["id"] for image in content["images"]):
         image = F.to_image(Image.open(data / "val" / f"{number}.jpg").convert("RGB"))
         with torch.no_grad():
             found = theirs([image / 255])[0]
@@ -72,21 +71,16 @@ def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision_scored_by_pycoco
             if label in (1, 47):  # COCO's person and cup
                 sides = [box[0], box[1], box[2] - box[0], box[3] - box[1]]
                 rows.append({"image_id": number, "category_id": 1 + (label == 47), "bbox": sides, "score": score})
-    content = json.loads((data / "val.json").read_text())  # objects where it finds some, a little narrower
-    for one in content["annotations"]:
+    for one in content["annotations"]:  # objects where it finds some, a little narrower
         best = [row for row in rows if (row["image_id"], row["category_id"]) == (one["image_id"], one["category_id"])]
         if best:
             left, top, width, height = best[0]["bbox"]
             one["bbox"] = [left + 0.07 * width, top, 0.93 * width, height]
     (data / "val.json").write_text(json.dumps(content))
-    truth = COCO(data / "val.json")
     ended = forks(*words.split(), recipe="det")
     assert ended.code == 0, ended.stderr
     results = json.loads(ended.stdout.splitlines()[-1])
-    evaluation = COCOeval(truth, truth.loadRes(rows), "bbox")
-    evaluation.evaluate()
-    evaluation.accumulate()
-    evaluation.summarize()
+    evaluation = of_pycocotools(content, rows)
     assert rows and evaluation.stats[8] > 0  # some recall
     for place, name in enumerate(("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100")):
         wanted = evaluation.stats[place]

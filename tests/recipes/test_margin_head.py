@@ -4,7 +4,6 @@ Shares are unequal, and each world takes another number of micro-steps. All case
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -113,7 +112,7 @@ def test_what_leaves_the_run_is_the_embedding(runs) -> None:
     assert model(torch.zeros(1, 3, *model.pretrained_cfg["input_size"][1:])).shape == (1, 128)
     assert load_file(run.folder / "best/model.safetensors").keys() == run.tensors("ema").keys() == run.tensors().keys()
     assert run.tensors("margin_head")["weight"].shape == (CLASSES, 128)
-    last = json.loads((run.folder / "summary.json").read_text())["last"]
+    last = run.read("summary.json")["last"]
     for name in ("best/", "checkpoint"):
         results = json.loads(runs[name].stdout.splitlines()[-1])
         for key in ("recall_at_1", "verification_accuracy"):
@@ -130,11 +129,8 @@ def test_a_killed_run_is_that_of_an_undisturbed_one(launch, runs, identities, tm
     recipe = copy(tmp_path / "sampled.py", CHANGE.replace(HEAD, KINDS["sampled"]))
     flags = [*FLAGS, "--data", identities, "--output_dir", tmp_path / "runs", "--name", "killed", "--tracker", "none"]
     flags += ["--image_size", 32, "--crop_pct", 1, "--crop_scale", 0.7, "--hflip", 0, "--warmup_epochs", 0]
-    killed: Callable[[], Interrupted] = lambda: Interrupted(  # noqa: E731
-        launch.start("multi_cpu", recipe, *flags, "--checkpoint_every", 2), tmp_path / "runs/killed"
-    )
-    run = killed().at_step(5)
-    run.interrupt("KILL all").gone()
+    started = launch.start("multi_cpu", recipe, *flags, "--checkpoint_every", 2)
+    Interrupted(started, tmp_path / "runs/killed").at_step(5).interrupt("KILL all").gone()
     done = launch("multi_cpu", recipe, *flags, flags=["--num_processes", 3])
     assert done.returncode == 0 and "resuming from step" in done.stdout, done.stdout + done.stderr
     resumed = Outcome("ok", "", done.stdout, 0.0, tmp_path / "runs/killed")

@@ -9,7 +9,6 @@ import json
 import os
 import pickle
 import re
-import resource
 import shlex
 import shutil
 from collections.abc import Callable
@@ -21,8 +20,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from common.checkpoints.store import verify
+from common.files import CACHE
 from common.run.folder import RunFolder
+from tests.harness import several
 from tests.harness.drawings import draw_scenes, draw_stripes
 from tests.harness.launching import NO_NETWORK, ROOT
 from tests.harness.outcomes import seal
@@ -216,9 +216,8 @@ def refused(forks, desk: Path, commands: list[list[str]], **env: str) -> list[di
     """What became of command lines on two ranks of one world, in that folder. They print nothing but the refusals."""
     file = desk.parent / "CASES.json"
     file.write_text(json.dumps(commands))
-    ended = forks.run_several(
-        2, "recipes/cls.py", file, "without_pictures", env=env, timeout=600, before=partial(in_folder, desk)
-    )
+    main = partial(several.main, Path("recipes/cls.py"), file, False)
+    ended = forks.run_main(2, main, {CACHE: None, **env}, partial(in_folder, desk), timeout=600)
     assert ended.returncode == 0 and not ended.stderr.strip(), ended
     return json.loads(file.with_name("OUTCOMES.json").read_text())
 
@@ -262,34 +261,27 @@ LAUNCHES = {  # words of a launch, and the line that the recipe says
         "cls.py: --lr fast: must be a number"
     ),
 }
-LATE_FIRST_RANK = """
-import os, sys, time
+FAILS = """
+import os, signal, sys, time
 from pathlib import Path
-from common.launching import launch
 from common.errors import Refused
+from common.launching import launch
 
 def main():
-    refused = Path(sys.argv[1])
-    if os.environ["RANK"] == "0":
+    kind, refused = sys.argv[1], Path(sys.argv[2])
+    if os.environ["RANK"] == "1":
+        if kind == "raises":
+            raise ValueError("of the test")
+        if kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "late":
         while not refused.exists():
             time.sleep(0.01)
         time.sleep(2)  # many times the interval at which the launcher looks for a process that failed
+    else:
+        time.sleep(600)
     refused.touch()
     raise Refused("no")
-
-launch.run(main)
-"""
-ONE_FAILS = """
-import os, signal, sys, time
-from pathlib import Path
-from common.launching import launch
-
-def main():
-    if os.environ["RANK"] == "1":
-        if sys.argv[1] == "raises":
-            raise ValueError("of the test")
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(600)
 
 launch.run(main)
 """
@@ -302,8 +294,8 @@ def test_a_launch_that_cannot_work_is_answered_by_one_line_of_the_recipe(launch,
     for command, line in LAUNCHES.items():
         words = [a_desk / word if word == "inverted" else word for word in command.split()]
         started[line] = launch.start_python(*words, "--output_dir", runs, env={"CUDA_VISIBLE_DEVICES": ""})
-    (tmp_path / "cls.py").write_text(LATE_FIRST_RANK)
-    started["cls.py: no"] = launch.start("multi_cpu", tmp_path / "cls.py", tmp_path / "refused")
+    (tmp_path / "cls.py").write_text(FAILS)
+    started["cls.py: no"] = launch.start("multi_cpu", tmp_path / "cls.py", "late", tmp_path / "refused")
     for line, run in started.items():
         done = run.finish()
         bare = "1 GPU" in line or "--lr" in line
@@ -316,19 +308,15 @@ def test_a_launch_that_cannot_work_is_answered_by_one_line_of_the_recipe(launch,
 def test_a_launcher_shows_a_crash_once(launch, tmp_path) -> None:
     """Else the cause would stand between two tracebacks of the launcher."""
     script, host = tmp_path / "cls.py", os.uname().nodename
-    script.write_text(ONE_FAILS)
-    started = [launch.start("multi_cpu", script, kind) for kind in ("raises", "killed")]
+    script.write_text(FAILS)
+    started = [launch.start("multi_cpu", script, kind, tmp_path) for kind in ("raises", "killed")]
     raised, killed = (each.finish() for each in started)
     assert raised.returncode == killed.returncode == 1
-    of_rank, process = (
-        rf"Traceback .*\nValueError: of the test\non rank 1 \({host}\)\n",
-        r"process \d+ \(local rank 1\)",
-    )
-    assert re.fullmatch(rf"{of_rank}{host}: {process} failed with exit code 1, see .*", raised.stderr, re.DOTALL), (
-        raised
-    )
+    process = rf"{host}: process \d+ \(local rank 1\)"
+    said = rf"Traceback .*\nValueError: of the test\non rank 1 \({host}\)\n{process} failed with exit code 1, see .*"
+    assert re.fullmatch(said, raised.stderr, re.DOTALL), raised
     assert raised.stderr.count("Traceback") == 1 and raised.stderr.count("\n") < 12
-    assert re.fullmatch(rf"{host}: {process} was killed by SIGKILL: by a person, or .*\n", killed.stderr), killed
+    assert re.fullmatch(rf"{process} was killed by SIGKILL: by a person, or .*\n", killed.stderr), killed
 
 
 # ---- a run folder that holds something already
@@ -399,7 +387,7 @@ def test_a_start_that_is_refused_executes_nothing_and_loses_nothing(forks, a_des
     assert marker.exists(), "the pickle of this test would not execute"
 
 
-# ---- while it runs: images that do harm, and a disk that takes no more
+# ---- while it runs: images that do harm, and a terminal that is gone
 
 
 def test_broken_and_hostile_images_are_named_and_counted(run_several, a_desk, tmp_path) -> None:
@@ -443,35 +431,13 @@ def test_broken_and_hostile_images_are_named_and_counted(run_several, a_desk, tm
     assert one.rows[-1]["data/broken"] == 2 and one.rows[-1]["eval/count"] == 7  # 50 positions over 25 images
 
 
-def go_on(forks, desk: Path, output: Path, *words: object, before: Callable[[], None] | None = None):
-    """The same command as the desk's run, in another place, for four steps."""
-
-    command = [*words_of(FIRST)[1:], "--data", desk / "pets", "--max_steps", 4, "--output_dir", output, *words]
-    return forks(*command, before=before)
-
-
 def print_to_a_full_disk() -> None:
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
 
 
-def limit_files(size: int) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-
-def test_a_run_outlives_its_terminal_and_a_limit_on_file_sizes_costs_no_checkpoint(forks, a_desk, tmp_path) -> None:
-    """With a limit, as with a quota: the checkpoint's small files fit, its tensors don't."""
-    ended = go_on(forks, a_desk, tmp_path, before=print_to_a_full_disk)
+def test_a_run_outlives_its_terminal(forks, a_desk, tmp_path) -> None:
+    words = [*words_of(FIRST)[1:], "--data", a_desk / "pets", "--output_dir", tmp_path]
+    ended = forks(*words, before=print_to_a_full_disk)
     assert ended.code == 0 and ended.stderr == "", ended
     assert json.loads((tmp_path / "first/status.json").read_text())["status"] == "finished"
-    assert "finished  4 steps" in (tmp_path / "first/log.txt").read_text()
-
-    folder = tmp_path / "limited"
-    shutil.copytree(a_desk / "runs/first", folder / "first")
-    ended = go_on(forks, a_desk, folder, before=partial(limit_files, 500_000))
-    assert ended.code == 2 and len(ended.stderr.splitlines()) == 1, ended
-    said = rf"cls.py: {folder}/first can't be written \(.*File too large.*\): make room, and the same"
-    assert re.match(said, ended.stderr), ended.stderr
-    assert verify(folder / "first/checkpoints/step_00000002").step == 2
-    assert [path.name for path in (folder / "first/checkpoints").iterdir()] == ["step_00000002"]
-    ended = go_on(forks, a_desk, folder)
-    assert ended.code == 0 and "resuming from step 2 of 4" in ended.stdout, ended
+    assert "finished  2 steps" in (tmp_path / "first/log.txt").read_text()
