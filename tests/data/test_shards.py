@@ -120,7 +120,9 @@ def test_labels_are_lists_or_named_and_parts_share_the_classes_of_train(tmp_path
 
 def test_the_same_share_of_the_same_images_is_held_out_from_shards_as_from_files(files, server, tmp_path):
     write_tars(files, tmp_path / "tars", "train")
-    for data in (tmp_path / "tars", f"{server.url}/tars/train-{{000..002}}.tar"):
+    store = fsspec.filesystem("memory")
+    store.pipe({f"/{path.rpartition('/')[2]}": data for path, data in server.files.items() if "/tars/" in path})
+    for data in (tmp_path / "tars", f"{server.url}/tars/train-{{000..002}}.tar", "memory://*.tar"):
         for of_files, of_shards in zip(read(files), read(data), strict=True):
             assert np.array_equal(of_files.labels, of_shards.labels)
             contents = [Path(of_files.content(place)).read_bytes() for place in range(len(of_files))]
@@ -143,14 +145,6 @@ def test_parquet_at_a_url_has_the_images_of_the_files_in_row_groups(files, serve
 def test_secrets_that_a_run_would_record_are_refused(data):
     said = refusal(data)
     assert "a password or signature would be recorded; name an environment variable" in said and "hunter2" not in said
-
-
-def test_what_fsspec_names_has_the_images_of_the_files(files, server):
-    store = fsspec.filesystem("memory")
-    store.pipe({f"/shards/{path.rpartition('/')[2]}": data for path, data in server.files.items() if "/tars/" in path})
-    source = read("memory://shards/*.tar", alone=True)[0]
-    assert [source.content(place) for place in range(349)] == [file.read_bytes() for file in in_order(files)]
-    assert source.name(0) == f"memory:///shards/train-000.tar/{in_order(files)[0].relative_to(files)}" and source.blocks
 
 
 # ---- hostile shards
@@ -357,6 +351,18 @@ def test_an_index_is_kept_until_a_shard_changes(files, tmp_path, monkeypatch):
     assert len([*(tmp_path / "cache").iterdir()]) == 2
 
 
+def read_on_ranks(data: str, at_once: int) -> tuple[str, list[str]]:
+    shard_index._AT_ONCE = at_once
+    source = read(data, alone=True)[0]
+    return source.fingerprint, [source.name(place) for place in range(0, len(source), 20)]
+
+
+def test_ranks_make_the_index_together(files, processes, tmp_path):
+    """Of seven shards, which are three turns of three ranks, in the order in which one process reads them."""
+    write_tars(files, tmp_path, "train", (40, 1, 70, 30, 30, 100, 78))
+    assert processes.run(read_on_ranks, str(tmp_path), 1, ranks=3) == [read_on_ranks(str(tmp_path), 8)] * 3
+
+
 def test_a_start_with_an_index_of_a_billion_samples_reads_what_is_asked_for_alone(tmp_path):
     """The files are sparse: 36 GB that take no room, and would take minutes to read."""
     count = 10**9
@@ -364,7 +370,7 @@ def test_a_start_with_an_index_of_a_billion_samples_reads_what_is_asked_for_alon
     os.truncate(tmp_path / "entries", shard_index.ENTRY.itemsize * count)
     np.lib.format.open_memmap(tmp_path / "labels.npy", "w+", np.int64, (count,))
     np.save(tmp_path / "edges.npy", np.arange(0, count + 1, 400))
-    facts = {"classes": ["a", "b"], "counts": [count, 0], "fingerprint": "0", "notes": [], "block_bytes": [100.0, 100]}
+    facts = {"classes": ["a", "b"], "counts": [count, 0], "fingerprint": "0", "notes": [], "block_bytes": 100}
     (tmp_path / "facts.json").write_text(json.dumps(facts))
     began = time.process_time()
     index = shard_index._load(tmp_path, shard_index.ShardList(("a.tar",), ((0, ""),), "", ""))
@@ -503,7 +509,7 @@ def test_data_workers_read_an_epoch_of_blocks_hardly_more_than_once(files, serve
     monkeypatch.setattr(shard_index, "_BLOCK", 2**13)
     source = read(f"{server.url}/tars/train-{{000..002}}.tar", alone=True)[0]
     count = len(source.blocks.edges) - 1
-    (source, _) = shards.shared([source, source], 24 * source.index.block_bytes[0] / 2**20)
+    (source, _) = shards.shared([source, source], 24 * source.index.block_bytes / 2**20)
     assert count > 60 and source.cache.slots == 24 and source.blocks.pool == 8
     assert source.notes[-1].startswith("99% of neighbours in the shards have the same class")
     server.asked.clear()
