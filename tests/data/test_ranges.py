@@ -17,9 +17,8 @@ import fsspec
 import numpy as np
 import pytest
 
-from common.data import http_ranges, ranges
-from common.data.range_faults import ShardChanged, Unreadable
-from common.data.ranges import RangeFile, read, stat
+from common.data import ranges
+from common.data.ranges import RangeFile, ShardChanged, Unreadable, read, stat
 from common.data.shard_names import expand, printable_name
 from common.errors import Refused
 from tests.harness.range_server import RangeServer
@@ -45,9 +44,8 @@ def server(kept_server, quick):
 @pytest.fixture
 def quick(monkeypatch):
     """Short waits, and nothing of this machine's environment."""
-    for name, value in (("FIRST_WAIT_S", 0.01), ("LONGEST_WAIT_S", 0.05), ("PATIENCE_S", 5.0)):
+    for name, value in (("FIRST_WAIT_S", 0.01), ("LONGEST_WAIT_S", 0.05), ("PATIENCE_S", 5.0), ("SILENCE_S", 0.3)):
         monkeypatch.setattr(ranges, name, value)
-    monkeypatch.setattr(http_ranges, "SILENCE_S", 0.3)
     for name in "http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY RANK REQUESTS_CA_BUNDLE".split():
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", os.devnull)
@@ -199,7 +197,7 @@ status_503 status_500 status_429_0 reset short drip silent other whole encoded r
 @pytest.mark.parametrize("fault", PASSING)
 def test_passing_faults(server, monkeypatch, fault):
     """The same bytes come after two such answers, of `stat` as well as of `read`."""
-    monkeypatch.setattr(http_ranges, "SLOWEST", 1e9)
+    monkeypatch.setattr(ranges, "SLOWEST", 1e9)
     server.files |= {"/moved.tar": DATA, "/signed.tar": DATA}
     server.faults["/signed.tar"] = ["status 403", "", "status 403"]
     name, fault = f"{server.url}/a.tar", fault.replace("_", " ")
@@ -298,7 +296,7 @@ def test_name_server_that_comes_back(server, monkeypatch):
     name = f"http://shards.example:{server.server_port}/a.tar"
     assert read(name, 0, 1000, '"first"') == read(name, 0, 1000, '"first"') == DATA[:1000]
     assert len(looked_up) == 5
-    http_ranges._session.cache_clear()
+    ranges._session.cache_clear()
     monkeypatch.setattr(ranges, "PATIENCE_S", 0.1)
     failures += [socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")] * 100
     with pytest.raises(Unreadable, match="byte 0: Temporary failure in name resolution; "):
@@ -334,7 +332,7 @@ def test_certificates_are_checked(quick, certificate, monkeypatch):
         assert not server.asked
         monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
         assert read(name, 3, 99_999, '"first"') == DATA[3:99_999]
-        monkeypatch.setattr(http_ranges, "SLOWEST", 1e9)
+        monkeypatch.setattr(ranges, "SLOWEST", 1e9)
         server.faults["/a.tar"] = ["drip", "short", "reset"]
         assert read(name, 3, 99_999, '"first"') == DATA[3:99_999]
         server.faults["/a.tar"] = [f"redirect {plain.url}/a.tar"]

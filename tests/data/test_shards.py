@@ -25,7 +25,7 @@ from common.data import workers as loader_workers
 from common.data.block_cache import open_blocks
 from common.data.block_order import Blocks
 from common.data.loader import Prefetcher, evaluation_loader
-from common.data.range_faults import ShardChanged
+from common.data.ranges import ShardChanged
 from common.data.stream import Stream, permutation
 from common.errors import Refused
 from common.files import CACHE
