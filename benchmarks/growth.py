@@ -95,7 +95,7 @@ def start_of_shards(samples: int, root: Path) -> float:
         file.truncate(shard_index.ENTRY.itemsize * samples)
     np.lib.format.open_memmap(folder / "labels.npy", "w+", np.int64, (samples,))
     np.save(folder / "edges.npy", np.arange(0, samples + 1, min(samples, 400)))
-    facts = {"classes": ["a"], "counts": [samples], "fingerprint": "0", "notes": [], "block_bytes": [100.0, 100]}
+    facts = {"classes": ["a"], "counts": [samples], "fingerprint": "0", "notes": [], "block_bytes": 100}
     (folder / "facts.json").write_text(json.dumps(facts))
     listed = shard_index.ShardList(("a.tar",), ((0, ""),), "", "")
 

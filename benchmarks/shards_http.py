@@ -90,12 +90,10 @@ def ours(source: sources.Source, connections: int, memory: int, epoch: int) -> i
     block_cache.IN_FLIGHT = connections
     cached, _ = shards.shared([source, source], memory)  # an empty cache
     stream, total = Stream(len(source), BATCH, 0, blocks=cached.blocks), 0
-    places = [np.arange(start, min(start + BATCH, len(source))) for start in range(0, len(source), BATCH)]
-    batches = [stream.indices(epoch * len(source) + batch) for batch in places]
-    for batch, following in zip(batches, [*batches[1:], batches[-1]], strict=True):
-        cached.expect(batch)
-        cached.expect(following)
-        total += sum(len(cached.content(index)) for index in batch.tolist())
+    for start in range(0, len(source), BATCH):
+        positions = epoch * len(source) + np.arange(start, min(start + BATCH, len(source)))
+        shards.expect(cached, stream, positions)
+        total += sum(len(cached.content(index)) for index in stream.indices(positions).tolist())
     return total
 
 

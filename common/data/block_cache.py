@@ -4,7 +4,6 @@ Whoever needs a block first reads it, the others wait for it, and the one that w
 file in memory without a name, which the system frees with the last process.
 """
 
-import ctypes
 import fcntl
 import os
 import threading
@@ -25,7 +24,6 @@ IN_FLIGHT = 8  # requests of a process at a time
 _TOGETHER = 2**25  # bytes of blocks that are asked for at once
 _SLOT = np.dtype([("block", "<i8"), ("ready", "<i8"), ("used", "<i8")])  # block + 1, or 0 for none; a time in ns
 _WAIT = 0.002  # seconds until a block that another process reads is looked for again
-_PUNCH_HOLE, _KEEP_SIZE = 2, 1  # of Linux's fallocate
 
 Fetch = Callable[[list[int]], list[list]]  # numbers of blocks -> the samples of each, as bytes. Raises `Refused`
 
@@ -103,9 +101,6 @@ class BlockCache:
         ends = np.cumsum([8 * len(samples) + 8, *map(len, samples)], dtype="<i8")
         if ends[-1] > self.room:
             raise Refused(f"a block of samples has {ends[-1]:,} bytes, and its shard says at most {self.room:,}")
-        with suppress(OSError, AttributeError):  # frees what a larger block has left
-            at, room = ctypes.c_longlong(self._place(slot)), ctypes.c_longlong(self.room)
-            ctypes.CDLL(None).fallocate(self.file.fileno(), _PUNCH_HOLE | _KEEP_SIZE, at, room)
         os.pwrite(self.file.fileno(), b"".join([ends.tobytes(), *samples]), self._place(slot))
 
     def _sample(self, slot: int, number: int) -> bytes:

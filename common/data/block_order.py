@@ -40,16 +40,18 @@ class Blocks:
         slots = -(-batch * np.arange(lanes + 1) // lanes)  # lane l has the slots [slots[l], slots[l + 1])
         begin = epoch * size
 
-        def earlier(numbers: np.ndarray) -> np.ndarray:
-            """int64[n, lanes]: how many positions of the stream before each number are of each lane."""
-            batches, slot = np.divmod(np.asarray(numbers)[:, None], batch)
-            return batches * np.diff(slots) + np.clip(slot - slots[:-1], 0, np.diff(slots))
-
-        before, after = earlier(np.array([begin, begin + size]))
-        # Lane l has [firsts[l], firsts[l + 1]) of the samples in permuted blocks.
-        firsts = np.cumsum([0, *(after - before)])
+        widths, every = np.diff(slots), np.arange(lanes)
         lane = np.searchsorted(slots, (begin + places) % batch, side="right") - 1
-        place = firsts[lane] + (earlier(begin + places) - before)[np.arange(len(places)), lane]
+
+        def earlier(position: np.ndarray | int, lane: np.ndarray) -> np.ndarray:
+            """How many positions of the stream before this one are of a lane."""
+            step, slot = np.divmod(position, batch)
+            return step * widths[lane] + np.clip(slot - slots[lane], 0, widths[lane])
+
+        before = earlier(begin, every)
+        # Lane l has [firsts[l], firsts[l + 1]) of the samples in permuted blocks.
+        firsts = np.cumsum([0, *(earlier(begin + size, every) - before)])
+        place = firsts[lane] + earlier(begin + places, lane) - before[lane]
 
         blocks, starts = _permuted(self, seed, epoch)
         windows = np.append(starts[np.arange(0, count, self.pool / lanes).astype(np.int64)], size)

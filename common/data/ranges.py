@@ -2,31 +2,72 @@
 
 A fault that may pass, such as an answer of 503, a reset connection or a name server that is gone for a minute, is tried again
 for `PATIENCE_S`. Then the same bytes come, or the run ends in one line that names shard, offset and cause.
+
+Over http, credentials come from the URL or ~/.netrc, proxies and certificate authorities from the environment, and a redirect
+to another host does not get them: all as `requests` does it. No error or line of a log holds credentials or a URL's query.
 """
 
+import http.client
 import io
+import logging
 import os
 import random
+import re
+import ssl
 import sys
 import time
+from contextlib import closing
 from functools import lru_cache
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from common.data.range_faults import Answer, Fault, ShardChanged, Unreadable
 from common.data.shard_names import file_system, is_http, is_remote, printable_name
 from common.errors import Refused, printable
 from common.files import open_regular
+
+if TYPE_CHECKING:
+    import requests  # imported late, with urllib3: it takes a while
 
 PATIENCE_S = 180.0  # from the first fault of a range to the last attempt
 START_PATIENCE_S = 30.0  # the same for `stat`, since a name may be mistyped
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0
 SPEAK_S = 5.0  # of waiting, after which people are told why
+CONNECT_S = 10.0  # until a server counts as gone
+SILENCE_S = 20.0  # between two pieces of an answer
+SLOWEST = 2**15  # bytes per second; a slower answer is asked for again
+_PIECE = 2**18  # bytes that are taken at once
 _CHECK_S = 60.0  # how often a file is compared with its tag if that takes a request of its own
 _TAGS = "ETag etag blob_id md5Hash LastModified last_modified mtime updated modified created".split()
+_WAY_IN = "; is the signature in the URL too old, or are credentials missing in ~/.netrc?"
+_ENDED_EARLY = "the answer ended early"
 
 Stamp = tuple[int, str]  # bytes; and a tag that differs once the file has changed: ETag, Last-Modified, or time in ns
+Answer = tuple[bytes, int, str]  # bytes of a range, and of its file the size and tag
 
 _jitter = random.SystemRandom()  # takes no numbers from the generators that training draws from
+
+
+class Unreadable(Refused):
+    """A range that can't be read. Its text is one line that names shard, offset and cause, and holds no secret."""
+
+    def __init__(self, name: str, start: int | None = None, cause: str = ""):
+        # With one argument it is the finished text, as when a data worker's error is raised again in the training process.
+        super().__init__(name if start is None else f"{printable_name(name)}: byte {start:,}: {cause}")
+
+
+class ShardChanged(Unreadable):
+    """A shard that is not the one that was indexed."""
+
+    def __init__(self, name: str, start: int | None = None, now: str = "", before: str = ""):
+        super().__init__(name, start, f"it has changed since it was indexed: it is {now} now, and was {before}")
+
+
+class Fault(Exception):
+    """A fault that may pass: the range is asked for again. Its text holds no secret."""
+
+    def __init__(self, cause: str, wait: float = 0.0):
+        """`wait`: seconds that the server asks to wait."""
+        super().__init__(cause)
+        self.wait = wait
 
 
 def stat(name: str) -> Stamp:
@@ -96,9 +137,7 @@ def _opened(name: str, _tag: str) -> BinaryIO:
 
 def _patiently(patience: float, name: str, start: int, stop: int, tag: str | None) -> Answer:
     """The bytes `[start, stop)`, asked for until there is no `Fault`. Raises `Unreadable` after `patience` seconds of them."""
-    from common.data import http_ranges  # its imports take a while
-
-    ask = http_ranges.ask if is_http(name) else _ask_by_fsspec
+    ask = _ask_by_http if is_http(name) else _ask_by_fsspec
     began, tries = 0.0, 0
     while True:
         try:
@@ -111,9 +150,9 @@ def _patiently(patience: float, name: str, start: int, stop: int, tag: str | Non
         if now + wait > began + patience:
             asked = f"; it asks to wait {fault.wait:,.0f} s" if fault.wait else ""
             limit = f"{tries} attempts in {now - began:.0f} s, the limit is {patience:.0f} s"
-            raise Unreadable(name, start, f"{fault.cause}{asked}; {limit}")
+            raise Unreadable(name, start, f"{fault}{asked}; {limit}")
         if now + wait > began + SPEAK_S and os.environ.get("RANK", "0") == "0":
-            _tell_once(f"data: {printable_name(name)}: {fault.cause}; trying again for {patience:.0f} s")
+            _tell_once(f"data: {printable_name(name)}: {fault}; trying again for {patience:.0f} s")
         time.sleep(wait)
 
 
@@ -146,8 +185,101 @@ def _ask_by_fsspec(name: str, start: int, stop: int, tag: str | None) -> Answer:
 
 
 @lru_cache(1024)
-def _stat_of_minute(name: str, _minute: int) -> tuple[int, str]:
+def _stat_of_minute(name: str, _minute: int) -> Stamp:
     files, path = file_system(name)
     files.invalidate_cache()
     info = files.info(path)
     return info["size"], next((str(info[key]) for key in _TAGS if info.get(key)), f"{info['size']} bytes")
+
+
+# ---- http
+
+
+def _ask_by_http(name: str, start: int, stop: int, tag: str | None) -> Answer:
+    """The bytes `[start, stop)` of a file, its size, and its tag, which has to be `tag` unless that is None.
+
+    Raises `Fault` if it is worth asking again, else `ShardChanged` or `Unreadable`.
+    """
+    from urllib3.exceptions import HTTPError
+
+    headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+    try:
+        answer = _session(os.getpid()).get(name, headers=headers, timeout=(CONNECT_S, SILENCE_S), stream=True)
+        with closing(answer):
+            size, now = _check(name, start, stop, tag, answer)
+            return _body(answer.raw, stop - start), size, now
+    except (HTTPError, OSError) as error:
+        cause: BaseException = error
+    while inner := cause.__cause__ or cause.__context__:  # the texts of errors that follow the first may hold the URL
+        cause = inner
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        way_out = "name the file of its authority in REQUESTS_CA_BUNDLE"
+        raise Unreadable(name, start, f"certificate: {cause.verify_message}; {way_out}")
+    if isinstance(cause, ValueError):  # of the URL
+        raise Unreadable(name, start, type(cause).__name__)
+    if isinstance(cause, http.client.IncompleteRead):
+        raise Fault(_ENDED_EARLY)
+    if isinstance(cause, TimeoutError):
+        raise Fault("no answer in time")
+    raise Fault((isinstance(cause, OSError) and cause.strerror) or type(cause).__name__)
+
+
+def _check(name: str, start: int, stop: int, tag: str | None, answer: "requests.Response") -> Stamp:
+    """Size and tag of the file if the answer brings the bytes `[start, stop)` of it, else raises why not."""
+    from urllib3 import Retry
+
+    status, sent = answer.status_code, answer.headers.get("Content-Range", "")
+    said = f"{status} {http.client.responses.get(status, '')}".rstrip()
+    if name.startswith("https:") and not answer.url.startswith("https:"):
+        raise Unreadable(name, start, "redirected from https to http, where nothing is checked")
+    if status in (401, 403) and answer.history:  # each redirect brings a new signature
+        raise Fault(f"{said}, after a redirect")
+    if status in (408, 425, 429) or status >= 500:
+        raise Fault(said, Retry().get_retry_after(answer.raw) or 0.0)
+    if status == 416 and tag:
+        raise ShardChanged(name, start, sent or "shorter", f"{stop} bytes or more")
+    if status >= 300:
+        raise Unreadable(name, start, said + _WAY_IN * (status in (401, 403)))
+    found = re.fullmatch(f"bytes {start}-{stop - 1}/([0-9]+)", sent)
+    if status != 206 or not found or answer.headers.get("Content-Encoding", "identity") != "identity":
+        sent = "the whole file" if status == 200 else sent[:80] or "something else"
+        raise Fault(f"asked for bytes {start}-{stop - 1}, the server sends {sent}; it has to serve ranges")
+    now = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or f"{found[1]} bytes"
+    if tag not in (None, now):
+        raise ShardChanged(name, start, now, str(tag))
+    return int(found[1]), now
+
+
+def _body(raw: Any, size: int) -> bytes:
+    """`size` bytes. An answer that drips is cut off."""
+    found: list[bytes] = []
+    left, latest = size, time.monotonic() + SILENCE_S + size / SLOWEST
+    while left:
+        if not (piece := raw.read1(min(left, _PIECE))):
+            raise Fault(_ENDED_EARLY)
+        if time.monotonic() > latest:
+            raise Fault(f"slower than {SLOWEST / 2**10:.0f} KiB/s")
+        found.append(piece)
+        left -= len(piece)
+    return b"".join(found)
+
+
+@lru_cache
+def _session(_process: int) -> "requests.Session":
+    """Connections of a process, since a fork inherits its parent's."""
+    import requests
+    from requests.adapters import HTTPAdapter
+
+    session = requests.Session()
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, HTTPAdapter(pool_maxsize=64))
+    session.max_redirects = 5
+    return session
+
+
+def _without_query(record: logging.LogRecord) -> bool:
+    record.msg, record.args = re.sub(r"\?[^\s\"'>]*", "", record.getMessage()), ()
+    return True
+
+
+logging.getLogger("urllib3.connectionpool").addFilter(_without_query)  # it logs URLs

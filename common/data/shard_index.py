@@ -100,7 +100,7 @@ class Index:
     counts: tuple[int, ...]  # images of each class
     fingerprint: str
     notes: tuple[str, ...]
-    block_bytes: tuple[float, int]  # of a block: the mean, and the most
+    block_bytes: int  # of the largest block
 
     @property
     def headers(self) -> np.ndarray:
@@ -275,14 +275,13 @@ def _typed(cells: pa.Table) -> pa.Table:
     return cells.cast(pa.schema([(cells.column_names[0], pa.list_(kind) if several else kind)]))
 
 
-def _blocks(entries: np.ndarray, are_rows: bool) -> tuple[np.ndarray, tuple[float, int]]:
-    """Blocks of neighbours, none over two shards: where they begin and end, and their bytes, the mean and the most."""
-    sizes = entries["size"].astype(np.int64) + entries["head"] + 8
+def _blocks(entries: np.ndarray, are_rows: bool) -> tuple[np.ndarray, int]:
+    """Blocks of neighbours, none over two shards: where they begin and end, and the bytes of the largest."""
+    sizes = np.where(entries["size"] > LARGEST, 0, entries["size"]).astype(np.int64) + entries["head"] + 8
     unit = entries["start"] >> 32 if are_rows else entries["start"] // max(_BLOCK, int(sizes.sum()) // _BLOCKS)
     begins = np.flatnonzero((np.diff(unit) != 0) | (np.diff(entries["shard"]) != 0)) + 1
     edges = np.concatenate([[0], begins, [len(entries)]])
-    of_blocks = np.add.reduceat(sizes, edges[:-1]) + 8
-    return edges, (float(of_blocks.mean()), int(of_blocks.max()))
+    return edges, int(np.add.reduceat(sizes, edges[:-1]).max()) + 8
 
 
 def fingerprint(classes: tuple[str, ...], labels: np.ndarray, entries: np.ndarray) -> str:

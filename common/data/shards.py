@@ -29,7 +29,7 @@ from common.distributed.collectives import all_or_none, broadcast_object, is_mai
 from common.errors import Refused, printable
 from common.randomness import mix
 
-_GAP = 2**14  # bytes between two images that are read rather than left out
+_GAP = 2**20  # bytes between two images that are read rather than left out: about what comes while an answer is awaited
 _FEWEST = 8  # blocks in a cache
 _SEEN = 1_000_000  # samples whose classes show whether shards are sorted by them
 _SHARDS = re.compile(r"\.tar($|[,?])|^\w+://")
@@ -139,15 +139,15 @@ def shared(sources: Sequence[Any], memory: int) -> tuple[Any, ...]:
         return tuple(sources)
     found: list[Shards] = []
     for source in dict.fromkeys(sources):
-        mean, most = source.index.block_bytes
-        slots = int(memory * 2**20 / mean)
+        largest = source.index.block_bytes
+        slots = int(memory * 2**20 / largest)
         if slots < _FEWEST:
-            needed = -(-_FEWEST * mean // 2**20)
-            raise Refused(f"--shard_memory {memory}: holds {slots} blocks of neighbours; give {needed:.0f} or more")
+            needed = -(-_FEWEST * largest // 2**20)
+            raise Refused(f"--shard_memory {memory}: holds {slots} blocks of neighbours; give {needed} or more")
         slots = max(_FEWEST, slots // (8 if found else 1))
         blocks, count = replace(source.blocks, pool=slots // 3), len(source.blocks.edges) - 1
         notes = source.notes if blocks.pool >= count else (*source.notes, *_order_notes(source.labels[:_SEEN]))
-        found.append(replace(source, blocks=blocks, notes=notes, cache=open_blocks(min(slots, count), most)))
+        found.append(replace(source, blocks=blocks, notes=notes, cache=open_blocks(min(slots, count), largest)))
     return (found[0], found[-1])
 
 

@@ -8,7 +8,6 @@ import os
 import pickle
 import socket
 import subprocess
-import sys
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +17,8 @@ import fsspec
 import numpy as np
 import pytest
 
-from common.data import http_ranges, ranges
-from common.data.range_faults import ShardChanged, Unreadable
-from common.data.ranges import RangeFile, read, stat
+from common.data import ranges
+from common.data.ranges import RangeFile, ShardChanged, Unreadable, read, stat
 from common.data.shard_names import expand, printable_name
 from common.errors import Refused
 from tests.harness.range_server import RangeServer
@@ -40,35 +38,26 @@ def server(kept_server, quick):
     kept_server.files = {"/a.tar": DATA, "/empty.tar": b""}
     for state in (kept_server.tags, kept_server.faults, kept_server.asked):
         state.clear()
-    kept_server.before = lambda path: None
     return kept_server
 
 
 @pytest.fixture
 def quick(monkeypatch):
     """Short waits, and nothing of this machine's environment."""
-    for module, name, value in (
-        (ranges, "FIRST_WAIT_S", 0.01),
-        (ranges, "LONGEST_WAIT_S", 0.05),
-        (ranges, "PATIENCE_S", 5.0),
-        (http_ranges, "SILENCE_S", 0.3),
-    ):
-        monkeypatch.setattr(module, name, value)
-    for name in ("http_proxy", "https_proxy", "all_proxy", "RANK", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+    for name, value in (("FIRST_WAIT_S", 0.01), ("LONGEST_WAIT_S", 0.05), ("PATIENCE_S", 5.0), ("SILENCE_S", 0.3)):
+        monkeypatch.setattr(ranges, name, value)
+    for name in "http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY RANK REQUESTS_CA_BUNDLE".split():
         monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.setenv("NETRC", os.devnull)
 
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
     path = tmp_path_factory.mktemp("certificate") / "both.pem"
-    subject = "-subj /CN=test -addext subjectAltName=IP:127.0.0.1"
-    made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
-    subprocess.run(
-        [*f"{made} {subject}".split(), "-keyout", path, "-out", f"{path}.crt"], check=True, capture_output=True
-    )
-    path.write_text(path.read_text() + Path(f"{path}.crt").read_text())
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test"
+    words = [*make.split(), "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", path]
+    made = subprocess.run(words, check=True, capture_output=True, text=True)
+    path.write_text(path.read_text() + made.stdout)
     return path
 
 
@@ -85,10 +74,9 @@ def test_patterns_name_shards(tmp_path, monkeypatch):
         assert expand(pattern) == paths, pattern
     assert expand(f"file://{tmp_path}/b-*.tar") == paths
     assert expand("one") == [str(tmp_path / "one/x.tar")]
+    assert expand("o*/x.tar") == [str(tmp_path / f"{folder}/x.tar") for folder in ("one", "other")]
     Path("one").rename("a,{1..2}[x]")
     assert expand("a,{1..2}[x]") == [str(tmp_path / "a,{1..2}[x]/x.tar")]
-    Path("a,{1..2}[x]").rename("one")
-    assert expand("o*/x.tar") == [str(tmp_path / f"{folder}/x.tar") for folder in ("one", "other")]
     web = [f"https://h/{part}/{number:06}.tar?k=v" for part in ("a", "b") for number in (9, 10)]
     assert expand("https://h/{a,b}/{000009..000010}.tar?k=v") == web
     assert expand("http://h/{9..11}.tar") == [f"http://h/{number}.tar" for number in (10, 11, 9)]
@@ -99,10 +87,7 @@ def test_patterns_name_shards(tmp_path, monkeypatch):
     [
         ("s3://user:hunter2@bucket/{0..1}.tar", "s3://bucket/0.tar: Install s3fs to access S3"),
         ("odd://x.tar", "odd://x.tar: Protocol not known: odd"),
-        (
-            "https://u:hunter2@h/*.tar?k=s3cr3t",
-            "https://h/*.tar: a web server does not list its files; name them, such as",
-        ),
+        ("https://u:hunter2@h/*.tar?k=s3cr3t", "https://h/*.tar: a web server does not list its files; name them"),
         (
             "https://h/a.tar?s3cr3t,https://h/a.tar?s3cr3t",
             "https://h/a.tar,https://h/a.tar: https://h/a.tar is named twice",
@@ -154,18 +139,11 @@ def test_local_ranges(tmp_path):
 def test_ranges_of_fsspec(quick, monkeypatch):
     files = fsspec.filesystem("memory")
     files.pipe({"/kept/a.tar": DATA, "/kept/b.tar": DATA[::-1], "/kept/notes": b""})
-    a, b = names = expand("memory://kept")
-    assert (
-        names
-        == expand("memory://kept/*.tar")
-        == expand("memory://kept/{a,b}.tar")
-        == ["memory:///kept/a.tar", "memory:///kept/b.tar"]
-    )
-    stamps = [stat(name) for name in names]
-    asked = [
-        (name, start, start + 100, stamp[1]) for start in (0, 500) for name, stamp in zip(names, stamps, strict=True)
-    ]
-    assert [read(*one) for one in asked] == [DATA[:100], DATA[::-1][:100], DATA[500:600], DATA[::-1][500:600]]
+    a, b = names = ["memory:///kept/a.tar", "memory:///kept/b.tar"]
+    for pattern in ("memory://kept", "memory://kept/*.tar", "memory://kept/{a,b}.tar"):
+        assert expand(pattern) == names
+    tags = {name: stat(name)[1] for name in names}
+    assert [read(name, 500, 600, tags[name]) for name in names] == [DATA[500:600], DATA[::-1][500:600]]
 
     class Flaky(type(files)):
         left = 2
@@ -177,21 +155,21 @@ def test_ranges_of_fsspec(quick, monkeypatch):
             return super().cat_file(*args, **kwargs)
 
     monkeypatch.setattr(ranges, "file_system", lambda name: (Flaky(), "/kept/a.tar"))
-    assert read(*asked[0]) == DATA[:100]
+    assert read(a, 0, 100, tags[a]) == DATA[:100]
     Flaky.left = 10**6
     monkeypatch.setattr(ranges, "PATIENCE_S", 0.1)
     with pytest.raises(Unreadable, match=r"memory:///kept/a\.tar: byte 0: OSError; \d+ attempts in") as error:
-        read(*asked[0])
+        read(a, 0, 100, tags[a])
     assert "s3cr3t" not in str(error.value)
     monkeypatch.undo()
     files.pipe("/kept/b.tar", DATA)
     ranges._stat_of_minute.cache_clear()
     with pytest.raises(ShardChanged, match=r"b\.tar: byte 500"):
-        read(*asked[3])
+        read(b, 500, 600, tags[b])
     files.rm("/kept/b.tar")
     with pytest.raises(Unreadable, match="byte 0: FileNotFoundError"):
         stat(b)
-    assert stat(a) == stamps[0]
+    assert stat(a) == (len(DATA), tags[a])
 
 
 # ---- http
@@ -201,19 +179,13 @@ def test_http_ranges(server):
     name = f"{server.url}/a.tar"
     size, tag = stat(name)
     assert (size, tag) == (len(DATA), '"first"')
-    assert [read(name, start, stop, tag) for start, stop in ((0, 1), (17, 60_000), (99_999, 100_000), (5, 5))] == [
-        DATA[:1],
-        DATA[17:60_000],
-        DATA[-1:],
-        b"",
-    ]
+    for start, stop in ((0, 1), (17, 60_000), (99_999, 100_000), (5, 5)):
+        assert read(name, start, stop, tag) == DATA[start:stop]
     assert len({port for _, _, port in server.asked}) == 1, "the connection is kept"
     with pytest.raises(Unreadable, match=r"empty\.tar: byte 0: 416 Requested Range Not Satisfiable"):
         stat(f"{server.url}/empty.tar")
     server.files["/a.tar"] = DATA[:10]
-    with pytest.raises(
-        ShardChanged, match=r"a\.tar: byte 99,999: .* it is bytes \*/10 now, and was 100000 bytes or more"
-    ):
+    with pytest.raises(ShardChanged, match=r"byte 99,999: .* it is bytes \*/10 now, and was 100000 bytes or more"):
         read(name, 99_999, 100_000, tag)
 
 
@@ -225,7 +197,7 @@ status_503 status_500 status_429_0 reset short drip silent other whole encoded r
 @pytest.mark.parametrize("fault", PASSING)
 def test_passing_faults(server, monkeypatch, fault):
     """The same bytes come after two such answers, of `stat` as well as of `read`."""
-    monkeypatch.setattr(http_ranges, "SLOWEST", 1e9)
+    monkeypatch.setattr(ranges, "SLOWEST", 1e9)
     server.files |= {"/moved.tar": DATA, "/signed.tar": DATA}
     server.faults["/signed.tar"] = ["status 403", "", "status 403"]
     name, fault = f"{server.url}/a.tar", fault.replace("_", " ")
@@ -294,9 +266,7 @@ def test_wait_that_a_server_asks_for(server, monkeypatch, capfd):
     def wait(count: int) -> None:
         began = time.monotonic()
         with ThreadPoolExecutor(count) as pool:
-            assert [*pool.map(read, [name] * count, [0] * count, [10] * count, ['"first"'] * count)] == [
-                DATA[:10]
-            ] * count
+            assert {*pool.map(lambda _: read(name, 0, 10, '"first"'), range(count))} == {DATA[:10]}
         assert time.monotonic() - began >= 1
 
     server.faults["/a.tar"] = ["status 429 1"]
@@ -326,7 +296,7 @@ def test_name_server_that_comes_back(server, monkeypatch):
     name = f"http://shards.example:{server.server_port}/a.tar"
     assert read(name, 0, 1000, '"first"') == read(name, 0, 1000, '"first"') == DATA[:1000]
     assert len(looked_up) == 5
-    http_ranges._session.cache_clear()
+    ranges._session.cache_clear()
     monkeypatch.setattr(ranges, "PATIENCE_S", 0.1)
     failures += [socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")] * 100
     with pytest.raises(Unreadable, match="byte 0: Temporary failure in name resolution; "):
@@ -357,14 +327,12 @@ def test_certificates_are_checked(quick, certificate, monkeypatch):
         server.files["/a.tar"] = plain.files["/a.tar"] = DATA
         name = f"{server.url}/a.tar"
         for call in (lambda: stat(name), lambda: read(name, 3, 9, '"first"')):
-            with pytest.raises(
-                Unreadable, match=r"a\.tar: byte [03]: certificate: self-signed certificate; name the file"
-            ):
+            with pytest.raises(Unreadable, match=r"byte [03]: certificate: self-signed certificate; name the file"):
                 call()
         assert not server.asked
         monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
         assert read(name, 3, 99_999, '"first"') == DATA[3:99_999]
-        monkeypatch.setattr(http_ranges, "SLOWEST", 1e9)
+        monkeypatch.setattr(ranges, "SLOWEST", 1e9)
         server.faults["/a.tar"] = ["drip", "short", "reset"]
         assert read(name, 3, 99_999, '"first"') == DATA[3:99_999]
         server.faults["/a.tar"] = [f"redirect {plain.url}/a.tar"]
@@ -399,6 +367,3 @@ def test_other_processes_have_their_own_connections(server):
     assert found == [digest] * 2
     assert not mine & {port for _, _, port in server.asked}
     assert digest_of(asked) == digest
-    code = f"from common.data.ranges import read; print(read({name!r}, 7, 20, '\"first\"').hex())"
-    fresh = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert fresh.stdout.strip() == DATA[7:20].hex()

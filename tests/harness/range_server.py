@@ -5,7 +5,6 @@ import ssl
 import struct
 import threading
 from collections import defaultdict
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -20,68 +19,47 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         server, path = self.server, self.path.partition("?")[0]
-        with server.changed:
-            server.asked.append((self.path, dict(self.headers), self.client_address[1]))
-            fault = server.faults[path].pop(0) if server.faults[path] else ""
-            server.changed.notify_all()
-        server.before(path)
-        getattr(self, f"_{fault.partition(' ')[0] or 'part'}")(path, *fault.split()[1:])
+        server.asked.append((self.path, dict(self.headers), self.client_address[1]))
+        with server.lock:
+            fault, *words = (server.faults[path].pop(0) if server.faults[path] else "").split() or [""]
+        if fault in ("short", "drip", "silent", "reset"):
+            self.close_connection = True
+        if fault == "status":
+            self._answer(int(words[0]), b"no", {"Retry-After": words[1]} if words[1:] else {})
+        elif fault == "redirect":
+            self._answer(302, b"", {"Location": words[0]})
+        elif fault == "silent":
+            server.ended.wait(20)
+        elif fault == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+        elif (data := server.files.get(path)) is None:
+            self._answer(404, b"no", {})
+        elif fault == "whole":
+            self._answer(200, data, {"ETag": server.tags[path]})
+        else:
+            self._part(data, server.tags[path], fault)
 
-    def _part(self, path: str, moved: int = 0, body: Callable[[bytes], None] | None = None, more: dict = {}) -> None:  # noqa: B006
-        data = self.server.files.get(path)
-        if data is None:
-            return self._status(path, "404")
-        first, last = (int(text) + moved for text in self.headers["Range"].removeprefix("bytes=").split("-"))
+    def _part(self, data: bytes, tag: str, fault: str) -> None:
+        first, last = (int(text) + (fault == "other") for text in self.headers["Range"][len("bytes=") :].split("-"))
         last = min(last, len(data) - 1)
         if first > last:
             return self._answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
-        headers = {"Content-Range": f"bytes {first}-{last}/{len(data)}", "ETag": self.server.tags[path], **more}
-        self._answer(206, data[first : last + 1], headers, body)
+        headers = {"Content-Range": f"bytes {first}-{last}/{len(data)}", "ETag": tag}
+        headers |= {"Content-Encoding": "gzip"} if fault == "encoded" else {}
+        self._answer(206, data[first : last + 1], headers, fault)
 
-    def _answer(self, status: int, data: bytes, headers: dict[str, str], body: Callable | None = None) -> None:
+    def _answer(self, status: int, data: bytes, headers: dict[str, str], fault: str = "") -> None:
         self.send_response(status)
         for name, value in (headers | {"Content-Length": str(len(data))}).items():
             self.send_header(name, value)
         self.end_headers()
-        (body or self.wfile.write)(data)
-
-    def _status(self, _path: str, status: str, wait: str = "") -> None:
-        self._answer(int(status), b"no", {"Retry-After": wait} if wait else {})
-
-    def _other(self, path: str) -> None:
-        self._part(path, moved=1)
-
-    def _whole(self, path: str) -> None:
-        self._answer(200, self.server.files[path], {"ETag": self.server.tags[path]})
-
-    def _encoded(self, path: str) -> None:
-        self._part(path, more={"Content-Encoding": "gzip"})
-
-    def _short(self, path: str) -> None:
-        self.close_connection = True
-        self._part(path, body=lambda data: self.wfile.write(data[: len(data) // 2]))
-
-    def _drip(self, path: str) -> None:
-        def drip(data: bytes) -> None:
-            for place in range(len(data)):
-                self.wfile.write(data[place : place + 1])
-                if self.server.ended.wait(0.02):
-                    break
-
-        self.close_connection = True
-        self._part(path, body=drip)
-
-    def _silent(self, _path: str) -> None:
-        self.close_connection = True
-        self.server.ended.wait(20)
-
-    def _reset(self, _path: str) -> None:
-        self.close_connection = True
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.connection.close()
-
-    def _redirect(self, _path: str, target: str) -> None:
-        self._answer(302, b"", {"Location": target})
+        if fault == "short":
+            data = data[: len(data) // 2]
+        while fault == "drip" and data and not self.server.ended.wait(0.02):
+            self.wfile.write(data[:1])
+            data = data[1:]
+        self.wfile.write(data)
 
 
 class RangeServer(ThreadingHTTPServer):
@@ -97,8 +75,7 @@ class RangeServer(ThreadingHTTPServer):
         self.tags: defaultdict[str, str] = defaultdict(lambda: '"first"')
         self.faults: defaultdict[str, list[str]] = defaultdict(list)
         self.asked: list[tuple[str, dict[str, str], int]] = []  # path and query, headers, the client's port
-        self.before: Callable[[str], None] = lambda path: None  # called before each answer
-        self.changed, self.ended = threading.Condition(), threading.Event()
+        self.lock, self.ended = threading.Lock(), threading.Event()
         self.url = f"{'https' if certificate else 'http'}://127.0.0.1:{self.server_port}"
         if certificate:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

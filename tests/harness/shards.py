@@ -33,8 +33,8 @@ def in_order(folder: Path) -> list[Path]:
 
 def cut(folder: Path, counts: Sequence[int]) -> list[list[Path]]:
     """The images of each shard; the last has all that are left."""
-    files, ends = in_order(folder), [0, *itertools.accumulate(counts[:-1])]
-    return [files[start:end] for start, end in zip(ends, [*ends[1:], len(files)], strict=True)]
+    files = iter(in_order(folder))
+    return [*([*itertools.islice(files, count)] for count in counts[:-1]), [*files]]
 
 
 def add(tar: tarfile.TarFile, name: str, content: bytes, **facts: object) -> None:

@@ -19,6 +19,7 @@ WORDS += ["--schedule", "constant"]
 KILLED = "--checkpoint_every 3 --shard_memory 1 --tracker none --workers 1".split()
 CLOSE = 1e-9
 KEY = {"SHARDS_KEY": "Signature=s3cr3t"}
+FAULTS = ("", "", "status 503", "", "reset", "short", "", "other", "", "status 429 1")  # of answers about each shard
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +49,14 @@ def from_server(server, kind: str) -> str:
 
 @pytest.fixture(scope="module")
 def runs(run_several, data, server, tmp_path_factory):
-    """Outcomes on one process and on three, which also end what the first one has begun."""
+    """Outcomes on one process and, from a server with faults, on three, which also end what the first one has begun."""
     blocks = ["--data", from_server(server, "parquet"), "--shard_memory", 1]
     begun = ["--name", "begun", "--output_dir", tmp_path_factory.mktemp("begun")]
     one = {
         "files": ["--data", data / "files"],
         "tars": ["--data", data / "tars"],
         "parquet": ["--data", data / "parquet", "--workers", 2],
-        "tars from a server": ["--data", from_server(server, "tars"), "--workers", 2],
+        "tars from a server": ["--data", from_server(server, "tars"), "--workers", 2, "--cache", 32],
         "blocks": [*blocks, "--workers", 0],
         "first half": [*blocks, *begun, "--max_steps", 5],
     }
@@ -67,6 +68,7 @@ def runs(run_several, data, server, tmp_path_factory):
         "tried": ["--data", from_server(server, "tars"), "--dry_run"],
     }
     found = {1: run_several(1, {name: [*WORDS, *map(str, words)] for name, words in one.items()}, env=KEY)}
+    server.faults |= {path: [*FAULTS] for path in server.files if path.startswith("/parquet/train")}
     best = found[1]["tars"].folder / "best"
     words = {name: [str(word).replace("BEST", str(best)) for word in words] for name, words in three.items()}
     return found | {3: run_several(3, {name: [*WORDS, *words] for name, words in words.items()}, env=KEY)}
@@ -84,7 +86,8 @@ def test_shards_train_as_their_files_bit_for_bit(runs, kind):
 
 
 @pytest.mark.parametrize("kind", ["tars", "blocks"])
-def test_shards_train_the_same_on_three_processes_with_data_workers(runs, kind):
+def test_shards_train_the_same_on_three_processes_with_data_workers(runs, server, kind):
+    assert not server.faults["/parquet/train-002.parquet"], "all of them were met"
     for key in KEYS:
         assert np.abs(runs[3][kind].column(key) - runs[1][kind].column(key)).max() < CLOSE, key
 
@@ -92,7 +95,7 @@ def test_shards_train_the_same_on_three_processes_with_data_workers(runs, kind):
 def test_blocks_are_another_order_that_a_resumed_run_on_another_layout_keeps(runs):
     whole, halves = runs[1]["blocks"], runs[3]["second half"]
     assert not np.array_equal(whole.column("train/loss"), runs[1]["files"].column("train/loss"))
-    assert "resuming from step 5 of 12" in halves.stdout
+    assert "resuming from step 5 of 12" in halves.stdout and (halves.folder / "suspicious.csv").exists()
     assert np.abs(halves.column("train/loss") - whole.column("train/loss")).max() < CLOSE
 
 
