@@ -424,7 +424,7 @@ def _transform(adoption: Adoption, place: str, kind: str) -> None:
     elif kind in ("Resize", "RandomChoiceResize", "RandomResize") and sides and keeps is not False and not factors:
         shorts, long = sorted({min(side) for side in sides}), max(max(side) for side in sides)
         ranged = kind == "RandomResize" and len(shorts) == 2
-        shorts = sorted({*range(*shorts, 32), shorts[1]}) if ranged else shorts
+        shorts = sorted({*range(shorts[0], shorts[1], 32), shorts[1]}) if ranged else shorts
         note = "the range in steps of 32" if ranged else ""
         adoption.carry(place, note, short_sides=",".join(map(str, shorts)), long_side=long)
     elif kind == "RandomFlip" and directions in (None, "horizontal") and isinstance(probability, (int, float)):
