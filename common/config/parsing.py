@@ -205,8 +205,6 @@ def _typed(name: str, value: Any, kind: Any, where: str = "") -> Any:
         if str(value) not in choices:
             raise Refused(f"{where}--{name} {value}: must be one of {', '.join(choices)}")
         return choices[str(value)]
-    if kind not in (int, float, str):
-        raise TypeError(f"{name}: a field is a bool, int, float, str or Literal, not {kind}")
     try:
         return kind(str(value))
     except ValueError:
@@ -239,8 +237,14 @@ def _for_evaluation(config_class: type[C], origin: Origin, given: dict[str, Any]
 
 
 def _kinds(config_class: type) -> dict[str, Any]:
-    """The types of the fields."""
+    """The types of the fields. Raises `Refused` for one that a flag can't have."""
     hints = get_type_hints(config_class)
+    for name in (field.name for field in dataclasses.fields(config_class)):
+        if hints[name] not in (bool, int, float, str) and get_origin(hints[name]) is not Literal:
+            raise Refused(
+                f"{config_class.__name__}.{name}: {hints[name]} can't be given as a flag; take bool, int, float, str or "
+                'Literal, such as a text of numbers, "8,11"'
+            )
     return {field.name: hints[field.name] for field in dataclasses.fields(config_class)}
 
 

@@ -9,7 +9,9 @@ import contextlib
 import difflib
 import functools
 import hashlib
+import inspect
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -40,10 +42,10 @@ def stem(config: object = None) -> str:
 
 
 def read(config: object = None) -> Source:
-    """The recipe's source, its main file first; none in a notebook. Each file is read once, when this module is imported."""
+    """The recipe's source, its main file first. Each file is read once, when this module is imported."""
     file = started(config)
     if not file:
-        return {}
+        return {f"{_NO_FILE}.py": _typed()}
     file = file.resolve()
     folder, names = file.parent, [file.name]
     for name in names:  # grows in the loop
@@ -98,6 +100,18 @@ def keep(source: Source, run: Path) -> None:
     for name, text in source.items():
         make_folder((run / FOLDER / name).parent)
         replace_file(run / FOLDER / name, text.encode())
+
+
+def _typed() -> str:
+    """The source of the functions and methods that are defined in a notebook."""
+    own = [value for value in vars(sys.modules["__main__"]).values() if getattr(value, "__module__", "") == "__main__"]
+    functions = [value for value in own if inspect.isfunction(value)]
+    functions += [value for kind in own if inspect.isclass(kind) for value in vars(kind).values()]
+    texts = []
+    for function in filter(inspect.isfunction, functions):
+        with contextlib.suppress(OSError, TypeError):
+            texts.append(textwrap.dedent(inspect.getsource(function)))
+    return "\n".join(texts)
 
 
 def _plain(text: str) -> str:

@@ -199,6 +199,17 @@ def test_help_of_a_recipe_shows_at_most_25_flags(capsys, monkeypatch, recipe) ->
     assert 20 <= len(shown_by(capsys, "--help")[1]) <= 25
 
 
+def test_a_field_of_a_copy_that_no_flag_can_set_is_refused_by_name() -> None:
+    @dataclass
+    class Copied(Config):
+        widths: tuple[int, ...] = (1, 2)
+
+    with pytest.raises(
+        Refused, match=r"Copied.widths: tuple\[int, ...\] can't be given as a flag; take bool, int, float, str"
+    ):
+        parse(Copied, [])
+
+
 def test_a_field_may_decide_on_defaults_of_others_which_presets_and_flags_override(preset) -> None:
     assert parse(Config, ["--init", "lion"]) == Config(init="lion", opt="lion", loss="bce", seed=7)
     given = parse(Config, [*preset("seed: 3"), "--init", "lion", "--loss", "ce"])
