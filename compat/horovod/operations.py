@@ -8,18 +8,11 @@ disagree.
 
 Each kind comes in forms. `*_async` functions return a handle for `poll` and `synchronize`. A
 trailing underscore means in place. `grouped_*` functions take and return several tensors, as
-one operation. Functions that are neither asynchronous nor in place can be differentiated.
-Their gradients equal Horovod's, which a script's loss counts on:
-
-| operation | gradient of this rank's tensor |
-| --- | --- |
-| allreduce | the gradients, reduced like the tensor: averaged for Average, summed for Sum, with the same factors |
-| allgather | this rank's rows of the ranks' average gradient |
-| broadcast | on the root, the ranks' average gradient; zero elsewhere |
-| alltoall | each row's gradient, sent back |
-| reducescatter | all rows' gradients, gathered; for Sum times the number of ranks |
-
-Min, Max and Product have none: their backward raises NotImplementedError.
+one operation. Functions that are neither asynchronous nor in place can be differentiated, with
+Horovod's gradients, which a script's loss counts on: those of an allreduce are reduced like the
+tensor, those of an allgather or a broadcast are averaged, those of an alltoall are sent back, and
+those of a reducescatter are gathered, for Sum times the number of ranks. Min, Max and Product have
+none: their backward raises NotImplementedError.
 """
 
 import warnings

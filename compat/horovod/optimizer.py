@@ -40,19 +40,13 @@ def DistributedOptimizer(
             optimizer.step()
 
     Args:
-        named_parameters: names that are the same on all ranks, of all parameters of the
-            optimizer, which may be of several models. By default names are numbers.
-        compression: `Compression.none`, `Compression.fp16`, or a class with `compress` and
-            `decompress`.
-        backward_passes_per_step: gradients of so many backwards are added up before they are
-            reduced.
+        named_parameters: names of all parameters, the same on all ranks; by default numbers.
+        compression: `Compression.none`, `Compression.fp16`, or a class like these.
+        backward_passes_per_step: gradients of so many backwards are added up first.
         op: Average or Sum.
-        gradient_predivide_factor: for Average only: divides gradients by it before the sum,
-            by size / factor after it.
-        num_groups, groups, sparse_as_dense: how gradients travel. They have no effect: dense,
-            in buckets of 25 MB.
-        process_set: ranks whose gradients are reduced; on other ranks gradients stay as they
-            are.
+        gradient_predivide_factor: divides gradients before the sum, and size / factor after it.
+        num_groups, groups, sparse_as_dense: no effect; gradients travel dense, in buckets.
+        process_set: ranks whose gradients are reduced; on others gradients stay as they are.
 
     Raises:
         ValueError: for names that are missing or used twice, and for options that exclude
@@ -89,11 +83,6 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     _reduction: GradientReduction
     _is_synchronized: bool
     _synchronizes: bool
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """From the next step on. All ranks call it."""
-        self._reduction.passes = passes
-        self._reduction.reset()
 
     def synchronize(self) -> None:
         """Finish the reduction of gradients. All ranks of the process set call it."""

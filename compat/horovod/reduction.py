@@ -124,16 +124,14 @@ class GradientReduction:
                     self._send(number)
             for number, (handle, contexts) in self.sent.items():
                 for index, tensor, context in zip(self.buckets[number], handle.wait(), contexts, strict=True):
-                    self._give(self.parameters[index], self.compression.decompress(tensor, context))
+                    parameter = self.parameters[index]
+                    if parameter.grad is None or parameter.grad.is_sparse:
+                        parameter.grad = torch.empty_like(parameter)
+                    parameter.grad.copy_(self.compression.decompress(tensor, context))
         except BaseException:
             self.reset()
             raise
         self.is_reduced = True
-
-    def _give(self, parameter: Tensor, grad: Tensor) -> None:
-        if parameter.grad is None or parameter.grad.is_sparse:
-            parameter.grad = torch.empty_like(parameter)
-        parameter.grad.copy_(grad)
 
     @torch.no_grad()
     def _on_gradient(self, index: int) -> None:
