@@ -192,7 +192,8 @@ def _rows(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa.Ta
     if rows:
         images = parquet_shards.images(name, stamp, shards.image, columns[0])
         headers = map(rows.header, images) if rows.header else [[]] * len(entries)
-        cells = cells.append_column(HEADER, pa.array(headers, pa.list_(pa.int64())))
+        columns_of = {name: cells[name] for name in cells.column_names}  # none, if images are not labelled
+        cells = pa.table(columns_of | {HEADER: pa.array(headers, pa.list_(pa.int64()))})
     return entries, cells, 0
 
 
