@@ -19,12 +19,21 @@ from tests.harness.launching import free_port
 FOLDER = Path(__file__).parent.parent / "accelerate_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
 GPU_LAYOUTS = ("single_gpu", "multi_gpu", "2node", "4node")
+SHARDED = {"fsdp_cpu", "fsdp_bf16", "2node_fsdp_bf16", "2node_hsdp_bf16"}
 PRECISIONS = {"": "no", "_fp16": "fp16", "_bf16": "bf16"}
 # All that the files need. Accelerate 1.15 takes more keys and ignores some: rdzv_backend, same_network,
 # enable_cpu_affinity, downcast_bf16.
 KEYS = {
-    *("distributed_type", "fsdp_config", "gpu_ids", "main_process_ip", "main_process_port", "mixed_precision"),
-    *("mpirun_config", "num_machines", "num_processes", "parallelism_config"),
+    "distributed_type",
+    "fsdp_config",
+    "gpu_ids",
+    "main_process_ip",
+    "main_process_port",
+    "mixed_precision",
+    "mpirun_config",
+    "num_machines",
+    "num_processes",
+    "parallelism_config",
 }
 
 
@@ -110,15 +119,16 @@ def test_files_that_shard_differ_in_that_alone() -> None:
         assert asked == Sharding(shards=8 if "hsdp" in name else 0), name
 
 
-def worlds(folder: Path) -> list[list]:
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+def worlds(folder: Path) -> dict[str, list]:
+    return {path.name: json.loads(path.read_text()) for path in folder.glob("rank*.json")}
 
 
-def test_a_cpu_file_starts_ranks_that_hear_each_other(launch, probe, tmp_path) -> None:
-    done = launch("fsdp_cpu", probe, tmp_path, flags=["--mixed_precision", "bf16"])
+@pytest.mark.parametrize("config, precision", [("multi_cpu", "bf16"), ("fsdp_cpu", "fp32")])
+def test_a_cpu_file_starts_ranks_that_hear_each_other(launch, probe, tmp_path, config: str, precision: str) -> None:
+    done = launch(config, probe, tmp_path, flags=["--mixed_precision", {"fp32": "no"}.get(precision, precision)])
     assert done.returncode == 0, done.stderr
-    layout = [2, 3, "2 processes on 1 node, cpu (gloo), bf16, started by accelerate launch"]
-    assert worlds(tmp_path) == [layout, layout]
+    layout = [2, 3, f"2 processes on 1 node, cpu (gloo), {precision}, started by accelerate launch"]
+    assert worlds(tmp_path) == {"rank0.json": layout, "rank1.json": layout}
 
 
 def test_a_rehearsal_of_two_machines_makes_one_world(launch, probe, tmp_path) -> None:
@@ -130,7 +140,7 @@ def test_a_rehearsal_of_two_machines_makes_one_world(launch, probe, tmp_path) ->
     nodes = [node.finish() for node in (first, second)]
     assert [node.returncode for node in nodes] == [0, 0], nodes
     layout = [2, 3, "2 processes on 2 nodes, cpu (gloo), fp32, started by accelerate launch"]
-    assert worlds(tmp_path) == [layout, layout]
+    assert worlds(tmp_path) == {"rank0.json": layout, "rank1.json": layout}
 
 
 def test_a_forgotten_address_of_several_machines_is_named_at_once(launch, probe, tmp_path) -> None:

@@ -71,28 +71,30 @@ def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, s
     first, second = nodes(2)
     run = both_train(tmp_path, [start(node, first, *ELASTIC) for node in (first, second)])
 
-    def lose() -> None:
-        second.kill()
-        run.started.pop().finish()
+    before = run.start_number()
+    launcher(run.started[1]).children()[0].kill()
+    took = {"a process killed": run.until(lambda: run.beyond(before), "all processes are replaced")}
+    assert run.world_size() == 2
 
-    def leave() -> None:
-        leavers.append(run.started.pop())
-        launcher(leavers[0]).terminate()
+    before = run.start_number()
+    second.kill()
+    run.started.pop().finish()
+    took["a machine lost"] = run.until(lambda: run.beyond(before), "the one that is left goes on")
+    assert run.world_size() == 1
+    alone = run.step()
+    run.until(lambda: run.step() >= alone + 2, "it makes steps")
 
-    leavers: list[Started] = []
-    for event, happens, processes in (
-        ("a process killed", lambda: launcher(run.started[1]).children()[0].kill(), 2),
-        ("a machine lost", lose, 1),
-        ("a machine back", lambda: run.started.append(start(second, first, *ELASTIC)), 2),
-        ("a machine asked to go", leave, 1),
-    ):
-        before = run.start_number()
-        happens()
-        print(event, run.until(lambda: run.beyond(before), f"the run goes on after {event}"))  # noqa: B023
-        assert run.world_size() == processes, event
-        step = run.step()
-        run.until(lambda: run.step() >= step + 2, "it makes steps")  # noqa: B023
-    left = leavers[0].finish()
+    before = run.start_number()
+    run.started.append(start(second, first, *ELASTIC))
+    took["a machine back"] = run.until(lambda: run.beyond(before), "it is taken back")
+    assert run.world_size() == 2
+
+    before = run.start_number()
+    leaver = run.started.pop()
+    launcher(leaver).terminate()
+    took["a machine asked to go"] = run.until(lambda: run.beyond(before), "the one that is left goes on")
+    assert run.world_size() == 1
+    left = leaver.finish()
     assert left.returncode == 75 and said_once(f"{second.name}: {LEAVES.format(' by SIGTERM')}", left), left.stderr
 
     done = run.started[0].finish()
@@ -103,6 +105,7 @@ def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, s
         assert stopped and set(stopped) <= set(resumed), (cause, done.stdout)
     asked = f"{first.name}: continuing without {second.name} ({second.address}): asked to stop"
     assert said_once(asked, done), done.stderr
+    print(took)
     assert_undisturbed(forks, tmp_path)
 
 

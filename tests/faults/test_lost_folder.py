@@ -20,9 +20,13 @@ WORDS = (
 SAID = "was removed, renamed or replaced while this run was at work in it: nothing more is written; put it back"
 
 
-def words(data: Path, folder: Path) -> tuple:
-    own = ("--data", data, "--output_dir", folder.parent, "--name", folder.name, "--tracker", "none")
+def words(data: Path, folder: Path, *more: object) -> tuple:
+    own = ("--data", data, "--output_dir", folder.parent, "--name", folder.name, "--tracker", "none", *more)
     return (*small([*WORDS, *own]),)
+
+
+def delete(folder: Path) -> None:
+    shutil.rmtree(folder)
 
 
 def replace(folder: Path) -> None:
@@ -52,17 +56,20 @@ def lose_at(step: int, lose: Callable[[Path], None], rank: int) -> None:
     Run.end_step = end_and_lose
 
 
-@pytest.mark.parametrize("lose", [shutil.rmtree, replace])
+@pytest.mark.parametrize("lose", [delete, replace])
 def test_all_ranks_end_within_two_steps_and_leave_what_stands_there_alone(forks, data, tmp_path, lose):
     folder = tmp_path / "run"
-    forked = forks.start_ranks(2, *words(data, folder), before=functools.partial(lose_at, LOST_AT, lose))
-    ends = [fork.end() for fork in forked]
+    ends = [
+        fork.end()
+        for fork in forks.start_ranks(2, *words(data, folder), before=functools.partial(lose_at, LOST_AT, lose))
+    ]
     for end in ends:
         assert end.code == 2 and "finished" not in end.stdout, end
         assert f"ends {LOST_AT}\n" in end.stdout and f"ends {LOST_AT + 3}\n" not in end.stdout, end.stdout
     said = ends[0].stderr.partition("cls.py: ")[2]  # before, a library may warn
     assert said.startswith(f"{folder} {SAID}") and said.count("\n") == 1, ends[0].stderr
-    if lose is shutil.rmtree:
+    assert "Traceback" not in ends[0].stderr, ends[0].stderr
+    if lose is delete:
         assert not folder.exists()
     else:
         there = {path.name: path.read_text() for path in folder.iterdir()}

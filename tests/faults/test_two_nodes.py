@@ -5,6 +5,8 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
+from importlib.metadata import distribution
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -112,19 +114,23 @@ def test_a_machine_that_does_not_come_is_named_after_the_time_that_was_given(nod
 
 @pytest.mark.long
 def test_machines_that_differ_are_refused_with_what_differs(nodes, tmp_path):
-    code, mine = ROOT / "common/data/batch_plan.py", tmp_path / "plan.py"
-    mine.write_text(code.read_text() + "# mine\n")
-    first, second = nodes(2, own={1: {code: mine}})
-    done = finish(
-        start((first, second), *WORDS, "--output_dir", tmp_path / "runs", lines=(["--lr", 0.1], ["--lr", 0.2]))
-    )
+    """Code, a package, a setting; both launchers end, and nothing is left."""
+    code, package = ROOT / "common/data/batch_plan.py", Path(distribution("timm").locate_file("timm")).parent
+    package = next(package.glob("timm-*.dist-info")) / "METADATA"
+    own = {code: tmp_path / "plan.py", package: tmp_path / "METADATA"}
+    own[code].write_text(code.read_text() + "# mine\n")
+    own[package].write_text(package.read_text().replace(f"Version: {distribution('timm').version}", "Version: 0.1"))
+    first, second = nodes(2, own={1: own})
+    words = [*WORDS, "--output_dir", tmp_path / "runs"]
+    began = time.monotonic()
+    done = finish(start((first, second), *words, lines=(["--lr", 0.1], ["--lr", 0.2])))
     said = f"rank 1 on {second.name} is not as rank 0 on {first.name}: --lr 0.2 instead of 0.1, "
+    said += f"common/data/batch_plan.py is another file, timm 0.1 instead of {distribution('timm').version}"
     for each in done:
         # And nothing else: no traceback of a launcher, no warning of an address that has no name.
-        assert each.returncode == 2 and each.stderr == f"cls.py: {said}common/data/batch_plan.py is another file\n", (
-            each
-        )
+        assert each.returncode == 2 and each.stderr == f"cls.py: {said}\n", each
     assert not (tmp_path / "runs").exists()
+    assert time.monotonic() - began < START_S
 
 
 @pytest.mark.long
@@ -135,12 +141,20 @@ def test_a_checkpoint_that_a_machine_lacks_is_not_gone_on_from(nodes, forks, tmp
     words = (*WORDS, "--output_dir", runs, "--name", "run")
     assert forks(*words, "--max_steps", 6).code == 0
     first, second = nodes(2, own={1: {runs: empty}})
-    lacks = f"{runs}/run/checkpoints/step_00000006: {second.name} does not have the one that {first.name} resumes from"
-    for flags, said in (([], lacks), (["--max_restarts", 2], "run is not seen from node1")):
-        for each in finish(start((first, second), *words, flags=flags)):
-            assert each.returncode == 2 and each.stderr.count(said) == 1, "what is refused is not tried again"
-        assert not list(empty.iterdir())
-        shutil.rmtree(runs / "run", ignore_errors=True)  # a new run where processes may be restarted
+    done = finish(start((first, second), *words))
+    path = runs / "run" / "checkpoints" / "step_00000006"
+    for each in done:
+        assert each.returncode == 2
+        assert f"cls.py: {path}: {second.name} does not have the one that {first.name} resumes from" in each.stderr
+    assert (
+        "run is not seen from node1: to go on from its checkpoints, name an --output_dir that all see" in done[0].stdout
+    )
+    assert not list(empty.iterdir())
+    shutil.rmtree(runs / "run")  # and the other way round, where processes may be restarted
+    done = finish(start((first, second), *words, flags=["--max_restarts", 2]))
+    for each in done:
+        assert each.returncode == 2, each.stderr
+        assert each.stderr.count("is not seen from node1") == 1, "what is refused is not tried again"
     assert not list(runs.iterdir())
 
 
