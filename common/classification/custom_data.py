@@ -84,18 +84,16 @@ def open_custom(name: str, data: CustomDataset | Mapping[str, CustomDataset], mi
 
 
 def _read_all(sets: Sequence[CustomDataset], min_classes: int) -> list[Files | Items]:
-    sources: list[Files | Items] = []
-    for data in sets:
-        title, classes = type(data).__name__, tuple(map(str, data.classes))
-        if len({*classes}) < max(min_classes, len(classes)):
-            found = f"{title} has the classes {', '.join(classes) or 'none'}"
-            raise Refused(f"{found}; it needs {min_classes} or more, named once")
-        if sources and classes != sources[0].classes:
-            both = f"({', '.join(classes)}, and {', '.join(sources[0].classes)})"
-            problem = f"{title} has other classes to evaluate than to train on {both}"
+    first, *others = [tuple(map(str, data.classes)) for data in sets]
+    if len({*first}) < max(min_classes, len(first)):
+        found = f"{type(sets[0]).__name__} has the classes {', '.join(first) or 'none'}"
+        raise Refused(f"{found}; it needs {min_classes} or more, named once")
+    for data, classes in zip(sets[1:], others, strict=True):
+        if classes != first:
+            both = f"({', '.join(classes)}, and {', '.join(first)})"
+            problem = f"{type(data).__name__} has other classes to evaluate than to train on {both}"
             raise Refused(f"{problem}; give both parts the same, in the same order")
-        sources.append(_read(title, data, classes))
-    return sources
+    return [_read(type(data).__name__, data, first) for data in sets]
 
 
 def _read(title: str, data: CustomDataset, classes: tuple[str, ...]) -> Files | Items:
@@ -112,12 +110,12 @@ def _read(title: str, data: CustomDataset, classes: tuple[str, ...]) -> Files | 
             raise Refused(f"{title}: item {index} is no path, as item 0 is; give paths only, or images only")
         paths += [os.path.abspath(os.path.expanduser(content))] if are_paths else []
         labels.append(label)
-    labels = _labels(title, labels if given is None else given, count, classes)
+    ids = _labels(title, labels if given is None else given, count, classes)
     if not are_paths:
-        return Items(title, data, np.arange(count), labels=labels, classes=classes)
+        return Items(title, data, np.arange(count), labels=ids, classes=classes)
     root = os.path.commonpath([os.path.dirname(path) for path in paths])
     below = pa.array([os.fsencode(path[len(root) :].lstrip("/")) for path in paths], pa.large_binary())
-    return Files(root, below, np.array(sizes_of(paths), np.int64), labels=labels, classes=classes)
+    return Files(root, below, np.array(sizes_of(paths), np.int64), labels=ids, classes=classes)
 
 
 def _checked(title: str, index: int, item: object) -> tuple[Content, object]:

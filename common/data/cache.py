@@ -22,7 +22,7 @@ from common.data.decoding import Picture
 from common.distributed.collectives import all_or_none, gather_objects, is_local_main, node_rank
 from common.errors import Refused
 
-_RECORD = 8  # bytes of a height and a width, "<u4", which are 0 until the image is there
+_RECORD = np.dtype([("height", "<u4"), ("width", "<u4")])  # 0: not there yet
 
 
 @dataclass
@@ -44,35 +44,52 @@ class Cache:
 
         A slot that another process has not finished is written again, with the same pixels. Raises what `read` raises.
         """
-        if (pixels := self._find(index)) is None:
-            picture = read()
-            size = shrunk(picture.height, picture.width, self.side)
-            region = picture.region(0, 0, picture.height, picture.width, size, "bicubic")
-            pixels = region.permute(1, 2, 0).contiguous().numpy()
-            self._keep(index, pixels)
-        return Picture(torch.from_numpy(pixels).permute(2, 0, 1))
+        if size := self._find(index):
+            return _Kept(self, index, *size)
+        picture = read()
+        height, width = shrunk(picture.height, picture.width, self.side)
+        pixels = picture.region(0, 0, picture.height, picture.width, (height, width), "bicubic")
+        self._keep(index, pixels.permute(1, 2, 0).contiguous().numpy())  # [H, W, 3]: rows are contiguous
+        return Picture(pixels)
 
-    def _find(self, index: int) -> np.ndarray | None:
-        """uint8[H, W, 3], the image in a slot; None if it is not there yet."""
-        size = np.zeros(2, "<u4")
-        os.preadv(self._file.fileno(), [size], index * _RECORD)
-        if not size[0]:
-            return None
-        pixels = np.empty((*size.tolist(), 3), np.uint8)
-        if os.preadv(self._file.fileno(), [pixels], self._place(index)) != pixels.nbytes:
-            raise OSError(f"the cache of decoded images, {self}, can't be read any more")
-        return pixels
+    def rows(self, index: int, width: int, top: int, bottom: int) -> np.ndarray | None:
+        """uint8[bottom - top, width, 3] of a slot with an image of this width; None if unreadable."""
+        pixels = np.empty((bottom - top, width, 3), np.uint8)
+        found = os.preadv(self._file.fileno(), [pixels], self._place(index) + 3 * width * top)
+        return pixels if found == pixels.nbytes else None
+
+    def _find(self, index: int) -> tuple[int, int] | None:
+        """Height and width of the image in a slot; None if it is not there yet."""
+        record = np.frombuffer(os.pread(self._file.fileno(), _RECORD.itemsize, index * _RECORD.itemsize), _RECORD)
+        return tuple(record[0].tolist()) if len(record) and record["height"][0] else None
 
     def _keep(self, index: int, pixels: np.ndarray) -> None:
         try:
             written = os.pwrite(self._file.fileno(), pixels, self._place(index))
             if written == pixels.nbytes:  # only then the record, which says that the pixels are complete
-                os.pwrite(self._file.fileno(), np.array(pixels.shape[:2], "<u4"), index * _RECORD)
+                os.pwrite(self._file.fileno(), np.array(pixels.shape[:2], "<u4"), index * _RECORD.itemsize)
         except OSError:
             pass  # the disk has filled up since: the image is then decoded each time
 
+    @property
+    def _slot(self) -> int:
+        return 3 * self.side**2
+
     def _place(self, index: int) -> int:
-        return self.count * _RECORD + index * 3 * self.side**2
+        return self.count * _RECORD.itemsize + index * self._slot
+
+
+class _Kept(Picture):
+    """An image in a slot; only the rows that are used are read."""
+
+    def __init__(self, cache: Cache, index: int, height: int, width: int):
+        self._jpeg, self._cache, self._index, self.height, self.width = None, cache, index, height, width
+
+    def part(self, reduction: int, top: int, left: int, bottom: int, right: int) -> torch.Tensor:
+        rows = self._cache.rows(self._index, self.width, top, bottom)
+        if rows is None:
+            raise OSError(f"the cache of decoded images, {self._cache}, can't be read any more")
+        return torch.from_numpy(rows[:, left:right]).permute(2, 0, 1)
 
 
 def shrunk(height: int, width: int, side: int) -> tuple[int, int]:
@@ -86,7 +103,7 @@ def shrunk(height: int, width: int, side: int) -> tuple[int, int]:
 
 def needed(count: int, side: int) -> int:
     """Bytes for `count` images."""
-    return count * (3 * side**2 + _RECORD)
+    return count * (3 * side**2 + _RECORD.itemsize)
 
 
 def open_cache(count: int, side: int, folder: str) -> Cache | None:

@@ -21,7 +21,7 @@ from common.data import loader
 from common.data.batch_plan import BatchPlan
 from common.data.decoding import Picture
 from common.data.images import BrokenImage
-from common.data.loader import Prefetcher, training_loader
+from common.data.loader import Prefetcher, evaluation_loader, training_loader
 from common.data.stream import Stream
 from common.distributed import environment
 from common.randomness import key_of, mix, seed_generators
@@ -107,6 +107,23 @@ def test_a_sample_is_the_same_in_whatever_batch_worker_or_layout(monkeypatch: py
         seen.append(of_layout)
     assert list(seen[0]) == list(range(36, 36 + 96))
     assert seen[0] == seen[1] == seen[2]
+
+
+def test_ranks_evaluate_everything_once_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Places(torch.utils.data.Dataset):
+        def batches(self, limit: int) -> list[list[int]]:
+            return [[place] for place in range(7)]
+
+        def __getitems__(self, places: list[int]) -> list[int]:
+            return places
+
+    for world_size in (1, 2, 3):
+        monkeypatch.setattr(loader, "world_size", lambda world_size=world_size: world_size)
+        seen = []
+        for rank in range(world_size):
+            monkeypatch.setattr(loader, "rank", lambda rank=rank: rank)
+            seen += [place for places in evaluation_loader(Places(), 1, 0) for place in places]
+        assert sorted(seen) == list(range(7))
 
 
 def test_a_loader_begins_at_any_step_at_once() -> None:
