@@ -17,12 +17,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 from accelerate.commands.launch import launch_command_parser
+from PIL import Image
 from torch.distributed.run import get_args_parser
 
 from common.config.parsing import parse
-from tests.harness.drawings import draw_stripes
 from tests.harness.several import load
 
 ROOT = Path(__file__).parent.parent
@@ -191,7 +192,12 @@ def repository(tmp_path) -> Path:
 @pytest.fixture
 def home(tmp_path) -> Path:
     """A home with ~/flowers: one subfolder per class."""
-    draw_stripes(tmp_path / "home" / "flowers", (12, 12, 12))
+    pixels = np.random.default_rng(0).integers(0, 255, (3, 12, 64, 64, 3), dtype=np.uint8)
+    for name, images in zip(("daisy", "rose", "tulip"), pixels, strict=True):
+        folder = tmp_path / "home" / "flowers" / name
+        folder.mkdir(parents=True)
+        for number, image in enumerate(images):
+            Image.fromarray(image).save(folder / f"{number}.png")
     return tmp_path / "home"
 
 
