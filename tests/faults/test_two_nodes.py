@@ -165,7 +165,7 @@ def test_a_process_that_can_not_start_ends_the_launchers_of_all_machines(nodes, 
     began = time.monotonic()
     done = finish(start((first, second), *WORDS, "--output_dir", tmp_path, lines=((), ["--no_such_flag", 1])))
     assert [each.returncode for each in done] == [1, 2]
-    assert done[1].stderr == "cls.py: unknown flag --no_such_flag\n"
+    assert done[1].stderr == "cls.py: unknown flag --no_such_flag; --help all lists all flags\n"
     assert re.fullmatch(f"{first.name}: the launcher of another machine has given up, .*\n", done[0].stderr), done[0]
     assert time.monotonic() - began < START_S
 

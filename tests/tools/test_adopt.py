@@ -462,3 +462,37 @@ def test_a_preset_says_what_it_was_made_from_is_not_replaced_and_trains(
     config = yaml.safe_load((run / "config.yaml").read_text())
     expected = {"global_batch_size": 30, "repeats": 3, "opt": "lamb", "ema_decay": 0.9998}
     assert {flag: config[flag] for flag in expected} == expected and (run / "best" / "model.safetensors").is_file()
+
+
+# --- all of MMDetection's
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): plain(one) for key, one in value.items()}
+    return [*map(plain, value)] if isinstance(value, (list, tuple)) else value
+
+
+@pytest.mark.long
+def test_every_config_of_mmdetection_becomes_a_preset_or_is_refused_in_one_line(tmp_path, mmdetection_configs) -> None:
+    """As a run writes it; docs/coming_from_elsewhere.md has these figures."""
+    engine = pytest.importorskip("mmengine")
+    options = {"use_predefined_variables": False, "import_custom_modules": False, "use_environment_variables": False}
+    counts: dict[str, int] = {}
+    for file in mmdetection_configs:
+        try:
+            config = engine.Config.fromfile(str(file), lazy_import=False, **options)
+        except Exception:  # what it names is in no package here
+            counts["not readable"] = counts.get("not readable", 0) + 1
+            continue
+        config.dump(tmp_path / "config.py")
+        assert plain(mmengine_config.values_of(tmp_path / "config.py")) == plain(config._cfg_dict), file
+        try:
+            adoption = read(tmp_path / "config.py", gpus=8, images=20_000)
+            made(adoption, tmp_path)
+            assert {key for line in adoption.lines for key in line.keys} == {*adoption.values}, file
+            result = "preset"
+        except Refused as error:
+            result = "no successor" if "no successor" in str(error) else "refused"
+        counts[result] = counts.get(result, 0) + 1
+    assert counts == {"preset": 215, "no successor": 642, "refused": 3, "not readable": 9}

@@ -181,6 +181,7 @@ def test_a_rehearsal_has_the_numbers_of_its_launch_and_names_the_cause_of_a_fail
         "SLURM_PROCID": "7",
         "TORCHELASTIC_RUN_ID": "x",
         "MASTER_ADDR": "far",
+        "MASTER_PORT": "29500",
         "HOME": "/home",
     }
     world = World(5, 6, 2, 3, 1, launch=Launch("srun", 5, 2, 6, 3, 1, 2), hosts=["a"] * 6)

@@ -53,6 +53,8 @@ def main(argv: list[str] | None = None) -> None:
     from tools.trained import load  # takes seconds, as do other imports in functions, which --help need not
 
     trained = load(words.model, [*flags, *(["--data", words.data] if words.data else [])])
+    if words.images_of and Path(words.images_of).resolve() == Path(words.output).resolve():
+        raise Refused(f"--output {words.output}: is the file of --images_of; name another")
     if (words.format == "coco") != bool(words.images_of) or (words.images_of and not trained.is_detector):
         raise Refused(
             "--format coco: for detectors, with --images_of JSON, whose ids it writes; others are jsonl or csv"
