@@ -307,7 +307,11 @@ def test_what_cannot_be_done_is_refused_in_one_line(trained_classifier, trained_
         (trained_detector, [image, *coco, old], "not COCO's annotations"),
         (trained_detector, [image, *coco, empty], "is none of the 0 images"),
         (trained_detector, [image, *coco, other], "has no category 1, 2"),
-        (trained_detector, [image, *coco, other, "-o", other, "--overwrite"], "is the file of --images_of; name another"),
+        (
+            trained_detector,
+            [image, *coco, other, "-o", other, "--overwrite"],
+            "is the file of --images_of; name another",
+        ),
         (tmp_path, [image], "neither config.json nor manifest.json"),
     ):
         assert text in refusal(main, run, *words, *([] if "--learning_rate" in words else ["--workers", 0]))
