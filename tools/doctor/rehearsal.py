@@ -44,7 +44,7 @@ _QUIET = (
     "--eval_every 1000000 --checkpoint_every 1000000"
 ).split()
 # Of a launcher that watches the doctor, and is no parent of the run.
-_WATCHED = ("TORCHELASTIC_", "RECIPES_EXIT_FOLDER", "RECIPES_AT_LEAST", "SLURM_", "OMPI_", "PMI", "PET_", "INIT_METHOD")
+_WATCHED = ("TORCHELASTIC_", "RECIPES_EXIT_FOLDER", "RECIPES_AT_LEAST", "SLURM_", "OMPI_", "PMI", "PET_")
 
 
 def config_of(world: World):
