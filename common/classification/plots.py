@@ -52,7 +52,7 @@ def reliability(calibration: Calibration, path: Path) -> None:
         axes.scatter(
             confidences / of_bin,
             right / of_bin,
-            800 * images / max(1, images.sum()),
+            300 * images / max(1, images.sum()),
             colour,
             label=label,
             clip_on=False,
@@ -70,7 +70,7 @@ def reliability(calibration: Calibration, path: Path) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(PercentFormatter(1, 0, symbol=" %"))
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper left", fontsize=9)
+    axes.legend(frameon=False, loc="upper left", fontsize=9, markerscale=0.5)
     title(figure.suptitle, f"{evaluation_of(path)}: {headline}")
     save(figure, path)
 
