@@ -66,10 +66,5 @@ def nccl_version() -> tuple[int, ...]:
     return torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
 
 
-def can_reach(device: int, other: int) -> bool:
-    """True if a GPU reads the memory of another one directly."""
-    return torch.cuda.can_device_access_peer(device, other)
-
-
 def _module(device: torch.device | None) -> Any:
     return torch.get_device_module(device or kind())

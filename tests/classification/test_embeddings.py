@@ -73,7 +73,7 @@ def test_an_image_counts_once() -> None:
         rank_evaluates(twice=True)
 
 
-def testpairs_are_of_the_same_class_and_of_others() -> None:
+def test_pairs_are_of_the_same_class_and_of_others() -> None:
     labels, _ = data(500)
     first, second = pairs(labels)
     same = labels[first] == labels[second]
