@@ -83,6 +83,15 @@ def test_a_gpus_own_speed_and_every_way_of_feeding_it_are_measured(launch: Launc
 
 
 @pytest.mark.long
+def test_a_step_in_shards_is_measured_on_two_processes(launch: Launcher, tmp_path: Path) -> None:
+    output = tmp_path / "sharded.json"
+    done = launch.start("fsdp_cpu", "benchmarks/sharded.py", "--quick", "--output", output).finish()
+    assert done.returncode == 0, done.stderr
+    [row] = json.loads(output.read_text())
+    assert row["goal"] == 0.97 and 0 < row["ratio"] < 50 and done.stdout.count("a bare loop") == 2
+
+
+@pytest.mark.long
 def test_whole_commands_are_measured_beside_commands_of_other_libraries(launch: Launcher, tmp_path: Path) -> None:
     _, runs = run(launch, "whole_run.py", tmp_path / "runs.json")
     _, predictions = run(launch, "predict.py", tmp_path / "predictions.json")
