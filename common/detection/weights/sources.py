@@ -1,7 +1,8 @@
-"""Sources of weights for `--init` and `--eval_only`: what each says of the detector; reading it.
+"""Sources of weights for `--init` and `--eval_only`: their settings, and their tensors.
 
-A source is `torchvision:NAME`, a file of torchvision's detectors (.pth, .safetensors; or torchvision:NAME=FILE), an exported
-`best/` of this project, a folder of transformers, or owner/name on the hub. Nothing in a file is executed.
+A source is `torchvision:NAME`, a file of torchvision's detectors (.pth, .safetensors; or
+torchvision:NAME=FILE), an exported `best/` of this project, a folder of transformers, or owner/name on
+the hub. Nothing in a file is executed.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from common.detection.weights.weights import Weights
 from common.errors import Refused
 from common.files import SMALL, check_regular, open_regular, read_text
 
-# Where training programs keep weights in a file, and what these are called; else the file itself is a state dict.
+# Keys of training programs for the weights in a file, and a note; else the file itself is a state dict.
 _PLACES = {"model_ema": ", its moving average", "model": "", "state_dict": ""}
 _FITTING = (
     f"a run's best/, {torchvision_weights.PREFIX}NAME, files of torchvision's detectors, and models of transformers "
@@ -55,7 +56,7 @@ def origin(source: str) -> Origin:
 
 
 def read(source: str, peeking: bool = False) -> Weights:
-    """The weights of `source`; with `peeking` only what it says about them, and perhaps no tensors. Raises `Refused`."""
+    """The weights of `source`; with `peeking` perhaps without tensors. Raises `Refused`."""
     path = Path(source)
     try:
         if source.startswith(torchvision_weights.PREFIX):
@@ -69,7 +70,7 @@ def read(source: str, peeking: bool = False) -> Weights:
             check_regular(path)
             weights = _of_transformers(source, peeking) if _is_of_transformers(path) else _of_export(path, peeking)
         elif path.exists():
-            weights = _of_file(path, is_published=not peeking and torchvision_weights.is_published(path))
+            weights = _of_file(path, is_published=peeking)  # when peeking, nobody needs the answer
         elif re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not path.suffix.startswith((".pt", ".safetensors")):
             weights = _of_transformers(source, peeking)
         else:
@@ -176,7 +177,7 @@ def _of_file(path: Path, is_published: bool) -> Weights:
 
 
 def _content(path: Path) -> dict:
-    """What a file of torch.save or safetensors holds; tensors of newer files are read when they are used."""
+    """The content of a file of torch.save or safetensors; tensors of newer files are read when they are used."""
     try:
         open_regular(path).close()
         if path.suffix == ".safetensors":

@@ -30,7 +30,7 @@ _COMMON = {"model": "resnet50", "width": 256, "batch_norm": "frozen", "short_sid
 _WITHOUT_EPSILON = ("retinanet_resnet50_fpn", "fasterrcnn_resnet50_fpn", "maskrcnn_resnet50_fpn")
 _EPSILON = 1e-5  # of our batch norm
 _CATEGORIES = 91  # COCO's, with the background and ten ids without a class
-# Tensors that tell the models apart, in this order: what a state dict has -> a name of `SETTINGS`, without its version.
+# Tensors that tell the models apart, in this order: name of a tensor -> a name of `SETTINGS`, without its version.
 _SIGNS = {
     "roi_heads.mask_predictor.mask_fcn_logits.weight": "maskrcnn_resnet50_fpn",
     "roi_heads.box_predictor.cls_score.weight": "fasterrcnn_resnet50_fpn",
@@ -51,7 +51,7 @@ def published(source: str) -> str:
 
 
 def peek(name: str) -> Weights:
-    """What is known of the published weights of `name` without reading them: everything but the tensors."""
+    """The published weights of `name` without their tensors, which are not read."""
     return Weights(SETTINGS[name] | _COMMON, {}, _coco_classes(name))
 
 
@@ -77,8 +77,9 @@ def file_of(name: str) -> Path:
 def convert(state: dict[str, Tensor], path: Path, is_published: bool) -> Weights | None:
     """The weights in a state dict from the file `path`; None if it is of no detector of torchvision.
 
-    `is_published` matters for frozen batch norm: torchvision's published one has no epsilon, so variances become smaller by
-    ours. Raises `Refused` for a detector that none of our families matches.
+    `is_published` (else the file's hash says it) matters for frozen batch norm: torchvision's published one
+    has no epsilon, so variances become smaller by ours. Raises `Refused` for a detector that none of our
+    families matches.
     """
     sign = next((name for sign, name in _SIGNS.items() if sign in state), None)
     if sign is None:
@@ -95,20 +96,21 @@ def convert(state: dict[str, Tensor], path: Path, is_published: bool) -> Weights
     tensors = {key.replace("backbone.body.", "backbone.features."): each for key, each in model.state_dict().items()}
     notes: tuple[str, ...] = ()
     is_frozen = not any(key.endswith("num_batches_tracked") for key in state)
-    if name in _WITHOUT_EPSILON and is_frozen and is_published:
-        for key in [key for key in tensors if key.endswith("running_var")]:
-            tensors[key] = (tensors[key].double() - _EPSILON).to(tensors[key].dtype)
-    elif name in _WITHOUT_EPSILON and is_frozen:
-        notes = (
-            f", batch norm with an epsilon of {_EPSILON:g}: if they were fine-tuned from those that torchvision publishes, "
-            f"which has none, name them {PREFIX}{name}=FILE",
-        )
+    if name in _WITHOUT_EPSILON and is_frozen:
+        if is_published or _is_published(path):
+            for key in [key for key in tensors if key.endswith("running_var")]:
+                tensors[key] = (tensors[key].double() - _EPSILON).to(tensors[key].dtype)
+        else:
+            notes = (
+                f", batch norm with an epsilon of {_EPSILON:g}: if they were fine-tuned from torchvision's published weights, "
+                f"which have none, name them {PREFIX}{name}=FILE",
+            )
     classes = _coco_classes(name) if rows == _CATEGORIES else (None,) * rows
     threshold = 0.2 if name.startswith("fcos") else None
     return Weights(SETTINGS[name] | _COMMON, tensors, classes, notes=notes, score_threshold=threshold)
 
 
-def is_published(path: Path) -> bool:
+def _is_published(path: Path) -> bool:
     """True if a file is one of the published ones without an epsilon; its name ends with the beginning of its hash."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -17,7 +17,7 @@ class Weights:
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     source: str = ""  # as the user named it
     score_threshold: float | None = None  # of their authors' own evaluation, if it is another than our family's
-    notes: tuple[str, ...] = ()  # what the start table says about them
+    notes: tuple[str, ...] = ()  # for the start table
 
     @property
     def has_background(self) -> bool:

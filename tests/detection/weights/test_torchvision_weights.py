@@ -161,7 +161,7 @@ def test_published_batch_norm_has_no_epsilon(tmp_path: Path, monkeypatch) -> Non
     assert said.endswith("name them torchvision:retinanet_resnet50_fpn=FILE")
     _, told, said = begun(f"torchvision:retinanet_resnet50_fpn={file}", names)
     assert "epsilon" not in said
-    monkeypatch.setattr(torchvision_weights, "is_published", lambda path: True)
+    monkeypatch.setattr(torchvision_weights, "_is_published", lambda path: True)
     known, named = sources.read(str(file)), sources.read(f"torchvision:retinanet_resnet50_fpn={file}")
     assert "epsilon" not in "".join(known.notes) and known.tensors.keys() == named.tensors.keys()
     assert all(torch.equal(known.tensors[name], tensor) for name, tensor in named.tensors.items())
