@@ -81,7 +81,7 @@ class Config(OptimizationConfig, RunConfig):
     """Start from the backbone's weights that timm publishes."""
     init: str = path_option("", decides=sources_of_weights.settings)
     """Begin with the weights of this detector, and its rows of classes with the same names: a run's best/, torchvision:NAME, a
-    .pth of torchvision, D-FINE or RT-DETR, a folder or owner/name of transformers. It sets --detector, --model, ..."""
+    .pth of torchvision, a folder or owner/name of transformers. It sets --detector, --model, ..."""
     init_classes: str = ""
     """Classes that have another name in the weights of --init or --eval_only: mug=cup,pedestrian=person (data=weights)."""
     levels: str = "3-7"

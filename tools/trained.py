@@ -1,8 +1,8 @@
 """A trained model, ready for use: its recipe, its configuration, and what says where its weights are from.
 
 Tools name a model as `--eval_only` does: a run's best/, a checkpoint, an exported folder, for detectors also
-torchvision:NAME and files of their authors. The model, its preprocessing and its loader are built by the recipe that trained
-it, so there is one way to read and resize images for training, evaluation and tools.
+torchvision:NAME and files of torchvision's detectors. The model, its preprocessing and its loader are built by the recipe that
+trained it, so there is one way to read and resize images for training, evaluation and tools.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""What only object detection needs."""
+"""Object detection: data, detectors, weights and metrics."""
 
 from typing import TYPE_CHECKING
 

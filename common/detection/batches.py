@@ -26,6 +26,7 @@ from common.detection.data.annotated import Annotated, Sample
 from common.detection.data.masks import pasted
 from common.detection.export import export
 from common.detection.models.detectors import Detector
+from common.detection.samples import blank, nothing
 from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
 from common.training import drop_path
@@ -98,7 +99,8 @@ class TrainingImages(Dataset):
 
     def __getitems__(self, positions: np.ndarray) -> DetectionBatch:
         canvas = self.canvas(int(positions[0]) // self.stream.global_batch_size)
-        samples, broken = [], []
+        samples: list[Sample] = []
+        broken: list[str] = []
         expect(self.source, self.stream, positions)
         for index, position in zip(self.stream.indices(positions).tolist(), positions.tolist(), strict=True):
             draws = self.augmentation.partners(position).tolist()
@@ -112,7 +114,7 @@ class TrainingImages(Dataset):
         return batch
 
     def blank(self, count: int) -> DetectionBatch:
-        """`count` images of noise on the largest canvas of the first hundred steps, with the most boxes that can occur."""
+        """`count` images of noise on the largest canvas of the first hundred steps, with as many boxes as can occur."""
         height, width = max((self.canvas(step) for step in range(100)), key=math.prod)
         samples = []
         for boxes in self._most_boxes(count).tolist():
@@ -135,7 +137,7 @@ class TrainingImages(Dataset):
         return found
 
     def _most_boxes(self, count: int) -> np.ndarray:
-        """int64[count]: numbers of boxes, of the images that have the most; sums if positions may show several images."""
+        """int64[count]: the largest numbers of boxes of an image; sums if positions may show several images."""
         ways = self.augmentation
         parts = 1 + 3 * (ways.mosaic > 0) + (ways.mixup > 0)
         if self.source.fresh:  # each position has an image of its own
@@ -159,7 +161,7 @@ class TrainingImages(Dataset):
         return self.augmentation.sizes(positions, sizes)
 
     def _augmented(self, places: list[tuple[int, int]], broken: list[str]) -> Sample:
-        """What is shown of the image at the first of `places` (index, position), with those at the others as its partners."""
+        """The sample of the image at the first of `places` (index, position), with the others as its partners."""
         position = places[0][1]
         try:
             return self.augmentation([self.source.sample(*place, self.cache) for place in places], position, self.fill)
@@ -181,15 +183,18 @@ class TrainingImages(Dataset):
             sample = self.source.sample(index, position, self.cache)
             return sample._replace(image=Picture(sample.image.whole())), ""
         except BrokenImage as error:
-            return _empty(self.source.sizes[index], self.source.has_masks), f"{self.source.name(index)}: {error}"
+            width, height = self.source.sizes[index].tolist()
+            none = np.zeros((0, height, width), np.uint8) if self.source.has_masks else None
+            boxes = np.zeros((0, 4), np.float32), np.zeros(0, np.int64), np.zeros(0, bool)
+            return Sample(Picture(blank(width, height, (0, 0, 0))), *boxes, none), f"{self.source.name(index)}: {error}"
 
 
 @dataclass
 class EvaluationScenes(Dataset):
     """Image indices -> `DetectionBatch`, resized without augmentation; an unreadable image is black.
 
-    Images are decoded at their full resolution, as whoever uses an exported detector does: what is measured is what is used.
-    A batch must be one of `batches`: padding changes what is detected, so all images of a batch have the same canvas.
+    Images are decoded at their full resolution, as users of an exported detector do. A batch must be one of
+    `batches`: padding changes detections, so all images of a batch have the same canvas.
     """
 
     source: Annotated
@@ -223,8 +228,8 @@ class EvaluationScenes(Dataset):
                 image = self.source.picture(index).whole()
             except BrokenImage as error:
                 broken.append(f"{self.source.name(index)}: {error}")
-                image = _empty(self.source.sizes[index]).image.whole()
-            samples.append(Sample(resized(image, (height, width), "bilinear"), *map(torch.from_numpy, _NO_BOXES)))
+                image = blank(width, height, (0, 0, 0))
+            samples.append(nothing(1, 1, self.fill, False)._replace(image=resized(image, (height, width), "bilinear")))
         return _batch(samples, indices, _canvas(sizes, self.stride), self.fill, tuple(broken))
 
     def _sizes(self, indices: np.ndarray) -> np.ndarray:
@@ -232,26 +237,17 @@ class EvaluationScenes(Dataset):
         return self.augmentation.sizes(indices, self.source.sizes[indices])
 
     def in_originals(self, found: list[dict[str, torch.Tensor]], batch: DetectionBatch) -> list[dict]:
-        """What is found in each image of a batch, in pixels of the original instead of the canvas; masks become `rles`."""
+        """The detections of a batch in pixels of the originals instead of the canvas; masks become `rles`."""
         images = []
         for place, index in enumerate(batch.positions.tolist()):
-            original, of_image = self.source.sizes[index], dict(found[place])
+            original = self.source.sizes[index]
+            of_image: dict[str, Any] = dict(found[place])
             scale = torch.from_numpy(original).to(of_image["boxes"]) / batch.sizes[place].to(of_image["boxes"])
             of_image["boxes"] = of_image["boxes"] * scale[[0, 1, 0, 1]]
             if "masks" in of_image:
                 of_image["rles"] = pasted(of_image.pop("masks"), of_image["boxes"], original)
             images.append(of_image)
         return images
-
-
-_NO_BOXES = np.zeros((0, 4), np.float32), np.zeros(0, np.int64), np.zeros(0, bool)
-
-
-def _empty(size: np.ndarray, masks: bool = False) -> Sample:
-    """A black image of `size` (width, height)."""
-    width, height = size.tolist()
-    none = np.zeros((0, height, width), np.uint8) if masks else None
-    return Sample(Picture(torch.zeros(3, height, width, dtype=torch.uint8)), *_NO_BOXES, none)
 
 
 def fill_of(model: Detector) -> tuple[int, int, int]:
@@ -277,15 +273,16 @@ def _canvas(sizes: np.ndarray, stride: int) -> tuple[int, int]:
     return height, width
 
 
-def _batch(samples, positions, canvas, fill, broken) -> DetectionBatch:
-    images = torch.empty(len(samples), 3, *canvas, dtype=torch.uint8)
+def _batch(
+    samples: list[Sample], positions: np.ndarray, canvas: tuple[int, int], fill: tuple[int, int, int], broken: tuple
+) -> DetectionBatch:
+    images, targets = torch.empty(len(samples), 3, *canvas, dtype=torch.uint8), []
     ground = torch.tensor(fill, dtype=torch.uint8)[:, None, None]
-    targets = []
-    for place, (sample, position) in enumerate(zip(samples, positions.tolist(), strict=True)):
+    for image, sample, position in zip(images, samples, positions.tolist(), strict=True):
         height, width = sample.image.shape[1:]
-        images[place, :, :height, :width] = sample.image
-        images[place, :, :height, width:] = ground
-        images[place, :, height:] = ground
+        image[:, :height, :width] = sample.image
+        image[:, :height, width:] = ground
+        image[:, height:] = ground
         target = {"boxes": sample.boxes, "labels": sample.labels, "crowd": sample.crowd, "position": position}
         target |= {"size": torch.tensor([width, height]), "regions": sample.crowd.nonzero().flatten().tolist()}
         if sample.masks is not None:

@@ -3,7 +3,7 @@
 import dataclasses
 
 from common.detection.models.detectors import FAMILIES, OF_TRANSFORMERS
-from common.detection.weights.sources import peek
+from common.detection.weights.sources import settings
 from common.errors import Refused
 from common.training import defaults
 
@@ -19,7 +19,7 @@ _MISSING = {
 
 def describe(config) -> dict[str, str]:
     """Rows of the start table: the settings that the weights of `--init` decided, or a hint at pretrained weights."""
-    of_weights = peek(config.init).settings if config.init else {}
+    of_weights = settings(config.init) if config.init else {}
     chosen = [f"{name} {value}" for name, value in of_weights.items() if getattr(config, name) == value]
     return {"as the weights": ", ".join(chosen)} if chosen else defaults.describe(config)
 

@@ -38,7 +38,7 @@ def export(detector: Detector, source: Annotated, plain: BoxAugmentation, result
 
 
 def describe(detector: Detector) -> dict:
-    """What timm and torchvision need to know to make the same detector; `options` are named as torchvision's arguments."""
+    """The arguments of timm and torchvision for the same detector; `options` have torchvision's names."""
     family = next(name for name, kind in FAMILIES.items() if type(detector) is kind)
     backbone, two_stages = detector.backbone, family.endswith("rcnn")
     if family == "fcos":

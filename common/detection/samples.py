@@ -1,7 +1,7 @@
 """Operations on one image with its boxes: cropping, padding, joining.
 
-They know nothing of chance: `common.detection.transforms` draws what is done. `crop` turns a sample
-of a source into one of tensors: image uint8[3, H, W], boxes float32[n, 4], labels int64[n], crowd
+Nothing is random here: `common.detection.transforms` draws the arguments. `crop` turns a sample of a
+source into one of tensors: image uint8[3, H, W], boxes float32[n, 4], labels int64[n], crowd
 bool[n], masks uint8[n, H, W]. The other functions take and return such samples.
 """
 
@@ -29,7 +29,7 @@ def areas_of(boxes: Any) -> Any:
 
 def nothing(width: int, height: int, fill: tuple[int, int, int], masks: bool) -> Sample:
     """A sample of tensors without an image or boxes."""
-    image = torch.tensor(fill, dtype=torch.uint8)[:, None, None].repeat(1, height, width)
+    image = blank(width, height, fill)
     none = torch.zeros(0, height, width, dtype=torch.uint8) if masks else None
     return Sample(image, torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool), none)
 
@@ -73,12 +73,17 @@ def mirrored(sample: Sample) -> Sample:
     return Sample(image.flip(2), boxes, labels, crowd, None if masks is None else masks.flip(2))
 
 
+def blank(width: int, height: int, fill: tuple[int, int, int]) -> torch.Tensor:
+    """uint8[3, height, width] in the colour `fill`."""
+    return torch.tensor(fill, dtype=torch.uint8)[:, None, None].repeat(1, height, width)
+
+
 def padded(sample: Sample, left: int, top: int, width: int, height: int, fill: tuple[int, int, int]) -> Sample:
     """The sample at (left, top) on a canvas of this size."""
     h, w = sample.image.shape[1:]
     if (left, top, width, height) == (0, 0, w, h):
         return sample
-    canvas = torch.tensor(fill, dtype=torch.uint8)[:, None, None].repeat(1, height, width)
+    canvas = blank(width, height, fill)
     canvas[:, top : top + h, left : left + w] = sample.image
     boxes, masks = sample.boxes + torch.tensor([left, top, left, top]), sample.masks
     if masks is not None:

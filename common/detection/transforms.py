@@ -16,6 +16,7 @@ from common.detection.samples import (
     FIRST,
     LAST,
     areas_of,
+    blank,
     crop,
     finished,
     joined,
@@ -101,7 +102,7 @@ class BoxAugmentation:
         room = size * self.scales(np.array([position]), size[None])[0]  # size of the whole image
         limit = _rounded(room) if limit is None else np.minimum(limit, _rounded(room))
         self._seed(position, number)
-        view, kept = np.concatenate([np.zeros(2, int), size]), True
+        view, kept = np.concatenate([np.zeros(2, int), size]), np.ones(len(sample.boxes), bool)
         if self._strikes(self.zoom_out, position):
             canvas = (size * (1 + (_WIDEST - 1) * np.random.random())).astype(int)
             corner = -_corner(canvas - size)
@@ -118,8 +119,7 @@ class BoxAugmentation:
         width, height = self.sizes(where, size_of(samples[0])[None])[0].tolist()
         self._seed(position, "mosaic")
         x, y = (np.array([width, height]) * np.random.uniform(0.25, 0.75, 2)).astype(int).tolist()
-        image = torch.tensor(fill, dtype=torch.uint8)[:, None, None].repeat(1, height, width)
-        parts = []
+        image, parts = blank(width, height, fill), []
         for number, sample in enumerate(samples):
             right, below = number % 2, number // 2
             limit = np.array([width - x if right else x, height - y if below else y])
@@ -135,25 +135,29 @@ class BoxAugmentation:
             parts.append(padded(part, left, top, width, height, fill))
         return joined(image, parts)
 
-    def _shown(self, sample: Sample, view, limit, scale, position: int, fill, kept: np.ndarray | bool = True) -> Sample:
+    def _shown(
+        self, sample: Sample, view: np.ndarray, limit: np.ndarray, scale: np.ndarray, position: int, fill, kept=True
+    ) -> Sample:
         """The part of a sample in `view` (left, top, right, bottom; may exceed the image), resized, mirrored and coloured."""
         out = np.minimum(_rounded((view[2:] - view[:2]) * scale), limit)
+        width, height = out.tolist()
         inside = view.clip(0, size_of(sample)[FIRST])
         low, high = np.rint((inside.reshape(2, 2) - view[:2]) * out / (view[2:] - view[:2])).astype(int)
         low, high = np.minimum(low, out - 1), np.maximum(high, low + 1).clip(max=out)
-        width, height = inside[2:] - inside[:2]
-        if min(width, height) < 1:  # the view lies outside the image
-            return nothing(*out.tolist(), fill, sample.masks is not None)
+        span = inside[2:] - inside[:2]
+        if span.min() < 1:  # the view lies outside the image
+            return nothing(width, height, fill, sample.masks is not None)
 
         cut = sample.boxes.clip(inside[FIRST], inside[LAST])
         share = areas_of(cut) / areas_of(sample.boxes).clip(min=1e-9)
-        seen = ((cut[:, 2:] - cut[:, :2]) * ((high - low) / (width, height)) >= _SMALLEST).all(1)
-        rows = np.flatnonzero(seen & np.where(sample.crowd, True, kept & (share >= _VISIBLE)))
+        seen = ((cut[:, 2:] - cut[:, :2]) * ((high - low) / span) >= _SMALLEST).all(1)
+        rows = np.flatnonzero(seen & (sample.crowd | kept & (share >= _VISIBLE)))
         shown = crop(sample, inside, tuple((high - low)[::-1].tolist()), rows)
         if self._is_strong(position) and self.photometric:
             image = Image.fromarray(shown.image.permute(1, 2, 0).numpy())  # Pillow stays in 8 bits, in 0.6 of the time
             shown = shown._replace(image=pixels_of(v2.RandomPhotometricDistort(p=self.photometric)(image)))
-        shown = padded(shown, *low.tolist(), *out.tolist(), fill)
+        left, top = low.tolist()
+        shown = padded(shown, left, top, width, height, fill)
         return mirrored(shown) if np.random.random() < self.hflip else shown
 
     # ---- draws

@@ -120,15 +120,6 @@ def test_a_folder_says_what_the_data_calls_its_classes_and_is_for_more_than_its_
         leave(detector, folder)
 
 
-def test_another_detector_is_refused_with_the_flag_that_differs(best) -> None:
-    for family, options, says in (
-        ("fcos", {}, "--detector faster_rcnn there, fcos here; leave"),
-        ("faster_rcnn", {"levels": (3, 6)}, "--levels 3-5 there, 3-6 here; leave these flags out"),
-    ):
-        with pytest.raises(Refused, match=says):
-            begin(make(family, classes=3, **options), best[1], Three.classes)
-
-
 def test_a_folder_that_is_not_whole_is_refused_in_one_line(best, tmp_path) -> None:
     for name, content, says in (
         ("model.safetensors", "torn", "not a whole exported detector .SafetensorError"),

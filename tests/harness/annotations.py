@@ -16,6 +16,8 @@ def check_same(part: AnnotatedImages, other: AnnotatedImages):
         mine, its = getattr(part, field.name), getattr(other, field.name)
         if isinstance(mine, np.ndarray):
             assert mine.dtype == its.dtype and its.flags.writeable and np.array_equal(mine, its), field.name
+        elif field.name == "images":
+            assert mine.root == its.root and mine.paths.equals(its.paths)
         elif field.name == "masks" and mine:
             assert mine.shapes.equals(its.shapes) and np.array_equal(mine.turns, its.turns)
         else:

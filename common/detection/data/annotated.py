@@ -1,13 +1,13 @@
 """Sources of images with boxes, and the columns of annotations that all of them share.
 
-The boxes of all images stand one after another in columns. There is no Python object for each image
-or box: every data worker would copy its memory pages.
+The boxes of all images stand one after another in columns: of a Python object for each image or box, every data worker would
+copy the memory.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -17,9 +17,10 @@ from common.data.block_order import Blocks
 from common.data.cache import Cache
 from common.data.decoding import Picture
 from common.data.images import BrokenImage, open_rgb
-from common.data.source import fingerprint_of, name_of, path_of
-from common.data.splits import random_numbers_of
+from common.data.source import Files, fingerprint_of
 from common.detection.data.masks import Masks, decode
+
+T = TypeVar("T", Image.Image, Picture)
 
 
 class Sample(NamedTuple):
@@ -49,15 +50,16 @@ class Annotated:
     labels: np.ndarray  # int64[M] class ids
     crowd: np.ndarray  # bool[M]: regions of several objects, or difficult objects: neither objects nor background
     areas: np.ndarray  # float64[M] in square pixels: of the mask if the data has it, else of the box
-    truth: np.ndarray | None = field(default=None, kw_only=True)
+    truth: np.ndarray = field(default_factory=lambda: np.zeros(0), kw_only=True)
     """float64[M, 4] left, top, width, height as the data say, not clipped: detections are compared with these. The default
     is `boxes`, which are rounded: an overlap on a threshold could then count otherwise than in COCO's own evaluation."""
     masks: Masks | None = field(default=None, kw_only=True)  # of the M objects, if masks were asked for
-    notes: tuple[str, ...] = field(default=(), kw_only=True)  # what was corrected or left out on loading, in sentences
+    notes: tuple[str, ...] = field(default=(), kw_only=True)  # corrections and omissions on loading, in sentences
     part: str = field(default="", kw_only=True)  # for people: "val.json" or "20 % held out of train.json"
 
     fresh = False  # True if each position of the stream has a new scene instead of an image of the list
     strata = None  # images with boxes are held out from one stratum
+    of_images: ClassVar[tuple[str, ...]] = ("image_ids", "sizes")  # columns with a row per image
     has_masks = property(lambda self: self.masks is not None)  # True if samples have
 
     @property
@@ -74,7 +76,7 @@ class Annotated:
         raise NotImplementedError
 
     def __post_init__(self) -> None:
-        if self.truth is None:
+        if len(self.truth) != len(self.boxes):
             boxes = self.boxes.astype(np.float64)
             vars(self)["truth"] = np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1)
 
@@ -82,39 +84,36 @@ class Annotated:
         return len(self.image_ids)
 
     @property
-    def class_counts(self) -> np.ndarray:
-        """int64[K]: number of boxes of each class, without crowd regions."""
-        return np.bincount(self.labels[~self.crowd], minlength=len(self.classes))
+    def class_counts(self) -> np.ndarray | None:
+        """int64[K]: number of boxes of each class, without crowd regions; None if scenes are fresh."""
+        return None if self.fresh else np.bincount(self.labels[~self.crowd], minlength=len(self.classes))
 
-    def select(self, rows: np.ndarray, **others: Any) -> Self:
+    def select(self, rows: np.ndarray) -> Self:
         """The images `rows` int64[n] alone, in this order."""
         counts = np.diff(self.offsets)[rows]
         offsets = np.concatenate([[0], np.cumsum(counts)])
         taken = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][rows] - offsets[:-1], counts)
-        images = {name: getattr(self, name)[rows] for name in ("image_ids", "sizes")}
+        images = {name: getattr(self, name)[rows] for name in self.of_images}
         boxes = {name: getattr(self, name)[taken] for name in ("boxes", "labels", "crowd", "areas", "truth")}
         masks = self.masks and self.masks.select(rows, taken)
-        return replace(self, **images, **boxes, offsets=offsets, masks=masks, **others)
+        return replace(self, **images, **boxes, offsets=offsets, masks=masks)
 
     def image(self, index: int) -> Image.Image:
         """The image, RGB and upright, of `sizes[index]`. Raises `images.BrokenImage` if it can't be decoded."""
-        image = open_rgb(self.content(index))
-        self._check_size(index, image)
-        return image
+        return self._of_its_size(index, open_rgb(self.content(index)))
 
     def picture(self, index: int) -> Picture:
-        """The same image, of which no more is decoded than is used. Raises `images.BrokenImage`."""
-        picture = Picture(self.content(index))
-        self._check_size(index, picture)
-        return picture
+        """The same image, decoded only where it is used. Raises `images.BrokenImage`."""
+        return self._of_its_size(index, Picture(self.content(index)))
 
-    def _check_size(self, index: int, image: Image.Image | Picture) -> None:
-        """Raise `BrokenImage` if the image has another size than the one that its boxes were read for."""
+    def _of_its_size(self, index: int, image: T) -> T:
+        """The image. Raises `BrokenImage` if it has another size than the one that its boxes were read for."""
         width, height = self.sizes[index].tolist()
         if (image.width, image.height) != (width, height):
             raise BrokenImage(
                 f"is {image.width} x {image.height} pixels large, and was {width} x {height} when its boxes were read"
             )
+        return image
 
     def sample(self, index: int, position: int, cache: Cache | None = None) -> Sample:
         """The training sample at `position` of the stream, which holds `index`. Raises `images.BrokenImage`."""
@@ -122,13 +121,13 @@ class Annotated:
         read = partial(self.picture, index)
         picture = cache.picture(index, read) if cache else read()
         masks = decode(self.rles(index), self.sizes[index]) if self.masks else None
-        columns = (column[rows].copy() for column in (self.boxes, self.labels, self.crowd))
-        return Sample(picture, *columns, masks, self.sizes[index])
+        boxes, labels, crowd = (column[rows].copy() for column in (self.boxes, self.labels, self.crowd))
+        return Sample(picture, boxes, labels, crowd, masks, self.sizes[index])
 
     def rles(self, index: int) -> list[dict]:
-        """The masks of an image's objects as COCO's packed run lengths, if the source was loaded with masks."""
+        """The masks of an image's objects as COCO's packed run lengths; none if the source was loaded without masks."""
         rows = slice(self.offsets[index], self.offsets[index + 1])
-        return self.masks.rles(index, rows, self.sizes[index], self.boxes[rows])
+        return self.masks.rles(index, rows, self.sizes[index], self.boxes[rows]) if self.masks else []
 
 
 def no_boxes(classes: Sequence[str], sizes: np.ndarray) -> dict:
@@ -146,45 +145,28 @@ def no_boxes(classes: Sequence[str], sizes: np.ndarray) -> dict:
     }
 
 
-@dataclass(frozen=True)
-class ImageFiles:
-    """Image files below a folder. Rows of a table, `common.data.tables.Table`, have the same methods."""
-
-    root: str
-    paths: pa.LargeBinaryArray  # below root; bytes, since a file name may be invalid text
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def name(self, index: int) -> str:
-        return name_of(self.root, self.paths, index)
-
-    def content(self, index: int) -> str:
-        return path_of(self.root, self.paths, index)
-
-    def select(self, rows: np.ndarray) -> "ImageFiles":
-        return ImageFiles(self.root, self.paths.take(pa.array(rows)))
-
-    def random_numbers(self, key: int) -> np.ndarray:
-        """uint64[N], each a function of its image's path and `key` alone."""
-        return random_numbers_of(self.paths, key)
+def image_files(root: str, paths: pa.LargeBinaryArray) -> Files:
+    """Files below `root`, which have no labels."""
+    none = np.zeros(len(paths), np.int64)
+    return Files(root, paths, none, labels=none, classes=())
 
 
 @dataclass(frozen=True, eq=False)
 class AnnotatedImages(Annotated):
     """Files or rows of a table, with their boxes."""
 
-    images: Any  # `ImageFiles`, or a table
+    images: Any  # `Files`, `Table` or `Shards`; their labels are not used
     byte_counts: np.ndarray  # int64[N] size of each image
+
+    of_images = (*Annotated.of_images, "byte_counts")
 
     @property
     def blocks(self) -> Blocks | None:
-        return getattr(self.images, "blocks", None)
+        return self.images.blocks
 
     def expect(self, indices: np.ndarray) -> None:
         """These images will be asked for soon."""
-        if self.blocks:
-            self.images.expect(indices)
+        self.images.expect(indices)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -200,7 +182,7 @@ class AnnotatedImages(Annotated):
         return self.images.content(index)
 
     def select(self, rows: np.ndarray) -> Self:
-        return super().select(rows, images=self.images.select(rows), byte_counts=self.byte_counts[rows])
+        return replace(super().select(rows), images=self.images.select(rows))
 
     def random_numbers(self, key: int) -> np.ndarray:
         """uint64[N], each a function of its image's path or row and `key` alone."""

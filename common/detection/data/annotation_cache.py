@@ -1,15 +1,13 @@
-"""Annotation cache: what an earlier start read from a folder, if nothing in the folder has changed since.
+"""Annotation cache: annotations that an earlier start has read, if nothing in their folder has changed since.
 
-Reading COCO's annotations takes many seconds and gigabytes. The columns that come out are kept in a
-file in Arrow's format, which later starts and the other processes of a machine map. A file that is
-incomplete, or was made from other data or by other code, is not used. If no file can be written, the
-data are read as if there were no cache.
+Reading COCO's annotations takes many seconds and gigabytes. The resulting columns are kept in a file of
+Arrow, which later starts and the other processes of a machine map. A file that is incomplete, or was
+made from other data or by other code, is not used. If no file can be written, there is no cache.
 """
 
 import hashlib
 import json
 import os
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -21,16 +19,19 @@ import pyarrow as pa
 
 from common import files, randomness
 from common.data import images
-from common.detection.data.annotated import AnnotatedImages, ImageFiles
+from common.detection.data.annotated import AnnotatedImages, image_files
 from common.detection.data.masks import Masks
 from common.detection.data.stamps import Stamps, stamps_of
+from common.durable import replace_file
 
 _UNUSED = 30 * 86_400  # seconds after which a file that was not loaded is removed
 # The columns depend on this code besides the data: if it has changed, the data are read again.
 _ROOMS = [Path(__file__).parent, Path(images.__file__).parent]
 _CODE = [Path(files.__file__), Path(randomness.__file__)]
 _CODE += [file for room in _ROOMS for file in sorted(room.glob("*.py"))]
-_ARRAYS = "category_ids image_ids sizes offsets boxes labels crowd areas truth byte_counts".split()
+_WIDTHS = {"sizes": 2, "boxes": 4, "truth": 4}  # numbers per row of the arrays that have several
+_ARRAYS = ("category_ids", "image_ids", "offsets", "labels", "crowd", "areas", "byte_counts", *_WIDTHS)
+_FACTS = ("classes", "notes", "part", "fingerprint")
 
 Parts = tuple[AnnotatedImages, ...]  # to train on and to evaluate on, or only to evaluate on
 
@@ -67,46 +68,34 @@ def _key(what: object, origin: Path) -> str:
 
 def _write(file: Path, parts: Parts, seen: Stamps) -> None:
     """Write the cache to `file`, completely or not at all."""
-    columns, arrays, words = {}, {}, {"parts": [], "folders": []}
+    columns: dict[str, Any] = {}
     for number, part in enumerate(parts):
-        arrays |= {f"{number} {name}": getattr(part, name) for name in _ARRAYS}
+        columns |= {f"{number} {name}": getattr(part, name) for name in _ARRAYS}
         columns[f"{number} paths"] = part.images.paths
         if part.masks:
-            columns[f"{number} shapes"], arrays[f"{number} turns"] = part.masks.shapes, part.masks.turns
-        told = {name: getattr(part, name) for name in ("classes", "notes", "part", "fingerprint")}
-        words["parts"].append(told | {"root": part.images.root})
-    for number, (folder, paths, looks) in enumerate(seen.groups):
-        columns[f"seen {number} paths"], arrays[f"seen {number} stamps"] = paths, looks
-        words["folders"].append(folder)
-    words["arrays"] = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
-    for name, array in arrays.items():
-        columns[name] = pa.array(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-    rows = [pa.LargeListArray.from_arrays(pa.array([0, len(c)], pa.int64()), c) for c in columns.values()]
-    batch = pa.RecordBatch.from_arrays(rows, list(columns)).replace_schema_metadata({"words": json.dumps(words)})
+            columns |= {f"{number} shapes": part.masks.shapes, f"{number} turns": part.masks.turns}
+    for number, (_, paths, looks) in enumerate(seen.groups):
+        columns |= {f"seen {number} paths": paths, f"seen {number} stamps": looks}
+    facts = [{name: getattr(part, name) for name in _FACTS} | {"root": part.images.root} for part in parts]
+    words = json.dumps({"parts": facts, "folders": [folder for folder, *_ in seen.groups]})
+    rows = []  # a list of each column: their lengths differ
+    for column in columns.values():
+        flat = pa.array(column.reshape(-1)) if isinstance(column, np.ndarray) else column
+        rows.append(pa.LargeListArray.from_arrays(pa.array([0, len(flat)], pa.int64()), flat))
+    batch = pa.RecordBatch.from_arrays(rows, list(columns)).replace_schema_metadata({"words": words})
+    content = pa.BufferOutputStream()
+    with pa.ipc.new_file(content, batch.schema) as writer:
+        writer.write_batch(batch)
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    _remove_unused(file.parent)
-    handle, name = tempfile.mkstemp(dir=file.parent, prefix="unfinished-")
-    try:
-        with os.fdopen(handle, "wb") as out:
-            with pa.ipc.new_file(out, batch.schema) as writer:
-                writer.write_batch(batch)
-            out.flush()
-            os.fsync(out.fileno())  # otherwise a power failure could leave the name without the content
-        os.replace(name, file)
-    finally:
+    for other in file.parent.glob("*.arrow*"):  # also drafts that a kill has left
         with suppress(OSError):
-            os.unlink(name)
-
-
-def _remove_unused(folder: Path) -> None:
-    for file in [*folder.glob("*.arrow"), *folder.glob("unfinished-*")]:
-        with suppress(OSError):
-            if file.stat().st_mtime < time.time() - _UNUSED:
-                file.unlink()
+            if other.stat().st_mtime < time.time() - _UNUSED:
+                other.unlink()
+    replace_file(file, content.getvalue())
 
 
 def load(file: Path) -> Parts | None:
-    """What `_write` wrote, if it is complete and no file that it was made from has changed."""
+    """The parts in `file`, if it is complete and no file that it was made from has changed."""
     try:
         batch = pa.ipc.open_file(pa.memory_map(str(file))).get_batch(0)
     except (OSError, ValueError):  # no file, no permission, or a name that Arrow can't take
@@ -115,24 +104,28 @@ def load(file: Path) -> Parts | None:
         os.utime(file)  # marks it as used
     columns = {name: batch.column(name).values for name in batch.schema.names}
     words = json.loads(batch.schema.metadata[b"words"])
-    for name, (dtype, shape) in words["arrays"].items():
-        columns[name] = columns[name].to_numpy().copy().view(dtype).reshape(shape)
     seen = Stamps()
     for number, folder in enumerate(words["folders"]):
-        seen.groups.append((folder, columns[f"seen {number} paths"], columns[f"seen {number} stamps"]))
-    return tuple(_part(columns, number, entry) for number, entry in enumerate(words["parts"])) if seen.hold() else None
+        looks = columns[f"seen {number} stamps"].to_numpy().reshape(-1, 3)
+        seen.groups.append((folder, columns[f"seen {number} paths"], looks))
+    return tuple(_part(columns, number, facts) for number, facts in enumerate(words["parts"])) if seen.hold() else None
 
 
-def _part(columns: dict[str, Any], number: int, words: dict) -> AnnotatedImages:
+def _part(columns: dict[str, Any], number: int, facts: dict[str, Any]) -> AnnotatedImages:
     """One source from the columns. Shapes stay in the mapped file, which processes share; the rest is small, and copied."""
+
+    def array(name: str) -> np.ndarray:
+        values = columns[f"{number} {name}"].to_numpy(zero_copy_only=False).copy()
+        return values.reshape(-1, _WIDTHS[name]) if name in _WIDTHS else values
+
     shapes, paths = columns.get(f"{number} shapes"), columns[f"{number} paths"].to_pylist()
     part = AnnotatedImages(
-        classes=tuple(words["classes"]),
-        notes=tuple(words["notes"]),
-        part=words["part"],
-        images=ImageFiles(words["root"], pa.array(paths, pa.large_binary())),
-        masks=None if shapes is None else Masks(shapes, columns[f"{number} turns"]),
-        **{name: columns[f"{number} {name}"] for name in _ARRAYS},
+        classes=tuple(facts["classes"]),
+        notes=tuple(facts["notes"]),
+        part=facts["part"],
+        images=image_files(facts["root"], pa.array(paths, pa.large_binary())),
+        masks=None if shapes is None else Masks(shapes, array("turns")),
+        **{name: array(name) for name in _ARRAYS},
     )
-    vars(part)["fingerprint"] = words["fingerprint"]  # where `cached_property` stores it
+    vars(part)["fingerprint"] = facts["fingerprint"]  # where `cached_property` stores it
     return part

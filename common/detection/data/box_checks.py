@@ -1,14 +1,16 @@
 """Checks of boxes: which can be trained on, and where they lie in the upright images.
 
-Boxes are checked once, on loading: what is corrected or left out is counted and named, and what
-looks like another format is refused.
+Boxes are checked once, on loading. Corrected boxes and omitted ones are counted and named; boxes that
+seem to be in another format are refused.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from common.data.images import MAX_PIXELS
 from common.detection.data.annotated import AnnotatedImages
@@ -19,6 +21,8 @@ from common.errors import Refused
 
 _ROUNDING = 1.0  # pixels beyond the image that are rounding errors
 _SUSPICIOUS = 0.5  # share of boxes beyond their image, or of unreadable images, from which the data are refused
+_STAND_IN = 640  # pixels: sides of an image whose size is unknown
+_unknown: Any = partial(np.zeros, 0)
 
 
 @dataclass(eq=False)
@@ -26,16 +30,18 @@ class FoundBoxes:
     """The N images and M boxes of a data set as they were read; boxes in any order."""
 
     title: str  # for messages
-    images: Any  # `ImageFiles`, or a table
+    images: Any  # `Files`, `Table` or `Shards`
     classes: tuple[str, ...]
     rows: np.ndarray  # int64[M] the image of each box
-    boxes: np.ndarray  # float64[M, 4] left, top, width, height in pixels, or as shares of the image if `relative`
+    boxes: (
+        np.ndarray
+    )  # float64[M, 4] left, top, width, height in pixels, or in shares of the upright image if `relative`
     labels: np.ndarray  # int64[M]
-    category_ids: np.ndarray | None = None  # int64[K]; default: from 0 up
-    image_ids: np.ndarray | None = None  # int64[N]; default: from 0 up
-    sizes: np.ndarray | None = None  # int64[N, 2] width and height; 0 if unknown
-    crowd: np.ndarray | None = None  # bool[M]; default: none is
-    areas: np.ndarray | None = None  # float64[M]; NaN if unknown
+    category_ids: np.ndarray = field(default_factory=_unknown)  # int64[K]; default: from 0 up
+    image_ids: np.ndarray = field(default_factory=_unknown)  # int64[N]; default: from 0 up
+    sizes: np.ndarray = field(default_factory=_unknown)  # int64[N, 2] width and height; 0 if unknown
+    crowd: np.ndarray = field(default_factory=_unknown)  # bool[M]; default: none is
+    areas: np.ndarray = field(default_factory=_unknown)  # float64[M]; NaN if unknown
     upright: bool = False  # True if boxes are of the upright image where sizes can't tell
     relative: bool = False
     shapes: pa.StructArray | None = None  # M shapes in the same coordinates, if masks are asked for
@@ -48,9 +54,27 @@ class FoundBoxes:
             "crowd": np.zeros(len(self.boxes), bool),
             "areas": np.full(len(self.boxes), np.nan),
         }
-        for name, default in defaults.items():
-            if getattr(self, name) is None:
-                setattr(self, name, default)
+        vars(self).update({name: default for name, default in defaults.items() if not len(getattr(self, name))})
+
+    def told(self, chosen: np.ndarray, what: str) -> str:
+        """The number of boxes that are `chosen` bool[M], `what` they do, and the first one."""
+        box = int(chosen.argmax())
+        left, top, width, height = self.boxes[box].tolist()
+        corners = ", ".join(f"{value:.6g}" for value in (left, top, left + width, top + height))
+        first = f"first {self.images.name(int(self.rows[box]))} with left, top, right, bottom {corners}"
+        return f"{chosen.sum():,} of {len(chosen):,} boxes {what}, {first}"
+
+
+def class_ids(title: str, images: Any, rows: np.ndarray, values: pa.Array, known: pa.Array) -> np.ndarray:
+    """int64[M]: the place in `known` of the class of each box, `values`. Raises `Refused` for a class that is not there."""
+    found = pc.fill_null(pc.index_in(values, value_set=known), -1).to_numpy().astype(np.int64)
+    if (unknown := found < 0).any():
+        box = int(unknown.argmax())
+        raise Refused(
+            f"{title}: {unknown.sum():,} boxes of an unknown class, first of {images.name(int(rows[box]))}: "
+            f"{values[box].as_py()}; the classes are {', '.join(map(str, known[:10].to_pylist()))}: correct or remove the boxes"
+        )
+    return found
 
 
 def check_files(found: FoundBoxes, stamps: Stamps) -> AnnotatedImages:
@@ -62,50 +86,54 @@ def check_files(found: FoundBoxes, stamps: Stamps) -> AnnotatedImages:
 def check(found: FoundBoxes, headers: np.ndarray) -> AnnotatedImages:
     """The annotations of the upright images.
 
-    `headers` int64[N, 4] as `image_headers` reads them. Raises `Refused` for boxes that are not
-    finite or upside down, for sizes that differ from the images', for boxes in another
-    format, and if there are no images, no boxes, or no outlines although masks are asked for.
+    `headers` int64[N, 4] as `image_headers` reads them. Raises `Refused` for boxes that are not finite or upside down, for
+    sizes that differ from the images', for boxes in another format, and if there are no images, no boxes, or no outlines
+    although masks are asked for.
     """
     if not len(found.images):
         raise Refused(f"{found.title}: no images in it; it needs at least one")
     if not len(found.boxes):
         raise Refused(f"{found.title}: no boxes in its {len(found.images):,} images; annotate some of them")
-    notes = []
-    _refuse_nonsense(found)
-    headers, is_upright = _frames(found, headers, notes)
+    for wrong, what in (
+        (~np.isfinite(found.boxes.sum(axis=1)), "have a coordinate that is missing or no finite number"),
+        (found.boxes[:, 2:].min(axis=1) < 0, "end before they begin (right < left or bottom < top)"),
+    ):
+        if wrong.any():
+            advice = "correct, remove or give them in another format"
+            raise Refused(f"{found.title}: {found.told(wrong, what)}; {advice}")
+    notes: list[str] = []
+    headers = _without_gaps(found, headers, notes)
+    is_upright = _refer_to_upright(found, headers, notes)
     sizes = upright_sizes(headers)
-    boxes, areas, of_box = found.boxes, found.areas, headers[found.rows]
-    if found.relative:
-        scale = np.where(is_upright[:, None], sizes, headers[:, :2])[found.rows]
-        boxes = boxes * np.concatenate([scale, scale], axis=1)
-    boxes = np.where(is_upright[found.rows, None], boxes, turned(boxes, of_box))
-
     limits = np.tile(sizes[found.rows], 2)
+    boxes = found.boxes * limits if found.relative else found.boxes
+    boxes = np.where(is_upright[found.rows, None], boxes, turned(boxes, headers[found.rows]))
+
     corners = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1)
-    beyond = np.maximum(-corners, corners - limits).max(axis=1, initial=0)  # [M] pixels
-    outside = beyond > _ROUNDING
+    outside = np.maximum(-corners, corners - limits).max(axis=1) > _ROUNDING
     if outside.mean() > _SUSPICIOUS:
         raise Refused(
-            f"{found.title}: {outside.sum():,} of {len(boxes):,} boxes reach beyond their image, {_first(found, outside)}; "
-            "they are in another format (corners or width and height, pixels or shares) or of images of another size"
+            f"{found.title}: {found.told(outside, 'reach beyond their image')}; they are in another format (corners or width "
+            "and height, pixels or shares) or of images of another size"
         )
     corners = np.clip(corners, 0, limits).astype(np.float32)
     spans = corners[:, 2:] - corners[:, :2]
     empty = (spans <= 0).any(axis=1)
-    whats = "reach beyond their image and are clipped", "have no area inside their image and are left out"
-    for chosen, what in zip((outside & ~empty, empty), whats, strict=True):
-        if chosen.any():
-            notes.append(f"{chosen.sum():,} of {len(boxes):,} boxes {what}, {_first(found, chosen)}")
+    if empty.all():
+        raise Refused(f"{found.title}: {found.told(empty, 'have no area inside their image')}; correct them")
+    for chosen, what in (
+        (outside & ~empty, "reach beyond their image and are clipped"),
+        (empty, "have no area inside their image and are left out"),
+    ):
+        notes += [found.told(chosen, what)] if chosen.any() else []
     kept = np.flatnonzero(~empty)
     kept = kept[np.argsort(found.rows[kept], kind="stable")]
-    if not kept.size:
-        raise Refused(f"{found.title}: none of its {len(boxes):,} boxes has an area inside its image; correct them")
-    areas = np.where(np.isfinite(areas) & (areas >= 0), areas, spans.prod(axis=1))
+    areas = np.where(np.isfinite(found.areas) & (found.areas >= 0), found.areas, spans.prod(axis=1))
     masks = None
     if found.shapes is not None:
-        turns = np.where(is_upright, 1, headers[:, 2]).astype(np.uint8)
         frames = np.where(is_upright[:, None], sizes, headers[:, :2])[found.rows[kept]]
-        masks = Masks(_shapes(found, kept, frames, notes), turns)
+        shapes = _shapes(found, found.shapes.take(pa.array(kept)), kept, frames, notes)
+        masks = Masks(shapes, np.where(is_upright, 1, headers[:, 2]).astype(np.uint8))
     return AnnotatedImages(
         found.classes,
         found.category_ids,
@@ -124,8 +152,11 @@ def check(found: FoundBoxes, headers: np.ndarray) -> AnnotatedImages:
     )
 
 
-def _shapes(found: FoundBoxes, kept: np.ndarray, frames: np.ndarray, notes: list[str]) -> pa.StructArray:
-    shapes, wrong = checked(found.shapes.take(pa.array(kept)), frames)
+def _shapes(
+    found: FoundBoxes, shapes: pa.StructArray, kept: np.ndarray, frames: np.ndarray, notes: list[str]
+) -> pa.StructArray:
+    """The shapes of the boxes `kept`, null if one can't be drawn in its image of `frames` (width, height)."""
+    shapes, wrong = checked(shapes, frames)
     if wrong.all():
         raise Refused(
             f"{found.title}: none of its {len(kept):,} objects has an outline (segmentation) for masks; add them, or choose a "
@@ -138,40 +169,31 @@ def _shapes(found: FoundBoxes, kept: np.ndarray, frames: np.ndarray, notes: list
     return shapes
 
 
-def _refuse_nonsense(found: FoundBoxes) -> None:
-    unknown, upside_down = ~np.isfinite(found.boxes).all(axis=1), (found.boxes[:, 2:] < 0).any(axis=1)
-    for wrong, what in (
-        (unknown, "have a coordinate that is missing or no finite number"),
-        (upside_down, "end before they begin (right < left or bottom < top)"),
-    ):
-        if wrong.any():
-            first = _first(found, wrong)
-            raise Refused(
-                f"{found.title}: {wrong.sum():,} boxes {what}, {first}; correct, remove or give them in another format"
-            )
-
-
-def _frames(found: FoundBoxes, headers: np.ndarray, notes: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Headers without gaps, and bool[N]: True if an image's boxes refer to the upright image and not to the stored one.
-
-    The annotated size of an image that lies on its side says it. If it can't (no size, a square, an
-    image upside down), the other images of the data decide.
-    """
+def _without_gaps(found: FoundBoxes, headers: np.ndarray, notes: list[str]) -> np.ndarray:
+    """Headers in which an unreadable image has the annotated size, or another that stands in."""
     unreadable = headers[:, 0] == 0
-    if unreadable.any():
-        first = found.images.name(int(unreadable.argmax()))
-        count = f"{unreadable.sum():,} of {len(headers):,} images can't be read, the first is {first}"
-        if unreadable.mean() > _SUSPICIOUS:
-            raise Refused(f"{found.title}: {count}; mend them, or correct the paths")
-        notes.append(count)
-        is_size = (found.sizes > 0).all(axis=1) & (found.sizes.prod(axis=1, dtype=np.float64) <= MAX_PIXELS)
-        stand_in = np.where(is_size[:, None], found.sizes, 640)
-        stand_ins = np.concatenate([stand_in, np.ones_like(headers[:, 2:])], axis=1)
-        headers = np.where(unreadable[:, None], stand_ins, headers)
-    is_told = (found.sizes > 0).all(axis=1)
+    if not unreadable.any():
+        return headers
+    first = found.images.name(int(unreadable.argmax()))
+    count = f"{unreadable.sum():,} of {len(headers):,} images can't be read, the first is {first}"
+    if unreadable.mean() > _SUSPICIOUS:
+        raise Refused(f"{found.title}: {count}; mend them, or correct the paths")
+    notes.append(count)
+    is_size = (found.sizes > 0).all(axis=1) & (found.sizes.prod(axis=1, dtype=np.float64) <= MAX_PIXELS)
+    headers = np.where(unreadable[:, None], 1, headers)
+    headers[unreadable, :2] = np.where(is_size[:, None], found.sizes, _STAND_IN)[unreadable]
+    return headers
+
+
+def _refer_to_upright(found: FoundBoxes, headers: np.ndarray, notes: list[str]) -> np.ndarray:
+    """bool[N]: True if an image's boxes refer to the upright image and not to the stored one.
+
+    The annotated size of an image that lies on its side says it. If it can't (no size, a square, an image upside down), the
+    other images of the data decide.
+    """
     as_stored = (headers[:, :2] == found.sizes).all(axis=1)
     as_upright = (upright_sizes(headers) == found.sizes).all(axis=1)
-    if (wrong := is_told & ~as_stored & ~as_upright).any():
+    if (wrong := (found.sizes > 0).all(axis=1) & ~as_stored & ~as_upright).any():
         row = int(wrong.argmax())
         said, real = (" x ".join(map(str, size[row].tolist())) for size in (found.sizes, upright_sizes(headers)))
         raise Refused(
@@ -183,15 +205,6 @@ def _frames(found: FoundBoxes, headers: np.ndarray, notes: list[str]) -> tuple[n
     default = as_upright[votes].mean() > 0.5 if votes.any() else found.upright
     is_upright = np.where(votes, as_upright, default)
     if is_rotated.any():
-        turned_count = (is_rotated & ~is_upright).sum()
-        notes.append(
-            f"{is_rotated.sum():,} images are rotated by their EXIF tag, and the boxes of {turned_count:,} with them"
-        )
-    return headers, is_upright
-
-
-def _first(found: FoundBoxes, chosen: np.ndarray) -> str:
-    box = int(chosen.argmax())
-    left, top, width, height = found.boxes[box].tolist()
-    corners = ", ".join(f"{value:.6g}" for value in (left, top, left + width, top + height))
-    return f"first {found.images.name(int(found.rows[box]))} with left, top, right, bottom {corners}"
+        count = (is_rotated & ~is_upright).sum()
+        notes.append(f"{is_rotated.sum():,} images are rotated by their EXIF tag, and the boxes of {count:,} with them")
+    return is_upright

@@ -10,15 +10,14 @@ import os
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
 
-from common.detection.data.annotated import AnnotatedImages, ImageFiles
-from common.detection.data.box_checks import FoundBoxes, check_files
+from common.detection.data.annotated import AnnotatedImages, image_files
+from common.detection.data.box_checks import FoundBoxes, check_files, class_ids
 from common.detection.data.folders import Folder, refusing
 from common.detection.data.masks import KIND
 from common.detection.data.stamps import Stamps
@@ -40,6 +39,7 @@ _LIMIT = 2**34  # bytes of a file, many times what any published set has
 _OPTIONAL = {"width", "height", "area", "iscrowd", *KIND}
 # A segmentation is a list or an object, and its counts are a list or a text. A column has one type: each gets its own name.
 _RENAMED = {rb'"segmentation"(\s*:\s*\{)': rb'"rle"\1', rb'"counts"(\s*:\s*")': rb'"packed"\1'}
+_WRONG_TYPE = (pa.ArrowException, TypeError, OverflowError)
 _PLACES = ("*.json", "annotations/*.json", "*/_annotations.coco.json")
 
 
@@ -70,43 +70,26 @@ def _read(
     stamps.take_files([file])
     columns = _read_json(file, masks)
     images, boxes, categories = (columns[key] for key in _KINDS)
-    paths = images["file_name"].cast(pa.large_binary())
-    image_ids, category_ids = _numbers(images["id"]), _numbers(categories["id"])
-    names = categories["name"].to_pylist()
-    for key, field, values in (
-        ("images", "id", image_ids),
-        ("categories", "id", category_ids),
-        ("categories", "name", np.array(names)),
-    ):
-        distinct, counts = np.unique(values, return_counts=True)
+    for key, field in (("images", "id"), ("categories", "id"), ("categories", "name")):
+        distinct, counts = np.unique(columns[key][field].to_numpy(zero_copy_only=False), return_counts=True)
         if (counts > 1).any():
             value = distinct[counts.argmax()]
             raise Refused(f"{file}: {counts.max()} {key} with the {field} {value}; give each its own")
-    if not len(image_ids):
+    if not len(images["id"]):
         raise Refused(f"{file}: no images in it; it needs at least one")
-    found_images = ImageFiles(_image_folder(root, file, paths, stamps), paths)
-    rows = _places(_numbers(boxes["image_id"]), image_ids)
+    paths = images["file_name"].cast(pa.large_binary())
+    found_images = image_files(_image_folder(root, file, paths, stamps), paths)
+    rows = _numbers(pc.index_in(boxes["image_id"], images["id"]), -1).astype(np.int64)
     if (strays := rows < 0).any():
-        stray = _numbers(boxes["image_id"])[strays][0]
         raise Refused(
-            f"{file}: {strays.sum():,} annotations of images that are not in it, first image_id {stray}; remove them"
+            f"{file}: {strays.sum():,} annotations of images that are not in it, first image_id "
+            f"{boxes['image_id'][strays.argmax()]}; remove them"
         )
-    if classes is None:
-        classes = tuple(names[place] for place in np.argsort(category_ids))
-    ids = {name: place for place, name in enumerate(classes)}
-    of_category = np.array([ids.get(name, -1) for name in names], np.int64)  # the class id of each category
-    class_ids = np.full(len(classes), -1)
-    class_ids[of_category[of_category >= 0]] = category_ids[of_category >= 0]
-    places = _places(_numbers(boxes["category_id"]), category_ids)
-    labels = np.where(places < 0, -1, of_category[places] if len(of_category) else -1)
-    if (unknown := labels < 0).any():
-        box = int(unknown.argmax())
-        is_listed = places[box] >= 0
-        known = f"{names[places[box]]}, which the training part does not have" if is_listed else "not listed there"
-        raise Refused(
-            f"{file}: {unknown.sum():,} boxes of an unknown class, first of {found_images.name(int(rows[box]))}: "
-            f"category_id {_numbers(boxes['category_id'])[box]} is {known}; add it to categories, or remove the boxes"
-        )
+    names = categories["name"]
+    classes = classes or tuple(names.take(pc.sort_indices(categories["id"])).to_pylist())
+    places = pc.index_in(boxes["category_id"], categories["id"])
+    unlisted = pc.binary_join_element_wise("category_id", boxes["category_id"].cast(pa.string()), " ")
+    named = pc.coalesce(names.take(places), unlisted)
     if (lengths := pc.list_value_length(boxes["bbox"]).to_numpy() != 4).any():
         box = int(lengths.argmax())
         raise Refused(f"{file}: annotations[{box}] has a bbox of other than 4 numbers: left, top, width, height")
@@ -114,12 +97,12 @@ def _read(
         title=str(file),
         images=found_images,
         classes=classes,
-        category_ids=class_ids,
-        image_ids=image_ids,
+        category_ids=_numbers(categories["id"].take(pc.index_in(pa.array(classes, pa.string()), names)), -1),
+        image_ids=_numbers(images["id"]),
         sizes=np.stack([_numbers(images["width"], 0), _numbers(images["height"], 0)], axis=1),
         rows=rows,
         boxes=_numbers(boxes["bbox"].flatten(), np.nan).reshape(-1, 4),
-        labels=labels,
+        labels=class_ids(str(file), found_images, rows, named, pa.array(classes, pa.string())),
         crowd=_numbers(boxes["iscrowd"], 0) != 0,
         areas=_numbers(boxes["area"], np.nan),
         shapes=pa.StructArray.from_arrays([boxes[key] for key in KIND], list(KIND)) if masks else None,
@@ -129,11 +112,6 @@ def _read(
 
 def _numbers(column: pa.Array, missing: float | None = None) -> np.ndarray:
     return (column if missing is None else column.fill_null(missing)).to_numpy(zero_copy_only=False).copy()
-
-
-def _places(values: np.ndarray, among: np.ndarray) -> np.ndarray:
-    """int64: the index of each value in `among`, or -1."""
-    return pc.fill_null(pc.index_in(pa.array(values), value_set=pa.array(among)), -1).to_numpy().astype(np.int64)
 
 
 def _image_folder(root: Path, file: Path, paths: pa.LargeBinaryArray, stamps: Stamps) -> str:
@@ -164,55 +142,52 @@ def _read_json(file: Path, masks: bool) -> dict[str, dict[str, pa.Array]]:
         for old, new in _RENAMED.items():  # only keys match: a quote inside a text has a backslash before it
             text = re.sub(old, new, text)
     try:
-        size = len(text)
         table = pyarrow.json.read_json(
             io.BytesIO(text),
-            pyarrow.json.ReadOptions(use_threads=False, block_size=size + 1),
+            pyarrow.json.ReadOptions(use_threads=False, block_size=len(text) + 1),
             pyarrow.json.ParseOptions(pa.schema(list(kinds.items())), True, unexpected_field_behavior="ignore"),
         )
         if len(table) != 1:
             raise pa.ArrowInvalid("not one object")
         lists = {key: table[key].combine_chunks() for key in kinds}
-        columns = {key: None if lists[key].null_count else lists[key].flatten() for key in kinds}
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OverflowError):
         # More than Arrow can read (2 GiB, NaN), or a mistake, which it would not name.
-        columns = _read_slowly(file, text, kinds)
+        lists = _read_slowly(file, text, kinds)
+    columns = {}
     for key, fields in fields_of.items():
-        if columns[key] is None:
+        if lists[key].null_count:
             raise Refused(f"{file}: lacks the key {key}, which annotations in COCO's format have")
-        for field in fields:
-            column = columns[key].field(field)
+        entries = lists[key].flatten()
+        columns[key] = {field: entries.field(field) for field in fields}
+        for field, column in columns[key].items():
             if field not in _OPTIONAL and column.null_count:
                 first = pc.index(column.is_null(), True).as_py()
                 raise Refused(f"{file}: {column.null_count:,} entries of {key} lack {field}, first {key}[{first}]")
-    return {key: {field: columns[key].field(field) for field in fields} for key, fields in fields_of.items()}
+    return columns
 
 
-def _read_slowly(file: Path, text: bytes, kinds: dict[str, pa.DataType]) -> dict[str, pa.Array | None]:
+def _read_slowly(file: Path, text: bytes, kinds: dict[str, pa.DataType]) -> dict[str, pa.Array]:
     """As Arrow reads them, with true and false as numbers. Raises `Refused` that names the first entry of a wrong type."""
     with refusing(file, "JSON"):
         content = json.loads(text)
     if not isinstance(content, dict):
         raise Refused(f"{file}: holds a list, not COCO's object of images, annotations and categories")
+
+    def read(entries: list | None, kind: pa.DataType) -> pa.Array:
+        # Floats first, since true is one: their cast back refuses 1.5, of which Arrow would else make 1.
+        floats = [(of.name, pa.float64() if pa.types.is_integer(of.type) else of.type) for of in kind.value_type]
+        return pa.array([entries], pa.list_(pa.struct(floats))).cast(kind)
+
     columns = {}
     for key, kind in kinds.items():
         entries = content.get(key)
-        rows = entries if isinstance(entries, list) else [entries]
-        typed = (_typed(file, f"{key}[{place}]", entry, kind.value_type) for place, entry in enumerate(rows))
-        columns[key] = None if entries is None else pa.array(list(typed), kind.value_type)
-    return columns
-
-
-def _typed(file: Path, place: str, entry: Any, kinds: pa.StructType) -> dict:
-    row = {}
-    for field, kind in ((of.name, of.type) for of in kinds):
         try:
-            value = entry.get(field)
-            value = int(value) if isinstance(value, bool) else value
-            if isinstance(value, float) and pa.types.is_integer(kind) and not value.is_integer():
-                raise TypeError  # Arrow would make 1.5 a 1
-            row[field] = pa.scalar(value, kind).as_py()
-        except (AttributeError, pa.ArrowException, TypeError, OverflowError):
-            what = f".{field} is {value!r}" if isinstance(entry, dict) else f" is {entry!r}"
-            raise Refused(f"{file}: {place}{what:.60}, not of the type {kind}") from None
-    return row
+            columns[key] = read(entries, kind)
+        except _WRONG_TYPE as error:
+            for place, entry in enumerate(entries if isinstance(entries, list) else []):
+                try:
+                    read([entry], kind)
+                except _WRONG_TYPE as first:
+                    raise Refused(f"{file}: {key}[{place}]: {first}") from None
+            raise Refused(f"{file}: {key}: {error}") from None
+    return columns

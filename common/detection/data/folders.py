@@ -1,4 +1,4 @@
-"""Folders with annotations in files: what their formats share."""
+"""Folders with annotations in files: code that all formats share."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from common.files import MEDIUM, read_text
 class Folder:
     """A folder in a known format: named parts, each of which can be read. See `common.data.data_spec.Parts`."""
 
-    what: object  # its `repr` says all that decides what is read
+    what: object  # its `repr` names everything that the annotations depend on, besides the files
     labels: dict[str, str]  # name of each part -> how messages call it
     origins: dict[str, Path]  # of each part, the file or folder with its annotations
     read_part: Callable[[str, tuple[str, ...] | None, Stamps], AnnotatedImages]  # name, classes of the first part

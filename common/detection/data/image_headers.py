@@ -1,23 +1,21 @@
 """Size and orientation of image files, read from their headers without decoding."""
 
-import errno
 import io
 import math
 import os
-from collections.abc import Iterable
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
 from PIL import Image
 
 from common.data.decoding import size_of_usual
-from common.data.images import MAX_PIXELS, orientation_of
+from common.data.images import MAX_PIXELS, BrokenImage, faults_of_the_file, orientation_of
 from common.detection.data.stamps import each_of
 from common.errors import Refused
 from common.files import OddFile, open_regular
 
 _HEAD = 8_192  # bytes in which nearly every JPEG has its size
-_MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG}
 
 
 def headers_of_files(folder: str, paths: pa.Array, *, may_miss: bool = False) -> np.ndarray:
@@ -36,51 +34,30 @@ def headers_of_files(folder: str, paths: pa.Array, *, may_miss: bool = False) ->
     return headers
 
 
-def headers_of_bytes(cells: Iterable[pa.Scalar]) -> np.ndarray:
-    """As `headers_of_files`, for images in binary scalars; null counts as unreadable."""
-    found = []
-    for cell in cells:
-        buffer = cell.as_buffer()
-        if buffer is None:
-            found.append((0, 0, 1, 0))
-        else:
-            found.append((*_stored(bytes(buffer[:_HEAD]), io.BytesIO(buffer)), buffer.size))
-    return np.array(found, np.int64).reshape(-1, 4)
-
-
-def header_of(content: bytes) -> list[int]:
-    """The same four numbers of one image."""
-    return headers_of_bytes([pa.scalar(content)])[0].tolist()
+def header_of(content: bytes) -> tuple[int, int, int, int]:
+    """The same four numbers of an image's bytes."""
+    return (*_stored(content[:_HEAD], io.BytesIO(content)), len(content))
 
 
 def _header_of_file(path: bytes) -> tuple[int, int, int, int]:
-    missing = 0, 0, 0, -1
     try:
-        with open_regular(path) as file:
+        with faults_of_the_file(), open_regular(path) as file:
             head, size = os.read(file.fileno(), _HEAD), os.fstat(file.fileno()).st_size
             return (*_stored(head, file), size)
-    except OddFile:
-        return 0, 0, 1, 0
-    except ValueError:  # a NUL in its name
-        return missing
-    except OSError as error:
-        if error.errno not in _MISSING:
-            raise
-        return missing
+    except BrokenImage as error:
+        return 0, 0, 1, 0 if isinstance(error.__cause__, OddFile) else -1
 
 
-def _stored(head: bytes, source) -> tuple[int, int, int]:
+def _stored(head: bytes, file: BinaryIO) -> tuple[int, int, int]:
     """Width, height and orientation of an image that begins with `head`; width 0 if it can't be read."""
     if size := size_of_usual(head):  # a JPEG without EXIF data, for which Pillow would take 90 µs
         return (*size[::-1], 1)
     try:
-        with Image.open(source) as image:
+        with Image.open(file) as image:
             if math.prod(image.size) > MAX_PIXELS:
                 return 0, 0, 1
             # Pillow would decode a PNG to look for EXIF data after its pixels.
-            if image.format == "PNG" and "exif" not in image.info:
-                return (*image.size, 1)
-            orientation = orientation_of(image)
+            orientation = 1 if image.format == "PNG" and "exif" not in image.info else orientation_of(image)
             return (*image.size, orientation if orientation in range(1, 9) else 1)
     except Exception:  # a damaged file makes Pillow raise almost anything; decoding it will give the reason
         return 0, 0, 1
@@ -94,8 +71,8 @@ def upright_sizes(headers: np.ndarray) -> np.ndarray:
 def turned(boxes: np.ndarray, headers: np.ndarray) -> np.ndarray:
     """Boxes [M, 4] (left, top, width, height) in stored pixels -> in pixels of the upright image.
 
-    `headers` [M, 4] of each box's image. Orientations as in EXIF: 2 to 4 mirror and turn
-    by 180 degrees, 5 to 8 also exchange the axes.
+    `headers` [M, 4] of each box's image. Orientations as in EXIF: 2 to 4 mirror and turn by 180 degrees, 5 to 8 also exchange
+    the axes.
     """
     orientation = headers[:, 2]
     boxes = np.where(orientation[:, None] >= 5, boxes[:, [1, 0, 3, 2]], boxes)

@@ -4,10 +4,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+import torch
 from PIL import Image
 
-from common.data.decoding import Picture, pixels_of
-from common.data.digits import load_digits
+from common.data.cache import Cache
+from common.data.decoding import Picture
+from common.data.digits import Digits, load_digits
 from common.data.source import fingerprint_of
 from common.detection.data.annotated import Annotated, Sample, no_boxes
 from common.detection.data.masks import encode
@@ -28,12 +30,12 @@ _RECIPE = "1"  # part of the fingerprint: to be raised when scenes change
 class Scenes(Annotated):
     """Scenes of one to eight digits of several sizes and colours on a noisy background: pure functions of (key, position).
 
-    In training, every position of the stream is a new scene: an epoch is 1,024 of them, and no
-    column has a box. In evaluation it is a fixed list of 256.
+    In training, every position of the stream is a new scene: an epoch is 1,024 of them, and no column has
+    a box. In evaluation they are a fixed list of 256.
     """
 
     pixels: np.ndarray  # uint8[digits, 32, 32], ink on 0
-    ink: np.ndarray  # int64[digits, 4] left, top, right, bottom of what is drawn
+    ink: np.ndarray  # int64[digits, 4] left, top, right, bottom of the pixels drawn
     digits: np.ndarray  # int64[digits] which digit it is
     key: int
     fresh: bool
@@ -46,7 +48,8 @@ class Scenes(Annotated):
         """
         random = np.random.Generator(np.random.Philox(key=np.array([self.key, position], np.uint64)))
         canvas = _background(random)
-        boxes, labels, masks = [], [], []
+        boxes: list[np.ndarray] = []
+        labels, masks = [], []
         for _ in range(random.integers(1, _MOST + 1)):
             which = int(random.integers(len(self.digits)))
             left, top, right, bottom = ink = self.ink[which].tolist()
@@ -70,9 +73,9 @@ class Scenes(Annotated):
         image = canvas.astype(np.uint8) + (noise & 31)
         return image, np.array(boxes, np.float32), np.array(labels), np.stack(masks)
 
-    def sample(self, index: int, position: int, cache: None = None) -> Sample:
+    def sample(self, index: int, position: int, cache: Cache | None = None) -> Sample:
         image, boxes, labels, masks = self.scene(position if self.fresh else index)
-        picture = Picture(pixels_of(image))
+        picture = Picture(torch.from_numpy(image).permute(2, 0, 1))
         return Sample(picture, boxes, labels, np.zeros(len(labels), bool), masks if self.has_masks else None)
 
     def rles(self, index: int) -> list[dict]:
@@ -89,39 +92,31 @@ class Scenes(Annotated):
         kind = (_RECIPE, "fresh", "") if self.fresh else (_RECIPE, "fixed", str(len(self)))
         return fingerprint_of(self.classes + kind, self.digits, self.pixels)
 
-    @property
-    def class_counts(self) -> np.ndarray | None:
-        """None for fresh scenes."""
-        return None if self.fresh else super().class_counts
-
 
 def load(seed: int, masks: bool = False) -> tuple[Scenes, Scenes]:
     """New scenes to train on, and fixed ones to evaluate on: the same for every seed, of the held-out fifth of the digits."""
-    parts = []
-    for digits, fresh, key, count in zip(
-        load_digits(),
-        (True, False),
-        (key_of(seed, "scenes"), key_of("validation scenes")),
-        (_NOMINAL_EPOCH, _VALIDATION),
-        strict=True,
-    ):
-        drawn = [Image.fromarray(np.where(image > _INK, image, 0)) for image in digits.pixels]
-        scenes = Scenes(
-            **no_boxes(digits.classes, np.full((count, 2), SIDE)),
-            pixels=digits.pixels,
-            ink=np.array([image.getbbox() for image in drawn]),
-            digits=digits.labels,
-            key=key,
-            fresh=fresh,
-            part="fresh scenes" if fresh else "fixed scenes of held-out digits",
-            draws_masks=masks,
-        )
-        parts.append(scenes)
-    train, val = parts
-    boxes, labels = zip(*(val.scene(number)[1:3] for number in range(_VALIDATION)), strict=True)
-    columns = {"offsets": np.cumsum([0, *map(len, labels)]), "boxes": np.concatenate(boxes), "truth": None}
-    columns |= {"labels": np.concatenate(labels), "crowd": np.zeros(sum(map(len, labels)), bool)}
-    return train, replace(val, **columns, areas=np.prod(columns["boxes"][:, 2:] - columns["boxes"][:, :2], axis=1))
+    of_train, of_val = load_digits()
+    train = _scenes(of_train, _NOMINAL_EPOCH, "fresh scenes", key_of(seed, "scenes"), True, masks)
+    val = _scenes(of_val, _VALIDATION, "fixed scenes of held-out digits", key_of("validation scenes"), False, masks)
+    of_scenes = [val.scene(number)[1:3] for number in range(_VALIDATION)]
+    boxes, labels = (np.concatenate(column) for column in zip(*of_scenes, strict=True))
+    offsets, areas = np.cumsum([0, *(len(each) for each, _ in of_scenes)]), (boxes[:, 2:] - boxes[:, :2]).prod(1)
+    crowd = np.zeros(len(boxes), bool)
+    return train, replace(val, offsets=offsets, boxes=boxes, labels=labels, crowd=crowd, areas=areas)
+
+
+def _scenes(digits: Digits, count: int, part: str, key: int, fresh: bool, masks: bool) -> Scenes:
+    drawn = [Image.fromarray(np.where(image > _INK, image, 0)) for image in digits.pixels]
+    return Scenes(
+        **no_boxes(digits.classes, np.full((count, 2), SIDE)),
+        pixels=digits.pixels,
+        ink=np.array([image.getbbox() for image in drawn]),
+        digits=digits.labels,
+        key=key,
+        fresh=fresh,
+        part=part,
+        draws_masks=masks,
+    )
 
 
 def _background(random: np.random.Generator) -> np.ndarray:

@@ -1,8 +1,9 @@
-"""Sources of images with boxes: reads what `--data` names, and holds out a share for evaluation."""
+"""Sources of images with boxes: reads the data that `--data` names, and holds out a share for evaluation."""
 
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import pyarrow as pa
 
@@ -17,10 +18,12 @@ from common.detection.data import annotation_cache, scenes
 from common.detection.data.annotated import Annotated, AnnotatedImages
 from common.detection.data.coco_files import coco_files, coco_folder
 from common.detection.data.folders import Folder
-from common.detection.data.object_tables import BOX_FORMATS, ObjectParts, ShardRows, shard_rows
+from common.detection.data.object_tables import BOX_FORMATS, ShardRows, object_parts, shard_rows
 from common.detection.data.voc_files import voc_folder
 from common.detection.data.yolo_files import yolo_folder
 from common.errors import Refused
+
+A = TypeVar("A", bound=Annotated)
 
 
 @dataclass(frozen=True)
@@ -37,40 +40,38 @@ class Spec(DataSpec):
 def load(spec: Spec) -> tuple[Annotated, Annotated]:
     """The images to train on and those to evaluate on, (train, val), with the same classes; see docs/data.md.
 
-    If the data has no part to validate on, `val_share` of the images is held out, chosen by `seed`
-    and the image's path or row alone. The `notes` of both say what was corrected or left out. With
-    `masks` samples have masks: from digits, and from COCO's format with segmentations. With
-    `spec.alone`, both are the part to evaluate a trained model on, with the classes that are found
-    there.
-
-    Raises `Refused` for what can't be found, read, or trained on.
+    If the data has no part to validate on, `val_share` of the images is held out, chosen by `seed` and the
+    image's path or row alone. With `masks` samples have masks: from digits, and from COCO's format with
+    segmentations. With `spec.alone`, both are the part to evaluate a trained model on, with the classes
+    that are found there. Raises `Refused` for data that can't be found, read, or trained on.
     """
     if spec.box_format and spec.box_format not in BOX_FORMATS:
         raise Refused(f"--box_format {spec.box_format}: is none of {', '.join(BOX_FORMATS)}")
 
     wanted, rows = lambda labels: data_spec.names_of(spec.pieces(labels)), shard_rows(spec.objects_column)
-    labels, found_shards = shard_sources(spec, wanted, spec.objects_column, rows)
+    labels, shards = shard_sources(spec, wanted, spec.objects_column, rows)
+    named = spec.objects_column, spec.box_format
+    found: tuple[Annotated, ...]
     with data_spec.reading(spec.data):
-        if found_shards:
-            table = {name: ShardRows(printable_name(spec.data), name, source) for name, source in found_shards.items()}
-            read = ObjectParts(table, "", spec.objects_column, spec.box_format).read
-            found = _sources(spec, Parts(labels, read))
-        elif spec.data != "digits" and (table := open_table(spec.data)):
-            found = _sources(spec, ObjectParts(table, spec.image_column, spec.objects_column, spec.box_format))
+        if shards:
+            table = {name: ShardRows(printable_name(spec.data), name, source) for name, source in shards.items()}
+            found = of_rows = _sources(spec, replace(object_parts(table, "", *named), labels=labels))
         elif spec.data == "digits":
             spec.refuse_columns()
             train, val = scenes.load(spec.seed, spec.masks)
             found = _sources(spec, Given({"train": train, "val": val}))
+        elif parts := open_table(spec.data):
+            found = of_rows = _sources(spec, object_parts(parts, spec.image_column, *named))
         else:
             spec.refuse_columns()
             found = _load_folder(spec)
-    if found_shards and not spec.alone:  # images to evaluate are read one by one, in the order of their sizes
-        images, *_ = shared([found[0].images], spec.shard_memory)
-        found = (replace(found[0], images=images), *found[1:])
+    if shards and not spec.alone:  # images to evaluate are read one by one, in the order of their sizes
+        images, *_ = shared([of_rows[0].images], spec.shard_memory)
+        found = (replace(of_rows[0], images=images), *of_rows[1:])
     return data_spec.same_everywhere(found)
 
 
-def _sources(spec: Spec, parts: Parts[Annotated]) -> tuple[Annotated, ...]:
+def _sources(spec: Spec, parts: Parts[A]) -> tuple[A, ...]:
     """The parts that are used; one of them divided, if there is none to evaluate on."""
     pieces = spec.pieces(parts.labels)
     undivided = data_spec.read(parts, pieces)
@@ -105,7 +106,7 @@ def _load_folder(spec: Spec) -> tuple[AnnotatedImages, ...]:
     file = annotation_cache.file_of(what, folder.origins[pieces[0].name])
     if file and (cached := annotation_cache.load(file)):
         return cached
-    parts = _sources(spec, folder)
+    parts = _sources(spec, Parts(folder.labels, folder.read))
     pa.default_memory_pool().release_unused()  # gigabytes, of COCO's annotations
     if file:
         annotation_cache.keep(file, parts, folder.stamps)

@@ -17,7 +17,7 @@ class Stamps:
 
     def __init__(self):
         self.groups: list[tuple[str, pa.LargeBinaryArray, np.ndarray]] = []  # folder, paths below it, int64[n, 3]
-        self.settled = True  # whether all had been unchanged for long enough that any later change will be seen
+        self.settled = True  # True if all had been unchanged for so long that any later change will be seen
 
     def take(self, folder: str, paths: pa.LargeBinaryArray) -> None:
         """Add `paths` below `folder`. To be called before they are read, so that a change meanwhile is seen, too."""
@@ -45,7 +45,7 @@ def stamps_of(folder: str, paths: pa.LargeBinaryArray) -> np.ndarray:
 def each_of(
     folder: str, paths: pa.LargeBinaryArray, read: Callable[[bytes], Sequence[int]], columns: int
 ) -> np.ndarray:
-    """int64[n, columns]: what `read` says of each file; several at once, since a network file system is slow."""
+    """int64[n, columns]: `read` of each file; several at once, since a network file system is slow."""
 
     def part(start: int) -> np.ndarray:
         files = (os.path.join(os.fsencode(folder), path) for path in paths[start : start + 512].to_pylist())

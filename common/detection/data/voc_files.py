@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from common.data.splits import kind_of
-from common.detection.data.annotated import AnnotatedImages, ImageFiles
-from common.detection.data.box_checks import FoundBoxes, check_files
+from common.detection.data.annotated import AnnotatedImages, image_files
+from common.detection.data.box_checks import FoundBoxes, check_files, class_ids
 from common.detection.data.folders import Folder, is_image, refusing, text_of
 from common.detection.data.stamps import Stamps
 from common.errors import Refused
@@ -22,25 +22,19 @@ from common.files import SMALL, read_bytes
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 
 
-def voc_folder(path: Path) -> Folder | None:
-    """`path` or the only folder of a development kit in it, if that has Annotations/ and JPEGImages/.
+def voc_folder(root: Path) -> Folder | None:
+    """The folder `root`, if it has Annotations/ and JPEGImages/.
 
     Its parts are the lists in ImageSets/Main, such as train, val, trainval, test; if there are none, one part of all images.
     """
-    places = (path, *sorted(path.glob("VOC*")), *sorted(path.glob("VOCdevkit/VOC*")))
-    found = [folder for folder in places if (folder / "Annotations").is_dir() and (folder / "JPEGImages").is_dir()]
-    if len(found) > 1:
-        raise Refused(f"{path}: {', '.join(folder.name for folder in found)} are data sets of their own; name one")
-    if not found:
+    if not ((root / "Annotations").is_dir() and (root / "JPEGImages").is_dir()):
         return None
-    (root,) = found
     lists: dict[str, Path | None] = {file.stem: file for file in sorted((root / "ImageSets/Main").glob("*.txt"))}
     if any(map(kind_of, lists)):  # but no lists of one class, aeroplane_train.txt
         lists = {name: file for name, file in lists.items() if kind_of(name) or not kind_of(name.rpartition("_")[2])}
     else:
         lists = {"train": None}
     labels = {name: str(file.relative_to(root)) if file else "all images" for name, file in lists.items()}
-
     return Folder(("VOC", root, lists), labels, dict.fromkeys(lists, root / "Annotations"), partial(_read, root, lists))
 
 
@@ -67,24 +61,20 @@ def _read(
         objects += [(row, *found) for found in found_there]
     rows, labels, corners, difficult = zip(*objects, strict=True) if objects else ((),) * 4
     classes = classes or tuple(sorted(set(labels)))
-    ids = {name: place for place, name in enumerate(classes)}
-    for row, label in zip(rows, labels, strict=True):
-        if label not in ids:
-            file = root / "Annotations" / f"{names[row]}.xml"
-            raise Refused(f"{file}: a box of the class {label}, which no training image has; add one, or remove it")
     boxes = np.array(corners, np.float64).reshape(-1, 4)
     if not (boxes == 0).any():
         boxes[:, :2] -= 1  # pixels are counted from 1, the last one included
     boxes[:, 2:] -= boxes[:, :2]
     paths = pa.array([os.fsencode(files.get(name, f"{name}.jpg")) for name in names], pa.large_binary())
+    title, images = f"{root} {part}", image_files(f"{root}/JPEGImages", paths)
     found = FoundBoxes(
-        title=f"{root} {names_file.stem if names_file else 'train'}",
-        images=ImageFiles(f"{root}/JPEGImages", paths),
+        title=title,
+        images=images,
         classes=classes,
         sizes=np.array(sizes, np.int64).reshape(-1, 2),
         rows=np.array(rows, np.int64),
         boxes=boxes,
-        labels=np.array([ids[label] for label in labels], np.int64),
+        labels=class_ids(title, images, np.array(rows), pa.array(labels, pa.string()), pa.array(classes, pa.string())),
         crowd=np.array(difficult, bool),
     )
     return check_files(found, stamps)
@@ -96,21 +86,21 @@ def _read_xml(file: Path) -> tuple[tuple[int, int], list[tuple[str, list[float],
         with refusing(file, "XML"):
             content = read_bytes(file, SMALL)
             if b"<!ENTITY" in content:  # a few nested entities can expand to gigabytes
-                raise Refused(f"{file}: defines entities, which annotations have no need of; remove them")
+                raise Refused(f"{file}: defines entities, which annotations don't need; remove them")
             tree = ElementTree.fromstring(content)
     except FileNotFoundError:
         raise Refused(f"{file}: missing, but its image is listed; add it, or take the image from the list") from None
     try:
-        size = tuple(int(float(tree.findtext(f"size/{side}") or 0)) for side in ("width", "height"))
-        if not all(0 <= side < 2**31 for side in size):
-            raise Refused(f"{file}: a size of {size[0]} x {size[1]} pixels; correct it")
+        width, height = (int(float(tree.findtext(f"size/{side}") or 0)) for side in ("width", "height"))
+        if not (0 <= width < 2**31 and 0 <= height < 2**31):
+            raise Refused(f"{file}: a size of {width} x {height} pixels; correct it")
         objects = []
         for entry in tree.iter("object"):
-            name, box = entry.findtext("name"), [entry.findtext(f"bndbox/{corner}") for corner in _CORNERS]
-            if not name or None in box:
+            name, box = entry.findtext("name"), [entry.findtext(f"bndbox/{corner}", "") for corner in _CORNERS]
+            if not name or not all(box):
                 raise Refused(f"{file}: an object lacks its name or one of bndbox/{', '.join(_CORNERS)}")
-            is_difficult = (entry.findtext("difficult") or "0").strip() == "1"
+            is_difficult = entry.findtext("difficult", "").strip() == "1"
             objects.append((name.strip(), [float(corner) for corner in box], is_difficult))
     except (ValueError, OverflowError) as error:
         raise Refused(f"{file}: a size or corner is no number: {error}") from None
-    return size, objects
+    return (width, height), objects

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from common.config.origin import called_by_weights
 from common.detection.export import describe
 from common.detection.models.class_rows import class_rows, take_classes
@@ -27,11 +25,11 @@ def read_once(source: str) -> Weights:
 
 
 def begin_with(detector: Detector, weights: Weights, config: Any, names: Sequence[str]) -> str:
-    """Load `weights` into `detector`, which `config` describes, whose classes have these names.
+    """Load `weights` into `detector`, which `config` describes, for classes of these `names`.
 
-    The heads keep what the weights know of classes with the same names, and are new for the others. If the weights name no
-    classes, as many are taken to be the same in the same order. Images are normalised as they were for the weights.
-    Returns in words which weights were loaded. Raises `Refused` for another architecture.
+    The heads keep the rows of classes with the same names; the other rows are new. If the weights name no
+    classes, as many are taken to be the same in the same order. Images are normalised as they were for the
+    weights. Returns in words which weights were loaded. Raises `Refused` for another architecture.
     """
     _refuse_other_flags(detector, weights, config)
     called = called_by_weights(config.init_classes, names)
@@ -44,9 +42,10 @@ def begin_with(detector: Detector, weights: Weights, config: Any, names: Sequenc
     mine, theirs = detector.state_dict(), weights.tensors
     head, trained = class_rows(mine, len(rows)), class_rows(theirs, len(known))
     differing = sorted(mine.keys() ^ theirs.keys())
-    differing += [
-        name for name, tensor in (mine | head).items() if _differ(name, tensor, (theirs | trained).get(name), head)
-    ]
+    for name, tensor in (mine | head).items():
+        other, start = (theirs | trained).get(name, tensor), int(name in head)  # numbers of rows may differ
+        if tensor.shape[start:] != other.shape[start:] or tensor.is_floating_point() != other.is_floating_point():
+            differing.append(name)
     if differing:
         raise Refused(
             f"{weights.source} is of another detector: {len(differing)} tensors differ, first {differing[0]}; it fits "
@@ -78,11 +77,3 @@ def _refuse_other_flags(detector: Detector, weights: Weights, config: Any) -> No
     differing = [f"--{name} {there[name]} there, {here[name]} here" for name in there if there[name] != here[name]]
     if differing:
         raise Refused(f"{weights.source} is of another detector: {'; '.join(differing)}; leave these flags out")
-
-
-def _differ(name: str, tensor: Tensor, other: Tensor | None, head: dict[str, Tensor]) -> bool:
-    """True if two tensors of this name can't take each other's values, or rows."""
-    start = name in head
-    if other is None:
-        return False
-    return tensor.shape[start:] != other.shape[start:] or tensor.is_floating_point() != other.is_floating_point()

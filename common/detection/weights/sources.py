@@ -1,8 +1,8 @@
-"""Sources of weights for `--init` and `--eval_only`: what each says of the detector; reading it.
+"""Sources of weights for `--init` and `--eval_only`: their settings, and their tensors.
 
-A source is `torchvision:NAME`, a file of the authors (.pth, .safetensors; or
-torchvision:NAME=FILE), an exported `best/` of this project, a folder
-of transformers, or owner/name on the hub. Nothing in a file is executed.
+A source is `torchvision:NAME`, a file of torchvision's detectors (.pth, .safetensors; or
+torchvision:NAME=FILE), an exported `best/` of this project, a folder of transformers, or owner/name on
+the hub. Nothing in a file is executed.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import json
 import pickle
 import re
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,40 +24,23 @@ from common.config.origin import RUN_FILE, Origin, read_origin
 from common.config.parsing import nearest_path
 from common.detection.models.detectors import OF_TRANSFORMERS, build_detector
 from common.detection.models.spec import DetectorSpec
-from common.detection.weights import detr_checkpoints, torchvision_weights
+from common.detection.weights import torchvision_weights
 from common.detection.weights.weights import Weights
 from common.errors import Refused
-from common.files import SMALL, OddFile, check_regular, open_regular, read_text
+from common.files import SMALL, check_regular, open_regular, read_text
 
-# Where training programs keep weights in a file, the moving average first, and what it is called.
-_PLACES: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("ema", "module"), ", its moving average"),  # RT-DETR, D-FINE
-    (("model_ema",), ", its moving average"),  # torchvision's references
-    (("model",), ""),
-    (("state_dict",), ""),
-    ((), ""),  # the file itself
-)
+# Keys of training programs for the weights in a file, and a note; else the file itself is a state dict.
+_PLACES = {"model_ema": ", its moving average", "model": "", "state_dict": ""}
 _FITTING = (
-    f"a run's best/, {torchvision_weights.PREFIX}NAME, files of torchvision and of the authors of RT-DETR and D-FINE, and "
-    f"models of transformers ({', '.join(OF_TRANSFORMERS)})"
+    f"a run's best/, {torchvision_weights.PREFIX}NAME, files of torchvision's detectors, and models of transformers "
+    f"({', '.join(OF_TRANSFORMERS)})"
 )
-_CONVERTERS = (torchvision_weights, detr_checkpoints)  # of authors' files
 _READABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
-
-
-def peek(source: str) -> Weights:
-    """What `source` says about its weights, read quickly; `tensors` may be missing. Raises `Refused` for no such source."""
-    return _read(source, peeking=True)
 
 
 def settings(source: str) -> dict:
     """The settings that the weights of `source` decide, by flag. Raises `Refused` for no such source."""
-    return peek(source).settings
-
-
-def read(source: str) -> Weights:
-    """The weights of `source`. Raises `Refused`."""
-    return _read(source, peeking=False)
+    return read(source, peeking=True).settings
 
 
 def origin(source: str) -> Origin:
@@ -66,31 +48,29 @@ def origin(source: str) -> Origin:
     folder = Path(source)
     if (folder.is_dir() and not _is_of_transformers(folder)) or (folder / RUN_FILE).is_file():
         return read_origin(source)
-    weights = peek(source)
+    weights = read(source, peeking=True)
     # Batch norm doesn't matter: the recipe sets it.
     config = {name: value for name, value in weights.settings.items() if name != "batch_norm"}
     names = () if weights.is_unnamed else weights.row_names[weights.has_background :]
     return Origin(source, False, {}, {"data": ""} | config, names, None)  # their number is checked when they are loaded
 
 
-def _read(source: str, peeking: bool) -> Weights:
-    path = Path(source.removeprefix(torchvision_weights.PREFIX))
-    if (path / "config.yaml").is_file() and (path / "best").is_dir():  # a run folder
-        path = path / "best"
-        source = str(path)
+def read(source: str, peeking: bool = False) -> Weights:
+    """The weights of `source`; with `peeking` perhaps without tensors. Raises `Refused`."""
+    path = Path(source)
     try:
         if source.startswith(torchvision_weights.PREFIX):
             source_name, _, file = source.partition("=")
             name = torchvision_weights.published(source_name)
-            if file or not peeking:
-                weights = _of_file(Path(file) if file else torchvision_weights.file_of(name), lambda: True)
-            else:
+            if peeking and not file:
                 weights = torchvision_weights.peek(name)
+            else:
+                weights = _of_file(Path(file) if file else torchvision_weights.file_of(name), is_published=True)
         elif path.is_dir():
             check_regular(path)
             weights = _of_transformers(source, peeking) if _is_of_transformers(path) else _of_export(path, peeking)
         elif path.exists():
-            weights = _of_file(path, lambda: not peeking and torchvision_weights.is_published(path))
+            weights = _of_file(path, is_published=peeking)  # when peeking, nobody needs the answer
         elif re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not path.suffix.startswith((".pt", ".safetensors")):
             weights = _of_transformers(source, peeking)
         else:
@@ -175,43 +155,29 @@ def _text_of(source: str, name: str) -> str:
 # --- files
 
 
-def _of_file(path: Path, as_published: Callable[[], bool]) -> Weights:
+def _of_file(path: Path, is_published: bool) -> Weights:
     """A file with a state dict, or a training program's checkpoint."""
-    state, place = _state_dict(path)
-    converter = next((one for one in _CONVERTERS if one.matches(state)), None)
-    if converter is None:
+    content = _content(path)
+    place = next((key for key in _PLACES if isinstance(content.get(key), dict)), "")
+    items = content.get(place, content).items()
+    state = {str(name).removeprefix("module."): value for name, value in items if isinstance(value, Tensor)}
+    state.pop("n_averaged", None)
+    if not state:
+        raise Refused(
+            f"{path}: has no weights of a model, it has {', '.join(map(str, [*content][:5])) or 'no names'}; save them as "
+            f"torch.save(model.state_dict(), FILE), or take {_FITTING}"
+        )
+    weights = torchvision_weights.convert(state, path, is_published)
+    if not weights:
         raise Refused(
             f"{path}: of no detector that is known here ({len(state)} tensors, first {next(iter(state))}); there are "
             f"{_FITTING}; a backbone is a timm model or folder, given as --model"
         )
-    try:
-        weights = converter.convert(state, as_published)
-    except Refused as error:
-        raise Refused(f"{path}: {error}") from None
-    return replace(weights, notes=(place, *weights.notes))
+    return replace(weights, notes=(_PLACES.get(place, ""), *weights.notes))
 
 
-def _state_dict(path: Path) -> tuple[dict[str, Tensor], str]:
-    """The state dict in a file, and the words for its place. Raises `Refused` for a file that is none."""
-    content = _content(path)
-    for keys, said in _PLACES:
-        found, words = content, said
-        for key in keys:
-            found = found.get(key) if isinstance(found, dict) else None
-        items = found.items() if isinstance(found, dict) else ()
-        if state := {name: value for name, value in items if isinstance(value, Tensor)}:
-            break
-    state = {str(name).removeprefix("module."): tensor for name, tensor in state.items() if name != "n_averaged"}
-    if not state:
-        what = f"it has {', '.join(map(str, [*found][:5]))}" if isinstance(found, dict) else f"a {type(found).__name__}"
-        raise Refused(
-            f"{path}: has no weights of a model, {what}; save them as torch.save(model.state_dict(), FILE), or take {_FITTING}"
-        )
-    return state, words
-
-
-def _content(path: Path):
-    """What a file of torch.save or safetensors holds; tensors of newer files are read when they are used."""
+def _content(path: Path) -> dict:
+    """The content of a file of torch.save or safetensors; tensors of newer files are read when they are used."""
     try:
         open_regular(path).close()
         if path.suffix == ".safetensors":
@@ -220,20 +186,17 @@ def _content(path: Path):
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings(action="ignore"):
             load = partial(torch.load, path, map_location="cpu", weights_only=True)
             try:
-                return load(mmap=True)
+                content = load(mmap=True)
             except RuntimeError as error:
                 if "mmap can only be used" not in str(error):
                     raise
-                return load()
-    except pickle.UnpicklingError as error:
+                content = load()
+        return content if isinstance(content, dict) else {}
+    except (pickle.UnpicklingError, EOFError, RuntimeError, OSError, ValueError, SafetensorError) as error:
         if found := re.search(r"GLOBAL (\S+)", str(error)):
             raise Refused(
                 f"{path}: would execute code to be read ({found[1]}), as files of whole models do, Ultralytics' too; save its "
                 "tensors alone where it was made, torch.save(model.state_dict(), FILE)"
             ) from None
-        raise Refused(f"{path}: not a whole file of torch.save; copy it again") from None
-    except OddFile as error:
-        raise Refused(str(error)) from None
-    except (EOFError, RuntimeError, OSError, ValueError, SafetensorError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise Refused(f"{path}: not a whole file of torch.save or safetensors ({reason:.100}); copy it again") from None

@@ -3,7 +3,6 @@
 import hashlib
 import re
 import urllib.error
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -31,23 +30,15 @@ _COMMON = {"model": "resnet50", "width": 256, "batch_norm": "frozen", "short_sid
 _WITHOUT_EPSILON = ("retinanet_resnet50_fpn", "fasterrcnn_resnet50_fpn", "maskrcnn_resnet50_fpn")
 _EPSILON = 1e-5  # of our batch norm
 _CATEGORIES = 91  # COCO's, with the background and ten ids without a class
-# Tensors that tell the models apart, in this order: what a state dict has -> a name of `SETTINGS`, without its version.
+# Tensors that tell the models apart, in this order: name of a tensor -> a name of `SETTINGS`, without its version.
 _SIGNS = {
     "roi_heads.mask_predictor.mask_fcn_logits.weight": "maskrcnn_resnet50_fpn",
     "roi_heads.box_predictor.cls_score.weight": "fasterrcnn_resnet50_fpn",
     "head.regression_head.bbox_ctrness.weight": "fcos_resnet50_fpn",
     "head.classification_head.cls_logits.weight": "retinanet_resnet50_fpn",
 }
-_SIGN_OF_SECOND = {
-    "rpn.head.conv.1.0.weight": "rcnn",
-    "head.classification_head.conv.0.1.weight": "retinanet",
-}
+_SIGNS_OF_SECOND = {"rpn.head.conv.1.0.weight", "head.classification_head.conv.0.1.weight"}
 _LOGITS = ("roi_heads.box_predictor.cls_score.weight", "head.classification_head.cls_logits.weight")
-
-
-def fitting() -> str:
-    """The published models that can be begun with, for messages."""
-    return ", ".join(PREFIX + name for name in SETTINGS)
 
 
 def published(source: str) -> str:
@@ -55,14 +46,13 @@ def published(source: str) -> str:
     name = source.removeprefix(PREFIX)
     if name in SETTINGS:
         return name
-    why = "no detector of torchvision that a family of --detector matches"
-    raise Refused(f"{source}: {why}{nearest(name, SETTINGS)}; there are {fitting()}")
+    why = f"no detector of torchvision that a family of --detector matches{nearest(name, SETTINGS)}"
+    raise Refused(f"{source}: {why}; there are {', '.join(PREFIX + name for name in SETTINGS)}")
 
 
 def peek(name: str) -> Weights:
-    """What is known of the published weights of `name` without reading them: everything but the tensors."""
-    categories = get_model_weights(name).DEFAULT.meta["categories"]
-    return Weights(SETTINGS[name] | _COMMON, {}, _coco(categories))
+    """The published weights of `name` without their tensors, which are not read."""
+    return Weights(SETTINGS[name] | _COMMON, {}, _coco_classes(name))
 
 
 def file_of(name: str) -> Path:
@@ -84,58 +74,43 @@ def file_of(name: str) -> Path:
     return path
 
 
-def matches(state: dict[str, Tensor]) -> bool:
-    """True if a state dict is of a detector of torchvision."""
-    return any(name.startswith("backbone.body.") for name in state)
+def convert(state: dict[str, Tensor], path: Path, is_published: bool) -> Weights | None:
+    """The weights in a state dict from the file `path`; None if it is of no detector of torchvision.
 
-
-def convert(state: dict[str, Tensor], as_published: Callable[[], bool]) -> Weights:
-    """The weights in a state dict of torchvision. Raises `Refused` for a detector that none of our families matches.
-
-    `as_published()` is asked of frozen batch norm: torchvision's own has no epsilon, and variances become smaller by ours.
+    `is_published` (else the file's hash says it) matters for frozen batch norm: torchvision's published one
+    has no epsilon, so variances become smaller by ours. Raises `Refused` for a detector that none of our
+    families matches.
     """
     sign = next((name for sign, name in _SIGNS.items() if sign in state), None)
-    if sign is None or any("keypoint" in name for name in state):
-        raise Refused(f"of a model of torchvision that no family of --detector matches; there are {fitting()}")
-    is_second = any(mark in state and kind in sign for mark, kind in _SIGN_OF_SECOND.items())
-    name = f"{sign}_v2" if is_second and f"{sign}_v2" in SETTINGS else sign
-    logits = next(state[name] for name in _LOGITS if name in state)
-    rows = len(logits) // (9 if sign.startswith("retinanet") else 1)
+    if sign is None:
+        return None
+    name = sign + "_v2" * bool(_SIGNS_OF_SECOND & state.keys())
+    rows = len(next(state[key] for key in _LOGITS if key in state)) // (9 if sign.startswith("retinanet") else 1)
     with torch.device("meta"):
         model = get_model_builder(name)(weights=None, weights_backbone=None, num_classes=rows)
-    counts = [key for key in state if key.endswith("num_batches_tracked")]  # frozen batch norm has none
     try:  # torchvision's own loading knows the names that its older versions had
-        wrong = model.load_state_dict({key: state[key] for key in state if key not in counts}, False, assign=True)
-        found = [
-            key for key in (*wrong.missing_keys, *wrong.unexpected_keys) if not key.endswith("num_batches_tracked")
-        ]
-        differing = f"{len(found)} tensors differ, first {found[0]}" if found else ""
-    except RuntimeError as error:  # shapes
-        differing = " ".join(str(error).splitlines()[1].split())
-    if differing:
-        raise Refused(f"not of {name}, which it resembles: {differing}; there are {fitting()}")
-    tensors = {
-        key.replace("backbone.body.", "backbone.features."): (
-            torch.zeros((), dtype=torch.int64) if key.endswith("num_batches_tracked") else tensor
-        )
-        for key, tensor in model.state_dict().items()
-    }
-    classes = _coco(get_model_weights(name).DEFAULT.meta["categories"]) if rows == _CATEGORIES else (None,) * rows
+        model.load_state_dict(state, assign=True)
+    except RuntimeError as error:
+        reason = " ".join(str(error).splitlines()[1].split())
+        raise Refused(f"{path}: not of {name}, which it resembles: {reason:.200}") from None
+    tensors = {key.replace("backbone.body.", "backbone.features."): each for key, each in model.state_dict().items()}
     notes: tuple[str, ...] = ()
-    if name in _WITHOUT_EPSILON and not counts:
-        if as_published():
+    is_frozen = not any(key.endswith("num_batches_tracked") for key in state)
+    if name in _WITHOUT_EPSILON and is_frozen:
+        if is_published or _is_published(path):
             for key in [key for key in tensors if key.endswith("running_var")]:
                 tensors[key] = (tensors[key].double() - _EPSILON).to(tensors[key].dtype)
         else:
             notes = (
-                f", batch norm with an epsilon of {_EPSILON:g}: if they were fine-tuned from those that torchvision publishes, "
-                f"which has none, name them {PREFIX}{name}=FILE",
+                f", batch norm with an epsilon of {_EPSILON:g}: if they were fine-tuned from torchvision's published weights, "
+                f"which have none, name them {PREFIX}{name}=FILE",
             )
+    classes = _coco_classes(name) if rows == _CATEGORIES else (None,) * rows
     threshold = 0.2 if name.startswith("fcos") else None
     return Weights(SETTINGS[name] | _COMMON, tensors, classes, notes=notes, score_threshold=threshold)
 
 
-def is_published(path: Path) -> bool:
+def _is_published(path: Path) -> bool:
     """True if a file is one of the published ones without an epsilon; its name ends with the beginning of its hash."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -146,6 +121,7 @@ def _hash_of(name: str) -> str:
     return re.findall(r"-([0-9a-f]{8,})[.]pth$", get_model_weights(name).DEFAULT.url)[0]
 
 
-def _coco(categories: list[str]) -> tuple[str | None, ...]:
+def _coco_classes(name: str) -> tuple[str | None, ...]:
     """Names of COCO's 91 ids: None for the background and for ids without a class."""
-    return tuple(None if name in ("__background__", "N/A") else name for name in categories)
+    categories = get_model_weights(name).DEFAULT.meta["categories"]
+    return tuple(None if category in ("__background__", "N/A") else category for category in categories)

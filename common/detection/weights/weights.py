@@ -8,13 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of a trained detector, and which flags of `recipes/det.py` make a detector that they fit.
-
-    A converter of another project's checkpoints has two functions, `matches(state) -> bool` and
-    `convert(state, as_published) -> Weights`. `state` is the file's state dict, {name: tensor}: tensors are views of a mapped
-    file, so looking at names and shapes costs nothing. `as_published()` is True if the authors published the file as it is.
-    `convert` leaves `source` empty.
-    """
+    """Weights of a trained detector, and which flags of `recipes/det.py` make a detector that they fit."""
 
     settings: dict[str, Any]  # flag -> value: detector, model, levels, width, ..., and short_sides as it was trained
     tensors: dict[str, Tensor]  # by the names of our module's state dict; class heads have a row per item of `classes`
@@ -23,7 +17,7 @@ class Weights:
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     source: str = ""  # as the user named it
     score_threshold: float | None = None  # of their authors' own evaluation, if it is another than our family's
-    notes: tuple[str, ...] = ()  # what the start table says about them
+    notes: tuple[str, ...] = ()  # for the start table
 
     @property
     def has_background(self) -> bool:

@@ -92,7 +92,9 @@ def test_a_file_of_torchvision_is_its_detector(name: str, tmp_path: Path) -> Non
     config, ours, said = begun(tmp_path / "x.pth", weights.row_names[weights.has_background :])
     everything = len(ours.state_dict())
     assert said == f"{everything} of {everything} tensors of {tmp_path}/x.pth" and config.batch_norm == "frozen"
-    assert weights.classes == sources.peek(f"torchvision:{name}").classes and weights.classes[1] == "person"
+    assert (
+        weights.classes == sources.read(f"torchvision:{name}", peeking=True).classes and weights.classes[1] == "person"
+    )
     found = 0
     for photo in photographs()["rcnn" in name :]:  # second stages take long
         wanted, mine = both(theirs, config, ours, photo)
@@ -135,7 +137,6 @@ def test_checkpoints_of_training_programs_are_read_with_their_moving_average_fir
     program = {"optimizer": {"state": {}}, "args": argparse.Namespace(data="coco"), "epoch": 3}
     for content, words in (
         (program | {"model": wrapped}, ""),
-        ({"model": older, "ema": {"module": state, "updates": 7}}, ", its moving average"),
         ({"model": older, "model_ema": wrapped | {"n_averaged": torch.ones(())}}, ", its moving average"),
     ):
         torch.save(content, tmp_path / "x.pth")
@@ -155,12 +156,12 @@ def test_published_batch_norm_has_no_epsilon(tmp_path: Path, monkeypatch) -> Non
                 module.running_var.mul_(1e-5)  # where an epsilon of 1e-5 makes a difference
     file = tmp_path / "x.pth"
     torch.save(theirs.state_dict(), file)
-    names = sources.peek("torchvision:retinanet_resnet50_fpn").row_names
+    names = sources.read("torchvision:retinanet_resnet50_fpn", peeking=True).row_names
     config, unsure, said = begun(file, names)
     assert said.endswith("name them torchvision:retinanet_resnet50_fpn=FILE")
     _, told, said = begun(f"torchvision:retinanet_resnet50_fpn={file}", names)
     assert "epsilon" not in said
-    monkeypatch.setattr(torchvision_weights, "is_published", lambda path: True)
+    monkeypatch.setattr(torchvision_weights, "_is_published", lambda path: True)
     known, named = sources.read(str(file)), sources.read(f"torchvision:retinanet_resnet50_fpn={file}")
     assert "epsilon" not in "".join(known.notes) and known.tensors.keys() == named.tensors.keys()
     assert all(torch.equal(known.tensors[name], tensor) for name, tensor in named.tensors.items())
@@ -178,7 +179,10 @@ def test_what_is_no_detector_of_torchvision_is_refused_in_one_line(fcos, tmp_pat
         ({"conv1.weight": torch.zeros(1), "fc.weight": torch.zeros(2)}, "of no detector that is known here .2 tensors"),
         ({"state": {0: {"step": torch.ones(())}}, "param_groups": []}, "no weights of a model, it has state, param"),
         (torch.nn.Linear(1, 1), "would execute code to be read .torch.nn.modules.linear.Linear"),
-        ({"backbone.body.0.0.weight": torch.ones(1)}, "no family of --detector matches; there are torchvision:fcos"),
+        (
+            {"backbone.body.0.0.weight": torch.ones(1)},
+            "of no detector that is known here .1 tensors, first backbone.body",
+        ),
         (small, "not of fcos_resnet50_fpn, which it resembles: size mismatch for head"),
         (state, ""),
     ):
