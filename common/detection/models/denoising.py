@@ -5,10 +5,13 @@ restore them. The noise is a function of (seed, position); the number of copies 
 number of boxes of the image alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torchvision.ops import box_convert
 
@@ -26,7 +29,7 @@ class Denoising:
     boxes: Tensor  # [B, D, 4] centre x, centre y, width, height in 0..1
     match: Tensor  # int64[B, D] index of the true box, or -1
     real: Tensor  # bool[B, D] not padding
-    visible: Tensor  # bool[B, 1, D + Q, D + Q]: whether a query (row) sees another; the decoder's Q queries come last
+    visible: Tensor  # bool[B, 1, D + Q, D + Q]: True if a query (row) sees another; the decoder's Q queries come last
     groups: Tensor  # [B] number of positives of each box of the image
 
 
@@ -36,16 +39,7 @@ def groups_of(boxes: Tensor, budget: int) -> Tensor:
 
 
 def noised(
-    boxes: list[Tensor],
-    labels: list[Tensor],
-    positions: list[int],
-    *,
-    seed: int,
-    classes: int,
-    queries: int,
-    budget: int,
-    label_noise: float,
-    box_noise: float,
+    boxes: list[Tensor], labels: list[Tensor], positions: Sequence[int], seed: int, queries: int, config: Any
 ) -> Denoising:
     """Groups with a positive and a negative for each box: the first is to be restored, the second is no object.
 
@@ -56,37 +50,34 @@ def noised(
 
     Args:
         boxes, labels: for each image [n, 4] (centre x, centre y, width, height in 0..1) and int64[n]; n may be 0.
-        positions: of the stream.
+        positions: of the images in the stream.
         queries: number of the decoder's own queries.
-        budget: approximate number of positives of an image.
-        label_noise: twice the share of labels that are replaced by random ones.
-        box_noise: 1 moves a positive's corners by up to half the box's sides, a negative's by half to whole sides.
+        config: of transformers, with num_labels; num_denoising, about the number of positives of an image; label_noise_ratio,
+            twice the share of labels that are replaced by random ones; and box_noise_scale: 1 moves a positive's corners by up
+            to half the box's sides, a negative's by half to whole sides.
     """
     device, dtype = boxes[0].device, boxes[0].dtype
-    numbers = np.array([len(of_image) for of_image in boxes])
-    groups = groups_of(torch.from_numpy(numbers), budget)
-    sizes = 2 * numbers * groups.numpy()
-    longest = int(sizes.max())
-    source = np.full((len(boxes), longest), -1)
-    group, negative, draws = np.full_like(source, _PADDING), np.zeros_like(source), np.zeros((*source.shape, 10))
-    for row, (number, size, position) in enumerate(zip(numbers, sizes, positions, strict=True)):
-        if size:
-            place = np.arange(size)
-            source[row, :size], group[row, :size] = place % number, place // (2 * number)
-            negative[row, :size] = place // number % 2
-            draws[row, :size] = uniforms(place[:, None] * 10 + np.arange(10), key_of(seed, "denoising", position))
+    numbers = torch.tensor([*map(len, boxes)])
+    groups = groups_of(numbers, config.num_denoising)
+    sizes = (2 * numbers * groups).tolist()
+    kinds = np.full((3, len(boxes), max(sizes)), _PADDING)  # the box's index, the group, and 1 for a negative
+    chances = np.zeros((*kinds.shape[1:], 10))
+    for row, (of_image, size, position) in enumerate(zip(boxes, sizes, positions, strict=True)):
+        place, number = np.arange(size), max(len(of_image), 1)
+        kinds[:, row, :size] = place % number, place // (2 * number), place // number % 2
+        chances[row, :size] = uniforms(place[:, None] * 10 + np.arange(10), key_of(seed, "denoising", position))
 
-    source, group, negative = to_device(torch.from_numpy(np.stack([source, group, negative])), device)
-    draws = to_device(torch.from_numpy(draws).to(dtype), device)
+    source, group, negative = to_device(torch.from_numpy(kinds), device)
+    draws = to_device(torch.from_numpy(chances).to(dtype), device)
     rows, real = torch.arange(len(boxes), device=device)[:, None], group != _PADDING
-    wrong, random = draws[..., 0] < label_noise / 2, (draws[..., 1] * classes).long()
-    right = padded(labels, classes)[rows, source]
+    wrong, random = draws[..., 0] < config.label_noise_ratio / 2, (draws[..., 1] * config.num_labels).long()
+    right = padded(labels, config.num_labels)[rows, source]
     corners = padded([box_convert(of_image, "cxcywh", "xyxy") for of_image in boxes], 0)[rows, source]
     half_sides = (corners[..., 2:] - corners[..., :2]).repeat(1, 1, 2) / 2
     shift = (draws[..., 2:6] + negative[..., None]) * torch.where(draws[..., 6:] < 0.5, -1, 1)
-    corners = (corners + shift * half_sides * box_noise).clamp(0, 1)
+    corners = (corners + shift * half_sides * config.box_noise_scale).clamp(0, 1)
 
-    everyone = torch.nn.functional.pad(group, (0, queries), value=_QUERY)
+    everyone = F.pad(group, (0, queries), value=_QUERY)
     seen, seeing = everyone[:, None, None, :], everyone[:, None, :, None]
     return Denoising(
         labels=torch.where(wrong & real, random, right),

@@ -8,12 +8,12 @@ from common.detection.models.boxes import filled, overlaps, to_device
 from common.detection.models.denoising import padded
 
 
-def split_targets(targets: list[dict], extent: Tensor) -> tuple[list[Tensor], list[Tensor], Tensor]:
+def split_targets(targets: list[dict], images: Tensor) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Boxes [n, 4] (centre x, centre y, width, height) and labels of each image; crowd regions [B, m + 1, 4] (corners).
 
-    Boxes and regions are relative to `extent` [4]: width, height, width, height of the canvas. Regions are padded with -1.
+    Boxes and regions are relative to the canvas of `images` [B, 3, H, W]. Regions are padded with -1.
     """
-    corners = torch.cat([target["boxes"] for target in targets]).to(extent.dtype) / extent
+    corners = torch.cat([target["boxes"] for target in targets]).to(images.dtype) / _extent(images)
     objects, regions, first = [], [], 0
     for target in targets:
         crowd = target["regions"] if "regions" in target else target["crowd"].nonzero().flatten().tolist()
@@ -21,7 +21,7 @@ def split_targets(targets: list[dict], extent: Tensor) -> tuple[list[Tensor], li
         regions.append([rows[row] for row in crowd])
         objects.append(sorted({*rows} - {*regions[-1]}))
     order, sizes = [row for rows in objects + regions for row in rows], [*map(len, objects + regions)]
-    index = to_device(torch.tensor(order, dtype=torch.int64), extent.device)
+    index = to_device(torch.tensor(order, dtype=torch.int64), images.device)
     labels = torch.cat([target["labels"] for target in targets])[index].split(sizes)[: len(targets)]
     parts = corners[index].split(sizes)
     boxes = [box_convert(part, "xyxy", "cxcywh") for part in parts[: len(targets)]]
@@ -74,7 +74,7 @@ def match(
 
 
 def in_crowds(boxes: Tensor, regions: Tensor) -> Tensor:
-    """bool[B, O, Q]: whether the centres of the boxes [B, O, Q, 4] are in one of the regions [B, m, 4] (corners)."""
+    """bool[B, O, Q]: True if the centre of a box [B, O, Q, 4] is in one of the regions [B, m, 4] (corners)."""
     centres = boxes[..., None, :2]
     return ((centres >= regions[:, None, None, :, :2]) & (centres <= regions[:, None, None, :, 2:])).all(-1).any(-1)
 
@@ -101,19 +101,24 @@ def hits(match: Tensor, labels: Tensor, classes: int) -> Tensor:
     return hit & (match >= 0)[..., None]
 
 
-def best_pairs(logits: Tensor, boxes: Tensor, extent: Tensor) -> list[dict[str, Tensor]]:
+def best_pairs(logits: Tensor, boxes: Tensor, images: Tensor) -> list[dict[str, Tensor]]:
     """The best pairs of a query and a class of each image, with the probability of the class as score, best first.
 
     There are as many as queries, as image processors of transformers select them.
 
     Args:
         logits, boxes: [B, Q, K] and [B, Q, 4] (centre x, centre y, width, height in 0..1).
-        extent: [4] width, height, width, height of the canvas in pixels.
+        images: [B, 3, H, W]; the boxes that are returned are in pixels of their canvas.
     """
     number, classes = logits.shape[1:]
     scores, places = logits.sigmoid().flatten(1).topk(number)
-    boxes = box_convert(boxes, "cxcywh", "xyxy") * extent
+    boxes = box_convert(boxes, "cxcywh", "xyxy") * _extent(images)
     return [
         {"boxes": of_image[place // classes], "scores": best, "labels": place % classes}
         for of_image, best, place in zip(boxes, scores, places, strict=True)
     ]
+
+
+def _extent(images: Tensor) -> Tensor:
+    """[4] width, height, width, height of the canvas."""
+    return filled(images.shape[:1:-1] * 2, images)

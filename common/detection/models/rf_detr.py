@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.detection.models import queries
-from common.detection.models.boxes import filled, to_device
+from common.detection.models.boxes import to_device
 from common.detection.models.denoising import padded
 from common.detection.models.detector import Detector
-from common.detection.models.rf_detr_models import build_model, export_model
+from common.detection.models.detr_models import empty_model, save_model
+from common.detection.models.rf_detr_models import build_model
 from common.detection.models.spec import DetectorSpec
 
 _GAMMA = 2  # of the focal loss, in matching and in the loss
@@ -20,19 +21,15 @@ _GAMMA = 2  # of the focal loss, in matching and in the loss
 class RFDETR(Detector):
     """An RF-DETR of transformers.
 
-    Network, matching, losses, initial weights and parameter names equal transformers'. Read in both
-    sources:
+    Network, matching, losses, initial weights and parameter names equal transformers'. Read in both sources:
 
-    - Images are squares whose side is a multiple of patch size times windows (32 pixels; base 56). The backbone cuts the map
-      of patches into windows, 2 x 2 or 4 x 4, each with its own copy of the class token. Attention stays within a window,
-      except in the layers that begin with one of the maps (numbers 3, 6 and 9 from 0; base 2, 5 and 8).
-    - Position embeddings belong to the side that a model was made for (384, 512 and 576 pixels; base 518, though it was
-      trained at 560), and are interpolated for every other.
+    - Images are squares whose side is a multiple of patch size times windows. The backbone cuts the map of patches into
+      windows, each with its own class token, and attends within a window except in the layers behind one of the maps.
+      Position embeddings belong to the side that a model was made for, and are interpolated for every other.
     - In training there are 13 groups of queries, which share the decoder but do not see each other. Each has its own head for
       the selection from the feature map, is matched on its own, and counts as one output more. An evaluation has the first.
     - Boxes are distances from the selected ones, scaled with their sides. No sigmoid keeps them in the image.
     - The target of a class is score^0.25 x IoU^0.75, at least 0.01 (IA-BCE). Sums are divided by boxes times groups.
-    - Nothing is normalised over a batch: `--batch_norm` has no effect.
 
     Different here: boxes are counted in the global batch; a query in a crowd region is neither object nor background; images
     with fewer places than queries have fewer queries; there is no dropout; stochastic depth is drawn for each image, not
@@ -66,14 +63,14 @@ class RFDETR(Detector):
         """Names of parameters without weight decay, as the authors', besides norms and biases."""
         return {name for name, _ in self.named_parameters() if name.endswith("position_embeddings")}
 
-    def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
+    def counts(self, targets: list[dict], canvas: Sequence[int]) -> Tensor:
         """int64[1]: boxes of these images."""
         return torch.stack([(~target["crowd"]).sum() for target in targets]).sum(0, keepdim=True)
 
     def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """IoU-aware binary cross-entropy of classes, L1 and generalised IoU of boxes: [B]."""
         config, alpha = self.config, self.config.focal_alpha
-        boxes, labels, regions = queries.split_targets(targets, self._extent(images))
+        boxes, labels, regions = queries.split_targets(targets, images)
         logits, found = self._predict(images)
         with torch.autocast(images.device.type, enabled=False):
             wanted, ids = padded(boxes, 0), padded(labels, 0)
@@ -92,27 +89,30 @@ class RFDETR(Detector):
             }
             divisor = (totals[0] * self._groups).clamp(min=1)
             terms = {name: values.sum((1, 2)) / divisor for name, values in sums.items()}
-        return sum(terms.values()), terms
+        return sum(terms.values(), torch.zeros_like(terms["class"])), terms
 
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
         """The best pairs of a query and a class, with the probability of the class as score. Boxes may exceed the image."""
         logits, boxes = self._predict(images)
         last = -2 * self._groups  # of the last decoder layer, the first group
-        return queries.best_pairs(logits[:, last], boxes[:, last], self._extent(images))
+        return queries.best_pairs(logits[:, last], boxes[:, last], images)
 
-    def export(self, folder: Path, classes: Sequence[str], side: int = 560) -> None:
-        """Write a folder for transformers, see `common.detection.models.rf_detr_models.export_model`."""
-        places = (side // self.patch) ** 2
-        export_model(self.model, self.pretrained_cfg, min(self.config.num_queries, places), folder, classes, side)
+    def export(self, folder: Path, classes: Sequence[str], side: int) -> None:
+        """Write a folder for transformers, see `common.detection.models.detr_models.save_model`.
+
+        Each group has at most as many queries as there are places on a square of `side`: transformers selects that many.
+        """
+        count = min(self.config.num_queries, (side // self.patch) ** 2)
+        whole, tensors = empty_model(self.config, count, classes), dict(self.model.state_dict())
+        for name in ("model.reference_point_embed.weight", "model.query_feat.weight"):
+            tensors[name] = tensors[name].unflatten(0, (self.groups, -1))[:, :count].flatten(0, 1)
+        whole.load_state_dict(tensors)
+        save_model(whole, self.pretrained_cfg, folder, side)
 
     @property
     def _groups(self) -> int:
         return self.groups if self.training else 1
-
-    def _extent(self, images: Tensor) -> Tensor:
-        height, width = images.shape[2:]
-        return filled((width, height, width, height), self.model.class_embed.weight)
 
     def _predict(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [B, O, Q, K] and boxes [B, O, Q, 4]: for each decoder layer, then for the selection, one output per group.
@@ -121,7 +121,7 @@ class RFDETR(Detector):
         """
         maps = self.model.model.backbone.projector(self.backbone(images).feature_maps)
         with torch.autocast(images.device.type, enabled=False):
-            return self._decode(maps.to(self.model.class_embed.weight.dtype))
+            return self._decode(maps.to(images.dtype))
 
     def _decode(self, maps: Tensor) -> tuple[Tensor, Tensor]:
         """As the forwards of `RfDetrModel` and `RfDetrForObjectDetection`, for images without padding.

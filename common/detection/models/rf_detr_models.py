@@ -1,9 +1,7 @@
-"""RF-DETRs of transformers: building one from its name, and exporting a trained one."""
+"""Building an RF-DETR of transformers from its name."""
 
 import math
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from types import MethodType
 
 import torch
@@ -12,44 +10,16 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from common.detection.models.detr_architectures import ARCHITECTURES
-from common.detection.models.detr_models import (
-    empty_model,
-    import_transformers,
-    is_timm,
-    known_models,
-    load,
-    save_model,
-)
+from common.detection.models.detr_models import import_transformers, is_timm, known_models, load
 from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
-
-# The authors train without dropout. transformers' default is 0.1 in the decoder: a mask drawn from a generator's state, which
-# is another one on each layout.
-_SETTINGS = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
-_OF_QUERIES = ("model.reference_point_embed.weight", "model.query_feat.weight")  # of each group
 
 
 def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
     """RfDetrForObjectDetection, and the mean and std of the images it was trained on; see `detr_models.load`."""
-    name = spec.model
-    if name not in ARCHITECTURES and is_timm(name):
-        raise Refused(f"--model {name}: --detector rf_detr has a backbone of its own; {known_models('rf_detr')}")
-    return load(spec, _SETTINGS, _fresh, partial(_made_exact, drop_path=spec.drop_path))
-
-
-def export_model(
-    model: nn.Module, normalization: dict, queries: int, folder: Path, classes: Sequence[str], side: int
-) -> None:
-    """Write a folder for transformers, see `detr_models.save_model`, with the names of the authors' checkpoints.
-
-    Each group has at most as many queries as there are places on a square of `side`: transformers selects that many.
-    """
-    tensors = dict(model.state_dict())
-    for name in _OF_QUERIES:
-        tensors[name] = tensors[name].unflatten(0, (model.config.group_detr, -1))[:, :queries].flatten(0, 1)
-    whole = empty_model(model.config, queries, classes)
-    whole.load_state_dict(tensors)
-    save_model(whole, normalization, folder, side)
+    if spec.model not in ARCHITECTURES and is_timm(spec.model):
+        raise Refused(f"--model {spec.model}: --detector rf_detr has a backbone of its own; {known_models('rf_detr')}")
+    return load(spec, _fresh, partial(_made_exact, drop_path=spec.drop_path))
 
 
 def _fresh(config, seed: int) -> nn.Module:
@@ -61,13 +31,8 @@ def _fresh(config, seed: int) -> nn.Module:
 
 
 def _made_exact(whole: nn.Module, drop_path: float) -> nn.Module:
-    """Freeze what gets no gradient, and let neither dropout nor float32 make the layout matter."""
+    """Freeze what gets no gradient, and let neither float32 nor stochastic depth make the layout matter."""
     backbone, config = whole.model.backbone.backbone, whole.config.backbone_config
-    for module in backbone.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
     embeddings, layers = backbone.embeddings, backbone.encoder.layer
     if embeddings.mask_token is not None:
         embeddings.mask_token.requires_grad_(False)  # masks patches in DINOv2's own training
