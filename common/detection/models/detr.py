@@ -15,8 +15,7 @@ from torchvision.ops import box_convert
 
 from common.detection.models import queries
 from common.detection.models.boxes import to_device
-from common.detection.models.denoising import Denoising, groups_of, noised, padded
-from common.detection.models.detector import Detector
+from common.detection.models.detector import Detector, Losses
 from common.detection.models.detr_models import build_model, empty_model, features_of, save_model
 from common.detection.models.spec import DetectorSpec
 
@@ -26,8 +25,8 @@ _TEMPERATURE = 5  # of D-FINE's self-distillation
 class DETR(Detector):
     """A DETR of transformers.
 
-    Network, matching and losses are transformers', as are the names of the parameters. Different here: the divisors are
-    counts of the global batch; noise comes from `common.detection.models.denoising`; a query in a crowd region is neither
+    Network, matching, losses and names of parameters are transformers'. Different here: the divisors are
+    counts of the global batch; noise comes from `queries.noised`; a query in a crowd region is neither
     object nor background; queries, decoder, boxes and losses are never in half precision.
     Sources: Lv et al. 2024, "RT-DETRv2" (arXiv:2407.17140); Peng et al. 2024, "D-FINE" (arXiv:2410.13842); Huang et al.
     2025, "Real-Time Object Detection Meets DINOv3" (DEIMv2, arXiv:2509.20787).
@@ -48,7 +47,7 @@ class DETR(Detector):
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
-        # In training, encoder layers ask the device whether all is finite, and DINOv3 draws a scale of its positions.
+        # In training, encoder layers wait for the device, and DINOv3 draws a scale of its positions.
         for module in (*self.model.encoder.modules(), *self.backbone.modules()):
             if type(module).__name__.endswith(("EncoderLayer", "RopePositionEmbedding")):
                 module.training = False
@@ -65,7 +64,7 @@ class DETR(Detector):
 
     @property
     def neck(self) -> list[nn.Module]:
-        """What stands between backbone and decoder: adapters of the backbone's maps, projections and encoder."""
+        """The parts between backbone and decoder: adapters of maps, projections and encoder."""
         parts = self.model.named_children()
         return [part for name, part in parts if "encoder" in name or name.endswith("input_proj")]
 
@@ -73,22 +72,22 @@ class DETR(Detector):
         """int64[4]: boxes, queries with a box, queries, and positives of the images' denoising."""
         number = self._queries(canvas)
         boxes = torch.stack([(~target["crowd"]).sum() for target in targets])
-        positives = boxes * groups_of(boxes, self.config.num_denoising)
+        positives = boxes * queries.groups_of(boxes, self.config.num_denoising)
         columns = boxes, boxes.clamp(max=number), torch.full_like(boxes, number), positives
         return torch.stack([column.sum() for column in columns])
 
-    def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of classes, L1 and generalised IoU of boxes; for D-FINE and DEIMv2 of their edges' distributions too: [B]."""
+    def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> Losses:
+        """Losses of classes, L1 and generalised IoU of boxes, and distributions of D-FINE's edges."""
         boxes, labels, regions = queries.split_targets(targets, images)
         totals = totals.to(images.dtype)
         denoising = None
         if self.config.num_denoising:
             positions, number = [target["position"] for target in targets], self._queries(images.shape[2:])
-            denoising = noised(boxes, labels, positions, self.seed, number, self.config)
+            denoising = queries.noised(boxes, labels, positions, self.seed, number, self.config)
         outputs = self._predict(images, denoising)
         with torch.autocast(images.device.type, enabled=False):
             first = denoising.labels.shape[1] if denoising else 0
-            wanted = padded(boxes, 0), padded(labels, 0)
+            wanted = queries.padded(boxes, 0), queries.padded(labels, 0)
             found = _Outputs.of(outputs, slice(first, None), own=True)
             counts = [*map(len, labels)]
             match = queries.match(found.logits, found.boxes.clamp(0, 1), *wanted, counts, **self.costs)
@@ -111,16 +110,13 @@ class DETR(Detector):
 
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
-        """The best pairs of a query and a class, with the probability of the class as score.
-
-        Boxes may exceed the image, as boxes of transformers' image processor do.
-        """
+        """As `queries.best_pairs`; boxes may exceed the image, as those of transformers do."""
         outputs = self._predict(images)
         logits, boxes = outputs.intermediate_logits[:, -1], outputs.intermediate_reference_points[:, -1]
         return queries.best_pairs(logits, boxes, images)
 
     def export(self, folder: Path, classes: Sequence[str], side: int) -> None:
-        """Write a folder for transformers, see `common.detection.models.detr_models.save_model`."""
+        """Write a folder for transformers, see `detr_models.save_model`."""
         whole = empty_model(self.config, self._queries((side, side)), classes)
         whole.model.load_state_dict(self.model.state_dict())
         # transformers also has the decoder's heads under a second name.
@@ -133,8 +129,8 @@ class DETR(Detector):
         places = sum((canvas[0] // stride) * (canvas[1] // stride) for stride in self.strides)
         return min(self.queries, places)
 
-    def _predict(self, images: Tensor, denoising: Denoising | None = None):
-        """Output of transformers' model: features in the run's precision, the rest not in half precision."""
+    def _predict(self, images: Tensor, denoising: queries.Denoising | None = None):
+        """Output of transformers' model, of which only features may be in half precision."""
         model = self.model
         model.config.num_queries = self._queries(images.shape[2:])
         if hasattr(model, "conv_encoder"):
@@ -145,19 +141,16 @@ class DETR(Detector):
         encoded = model.encoder(maps)
         name = "feature_maps" if hasattr(encoded, "feature_maps") else "last_hidden_state"
         encoded[name] = [x.to(images.dtype) for x in encoded[name]]
-        # inputs_embeds gives the number of images, and keeps the sizes of the maps on the host, which reads them.
+        # inputs_embeds gives the number of images, and keeps the sizes of the maps on the host.
         count = torch.empty(len(images), 0)
         with torch.autocast(images.device.type, enabled=False), self._given(encoded, denoising):
             return model(None, inputs_embeds=count, encoder_outputs=encoded)
 
     @contextlib.contextmanager
-    def _given(self, encoded, denoising: Denoising | None) -> Iterator[None]:
-        """Let the model find what its encoder made, and noised boxes before the decoder's queries.
+    def _given(self, encoded, denoising: queries.Denoising | None) -> Iterator[None]:
+        """Give the model these outputs of its encoder, and noised boxes before the decoder's queries."""
 
-        DEIMv2 would encode again, and transformers would make noise of its own.
-        """
-
-        def insert(noise: Denoising, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        def insert(noise: queries.Denoising, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             labels = self.model.denoising_class_embed(noise.labels)
             first = {"inputs_embeds": labels, "reference_points": torch.logit(noise.boxes, 1e-5)}
             joined = {name: torch.cat([tensor, kwargs[name]], 1) for name, tensor in first.items()}
@@ -174,13 +167,7 @@ class DETR(Detector):
                 hook.remove()
 
     def _terms(
-        self,
-        found: "_Outputs",
-        pairs: "_Pairs",
-        of_boxes: "_Pairs",
-        boxes: Tensor,
-        labels: Tensor,
-        counted: Tensor,
+        self, found: "_Outputs", pairs: "_Pairs", of_boxes: "_Pairs", boxes: Tensor, labels: Tensor, counted: Tensor
     ) -> dict[str, Tensor]:
         """The weighted losses [B] of O outputs with Q queries each, by name.
 
@@ -231,7 +218,7 @@ class DETR(Detector):
         return terms
 
     def _unlikelihood(self, edges: Tensor, references: Tensor, wanted: Tensor) -> Tensor:
-        """[B, O, Q]: cross-entropy of the wanted boxes (corners) under the distributions of edges [B, O, Q, 4, bins].
+        """[B, O, Q]: cross-entropy of wanted boxes (corners) under distributions of edges [B, O, Q, 4, bins].
 
         Distances are counted from the edges of the reference boxes [B, O, Q, 4]; a wanted one lies between two bins.
         """
@@ -240,10 +227,8 @@ class DETR(Detector):
         decoder, scale = self.model.decoder, self.model.decoder.reg_scale
         bins = weighting_function(decoder.max_num_bins, decoder.up, scale)
         centres, sides = references[..., :2], references[..., 2:] / scale + 1e-16
-        distances = (
-            torch.cat([(centres - wanted[..., :2]) / sides, (wanted[..., 2:] - centres) / sides], -1) - scale / 2
-        )
-        distances = distances.clamp(bins[0], bins[-1])
+        distances = torch.cat([centres - wanted[..., :2], wanted[..., 2:] - centres], -1) / sides.repeat(1, 1, 1, 2)
+        distances = (distances - scale / 2).clamp(bins[0], bins[-1])
         left = (torch.searchsorted(bins, distances, right=True) - 1).clamp(max=len(bins) - 2)
         share = (distances - bins[left]) / (bins[left + 1] - bins[left])
         logs = F.log_softmax(edges, -1)
@@ -253,7 +238,7 @@ class DETR(Detector):
 
 @dataclass
 class _Pairs:
-    """Which box each of Q queries of O outputs for B images is compared with, and the divisors of the losses."""
+    """The boxes that Q queries of O outputs for B images are compared with, and divisors of losses."""
 
     match: Tensor  # int64[B, O, Q] index of a box, or -1
     divisor: Tensor  # [B] of sums over queries
@@ -261,12 +246,14 @@ class _Pairs:
     share: Tensor | float = 1.0  # of the image in what has a mean over `numbers`
 
     def across_outputs(self, counts: list[int], totals: Tensor) -> Self:
-        """For every output the same pairs: each query with the box that it has in most outputs, the first of several.
+        """The same pairs for all outputs: each query with the box that it has most often.
 
-        Different from the source, which divides by the number of these pairs in the batch: an image has the mean over its
-        own pairs, times its share of all boxes. That number depends on predictions, so that it can't be known in time.
-        `counts` are the images' numbers of boxes, `totals` the sum of `DETR.counts`.
+        The source divides by the number of these pairs in the batch, which is known only after the forward
+        pass. Here an image has the mean over its own pairs, times its share of all boxes.
         Source: Peng et al. 2024, "D-FINE" (arXiv:2410.13842); DEIM's configuration calls it `use_uni_set`.
+
+        Args:
+            counts, totals: the images' numbers of boxes, and the sum of `DETR.counts`.
         """
         device, queries = self.match.device, self.match.shape[2]
         number = torch.arange(max(max(counts), 1), device=device)
@@ -284,7 +271,7 @@ class _Pairs:
 
 @dataclass
 class _Edges:
-    """D-FINE's distributions of the edges of boxes, for E of the outputs of B images; the last layer teaches the others."""
+    """D-FINE's distributions of edges for E outputs; the last layer teaches the others."""
 
     logits: Tensor  # [B, E, Q, 4, bins]
     references: Tensor  # [B, E, Q, 4] boxes that distances are from
@@ -295,10 +282,7 @@ class _Edges:
 
 @dataclass
 class _Outputs:
-    """Outputs of O layers for Q queries of B images, paired as transformers' losses pair them.
-
-    D-FINE's logits and boxes begin with a first guess, and the first E outputs have distributions of edges, too.
-    """
+    """Outputs of O layers for Q queries of B images. D-FINE's begin with a first guess."""
 
     logits: Tensor  # [B, O, Q, K]
     boxes: Tensor  # [B, O, Q, 4] centre x, centre y, width, height in 0..1
@@ -306,10 +290,7 @@ class _Outputs:
 
     @classmethod
     def of(cls, outputs, queries: slice, own: bool) -> Self:
-        """Outputs for some of the decoder's queries: its own, or the noised boxes before them.
-
-        Of its own, the encoder's selection is the last output, and D-FINE's last layer only teaches.
-        """
+        """Outputs for some of the decoder's queries: its own, or the noised boxes before them."""
         logits, boxes = outputs.intermediate_logits[:, :, queries], outputs.intermediate_reference_points[:, :, queries]
         edges = None
         if outputs.intermediate_predicted_corners is not None:

@@ -17,30 +17,24 @@ from common.errors import Refused
 from common.files import SMALL, check_regular, read_text
 from common.training import timm_models
 
-FAMILIES = {
-    "rtdetr_v2": "rt_detr_v2",
-    "dfine": "d_fine",
-    "deimv2": "deimv2",
-    "rf_detr": "rf_detr",
-}  # our name -> transformers'
+# Our name -> transformers'.
+FAMILIES = {"rtdetr_v2": "rt_detr_v2", "dfine": "d_fine", "deimv2": "deimv2", "rf_detr": "rf_detr"}
 _LAST = (-3, -2, -1)  # maps of a timm backbone, at strides 8, 16 and 32
-# The published models take pixels in 0..1 without normalisation, except those with a vision transformer of DINO.
+# Published models take pixels in 0..1, except those with a vision transformer of DINO.
 _PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
 _IMAGENET = {"mean": timm.data.IMAGENET_DEFAULT_MEAN, "std": timm.data.IMAGENET_DEFAULT_STD}
 
 
 def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
-    """RTDetrV2Model, DFineModel or Deimv2Model with its heads in the decoder, and the mean and std of its training images.
+    """RTDetrV2Model, DFineModel or Deimv2Model with its heads in the decoder; mean and std of its images.
 
-    `spec.model` is one of those of `load`, or a timm backbone (a name, `hf-hub:owner/name` or a folder) with maps of strides
-    8, 16 and 32, under the neck and the decoder of the smallest published model, which then have `spec.width` channels.
-    Others have their own width. `begins_with` says which weights were loaded. Raises `Refused`.
+    `spec.model` is one that `load` takes, or a timm backbone (a name, `hf-hub:owner/name` or a folder), under the neck and the
+    decoder of the smallest published model with `spec.width` channels. Raises `Refused`.
     """
     name = spec.model
     if name in ARCHITECTURES or not is_timm(name):
         if spec.drop_path:
-            other = f"a timm backbone under --detector {spec.family} has"
-            raise Refused(f"--drop_path {spec.drop_path}: {name} has none; {other}")
+            raise Refused(f"--drop_path {spec.drop_path}: {name} has none; a timm backbone has")
         return load(spec, _fresh, _whole_decoder)
     whole, normalization = _over_timm(spec)
     model = _whole_decoder(whole)
@@ -92,11 +86,10 @@ def empty_model(config: Any, queries: int, classes: Sequence[str]) -> nn.Module:
 
 
 def save_model(whole: nn.Module, normalization: dict, folder: Path, side: int) -> None:
-    """Write a folder that transformers' `AutoModelForObjectDetection` and its processor load.
+    """Write a folder that transformers' `AutoModelForObjectDetection` and `AutoImageProcessor` load.
 
-    The image processor resizes every image to a square with this side in pixels, a multiple of the
-    model's stride. It is RT-DETR's for all families, which resizes with antialiasing, as training
-    and evaluation do.
+    The processor resizes images to squares of `side` pixels. It is RT-DETR's, which resizes with
+    antialiasing, as training and evaluation do.
     """
     whole.save_pretrained(folder)
     mean, std = (list(normalization[key]) for key in ("mean", "std"))
@@ -112,14 +105,13 @@ def import_transformers():
     try:
         import transformers
     except ImportError:
-        told = "--detector: this family needs transformers, which isn't installed: pip install transformers"
-        raise Refused(told) from None
+        raise Refused("--detector: this family needs `pip install transformers`") from None
     transformers.utils.logging.disable_progress_bar()  # every process would show a bar
     return transformers
 
 
 def is_timm(name: str) -> bool:
-    """True if `name` is a timm model, `hf-hub:owner/name` or a timm folder; timm refuses a folder that can't be read."""
+    """True for a timm model, `hf-hub:owner/name` or folder; timm refuses folders that can't be read."""
     if not Path(name).is_dir():
         return name.startswith(("hf-hub:", "hf_hub:")) or timm.is_model(name.split(".")[0])
     with contextlib.suppress(OSError, ValueError):
@@ -131,23 +123,16 @@ def is_timm(name: str) -> bool:
 def load(spec: DetectorSpec, fresh: Callable, prepare: Callable) -> tuple[nn.Module, dict]:
     """A model of transformers for the spec's classes, and what its images are normalised with.
 
-    `spec.model` is one of `ARCHITECTURES`, whose initial weights are a function of the seed, or a model of transformers, as
-    owner/name on the hub or as a local folder, which brings its weights. If it has other classes, it keeps what it knows of
-    those with the spec's names. Its attribute `begins_with` says which weights were loaded.
-
-    Args:
-        fresh: makes a whole model without weights of (config, seed).
-        prepare: makes the model of a whole one.
-
-    Raises `Refused` without transformers, and for a name of no model, of another family, or of weights out of reach.
+    `spec.model` is one of `ARCHITECTURES`, whose weights are a function of the seed, owner/name on the hub
+    or a folder, which brings its weights. With other classes, it keeps what it knows of those with the
+    spec's names. `fresh` makes a whole model of (config, seed), `prepare` the model of a whole one. Raises
+    `Refused`.
     """
     transformers, family, name = import_transformers(), spec.family, spec.model
     if name in ARCHITECTURES:
         if spec.pretrained:
-            others = (
-                "--model owner/name has them, as ustc-community/dfine-small-coco and Roboflow/rf-detr-nano on the hub"
-            )
-            raise Refused(f"--pretrained: {name} is a configuration without weights; {others}")
+            others = "owner/name on the hub has them, such as ustc-community/dfine-small-coco and Roboflow/rf-detr-nano"
+            raise Refused(f"--pretrained: {name} is a configuration without weights; --model {others}")
         if not name.startswith(family):
             raise Refused(f"--model {name}: not of --detector {family}; {known_models(family)}")
         architecture = copy.deepcopy(ARCHITECTURES[name]) | {"num_labels": spec.classes}
@@ -162,8 +147,9 @@ def load(spec: DetectorSpec, fresh: Callable, prepare: Callable) -> tuple[nn.Mod
     trained = None
     try:
         config = _made_exact(transformers.AutoConfig.from_pretrained(name))
-        if config.model_type != FAMILIES[family] or getattr(config, "share_bbox_head", False):
-            kind = config.model_type + " with one head for all layers" * (config.model_type == FAMILIES[family])
+        has_one_head = getattr(config, "share_bbox_head", False)  # DEIMv2's three smallest
+        if config.model_type != FAMILIES[family] or has_one_head:
+            kind = f"{config.model_type}{' with one head for all layers' * has_one_head}"
             raise Refused(f"--model {name}: a {kind}, which --detector {family} can't train")
         processor = transformers.AutoImageProcessor.from_pretrained(name)
         if spec.pretrained or is_folder:
@@ -171,20 +157,15 @@ def load(spec: DetectorSpec, fresh: Callable, prepare: Callable) -> tuple[nn.Mod
             trained = prepare(pretrained(name, config=config, dtype=torch.float32))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise Refused(
-            f"--model {name}: can't be loaded (is the hub in reach?), {known_models(family)}: {reason}"
-        ) from None
+        known = known_models(family)
+        raise Refused(f"--model {name}: can't be loaded (is the hub in reach?), {known}: {reason}") from None
     model = _for_classes(spec, config, trained, lambda: prepare(fresh(config, spec.seed)))
     given = {"mean": tuple(processor.image_mean), "std": tuple(processor.image_std)}
     return model, given if processor.do_normalize else _PLAIN
 
 
 def _made_exact(config: Any) -> Any:
-    """A configuration of transformers, changed so that a training does not depend on its layout.
-
-    `--batch_norm` decides on batch norm, anchors are computed for each image size, and there is no dropout: its masks would be
-    drawn from the state of a generator.
-    """
+    """The configuration for images of any size, with --batch_norm's batch norm and without dropout."""
     exact = {"freeze_backbone_batch_norms": False, "eval_size": None, "anchor_image_size": None}
     for part in (config, getattr(config, "backbone_config", None) or config):
         exact |= {name: 0.0 for name in vars(part) if "dropout" in name}
@@ -193,13 +174,14 @@ def _made_exact(config: Any) -> Any:
 
 
 def _for_classes(spec: DetectorSpec, config, trained: nn.Module | None, fresh: Callable[[], nn.Module]) -> nn.Module:
-    """The `trained` model if it has the spec's classes, else a new one with what it knows of them; `config` gets these."""
+    """The `trained` model if it has the spec's classes, else a new one with what it knows of them."""
     known = [name for _, name in sorted(config.id2label.items())]
+    new: list[int] = []
     if trained and config.num_labels == spec.classes and known == list(spec.names or known):
-        model, new, names = trained, [], known
+        model, names = trained, known
     else:
         config.num_labels = spec.classes
-        model, new, names = fresh(), [], list(spec.names or map(str, range(spec.classes)))
+        model, names = fresh(), list(spec.names or map(str, range(spec.classes)))
         if trained:
             new = take_classes(model.state_dict(), trained.state_dict(), names, known)
     everything = model.state_dict()
@@ -262,7 +244,7 @@ def _fresh(config, seed: int) -> nn.Module:
     whole = import_transformers().AutoModelForObjectDetection.from_config(config)
     torch.manual_seed(seed + 2)
     layers = (nn.Linear, nn.Conv2d, nn.BatchNorm2d, nn.LayerNorm)
-    kept = {*features_of(whole.model).modules()} if _is_dinov3(config) else set()  # have their own initial weights
+    kept = {*features_of(whole.model).modules()} if _is_dinov3(config) else set()  # as it is
     modules = [module for module in whole.modules() if module not in kept]
     for module in modules:
         if isinstance(module, layers):
