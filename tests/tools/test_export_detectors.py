@@ -41,7 +41,7 @@ SPECS = {
     "mask_rcnn": DetectorSpec("mask_rcnn", "test_resnet", 10, levels=(2, 5), width=64, hidden=64, mask_width=32),
     "rtdetr_v2": DetectorSpec("rtdetr_v2", "resnet10t", 10, width=64),
     "dfine": DetectorSpec("dfine", "resnet10t", 10, width=64),
-    "deimv2": DetectorSpec("deimv2", "deimv2_atto", 10),
+    "deimv2": DetectorSpec("deimv2", "deimv2_n", 10),
     "rf_detr": None,
 }
 # Of class scores, which random weights hardly tell apart.

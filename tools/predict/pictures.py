@@ -6,7 +6,7 @@ from typing import Any
 from common.classification.plots import captioned
 from common.data import BrokenImage
 from common.detection.data.masks import decode
-from common.detection.evaluation.plots import Box, detections
+from common.detection.evaluation.plots import detections
 from common.errors import Refused
 
 _LONGEST = 100  # characters of an image's name that a picture's name keeps
@@ -20,7 +20,7 @@ def draw(folder: Path, index: int, source: Any, row: dict) -> None:
         image = source.image(index)
         if "width" in row:
             numbers = {name: number for number, name in enumerate(source.classes)}
-            boxes = [Box(tuple(one["box"]), numbers[one["class"]], one["class"], one["score"]) for one in found]
+            boxes = [(one["box"], numbers[one["class"]], one["class"], one["score"]) for one in found]
             rles = [one["mask"] | {"counts": one["mask"]["counts"].encode()} for one in found if "mask" in one]
             detections(image, boxes, decode(rles, source.sizes[index]), path)
         else:

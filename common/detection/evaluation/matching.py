@@ -3,7 +3,6 @@
 All at IoU 0.5 unless said.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Self
@@ -12,8 +11,8 @@ import numpy as np
 
 from common.detection.data.annotated import Annotated
 
-IOU = 0.5  # least overlap of a detection with the object that it shows
-NEAR = 0.1  # least overlap of a badly placed detection with an object of its class
+IOU = 0.5  # minimum overlap of a detection with the object that it shows
+NEAR = 0.1  # minimum overlap of a badly placed detection with an object of its class
 NONE, IN_CROWD = -1, -2  # instead of an object: none, or a crowd region, which is not judged
 _COUNTED = 100  # detections of a class in an image, as in COCO's evaluation
 
@@ -33,10 +32,9 @@ class Mistake(NamedTuple):
 class Matches:
     """Detections matched with the objects of a source; properties are computed when first read.
 
-    Detections are matched in the order of their scores. First with objects of their own class, as
-    COCO does at this `iou`: the best detection of an object is a hit. Then the others with objects of
-    other classes that they overlap enough. Each object is shown at most once. Crowd regions are
-    neither objects nor background.
+    Detections are matched in the order of their scores: first with objects of their own class, as COCO does
+    at this `iou`; then the others with objects of other classes. Each object is shown at most once. Crowd
+    regions are neither objects nor background.
     """
 
     source: Annotated
@@ -46,7 +44,7 @@ class Matches:
 
     @classmethod
     def of_counted(cls, source: Annotated, images: np.ndarray, rows: np.ndarray) -> Self:
-        """Of the best 100 detections of each class and image, as COCO's evaluation counts them."""
+        """Matches of the best 100 detections of each class and image, as COCO's evaluation counts them."""
         order = np.lexsort((-rows[:, 4], rows[:, 5], images))
         starts = np.flatnonzero(np.diff(images[order], prepend=-1) | np.diff(rows[order, 5], prepend=-1).astype(bool))
         ranks = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
@@ -55,26 +53,26 @@ class Matches:
 
     @cached_property
     def hits(self) -> np.ndarray:
-        """int64[n]: the object of its class that each detection of any score shows; else `NONE` or `IN_CROWD`."""
+        """int64[n]: the object of its class that each detection shows; else `NONE` or `IN_CROWD`."""
         return self._assign(np.full(len(self.rows), NONE), np.ones(len(self.rows), bool), same_class=True)
 
     @cached_property
     def threshold(self) -> float:
-        """The least score of detections that gives the best F1 over all objects; 0.5 if no detection is right."""
-        place, f1 = best_f1(self._judged_scores, self.hits[self._judged] >= 0, self.object_count)
-        return float(self._judged_scores[place]) if f1 else 0.5
+        """The minimum score that gives the best F1 over all objects; 0.5 if no detection is right."""
+        scores, _, right = self._judged
+        place, f1 = best_f1(scores, right, self.object_count)
+        return float(scores[place]) if f1 else 0.5
 
     @cached_property
     def classes(self) -> list[dict[str, float | None]]:
-        """Of each class its objects, the score that gives the best F1, and precision, recall and F1 from there on.
+        """The objects of each class, the score that gives the best F1, and precision, recall and F1 from there on.
 
         Without a right detection, only recall is known: 0; without objects nothing.
         """
-        labels, hits = self.rows[self._judged, 5].astype(np.int64), self.hits[self._judged] >= 0
-        names, found = self.source.classes, []
-        objects = np.bincount(self.source.labels[~self.source.crowd], minlength=len(names)).tolist()
-        for label, count in enumerate(objects):
-            scores, right = self._judged_scores[labels == label], hits[labels == label]
+        found = []
+        objects = np.bincount(self.source.labels[~self.source.crowd], minlength=len(self.source.classes))
+        for label, count in enumerate(objects.tolist()):
+            scores, _, right = (column[self._judged[1] == label] for column in self._judged)
             at, f1 = best_f1(scores, right, count)
             true = int(right[: at + 1].sum())
             row = {"threshold": None, "precision": None, "recall": 0.0 if count else None, "f1": None, "objects": count}
@@ -90,7 +88,7 @@ class Matches:
 
     @cached_property
     def shown(self) -> np.ndarray:
-        """int64[n]: the object, of its own class or another, that each good detection shows; else `NONE` or `IN_CROWD`."""
+        """int64[n]: the object of any class that each good detection shows; else `NONE` or `IN_CROWD`."""
         hits = np.where(self.good | (self.hits == IN_CROWD), self.hits, NONE)
         return self._assign(hits, self.good & (hits == NONE), same_class=False)
 
@@ -113,41 +111,39 @@ class Matches:
         return int((~self.source.crowd).sum())
 
     def confusion(self) -> np.ndarray:
-        """int64[K + 1, K + 1]: classes of objects (rows) and of the detections that show them; background is last."""
+        """int64[K + 1, K + 1]: classes of objects (rows) and of their detections; background is last."""
         classes = len(self.source.classes)
-        true, seen = self.source.labels, self.rows[:, 5].astype(np.int64)
+        judged = (self.shown >= 0) | (self.good & (self.shown == NONE))
+        true, seen = np.append(self.source.labels, classes), self.rows[judged, 5].astype(np.int64)
         matrix = np.zeros((classes + 1, classes + 1), np.int64)
-        pairs = self.shown >= 0
-        np.add.at(matrix, (true[self.shown[pairs]], seen[pairs]), 1)
-        np.add.at(matrix, (classes, seen[self.good & (self.shown == NONE)]), 1)
-        np.add.at(matrix, (true[self.missed], classes), 1)
+        np.add.at(matrix, (true[self.shown[judged]], seen), 1)  # NONE, -1, is the background
+        np.add.at(matrix, (self.source.labels[self.missed], classes), 1)
         return matrix
 
     def misses(self, limit: int) -> list[Mistake]:
         """The missed objects, worst first: by the share of the image that they cover."""
         objects = np.flatnonzero(self.missed)
         owners = np.repeat(np.arange(len(self.source)), np.diff(self.source.offsets))[objects]
-        shares = self.source.truth[objects, 2:].prod(1) / self.source.sizes[owners].prod(1, dtype=np.float64)
+        shares = self.source.areas[objects] / self.source.sizes[owners].prod(1, dtype=np.float64)
         worst = np.argsort(-shares, kind="stable")[:limit]
         scores = dict(zip(self.hits.tolist(), self.rows[:, 4].tolist(), strict=True))
         places = zip(owners[worst].tolist(), objects[worst].tolist(), strict=True)
         return [Mistake("missed", image, row, score=scores.get(row, 0.0)) for image, row in places]
 
     def false_alarms(self, limit: int) -> list[Mistake]:
-        """Detections that hit no object of their class, highest score first; only the first of those around one object."""
-        alarms, known = [], set()
+        """Detections that hit no object of their class, best first; only the first around one object."""
+        alarms: list[Mistake] = []
         for row in self._best_first[(self.good & (self.hits == NONE))[self._best_first]].tolist():
             if len(alarms) == limit:
                 break
             alarm = self._explained(row)
-            if alarm.object not in known:
+            if alarm.object == NONE or alarm.object not in [known.object for known in alarms]:
                 alarms.append(alarm)
-                known |= {alarm.object} - {NONE}
         return alarms
 
     def of_image(self, image: int, good: bool = True) -> np.ndarray:
         """int64[m]: the detections of an image, of any score or only good ones; best first."""
-        first, end = np.searchsorted(self._sorted_images, (image, image + 1))
+        first, end = np.searchsorted(self.images, (image, image + 1), sorter=self._by_image)
         rows = self._by_image[first:end]
         return rows[self.good[rows]] if good else rows
 
@@ -158,25 +154,18 @@ class Matches:
         return np.argsort(-self.rows[:, 4], kind="stable")
 
     @cached_property
-    def _judged(self) -> np.ndarray:
-        """int64: the detections outside crowd regions, best first."""
-        return self._best_first[self.hits[self._best_first] != IN_CROWD]
-
-    @cached_property
-    def _judged_scores(self) -> np.ndarray:
-        return self.rows[self._judged, 4]
+    def _judged(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Scores, class ids and bool, True for hits, of detections outside crowd regions, best first."""
+        rows = self._best_first[self.hits[self._best_first] != IN_CROWD]
+        return self.rows[rows, 4], self.rows[rows, 5].astype(np.int64), self.hits[rows] >= 0
 
     @cached_property
     def _by_image(self) -> np.ndarray:
         """int64[n]: detections image by image, the best of each first."""
         return self._best_first[np.argsort(self.images[self._best_first], kind="stable")]
 
-    @cached_property
-    def _sorted_images(self) -> np.ndarray:
-        return self.images[self._by_image]
-
     def _marked(self, objects: np.ndarray) -> np.ndarray:
-        """bool[M]: whether each object is among these."""
+        """bool[M]: True for these objects."""
         marked = np.zeros(len(self.source.labels), bool)
         marked[objects[objects >= 0]] = True
         return marked
@@ -184,8 +173,12 @@ class Matches:
     def _assign(self, shown: np.ndarray, candidates: np.ndarray, same_class: bool) -> np.ndarray:
         """`shown`, with an object for each candidate bool[n] that overlaps a free one enough."""
         shown, taken = shown.copy(), self._marked(shown)
-        for rows, objects, overlaps in self._beside_objects(candidates):
-            crowd = self.source.crowd[objects]
+        order = self._by_image[candidates[self._by_image]]
+        for rows in np.split(order, np.flatnonzero(np.diff(self.images[order])) + 1):
+            objects = self._objects(self.images[rows[0]]) if len(rows) else rows
+            if not len(objects):
+                continue
+            overlaps, crowd = self._overlaps(rows, objects), self.source.crowd[objects]
             fits = self.rows[rows, 5][:, None] == self.source.labels[objects] if same_class else ~crowd[None]
             overlaps = np.where(fits, overlaps, 0)
             for place in np.flatnonzero((overlaps >= self.iou).any(1)):
@@ -197,14 +190,6 @@ class Matches:
                 elif (overlaps[place][crowd] >= self.iou).any():
                     shown[rows[place]] = IN_CROWD
         return shown
-
-    def _beside_objects(self, candidates: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Of each image with objects: candidates, best first, objects, and `_overlaps` of both."""
-        order = self._by_image[candidates[self._by_image]]
-        for rows in np.split(order, np.flatnonzero(np.diff(self.images[order])) + 1):
-            objects = self._objects(self.images[rows[0]]) if len(rows) else ()
-            if len(objects):
-                yield rows, objects, self._overlaps(rows, objects)
 
     def _objects(self, image: int) -> np.ndarray:
         return np.arange(self.source.offsets[image], self.source.offsets[image + 1])
@@ -218,11 +203,10 @@ class Matches:
 
         found, crowd = self.rows[rows, :4].astype(np.float64), self.source.crowd[objects].astype(np.uint8)
         found[:, 2:] -= found[:, :2]
-        truth = np.ascontiguousarray(self.source.truth[objects])
-        return np.nan_to_num(mask.iou(found, truth, crowd.tolist()))
+        return np.nan_to_num(mask.iou(found, np.asarray(self.source.truth)[objects], crowd.tolist()))
 
     def _explained(self, row: int) -> Mistake:
-        """What a detection that is no hit has wrong: it is the second, of another class, badly placed, or of nothing."""
+        """Why a detection is no hit: it is the second, of another class, badly placed, or shows nothing."""
         image = int(self.images[row])
         objects = self._objects(image)
         objects = objects[~self.source.crowd[objects]]

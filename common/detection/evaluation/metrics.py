@@ -29,30 +29,28 @@ class Detections:
     count: int = 0  # images that were evaluated, with or without detections
     masks: list[np.ndarray] = field(default_factory=list)  # object[n]: packed run lengths; of a detector of masks
     precision: np.ndarray | None = None  # float64[K, 101] at IoU 0.5 and recalls 0 .. 1; -1: no objects
-    matches: Matches | None = None  # of these detections with the objects, after `results`
+    matches: Matches = field(init=False)  # of these detections with the objects, after `results`
 
-    def update(self, indices: Sequence[int], found: list[dict[str, torch.Tensor]]) -> None:
-        """Add the detections of images: boxes [n, 4] in pixels of the original, scores [n] and
-        labels [n] of each, and from a detector of masks rles, n of COCO's packed run lengths.
+    def update(self, indices: Sequence[int], found: list[dict[str, Any]]) -> None:
+        """Add the detections of images: boxes [n, 4] in pixels of the original, scores [n], labels [n], and from a
+        detector of masks rles, n of COCO's packed run lengths.
         """
         for index, of_image in zip(indices, found, strict=True):
             parts = (of_image["boxes"], of_image["scores"][:, None], of_image["labels"][:, None])
-            rows = torch.cat([part.float() for part in parts], 1).cpu().numpy()
-            best = np.argsort(-rows[:, 4], kind="stable")
-            self.rows.append(rows[best])
-            self.images.append(np.full(len(best), index))
+            self.rows.append(torch.cat([part.float() for part in parts], 1).cpu().numpy())
+            self.images.append(np.full(len(self.rows[-1]), index))
             self.count += 1
             if "rles" in of_image:
-                packed = [of_image["rles"][row]["counts"] for row in best]
+                packed = [rle["counts"] for rle in of_image["rles"]]
                 # With None, since numpy would turn texts alone into one array.
                 self.masks.append(np.array([*packed, None], object)[:-1])
 
     def results(self, source: Annotated) -> dict:
         """The twelve COCO numbers in 0..1 (None: no objects), `per_class` AP, and `count`, on every rank. A collective.
 
-        Of up to 100 classes, `AP_class/<name>` too, for those that occur. Of masks, the twelve
-        again as `mask_AP` and so on. `thresholds` has the score of the best F1 of each class. The
-        main process evaluates all ranks' detections. Source: Lin et al., "Microsoft COCO", 2014.
+        Up to 100 classes that occur have `AP_class/<name>`, and masks have the twelve again as `mask_AP` and so on.
+        `thresholds` has the score of the best F1 of each class. The main process evaluates all ranks' detections.
+        Source: Lin et al., "Microsoft COCO", 2014.
         """
         masks = [np.concatenate(self.masks)] if self.masks else []
         gathered = gather_to_main((np.array([self.count]), *self.columns(), *masks))
@@ -74,11 +72,11 @@ class Detections:
         return broadcast_object(results)
 
     def details(self) -> dict:
-        """What a report has beside `results`: the score of the best F1, of all classes together and with figures of each."""
+        """Figures for a report beside `results`: the score of the best F1, in all and of each class."""
         return {"threshold": self.matches.threshold, "classes": self.matches.classes}
 
     def columns(self) -> tuple[np.ndarray, np.ndarray]:
-        """int64[n], the image that each detection is of, and float32[n, 6]: left, top, right, bottom, score, class id."""
+        """`images` int64[n] and `rows` float32[n, 6] of all detections."""
         return np.concatenate([_NO_IMAGES, *self.images]), np.concatenate([_NO_ROWS, *self.rows])
 
 
@@ -90,10 +88,10 @@ def _evaluate(source: Annotated, images: np.ndarray, rows: np.ndarray) -> tuple[
     boxes = rows[:, :4].astype(np.float64)
     boxes[:, 2:] -= boxes[:, :2]
     table = np.column_stack([source.image_ids[images], boxes, rows[:, 4], rows[:, 5] + 1])
-    results, evaluation = _coco_numbers(_coco(source), table, "bbox")
+    numbers, evaluation = _coco_numbers(_coco(source), table, "bbox")
     precision = evaluation.eval["precision"][:, :, :, 0, -1]  # [thresholds, recalls, classes]
-    per_class = [_mean(precision[:, :, number]) for number in range(len(source.classes))]
-    results["per_class"] = per_class
+    per_class = np.ma.masked_less(precision, 0).mean((0, 1)).tolist()  # None: no objects
+    results = numbers | {"per_class": per_class}
     if len(source.classes) <= NAMED_CLASSES:
         named = zip(source.classes, per_class, strict=True)
         results |= {f"AP_class/{name}": value for name, value in named if value is not None}
@@ -118,7 +116,7 @@ def _evaluate_masks(source: Annotated, images: np.ndarray, rows: np.ndarray, mas
     return {f"mask_{name}": value for name, value in _coco_numbers(content, found, "segm")[0].items()}
 
 
-def _coco_numbers(content: dict, found: Any, kind: str) -> tuple[dict[str, float | None], Any]:
+def _coco_numbers(content: dict, found: Any, kind: str) -> tuple[dict[str, Any], Any]:
     """The twelve numbers, and the evaluation that made them, of boxes or masks in COCO's form."""
     from faster_coco_eval import COCO, COCOeval_faster  # imported late: it takes 0.4 s
 
@@ -134,7 +132,7 @@ def _coco_numbers(content: dict, found: Any, kind: str) -> tuple[dict[str, float
 def _coco(source: Annotated) -> dict:
     """The annotations in COCO's form, with class ids from 1: to its evaluation, 0 is no class."""
     owners = np.repeat(source.image_ids, np.diff(source.offsets)).tolist()
-    of_objects = (source.truth, source.labels, source.crowd, source.areas)
+    of_objects = (np.asarray(source.truth), source.labels, source.crowd, source.areas)
     columns = zip(owners, *(column.tolist() for column in of_objects), strict=True)
     return {
         "images": [
@@ -147,8 +145,3 @@ def _coco(source: Annotated) -> dict:
             for row, (owner, box, label, crowd, area) in enumerate(columns, 1)
         ],
     }
-
-
-def _mean(values: np.ndarray) -> float | None:
-    present = values[values > -1]
-    return float(present.mean()) if len(present) else None

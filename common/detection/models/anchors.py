@@ -1,4 +1,6 @@
-"""Anchors of a detector, the boxes they are matched with, and a sample of them to learn from."""
+"""Anchors of a detector, boxes that they are matched with, and a sample to learn from."""
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -6,14 +8,14 @@ from torch import Tensor
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.ops import box_area, box_iou
 
+from common.detection.models.boxes import clip
 from common.detection.models.fpn import Backbone
-from common.detection.models.postprocessing import clip
 
 _BITS = 61  # of a random number, so that one more bit can put some numbers first
 
 
 class Anchors:
-    """Boxes of a few fixed shapes around each cell of a feature pyramid, with torchvision's centres and sizes.
+    """Boxes of a few shapes around each cell of a feature pyramid, with torchvision's centres and sizes.
 
     `scales` are the sides of a square anchor in strides of its level; `ratios` are height over
     width. Anchors are never of half precision: bf16 would move a quarter of the finest ones.
@@ -27,28 +29,28 @@ class Anchors:
         self.generator = AnchorGenerator(sizes, (ratios,) * len(sizes))
         self.per_cell = len(scales) * len(ratios)
 
-    def __call__(self, canvas: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def __call__(self, canvas: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """[P, 4] left, top, right, bottom of all levels for a canvas of (H, W) pixels."""
         self.generator.set_cell_anchors(dtype, device)
         return torch.cat(self.generator.grid_anchors(self.backbone.grid_sizes(canvas), self.backbone.strides(canvas)))
 
-    def level_lengths(self, canvas: tuple[int, int]) -> list[int]:
+    def level_lengths(self, canvas: Sequence[int]) -> list[int]:
         """Number of anchors of each level; they sum to P."""
         return [self.per_cell * height * width for height, width in self.backbone.grid_sizes(canvas)]
 
 
 def match(
-    places: Tensor, target: dict, size: Tensor, *, foreground_iou: float, background_iou: float, rescue: bool = False
+    places: Tensor, target: dict, size: Tensor, foreground_iou: float, background_iou: float, rescue: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Match anchors or proposals `places` [P, 4] with the boxes of one image.
 
     Returns:
-        the box [P, 4] that each is matched with (arbitrary if it is not foreground), and its index in the target [P];
-        bool[P], foreground: it overlaps the box by `foreground_iou`, or with `rescue` at least as much as any other does;
-        bool[P], ignored: it overlaps a box by `background_iou` or more, or half of its part inside `size` (width, height)
-        lies in a crowd region.
+        the box [P, 4] that each is matched with (arbitrary if it is not foreground), and its index [P];
+        bool[P], foreground: it overlaps the box by `foreground_iou`, or with `rescue` as much as any other does;
+        bool[P], ignored: it overlaps a box by `background_iou`, or half of its part inside `size` [2] (width,
+        height) lies in a crowd region.
     """
-    boxes = F.pad(target["boxes"].to(places.dtype), (0, 0, 0, 1))  # an empty box at the end, for images without boxes
+    boxes = F.pad(target["boxes"].to(places.dtype), (0, 0, 0, 1))  # an empty box at the end
     crowd = F.pad(target["crowd"], (0, 1))
     real = F.pad(~target["crowd"], (0, 1))[:, None]
     overlap = torch.where(real, box_iou(boxes, places), -1)  # [n + 1, P]
@@ -66,10 +68,9 @@ def match(
 
 
 def draws_of(ids: Tensor, key: int) -> Tensor:
-    """Random numbers in [0, 2^61) for `ids` int64[...]: a function of (id, key), equal on every device.
+    """Random numbers in [0, 2^61) for `ids` int64[...]: functions of (id, key), equal on all devices.
 
-    It is `common.randomness.mix` without its last three bits, in the signed arithmetic that torch has
-    on accelerators.
+    It is `common.randomness.mix` without three bits, in the signed arithmetic of accelerators.
     """
     x = (ids + _signed(key)) * _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
@@ -81,13 +82,12 @@ def sample(foreground: Tensor, background: Tensor, draws: Tensor, size: int, sha
     """Sample `size` of n places by their random numbers; foreground comes first, up to a `share`.
 
     Args:
-        foreground, background: bool[n], never both; what is neither is not sampled.
+        foreground, background: bool[n], never both; other places are not sampled.
         draws: int64[n] in [0, 2^61).
 
     Returns:
-        indices int64[k], k = min(size, n), and whether each was really sampled, bool[k]: there may be
-        too few of both kinds.
-        The counts stay on the device, so the host need not wait.
+        indices int64[k], k = min(size, n), and bool[k], False for surplus ones: there may be too few
+        of both kinds, and the host need not wait for their number.
     """
     limit = int(size * share)
     of_foreground = torch.where(foreground, draws, -1)

@@ -1,8 +1,7 @@
-"""Coding, comparing and suppressing of boxes, with as few waits of the host for the device as possible.
+"""Coding, comparing and suppressing of boxes, with few waits of the host for the device.
 
-torchvision and transformers compute the same. But they look at numbers on the way, or send some to
-the device from memory that is not pinned, and the host then waits until the device has finished all
-queued work.
+torchvision and transformers compute the same, but look at numbers on the way, or send some to the
+device from memory that is not pinned: the host then waits until all queued work is done.
 """
 
 import torch
@@ -15,7 +14,7 @@ from common.distributed import devices
 
 
 def filled(values: tuple[float, ...], like: Tensor) -> Tensor:
-    """Tensor [n] with the type and on the device of `like`, filled there without a copy from the host."""
+    """Tensor [n] with the type and on the device of `like`, filled without a copy from the host."""
     return torch.stack([like.new_full((), value) for value in values])
 
 
@@ -25,7 +24,7 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 class BoxCoder(_utils.BoxCoder):
-    """torchvision's box coder: boxes as distances from others, [n, 4], or [n, 4 K] for K boxes each; equal weights per axis."""
+    """torchvision's box coder: boxes as distances from others, [n, 4 K] for K boxes each."""
 
     def encode_single(self, reference_boxes: Tensor, proposals: Tensor) -> Tensor:
         return _utils.encode_boxes(reference_boxes, proposals, self.weights)
@@ -61,7 +60,7 @@ def _area(sides: Tensor) -> Tensor:
 
 
 def suppress(boxes: Tensor, scores: Tensor, groups: Tensor, threshold: float) -> Tensor:
-    """Indices, best first, of the boxes that no better box of their group overlaps by more than `threshold`.
+    """Indices, best first, of boxes that no better one of their group overlaps by more than `threshold`.
 
     As torchvision's `batched_nms`; the host waits once, for their number.
     """
@@ -71,3 +70,9 @@ def suppress(boxes: Tensor, scores: Tensor, groups: Tensor, threshold: float) ->
         return batched_nms(boxes, scores, groups, threshold)
     apart = groups.to(boxes) * (F.pad(boxes, (0, 0, 0, 1)).max() + 1)
     return nms(boxes + apart[:, None], scores, threshold)
+
+
+def clip(boxes: Tensor, size: Tensor) -> Tensor:
+    """Boxes [..., 4] within an image of `size` [2]: width, height."""
+    limits = size.to(boxes).repeat(2)
+    return torch.minimum(boxes.clamp(min=0), limits)

@@ -30,7 +30,7 @@ def class_rows(tensors: dict[str, Tensor], classes: int) -> dict[str, Tensor]:
 def take_classes(
     mine: dict[str, Tensor], theirs: dict[str, Tensor], names: Sequence[str], known: Sequence[str]
 ) -> list[int]:
-    """Copy tensors of the same names from `theirs`, of the heads the rows of classes in `known`; the rows that it lacks."""
+    """Copy tensors of `theirs`, of heads the rows of classes in `known`; return the rows that it lacks."""
     head = class_rows(mine, len(names))
     for name in mine.keys() - head.keys():
         mine[name].copy_(theirs[name])

@@ -1,12 +1,21 @@
-"""What every detector is: its losses, its forward pass in training, and its detections."""
+"""The interface of detectors: losses and detections; and non-maximum suppression."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from common.detection.models.boxes import clip, suppress
+from common.detection.models.fpn import Backbone
+from common.detection.models.spec import DetectorSpec
+
+LIMIT = 100  # detections per image, as in COCO's evaluation
+
+Losses = tuple[Tensor, dict[str, Tensor]]  # the loss of each image [B], and its parts [B]
+
 
 class Detector(nn.Module):
-    """A module whose losses do not depend on how a global batch is split, and whose classes are 0..K-1 everywhere.
+    """A module whose losses do not depend on how a global batch is split. Its classes are 0..K-1.
 
     `targets` has one dict per image: boxes [n, 4] left, top, right, bottom in pixels of the
     canvas; labels int64[n]; crowd bool[n]; position in the stream, int; if known, size int64[2],
@@ -21,24 +30,20 @@ class Detector(nn.Module):
     begins_with: str  # in words, which weights were loaded
     title: str  # what the start table calls it
 
-    def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
-        """int64[C]: divisors of the losses, counted in these images; to be summed over the global batch before the forward.
-
-        Here the number of images.
-        """
+    def counts(self, targets: list[dict], canvas: Sequence[int]) -> Tensor:
+        """int64[C]: divisors of losses, to be summed over the global batch; here the number of images."""
         return targets[0]["labels"].new_full((1,), len(targets))
 
-    def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of each image [B], and its parts by name, [B] each.
+    def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> Losses:
+        """Losses that are already divided: their *sum* over the global batch is its loss.
 
         `images` [B, 3, H, W] are normalised, `totals` int64[C] is the sum of `counts` over the
-        global batch. Losses are already divided: their *sum* over the global batch is its loss.
-        Every parameter gets a gradient, with boxes or without. Parts carry gradients, too, and the
-        loss is their sum.
+        global batch. Every parameter gets a gradient, with boxes or without. Parts carry gradients,
+        too, and the loss is their sum.
         """
         raise NotImplementedError
 
-    def forward(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, images: Tensor, targets: list[dict], totals: Tensor) -> Losses:
         """As `losses`, but the *mean* over the global batch is its loss.
 
         `totals` int64[C + 1] has the sums of `counts` over the global batch, and then the number
@@ -48,8 +53,38 @@ class Detector(nn.Module):
         return totals[-1] * losses, {name: totals[-1] * part for name, part in parts.items()}
 
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
-        """Detections of each image, best first: boxes [n, 4] in pixels of the canvas, scores [n], labels int64[n].
+        """Detections of each image, best first: boxes [n, 4] on the canvas, scores [n], labels int64[n].
 
         `sizes` [B, 2] are the true widths and heights of the images on the canvas [B, 3, H, W].
         """
         raise NotImplementedError
+
+
+class Suppressing(Detector):
+    """A detector that finds several boxes around an object, of which the best stays.
+
+    Detections must score more than `score_threshold`. If two boxes of a class overlap by more than
+    `nms_threshold` (intersection over union), only the better one stays.
+    """
+
+    levels: tuple[int, int]  # of the feature pyramid, unless the specification has others
+    coarser: str  # how levels are made that the backbone does not have
+    score_threshold, nms_threshold, least_side, limit = 0.05, 0.6, 0.0, LIMIT
+
+    def __init__(self, backbone: Backbone, spec: DetectorSpec) -> None:
+        super().__init__()
+        self.backbone, self.classes, self.variant = backbone, spec.classes, spec.variant
+        self.pretrained_cfg, self.stride = backbone.pretrained_cfg, backbone.stride
+
+    def best_of(self, boxes: Tensor, scores: Tensor, labels: Tensor, size: Tensor) -> dict[str, Tensor]:
+        """The best detections of an image, best first: boxes [n, 4], scores [n], labels int64[n].
+
+        They are selected from boxes [m, 4] in pixels of the canvas with a score [m] and a label [m]
+        each, and clipped to `size` [2], the true width and height of the image on its canvas.
+        """
+        boxes = clip(boxes, size)
+        good = (scores > self.score_threshold) & (boxes[:, 2:] - boxes[:, :2] >= self.least_side).all(1)
+        good = good.nonzero().squeeze(1)
+        boxes, scores, labels = boxes[good], scores[good], labels[good]
+        keep = suppress(boxes, scores, labels, self.nms_threshold)[: self.limit]
+        return {"boxes": boxes[keep], "scores": scores[keep], "labels": labels[keep]}

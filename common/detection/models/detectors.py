@@ -1,18 +1,16 @@
 """Building a detector from its specification."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from common.detection.models.detector import Detector
+from common.detection.models.detector import Detector, Suppressing
 from common.detection.models.detr import DETR
 from common.detection.models.detr_models import FAMILIES as OF_TRANSFORMERS
-from common.detection.models.fcos import FCOS
-from common.detection.models.fpn import build_backbone
+from common.detection.models.fpn import Backbone
+from common.detection.models.one_stage import FCOS, RetinaNet
 from common.detection.models.rcnn import FasterRCNN, MaskRCNN
-from common.detection.models.retinanet import RetinaNet
 from common.detection.models.rf_detr import RFDETR
 from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
@@ -20,7 +18,7 @@ from common.training.timm_models import begins_with_backbone
 
 
 class Matched(nn.Module):
-    """A detector with the class ids of a data set. `places` are its own ids of these classes; others are left out."""
+    """A detector with a data set's class ids. `places` are its own ids of them; others are left out."""
 
     def __init__(self, detector: Detector, places: Sequence[int]) -> None:
         super().__init__()
@@ -36,22 +34,20 @@ class Matched(nn.Module):
 
 
 def build_detector(spec: DetectorSpec) -> Detector:
-    """A detector on a timm backbone, or one of transformers. Its `begins_with` says in words which weights were loaded.
+    """A detector on a timm backbone, or one of transformers.
 
-    Raises `Refused` for an unknown backbone, weights out of reach, and levels that the backbone can't have.
+    Raises `Refused` for an unknown backbone, weights out of reach, and levels that it can't have.
     """
     if spec.width % 32:
         raise Refused(f"--width {spec.width}: the heads normalise 32 groups of channels; take a multiple of 32")
     if spec.family in OF_TRANSFORMERS:
         return RFDETR(spec) if spec.family == "rf_detr" else DETR(spec)
-    kind = FAMILIES[spec.family]
+    kind: type[Suppressing] = FAMILIES[spec.family]
     if spec.variant == "torchvision_v2" and kind is FCOS:
         raise Refused("--variant torchvision_v2: --detector fcos has no second version; take --variant torchvision")
-    backbone = build_backbone(replace(spec, levels=spec.levels or kind.levels), kind.coarser)
+    backbone = Backbone(spec, spec.levels or kind.levels, kind.coarser)
     torch.manual_seed(spec.seed + 3)
     detector = kind(backbone, spec)
-    detector.variant = spec.variant
-    detector.pretrained_cfg = backbone.pretrained_cfg  # with the mean and standard deviation of its images
     detector.begins_with = begins_with_backbone(backbone.trunk, detector, spec.model, spec.pretrained)
     return detector
 

@@ -1,9 +1,12 @@
 """RT-DETRv2, D-FINE and DEIMv2: detectors whose queries each become one box."""
 
 import contextlib
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +14,9 @@ from torch import Tensor, nn
 from torchvision.ops import box_convert
 
 from common.detection.models import queries
-from common.detection.models.boxes import filled, to_device
-from common.detection.models.denoising import Denoising, groups_of, noised, padded
-from common.detection.models.detector import Detector
-from common.detection.models.detr_models import build_model, export_model, features_of
+from common.detection.models.boxes import to_device
+from common.detection.models.detector import Detector, Losses
+from common.detection.models.detr_models import build_model, empty_model, features_of, save_model
 from common.detection.models.spec import DetectorSpec
 
 _TEMPERATURE = 5  # of D-FINE's self-distillation
@@ -23,8 +25,8 @@ _TEMPERATURE = 5  # of D-FINE's self-distillation
 class DETR(Detector):
     """A DETR of transformers.
 
-    Network, matching and losses are transformers', as are the names of the parameters. Different here: the divisors are
-    counts of the global batch; noise comes from `common.detection.models.denoising`; a query in a crowd region is neither
+    Network, matching, losses and names of parameters are transformers'. Different here: the divisors are
+    counts of the global batch; noise comes from `queries.noised`; a query in a crowd region is neither
     object nor background; queries, decoder, boxes and losses are never in half precision.
     Sources: Lv et al. 2024, "RT-DETRv2" (arXiv:2407.17140); Peng et al. 2024, "D-FINE" (arXiv:2410.13842); Huang et al.
     2025, "Real-Time Object Detection Meets DINOv3" (DEIMv2, arXiv:2509.20787).
@@ -32,31 +34,23 @@ class DETR(Detector):
 
     def __init__(self, spec: DetectorSpec) -> None:
         super().__init__()
-        model, self.pretrained_cfg = build_model(spec)
-        self.model, self.config, self.seed = model, model.config, spec.seed
-        self.begins_with = model.begins_with
-        self.classes, self.queries = model.config.num_labels, model.config.num_queries
-        self.strides = [*model.config.feat_strides]
-        while len(self.strides) < model.config.num_feature_levels:  # coarser maps are made from the backbone's last
+        self.model, self.pretrained_cfg = build_model(spec)
+        self.config, self.begins_with, self.seed = self.model.config, self.model.begins_with, spec.seed
+        self.classes, self.queries = spec.classes, self.config.num_queries
+        self.strides = [*self.config.feat_strides]
+        while len(self.strides) < self.config.num_feature_levels:  # coarser maps are made from the backbone's last
             self.strides.append(2 * self.strides[-1])
         self.stride = max(self.strides)
         costs = "alpha", "gamma", "class_cost", "bbox_cost", "giou_cost"
-        self.costs = {name: getattr(model.config, f"matcher_{name}") for name in costs}
-        layers = (layer for layer in model.encoder.modules() if type(layer).__name__.endswith("EncoderLayer"))
-        # In training these would only ask the device whether all is finite.
-        self._as_evaluated = [layer for layer in layers if not layer.dropout]
-        for layer in self._as_evaluated:
-            layer.register_forward_hook(_clamped)
-        # DINOv3 would draw a scale of its positions for each micro-batch.
-        self._as_evaluated += [
-            each for each in self.backbone.modules() if type(each).__name__ == "DINOv3ViTRopePositionEmbedding"
-        ]
+        self.costs = {name: getattr(self.config, f"matcher_{name}") for name in costs}
         self.train()
 
-    def train(self, mode: bool = True) -> "DETR":
+    def train(self, mode: bool = True) -> Self:
         super().train(mode)
-        for module in self._as_evaluated:
-            module.training = False
+        # In training, encoder layers wait for the device, and DINOv3 draws a scale of its positions.
+        for module in (*self.model.encoder.modules(), *self.backbone.modules()):
+            if type(module).__name__.endswith(("EncoderLayer", "RopePositionEmbedding")):
+                module.training = False
         return self
 
     @property
@@ -70,39 +64,30 @@ class DETR(Detector):
 
     @property
     def neck(self) -> list[nn.Module]:
-        """What stands between backbone and decoder: adapters of the backbone's maps, projections and encoder."""
+        """The parts between backbone and decoder: adapters of maps, projections and encoder."""
         parts = self.model.named_children()
         return [part for name, part in parts if "encoder" in name or name.endswith("input_proj")]
 
-    def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
+    def counts(self, targets: list[dict], canvas: Sequence[int]) -> Tensor:
         """int64[4]: boxes, queries with a box, queries, and positives of the images' denoising."""
         number = self._queries(canvas)
         boxes = torch.stack([(~target["crowd"]).sum() for target in targets])
-        positives = boxes * groups_of(boxes, self.config.num_denoising)
+        positives = boxes * queries.groups_of(boxes, self.config.num_denoising)
         columns = boxes, boxes.clamp(max=number), torch.full_like(boxes, number), positives
         return torch.stack([column.sum() for column in columns])
 
-    def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of classes, L1 and generalised IoU of boxes; for D-FINE and DEIMv2 of their edges' distributions too: [B]."""
-        boxes, labels, regions = queries.split_targets(targets, self._extent(images))
-        totals = totals.to(self._dtype)
+    def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> Losses:
+        """Losses of classes, L1 and generalised IoU of boxes, and distributions of D-FINE's edges."""
+        boxes, labels, regions = queries.split_targets(targets, images)
+        totals = totals.to(images.dtype)
         denoising = None
         if self.config.num_denoising:
-            denoising = noised(
-                boxes,
-                labels,
-                [target["position"] for target in targets],
-                seed=self.seed,
-                classes=self.classes,
-                queries=self._queries(images.shape[2:]),
-                budget=self.config.num_denoising,
-                label_noise=self.config.label_noise_ratio,
-                box_noise=self.config.box_noise_scale,
-            )
+            positions, number = [target["position"] for target in targets], self._queries(images.shape[2:])
+            denoising = queries.noised(boxes, labels, positions, self.seed, number, self.config)
         outputs = self._predict(images, denoising)
         with torch.autocast(images.device.type, enabled=False):
             first = denoising.labels.shape[1] if denoising else 0
-            wanted = padded(boxes, 0), padded(labels, 0)
+            wanted = queries.padded(boxes, 0), queries.padded(labels, 0)
             found = _Outputs.of(outputs, slice(first, None), own=True)
             counts = [*map(len, labels)]
             match = queries.match(found.logits, found.boxes.clamp(0, 1), *wanted, counts, **self.costs)
@@ -121,37 +106,31 @@ class DETR(Detector):
                 terms = {name: term + restored[name] for name, term in terms.items()}
             # transformers' loss leaves out some of D-FINE's logits; their gradients are zeros.
             terms["class"] = terms["class"] + 0 * outputs.intermediate_logits.sum((1, 2, 3))
-        return sum(terms.values()), terms
+        return sum(terms.values(), torch.zeros_like(terms["class"])), terms
 
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
-        """The best pairs of a query and a class, with the probability of the class as score.
-
-        Boxes may exceed the image, as boxes of transformers' image processor do.
-        """
+        """As `queries.best_pairs`; boxes may exceed the image, as those of transformers do."""
         outputs = self._predict(images)
         logits, boxes = outputs.intermediate_logits[:, -1], outputs.intermediate_reference_points[:, -1]
-        return queries.best_pairs(logits, boxes, self._extent(images))
+        return queries.best_pairs(logits, boxes, images)
 
-    def export(self, folder: Path, classes: Sequence[str], side: int = 640) -> None:
-        """Write a folder for transformers, see `common.detection.models.detr_models.export_model`."""
-        export_model(self.model, self.pretrained_cfg, self._queries((side, side)), folder, classes, side)
+    def export(self, folder: Path, classes: Sequence[str], side: int) -> None:
+        """Write a folder for transformers, see `detr_models.save_model`."""
+        whole = empty_model(self.config, self._queries((side, side)), classes)
+        whole.model.load_state_dict(self.model.state_dict())
+        # transformers also has the decoder's heads under a second name.
+        decoder = whole.model.decoder
+        whole.class_embed, whole.bbox_embed = map(copy.deepcopy, (decoder.class_embed, decoder.bbox_embed))
+        save_model(whole, self.pretrained_cfg, folder, side)
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self.model.enc_score_head.weight.dtype
-
-    def _extent(self, images: Tensor) -> Tensor:
-        height, width = images.shape[2:]
-        return filled((width, height, width, height), self.model.enc_score_head.weight)
-
-    def _queries(self, canvas: tuple[int, int]) -> int:
+    def _queries(self, canvas: Sequence[int]) -> int:
         """Number of queries on a canvas of (H, W) pixels: at most the number of its cells."""
         places = sum((canvas[0] // stride) * (canvas[1] // stride) for stride in self.strides)
         return min(self.queries, places)
 
-    def _predict(self, images: Tensor, denoising: Denoising | None = None):
-        """Output of transformers' model: features in the run's precision, the rest not in half precision."""
+    def _predict(self, images: Tensor, denoising: queries.Denoising | None = None):
+        """Output of transformers' model, of which only features may be in half precision."""
         model = self.model
         model.config.num_queries = self._queries(images.shape[2:])
         if hasattr(model, "conv_encoder"):
@@ -161,28 +140,25 @@ class DETR(Detector):
             maps = [project(x) for project, (x, _) in zip(model.encoder_input_proj, features, strict=True)]
         encoded = model.encoder(maps)
         name = "feature_maps" if hasattr(encoded, "feature_maps") else "last_hidden_state"
-        encoded[name] = [x.to(self._dtype) for x in encoded[name]]
-        # inputs_embeds gives the number of images, and keeps the sizes of the maps on the host, which reads them.
+        encoded[name] = [x.to(images.dtype) for x in encoded[name]]
+        # inputs_embeds gives the number of images, and keeps the sizes of the maps on the host.
         count = torch.empty(len(images), 0)
         with torch.autocast(images.device.type, enabled=False), self._given(encoded, denoising):
             return model(None, inputs_embeds=count, encoder_outputs=encoded)
 
     @contextlib.contextmanager
-    def _given(self, encoded, denoising: Denoising | None) -> Iterator[None]:
-        """Let the model find what its encoder made, and noised boxes before the decoder's queries.
+    def _given(self, encoded, denoising: queries.Denoising | None) -> Iterator[None]:
+        """Give the model these outputs of its encoder, and noised boxes before the decoder's queries."""
 
-        DEIMv2 would encode again, and transformers would make noise of its own.
-        """
-
-        def insert(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            labels = self.model.denoising_class_embed(denoising.labels)
-            noise = {"inputs_embeds": labels, "reference_points": torch.logit(denoising.boxes, 1e-5)}
-            joined = {name: torch.cat([tensor, kwargs[name]], 1) for name, tensor in noise.items()}
-            return args, kwargs | joined | {"encoder_attention_mask": denoising.visible}
+        def insert(noise: queries.Denoising, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            labels = self.model.denoising_class_embed(noise.labels)
+            first = {"inputs_embeds": labels, "reference_points": torch.logit(noise.boxes, 1e-5)}
+            joined = {name: torch.cat([tensor, kwargs[name]], 1) for name, tensor in first.items()}
+            return args, kwargs | joined | {"encoder_attention_mask": noise.visible}
 
         encoder, decoder = self.model.encoder, self.model.decoder
         encoder.forward = lambda *_, **__: encoded
-        hook = denoising and decoder.register_forward_pre_hook(insert, with_kwargs=True)
+        hook = denoising and decoder.register_forward_pre_hook(partial(insert, denoising), with_kwargs=True)
         try:
             yield
         finally:
@@ -191,13 +167,7 @@ class DETR(Detector):
                 hook.remove()
 
     def _terms(
-        self,
-        found: "_Outputs",
-        pairs: "_Pairs",
-        of_boxes: "_Pairs",
-        boxes: Tensor,
-        labels: Tensor,
-        counted: Tensor,
+        self, found: "_Outputs", pairs: "_Pairs", of_boxes: "_Pairs", boxes: Tensor, labels: Tensor, counted: Tensor
     ) -> dict[str, Tensor]:
         """The weighted losses [B] of O outputs with Q queries each, by name.
 
@@ -227,19 +197,20 @@ class DETR(Detector):
             "box": config.weight_loss_bbox * (predicted - wanted).abs().sum(-1),
             "giou": config.weight_loss_giou * (1 - generalised),
         }
-        if found.edges is not None:
-            layers = slice(found.edges.shape[1])
-            edges = box_convert(wanted[:, layers], "cxcywh", "xyxy")
-            unlikely = self._unlikelihood(found.edges, found.references, edges) * quality[:, layers]
+        edges = found.edges
+        if edges:
+            layers = slice(edges.logits.shape[1])
+            corners = box_convert(wanted[:, layers], "cxcywh", "xyxy")
+            unlikely = self._unlikelihood(edges.logits, edges.references, corners) * quality[:, layers]
             sums["fgl"] = config.weight_loss_fgl * unlikely * matched[:, layers]
         terms |= {name: values.sum((1, 2)) / of_boxes.divisor for name, values in sums.items()}
-        if found.edges is not None:
-            layers = slice(found.students)
-            students = F.log_softmax(found.edges[:, layers] / _TEMPERATURE, -1)
-            teacher = F.softmax(found.teacher / _TEMPERATURE, -1)[:, None].expand_as(students)
+        if edges:
+            layers = slice(edges.students)
+            students = F.log_softmax(edges.logits[:, layers] / _TEMPERATURE, -1)
+            teacher = F.softmax(edges.teacher / _TEMPERATURE, -1)[:, None].expand_as(students)
             apart = F.kl_div(students, teacher, reduction="none").sum((-2, -1)) * _TEMPERATURE**2
             matched, missed = matched[:, layers], (counted & ~matched)[:, layers]
-            apart = apart * torch.where(matched, quality[:, layers], found.trust[:, None])
+            apart = apart * torch.where(matched, quality[:, layers], edges.trust[:, None])
             # Means over both kinds of queries, weighted by the square roots of their numbers.
             roots = (4 * of_boxes.numbers).sqrt()
             both = torch.stack([(apart * matched).sum((1, 2)), (apart * missed).sum((1, 2))], -1) / roots.clamp(min=1)
@@ -247,7 +218,7 @@ class DETR(Detector):
         return terms
 
     def _unlikelihood(self, edges: Tensor, references: Tensor, wanted: Tensor) -> Tensor:
-        """[B, O, Q]: cross-entropy of the wanted boxes (corners) under the distributions of edges [B, O, Q, 4, bins].
+        """[B, O, Q]: cross-entropy of wanted boxes (corners) under distributions of edges [B, O, Q, 4, bins].
 
         Distances are counted from the edges of the reference boxes [B, O, Q, 4]; a wanted one lies between two bins.
         """
@@ -256,10 +227,8 @@ class DETR(Detector):
         decoder, scale = self.model.decoder, self.model.decoder.reg_scale
         bins = weighting_function(decoder.max_num_bins, decoder.up, scale)
         centres, sides = references[..., :2], references[..., 2:] / scale + 1e-16
-        distances = (
-            torch.cat([(centres - wanted[..., :2]) / sides, (wanted[..., 2:] - centres) / sides], -1) - scale / 2
-        )
-        distances = distances.clamp(bins[0], bins[-1])
+        distances = torch.cat([centres - wanted[..., :2], wanted[..., 2:] - centres], -1) / sides.repeat(1, 1, 1, 2)
+        distances = (distances - scale / 2).clamp(bins[0], bins[-1])
         left = (torch.searchsorted(bins, distances, right=True) - 1).clamp(max=len(bins) - 2)
         share = (distances - bins[left]) / (bins[left + 1] - bins[left])
         logs = F.log_softmax(edges, -1)
@@ -269,20 +238,22 @@ class DETR(Detector):
 
 @dataclass
 class _Pairs:
-    """Which box each of Q queries of O outputs for B images is compared with, and the divisors of the losses."""
+    """The boxes that Q queries of O outputs for B images are compared with, and divisors of losses."""
 
     match: Tensor  # int64[B, O, Q] index of a box, or -1
     divisor: Tensor  # [B] of sums over queries
     numbers: Tensor  # [B, 2] queries with and without a box, of an output
     share: Tensor | float = 1.0  # of the image in what has a mean over `numbers`
 
-    def across_outputs(self, counts: list[int], totals: Tensor) -> "_Pairs":
-        """For every output the same pairs: each query with the box that it has in most outputs, the first of several.
+    def across_outputs(self, counts: list[int], totals: Tensor) -> Self:
+        """The same pairs for all outputs: each query with the box that it has most often.
 
-        Different from the source, which divides by the number of these pairs in the batch: an image has the mean over its
-        own pairs, times its share of all boxes. That number depends on predictions, so that it can't be known in time.
-        `counts` are the images' numbers of boxes, `totals` the sum of `DETR.counts`.
+        The source divides by the number of these pairs in the batch, which is known only after the forward
+        pass. Here an image has the mean over its own pairs, times its share of all boxes.
         Source: Peng et al. 2024, "D-FINE" (arXiv:2410.13842); DEIM's configuration calls it `use_uni_set`.
+
+        Args:
+            counts, totals: the images' numbers of boxes, and the sum of `DETR.counts`.
         """
         device, queries = self.match.device, self.match.shape[2]
         number = torch.arange(max(max(counts), 1), device=device)
@@ -290,7 +261,7 @@ class _Pairs:
         best = torch.where(votes.any(-1), (votes * (len(number) + 1) - number).argmax(-1), -1)
         pairs = (best >= 0).sum(-1)  # [B]
         own = to_device(torch.tensor(counts), device)
-        return _Pairs(
+        return type(self)(
             best[:, None].expand_as(self.match),
             self.divisor * pairs.clamp(min=1) / own.clamp(min=1),
             torch.stack([pairs, queries - pairs], -1),
@@ -299,44 +270,41 @@ class _Pairs:
 
 
 @dataclass
-class _Outputs:
-    """Outputs of O layers for Q queries of B images, paired as transformers' losses pair them.
+class _Edges:
+    """D-FINE's distributions of edges for E outputs; the last layer teaches the others."""
 
-    D-FINE, whose logits and boxes begin with a first guess, also has distributions of edges for the first E of the
-    O outputs; the last layer teaches the others.
-    """
+    logits: Tensor  # [B, E, Q, 4, bins]
+    references: Tensor  # [B, E, Q, 4] boxes that distances are from
+    students: int  # number of the E outputs that learn from the teacher
+    teacher: Tensor  # [B, Q, 4, bins]
+    trust: Tensor  # [B, Q] weight of an unmatched query of the teacher
+
+
+@dataclass
+class _Outputs:
+    """Outputs of O layers for Q queries of B images. D-FINE's begin with a first guess."""
 
     logits: Tensor  # [B, O, Q, K]
     boxes: Tensor  # [B, O, Q, 4] centre x, centre y, width, height in 0..1
-    edges: Tensor | None = None  # [B, E, Q, 4, bins] logits
-    references: Tensor | None = None  # [B, E, Q, 4] boxes that the edges' distances are from
-    students: int = 0  # number of the E outputs that learn from the teacher
-    teacher: Tensor | None = None  # [B, Q, 4, bins]
-    trust: Tensor | None = None  # [B, Q] weight of an unmatched query of the teacher
+    edges: _Edges | None = None
 
     @classmethod
-    def of(cls, outputs, queries: slice, own: bool) -> "_Outputs":
-        """Outputs for some of the decoder's queries: its own, or the noised boxes before them.
-
-        Of its own, the encoder's selection is the last output, and D-FINE's last layer only teaches.
-        """
+    def of(cls, outputs, queries: slice, own: bool) -> Self:
+        """Outputs for some of the decoder's queries: its own, or the noised boxes before them."""
         logits, boxes = outputs.intermediate_logits[:, :, queries], outputs.intermediate_reference_points[:, :, queries]
-        found = cls(logits, boxes)
+        edges = None
         if outputs.intermediate_predicted_corners is not None:
-            edges = outputs.intermediate_predicted_corners[:, :, queries].unflatten(-1, (4, -1))
-            layers = edges.shape[1]
-            count = layers - own  # own boxes of the last layer come one place later
-            columns = (torch.cat([x[:, :count], x[:, layers : layers + own]], 1) for x in (logits, boxes.clamp(0, 1)))
+            corners = outputs.intermediate_predicted_corners[:, :, queries].unflatten(-1, (4, -1))
+            layers = corners.shape[1]
+            count = layers - own
             references = outputs.initial_reference_points[:, :count, queries]
             trust = logits[:, -1].detach().sigmoid().amax(-1)
-            found = cls(*columns, edges[:, :count], references, layers - 1, edges[:, -1].detach(), trust)
+            edges = _Edges(corners[:, :count], references, layers - 1, corners[:, -1].detach(), trust)
+            # Own boxes of the last layer come one place later.
+            logits, boxes = (
+                torch.cat([x[:, :count], x[:, layers : layers + own]], 1) for x in (logits, boxes.clamp(0, 1))
+            )
         if own:
-            found.logits = torch.cat([found.logits, outputs.enc_topk_logits[:, None]], 1)
-            found.boxes = torch.cat([found.boxes, outputs.enc_topk_bboxes[:, None]], 1)
-        return found
-
-
-def _clamped(_layer: nn.Module, _args: tuple, output: Tensor) -> Tensor:
-    """Clamp the output as transformers' encoder layers do in training if it is not finite."""
-    largest = torch.finfo(output.dtype).max - 1000
-    return output.clamp(-largest, largest)
+            logits = torch.cat([logits, outputs.enc_topk_logits[:, None]], 1)
+            boxes = torch.cat([boxes, outputs.enc_topk_bboxes[:, None]], 1)
+        return cls(logits, boxes, edges)

@@ -1,8 +1,8 @@
-"""DETRs of transformers: building one from its name, and exporting a trained one."""
+"""DETRs of transformers: building one from its name, and saving one as a folder."""
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +17,25 @@ from common.errors import Refused
 from common.files import SMALL, check_regular, read_text
 from common.training import timm_models
 
-FAMILIES = {
-    "rtdetr_v2": "rt_detr_v2",
-    "dfine": "d_fine",
-    "deimv2": "deimv2",
-    "rf_detr": "rf_detr",
-}  # our name -> transformers'
-# --batch_norm decides on batch norm layers; anchors are computed for each image size.
-_SETTINGS = {"freeze_backbone_batch_norms": False, "eval_size": None, "anchor_image_size": None}
-_LEVELS = (8, 16, 32)  # strides of a timm backbone's maps
-# The published models take pixels in 0..1 without normalisation, except those with a vision transformer of DINO.
+# Our name -> transformers'.
+FAMILIES = {"rtdetr_v2": "rt_detr_v2", "dfine": "d_fine", "deimv2": "deimv2", "rf_detr": "rf_detr"}
+_LAST = (-3, -2, -1)  # maps of a timm backbone, at strides 8, 16 and 32
+# Published models take pixels in 0..1, except those with a vision transformer of DINO.
 _PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
 _IMAGENET = {"mean": timm.data.IMAGENET_DEFAULT_MEAN, "std": timm.data.IMAGENET_DEFAULT_STD}
 
 
 def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
-    """RTDetrV2Model, DFineModel or Deimv2Model with its heads in the decoder, and the mean and std of its training images.
+    """RTDetrV2Model, DFineModel or Deimv2Model with its heads in the decoder; mean and std of its images.
 
-    `spec.model` is one of those of `load`, or a timm backbone (a name, `hf-hub:owner/name` or a folder) with maps of strides
-    8, 16 and 32, under the neck and the decoder of the smallest published model, which then have `spec.width` channels.
-    Others have their own width. `begins_with` says which weights were loaded. Raises `Refused`.
+    `spec.model` is one that `load` takes, or a timm backbone (a name, `hf-hub:owner/name` or a folder), under the neck and the
+    decoder of the smallest published model with `spec.width` channels. Raises `Refused`.
     """
     name = spec.model
     if name in ARCHITECTURES or not is_timm(name):
         if spec.drop_path:
-            other = f"a timm backbone under --detector {spec.family} has"
-            raise Refused(f"--drop_path {spec.drop_path}: {name} has none; {other}")
-        return load(spec, _SETTINGS, _fresh, _whole_decoder)
+            raise Refused(f"--drop_path {spec.drop_path}: {name} has none; a timm backbone has")
+        return load(spec, _fresh, _whole_decoder)
     whole, normalization = _over_timm(spec)
     model = _whole_decoder(whole)
     model.begins_with = timm_models.begins_with_backbone(features_of(model)._backbone, model, name, spec.pretrained)
@@ -56,32 +48,11 @@ def _whole_decoder(whole: nn.Module) -> nn.Module:
     decoder = model.decoder
     # Untied as in the published models; transformers unties only when it loads weights that differ.
     decoder.class_embed = nn.ModuleList(map(copy.deepcopy, decoder.class_embed))
-    if getattr(model.config, "share_bbox_head", False):
-        decoder.bbox_embed = _Shared(decoder.bbox_embed[:1])
-    else:
-        decoder.bbox_embed = nn.ModuleList(map(copy.deepcopy, decoder.bbox_embed))
+    decoder.bbox_embed = nn.ModuleList(map(copy.deepcopy, decoder.bbox_embed))
     model.config.tie_word_embeddings = False
     if model.config.model_type == FAMILIES["deimv2"]:
         _mend_deimv2(model)
     return model
-
-
-class _Shared(nn.ModuleList):
-    """One head for every layer. A list of the same head several times would have several names for each parameter."""
-
-    def __getitem__(self, index: int) -> nn.Module:
-        return super().__getitem__(0)
-
-
-class _RMSNorm(nn.Module):
-    """Root mean square normalisation in the precision of its input. Source: Zhang & Sennrich 2019 (arXiv:1910.07467)."""
-
-    def __init__(self, weight: nn.Parameter, epsilon: float) -> None:
-        super().__init__()
-        self.weight, self.epsilon = weight, epsilon
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon)
 
 
 def features_of(model: nn.Module) -> nn.Module:
@@ -96,27 +67,13 @@ def _mend_deimv2(model: nn.Module) -> None:
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child).__name__ == "Deimv2RMSNorm":  # rounds to float32, under float64 too
-                setattr(module, name, _RMSNorm(child.weight, child.variance_epsilon))
+                norm = nn.RMSNorm(child.weight.shape, child.variance_epsilon)
+                norm.weight = child.weight
+                setattr(module, name, norm)
     if _is_dinov3(model.config):
         embeddings = features_of(model).embeddings
         embeddings.mask_token.requires_grad_(False)  # of DINO's own training
         embeddings.register_tokens.requires_grad_(embeddings.register_tokens.numel() > 0)
-
-
-def export_model(
-    model: nn.Module, normalization: dict, queries: int, folder: Path, classes: Sequence[str], side: int
-) -> None:
-    """Write a folder for transformers, see `save_model`."""
-    whole = empty_model(model.config, queries, classes)
-    decoder = copy.deepcopy(model.decoder)
-    heads = nn.ModuleList(copy.deepcopy(decoder.bbox_embed[layer]) for layer in range(model.config.decoder_layers))
-    whole.model.decoder.bbox_embed = heads  # a shared one, too, once for each layer
-    decoder.bbox_embed = heads
-    whole.model.load_state_dict(model.state_dict() | decoder.state_dict(prefix="decoder."))
-    # transformers also has the decoder's heads under a second name.
-    own = whole.model.decoder
-    whole.class_embed, whole.bbox_embed = map(copy.deepcopy, (own.class_embed, own.bbox_embed))
-    save_model(whole, normalization, folder, side)
 
 
 def empty_model(config: Any, queries: int, classes: Sequence[str]) -> nn.Module:
@@ -129,11 +86,10 @@ def empty_model(config: Any, queries: int, classes: Sequence[str]) -> nn.Module:
 
 
 def save_model(whole: nn.Module, normalization: dict, folder: Path, side: int) -> None:
-    """Write a folder that transformers' `AutoModelForObjectDetection` and its processor load.
+    """Write a folder that transformers' `AutoModelForObjectDetection` and `AutoImageProcessor` load.
 
-    The image processor resizes every image to a square with this side in pixels, a multiple of the
-    model's stride. It is RT-DETR's for all families, which resizes with antialiasing, as training
-    and evaluation do.
+    The processor resizes images to squares of `side` pixels. It is RT-DETR's, which resizes with
+    antialiasing, as training and evaluation do.
     """
     whole.save_pretrained(folder)
     mean, std = (list(normalization[key]) for key in ("mean", "std"))
@@ -149,53 +105,38 @@ def import_transformers():
     try:
         import transformers
     except ImportError:
-        told = "--detector: this family needs transformers, which isn't installed: pip install transformers"
-        raise Refused(told) from None
+        raise Refused("--detector: this family needs `pip install transformers`") from None
     transformers.utils.logging.disable_progress_bar()  # every process would show a bar
     return transformers
 
 
 def is_timm(name: str) -> bool:
-    if Path(name).is_dir():
-        return '"model_type"' not in _text(Path(name) / "config.json")
-    return name.startswith(("hf-hub:", "hf_hub:")) or timm.is_model(name.split(".")[0])
+    """True for a timm model, `hf-hub:owner/name` or folder; timm refuses folders that can't be read."""
+    if not Path(name).is_dir():
+        return name.startswith(("hf-hub:", "hf_hub:")) or timm.is_model(name.split(".")[0])
+    with contextlib.suppress(OSError, ValueError):
+        check_regular(name)
+        return '"model_type"' not in read_text(Path(name) / "config.json", SMALL)
+    return True
 
 
-def _text(file: Path) -> str:
-    if not file.is_file():
-        raise Refused(f"--model {file.parent}: the folder has no config.json; one of transformers or timm has it")
-    try:
-        check_regular(file.parent)
-        return read_text(file, SMALL)
-    except (OSError, ValueError) as error:
-        raise Refused(f"--model {file.parent}: can't be read: {error}") from None
-
-
-def load(spec: DetectorSpec, settings: dict, fresh: Callable, prepare: Callable) -> tuple[nn.Module, dict]:
+def load(spec: DetectorSpec, fresh: Callable, prepare: Callable) -> tuple[nn.Module, dict]:
     """A model of transformers for the spec's classes, and what its images are normalised with.
 
-    `spec.model` is one of `ARCHITECTURES`, whose initial weights are a function of the seed, or a model of transformers, as
-    owner/name on the hub or as a local folder, which brings its weights. If it has other classes, it keeps what it knows of
-    those with the spec's names. Its attribute `begins_with` says which weights were loaded.
-
-    Args:
-        settings: of the configuration, instead of the model's own.
-        fresh: makes a whole model without weights of (config, seed).
-        prepare: makes the model of a whole one.
-
-    Raises `Refused` without transformers, and for a name of no model, of another family, or of weights out of reach.
+    `spec.model` is one of `ARCHITECTURES`, whose weights are a function of the seed, owner/name on the hub
+    or a folder, which brings its weights. With other classes, it keeps what it knows of those with the
+    spec's names. `fresh` makes a whole model of (config, seed), `prepare` the model of a whole one. Raises
+    `Refused`.
     """
     transformers, family, name = import_transformers(), spec.family, spec.model
     if name in ARCHITECTURES:
         if spec.pretrained:
-            others = (
-                "--model owner/name has them, as ustc-community/dfine-small-coco and Roboflow/rf-detr-nano on the hub"
-            )
-            raise Refused(f"--pretrained: {name} is a configuration without weights; {others}")
+            others = "owner/name on the hub has them, such as ustc-community/dfine-small-coco and Roboflow/rf-detr-nano"
+            raise Refused(f"--pretrained: {name} is a configuration without weights; --model {others}")
         if not name.startswith(family):
             raise Refused(f"--model {name}: not of --detector {family}; {known_models(family)}")
-        config = transformers.AutoConfig.for_model(FAMILIES[family], **copy.deepcopy(ARCHITECTURES[name]))
-        config.update(settings | {"num_labels": spec.classes})
+        architecture = copy.deepcopy(ARCHITECTURES[name]) | {"num_labels": spec.classes}
+        config = _made_exact(transformers.AutoConfig.for_model(FAMILIES[family], **architecture))
         model = prepare(fresh(config, spec.seed))
         model.begins_with = ""
         is_vit = config.backbone_config.model_type in ("dinov3_vit", "rf_detr_dinov2")
@@ -205,31 +146,42 @@ def load(spec: DetectorSpec, settings: dict, fresh: Callable, prepare: Callable)
         raise Refused(f"--model {name}: no model of --detector {family}; {known_models(family)}")
     trained = None
     try:
-        config = transformers.AutoConfig.from_pretrained(name, **settings)
-        if config.model_type != FAMILIES[family]:
-            raise Refused(f"--model {name}: a {config.model_type}, which --detector {family} can't train")
+        config = _made_exact(transformers.AutoConfig.from_pretrained(name))
+        has_one_head = getattr(config, "share_bbox_head", False)  # DEIMv2's three smallest
+        if config.model_type != FAMILIES[family] or has_one_head:
+            kind = f"{config.model_type}{' with one head for all layers' * has_one_head}"
+            raise Refused(f"--model {name}: a {kind}, which --detector {family} can't train")
         processor = transformers.AutoImageProcessor.from_pretrained(name)
         if spec.pretrained or is_folder:
             pretrained = transformers.AutoModelForObjectDetection.from_pretrained
             trained = prepare(pretrained(name, config=config, dtype=torch.float32))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise Refused(
-            f"--model {name}: can't be loaded (is the hub in reach?), {known_models(family)}: {reason}"
-        ) from None
+        known = known_models(family)
+        raise Refused(f"--model {name}: can't be loaded (is the hub in reach?), {known}: {reason}") from None
     model = _for_classes(spec, config, trained, lambda: prepare(fresh(config, spec.seed)))
     given = {"mean": tuple(processor.image_mean), "std": tuple(processor.image_std)}
     return model, given if processor.do_normalize else _PLAIN
 
 
+def _made_exact(config: Any) -> Any:
+    """The configuration for images of any size, with --batch_norm's batch norm and without dropout."""
+    exact = {"freeze_backbone_batch_norms": False, "eval_size": None, "anchor_image_size": None}
+    for part in (config, getattr(config, "backbone_config", None) or config):
+        exact |= {name: 0.0 for name in vars(part) if "dropout" in name}
+        part.update({name: value for name, value in exact.items() if hasattr(part, name)})
+    return config
+
+
 def _for_classes(spec: DetectorSpec, config, trained: nn.Module | None, fresh: Callable[[], nn.Module]) -> nn.Module:
-    """The `trained` model if it has the spec's classes, else a new one with what it knows of them; `config` gets these."""
+    """The `trained` model if it has the spec's classes, else a new one with what it knows of them."""
     known = [name for _, name in sorted(config.id2label.items())]
+    new: list[int] = []
     if trained and config.num_labels == spec.classes and known == list(spec.names or known):
-        model, new, names = trained, [], known
+        model, names = trained, known
     else:
         config.num_labels = spec.classes
-        model, new, names = fresh(), [], list(spec.names or map(str, range(spec.classes)))
+        model, names = fresh(), list(spec.names or map(str, range(spec.classes)))
         if trained:
             new = take_classes(model.state_dict(), trained.state_dict(), names, known)
     everything = model.state_dict()
@@ -249,33 +201,27 @@ def known_models(family: str) -> str:
 def _over_timm(spec: DetectorSpec) -> tuple[nn.Module, dict]:
     """A small neck and decoder over a timm model, and what its images are normalised with."""
     name, width = spec.model, spec.width
-    create = partial(
-        timm_models.create,
+    features = timm_models.create(
         name,
         pretrained=spec.pretrained,
         seed=spec.seed,
         wishes={"drop_path_rate": spec.drop_path},
         features_only=True,
+        out_indices=_LAST,
     )
-    features = create()
-    reductions, channels_last = features.feature_info.reduction(), getattr(features, "output_fmt", "") == "NHWC"
-    if not set(_LEVELS) <= set(reductions) or channels_last:
-        strides = ", ".join(map(str, sorted(set(reductions))))
+    strides, channels_last = features.feature_info.reduction(), getattr(features, "output_fmt", "") == "NHWC"
+    if strides != [8, 16, 32] or channels_last:
         raise Refused(
-            f"--model {name}: has features at strides {strides}{', channels last' * channels_last}; --detector {spec.family} "
-            "needs 8, 16 and 32, channels first, as convolutional networks have"
+            f"--model {name}: ends in features at strides {', '.join(map(str, strides))}{', channels last' * channels_last}; "
+            f"--detector {spec.family} needs 8, 16 and 32, channels first, as convolutional networks have"
         )
-    # The deepest of each: its place among the model's stages.
-    places = {reduction: place for place, reduction in enumerate(reductions)}
-    indices = [features.feature_info.out_indices[places[stride]] for stride in _LEVELS]
-    features = create(out_indices=indices)
     normalization = features.pretrained_cfg
     architecture = normalization["architecture"]  # all that transformers will know
     timm_models.check_features(features, {"model_name": architecture})
     config = import_transformers().AutoConfig.for_model(
         FAMILIES[spec.family],
         num_labels=spec.classes,
-        backbone_config={"model_type": "timm_backbone", "backbone": architecture, "out_indices": indices},
+        backbone_config={"model_type": "timm_backbone", "backbone": architecture, "out_indices": _LAST},
         encoder_in_channels=features.feature_info.channels(),
         decoder_in_channels=[width] * 3,
         d_model=width,
@@ -284,10 +230,9 @@ def _over_timm(spec: DetectorSpec) -> tuple[nn.Module, dict]:
         decoder_attention_heads=width // 32,
         encoder_ffn_dim=4 * width,
         decoder_ffn_dim=4 * width,
-        **_SETTINGS,
         **copy.deepcopy(SMALL_OF[spec.family]),
     )
-    whole = _fresh(config, spec.seed)
+    whole = _fresh(_made_exact(config), spec.seed)
     features_of(whole.model)._backbone = features
     return whole, normalization
 
@@ -299,7 +244,7 @@ def _fresh(config, seed: int) -> nn.Module:
     whole = import_transformers().AutoModelForObjectDetection.from_config(config)
     torch.manual_seed(seed + 2)
     layers = (nn.Linear, nn.Conv2d, nn.BatchNorm2d, nn.LayerNorm)
-    kept = {*features_of(whole.model).modules()} if _is_dinov3(config) else set()  # have their own initial weights
+    kept = {*features_of(whole.model).modules()} if _is_dinov3(config) else set()  # as it is
     modules = [module for module in whole.modules() if module not in kept]
     for module in modules:
         if isinstance(module, layers):

@@ -1,18 +1,30 @@
 """RF-DETR: a detector whose queries each become one box, on a vision transformer of DINOv2."""
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import MethodType
 
 import torch
 import torch.nn.functional as F
+from timm.layers import DropPath
 from torch import Tensor, nn
 
 from common.detection.models import queries
-from common.detection.models.boxes import filled, to_device
-from common.detection.models.denoising import padded
-from common.detection.models.detector import Detector
-from common.detection.models.rf_detr_models import build_model, export_model
+from common.detection.models.boxes import to_device
+from common.detection.models.detector import Detector, Losses
+from common.detection.models.detr_architectures import ARCHITECTURES
+from common.detection.models.detr_models import (
+    empty_model,
+    import_transformers,
+    is_timm,
+    known_models,
+    load,
+    save_model,
+)
 from common.detection.models.spec import DetectorSpec
+from common.errors import Refused
 
 _GAMMA = 2  # of the focal loss, in matching and in the loss
 
@@ -20,31 +32,21 @@ _GAMMA = 2  # of the focal loss, in matching and in the loss
 class RFDETR(Detector):
     """An RF-DETR of transformers.
 
-    Network, matching, losses, initial weights and parameter names equal transformers'. Read in both
-    sources:
+    Network, matching, losses, initial weights and names of parameters are transformers'. In training there are
+    13 groups of queries, which do not see each other; each selects from the feature map by a head of its own, is
+    matched on its own, and counts as one output more. An evaluation has the first group.
 
-    - Images are squares whose side is a multiple of patch size times windows (32 pixels; base 56). The backbone cuts the map
-      of patches into windows, 2 x 2 or 4 x 4, each with its own copy of the class token. Attention stays within a window,
-      except in the layers that begin with one of the maps (numbers 3, 6 and 9 from 0; base 2, 5 and 8).
-    - Position embeddings belong to the side that a model was made for (384, 512 and 576 pixels; base 518, though it was
-      trained at 560), and are interpolated for every other.
-    - In training there are 13 groups of queries, which share the decoder but do not see each other. Each has its own head for
-      the selection from the feature map, is matched on its own, and counts as one output more. An evaluation has the first.
-    - Boxes are distances from the selected ones, scaled with their sides. No sigmoid keeps them in the image.
-    - The target of a class is score^0.25 x IoU^0.75, at least 0.01 (IA-BCE). Sums are divided by boxes times groups.
-    - Nothing is normalised over a batch: `--batch_norm` has no effect.
-
-    Different here: boxes are counted in the global batch; a query in a crowd region is neither object nor background; images
-    with fewer places than queries have fewer queries; there is no dropout; stochastic depth is drawn for each image, not
-    for each window; decoder, boxes and losses are never in half precision; what gets no gradient (DINOv2's mask token, layers
-    behind the last map) is frozen.
+    Different here: boxes are counted in the global batch; a query in a crowd region is neither object nor
+    background; images with fewer places than queries have fewer queries; there is no dropout; stochastic
+    depth is drawn for each image, not for each window; decoder, boxes and losses are never in half
+    precision; parameters without a gradient (DINOv2's mask token, layers behind the last map) are frozen.
     Sources: Robinson et al. 2025, "RF-DETR" (arXiv:2511.09554); Chen et al. 2024, "LW-DETR" (arXiv:2406.03459); Chen et al.
     2022, "Group DETR" (arXiv:2207.13085); Cai et al. 2023, "Align-DETR" (arXiv:2304.07527).
     """
 
     def __init__(self, spec: DetectorSpec) -> None:
         super().__init__()
-        self.model, self.pretrained_cfg = build_model(spec)
+        self.model, self.pretrained_cfg = _build_model(spec)
         self.config, self.begins_with = self.model.config, self.model.begins_with
         self.classes, self.groups = spec.classes, self.config.group_detr
         self.patch = self.config.backbone_config.patch_size
@@ -66,17 +68,17 @@ class RFDETR(Detector):
         """Names of parameters without weight decay, as the authors', besides norms and biases."""
         return {name for name, _ in self.named_parameters() if name.endswith("position_embeddings")}
 
-    def counts(self, targets: list[dict], canvas: tuple[int, int]) -> Tensor:
+    def counts(self, targets: list[dict], canvas: Sequence[int]) -> Tensor:
         """int64[1]: boxes of these images."""
         return torch.stack([(~target["crowd"]).sum() for target in targets]).sum(0, keepdim=True)
 
-    def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> Losses:
         """IoU-aware binary cross-entropy of classes, L1 and generalised IoU of boxes: [B]."""
         config, alpha = self.config, self.config.focal_alpha
-        boxes, labels, regions = queries.split_targets(targets, self._extent(images))
+        boxes, labels, regions = queries.split_targets(targets, images)
         logits, found = self._predict(images)
         with torch.autocast(images.device.type, enabled=False):
-            wanted, ids = padded(boxes, 0), padded(labels, 0)
+            wanted, ids = queries.padded(boxes, 0), queries.padded(labels, 0)
             match = queries.match(logits, found, wanted, ids, [*map(len, labels)], **self.costs)
             counted = (match >= 0) | ~queries.in_crowds(found, regions)
             found, wanted, overlap, generalised = queries.pair(match, found, wanted)
@@ -92,42 +94,37 @@ class RFDETR(Detector):
             }
             divisor = (totals[0] * self._groups).clamp(min=1)
             terms = {name: values.sum((1, 2)) / divisor for name, values in sums.items()}
-        return sum(terms.values()), terms
+        return sum(terms.values(), torch.zeros_like(terms["class"])), terms
 
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
-        """The best pairs of a query and a class, with the probability of the class as score. Boxes may exceed the image."""
+        """As `queries.best_pairs`; boxes may exceed the image."""
         logits, boxes = self._predict(images)
         last = -2 * self._groups  # of the last decoder layer, the first group
-        return queries.best_pairs(logits[:, last], boxes[:, last], self._extent(images))
+        return queries.best_pairs(logits[:, last], boxes[:, last], images)
 
-    def export(self, folder: Path, classes: Sequence[str], side: int = 560) -> None:
-        """Write a folder for transformers, see `common.detection.models.rf_detr_models.export_model`."""
-        places = (side // self.patch) ** 2
-        export_model(self.model, self.pretrained_cfg, min(self.config.num_queries, places), folder, classes, side)
+    def export(self, folder: Path, classes: Sequence[str], side: int) -> None:
+        """Write a folder for transformers, see `detr_models.save_model`."""
+        # transformers selects that many queries of each group, also on a square with fewer places.
+        count = min(self.config.num_queries, (side // self.patch) ** 2)
+        whole, tensors = empty_model(self.config, count, classes), dict(self.model.state_dict())
+        for name in ("model.reference_point_embed.weight", "model.query_feat.weight"):
+            tensors[name] = tensors[name].unflatten(0, (self.groups, -1))[:, :count].flatten(0, 1)
+        whole.load_state_dict(tensors)
+        save_model(whole, self.pretrained_cfg, folder, side)
 
     @property
     def _groups(self) -> int:
         return self.groups if self.training else 1
 
-    def _extent(self, images: Tensor) -> Tensor:
-        height, width = images.shape[2:]
-        return filled((width, height, width, height), self.model.class_embed.weight)
-
     def _predict(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [B, O, Q, K] and boxes [B, O, Q, 4]: for each decoder layer, then for the selection, one output per group.
-
-        The feature map is computed in the run's precision, the rest not in half precision.
-        """
+        """Logits [B, O, Q, K] and boxes [B, O, Q, 4]: of decoder layers, then of the selection, one per group."""
         maps = self.model.model.backbone.projector(self.backbone(images).feature_maps)
         with torch.autocast(images.device.type, enabled=False):
-            return self._decode(maps.to(self.model.class_embed.weight.dtype))
+            return self._decode(maps.to(images.dtype))
 
     def _decode(self, maps: Tensor) -> tuple[Tensor, Tensor]:
-        """As the forwards of `RfDetrModel` and `RfDetrForObjectDetection`, for images without padding.
-
-        Those would send the size of the map to the device, which waits, and need as many places as queries.
-        """
+        """As `RfDetrForObjectDetection`, which waits for the device and needs as many places as queries."""
         from transformers.models.rf_detr.modeling_rf_detr import refine_bboxes
 
         whole, model, groups = self.model, self.model.model, self._groups
@@ -137,7 +134,7 @@ class RFDETR(Detector):
         padding = memory.new_zeros(memory.shape[:2], dtype=torch.bool)
         proposals = model.gen_encoder_output_proposals(memory, padding, [shape])
         selected = [model.generate_topk_proposals(group, *proposals, number) for group in range(groups)]
-        features, references, boxes = zip(*selected, strict=True)  # of each group [B, Q, C], [B, Q, 4] and [B, Q, 4]
+        features, references, boxes = zip(*selected, strict=True)  # of each group
         scores = tuple(head(x) for head, x in zip(model.enc_out_class_embed, features, strict=False))
 
         offsets, content = (
@@ -164,3 +161,55 @@ class RFDETR(Detector):
             torch.cat([x, torch.stack(own)]).transpose(0, 1) for x, own in zip(decoded, (scores, boxes), strict=True)
         )
         return logits, found
+
+
+def _build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
+    """RfDetrForObjectDetection, and the mean and std of its images; see `detr_models.load`."""
+    if spec.model not in ARCHITECTURES and is_timm(spec.model):
+        raise Refused(f"--model {spec.model}: --detector rf_detr has a backbone of its own; {known_models('rf_detr')}")
+    return load(spec, _fresh, partial(_prepared, drop_path=spec.drop_path))
+
+
+def _fresh(config, seed: int) -> nn.Module:
+    """A model without weights: every selected box stays as it is until something is learnt."""
+    torch.manual_seed(seed + 1)
+    whole = import_transformers().AutoModelForObjectDetection.from_config(config)
+    nn.init.zeros_(whole.model.reference_point_embed.weight)
+    return whole
+
+
+def _prepared(whole: nn.Module, drop_path: float) -> nn.Module:
+    """Freeze what gets no gradient; make positions and stochastic depth independent of the layout."""
+    backbone, config = whole.model.backbone.backbone, whole.config.backbone_config
+    embeddings, layers = backbone.embeddings, backbone.encoder.layer
+    if embeddings.mask_token is not None:
+        embeddings.mask_token.requires_grad_(False)  # masks patches in DINOv2's own training
+    layers[max(config.out_indices) :].requires_grad_(False)  # base has one after the last map
+    embeddings.interpolate_pos_encoding = MethodType(_positions, embeddings)
+    # Linear in depth, as the authors set it; transformers would drop windows, equally often in all layers.
+    for layer, rate in zip(layers, torch.linspace(0, drop_path, len(layers)).tolist(), strict=True):
+        layer.drop_path = DropPath(rate)
+    return whole
+
+
+def _positions(embeddings: nn.Module, tokens: Tensor, height: int, width: int) -> Tensor:
+    """Position embeddings [1, 1 + patches, C] of images of (height, width) pixels.
+
+    In training by products of matrices: transformers interpolates in float32 under float64, too. In an
+    evaluation by transformers: rounding can change the order of the selected queries.
+    """
+    trained, patch = embeddings.position_embeddings, embeddings.patch_size
+    side = math.isqrt(trained.shape[1] - 1)
+    if not torch.is_grad_enabled() or (height, width) == (side * patch, side * patch):
+        return type(embeddings).interpolate_pos_encoding(embeddings, tokens, height, width)
+    grid = trained[0, 1:].unflatten(0, (side, side))  # [side, side, C]
+    with torch.autocast(trained.device.type, enabled=False):
+        rows, columns = (_resampling(side, length // patch, trained) for length in (height, width))
+        grid = torch.einsum("ay,bx,yxc->abc", rows, columns, grid)
+    return torch.cat([trained[:, :1], grid.flatten(0, 1)[None]], 1)
+
+
+def _resampling(old: int, new: int, like: Tensor) -> Tensor:
+    """[new, old]: the weight of each of `old` places in an interpolation to `new` places."""
+    unit = torch.eye(old, device=like.device, dtype=like.dtype)[None, None]
+    return F.interpolate(unit, size=(new, old), mode="bicubic", align_corners=False, antialias=True)[0, 0]

@@ -12,19 +12,17 @@ from common.errors import Refused
 class DetectorSpec:
     """What a detector is built of. Its initial weights are a function of `seed`, or loaded.
 
-    Variants are details of the families that torchvision has, too. Its own differ from ours:
-    places of coarse levels are spread evenly over the canvas, its RetinaNet has no GroupNorm in
-    its heads and keeps 300 detections. Its second versions are RetinaNet with GroupNorm and a P6
-    from C5, and R-CNNs with batch norm, one more convolution for proposals, and four more for
-    boxes.
+    The variant torchvision spreads the places of coarse levels evenly over the canvas, and its RetinaNet
+    has no GroupNorm and keeps 300 detections. The second versions are RetinaNet with GroupNorm and a P6
+    from C5, and R-CNNs with batch norm, one more convolution for proposals, and four more for boxes.
     """
 
     family: str  # fcos, retinanet, faster_rcnn, mask_rcnn, or one of `detr_models.FAMILIES`
-    model: str  # backbone: a timm name, `hf-hub:owner/name` or a local timm folder; for DETRs see `detr_models.build_model`
+    model: str  # backbone: a timm name, `hf-hub:owner/name` or a timm folder; for DETRs see `detr_models`
     classes: int
-    names: Sequence[str] = ()  # of the classes: a pretrained model of transformers keeps what it knows of those it has
+    names: Sequence[str] = ()  # of the classes: a model of transformers keeps its rows of classes with these names
     pretrained: bool = False
-    levels: tuple[int, int] | None = None  # finest and coarsest of the pyramid, of stride 2^level; None: the family's
+    levels: tuple[int, int] | None = None  # finest and coarsest, of stride 2^level; None: the family's
     width: int = 256  # channels of the feature pyramid
     drop_path: float = 0.0  # of the backbone
     seed: int = 0
@@ -35,7 +33,7 @@ class DetectorSpec:
 
     @classmethod
     def of(cls, config: Any, names: Sequence[str]) -> Self:
-        """The detector that the flags of `config` describe, for data with classes of these names. Raises `Refused`."""
+        """The detector that `config` describes, for data with classes of these names. Raises `Refused`."""
         levels = whole_numbers(config.levels, "-")
         if not levels or len(levels) != 2:
             raise Refused(f"--levels {config.levels}: must be two numbers joined by a dash, such as 3-7")

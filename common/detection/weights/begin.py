@@ -7,7 +7,7 @@ from common.config.origin import called_by_weights
 from common.detection.export import describe
 from common.detection.models.class_rows import class_rows, take_classes
 from common.detection.models.detectors import FAMILIES, Detector
-from common.detection.models.fcos import FCOS
+from common.detection.models.one_stage import FCOS
 from common.detection.weights.sources import read
 from common.detection.weights.weights import Weights
 from common.distributed.collectives import main_process_first

@@ -1,32 +1,11 @@
-"""Hits are those of COCO's own evaluation; misses and false alarms are what a person would call them."""
+"""Misses and false alarms are what a person would call them. That hits are COCO's is tested in test_metrics.py."""
 
 import warnings
 
-import numpy as np
 import pytest
 
-from common.detection.evaluation import metrics
-from common.detection.evaluation.matching import IN_CROWD, NONE, Matches
-from common.detection.evaluation.metrics import Detections
-from tests.harness.detections import A, B, awkward, boxes_in_coco, hits_of, moved, of_pycocotools, one_image
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_hits_and_crowds_are_those_of_pycocotools(seed: int) -> None:
-    source, found = awkward(seed)
-    detections = Detections()
-    detections.update(range(21), found)
-    images, rows = detections.columns()
-    evaluation = of_pycocotools(metrics._coco(source), boxes_in_coco(source.image_ids, images, rows))
-    hits = Matches(source, images, rows).hits
-    assert (hits == IN_CROWD).any() and (hits >= 0).any()
-    expected = hits_of(evaluation, len(rows))
-    np.testing.assert_array_equal(hits, expected)
-    rows[:, 5] = 1  # more than count of a class in an image
-    boxes = boxes_in_coco(source.image_ids, images, rows)
-    expected = hits_of(of_pycocotools(metrics._coco(source), boxes), len(rows))
-    counted = Matches.of_counted(source, images, rows)
-    assert len(counted.rows) < len(rows) and sorted(counted.hits[counted.hits >= 0]) == sorted(expected[expected >= 0])
+from common.detection.evaluation.matching import NONE
+from tests.harness.detections import A, B, moved, one_image
 
 
 def test_each_kind_of_mistake_is_told_apart() -> None:

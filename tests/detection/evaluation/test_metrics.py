@@ -7,25 +7,26 @@ import pytest
 import torch
 from pycocotools import mask
 
-from common.detection.data import stamps
 from common.detection.data.masks import decode, pasted
 from common.detection.data.sources import Spec, load
 from common.detection.evaluation import metrics
-from common.detection.evaluation.matching import NONE, Matches
+from common.detection.evaluation.matching import IN_CROWD, NONE, Matches
 from common.detection.evaluation.metrics import NAMES, Detections
-from common.files import CACHE
 from tests.harness.annotations import annotation, coco, picture
 from tests.harness.detections import CLASSES, awkward, boxes_in_coco, hits_of, of_pycocotools
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_numbers_are_those_of_pycocotools(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(2))
+def test_numbers_hits_and_crowds_are_those_of_pycocotools(seed: int) -> None:
     source, found = awkward(seed)
     detections = Detections()
     detections.update(range(21), found)
     results = detections.results(source)
-    boxes = boxes_in_coco(source.image_ids, *detections.columns())
-    expected = of_pycocotools(metrics._coco(source), boxes)
+    images, rows = detections.columns()
+    expected = of_pycocotools(metrics._coco(source), boxes_in_coco(source.image_ids, images, rows))
+    hits = Matches(source, images, rows).hits
+    assert (hits == IN_CROWD).any() and (hits >= 0).any()
+    np.testing.assert_array_equal(hits, hits_of(expected, len(rows)))
     for name, value in zip(NAMES, expected.stats, strict=True):
         assert (-1 if results[name] is None else results[name]) == pytest.approx(value, abs=1e-12), name
     assert results["count"] == 21
@@ -35,6 +36,10 @@ def test_the_numbers_are_those_of_pycocotools(seed: int) -> None:
     present = detections.precision[1:]
     assert (detections.precision[0] == -1).all() and present.shape == (3, 101)
     assert present.mean() == pytest.approx(results["AP50"], abs=1e-12)
+    rows[:, 5] = 1  # more than count of a class in an image
+    expected = hits_of(of_pycocotools(metrics._coco(source), boxes_in_coco(source.image_ids, images, rows)), len(rows))
+    counted = Matches.of_counted(source, images, rows)
+    assert len(counted.rows) < len(rows) and sorted(counted.hits[counted.hits >= 0]) == sorted(expected[expected >= 0])
 
 
 def test_a_mask_lies_on_the_pixels_of_its_box() -> None:
@@ -71,57 +76,43 @@ def outline_of(left: float, top: float, right: float, bottom: float) -> list[flo
     return [left, top, right, top, right, bottom, left, bottom]
 
 
-@pytest.fixture(scope="module")
-def on_thresholds(tmp_path_factory):
-    """A folder in COCO's format, with the detections of each image: corners, scores, labels."""
-    root, random = tmp_path_factory.mktemp("coco"), np.random.default_rng(0)
-    annotations, found = [], []
+def test_detections_on_thresholds_count_as_pycocotools_counts_them_on_the_file(tmp_path, monkeypatch) -> None:
+    """Boxes and masks, on one rank or several."""
+    random, annotations, found = np.random.default_rng(0), [], []
     for number in range(1, IMAGES + 1):
-        picture(root / "val" / f"{number}.png", (SIDE, SIDE))
+        picture(tmp_path / "val" / f"{number}.png", (SIDE, SIDE))
         given, boxes = boxes_on_thresholds(random)
         for box in given:
             left, top, width, height = box
             outline = outline_of(left, top, left + width, top + height)
             more = {"id": len(annotations) + 1, "iscrowd": int(random.random() < 0.1), "area": width * height}
             annotations.append(annotation(number, box, 1, segmentation=[outline], **more))
-        scores = torch.from_numpy(random.permutation(len(boxes)) / 16).float()
+        scores = torch.from_numpy(np.sort(random.permutation(len(boxes)) / 16)[::-1].copy()).float()
         masks = [mask.frPyObjects([outline_of(*box)], SIDE, SIDE)[0] for box in boxes.astype(float).tolist()]
         labels = torch.zeros(len(boxes)).long()
         found.append({"boxes": torch.from_numpy(boxes), "scores": scores, "labels": labels, "rles": masks})
-    images = [{"id": n, "file_name": f"{n}.png", "width": SIDE, "height": SIDE} for n in range(1, IMAGES + 1)]
-    coco(root, "val", (), annotations, [{"id": 1, "name": "cat"}], change=lambda content: content.update(images=images))
-    return root, found
-
-
-def test_detections_on_thresholds_count_as_pycocotools_counts_them_on_the_file(
-    on_thresholds, tmp_path, monkeypatch
-) -> None:
-    """Boxes and masks, on one rank or several."""
-    root, found = on_thresholds
-    monkeypatch.setenv(CACHE, str(tmp_path))
-    monkeypatch.setattr(stamps, "_COARSEST", 0.0)
-    for again in (False, True):  # read from the file, and from the cache of it
-        source = load(Spec(str(root), seed=0, val_share=0.25, alone=True, masks=True))[1].select(np.arange(IMAGES))
-        detections = Detections()
-        detections.update(range(IMAGES), found)
-        results = detections.results(source)
-        images, columns = detections.columns()
-        boxes = boxes_in_coco(np.arange(1, IMAGES + 1), images, columns)
-        best_first = (np.argsort(-of_image["scores"].numpy(), kind="stable") for of_image in found)
-        rles = (of_image["rles"][row] for of_image, rows in zip(found, best_first, strict=True) for row in rows)
-        masks = [{key: box[key] for key in ("image_id", "score", "category_id")} for box in boxes]
-        for shown, rle in zip(masks, rles, strict=True):
-            shown["segmentation"] = rle
-        content = json.loads((root / "val.json").read_text())
-        for prefix, rows, kind in (("", boxes, "bbox"), ("mask_", masks, "segm")):
-            expected = of_pycocotools(content, rows, kind)
-            for name, value in zip(NAMES, expected.stats, strict=True):
-                mine = results[prefix + name]
-                assert (-1 if mine is None else mine) == pytest.approx(value, abs=1e-12), (again, prefix + name)
-            if not prefix:
-                hits = hits_of(expected, len(rows))
-                assert (hits == NONE).any() and (hits >= 0).any()
-                np.testing.assert_array_equal(Matches(source, images, columns).hits, hits)
+    sizes = [{"id": n, "file_name": f"{n}.png", "width": SIDE, "height": SIDE} for n in range(1, IMAGES + 1)]
+    named = [{"id": 1, "name": "cat"}]
+    coco(tmp_path, "val", (), annotations, named, change=lambda content: content.update(images=sizes))
+    source = load(Spec(str(tmp_path), seed=0, val_share=0.25, alone=True, masks=True))[1].select(np.arange(IMAGES))
+    detections = Detections()
+    detections.update(range(IMAGES), found)
+    results = detections.results(source)
+    images, columns = detections.columns()
+    boxes = boxes_in_coco(np.arange(1, IMAGES + 1), images, columns)
+    rles = (rle for of_image in found for rle in of_image["rles"])
+    keys = "image_id", "score", "category_id"
+    masks = [{key: box[key] for key in keys} | {"segmentation": rle} for box, rle in zip(boxes, rles, strict=True)]
+    content = json.loads((tmp_path / "val.json").read_text())
+    for prefix, rows, kind in (("", boxes, "bbox"), ("mask_", masks, "segm")):
+        expected = of_pycocotools(content, rows, kind)
+        for name, value in zip(NAMES, expected.stats, strict=True):
+            mine = results[prefix + name]
+            assert (-1 if mine is None else mine) == pytest.approx(value, abs=1e-12), prefix + name
+        if not prefix:
+            hits = hits_of(expected, len(rows))
+            assert (hits == NONE).any() and (hits >= 0).any()
+            np.testing.assert_array_equal(Matches(source, images, columns).hits, hits)
     first, second, idle = Detections(), Detections(), Detections()
     first.update(range(25), found[:25])
     second.update(range(25, IMAGES), found[25:])

@@ -1,11 +1,10 @@
-"""Any timm backbone gives the levels that a detector asks for, or a refusal that names those that it has."""
+"""Any timm backbone gives the levels that a detector asks for. Refusals are tested in tests/recipes/test_refusals.py."""
 
 import pytest
 import torch
 
-from common.detection.models.fpn import build_backbone
+from common.detection.models.fpn import Backbone
 from common.detection.models.spec import DetectorSpec
-from common.errors import Refused
 
 
 @pytest.mark.parametrize(
@@ -20,7 +19,7 @@ from common.errors import Refused
     ],
 )
 def test_levels_have_their_strides_and_no_parameter_is_left_over(name, levels, stride, coarser):
-    backbone = build_backbone(DetectorSpec("fcos", name, 1, levels=levels, width=32), coarser)
+    backbone = Backbone(DetectorSpec("fcos", name, 1, width=32), levels, coarser)
     assert backbone.stride == stride
     canvas = (96, 160)  # not a multiple of 64 or 128: coarse levels round up
     maps = backbone(torch.randn(1, 3, *canvas))
@@ -28,13 +27,3 @@ def test_levels_have_their_strides_and_no_parameter_is_left_over(name, levels, s
     assert all(x.shape[1] == 32 for x in maps) and backbone.levels == tuple(range(levels[0], levels[1] + 1))
     sum(x.square().mean() for x in maps).backward()
     assert not [name for name, parameter in backbone.named_parameters() if parameter.grad is None]
-
-
-def test_what_can_not_be_is_refused_in_one_line():
-    for name, levels, says in (
-        ("test_convnext", (1, 4), "strides 4, 8, 16, 32"),
-        ("test_resnet", (4, 3), "--levels 4-3"),
-        ("test_resnett", (3, 4), "test_resnet"),
-    ):
-        with pytest.raises(Refused, match=says):
-            build_backbone(DetectorSpec("fcos", name, 1, levels=levels, width=32), "convolutions")
