@@ -12,12 +12,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from common.classification.augmentation import Augmentation
-from common.classification.transforms import (
-    EvaluationTransform,
-    TrainingTransform,
-    evaluation_transform,
-    training_transform,
-)
+from common.classification.transforms import EvaluationTransform, TrainingTransform
 from common.data.cache import Cache, open_cache
 from common.data.decoding import Picture
 from common.data.images import BrokenImage
@@ -73,7 +68,7 @@ class TrainingSamples(Dataset):
         return cls(
             source,
             stream,
-            training_transform(config, data_config),
+            TrainingTransform(config, data_config),
             config.seed,
             augmentations,
             drop_path.layers(model),
@@ -98,7 +93,8 @@ class TrainingSamples(Dataset):
 
     def __getitems__(self, positions: np.ndarray) -> Batch:
         keys = mix(positions, key_of(self.seed, "augmentation")).tolist()
-        images, indices, broken = [], [], []
+        images, indices = [], []
+        broken: list[str] = []
         expect(self.source, self.stream, positions)
         for index, key in zip(self.stream.indices(positions).tolist(), keys, strict=True):
             image, index = self._read(index, key, broken)
@@ -119,7 +115,7 @@ class TrainingSamples(Dataset):
         images = batch.images.float()
         for augmentation, draws in zip(self.augmentations, batch.draws, strict=True):
             images, targets = augmentation.apply(images, targets, draws)
-        found = []
+        found: list[tuple[str, str, list]] = []
         indices = self.stream.indices(batch.positions.cpu().numpy()).tolist()
         for index, row in zip(indices, (100 * targets).round().int(), strict=True):
             shares = sorted(
@@ -163,7 +159,7 @@ class EvaluationSamples(Dataset):
     transform: EvaluationTransform = field(init=False)
 
     def __post_init__(self) -> None:
-        self.transform = evaluation_transform(self.data_config)
+        self.transform = EvaluationTransform(self.data_config)
 
     def batches(self, limit: int) -> list[np.ndarray]:
         """The indices of all samples, in order, in batches of up to `limit`."""

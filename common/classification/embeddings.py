@@ -108,11 +108,7 @@ def verification(scores: np.ndarray, same: np.ndarray, classes: np.ndarray) -> d
 
 def best_threshold(scores: np.ndarray, same: np.ndarray) -> float:
     """The least threshold with the most right decisions of "score >= threshold": in the middle between two scores."""
-    order = np.argsort(scores, kind="stable")
-    scores, same = scores[order], same[order]
-    right = np.append(same[::-1].cumsum()[::-1], 0) + np.insert(
-        (~same).cumsum(), 0, 0
-    )  # with the threshold before each
-    edges = np.concatenate([[scores[0] - 1], (scores[1:] + scores[:-1]) / 2, [scores[-1] + 1]])
-    right[1:-1][scores[1:] == scores[:-1]] = 0  # equal ones are decided alike
-    return float(edges[right.argmax()])
+    values, places = np.unique(scores, return_inverse=True)
+    gain = np.bincount(places, np.where(same, 1, -1))  # of right decisions, if the threshold goes below a value
+    edges = np.concatenate([[values[0] - 1], (values[1:] + values[:-1]) / 2, [values[-1] + 1]])
+    return float(edges[np.append(0, gain[::-1]).cumsum()[::-1].argmax()])

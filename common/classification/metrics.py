@@ -5,12 +5,15 @@ that 1 and 1,000 processes get the same numbers. All results are fractions in 0.
 """
 
 import copy
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.classification.batches import Batch
+from common.classification.calibration import TEMPERATURES, Calibration
+from common.data.source import Source
 from common.distributed import devices
 from common.distributed.collectives import gather_objects, reduce_counts, reduce_dict
 
@@ -31,9 +34,8 @@ class ClassificationCounts:
     def __init__(self, classes: int, device: torch.device | str, multi_label: bool = False):
         self.classes, self.multi_label = classes, multi_label
         # Of each class: images that have it, images predicted to have it, and those where both is so.
-        shapes = dict.fromkeys(("count", "broken", "top1", "top5"), ()) | dict.fromkeys(
-            ("images", "predicted", "hits"), (classes,)
-        )
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("count", "broken", "top1", "top5"), ())
+        shapes |= dict.fromkeys(("images", "predicted", "hits"), (classes,))
         if not multi_label and classes <= CONFUSION_CLASSES:
             shapes["confusion"] = (classes, classes)
         self._bins = SCORE_BINS if classes <= CONFUSION_CLASSES else SCORE_BINS // 8
@@ -176,7 +178,8 @@ class ClassificationCounts:
         ]
 
 
-class Mistake(NamedTuple):
+@dataclass(frozen=True)
+class Mistake:
     """A sample that was classified wrongly."""
 
     index: int
@@ -212,9 +215,54 @@ class Mistakes:
     def merge(self) -> list[Mistake]:
         """The mistakes of all ranks: most confident first, equal ones by index. A collective."""
         rows = self._rows.T.tolist()
-        own = [Mistake(*map(int, facts), confidence) for confidence, *facts in rows if confidence >= 0]
+        own = [(*map(int, facts), confidence) for confidence, *facts in rows if confidence >= 0]
         everyone = [Mistake(*mistake) for of_rank in gather_objects(own) for mistake in of_rank]
         return sorted(everyone, key=lambda mistake: (-mistake.confidence, mistake.index))[: self.keep]
+
+
+class Evaluation:
+    """Results of one evaluation of `val`. It is given every batch once, on any rank.
+
+    `thorough` finds the temperature, too, which computes 201 softmaxes of each image.
+
+    Attributes, of all ranks after `results`:
+        counts: of right and wrong predictions.
+        calibration: None for images of several labels, whose probabilities do not add up to one.
+        mistakes: the most confident ones; none of images of several labels.
+    """
+
+    def __init__(self, val: Source, device: torch.device | str, thorough: bool = False):
+        self._images, multi_label = len(val), val.multi_label
+        self.counts = ClassificationCounts(len(val.classes), device, multi_label=multi_label)
+        self.calibration = None if multi_label else Calibration(device, TEMPERATURES if thorough else (1.0,))
+        self.mistakes: list[Mistake] = []
+        self._mistakes = Mistakes()
+
+    @torch.no_grad()
+    def update(self, batch: Batch, logits: Tensor) -> None:
+        """Count a batch of the validation set with its logits [B, K]."""
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        self.counts.update(logits, batch.labels, batch.readable)
+        if self.calibration:
+            confidences, predicted = logits.softmax(1).max(1)
+            sound = (batch.labels >= 0) & ~confidences.isnan()
+            sound = sound if batch.readable is None else sound & batch.readable
+            self.calibration.update(logits, batch.labels, predicted == batch.labels, sound)
+            self._mistakes.update(confidences, predicted, batch.labels, batch.positions, batch.readable)
+
+    def results(self) -> dict:
+        """The numbers of `ClassificationCounts.results`, and `ece`, on every rank. A collective."""
+        self.counts, self.mistakes = self.counts.reduce(), self._mistakes.merge()
+        results = self.counts.results(self._images)
+        if self.calibration:
+            self.calibration = self.calibration.reduce()
+            results["ece"] = self.calibration.ece()
+        return results
+
+    def details(self) -> dict:
+        """Of a report: `classes`, one dict per class, and `calibration`. After `results`."""
+        found = {"classes": self.counts.per_class()}
+        return found | {"calibration": self.calibration.results()} if self.calibration else found
 
 
 def _share(part: float, total: float) -> float | None:

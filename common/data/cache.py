@@ -44,52 +44,24 @@ class Cache:
 
         A slot that another process has not finished is written again, with the same pixels. Raises what `read` raises.
         """
-        if size := self._find(index):
-            return _Kept(self, index, *size)
+        record = np.frombuffer(os.pread(self._file.fileno(), _RECORD.itemsize, index * _RECORD.itemsize), _RECORD)
+        if len(record) and record["height"][0]:
+            rows = np.empty((*record[0].tolist(), 3), np.uint8)
+            if os.preadv(self._file.fileno(), [rows.data], self._place(index)) != rows.nbytes:
+                raise OSError(f"the cache of decoded images, {self}, can't be read any more")
+            return Picture(torch.from_numpy(rows).permute(2, 0, 1))
         picture = read()
         height, width = shrunk(picture.height, picture.width, self.side)
         pixels = picture.region(0, 0, picture.height, picture.width, (height, width), "bicubic")
-        self._keep(index, pixels.permute(1, 2, 0).contiguous().numpy())  # [H, W, 3]: rows are contiguous
+        rows = pixels.permute(1, 2, 0).contiguous().numpy()  # [H, W, 3]
+        with suppress(OSError):  # the disk has filled up since: the image is then decoded each time
+            if os.pwrite(self._file.fileno(), rows.data, self._place(index)) == rows.nbytes:
+                # Only now the record, which says that the pixels are complete.
+                os.pwrite(self._file.fileno(), np.array([height, width], "<u4").tobytes(), index * _RECORD.itemsize)
         return Picture(pixels)
 
-    def rows(self, index: int, width: int, top: int, bottom: int) -> np.ndarray | None:
-        """uint8[bottom - top, width, 3] of a slot with an image of this width; None if unreadable."""
-        pixels = np.empty((bottom - top, width, 3), np.uint8)
-        found = os.preadv(self._file.fileno(), [pixels], self._place(index) + 3 * width * top)
-        return pixels if found == pixels.nbytes else None
-
-    def _find(self, index: int) -> tuple[int, int] | None:
-        """Height and width of the image in a slot; None if it is not there yet."""
-        record = np.frombuffer(os.pread(self._file.fileno(), _RECORD.itemsize, index * _RECORD.itemsize), _RECORD)
-        return tuple(record[0].tolist()) if len(record) and record["height"][0] else None
-
-    def _keep(self, index: int, pixels: np.ndarray) -> None:
-        try:
-            written = os.pwrite(self._file.fileno(), pixels, self._place(index))
-            if written == pixels.nbytes:  # only then the record, which says that the pixels are complete
-                os.pwrite(self._file.fileno(), np.array(pixels.shape[:2], "<u4"), index * _RECORD.itemsize)
-        except OSError:
-            pass  # the disk has filled up since: the image is then decoded each time
-
-    @property
-    def _slot(self) -> int:
-        return 3 * self.side**2
-
     def _place(self, index: int) -> int:
-        return self.count * _RECORD.itemsize + index * self._slot
-
-
-class _Kept(Picture):
-    """An image in a slot; only the rows that are used are read."""
-
-    def __init__(self, cache: Cache, index: int, height: int, width: int):
-        self._jpeg, self._cache, self._index, self.height, self.width = None, cache, index, height, width
-
-    def part(self, reduction: int, top: int, left: int, bottom: int, right: int) -> torch.Tensor:
-        rows = self._cache.rows(self._index, self.width, top, bottom)
-        if rows is None:
-            raise OSError(f"the cache of decoded images, {self._cache}, can't be read any more")
-        return torch.from_numpy(rows[:, left:right]).permute(2, 0, 1)
+        return self.count * _RECORD.itemsize + index * 3 * self.side**2
 
 
 def shrunk(height: int, width: int, side: int) -> tuple[int, int]:

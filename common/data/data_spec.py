@@ -9,11 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
+import numpy as np
+
 from common.config.origin import Origin
 from common.data import splits
 from common.data.splits import Piece, kind_of
 from common.errors import Refused
 from common.randomness import key_of
+
+_SHOWN = 5  # class names in a row of the start table
 
 S = TypeVar("S")  # a source: images with labels, or with boxes
 
@@ -85,7 +89,8 @@ class DataSpec:
         found: list[S] = []
         rows: dict[str, Any] = {}
         for piece in pieces:
-            source, part = sources[piece.name], labels[piece.name]
+            source: Any = sources[piece.name]
+            part = labels[piece.name]
             if piece.side != splits.WHOLE:
                 if not rows:
                     numbers = source.random_numbers(key_of(self.seed, "held out"))
@@ -142,3 +147,32 @@ def same_everywhere(sources: Sequence[S]) -> tuple[S, S]:
 def fingerprint(train: Any, val: Any) -> str:
     """Names the data of a run: both sources, in 25 characters."""
     return f"{train.fingerprint[:12]}-{val.fingerprint[:12]}"
+
+
+def data_rows(data: str, train, val, samples: str = "images") -> dict[str, str]:
+    """Rows of the start table about two sources, `source.Source` or `detection.data.annotated.Annotated`.
+
+    `samples`: images, or boxes, which their `class_counts` count.
+    """
+    classes, counts = train.classes, train.class_counts
+    rows = {
+        "data": f"{data}: {len(train):,} + {len(val):,} images of {len(classes):,} classes",
+        "classes": _names(classes),
+        "trained on": train.part,
+        "evaluated": val.part,
+        "fingerprint": f"{fingerprint(train, val)}, names, sizes and labels are the same on all ranks; pixels are not compared",
+    }
+    if counts is not None:
+        few, many = int(counts.argmin()), int(counts.argmax())
+        rows[f"{samples} a class"] = f"{counts[few]:,} ({classes[few]}) to {counts[many]:,} ({classes[many]})"
+    if len(never := np.flatnonzero(val.class_counts == 0)):
+        rows["not evaluated"] = f"{_names([classes[place] for place in never])}: no {samples} to evaluate"
+    others = [note for note in val.notes if note not in train.notes]
+    return rows | {
+        name: "; ".join(notes) for name, notes in (("train notes", train.notes), ("val notes", others)) if notes
+    }
+
+
+def _names(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more:,} more" if more > 0 else "")

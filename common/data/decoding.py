@@ -28,7 +28,8 @@ class Picture:
     """
 
     def __init__(self, content: str | PathLike | bytes | Image.Image | torch.Tensor):
-        self._pixels = self._jpeg = None
+        self._pixels: torch.Tensor | None = None
+        self._jpeg = b""
         if isinstance(content, torch.Tensor):
             self._pixels = content
         elif isinstance(content, Image.Image):

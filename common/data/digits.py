@@ -1,9 +1,8 @@
 """scikit-learn's handwritten digits as a source, without importing all of scikit-learn."""
 
-import importlib.util
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
+from importlib.metadata import distribution
 
 import numpy as np
 from PIL import Image
@@ -18,8 +17,8 @@ def read_digits() -> tuple[np.ndarray, np.ndarray]:
 
     Read from scikit-learn's file, since importing scikit-learn takes most of a second.
     """
-    file = Path(importlib.util.find_spec("sklearn").origin).parent / "datasets/data/digits.csv.gz"
-    rows = np.loadtxt(file, delimiter=",")  # [N, 65], the last column is the digit
+    file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
+    rows = np.loadtxt(str(file), delimiter=",")  # [N, 65], the last column is the digit
     return rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(np.int64)
 
 

@@ -61,7 +61,8 @@ class _Parcel:
         self._batch, self._handover = batch, handover
 
     def __reduce__(self) -> tuple:
-        words, buffers = io.BytesIO(), []
+        words = io.BytesIO()
+        buffers: list[pickle.PickleBuffer] = []
         _Pickler(words, protocol=5, buffer_callback=buffers.append).dump(self._batch)
         if not buffers:
             return pickle.loads, (words.getvalue(),)

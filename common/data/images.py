@@ -136,5 +136,5 @@ def _to_8_bit(values: np.ndarray, white: float) -> np.ndarray:
     if 0 <= low and high <= white:
         low, high = 0.0, float(white)
     values = np.nan_to_num(values.astype(np.float32), nan=low, posinf=high, neginf=low)
-    scale = 255 / max(high - low, np.finfo(np.float32).tiny)  # a constant image becomes black
+    scale = 255 / max(high - low, float(np.finfo(np.float32).tiny))  # a constant image becomes black
     return np.rint(values * np.float32(scale) - np.float32(low * scale)).clip(0, 255).astype(np.uint8)

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.data import ranges, tables
-from common.data.huggingface import check_room, leaves, unpacked_bytes
+from common.data.huggingface import check_room
 from common.data.ranges import RangeFile, Stamp
 from common.data.shard_names import printable_name
 from common.errors import Refused
@@ -35,7 +35,7 @@ def rows(
     counts = [group.num_rows for group in groups]
     places = [np.arange(count) + (number << 32) for number, count in enumerate(counts)]
     keys = mix(np.arange(sum(counts)), key_of(printable_name(name).rpartition("/")[2]))
-    number = [column.path for column in leaves(facts)].index(leaf)
+    number = [facts.schema.column(place).path for place in range(facts.num_columns)].index(leaf)
     sizes = [-(-group.column(number).total_uncompressed_size // max(1, group.num_rows)) for group in groups]
     schema = facts.schema.to_arrow_schema()
     fields = pa.schema([schema.field(label) for label in labels], schema.metadata)
@@ -80,9 +80,6 @@ def _opened(name: str, stamp: Stamp, image: str) -> tuple[pq.FileMetaData, table
 
 
 def _read(name: str, stamp: Stamp, facts: pq.FileMetaData, groups: Iterable[int], columns: Iterable[str]) -> pa.Table:
-    """Columns of row groups. A value that is stored once and repeated stays so until it is known that all fit."""
-    repeated = [column.path for column in leaves(facts) if column.physical_type == "BYTE_ARRAY"]
-    file = pq.ParquetFile(RangeFile(name, stamp), metadata=facts, read_dictionary=repeated)
-    found = pa.concat_tables(file.read_row_group(group, [*columns], use_threads=False) for group in groups)
-    check_room(printable_name(name), stamp[0], facts, unpacked_bytes(found))
-    return found
+    return pq.ParquetFile(RangeFile(name, stamp), metadata=facts).read_row_groups(
+        [*groups], [*columns], use_threads=False
+    )

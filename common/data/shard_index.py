@@ -27,6 +27,7 @@ import pyarrow.compute as pc
 from tqdm import tqdm
 
 from common.data import parquet_shards, tables, tar_samples
+from common.data.csv_files import as_numbers
 from common.data.ranges import RangeFile, Stamp
 from common.data.shard_names import is_remote, printable_name
 from common.data.source import fingerprint_of
@@ -48,11 +49,11 @@ from common.files import SMALL, cache_folder, read_text
 ENTRY = np.dtype([("start", "<i8"), ("key", "<u8"), ("size", "<u4"), ("head", "<u4"), ("shard", "<u4")])
 HEADER = "header of the image"
 _ENTRIES = "entries"
-LARGEST = 2**30  # bytes of an image's file
+LARGEST = 2**30  # bytes of an image's file; larger ones are left out
 _FORMAT = 3  # to be raised with each change of what is kept
 _AHEAD = 2**12, 2**20  # bytes that are read at once of a tar: of a local file, of others
 _AT_ONCE = 8  # shards that a rank reads in one turn; after each turn all ranks share what they found
-_PATIENCE = 10.0  # seconds until people are told about progress, and between two times
+_PATIENCE = 10.0  # seconds until progress is shown, and between two times
 _UNUSED = 30 * 86_400  # seconds after which an index that was not used is removed
 _BLOCK = 2**22  # bytes of neighbouring samples that are read at once, if they are not in local files
 _BLOCKS = 2**22  # most blocks: their order is computed anew for each epoch
@@ -114,8 +115,10 @@ def open_index(shards: ShardList) -> Index:
 
     Raises `Refused` for a shard that can't be read.
     """
-    place = _place(shards.key)
-    index = _load(place, shards) if place else None
+    place = index = None
+    with suppress(RuntimeError):  # no home, and so no cache
+        place = cache_folder() / f"shards-{shards.key}"
+        index = _load(place, shards)
     if all(gather_objects(index is not None)) and index:
         return index
     with all_or_none("making room for the index of shards"):
@@ -198,24 +201,25 @@ def _rows(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa.Ta
 
 
 def _members(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa.Table, int]:
-    """Entries and labels of a tar, and its number of samples without an image. Raises ValueError."""
+    """Entries and labels of a tar, and its number of samples without a usable image. Raises ValueError."""
     rows, entries, found, left_out = shards.rows, [], [], 0
     file = io.BufferedReader(RangeFile(name, stamp), _AHEAD[is_remote(name)])
     for sample in tar_samples.samples(file, stamp[0], shards.image, shards.label, bool(rows)):
-        if not (image := sample.image):
+        image = sample.image
+        if not image or image.size > LARGEST:
             left_out += 1
             continue
         if sample.label is None and (not rows or rows.keep):
             wanted = f"neither {sample.key}.{shards.label or 'cls'} nor a label in its .json; name it by --label_column"
             raise ValueError(f"the sample {sample.key} has no label: {'no .json' if rows else wanted}")
         key = int.from_bytes(hashlib.blake2b(os.fsencode(image.name), digest_size=8).digest(), "little")
-        entries.append((image.offset_data, key, min(image.size, 2**32 - 1), image.offset_data - image.offset, 0))
+        entries.append((image.offset_data, key, image.size, image.offset_data - image.offset, 0))
         cells = {shards.label or "label": sample.label}
         if rows:
             cells = {key: sample.label[key] for key in rows.keep if key in sample.label} | {HEADER: []}
             if rows.header:
                 file.seek(image.offset_data)
-                cells[HEADER] = rows.header(file.read(min(image.size, LARGEST)))
+                cells[HEADER] = rows.header(file.read(image.size))
         found.append(cells)
     names = dict.fromkeys(chain.from_iterable(found))  # not those of the first sample alone, as Table.from_pylist has
     columns = {name: [cells.get(name) for cells in found] for name in names}
@@ -242,7 +246,6 @@ def _write(folder: Path, shards: ShardList, found: list[pa.Table], left_out: int
     cells = cells.drop_columns(_ENTRIES).combine_chunks()
     in_rows = parquet_shards.is_parquet(shards.names[0])
     classes: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
     labels = np.zeros(len(cells), np.int64)
     if shards.rows:
         with pa.ipc.new_file(str(folder / "rows"), cells.schema) as file:
@@ -250,7 +253,7 @@ def _write(folder: Path, shards: ShardList, found: list[pa.Table], left_out: int
     else:
         rows = datasets.Dataset(datasets.table.InMemoryTable(cells if in_rows else _typed(cells)))
         split = tables.Split(printable_name(shards.names[0]), f"and {len(shards.names) - 1:,} more shards", rows)
-        classes, (labels,), notes = tables.read_labels([split], tuple(cells.column_names), 1)
+        classes, (labels,) = tables.read_labels([split], tuple(cells.column_names), 1)
     entries = np.memmap(folder / "entries", ENTRY, "r")
     edges, block_bytes = _blocks(entries, in_rows)
     np.save(folder / "labels.npy", labels)
@@ -260,7 +263,7 @@ def _write(folder: Path, shards: ShardList, found: list[pa.Table], left_out: int
         "classes": classes,
         "counts": counts.tolist(),
         "fingerprint": fingerprint(classes, labels, entries),
-        "notes": [*notes, *[f"{left_out:,} samples without an image are left out"] * (left_out > 0)],
+        "notes": [f"{left_out:,} samples without an image, or with one beyond 1 GiB, are left out"] * (left_out > 0),
         "block_bytes": block_bytes,
     }
     (folder / "facts.json").write_text(json.dumps(facts))
@@ -268,17 +271,15 @@ def _write(folder: Path, shards: ShardList, found: list[pa.Table], left_out: int
 
 def _typed(cells: pa.Table) -> pa.Table:
     """The labels of tars, which are texts: as numbers, if all of them are."""
-    column = cells.column(0)
+    column = cells.column(0).combine_chunks()
     several = tables.is_list(column.type)
-    texts = (pc.list_flatten(column) if several else column).cast(pa.string())
-    are_numbers = pc.all(pc.match_substring_regex(texts, "^-?[0-9]{1,18}$")).as_py()
-    kind = pa.int64() if are_numbers else pa.string()
-    return cells.cast(pa.schema([(cells.column_names[0], pa.list_(kind) if several else kind)]))
+    values = as_numbers((column.flatten() if several else column).cast(pa.string()))
+    return pa.table({cells.column_names[0]: pa.ListArray.from_arrays(column.offsets, values) if several else values})
 
 
 def _blocks(entries: np.ndarray, are_rows: bool) -> tuple[np.ndarray, int]:
     """Blocks of neighbours, none over two shards: where they begin and end, and the bytes of the largest."""
-    sizes = np.where(entries["size"] > LARGEST, 0, entries["size"]).astype(np.int64) + entries["head"] + 8
+    sizes = entries["size"].astype(np.int64) + entries["head"] + 8
     unit = entries["start"] >> 32 if are_rows else entries["start"] // max(_BLOCK, int(sizes.sum()) // _BLOCKS)
     begins = np.flatnonzero((np.diff(unit) != 0) | (np.diff(entries["shard"]) != 0)) + 1
     edges = np.concatenate([[0], begins, [len(entries)]])
@@ -288,12 +289,6 @@ def _blocks(entries: np.ndarray, are_rows: bool) -> tuple[np.ndarray, int]:
 def fingerprint(classes: tuple[str, ...], labels: np.ndarray, entries: np.ndarray) -> str:
     """Of names, sizes and labels, not of the place."""
     return fingerprint_of(classes, labels, np.stack([entries["key"], entries["size"]]))
-
-
-def _place(key: str) -> Path | None:
-    with suppress(RuntimeError):
-        return cache_folder() / f"shards-{key}"
-    return None
 
 
 def _make_draft(place: Path | None) -> Path:

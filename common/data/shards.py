@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,15 +16,13 @@ from torch.utils.data import get_worker_info
 
 from common.data import parquet_shards, ranges, shard_index, tar_samples
 from common.data.block_cache import BlockCache, open_blocks
-from common.data.block_order import Blocks
-from common.data.data_spec import Parts
+from common.data.data_spec import Parts, names_of
 from common.data.huggingface import hub_shards
-from common.data.images import BrokenImage
-from common.data.shard_index import LARGEST, Index, Rows, ShardList
+from common.data.shard_index import Index, Rows, ShardList
 from common.data.shard_names import expand, is_remote, printable_name
 from common.data.source import Columns
-from common.data.splits import kind_of
-from common.data.stream import Stream
+from common.data.splits import by_part
+from common.data.stream import Blocks, Stream
 from common.distributed.collectives import all_or_none, broadcast_object, is_main
 from common.errors import Refused, printable
 from common.randomness import mix
@@ -78,8 +76,6 @@ class Shards(Columns):
 
     def content(self, index: int) -> bytes:
         start, _, size, head, shard = self.entries[index].item()
-        if size > LARGEST and head:
-            raise BrokenImage(f"{size:,} bytes or more, the limit is {LARGEST:,}")
         if not self.blocks:
             shards = self.index.shards
             return ranges.read(shards.names[shard], start, start + size, shards.stamps[shard][1])
@@ -119,7 +115,7 @@ class Shards(Columns):
         if parquet_shards.is_parquet(name):
             return parquet_shards.images(name, stamp, shards.image, entries["start"])
         first = entries["start"] - entries["head"]
-        last = entries["start"] + np.where(entries["size"] > LARGEST, 0, entries["size"])
+        last = entries["start"] + entries["size"]
 
         def read(piece: np.ndarray) -> Iterator[memoryview]:
             start = int(first[piece[0]])
@@ -176,12 +172,12 @@ def expect(source: Any, stream: Stream, positions: np.ndarray) -> None:
 # ---- which shards
 
 
-def shard_parts(spec: Any, wanted: Callable[[Mapping[str, str]], Sequence[str]]) -> Parts[Shards] | None:
-    """The parts of the shards that `spec.data` names, indexed; None if it names none. A collective.
+def shard_parts(spec: Any) -> Parts[Shards] | None:
+    """The parts of the shards that `spec.data` names, those that are used indexed; None if it names none. A collective.
 
-    `wanted` chooses parts by {name: label}: only these are read. Raises `Refused`.
+    Raises `Refused`.
     """
-    labels, sources = shard_sources(spec, wanted, spec.label_column)
+    labels, sources = shard_sources(spec, spec.label_column)
     if not sources:
         return None
     first = next(iter(sources.values()))
@@ -192,14 +188,12 @@ def shard_parts(spec: Any, wanted: Callable[[Mapping[str, str]], Sequence[str]])
     return Parts(labels, lambda names: [sources[name] for name in names])
 
 
-def shard_sources(
-    spec: Any, wanted: Callable[[Mapping[str, str]], Sequence[str]], label: str, rows: Rows | None = None
-) -> tuple[dict[str, str], dict[str, Shards]]:
-    """How messages call each part of the shards, and the parts that are wanted, each with its own classes. A collective."""
+def shard_sources(spec: Any, label: str, rows: Rows | None = None) -> tuple[dict[str, str], dict[str, Shards]]:
+    """How messages call each part of the shards, and the parts that are used, each with its own classes. A collective."""
     with all_or_none("looking for shards"):
-        groups = hub_shards(spec.data) if spec.streaming else _grouped(find(spec.data))
+        groups = hub_shards(spec.data) if spec.streaming else by_part(find(spec.data))
     labels = {name: f"the {name} shards" if len(groups) > 1 else "all shards" for name in groups}
-    chosen = wanted(labels) if groups else ()
+    chosen = names_of(spec.pieces(labels)) if groups else ()
     return labels, {name: _open(groups[name], spec.image_column, label, rows) for name in chosen}
 
 
@@ -237,15 +231,6 @@ def find(data: str) -> list[str]:
     if having == [path] and len(folders) > 1:  # folders of classes, and a tar beside them
         return []
     return [name for folder in having for name in expand(str(folder)) if name.endswith(".tar")]
-
-
-def _grouped(names: Sequence[str]) -> dict[str, list[str]]:
-    """The shards of each part, by the word for it in their names or folders, as in `val-0000.tar` and `a/test/0000.tar`."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        words = [word for place in printable_name(name).split("/")[:-3:-1] for word in re.split("[^a-zA-Z]+", place)]
-        groups.setdefault(next(filter(None, map(kind_of, words)), "train"), []).append(name)
-    return groups if len(groups) != 1 else {"train": [*names]}
 
 
 def _with_classes(source: Shards, first: Shards, label: str) -> Shards:

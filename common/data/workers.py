@@ -26,18 +26,18 @@ class _Worker(multiprocessing.context.ForkProcess):
     _up: tuple[int, int]  # a pipe: the end to read from, and the end that the child writes to
 
     @staticmethod
-    def _Popen(process: "_Worker"):
-        process._up = os.pipe()
+    def _Popen(process_obj):
+        process_obj._up = os.pipe()
         try:
             while True:
-                child = multiprocessing.context.ForkProcess._Popen(process)
-                if wait([process._up[0], child.sentinel], _UP_S):
+                child = multiprocessing.context.ForkProcess._Popen(process_obj)
+                if wait([process_obj._up[0], child.sentinel], _UP_S):
                     return child
                 child.kill()
                 child.wait()
                 child.close()
         finally:
-            for end in process._up:
+            for end in process_obj._up:
                 os.close(end)
 
     def run(self) -> None:
@@ -75,7 +75,7 @@ def end_with_parent() -> None:
     if sys.platform == "linux" and threading.main_thread().name == "MainThread":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     if parent := multiprocessing.parent_process():  # covers a parent that had ended before prctl was called
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), name="parent", daemon=True).start()
+        threading.Thread(target=lambda: wait([parent.sentinel]) and os._exit(1), name="parent", daemon=True).start()
 
 
 def end() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.classification.batches import Batch
 from common.classification.calibration import TEMPERATURES, Calibration
-from common.classification.evaluation import Evaluation
+from common.classification.metrics import Evaluation
 from common.distributed import collectives
 from tests.harness.processes import Processes
 
