@@ -1,8 +1,8 @@
 """Decoding of a part of an image, with as little work as possible.
 
-Most training images are JPEGs. Their header has the size, so the crop is drawn before anything is decoded. For a large
-photograph libjpeg then decodes only a half, a quarter or an eighth of the resolution, and the crop is cut out before it is
-resized, in 8 bits. Other formats are decoded whole.
+The header of a JPEG has the size, so the crop is drawn before anything is decoded. For a large photograph libjpeg then decodes
+only a half, a quarter or an eighth of the resolution, and the crop is cut out before it is resized, in 8 bits. Other formats
+are decoded whole.
 """
 
 from os import PathLike

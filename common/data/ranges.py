@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PATIENCE_S = 180.0  # from the first fault of a range to the last attempt
 START_PATIENCE_S = 30.0  # the same for `stat`, since a name may be mistyped
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0
-SPEAK_S = 5.0  # of waiting, after which people are told why
+SPEAK_S = 5.0  # of waiting until the reason is printed
 CONNECT_S = 10.0  # until a server counts as gone
 SILENCE_S = 20.0  # between two pieces of an answer
 _CHECK_S = 60.0  # how often a file is compared with its tag if that takes a request of its own
@@ -123,7 +123,7 @@ def _opened(name: str, _tag: str) -> BinaryIO:
     return open_regular(name)
 
 
-# ---- what is not in local files
+# ---- URLs
 
 
 def _patiently(patience: float, name: str, start: int, stop: int, tag: str | None) -> Answer:

@@ -48,15 +48,15 @@ from common.files import SMALL, cache_folder, read_text
 
 ENTRY = np.dtype([("start", "<i8"), ("key", "<u8"), ("size", "<u4"), ("head", "<u4"), ("shard", "<u4")])
 HEADER = "header of the image"
-_ENTRIES = "entries"
+_ENTRIES, _LEFT_OUT = "entries", b"samples left out"
 LARGEST = 2**30  # bytes of an image's file; larger ones are left out
-_FORMAT = 3  # to be raised with each change of what is kept
+_FORMAT = 4  # to be raised when the content of the index changes
 _AHEAD = 2**12, 2**20  # bytes that are read at once of a tar: of a local file, of others
 _AT_ONCE = 8  # shards that a rank reads in one turn; after each turn all ranks share what they found
 _PATIENCE = 10.0  # seconds until progress is shown, and between two times
 _UNUSED = 30 * 86_400  # seconds after which an index that was not used is removed
 _BLOCK = 2**22  # bytes of neighbouring samples that are read at once, if they are not in local files
-_BLOCKS = 2**22  # most blocks: their order is computed anew for each epoch
+_BLOCKS = 2**22  # limit of blocks: their order is computed anew for each epoch
 
 
 class Rows(NamedTuple):
@@ -124,10 +124,10 @@ def open_index(shards: ShardList) -> Index:
     with all_or_none("making room for the index of shards"):
         draft = _make_draft(place) if is_local_main() else None
     try:
-        found, left_out = _read_all(shards, keep=draft is not None)
+        found = _read_all(shards, keep=draft is not None)
         with all_or_none("writing the index of shards"):
             if draft:
-                _write(draft, shards, found, left_out)
+                _write(draft, shards, found)
         drafts = gather_objects((node_rank(), str(draft or "")))
         with all_or_none("reading the index of shards"):
             index = _load(next(Path(path) for node, path in drafts if node == node_rank() and path), shards)
@@ -147,12 +147,13 @@ def open_index(shards: ShardList) -> Index:
 # ---- reading of shards
 
 
-def _read_all(shards: ShardList, keep: bool) -> tuple[list[pa.Table], int]:
-    """What is in the shards, in their order, if this rank keeps it, and how many samples have no image.
+def _read_all(shards: ShardList, keep: bool) -> list[pa.Table]:
+    """A table of each shard, in their order, if this rank keeps them.
 
     Each rank reads several shards at once. After each turn, all share what they have read.
     """
-    count, kept, left_out = len(shards.names), [], 0
+    count: int = len(shards.names)
+    kept: list[pa.Table] = []
     what = "reading the headers of shards, once"
     bar = tqdm(total=count, desc=what, unit="shard", delay=_PATIENCE, mininterval=_PATIENCE, disable=not is_main())
     with bar, ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -161,19 +162,18 @@ def _read_all(shards: ShardList, keep: bool) -> tuple[list[pa.Table], int]:
             with all_or_none("reading shards"):
                 found = [*pool.map(partial(_read, shards), range(begin, end))]
             watchdog.note("reading the headers of shards")
-            for table, without in chain.from_iterable(gather_objects(found)):
+            for table in chain.from_iterable(gather_objects(found)):
                 kept += [pa.ipc.open_stream(base64.b64decode(table)).read_all()] if keep else []
-                left_out += without
                 bar.update()
-    return kept, left_out
+    return kept
 
 
-def _read(shards: ShardList, number: int) -> tuple[str, int]:
-    """What is in a shard, as JSON can hold it: a table of labels and entries; and how many samples have no image."""
+def _read(shards: ShardList, number: int) -> str:
+    """The labels and entries of a shard: a table in Arrow's format, as text that JSON can hold."""
     name = shards.names[number]
     try:
         read = _rows if parquet_shards.is_parquet(name) else _members
-        entries, cells, left_out = read(name, shards.stamps[number], shards)
+        entries, cells = read(name, shards.stamps[number], shards)
     except (pa.ArrowException, ValueError, OSError) as error:
         raise Refused(f"{printable_name(name)}: {' '.join(str(error).split())}") from None
     entries["shard"] = number
@@ -182,10 +182,10 @@ def _read(shards: ShardList, number: int) -> tuple[str, int]:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)
-    return base64.b64encode(sink.getvalue()).decode(), left_out
+    return base64.b64encode(sink.getvalue()).decode()
 
 
-def _rows(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa.Table, int]:
+def _rows(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa.Table]:
     """Entries and labels of Parquet. Raises `Refused`, ValueError or an error of Arrow."""
     rows = shards.rows
     find = rows.find if rows else lambda split, image: tables.find_labels(split, shards.label, image)
@@ -197,11 +197,11 @@ def _rows(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa.Ta
         headers = map(rows.header, images) if rows.header else [[]] * len(entries)
         columns_of = {name: cells[name] for name in cells.column_names}  # none, if images are not labelled
         cells = pa.table(columns_of | {HEADER: pa.array(headers, pa.list_(pa.int64()))})
-    return entries, cells, 0
+    return entries, cells
 
 
-def _members(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa.Table, int]:
-    """Entries and labels of a tar, and its number of samples without a usable image. Raises ValueError."""
+def _members(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa.Table]:
+    """Entries and labels of a tar, whose table says how many samples were left out. Raises ValueError."""
     rows, entries, found, left_out = shards.rows, [], [], 0
     file = io.BufferedReader(RangeFile(name, stamp), _AHEAD[is_remote(name)])
     for sample in tar_samples.samples(file, stamp[0], shards.image, shards.label, bool(rows)):
@@ -221,18 +221,18 @@ def _members(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa
                 file.seek(image.offset_data)
                 cells[HEADER] = rows.header(file.read(image.size))
         found.append(cells)
-    names = dict.fromkeys(chain.from_iterable(found))  # not those of the first sample alone, as Table.from_pylist has
+    names = dict.fromkeys(chain.from_iterable(found))  # of all samples: Table.from_pylist takes the first one's
     columns = {name: [cells.get(name) for cells in found] for name in names}
     if not rows and len({isinstance(label, list) for column in columns.values() for label in column}) == 2:
         raise ValueError("some samples have one label, others a list of labels; make all of them lists")
-    return np.array(entries, ENTRY), pa.table(columns), left_out
+    return np.array(entries, ENTRY), pa.table(columns, metadata={_LEFT_OUT: str(left_out)})
 
 
 # ---- the index in files
 
 
-def _write(folder: Path, shards: ShardList, found: list[pa.Table], left_out: int) -> None:
-    """Write what was found in shards."""
+def _write(folder: Path, shards: ShardList, found: list[pa.Table]) -> None:
+    """Write the index from a table of each shard."""
     import datasets
 
     if not (filled := [table for table in found if len(table)]):
@@ -258,6 +258,7 @@ def _write(folder: Path, shards: ShardList, found: list[pa.Table], left_out: int
     edges, block_bytes = _blocks(entries, in_rows)
     np.save(folder / "labels.npy", labels)
     np.save(folder / "edges.npy", edges)
+    left_out = sum(int((table.schema.metadata or {}).get(_LEFT_OUT, 0)) for table in found)
     counts = labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=len(classes))
     facts = {
         "classes": classes,

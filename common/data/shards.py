@@ -27,7 +27,7 @@ from common.distributed.collectives import all_or_none, broadcast_object, is_mai
 from common.errors import Refused, printable
 from common.randomness import mix
 
-_GAP = 2**20  # bytes between two images that are read rather than left out: about what comes while an answer is awaited
+_GAP = 2**20  # bytes between two images up to which they are read as one range: about what comes during a round trip
 _FEWEST = 8  # blocks in a cache
 _SEEN = 1_000_000  # samples whose classes show whether shards are sorted by them
 _SHARDS = re.compile(r"\.tar($|[,?])|^\w+://")
@@ -37,9 +37,9 @@ _UNPACK = "can't be read at any place, as training does; give uncompressed tars 
 
 @dataclass(frozen=True, eq=False)
 class Shards(Columns):
-    """Images in tars, or in Parquet that is not in local files.
+    """Images in tars, or in Parquet at URLs.
 
-    From local tars each image is read alone. From elsewhere blocks of neighbours are read, which a machine shares.
+    Of local tars each image is read alone. Of others blocks of neighbours are read, and shared by the processes of a machine.
     """
 
     entries: np.ndarray  # shard_index.ENTRY[N]
@@ -47,8 +47,8 @@ class Shards(Columns):
     whole: bool = True  # True if these are all samples of the index, with its classes
     blocks: Blocks | None = None  # in local tars None: no order is cheaper than another
     cache: BlockCache | None = None
-    origin: "Shards | None" = None  # the source with the cache that these samples are chosen from,
-    places: np.ndarray | None = None  # int64[N], and where they are in it
+    origin: "Shards | None" = None  # the source with a cache that these samples were selected from,
+    places: np.ndarray | None = None  # and their indices there, int64[N]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -127,9 +127,9 @@ class Shards(Columns):
 
 
 def shared(sources: Sequence[Any], memory: int) -> tuple[Any, ...]:
-    """The sources, of which those with blocks get a cache on each machine: of `memory` MiB for the first. A collective.
+    """The sources; those with blocks get a cache on each machine, the first one of `memory` MiB. A collective.
 
-    A third of it is for blocks that are shuffled together, the rest for those that data workers are ahead. Raises `Refused`.
+    A third of it is for blocks that are shuffled together, the rest for blocks that data workers read ahead. Raises `Refused`.
     """
     if not isinstance(sources[0], Shards) or not sources[0].blocks:
         return tuple(sources)
@@ -148,7 +148,7 @@ def shared(sources: Sequence[Any], memory: int) -> tuple[Any, ...]:
 
 
 def _order_notes(labels: np.ndarray) -> tuple[str, ...]:
-    """For people, if shards are sorted by class: batches then have few of the classes. `labels` are of the first samples."""
+    """A note if shards are sorted by class: batches then have few of the classes. `labels` are of the first samples."""
     if labels.ndim > 1 or len(labels) < 2:
         return ()
     alike = (labels[1:] == labels[:-1]).mean()

@@ -78,10 +78,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Columns(Source):
-    """A source of columns: each array among its fields has a value per image.
-
-    Of an object per image, every data worker would copy the memory.
-    """
+    """A source of columns: each array among its fields has a value per image. Data workers share the memory of arrays."""
 
     labels: np.ndarray
     classes: tuple[str, ...]
@@ -149,7 +146,7 @@ def spread(count: int, limit: int = _TRIED) -> np.ndarray:
 
 
 def looked_at(count: int, drawn: int) -> np.ndarray:
-    """int64[n] indices of the training images that a run looks at once more, to judge their labels.
+    """int64[n] indices of the training images whose labels a run judges at its end.
 
     All of `count`, or as many as a tenth of the samples that the run draws, but at least 2,000: little of the run's time.
     """

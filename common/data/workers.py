@@ -66,7 +66,7 @@ def begin(kept: int) -> None:
 
 
 def end_with_parent() -> None:
-    """From now on this process is killed when its parent ends, however that ends and whatever this one is doing then.
+    """From now on this process is killed when its parent ends, in whatever way.
 
     On Linux the system does it. Elsewhere, or if a fork server is the parent, a thread does it, for workers of
     multiprocessing only; it has to wait for C code that does not let other threads run.

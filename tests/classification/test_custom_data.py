@@ -149,7 +149,6 @@ def two(one: object, other: object) -> Shells:
 @pytest.mark.parametrize(
     "data, said",
     [
-        (7, "int has no __len__ and no __getitem__ and no classes; a custom data set has"),
         (Shells([], "ab"), "Shells has no items"),
         (Shells([(image(0), 0)], "a"), "it needs 2 or more"),
         (Shells([image(0)]), "item 0 is a Image; an item is a pair"),
