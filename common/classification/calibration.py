@@ -42,7 +42,7 @@ class Calibration:
         images that count, bool[batch]: they could be read, and no logit is a NaN."""
         logits = torch.where(counted[:, None], logits, 0.0)
         logits = logits - logits.amax(1, keepdim=True)
-        true = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+        true = logits.gather(1, labels[:, None])[:, 0]
         totals = torch.stack([(logits / temperature).exp_().sum(1) for temperature in self.temperatures])  # [T, batch]
         losses = totals.log() - true * self._inverse
         confidences = 1 / totals

@@ -27,8 +27,7 @@ AT_ONCE = 2**20  # scores: what is made of more of them would not fit into a pro
 class ClassificationCounts:
     """Counts of one evaluation. It is given every sample once, on any rank; then `reduce().results()`.
 
-    An image that could not be read counts as wrong; only the loss leaves it out. It is marked by a label of -1, or by
-    `readable`, which keeps its true label so that it also counts against its class.
+    An image that is not `readable` counts as wrong, also for its class; only the loss leaves it out.
     """
 
     def __init__(self, classes: int, device: torch.device | str, multi_label: bool = False):
@@ -67,29 +66,27 @@ class ClassificationCounts:
         if self.multi_label:
             losses = self._update_multi_label(logits, labels.bool(), readable)
         else:
-            readable = readable & (labels >= 0)
             losses = self._update_single_label(logits, labels, readable)
         self._counts["count"] += len(labels)
         self._counts["broken"] += (~readable).sum()
         self._loss += torch.where(readable, losses, 0).to(self._loss.dtype).sum()
 
     def _update_single_label(self, logits: Tensor, labels: Tensor, readable: Tensor) -> Tensor:
-        counts, true = self._counts, labels.clamp(min=0)
-        true_logit = logits.gather(1, true[:, None])
+        counts, true_logit = self._counts, logits.gather(1, labels[:, None])
         predicted = logits.argmax(1)  # the first of equal ones, as below
-        first = torch.arange(self.classes, device=logits.device) < true[:, None]
+        first = torch.arange(self.classes, device=logits.device) < labels[:, None]
         ahead = ((logits > true_logit) | ((logits == true_logit) & first)).sum(1)
         sound = readable & ~logits.isnan().any(1)  # nothing is "ahead" of a NaN: it would look like a hit
         hit = sound & (ahead == 0)
         counts["top1"] += hit.sum()
         counts["top5"] += (sound & (ahead < 5)).sum()
-        counts["hits"].index_add_(0, true, hit.long())
-        counts["images"].index_add_(0, true, (labels >= 0).long())
+        counts["hits"].index_add_(0, labels, hit.long())
+        counts["images"].index_add_(0, labels, torch.ones_like(labels))
         counts["predicted"].index_add_(0, predicted, sound.long())
         if self.confusion is not None:
-            self.confusion.view(-1).index_add_(0, true * self.classes + predicted, sound.long())
-        self._count_scores(logits.softmax(1), F.one_hot(true, self.classes), sound)
-        return F.cross_entropy(logits, true, reduction="none")
+            self.confusion.view(-1).index_add_(0, labels * self.classes + predicted, sound.long())
+        self._count_scores(logits.softmax(1), F.one_hot(labels, self.classes), sound)
+        return F.cross_entropy(logits, labels, reduction="none")
 
     def _update_multi_label(self, logits: Tensor, labels: Tensor, readable: Tensor) -> Tensor:
         counts, predicted = self._counts, (logits > 0) & readable[:, None]  # probability above one half
@@ -196,16 +193,12 @@ class Mistakes:
         self._rows = torch.zeros(4, 0)  # confidence, index, label and prediction
 
     @torch.no_grad()
-    def update(
-        self, confidences: Tensor, predicted: Tensor, labels: Tensor, indices: Tensor, readable: Tensor | None = None
-    ) -> None:
+    def update(self, confidences: Tensor, predicted: Tensor, labels: Tensor, indices: Tensor, sound: Tensor) -> None:
         """Add a batch: probabilities of the predictions float[batch]; int64[batch] three times; bool[batch].
 
-        `labels` and `readable` are as in `ClassificationCounts`. An image that could not be read is no mistake here: there is
-        nothing to look at. Nor is one with a NaN.
+        An image is `sound` if it could be read and has no NaN; another is no mistake to look at.
         """
-        readable = labels >= 0 if readable is None else readable & (labels >= 0)
-        confidence = torch.where((predicted != labels) & readable, confidences.float().nan_to_num(-1.0), -1.0)
+        confidence = torch.where((predicted != labels) & sound, confidences.float(), -1.0)
         facts = confidence, indices.to(labels.device), labels, predicted
         rows = torch.stack([part.to(devices.exact(labels.device)) for part in facts])
         rows = torch.cat([self._rows.to(rows), rows], 1)
@@ -245,10 +238,9 @@ class Evaluation:
         self.counts.update(logits, batch.labels, batch.readable)
         if self.calibration:
             confidences, predicted = logits.softmax(1).max(1)
-            sound = (batch.labels >= 0) & ~confidences.isnan()
-            sound = sound if batch.readable is None else sound & batch.readable
+            sound = ~confidences.isnan() if batch.readable is None else ~confidences.isnan() & batch.readable
             self.calibration.update(logits, batch.labels, predicted == batch.labels, sound)
-            self._mistakes.update(confidences, predicted, batch.labels, batch.positions, batch.readable)
+            self._mistakes.update(confidences, predicted, batch.labels, batch.positions, sound)
 
     def results(self) -> dict:
         """The numbers of `ClassificationCounts.results`, and `ece`, on every rank. A collective."""

@@ -594,16 +594,10 @@ def test_hundreds_of_columns_are_read_at_once_and_named_in_part(tmp_path) -> Non
     assert "c19 and 480 more could each be the label" in text and len(text) < 1_000
 
 
-@pytest.mark.parametrize("how", ["compressed", "numbers"])
-def test_a_small_file_of_endless_rows_is_refused_before_it_is_unpacked(how: str, tmp_path, monkeypatch) -> None:
+def test_a_small_file_of_endless_rows_is_refused_before_it_is_unpacked(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(huggingface, "_ROOM", 2**27)
-    zeros, path = bytes(2**20), tmp_path / "bomb.parquet"
-    schema = pa.schema([("image", pa.int64() if how == "numbers" else pa.binary()), ("label", pa.int64())])
-    with pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=False) as writer:
-        for _ in range(5):
-            count = 2**22 if how == "numbers" else 64
-            image = pa.array(np.zeros(count, np.int64)) if how == "numbers" else pa.array([zeros] * count)
-            writer.write_table(pa.table({"image": image, "label": np.zeros(count, np.int64)}))
+    zeros = np.zeros(5 * 2**22, np.int64)
+    pq.write_table(pa.table({"image": zeros, "label": zeros}), tmp_path / "bomb.parquet", compression="zstd")
     told = r"its rows take 0\.[1-4] GiB or more, and the file [01]\."
     with bounded(seconds=20, megabytes=512), pytest.raises(Refused, match=told):
-        read(path)
+        read(tmp_path / "bomb.parquet")

@@ -47,9 +47,8 @@ def test_copies_and_other_sizes_are_named_within_and_between_the_parts(folder: P
 
 
 def test_a_limit_on_the_images_that_are_read_is_said(folder: Path, monkeypatch) -> None:
-    for name, value, looked_at in (("LIMIT", 10, 10), ("SECONDS", 0.0, 0)):
-        monkeypatch.setattr(duplicates, name, value)
-        assert told(folder)["duplicates"] == f"none (of {looked_at} of 20 images, which were looked at)"
+    monkeypatch.setattr(duplicates, "LIMIT", 10)
+    assert told(folder)["duplicates"] == "none (of 10 of 20 images, which were looked at)"
 
 
 def test_flat_and_broken_pictures_are_no_near_duplicates(folder: Path) -> None:
