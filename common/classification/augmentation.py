@@ -1,8 +1,7 @@
 """Augmentation: whatever varies a batch on the device, and normalisation.
 
 An augmentation is one class. Its `sample` computes random numbers in a data worker, its `apply` uses them on the device, for
-a whole micro-batch at once: there, element-wise work costs next to nothing, while a worker would need as long for it as for
-decoding. The recipe's `build_augmentation` lists the augmentations of a run in order. docs/change_it.md adds another one.
+a whole micro-batch at once. The recipe's `build_augmentation` lists the augmentations of a run in order.
 """
 
 from dataclasses import dataclass

@@ -23,10 +23,10 @@ _ITEM = "an item is a pair: a path, the bytes of a file or a PIL image, and its 
 
 
 class CustomDataset(Protocol):
-    """A data set of your own; torchvision's data sets are such, too.
+    """A data set of your own, or of torchvision.
 
-    An item is a function of its index alone. Each item is read once at the start, to know its label, unless `labels` (or
-    `targets`) holds the labels of all. Where items are images, data workers inherit the object: open files in `__getitem__`.
+    An item is a function of its index alone. Each one is read at the start, to know its label, unless `labels` (or `targets`)
+    has all labels. Data workers inherit the object if items are images: open files in `__getitem__`.
     """
 
     classes: Sequence[str]  # names, by class id
@@ -34,8 +34,7 @@ class CustomDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> tuple[str | os.PathLike | bytes | Image.Image, int | str | Sequence[bool]]:
-        """The image, or the path or the bytes of its file, and its class id, its class name, or for several labels per
-        image a 0 or 1 for each class."""
+        """The image, or the path or bytes of its file; and its class id, its class name, or a 0 or 1 for each class."""
         ...
 
 

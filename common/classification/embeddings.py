@@ -19,14 +19,14 @@ _QUERIES = 1024  # compared at once with all images
 class EmbeddingEvaluation:
     """Results of one evaluation of `val` by embeddings. It is given every batch once, on any rank, like an `Evaluation`.
 
-    recall_at_1: share of the images whose nearest other image, by cosine, has their class. Images without another one of
-        their class don't count (as in Oh Song et al., 2016, arXiv:1511.06452).
+    recall_at_1: share of the images whose nearest other image, by cosine, has their class, of those that are not alone in it
+        (Oh Song et al., 2016, arXiv:1511.06452).
     verification_accuracy: share of right decisions whether two images have the same class. Each image makes two pairs: with
-        the next image of its class, and with an image of another class, drawn once for all evaluations. Pairs are in ten folds
-        by the class of their first image, and each fold is decided by the threshold that is best for the nine others (the
-        protocol of LFW's view 2: Huang et al., 2007). threshold: the best for all pairs.
+        the next one of its class, and with one of another class. Pairs are in ten folds by the class of their first image;
+        each is decided by the best threshold for the nine others (LFW's view 2: Huang et al., 2007).
+    threshold: the best for all pairs.
 
-    An image that can't be read is not found, and in no pair. The main process compares.
+    An image that can't be read is not found, and in no pair.
     """
 
     counts, mistakes, calibration = SimpleNamespace(confusion=None), (), None  # nothing to draw
@@ -39,8 +39,7 @@ class EmbeddingEvaluation:
     def update(self, batch: Batch, embeddings: Tensor) -> None:
         """Take the embeddings [B, D] of a batch of the validation set."""
         embeddings = F.normalize(embeddings if embeddings.dtype == torch.float64 else embeddings.float())
-        sound = embeddings.isfinite().all(1)
-        sound = sound if batch.readable is None else sound & batch.readable
+        sound = embeddings.isfinite().all(1) & (True if batch.readable is None else batch.readable)
         self._parts.append((batch.positions, embeddings, sound))
 
     def results(self) -> dict:

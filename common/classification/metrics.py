@@ -1,7 +1,6 @@
-"""Metrics of a classifier, exact on any layout of the run.
+"""Metrics of a classifier: fractions in 0..1, exact on any layout of the run.
 
-Everything is counted in integers on the device, without a host sync per batch, and summed exactly over the ranks, so
-that 1 and 1,000 processes get the same numbers. All results are fractions in 0..1.
+Everything is counted in integers on the device, without a host sync per batch, and summed exactly over the ranks.
 """
 
 import copy
@@ -17,11 +16,11 @@ from common.data.source import Source
 from common.distributed import devices
 from common.distributed.collectives import gather_objects, reduce_counts, reduce_dict
 
-CONFUSION_CLASSES = 2_000  # a matrix of 2,000 classes takes 32 MB on the device; above, only per-class counts are kept
-# Scores of each class are counted in so many bins of equal width; with more classes than above, in an eighth of them. A power
-# of two, so that a score lies in bin n or above exactly if it is at least n / SCORE_BINS.
+CONFUSION_CLASSES = 2_000  # limit of the confusion matrix, which then takes 32 MB
+# Bins of equal width for the scores of each class; an eighth of them with more classes than CONFUSION_CLASSES.
+# A power of two, so that a score lies in bin n or above exactly if it is at least n / SCORE_BINS.
 SCORE_BINS = 1_024
-AT_ONCE = 2**20  # scores: what is made of more of them would not fit into a processor's cache
+AT_ONCE = 2**20  # scores that are processed at once, to fit into a processor's cache
 
 
 class ClassificationCounts:
@@ -53,8 +52,7 @@ class ClassificationCounts:
 
     @torch.no_grad()
     def update(self, logits: Tensor, labels: Tensor, readable: Tensor | None = None) -> None:
-        """Count a batch: logits float[batch, classes]; labels int64[batch] or, multi-label, bool[batch, classes];
-        readable bool[batch]."""
+        """Count a batch: logits float[B, classes]; labels int64[B] or, multi-label, bool[B, classes]; readable bool[B]."""
         if readable is None:
             readable = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
         at_once = max(1, AT_ONCE // self.classes)
@@ -137,10 +135,9 @@ class ClassificationCounts:
         return named | {"per_class": per_class, "thresholds": self.thresholds()[0]}
 
     def thresholds(self) -> tuple[list[float | None], list[float | None]]:
-        """For each class the threshold with the best F1, and that F1, of "score >= threshold".
+        """For each class the threshold with the best F1 of "probability >= threshold", and that F1.
 
-        The score is the probability of the class. Thresholds are multiples of 1 / `SCORE_BINS`; of equally good ones, the
-        nearest to one half is taken. None for a class that no image has, or that no threshold finds.
+        Of equally good thresholds the nearest to one half is taken. None for a class that no image has, or none finds.
         """
         scores, images = (self._counts[name].cpu() for name in ("scores", "images"))
         distance, at_once = (torch.arange(self._bins) - self._bins // 2).abs(), AT_ONCE // self._bins
@@ -156,11 +153,7 @@ class ClassificationCounts:
         return [threshold for threshold, _ in found], [f1 for _, f1 in found]
 
     def per_class(self) -> list[dict]:
-        """For each class: images; precision, recall and F1; the best threshold and its F1.
-
-        The prediction is the class with the largest logit; with several labels, each class of more than one half. None if there
-        is nothing to divide by.
-        """
+        """For each class: images; precision, recall and F1 or None; the best threshold and its F1 or None."""
         columns = (self._counts[name].tolist() for name in ("hits", "predicted", "images"))
         return [
             {
@@ -194,10 +187,7 @@ class Mistakes:
 
     @torch.no_grad()
     def update(self, confidences: Tensor, predicted: Tensor, labels: Tensor, indices: Tensor, sound: Tensor) -> None:
-        """Add a batch: probabilities of the predictions float[batch]; int64[batch] three times; bool[batch].
-
-        An image is `sound` if it could be read and has no NaN; another is no mistake to look at.
-        """
+        """Add a batch: probabilities of the predictions, float[B]; int64[B] three times; images that may be shown, bool[B]."""
         confidence = torch.where((predicted != labels) & sound, confidences.float(), -1.0)
         facts = confidence, indices.to(labels.device), labels, predicted
         rows = torch.stack([part.to(devices.exact(labels.device)) for part in facts])
@@ -220,8 +210,8 @@ class Evaluation:
 
     Attributes, of all ranks after `results`:
         counts: of right and wrong predictions.
-        calibration: None for images of several labels, whose probabilities do not add up to one.
-        mistakes: the most confident ones; none of images of several labels.
+        calibration: None for multi-label data.
+        mistakes: the most confident ones; none for multi-label data.
     """
 
     def __init__(self, val: Source, device: torch.device | str, thorough: bool = False):

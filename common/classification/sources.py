@@ -48,9 +48,8 @@ def load(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None 
     Data of another form are read by a `custom` data set of your own, or by one for each part: {"train": ..., "val": ...}.
 
     `split` names the part to evaluate on, as in `splits.choose`. If there is none, `val_share` of each class is held out,
-    chosen by `seed` and the image's path or row alone: adding a file moves at most one other of its class to the other side.
-    The held-out fifth of `digits` is fixed, so that its results compare across seeds and settings. With `spec.alone`, both
-    are the part to evaluate a trained model on.
+    chosen by `seed` and the image's path or row alone; of `digits` always the same fifth. With `spec.alone`, both are the
+    part to evaluate a trained model on.
 
     Raises `Refused` for data that can't be found, read, or trained on, and if more than `max_broken_share` of a part is
     missing.

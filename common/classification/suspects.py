@@ -51,7 +51,7 @@ class Suspects(NamedTuple):
 def find(source: Source, batches: Iterable[tuple[Batch, Tensor]], device: torch.device | str) -> Suspects | None:
     """The labels of `source` that are contradicted, on the main process. A collective.
 
-    `batches` are of its images without augmentation, each once, on any rank, with their logits [B, K].
+    `batches` have its images without augmentation, each once, on any rank, with their logits [B, K].
     """
     count = len(source.classes)
     expected = torch.zeros(len(THRESHOLDS), count, dtype=devices.exact(device), device=device)

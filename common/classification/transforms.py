@@ -1,7 +1,6 @@
 """Transforms of single images in data workers: crop, flips and policies, and timm's for evaluation.
 
-Random numbers come from Python's, NumPy's and torch's generators, which the caller seeds from the sample's position. Pixels
-stay uint8 until they are on the device, where the augmentations of whole batches follow (`common.classification.augmentation`).
+Random numbers come from Python's, NumPy's and torch's generators, which the caller seeds for each sample.
 """
 
 import math
@@ -25,7 +24,7 @@ _SECTION = re.compile(r"(?!t)[a-z]+[0-9.]+|t(weights|3aw?)")  # of a policy, suc
 
 
 class TrainingTransform:
-    """An image -> uint8[3, H, W]: a random crop, resized and flipped, then a policy, which samples its own numbers."""
+    """An image -> uint8[3, H, W]: a random crop, resized and flipped, then a policy."""
 
     def __init__(self, config: Any, data_config: dict):
         """As in `config`, to images of `data_config["input_size"]` ([3, H, W]).
@@ -63,8 +62,7 @@ class TrainingTransform:
 def crop(height: int, width: int, smallest_area: float) -> tuple[int, int, int, int]:
     """Top, left, height and width of a part with `smallest_area` to all of the area and a ratio of 3:4 to 4:3.
 
-    Drawn from Python's generator. If no such part fits, it is the largest centred one that has a ratio within the limits.
-    Source: Szegedy et al., "Going deeper with convolutions", 2015, as in torchvision's RandomResizedCrop.
+    If no such part fits, it is the largest centred one. As torchvision's RandomResizedCrop (Szegedy et al., 2015).
     """
     low, high = (math.log(ratio) for ratio in _RATIO)
     for _ in range(_TRIES):
