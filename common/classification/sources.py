@@ -16,7 +16,7 @@ from common.data.digits import load_digits
 from common.data.huggingface import open_table
 from common.data.images import SUFFIXES
 from common.data.source import Files, Source, refuse_broken
-from common.data.tables import table_parts
+from common.data.tables import part_labels, read_tables
 from common.errors import Refused
 from common.files import walk
 
@@ -71,7 +71,8 @@ def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None
     """The parts of the data, not read yet. Raises `Refused`."""
     is_digits = custom is None and spec.data == "digits"
     if custom is None and not is_digits and (table := open_table(spec.data)):
-        return table_parts(table, spec.image_column, spec.label_column, spec.min_classes)
+        columns = spec.image_column, spec.label_column, spec.min_classes
+        return Parts(part_labels(table), lambda names: read_tables([table[name] for name in names], *columns))
     spec.refuse_columns()
     if custom is not None:
         return open_custom(custom, spec.min_classes)

@@ -5,15 +5,13 @@ only a half, a quarter or an eighth of the resolution, and the crop is cut out b
 are decoded whole.
 """
 
-from os import PathLike
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from simplejpeg import decode_jpeg, decode_jpeg_header
 
-from common.data.images import MAX_PIXELS, open_rgb, opened, orientation_of, read_file
+from common.data.images import MAX_PIXELS, Content, open_rgb, opened, orientation_of, read_file
 
 REDUCTIONS = (8, 4, 2)  # that libjpeg decodes to directly
 _HEAD = 2**17  # bytes at the start of a file that may hold EXIF data
@@ -27,7 +25,7 @@ class Picture:
     are read.
     """
 
-    def __init__(self, content: str | PathLike | bytes | Image.Image | torch.Tensor):
+    def __init__(self, content: Content | torch.Tensor):
         self._pixels: torch.Tensor | None = None
         self._jpeg = b""
         if isinstance(content, torch.Tensor):

@@ -45,6 +45,7 @@ from common.distributed.collectives import (
 from common.durable import remove, replace_folder, sync_folder
 from common.errors import Refused
 from common.files import SMALL, cache_folder, read_text
+from common.randomness import key_of, mix
 
 ENTRY = np.dtype([("start", "<i8"), ("key", "<u8"), ("size", "<u4"), ("head", "<u4"), ("shard", "<u4")])
 HEADER = "header of the image"
@@ -186,14 +187,27 @@ def _read(shards: ShardList, number: int) -> str:
 
 
 def _rows(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa.Table]:
-    """Entries and labels of Parquet. Raises `Refused`, ValueError or an error of Arrow."""
+    """Entries and labels of Parquet. Raises `Refused`, ValueError or an error of Arrow.
+
+    An entry's `start` is its row group and the row in it, `row group << 32 | row`, and its `size` the mean of the row group.
+    """
     rows = shards.rows
-    find = rows.find if rows else lambda split, image: tables.find_labels(split, shards.label, image)
-    columns, cells = parquet_shards.rows(name, stamp, shards.image, find)
-    entries = np.zeros(len(columns[0]), ENTRY)
-    entries["start"], entries["key"], entries["size"] = columns
+    facts, split, image, leaf = parquet_shards.opened(name, stamp, shards.image)
+    labels = rows.find(split, image) if rows else tables.find_labels(split, shards.label, image)
+    groups = [facts.row_group(number) for number in range(facts.num_row_groups)]
+    counts = [group.num_rows for group in groups]
+    entries = np.zeros(sum(counts), ENTRY)
+    places = [np.arange(count) + (number << 32) for number, count in enumerate(counts)]
+    entries["start"] = np.concatenate([np.zeros(0, np.int64), *places])
+    entries["key"] = mix(np.arange(len(entries)), key_of(printable_name(name).rpartition("/")[2]))
+    number = [facts.schema.column(place).path for place in range(facts.num_columns)].index(leaf)
+    sizes = [-(-group.column(number).total_uncompressed_size // max(1, group.num_rows)) for group in groups]
+    entries["size"] = np.repeat(sizes, counts)
+    schema = facts.schema.to_arrow_schema()
+    fields = pa.schema([schema.field(label) for label in labels], schema.metadata)
+    cells = parquet_shards.read(name, stamp, facts, range(len(groups)), labels).cast(fields)
     if rows:
-        images = parquet_shards.images(name, stamp, shards.image, columns[0])
+        images = parquet_shards.images(name, stamp, shards.image, entries["start"])
         headers = map(rows.header, images) if rows.header else [[]] * len(entries)
         columns_of = {name: cells[name] for name in cells.column_names}  # none, if images are not labelled
         cells = pa.table(columns_of | {HEADER: pa.array(headers, pa.list_(pa.int64()))})

@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from common.data.data_spec import Parts
 from common.data.images import SUFFIXES, BrokenImage
 from common.data.source import Columns, fingerprint_of
 from common.data.splits import kind_of
@@ -170,15 +169,8 @@ class Table(Columns):
         return mix(self.rows, key)
 
 
-def table_parts(splits: dict[str, Split], image_column: str, label_column: str, min_classes: int) -> Parts[Table]:
-    """The splits of a table. The first one that is read decides on columns and classes."""
-    return Parts(
-        part_labels(splits),
-        lambda names: _read([splits[name] for name in names], image_column, label_column, min_classes),
-    )
-
-
-def _read(splits: Sequence[Split], image_column: str, label_column: str, min_classes: int) -> list[Table]:
+def read_tables(splits: Sequence[Split], image_column: str, label_column: str, min_classes: int) -> list[Table]:
+    """The images of each split. The first one decides on columns and classes. Raises `Refused`."""
     image = find_image(splits[0], image_column)
     columns = find_labels(splits[0], label_column, image)
     require_columns(splits, image, *columns)

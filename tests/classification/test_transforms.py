@@ -1,6 +1,7 @@
 """Training transforms depend on the image and its key alone; evaluation transforms are exactly timm's."""
 
 import random
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ from common.classification.transforms import EvaluationTransform, TrainingTransf
 from common.data.decoding import Picture
 from common.errors import Refused
 from common.randomness import key_of, seed_generators
-from tests.classification.view_settings import ViewSettings
 
 DATA = {
     "input_size": (3, 32, 32),
@@ -23,6 +23,16 @@ DATA = {
     "std": (0.229, 0.224, 0.225),
     "crop_pct": 0.875,
 }
+
+
+@dataclass
+class ViewSettings:
+    crop_scale: float = 0.7
+    hflip: float = 0.0
+    vflip: float = 0.0
+    augment: str = ""
+
+
 PLAIN = ViewSettings(crop_scale=1.0)
 POLICIES = "rand-m9-mstd0.5-inc1 rand-m5-n3-tweights augmix-m3-w3 original-mstd0.5 3a".split()
 

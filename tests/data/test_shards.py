@@ -24,7 +24,7 @@ from common.data import block_cache, huggingface, parquet_shards, ranges, shard_
 from common.data import workers as loader_workers
 from common.data.block_cache import open_blocks
 from common.data.loader import Prefetcher, evaluation_loader
-from common.data.stream import Blocks, Stream, permutation
+from common.data.stream import Blocks, Stream
 from common.errors import Refused
 from common.files import CACHE
 from tests.harness.odd_files import bounded
@@ -234,7 +234,7 @@ def test_hostile_parquet_at_a_url_is_refused_in_one_line(server, kind, monkeypat
     monkeypatch.setattr(huggingface, "_ROOM", 2**20)
     server.files["/a.parquet"], text = PARQUET[kind]
     if kind == "a bomb":  # which is known by its footer, before anything could fill the memory
-        monkeypatch.setattr(parquet_shards, "_read", lambda *_: pytest.fail("rows are read"))
+        monkeypatch.setattr(parquet_shards, "read", lambda *_: pytest.fail("rows are read"))
     with bounded(), pytest.raises(Refused) as refused:
         read(f"{server.url}/a.parquet", alone=True)[0].content(0)
     assert text in str(refused.value) and "\n" not in str(refused.value)
@@ -329,11 +329,6 @@ def test_few_blocks_are_in_use_and_a_machine_reads_those_of_its_slots():
     for machines in (2, 3, 4, 5, 6):
         read = [len(np.unique(of[slots * machines // batch == machine])) for machine in range(machines)]
         assert sum(read) < 1.05 * len(sizes), machines
-
-
-def test_the_window_of_everything_is_todays_permutation():
-    whole = blocks_of([5] * 20, pool=20)
-    assert np.array_equal(whole.order(np.arange(100), 7, 2, 8), permutation(np.arange(100), 100, 7, 2))
 
 
 # ---- blocks that processes share
