@@ -49,10 +49,7 @@ class Suspects(NamedTuple):
 @torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def find(source: Source, batches: Iterable[tuple[Batch, Tensor]], device: torch.device | str) -> Suspects | None:
-    """The labels of `source` that are contradicted, on the main process. A collective.
-
-    `batches` have its images without augmentation, each once, on any rank, with their logits [B, K].
-    """
+    """The contradicted labels of `source`, on the main process, from all its images with logits [B, K]. A collective."""
     count = len(source.classes)
     expected = torch.zeros(len(THRESHOLDS), count, dtype=devices.exact(device), device=device)
     looks = [expected.new_zeros(4, 0), *(_look(source, batch, logits, expected) for batch, logits in batches)]

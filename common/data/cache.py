@@ -79,10 +79,7 @@ def needed(count: int, side: int) -> int:
 
 
 def open_cache(count: int, side: int, folder: str) -> Cache | None:
-    """One cache per machine for `count` images, in memory or in `folder`; None for side 0. A collective.
-
-    Raises `Refused` if there is no room for all images.
-    """
+    """One cache per machine for `count` images; None for side 0. A collective. Raises `Refused` if they do not fit."""
     if not side:
         if folder:
             raise Refused(f"--cache_folder {folder}: nothing is kept there without --cache, such as --cache 336")

@@ -19,10 +19,7 @@ _MAX_BYTES = 2**32
 
 
 def read_csv(files: Sequence[str]) -> dict[str, pa.Table]:
-    """The rows of each file. Whole numbers are int64, all else is text, and empty cells are null.
-
-    All files must have the same columns; types are inferred from all rows together. Raises `Refused`.
-    """
+    """The rows of each file, in the same columns: int64 where all are whole numbers, else text. Raises `Refused`."""
     tables = {file: _read(file) for file in files}
     for file, table in tables.items():
         if table.column_names != tables[files[0]].column_names:

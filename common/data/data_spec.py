@@ -117,10 +117,7 @@ def read(parts: Parts[S], pieces: Sequence[Piece]) -> dict[str, S]:
 
 @contextmanager
 def reading(data: str) -> Iterator[None]:
-    """A block that reads data, in one process of each machine first: reading may download and convert.
-
-    A collective. Data that can't be read are `Refused`.
-    """
+    """A block that reads data, in one process of each machine first, since it may download. A collective. Raises `Refused`."""
     # Imported late, since it imports torch.
     from common.distributed.collectives import main_process_first
 
@@ -150,10 +147,7 @@ def fingerprint(train: Any, val: Any) -> str:
 
 
 def data_rows(data: str, train, val, samples: str = "images") -> dict[str, str]:
-    """Rows of the start table about two sources, `source.Source` or `detection.data.annotated.Annotated`.
-
-    `samples`: images, or boxes, which their `class_counts` count.
-    """
+    """Rows of the start table about two sources; `samples` says what their `class_counts` count: images or boxes."""
     classes, counts = train.classes, train.class_counts
     rows = {
         "data": f"{data}: {len(train):,} + {len(val):,} images of {len(classes):,} classes",

@@ -19,10 +19,9 @@ _SPARE = 2.0  # a reduced image is at least this many times the wanted size: the
 
 
 class Picture:
-    """An upright image: pixels, or a JPEG of which only the header has been read.
+    """An upright image: pixels uint8[3, H, W], or a JPEG of which only the header has been read.
 
-    `content` is as `images.open_rgb` takes it, or pixels uint8[3, H, W]. Raises `BrokenImage`, here or when pixels
-    are read.
+    Raises `BrokenImage`, here or when pixels are read.
     """
 
     def __init__(self, content: Content | torch.Tensor):

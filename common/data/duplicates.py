@@ -1,7 +1,4 @@
-"""Duplicates within and between training and validation images, for a dry run.
-
-They look the same as thumbnails: copies of a file, also of another size or quality.
-"""
+"""Duplicates within and between training and validation images, for a dry run: images that are alike as thumbnails."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -103,10 +103,7 @@ def _open_csv(files: list[str]) -> dict[str, Any]:
 
 
 def check_room(name: str, size: int, facts: "pq.FileMetaData") -> None:
-    """Raise `Refused` if the rows of a file of `size` bytes take far more, as its footer says: images are compressed already.
-
-    Columns that hold numbers of rows are counted as 8 bytes each.
-    """
+    """Raise `Refused` if the rows of a file of `size` bytes take far more, as its footer says, or as 8 bytes per row."""
     sizes = [facts.row_group(number).total_byte_size for number in range(facts.num_row_groups)]
     needed = max(sum(sizes), 8 * facts.num_rows) if min(sizes, default=0) >= 0 else 2**63
     if needed > max(_ROOM, _TIMES * size):

@@ -36,9 +36,9 @@ def images(name: str, stamp: Stamp, image: str, places: np.ndarray) -> Iterator[
 
 @lru_cache(maxsize=1024)
 def opened(name: str, stamp: Stamp, image: str) -> tuple[pq.FileMetaData, tables.Split, str, str]:
-    """A shard's footer, its columns without rows, the column of images, and what of it holds their bytes.
+    """A shard's footer, its columns without rows, the column of images, and the field with their bytes.
 
-    Raises `Refused`, and ValueError for what is no Parquet, or could fill the memory.
+    Raises `Refused`, and ValueError for a file that is not Parquet.
     """
     import datasets
 

@@ -1,7 +1,7 @@
 """Reads ranges of bytes from shards: local files, http(s), and what fsspec names.
 
-A fault that may pass, such as an answer of 503, a reset connection or a name server that is gone for a minute, is tried again
-for `PATIENCE_S`. Then the same bytes come, or the run ends in one line that names shard, offset and cause.
+After a fault that may pass, such as an answer of 503 or a reset connection, a range is asked for again for `PATIENCE_S`. Then
+the run ends in one line that names shard, offset and cause.
 
 Over http, credentials come from the URL or ~/.netrc, proxies and certificate authorities from the environment, and a redirect
 to another host does not get them: all as `requests` does it. No error holds credentials or a URL's query.
@@ -73,10 +73,7 @@ def stat(name: str) -> Stamp:
 
 
 def read(name: str, start: int, stop: int, tag: str) -> bytes:
-    """The bytes `[start, stop)` of a shard that `stat` gave `tag` for. Raises `Refused`.
-
-    Several threads may call it at once, and a forked process may call it as well.
-    """
+    """The bytes `[start, stop)` of a shard that `stat` gave `tag` for, also in threads and forks. Raises `Refused`."""
     if stop <= start:
         return b""
     if is_remote(name):
@@ -187,10 +184,7 @@ def _stat_of_minute(name: str, _minute: int) -> Stamp:
 
 
 def _ask_by_http(name: str, start: int, stop: int, tag: str | None) -> Answer:
-    """The bytes `[start, stop)` of a file, its size, and its tag, which has to be `tag` unless that is None.
-
-    Raises `Fault` if it is worth asking again, else `Refused`.
-    """
+    """The bytes `[start, stop)`, size and tag of a file. Raises `Fault` if it is worth asking again, else `Refused`."""
     from urllib3.exceptions import HTTPError
 
     headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}

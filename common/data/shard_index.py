@@ -112,10 +112,7 @@ class Index:
 
 
 def open_index(shards: ShardList) -> Index:
-    """The index of these shards: from the cache folder, or made now by all ranks together. A collective.
-
-    Raises `Refused` for a shard that can't be read.
-    """
+    """The index of these shards, from the cache folder or made by all ranks together. A collective. Raises `Refused`."""
     place = index = None
     with suppress(RuntimeError):  # no home, and so no cache
         place = cache_folder() / f"shards-{shards.key}"
@@ -149,10 +146,7 @@ def open_index(shards: ShardList) -> Index:
 
 
 def _read_all(shards: ShardList, keep: bool) -> list[pa.Table]:
-    """A table of each shard, in their order, if this rank keeps them.
-
-    Each rank reads several shards at once. After each turn, all share what they have read.
-    """
+    """A table of each shard, in their order, if this rank keeps them. Each rank reads some; after each turn, all share them."""
     count: int = len(shards.names)
     kept: list[pa.Table] = []
     what = "reading the headers of shards, once"

@@ -37,10 +37,7 @@ _UNPACK = "can't be read at any place, as training does; give uncompressed tars 
 
 @dataclass(frozen=True, eq=False)
 class Shards(Columns):
-    """Images in tars, or in Parquet at URLs.
-
-    Of local tars each image is read alone. Of others blocks of neighbours are read, and shared by the processes of a machine.
-    """
+    """Images in tars, or in Parquet at URLs. Of local tars each image is read alone, of others blocks of neighbours."""
 
     entries: np.ndarray  # shard_index.ENTRY[N]
     index: Index
@@ -173,10 +170,7 @@ def expect(source: Any, stream: Stream, positions: np.ndarray) -> None:
 
 
 def shard_parts(spec: Any) -> Parts[Shards] | None:
-    """The parts of the shards that `spec.data` names, those that are used indexed; None if it names none. A collective.
-
-    Raises `Refused`.
-    """
+    """The parts of the shards that `spec.data` names; None if it names none. A collective. Raises `Refused`."""
     labels, sources = shard_sources(spec, spec.label_column)
     if not sources:
         return None

@@ -186,10 +186,7 @@ def read_tables(splits: Sequence[Split], image_column: str, label_column: str, m
 def read_labels(
     splits: Sequence[Split], columns: tuple[str, ...], min_classes: int
 ) -> tuple[tuple[str, ...], list[np.ndarray]]:
-    """Classes, and labels of each split, from a column of ids, names or lists of them, or from several columns of 0 and 1.
-
-    Raises `Refused`.
-    """
+    """Classes, and labels of each split, from a column of ids, names or lists, or several of 0 and 1. Raises `Refused`."""
     if len(columns) > 1:
         return columns, [_zeros_and_ones(split, columns) for split in splits]
     first, name = splits[0], columns[0]

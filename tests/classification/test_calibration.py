@@ -86,6 +86,7 @@ def evaluate_a_share(multi_label: bool) -> tuple:
     """Uneven shares, in float32: rank r takes every W-th batch from r on."""
     logits, labels = overconfident(503)
     logits[20] = float("nan")
+    logits[30], labels[30] = 10 * logits[30], (logits[30].argmax() + 1) % 7  # the worst mistake, if it could be read
     labels = torch.nn.functional.one_hot(labels, 7).bool() if multi_label else labels
     readable = torch.arange(503) != 30
     source = MagicMock(classes=tuple("abcdefg"), multi_label=multi_label, __len__=lambda _: 503)
@@ -101,6 +102,11 @@ def test_all_layouts_judge_alike_to_the_last_digit(processes: Processes, multi_l
     alone, *more = evaluate_a_share(multi_label)
     loss = alone.pop("loss")  # a sum of floats, which has an order
     assert alone["count"] == 503 and ("calibration" in more[0]) != multi_label
+    if not multi_label:
+        logits, labels = overconfident(503)
+        sound = ~torch.isin(torch.arange(503), torch.tensor([20, 30]))
+        assert alone["ece"] == pytest.approx(ece(logits[sound], labels[sound]), abs=1e-4)
+        assert more[1] and not {20, 30} & {mistake.index for mistake in more[1]}
     for ranks in (2, 3):
         for results, *others in processes.run(evaluate_a_share, multi_label, ranks=ranks):
             assert np.isclose(results.pop("loss"), loss, rtol=1e-12, equal_nan=True)
