@@ -12,6 +12,7 @@ import torch
 from PIL import Image, ImageOps
 
 from common.data.decoding import Picture, pixels_of
+from common.data.images import MAX_PIXELS, BrokenImage
 from common.errors import Refused
 from common.imports import import_timm
 
@@ -85,6 +86,12 @@ class EvaluationTransform:
         self._resize_and_crop = timm.data.create_transform(**options, use_prefetcher=True)
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
+        """Raises `BrokenImage` for a stripe that resizing would make larger than an image may be."""
+        sides = zip(self.data_config["input_size"][1:], (image.height, image.width), strict=True)
+        scale = max(wanted / self.data_config["crop_pct"] / side for wanted, side in sides)
+        if (pixels := image.width * image.height * scale**2) > MAX_PIXELS:
+            enlarged = f"{image.width} x {image.height} pixels would be enlarged to {pixels:.3g}"
+            raise BrokenImage(f"{enlarged}, the limit is {MAX_PIXELS}")
         return self._resize_and_crop(image)
 
 

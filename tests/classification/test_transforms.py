@@ -13,8 +13,10 @@ from torchvision.transforms import RandomResizedCrop
 
 from common.classification.transforms import EvaluationTransform, TrainingTransform, crop
 from common.data.decoding import Picture
+from common.data.images import BrokenImage
 from common.errors import Refused
 from common.randomness import key_of, seed_generators
+from tests.harness.odd_files import bounded
 
 DATA = {
     "input_size": (3, 32, 32),
@@ -116,3 +118,11 @@ def test_evaluation_shows_what_timm_would(size: tuple[int, int]) -> None:
     mean, std = (255 * torch.tensor(DATA[key])[:, None, None] for key in ("mean", "std"))
     theirs = create_transform(**DATA, is_training=False)(image)
     assert torch.allclose((mine - mean) / std, theirs, atol=1e-5)
+
+
+def test_a_stripe_that_an_evaluation_would_enlarge_beyond_the_limit_is_broken() -> None:
+    """20,000 x 1 pixels would become 4,480,000 x 224: 4 GB. Below the limit a stripe is evaluated as any image."""
+    transform = EvaluationTransform(DATA | {"input_size": (3, 224, 224), "crop_pct": 1.0})
+    with bounded(10, 256), pytest.raises(BrokenImage, match=r"would be enlarged to .*, the limit is 89478485"):
+        transform(Image.new("RGB", (1, 20_000)))
+    assert transform(Image.new("RGB", (1, 300))).shape == (3, 224, 224)
