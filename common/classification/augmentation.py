@@ -1,7 +1,7 @@
 """Augmentation: whatever varies a batch on the device, and normalisation.
 
-An augmentation is one class. Its `sample` computes random numbers in a data worker, its `apply` uses them on the device, for
-a whole micro-batch at once. The recipe's `build_augmentation` lists the augmentations of a run in order.
+Its `sample` computes random numbers in a data worker; its `apply` uses them on the device, for a micro-batch at once.
+The recipe's `build_augmentation` lists the augmentations of a run in order.
 """
 
 from dataclasses import dataclass
@@ -12,21 +12,20 @@ import torch
 from common.randomness import key_of, uniforms
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as Pillow's and torchvision's grey
-_AREA, _RATIO = (0.02, 0.33), (0.3, 3.3)  # of an erased rectangle: share of the image, height to width
+_AREA, _RATIO = (0.02, 0.33), (0.3, 3.3)  # of an erased rectangle: share, height to width
 _TRIES = 10  # to draw a rectangle that fits
 _OUTSIDE, _TOP, _BOTTOM, _LEFT, _RIGHT, _TARGET = range(6)  # columns of a row of `Mixing.sample`
 
 
 class Augmentation:
-    """One augmentation of a run. It has no state: batches are the same on any layout and after any resume."""
+    """One augmentation of a run. It has no state."""
 
-    unit = 1  # consecutive positions that it needs in one micro-batch, from a multiple of this number on
+    unit = 1  # consecutive positions that stay in one micro-batch, from a multiple of this number on
 
     def sample(self, positions: np.ndarray) -> np.ndarray:
         """Random numbers for the samples at `positions` int64[B] of the stream: [B, ...] of any type.
 
-        Runs in a data worker. It must be a pure function of the seed and of each position (see `common.randomness`), because
-        other layouts split a global batch differently.
+        Runs in a data worker. It must be a pure function of the seed and of each position, see `common.randomness`.
         """
         return np.zeros((len(positions), 0), np.float32)
 
@@ -35,8 +34,8 @@ class Augmentation:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Images [B, 3, H, W] and targets [B, K] after this augmentation, in the type of the run (`--dtype`).
 
-        Runs on the device, where `draws` is what `sample` returned. Pixels are 0..255 before `Normalize` in the list and
-        normalised after it. No sample may depend on other samples of its micro-batch, except in its `unit`.
+        `draws` is what `sample` returned. Pixels are 0..255 before `Normalize` in the list and normalised after it.
+        No sample may depend on other samples, except in its `unit`.
         """
         raise NotImplementedError
 
@@ -82,7 +81,7 @@ class ColorJitter(Augmentation):
 
     def apply(self, images, targets, draws):
         brightness, contrast, saturation = draws.to(images.dtype)[:, :, None, None, None].unbind(1)
-        # Filled on the device: the host would wait until numbers from torch.tensor had been copied there.
+        # Filled on the device: the host would wait for a copy of torch.tensor.
         luma = torch.stack([images.new_full((1, 1), weight) for weight in _LUMA])
         images = (images * brightness).clamp(0, 255)
         grey = (images * luma).sum(1, keepdim=True).mean((2, 3), keepdim=True)
@@ -93,7 +92,7 @@ class ColorJitter(Augmentation):
 class RandomErasing(Augmentation):
     """Replaces a rectangle of an image by noise with `probability`. It stands after `Normalize`.
 
-    All rectangles show parts of one table of normal noise, [3, H, W], which begins for each image at another pixel.
+    All show parts of one table of normal noise, [3, H, W], from a pixel of their own on.
     Source: Zhong et al., "Random Erasing Data Augmentation", 2017.
     """
 
@@ -154,8 +153,8 @@ class Mixing(Augmentation):
     def sample(self, positions: np.ndarray) -> np.ndarray:
         """For each pair of `positions` (whole pairs): float32[B / 2, 6].
 
-        A row holds the weight of an image's own pixels outside a box, the box (top, bottom, left, right) that shows the
-        partner's pixels, and the weight of its own target.
+        The weight of an image's own pixels outside a box, the box (top, bottom, left, right) that shows the partner's,
+        and the weight of its own target.
         """
         from scipy.special import betaincinv  # takes 0.1 s to import, which only runs that mix need
 

@@ -33,9 +33,9 @@ class Batch(DeviceBatch):
     images: torch.Tensor  # uint8[B, 3, H, W]; in training in channels_last memory format
     labels: torch.Tensor  # int64[B], or bool[B, classes] for multi-label data
     positions: torch.Tensor  # int64[B], of the stream; sample indices in evaluation
-    draws: list[torch.Tensor] = field(default_factory=list)  # random numbers of each augmentation, in order
+    draws: list[torch.Tensor] = field(default_factory=list)  # of each augmentation, in order
     drop_path: torch.Tensor | None = None  # float32[layers, B], see common.training.drop_path.draws
-    readable: torch.Tensor | None = None  # bool[B] in evaluation; in training a neighbour replaces a broken image
+    readable: torch.Tensor | None = None  # bool[B] in evaluation; in training a neighbour replaces others
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
 
 
@@ -64,7 +64,7 @@ class TrainingSamples(Dataset):
         data_config: dict,
         augmentations: Sequence[Augmentation],
     ) -> Self:
-        """As the flags say, for a model that wants images as `data_config` says. A collective, with --cache."""
+        """As the flags say, of images as `data_config` says. A collective, with --cache."""
         return cls(
             source,
             stream,
@@ -133,7 +133,7 @@ class TrainingSamples(Dataset):
         return Batch(stacked.permute(0, 3, 1, 2), *of_samples, draws, layers, broken=broken)
 
     def _read(self, index: int, key: int, broken: list[str]) -> tuple[torch.Tensor, int]:
-        """The transformed image at `index`, or at the next index that can be read, and that index."""
+        """The transformed image at `index`, or the next one that can be read, and its index."""
         for distance in range(_NEIGHBOURS):
             neighbour = (index + distance) % len(self.source)
             seed_generators(key)

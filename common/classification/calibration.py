@@ -1,4 +1,4 @@
-"""Calibration of a classifier: how far its confidence is from its accuracy, and the temperature that corrects it.
+"""Calibration of a classifier: its confidence against its accuracy, and the temperature that corrects it.
 
 In 15 bins of confidence, the largest probability of the softmax, the mean confidence is compared with the share of right
 predictions. The expected calibration error (ECE) is the mean difference, weighted by images. A temperature divides the logits;
@@ -71,7 +71,7 @@ class Calibration:
         return self.temperatures[best] if 0 < best < len(self.temperatures) - 1 else None
 
     def results(self) -> dict:
-        """ECE and NLL at temperature 1 and at the best one, fitted on these very images; and the bins."""
+        """ECE and NLL at temperature 1 and at the best one for these images; and the bins."""
         rows = zip(*self.bins().tolist(), strict=True)
         found: dict = {"ece": self.ece(), "nll": self._nll(1.0)}
         if len(self.temperatures) > 1:

@@ -25,8 +25,8 @@ _ITEM = "an item is a pair: a path, the bytes of a file or a PIL image, and its 
 class CustomDataset(Protocol):
     """A data set of your own, or of torchvision.
 
-    An item is a function of its index alone. Each one is read at the start, to know its label, unless `labels` (or `targets`)
-    has all labels. Data workers inherit the object if items are images: open files in `__getitem__`.
+    An item is a function of its index alone. All are read at the start, unless `labels` (or `targets`) has their labels.
+    Data workers inherit the object if items are images: open files in `__getitem__`.
     """
 
     classes: Sequence[str]  # names, by class id
@@ -71,7 +71,7 @@ class Items(Columns):
 
 
 def open_custom(data: CustomDataset | Mapping[str, CustomDataset], min_classes: int) -> Parts[Files | Items]:
-    """A data set, or one for each part. Raises `Refused` if they are not as `CustomDataset` says."""
+    """A data set, or one for each part. Raises `Refused`."""
     sets = dict(data) if isinstance(data, Mapping) else {"train": data}
     labels = {name: type(part).__name__ if len(sets) == 1 else name for name, part in sets.items()}
     return Parts(labels, lambda names: _read_all([sets[name] for name in names], min_classes))

@@ -1,4 +1,4 @@
-"""Evaluation of embeddings: recall@1, and verification accuracy in the manner of LFW, the same on any layout."""
+"""Evaluation of embeddings: recall@1, and verification accuracy as on LFW."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ _QUERIES = 1024  # compared at once with all images
 
 
 class EmbeddingEvaluation:
-    """Results of one evaluation of `val` by embeddings. It is given every batch once, on any rank, like an `Evaluation`.
+    """Results of one evaluation by embeddings. It is given every batch once, on any rank, like an `Evaluation`.
 
     recall_at_1: share of the images whose nearest other image, by cosine, has their class, of those that are not alone in it
         (Oh Song et al., 2016, arXiv:1511.06452).
@@ -82,7 +82,7 @@ def _nearest(rows: Tensor):
 
 
 def pairs(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First and second images of pairs of the same class, then of pairs of others; a function of the labels alone."""
+    """First and second images of pairs of the same class, then of others; a function of the labels."""
     order, images = np.argsort(labels, kind="stable"), np.arange(len(labels))
     _, classes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     start, size, place = (np.cumsum(sizes) - sizes)[classes], sizes[classes], np.argsort(order)
@@ -95,7 +95,7 @@ def pairs(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def verification(scores: np.ndarray, same: np.ndarray, classes: np.ndarray) -> dict[str, float | None]:
-    """Accuracy and threshold of pairs with these scores, which are of the same class or not; `classes` make folds."""
+    """Accuracy and threshold of pairs with these scores; `classes` make folds."""
     folds, right = np.unique(classes, return_inverse=True)[1] % _FOLDS, 0
     if len(np.unique(folds)) < 2:
         return {"verification_accuracy": None, "threshold": None}
@@ -106,8 +106,8 @@ def verification(scores: np.ndarray, same: np.ndarray, classes: np.ndarray) -> d
 
 
 def best_threshold(scores: np.ndarray, same: np.ndarray) -> float:
-    """The least threshold with the most right decisions of "score >= threshold": in the middle between two scores."""
+    """The lowest best threshold for decisions of "score >= threshold", between two scores."""
     values, places = np.unique(scores, return_inverse=True)
-    gain = np.bincount(places, np.where(same, 1, -1))  # of right decisions, if the threshold goes below a value
+    gain = np.bincount(places, np.where(same, 1, -1))  # in right decisions below a value
     edges = np.concatenate([[values[0] - 1], (values[1:] + values[:-1]) / 2, [values[-1] + 1]])
     return float(edges[np.append(0, gain[::-1]).cumsum()[::-1].argmax()])

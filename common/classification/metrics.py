@@ -31,7 +31,7 @@ class ClassificationCounts:
 
     def __init__(self, classes: int, device: torch.device | str, multi_label: bool = False):
         self.classes, self.multi_label = classes, multi_label
-        # Of each class: images that have it, images predicted to have it, and those where both is so.
+        # Of each class: images that have it, images predicted to have it, and both.
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("count", "broken", "top1", "top5"), ())
         shapes |= dict.fromkeys(("images", "predicted", "hits"), (classes,))
         if not multi_label and classes <= CONFUSION_CLASSES:
@@ -52,7 +52,7 @@ class ClassificationCounts:
 
     @torch.no_grad()
     def update(self, logits: Tensor, labels: Tensor, readable: Tensor | None = None) -> None:
-        """Count a batch: logits float[B, classes]; labels int64[B] or, multi-label, bool[B, classes]; readable bool[B]."""
+        """Count a batch: logits float[B, K]; labels int64[B], or multi-label bool[B, K]; readable bool[B]."""
         if readable is None:
             readable = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
         at_once = max(1, AT_ONCE // self.classes)
@@ -74,7 +74,7 @@ class ClassificationCounts:
         predicted = logits.argmax(1)  # the first of equal ones, as below
         first = torch.arange(self.classes, device=logits.device) < labels[:, None]
         ahead = ((logits > true_logit) | ((logits == true_logit) & first)).sum(1)
-        sound = readable & ~logits.isnan().any(1)  # nothing is "ahead" of a NaN: it would look like a hit
+        sound = readable & ~logits.isnan().any(1)  # nothing is "ahead" of a NaN
         hit = sound & (ahead == 0)
         counts["top1"] += hit.sum()
         counts["top5"] += (sound & (ahead < 5)).sum()
@@ -137,13 +137,13 @@ class ClassificationCounts:
     def thresholds(self) -> tuple[list[float | None], list[float | None]]:
         """For each class the threshold with the best F1 of "probability >= threshold", and that F1.
 
-        Of equally good thresholds the nearest to one half is taken. None for a class that no image has, or none finds.
+        Of equally good ones the nearest to one half is taken. None for a class that no image has, or none finds.
         """
         scores, images = (self._counts[name].cpu() for name in ("scores", "images"))
         distance, at_once = (torch.arange(self._bins) - self._bins // 2).abs(), AT_ONCE // self._bins
         kept: list[tuple[float, float]] = []
         for part, of_class in zip(scores.split(at_once, 1), images.split(at_once), strict=True):
-            # How many images of other classes, and of the class, have at least the score of each bin.
+            # Images of other classes, and of the class, with at least the score of each bin.
             others, own = part.flip(2).cumsum(2).flip(2).double()
             f1 = 2 * own / (own + others + of_class[:, None])
             best = f1.nan_to_num(0.0).amax(1, keepdim=True)
@@ -187,7 +187,7 @@ class Mistakes:
 
     @torch.no_grad()
     def update(self, confidences: Tensor, predicted: Tensor, labels: Tensor, indices: Tensor, sound: Tensor) -> None:
-        """Add a batch: probabilities of the predictions, float[B]; int64[B] three times; images that may be shown, bool[B]."""
+        """Add a batch: probabilities float[B]; int64[B] three times; images that may be shown, bool[B]."""
         confidence = torch.where((predicted != labels) & sound, confidences.float(), -1.0)
         facts = confidence, indices.to(labels.device), labels, predicted
         rows = torch.stack([part.to(devices.exact(labels.device)) for part in facts])

@@ -38,7 +38,7 @@ def mistakes(source: Source, mistakes: Sequence[Mistake], path: Path) -> None:
 
 
 def reliability(calibration: Calibration, path: Path) -> None:
-    """Draw accuracy over confidence, before and after the temperature. Areas of points show how many images are in a bin."""
+    """Draw accuracy over confidence, before and after the temperature, with a point for each bin."""
     from matplotlib.ticker import PercentFormatter
 
     figure = new_figure(5.6, 5.2)

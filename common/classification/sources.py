@@ -94,7 +94,7 @@ def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None
 
 
 def _read_folders(folders: Sequence[Path], min_classes: int) -> list[Files]:
-    """The images of each folder. Class ids are the sorted names of the class folders of the first. Raises `Refused`."""
+    """The images of each folder. Classes are the class folders of the first. Raises `Refused`."""
     first, *others = folders
     classes = _subfolders(first)
     if len(classes) < min_classes:

@@ -23,7 +23,7 @@ from common.distributed.collectives import all_sum, gather_to_main
 from common.run.plots import arrow, run_of, sheet
 
 THRESHOLDS = (0.05, 0.04, 0.03, 0.02, 0.01, 0.005)  # for the probability of a label
-UNEXPLAINED = 0.5  # labels below a threshold are likely wrong if there are at least this many times the expected number
+UNEXPLAINED = 0.5  # times the expected number of labels below a threshold: from here on they are likely wrong
 WORST, LONGEST = 0.06, 10_000  # share of the images, and number of rows: the length of the list
 SHOWN = 24  # images on the sheet
 COLUMNS = ("rank", "verdict", "image", "label", "suggested", "probability", "suggested_probability")
@@ -36,7 +36,7 @@ class Suspects(NamedTuple):
     probabilities: np.ndarray  # float64[n], of their labels
     others: np.ndarray  # int64[n]: the class that is suggested, or for multi-label data to be added or taken away
     others_probabilities: np.ndarray  # float64[n]
-    likely: int  # the number of images, from the first one, that are likely wrong; the others are worth a look
+    likely: int  # how many of the first are likely wrong; the others are worth a look
     classes: list[
         tuple[int, int, int, int]
     ]  # classes that were not learnt: class, suggested class, images like others, images
@@ -64,9 +64,7 @@ def find(source: Source, batches: Iterable[tuple[Batch, Tensor]], device: torch.
     if not source.multi_label:
         labels = source.labels[indices]
         images, wrong = (np.bincount(part, minlength=count) for part in (labels, labels[contradicted]))
-        unlearned = (
-            4 * wrong > 3 * images
-        )  # bool[K]: nearly all of its images look like other classes: too rare to be learnt
+        unlearned = 4 * wrong > 3 * images  # bool[K]: too rare to be learnt
         for number in np.flatnonzero(unlearned).tolist():
             other = int(np.bincount(others[contradicted & (labels == number)]).argmax())
             classes.append((number, other, int(wrong[number]), int(images[number])))
@@ -88,7 +86,7 @@ def _look(source: Source, batch: Batch, logits: Tensor, expected: Tensor) -> Ten
     logits = logits[batch.readable].to(expected)
     labels, positions = batch.labels[batch.readable], batch.positions[batch.readable]
     if source.multi_label:
-        given, other = torch.where(labels, logits, -logits).sigmoid().min(1)  # the decision that fits worst
+        given, other = torch.where(labels, logits, -logits).sigmoid().min(1)  # the worst decision
         probability = 1 - given
     else:
         probabilities = logits.softmax(1)

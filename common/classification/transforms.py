@@ -77,7 +77,7 @@ def crop(height: int, width: int, smallest_area: float) -> tuple[int, int, int, 
 
 
 class EvaluationTransform:
-    """An RGB image -> uint8[3, H, W]: resized to cover a size, then cropped at the centre, exactly as timm does it."""
+    """An RGB image -> uint8[3, H, W]: resized to cover a size, then cropped at the centre, as timm does."""
 
     def __init__(self, data_config: dict):
         """`data_config` is as for `TrainingTransform`."""

@@ -1,8 +1,7 @@
 """Cache of decoded images: a JPEG is decoded once, not in every epoch.
 
-All processes and data workers of a machine share one file without a name, in memory or in a folder. The system frees it
-with the last process that has it open, however that process ends: nothing is left behind, and nothing stale can be found.
-A slot is filled when its image is first read; the first epoch sees the same pixels as the later ones.
+All processes and data workers of a machine share one file without a name, in memory or in a folder, which the system frees
+with the last of them. A slot is filled when its image is first read; the first epoch sees the same pixels as later ones.
 """
 
 import os
@@ -40,10 +39,7 @@ class Cache:
         return f"images of at most {self.side} x {self.side} pixels in {self.folder or 'memory'}, up to {limit}"
 
     def picture(self, index: int, read: Callable[[], Picture]) -> Picture:
-        """The image at `index` as the cache keeps it: from its slot, or the first time from `read`.
-
-        A slot that another process has not finished is written again, with the same pixels. Raises what `read` raises.
-        """
+        """The image at `index` as the cache keeps it: from its slot, or if that is not complete from `read`."""
         record = np.frombuffer(os.pread(self._file.fileno(), _RECORD.itemsize, index * _RECORD.itemsize), _RECORD)
         if len(record) and record["height"][0]:
             rows = np.empty((*record[0].tolist(), 3), np.uint8)

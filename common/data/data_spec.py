@@ -49,8 +49,8 @@ class DataSpec:
     image_column: str = ""
     streaming: bool = False
     shard_memory: int = 1024  # MiB
-    alone: bool = False  # only the part to evaluate a trained model on, as `splits.choose_part` finds it
-    held_out: bool = False  # with `alone`: the model was trained on these data, except for the held-out share
+    alone: bool = False  # True for only the part to evaluate a trained model on
+    held_out: bool = False  # True if that model was trained on these data without a held-out share
 
     table_fields: ClassVar[tuple[str, ...]] = ("image_column",)  # that only tables use
 
@@ -77,8 +77,7 @@ class DataSpec:
     def divide(self, labels: Mapping[str, str], pieces: Sequence[Piece], sources: Mapping[str, S]) -> tuple[S, ...]:
         """The source of each piece. Sides are chosen by `seed` and each image's path or row alone.
 
-        The `part` of a source names it: `val/`, or `20 % held out of train/`; for the second source also other parts that
-        could be evaluated.
+        Its `part` becomes `val/` or `20 % held out of train/`; the second one's also names other parts to evaluate.
         """
         used = {piece.name for piece in pieces}
         others = "".join(
@@ -117,7 +116,7 @@ def read(parts: Parts[S], pieces: Sequence[Piece]) -> dict[str, S]:
 
 @contextmanager
 def reading(data: str) -> Iterator[None]:
-    """A block that reads data, in one process of each machine first, since it may download. A collective. Raises `Refused`."""
+    """A block that may download data: one process of each machine goes first. A collective. Raises `Refused`."""
     # Imported late, since it imports torch.
     from common.distributed.collectives import main_process_first
 
@@ -147,7 +146,7 @@ def fingerprint(train: Any, val: Any) -> str:
 
 
 def data_rows(data: str, train, val, samples: str = "images") -> dict[str, str]:
-    """Rows of the start table about two sources; `samples` says what their `class_counts` count: images or boxes."""
+    """Rows of the start table about two sources; `samples`, images or boxes, are in their `class_counts`."""
     classes, counts = train.classes, train.class_counts
     rows = {
         "data": f"{data}: {len(train):,} + {len(val):,} images of {len(classes):,} classes",

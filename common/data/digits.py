@@ -13,9 +13,9 @@ from common.randomness import key_of, mix
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
-    """float64[N, 8, 8] in 0..16 and int64[N], the digit: the test part of the UCI set (Alpaydin & Kaynak, 1998), 1,797 images.
+    """Images float64[1797, 8, 8] in 0..16 and their digits int64[1797]: the test part of the UCI set (Alpaydin & Kaynak, 1998).
 
-    Read from scikit-learn's file, since importing scikit-learn takes most of a second.
+    Read from scikit-learn's file, since importing scikit-learn is slow.
     """
     file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
     rows = np.loadtxt(str(file), delimiter=",")  # [N, 65], the last column is the digit
@@ -24,7 +24,7 @@ def read_digits() -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, eq=False)
 class Digits(Columns):
-    """Grey digits, enlarged once from 8x8 to 32x32 pixels: a crop of 8x8 could only move by an eighth."""
+    """Grey digits, enlarged from 8x8 to 32x32 pixels so that crops can move."""
 
     pixels: np.ndarray  # uint8[N, 32, 32]
     rows: np.ndarray  # int64[N] in scikit-learn's order

@@ -1,4 +1,4 @@
-"""Duplicates within and between training and validation images, for a dry run: images that are alike as thumbnails."""
+"""Duplicates among training and validation images, for a dry run: images that are alike as thumbnails."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,7 +18,7 @@ _NAMED, _BROKEN = 3, 1_000  # pairs of duplicates, and unreadable images, that a
 
 
 def rows(train: Any, val: Any) -> dict[str, str]:
-    """Rows of the start table about two sources, `source.Source` or `detection.data.annotated.Annotated`."""
+    """Rows of the start table about two sources."""
     if getattr(train, "fresh", False):
         return {}
     sources = train, val

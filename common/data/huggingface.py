@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[\w.-]+))?")
-_HUB_TIMEOUT = 5.0  # seconds until the Hub counts as unreachable; `datasets` alone would retry for 23 s and more
+_HUB_TIMEOUT = 5.0  # seconds until the Hub counts as unreachable; `datasets` would retry for 23 s
 _ROOM, _TIMES = 2**30, 100  # bytes that a file's rows may always take, and how many times the file's own size
 
 
@@ -115,7 +115,7 @@ def check_room(name: str, size: int, facts: "pq.FileMetaData") -> None:
 
 
 def hub_shards(data: str) -> dict[str, list[str]]:
-    """The names of the shards of each split of a data set on the Hub, which stay there. Raises `Refused`."""
+    """The names of the shards of each split of a data set on the Hub. Raises `Refused`."""
     import datasets
 
     named = _HUB_NAME.fullmatch(data)
@@ -137,7 +137,7 @@ def hub_shards(data: str) -> dict[str, list[str]]:
 
 
 def _open_hub(name: str, config: str | None) -> dict[str, Any]:
-    """The splits of a data set on the Hub. If the Hub does not answer one short request, the local cache is used."""
+    """The splits of a data set on the Hub, or in the local cache if the Hub does not answer soon."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import RepositoryNotFoundError
 

@@ -1,7 +1,6 @@
 """Image files as upright 8-bit RGB pixels, as a person would see them.
 
-This holds for grey, palette, transparent, CMYK, 16-bit and float images, and for a camera's rotation. An image
-that can't be decoded is a `BrokenImage` with its reason.
+An image that can't be decoded is a `BrokenImage` with its reason.
 """
 
 import errno
@@ -20,7 +19,7 @@ MAX_PIXELS = 89_478_485  # from here on Pillow warns of a decompression bomb: 25
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # larger images are refused
 _MAX_BYTES = 2**30  # of a file: as many pixels of 8 bytes, and room for metadata
 
-# Pillow would start Ghostscript for EPS, which a data set must not be able to do. It can't decode the others.
+# Pillow would start Ghostscript for EPS. It can't decode the others.
 _NEVER = {"EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"}
 Image.preinit()  # the common formats first: they are tried in this order
 Image.init()

@@ -1,7 +1,6 @@
 """Data loaders: batches of a task's samples, made by data workers, on the device.
 
 For each micro-step the batch sampler yields this rank's positions of the stream. A data worker makes a batch of them.
-Training can start at any step at once, and its workers run until the last step.
 """
 
 import atexit
@@ -85,10 +84,7 @@ def training_loader(samples: Any, plan: BatchPlan, start: int, stop: int, worker
 
 
 def evaluation_loader(samples: Any, batch_size: int, workers: int) -> DataLoader:
-    """This rank's batches of a set that the ranks cover together, every sample once.
-
-    The batches are the same on every layout, so that an image meets the same neighbours in them.
-    """
+    """This rank's batches of a set that the ranks cover together, every sample once, in the same batches on any layout."""
     return _loader(samples, samples.batches(batch_size)[rank() :: world_size()], workers, evaluates=True)
 
 
@@ -187,7 +183,7 @@ def _loader(samples: Dataset, batches, workers: int, evaluates: bool = False) ->
 
 def _begin_worker(handover: Handover, _worker: int) -> None:
     data_workers.begin(handover.far.fileno())
-    # If a batch can't be handed over (no memory, too few file descriptors), Python drops it, and training would wait forever.
+    # If a batch can't be handed over, Python drops it, and training would wait forever.
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_die_of)  # type: ignore[attr-defined]
 
 

@@ -73,7 +73,7 @@ def stat(name: str) -> Stamp:
 
 
 def read(name: str, start: int, stop: int, tag: str) -> bytes:
-    """The bytes `[start, stop)` of a shard that `stat` gave `tag` for, also in threads and forks. Raises `Refused`."""
+    """The bytes `[start, stop)` of a shard that `stat` gave `tag` for. Raises `Refused`."""
     if stop <= start:
         return b""
     if is_remote(name):
@@ -124,7 +124,7 @@ def _opened(name: str, _tag: str) -> BinaryIO:
 
 
 def _patiently(patience: float, name: str, start: int, stop: int, tag: str | None) -> Answer:
-    """The bytes `[start, stop)`, asked for until there is no `Fault`. Raises `Refused` after `patience` seconds of them."""
+    """The bytes `[start, stop)`, asked for until there is no `Fault`. Raises `Refused` after `patience` seconds."""
     ask = _ask_by_http if is_http(name) else _ask_by_fsspec
     began, tries = 0.0, 0
     while True:

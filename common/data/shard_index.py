@@ -1,7 +1,6 @@
-"""Index of samples in shards: where each image lies and its class, found once and kept in the user's cache folder.
+"""Index of samples in shards: where each image lies and its class, found by all ranks together.
 
-All ranks read shards together, each a part of them. What they find is written as arrays that later starts map: a start costs
-a look at each shard's size and time, however many samples there are.
+It is kept in the user's cache folder as arrays that later starts map: they look at each shard's size and time only.
 """
 
 import base64
@@ -70,7 +69,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardList:
-    """Shards of one part of the data, with their sizes and tags; and which members or columns are read."""
+    """Shards of one part of the data, and which members or columns of them are read."""
 
     names: tuple[str, ...]
     stamps: tuple[Stamp, ...]
@@ -112,7 +111,7 @@ class Index:
 
 
 def open_index(shards: ShardList) -> Index:
-    """The index of these shards, from the cache folder or made by all ranks together. A collective. Raises `Refused`."""
+    """The index of these shards, from the cache folder or made now. A collective. Raises `Refused`."""
     place = index = None
     with suppress(RuntimeError):  # no home, and so no cache
         place = cache_folder() / f"shards-{shards.key}"

@@ -27,7 +27,7 @@ from common.distributed.collectives import all_or_none, broadcast_object, is_mai
 from common.errors import Refused, printable
 from common.randomness import mix
 
-_GAP = 2**20  # bytes between two images up to which they are read as one range: about what comes during a round trip
+_GAP = 2**20  # bytes between two images up to which they are read as one range
 _FEWEST = 8  # blocks in a cache
 _SEEN = 1_000_000  # samples whose classes show whether shards are sorted by them
 _SHARDS = re.compile(r"\.tar($|[,?])|^\w+://")
@@ -183,7 +183,7 @@ def shard_parts(spec: Any) -> Parts[Shards] | None:
 
 
 def shard_sources(spec: Any, label: str, rows: Rows | None = None) -> tuple[dict[str, str], dict[str, Shards]]:
-    """How messages call each part of the shards, and the parts that are used, each with its own classes. A collective."""
+    """The label of each part of the shards, and the parts that are used, each with its own classes. A collective."""
     with all_or_none("looking for shards"):
         groups = hub_shards(spec.data) if spec.streaming else by_part(find(spec.data))
     labels = {name: f"the {name} shards" if len(groups) > 1 else "all shards" for name in groups}

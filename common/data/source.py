@@ -78,7 +78,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Columns(Source):
-    """A source of columns: each array among its fields has a value per image. Data workers share the memory of arrays."""
+    """A source of columns, arrays with a value per image, whose memory data workers share."""
 
     labels: np.ndarray
     classes: tuple[str, ...]

@@ -1,8 +1,8 @@
 """Training stream: the endless sequence of samples that a run trains on.
 
 Position `p` belongs to epoch `p // size` and holds the sample `permutation(p % size)` of that epoch. Optimizer step `k`
-consumes the positions `[k * G, (k + 1) * G)`. Any process computes just the positions that it needs: there is no list to
-shuffle and no iterator to fast-forward on resume, and a billion samples cost as much as a thousand.
+consumes the positions `[k * G, (k + 1) * G)`. Any process computes just the positions that it needs, so a billion samples
+cost as much as a thousand, also at a resume.
 """
 
 import math
@@ -120,7 +120,7 @@ def _shuffled(begin: int, end: int, key: int) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def _permuted(of: Blocks, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-    """The blocks in the order of an epoch, int64[n], and where each begins in the sequence of their samples, int64[n + 1]."""
+    """The blocks in the order of an epoch, int64[n], and where each begins in that order, int64[n + 1]."""
     count = len(of.edges) - 1
     blocks = permutation(np.arange(count), count, key_of("blocks", seed), epoch)
     return blocks, np.cumsum(np.append(0, np.diff(of.edges)[blocks]))
@@ -137,10 +137,8 @@ class Stream:
     With `weights` (float[size], the relative frequencies of the samples) an epoch is a systematic sample: each sample is
     drawn its expected number of times, rounded down or up. Source: Carpenter, Clifford & Fearnhead, 1999.
 
-    With `blocks` the order of an epoch is `Blocks.order`, by which samples that are neighbours are read together.
-
-    With `min_epoch_steps` an epoch of fewer steps counts as that many, wherever lengths are in epochs; samples and their
-    order stay the same. Raises `Refused` for an empty data set and for a batch that does not divide into its copies.
+    With `blocks` the order of an epoch is `Blocks.order`. With `min_epoch_steps` an epoch of fewer steps counts as that many,
+    wherever lengths are in epochs. Raises `Refused` for an empty data set and a batch that does not divide into its copies.
     """
 
     size: int

@@ -28,7 +28,7 @@ class Sample:
 
 
 def members(file: BinaryIO, end: int) -> Iterator[tarfile.TarInfo]:
-    """The members of a tar of `end` bytes. Raises ValueError, with the reason, for what is no tar or lies about sizes."""
+    """The members of a tar of `end` bytes. Raises ValueError if it is no tar, cut off or damaged."""
     at = 0
     try:
         with tarfile.open(fileobj=file, mode="r:", errors="surrogateescape") as tar:

@@ -11,16 +11,15 @@ import threading
 from multiprocessing.connection import wait
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process is sent when its parent ends
-_PATIENCE = 5.0  # seconds to wait for a killed worker to end: one that waits for a dead network drive may never do so
+_PATIENCE = 5.0  # seconds to wait for a killed worker to end, which a dead network drive may prevent
 _UP_S = 30.0  # seconds for a forked process to reach its first line, which takes some milliseconds
 
 
 class _Worker(multiprocessing.context.ForkProcess):
     """A forked process that runs when `start` returns.
 
-    Before Python 3.12 a forked process can hang for ever, if a thread of torch held a lock of the interpreter at that moment:
-    the child has the lock, but not the thread that would release it. Such a child never reaches its first line, and is
-    replaced.
+    Before Python 3.12 a forked process can hang for ever, if a thread of torch held a lock of the interpreter at that moment.
+    Such a child never reaches its first line, and is replaced.
     """
 
     _up: tuple[int, int]  # a pipe: the end to read from, and the end that the child writes to
@@ -96,6 +95,6 @@ def _let_go_of_sockets(kept: int) -> None:
         with contextlib.suppress(OSError):  # the list itself was a file
             number = int(name)
             if number not in (0, 1, 2, kept) and stat.S_ISSOCK(os.fstat(number).st_mode):
-                # Replaced, not closed: a new file would get the number, and the rest of the socket's owner would close it.
+                # Replaced, not closed: a new file would get the number, and the socket's owner would close it.
                 os.dup2(nothing, number, inheritable=False)
     os.close(nothing)
