@@ -18,7 +18,7 @@ from common.classification.sources import Spec, load
 from common.data import huggingface
 from common.data.images import BrokenImage
 from common.data.source import refuse_broken
-from common.data.splits import kind_of
+from common.data.splits import by_part, kind_of
 from common.errors import Refused
 from tests.harness.drawings import pets, picture, tree
 from tests.harness.odd_files import bounded
@@ -130,6 +130,11 @@ def test_parts_are_known_by_their_usual_names():
     for names in (*(names.split(",") for names in USUAL.split()), ["Train Data", "Validation Data", "Test Data"]):
         assert [*map(kind_of, names)] == ["train", "val", "test"]
     assert [*map(kind_of, ("trainval", "cat", "tram", "testament"))] == ["trainval", "", "", ""]
+    deep = {"train": ["/val/train/en/0.tar", "/val/extra/0.tar"], "val": ["/val/dev/en/0.tar", "/val/Val-1/fr/0.tar"]}
+    assert by_part([*deep["train"], *deep["val"]]) == deep
+    assert by_part(["/test/a.csv", "/test/b.csv"]) == {"train": ["/test/a.csv", "/test/b.csv"]}
+    signed = {"train": ["https://h/a.tar?val"], "test": ["https://h/test_0.tar?val"]}
+    assert by_part([*signed["train"], *signed["test"]]) == signed
 
 
 BAD_FOLDERS = [
