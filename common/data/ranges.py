@@ -238,5 +238,9 @@ def _check(name: str, start: int, stop: int, tag: str | None, answer: "requests.
 def _session(_process: int) -> "requests.Session":
     """Connections of a process, since a fork inherits its parent's."""
     import requests
+    from requests.adapters import HTTPAdapter
 
-    return requests.Session()
+    session = requests.Session()
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, HTTPAdapter(pool_maxsize=64))  # more threads than that are told of on stderr
+    return session
