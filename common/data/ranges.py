@@ -242,5 +242,5 @@ def _session(_process: int) -> "requests.Session":
 
     session = requests.Session()
     for scheme in ("http://", "https://"):
-        session.mount(scheme, HTTPAdapter(pool_maxsize=64))  # more threads than that are told of on stderr
+        session.mount(scheme, HTTPAdapter(pool_maxsize=64))  # urllib3 warns of more threads
     return session
