@@ -30,8 +30,7 @@ from PIL import Image
 from common.classification import sources
 from common.classification.metrics import ClassificationCounts
 from common.data import shard_index, shards
-from common.data.block_order import Blocks
-from common.data.stream import Stream
+from common.data.stream import Blocks, Stream
 from common.detection.data.annotated import Annotated
 from common.detection.evaluation.metrics import Detections
 from common.run import plots

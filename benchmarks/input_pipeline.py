@@ -36,7 +36,7 @@ from torchvision.transforms import v2
 
 from common.classification import sources
 from common.classification.batches import TrainingSamples
-from common.classification.transforms import crop, training_transform
+from common.classification.transforms import TrainingTransform, crop
 from common.data.batch_plan import BatchPlan
 from common.data.cache import open_cache
 from common.data.decoding import Picture
@@ -83,7 +83,7 @@ def torchvision_image() -> Callable[[str], object]:
 
 def our_image(cache=None) -> Callable[[str], object]:
     """As in a data worker, which seeds its generators for each image."""
-    transform, places = training_transform(CONFIG, DATA), {}
+    transform, places = TrainingTransform(CONFIG, DATA), {}
 
     def image(path: str) -> torch.Tensor:
         seed_generators(hash(path) + len(places))
@@ -154,7 +154,7 @@ def rows_of_images(folder: Path, count: int, turns: int) -> list[Row]:
 
 def our_samples(folder: Path) -> TrainingSamples:
     train, _ = sources.load(sources.Spec(str(folder), seed=0, val_share=0.05))
-    return TrainingSamples(train, Stream(len(train), BATCH, 0), training_transform(CONFIG, DATA), 0)
+    return TrainingSamples(train, Stream(len(train), BATCH, 0), TrainingTransform(CONFIG, DATA), 0)
 
 
 def our_loader(folder: Path, workers: int, steps: int) -> Iterator:

@@ -8,10 +8,7 @@ _POWERS = {"sqrt": 0.5, "balanced": 1.0}
 
 
 def class_weights(kind: str, labels: np.ndarray, classes: int) -> np.ndarray | None:
-    """Weights of the classes in the loss, float64[C]; their mean over the training samples is 1.
-
-    `kind` is none, sqrt or balanced (the frequency of a class to the power -1/2 or -1).
-    """
+    """Weights of the classes in the loss, float64[C], with mean 1 over the samples; `kind` is none, sqrt or balanced."""
     if kind == "none":
         return None
     counts = _counts(labels, classes)

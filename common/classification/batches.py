@@ -12,12 +12,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from common.classification.augmentation import Augmentation
-from common.classification.transforms import (
-    EvaluationTransform,
-    TrainingTransform,
-    evaluation_transform,
-    training_transform,
-)
+from common.classification.transforms import EvaluationTransform, TrainingTransform
 from common.data.cache import Cache, open_cache
 from common.data.decoding import Picture
 from common.data.images import BrokenImage
@@ -38,9 +33,9 @@ class Batch(DeviceBatch):
     images: torch.Tensor  # uint8[B, 3, H, W]; in training in channels_last memory format
     labels: torch.Tensor  # int64[B], or bool[B, classes] for multi-label data
     positions: torch.Tensor  # int64[B], of the stream; sample indices in evaluation
-    draws: list[torch.Tensor] = field(default_factory=list)  # random numbers of each augmentation, in order
+    draws: list[torch.Tensor] = field(default_factory=list)  # of each augmentation, in order
     drop_path: torch.Tensor | None = None  # float32[layers, B], see common.training.drop_path.draws
-    readable: torch.Tensor | None = None  # bool[B] in evaluation; in training a neighbour replaces a broken image
+    readable: torch.Tensor | None = None  # bool[B] in evaluation; in training a neighbour replaces others
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
 
 
@@ -69,11 +64,11 @@ class TrainingSamples(Dataset):
         data_config: dict,
         augmentations: Sequence[Augmentation],
     ) -> Self:
-        """As the flags say, for a model that wants images as `data_config` says. A collective, with --cache."""
+        """As the flags say, of images as `data_config` says. A collective, with --cache."""
         return cls(
             source,
             stream,
-            training_transform(config, data_config),
+            TrainingTransform(config, data_config),
             config.seed,
             augmentations,
             drop_path.layers(model),
@@ -98,7 +93,8 @@ class TrainingSamples(Dataset):
 
     def __getitems__(self, positions: np.ndarray) -> Batch:
         keys = mix(positions, key_of(self.seed, "augmentation")).tolist()
-        images, indices, broken = [], [], []
+        images, indices = [], []
+        broken: list[str] = []
         expect(self.source, self.stream, positions)
         for index, key in zip(self.stream.indices(positions).tolist(), keys, strict=True):
             image, index = self._read(index, key, broken)
@@ -119,7 +115,7 @@ class TrainingSamples(Dataset):
         images = batch.images.float()
         for augmentation, draws in zip(self.augmentations, batch.draws, strict=True):
             images, targets = augmentation.apply(images, targets, draws)
-        found = []
+        found: list[tuple[str, str, list]] = []
         indices = self.stream.indices(batch.positions.cpu().numpy()).tolist()
         for index, row in zip(indices, (100 * targets).round().int(), strict=True):
             shares = sorted(
@@ -137,7 +133,7 @@ class TrainingSamples(Dataset):
         return Batch(stacked.permute(0, 3, 1, 2), *of_samples, draws, layers, broken=broken)
 
     def _read(self, index: int, key: int, broken: list[str]) -> tuple[torch.Tensor, int]:
-        """The transformed image at `index`, or at the next index that can be read, and that index."""
+        """The transformed image at `index`, or the next one that can be read, and its index."""
         for distance in range(_NEIGHBOURS):
             neighbour = (index + distance) % len(self.source)
             seed_generators(key)
@@ -163,7 +159,7 @@ class EvaluationSamples(Dataset):
     transform: EvaluationTransform = field(init=False)
 
     def __post_init__(self) -> None:
-        self.transform = evaluation_transform(self.data_config)
+        self.transform = EvaluationTransform(self.data_config)
 
     def batches(self, limit: int) -> list[np.ndarray]:
         """The indices of all samples, in order, in batches of up to `limit`."""

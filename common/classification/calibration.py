@@ -1,12 +1,10 @@
-"""Calibration of a classifier: how far its confidence is from its accuracy, and the temperature that corrects it.
+"""Calibration of a classifier: its confidence against its accuracy, and the temperature that corrects it.
 
-The confidence of a prediction is the largest probability of the softmax. In 15 bins of equal width it is compared with the
-share of right predictions. The expected calibration error (ECE) is the mean difference, weighted by the images in each bin. A
-temperature T divides the logits, which changes confidences but no prediction; the best one has the smallest negative
-log-likelihood (NLL). Source: Guo et al., "On Calibration of Modern Neural Networks", 2017 (arXiv:1706.04599).
+In 15 bins of confidence, the largest probability of the softmax, the mean confidence is compared with the share of right
+predictions. The expected calibration error (ECE) is the mean difference, weighted by images. A temperature divides the logits;
+the best one has the smallest negative log-likelihood (NLL). Source: Guo et al., 2017 (arXiv:1706.04599).
 
-Images are counted in integers for each temperature of a fixed grid, as they come. So memory does not grow with the images, and
-results are the same on any layout.
+Images are counted in integers for each temperature of a fixed grid, so results are the same on any layout.
 """
 
 import copy
@@ -25,10 +23,7 @@ _MAX_LOSS = 2.0**16  # a larger loss counts as this
 
 
 class Calibration:
-    """Counts of one evaluation, with one label per image. It is given every sample once, on any rank.
-
-    With `temperatures` other than 1, `results` has the best of them.
-    """
+    """Counts of one evaluation, with one label per image. It is given every sample once, on any rank."""
 
     def __init__(self, device: torch.device | str, temperatures: tuple[float, ...] = (1.0,)):
         self.temperatures = temperatures
@@ -39,10 +34,10 @@ class Calibration:
     @torch.no_grad()
     def update(self, logits: Tensor, labels: Tensor, right: Tensor, counted: Tensor) -> None:
         """Count a batch: logits float[batch, classes], labels int64[batch], predictions that are right, bool[batch], and
-        images that count, bool[batch]: they could be read, and no logit is a NaN."""
+        images that count, bool[batch]."""
         logits = torch.where(counted[:, None], logits, 0.0)
         logits = logits - logits.amax(1, keepdim=True)
-        true = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+        true = logits.gather(1, labels[:, None])[:, 0]
         totals = torch.stack([(logits / temperature).exp_().sum(1) for temperature in self.temperatures])  # [T, batch]
         losses = totals.log() - true * self._inverse
         confidences = 1 / totals
@@ -76,7 +71,7 @@ class Calibration:
         return self.temperatures[best] if 0 < best < len(self.temperatures) - 1 else None
 
     def results(self) -> dict:
-        """ECE and NLL at temperature 1 and at the best one, fitted on these very images; and the bins."""
+        """ECE and NLL at temperature 1 and at the best one for these images; and the bins."""
         rows = zip(*self.bins().tolist(), strict=True)
         found: dict = {"ece": self.ece(), "nll": self._nll(1.0)}
         if len(self.temperatures) > 1:

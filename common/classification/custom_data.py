@@ -23,10 +23,10 @@ _ITEM = "an item is a pair: a path, the bytes of a file or a PIL image, and its 
 
 
 class CustomDataset(Protocol):
-    """A data set of your own; torchvision's data sets are such, too.
+    """A data set of your own, or of torchvision.
 
-    An item is a function of its index alone. Each item is read once at the start, to know its label, unless `labels` (or
-    `targets`) holds the labels of all. Where items are images, data workers inherit the object: open files in `__getitem__`.
+    An item is a function of its index alone. All are read at the start, unless `labels` (or `targets`) has their labels.
+    Data workers inherit the object if items are images: open files in `__getitem__`.
     """
 
     classes: Sequence[str]  # names, by class id
@@ -34,8 +34,7 @@ class CustomDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> tuple[str | os.PathLike | bytes | Image.Image, int | str | Sequence[bool]]:
-        """The image, or the path or the bytes of its file, and its class id, its class name, or for several labels per
-        image a 0 or 1 for each class."""
+        """The image, or the path or bytes of its file; and its class id, its class name, or a 0 or 1 for each class."""
         ...
 
 
@@ -71,14 +70,9 @@ class Items(Columns):
             return b""
 
 
-def open_custom(name: str, data: CustomDataset | Mapping[str, CustomDataset], min_classes: int) -> Parts[Files | Items]:
-    """A data set, or one for each part. Raises `Refused` if they are not as `CustomDataset` says."""
+def open_custom(data: CustomDataset | Mapping[str, CustomDataset], min_classes: int) -> Parts[Files | Items]:
+    """A data set, or one for each part. Raises `Refused`."""
     sets = dict(data) if isinstance(data, Mapping) else {"train": data}
-    for part in sets.values():
-        if lacks := [member for member in ("__len__", "__getitem__", "classes") if not hasattr(part, member)]:
-            needs = "__len__, __getitem__ -> (image or path, label), and classes, the names of its classes"
-            found = f"{type(part).__name__} has no {' and no '.join(lacks)}"
-            raise Refused(f"--data {name}: {found}; a custom data set has {needs}")
     labels = {name: type(part).__name__ if len(sets) == 1 else name for name, part in sets.items()}
     return Parts(labels, lambda names: _read_all([sets[name] for name in names], min_classes))
 
@@ -101,16 +95,21 @@ def _read(title: str, data: CustomDataset, classes: tuple[str, ...]) -> Files | 
     count = len(data)
     if not count:
         raise Refused(f"{title} has no items; add some")
-    given = getattr(data, "labels", getattr(data, "targets", None))
+    labels = getattr(data, "labels", getattr(data, "targets", None))
     are_paths = isinstance(_checked(title, 0, data[0])[0], str)
-    paths, labels = [], []
-    for index in range(count if are_paths or given is None else 0):
-        content, label = _checked(title, index, data[index])
-        if are_paths and not isinstance(content, str):
-            raise Refused(f"{title}: item {index} is no path, as item 0 is; give paths only, or images only")
-        paths += [os.path.abspath(os.path.expanduser(content))] if are_paths else []
-        labels.append(label)
-    ids = _labels(title, labels if given is None else given, count, classes)
+    paths = []
+    if are_paths or labels is None:
+        labels = []
+        for index in range(count):
+            content, label = _checked(title, index, data[index])
+            labels.append(label)
+            if isinstance(content, str):
+                paths.append(os.path.abspath(os.path.expanduser(content)))
+        if are_paths and len(paths) < count:
+            raise Refused(
+                f"{title}: {count - len(paths)} items are no paths, as item 0 is; give paths only, or images only"
+            )
+    ids = _labels(title, labels, count, classes)
     if not are_paths:
         return Items(title, data, np.arange(count), labels=ids, classes=classes)
     root = os.path.commonpath([os.path.dirname(path) for path in paths])
@@ -120,23 +119,23 @@ def _read(title: str, data: CustomDataset, classes: tuple[str, ...]) -> Files | 
 
 def _checked(title: str, index: int, item: object) -> tuple[Content, object]:
     """An item, its path as text."""
-    if not isinstance(item, (tuple, list)) or len(item) != 2:
+    if not isinstance(item, tuple | list) or len(item) != 2:
         raise Refused(f"{title}: item {index} is a {type(item).__name__}; {_ITEM}")
     content, label = item
-    if not isinstance(content, (str, os.PathLike, bytes, Image.Image)):
+    if isinstance(content, os.PathLike):
+        content = os.fspath(content)
+    if not isinstance(content, str | bytes | Image.Image):
         instead = "an array becomes one by Image.fromarray, and no transform of your own is needed"
         raise Refused(f"{title}: the image of item {index} is a {type(content).__name__}; {_ITEM}; {instead}")
-    return os.fspath(content) if isinstance(content, os.PathLike) else content, label
+    return content, label
 
 
 def _labels(title: str, labels: Sequence, count: int, classes: tuple[str, ...]) -> np.ndarray:
     """int64[N] class ids, or bool[N, C]."""
     try:
-        column = np.asarray(labels)
+        column = np.asarray(getattr(labels, "tolist", lambda: labels)())  # of a column of pandas, or a tensor
     except ValueError:
         column = np.zeros(0, object)  # rows of several lengths
-    if column.dtype.kind == "O" and all(isinstance(label, str) for label in column.flat):  # as pandas keeps text
-        column = column.astype(str)
     if column.dtype.kind == "U" and column.ndim == 1:
         ids = {name: number for number, name in enumerate(classes)}
         if unknown := sorted({*column.tolist()} - ids.keys()):

@@ -1,4 +1,4 @@
-"""Evaluation of embeddings: recall@1, and verification accuracy in the manner of LFW, the same on any layout."""
+"""Evaluation of embeddings: recall@1, and verification accuracy as on LFW."""
 
 from types import SimpleNamespace
 
@@ -17,16 +17,16 @@ _QUERIES = 1024  # compared at once with all images
 
 
 class EmbeddingEvaluation:
-    """Results of one evaluation of `val` by embeddings. It is given every batch once, on any rank, like an `Evaluation`.
+    """Results of one evaluation by embeddings. It is given every batch once, on any rank, like an `Evaluation`.
 
-    recall_at_1: share of the images whose nearest other image, by cosine, has their class. Images without another one of
-        their class don't count (as in Oh Song et al., 2016, arXiv:1511.06452).
+    recall_at_1: share of the images whose nearest other image, by cosine, has their class, of those that are not alone in it
+        (Oh Song et al., 2016, arXiv:1511.06452).
     verification_accuracy: share of right decisions whether two images have the same class. Each image makes two pairs: with
-        the next image of its class, and with an image of another class, drawn once for all evaluations. Pairs are in ten folds
-        by the class of their first image, and each fold is decided by the threshold that is best for the nine others (the
-        protocol of LFW's view 2: Huang et al., 2007). threshold: the best for all pairs.
+        the next one of its class, and with one of another class. Pairs are in ten folds by the class of their first image;
+        each is decided by the best threshold for the nine others (LFW's view 2: Huang et al., 2007).
+    threshold: the best for all pairs.
 
-    An image that can't be read is not found, and in no pair. The main process compares.
+    An image that can't be read is not found, and in no pair.
     """
 
     counts, mistakes, calibration = SimpleNamespace(confusion=None), (), None  # nothing to draw
@@ -39,8 +39,7 @@ class EmbeddingEvaluation:
     def update(self, batch: Batch, embeddings: Tensor) -> None:
         """Take the embeddings [B, D] of a batch of the validation set."""
         embeddings = F.normalize(embeddings if embeddings.dtype == torch.float64 else embeddings.float())
-        sound = embeddings.isfinite().all(1)
-        sound = sound if batch.readable is None else sound & batch.readable
+        sound = embeddings.isfinite().all(1) & (True if batch.readable is None else batch.readable)
         self._parts.append((batch.positions, embeddings, sound))
 
     def results(self) -> dict:
@@ -83,7 +82,7 @@ def _nearest(rows: Tensor):
 
 
 def pairs(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First and second images of pairs of the same class, then of pairs of others; a function of the labels alone."""
+    """First and second images of pairs of the same class, then of others; a function of the labels."""
     order, images = np.argsort(labels, kind="stable"), np.arange(len(labels))
     _, classes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     start, size, place = (np.cumsum(sizes) - sizes)[classes], sizes[classes], np.argsort(order)
@@ -96,7 +95,7 @@ def pairs(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def verification(scores: np.ndarray, same: np.ndarray, classes: np.ndarray) -> dict[str, float | None]:
-    """Accuracy and threshold of pairs with these scores, which are of the same class or not; `classes` make folds."""
+    """Accuracy and threshold of pairs with these scores; `classes` make folds."""
     folds, right = np.unique(classes, return_inverse=True)[1] % _FOLDS, 0
     if len(np.unique(folds)) < 2:
         return {"verification_accuracy": None, "threshold": None}
@@ -107,12 +106,8 @@ def verification(scores: np.ndarray, same: np.ndarray, classes: np.ndarray) -> d
 
 
 def best_threshold(scores: np.ndarray, same: np.ndarray) -> float:
-    """The least threshold with the most right decisions of "score >= threshold": in the middle between two scores."""
-    order = np.argsort(scores, kind="stable")
-    scores, same = scores[order], same[order]
-    right = np.append(same[::-1].cumsum()[::-1], 0) + np.insert(
-        (~same).cumsum(), 0, 0
-    )  # with the threshold before each
-    edges = np.concatenate([[scores[0] - 1], (scores[1:] + scores[:-1]) / 2, [scores[-1] + 1]])
-    right[1:-1][scores[1:] == scores[:-1]] = 0  # equal ones are decided alike
-    return float(edges[right.argmax()])
+    """The lowest best threshold for decisions of "score >= threshold", between two scores."""
+    values, places = np.unique(scores, return_inverse=True)
+    gain = np.bincount(places, np.where(same, 1, -1))  # in right decisions below a value
+    edges = np.concatenate([[values[0] - 1], (values[1:] + values[:-1]) / 2, [values[-1] + 1]])
+    return float(edges[np.append(0, gain[::-1]).cumsum()[::-1].argmax()])

@@ -1,39 +1,39 @@
-"""Metrics of a classifier, exact on any layout of the run.
+"""Metrics of a classifier: fractions in 0..1, exact on any layout of the run.
 
-Everything is counted in integers on the device, without a host sync per batch, and summed exactly over the ranks, so
-that 1 and 1,000 processes get the same numbers. All results are fractions in 0..1.
+Everything is counted in integers on the device, without a host sync per batch, and summed exactly over the ranks.
 """
 
 import copy
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.classification.batches import Batch
+from common.classification.calibration import TEMPERATURES, Calibration
+from common.data.source import Source
 from common.distributed import devices
 from common.distributed.collectives import gather_objects, reduce_counts, reduce_dict
 
-CONFUSION_CLASSES = 2_000  # a matrix of 2,000 classes takes 32 MB on the device; above, only per-class counts are kept
-# Scores of each class are counted in so many bins of equal width; with more classes than above, in an eighth of them. A power
-# of two, so that a score lies in bin n or above exactly if it is at least n / SCORE_BINS.
+CONFUSION_CLASSES = 2_000  # limit of the confusion matrix, which then takes 32 MB
+# Bins of equal width for the scores of each class; an eighth of them with more classes than CONFUSION_CLASSES.
+# A power of two, so that a score lies in bin n or above exactly if it is at least n / SCORE_BINS.
 SCORE_BINS = 1_024
-AT_ONCE = 2**20  # scores: what is made of more of them would not fit into a processor's cache
+AT_ONCE = 2**20  # scores that are processed at once, to fit into a processor's cache
 
 
 class ClassificationCounts:
     """Counts of one evaluation. It is given every sample once, on any rank; then `reduce().results()`.
 
-    An image that could not be read counts as wrong; only the loss leaves it out. It is marked by a label of -1, or by
-    `readable`, which keeps its true label so that it also counts against its class.
+    An image that is not `readable` counts as wrong, also for its class; only the loss leaves it out.
     """
 
     def __init__(self, classes: int, device: torch.device | str, multi_label: bool = False):
         self.classes, self.multi_label = classes, multi_label
-        # Of each class: images that have it, images predicted to have it, and those where both is so.
-        shapes = dict.fromkeys(("count", "broken", "top1", "top5"), ()) | dict.fromkeys(
-            ("images", "predicted", "hits"), (classes,)
-        )
+        # Of each class: images that have it, images predicted to have it, and both.
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("count", "broken", "top1", "top5"), ())
+        shapes |= dict.fromkeys(("images", "predicted", "hits"), (classes,))
         if not multi_label and classes <= CONFUSION_CLASSES:
             shapes["confusion"] = (classes, classes)
         self._bins = SCORE_BINS if classes <= CONFUSION_CLASSES else SCORE_BINS // 8
@@ -52,8 +52,7 @@ class ClassificationCounts:
 
     @torch.no_grad()
     def update(self, logits: Tensor, labels: Tensor, readable: Tensor | None = None) -> None:
-        """Count a batch: logits float[batch, classes]; labels int64[batch] or, multi-label, bool[batch, classes];
-        readable bool[batch]."""
+        """Count a batch: logits float[B, K]; labels int64[B], or multi-label bool[B, K]; readable bool[B]."""
         if readable is None:
             readable = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
         at_once = max(1, AT_ONCE // self.classes)
@@ -65,29 +64,27 @@ class ClassificationCounts:
         if self.multi_label:
             losses = self._update_multi_label(logits, labels.bool(), readable)
         else:
-            readable = readable & (labels >= 0)
             losses = self._update_single_label(logits, labels, readable)
         self._counts["count"] += len(labels)
         self._counts["broken"] += (~readable).sum()
         self._loss += torch.where(readable, losses, 0).to(self._loss.dtype).sum()
 
     def _update_single_label(self, logits: Tensor, labels: Tensor, readable: Tensor) -> Tensor:
-        counts, true = self._counts, labels.clamp(min=0)
-        true_logit = logits.gather(1, true[:, None])
+        counts, true_logit = self._counts, logits.gather(1, labels[:, None])
         predicted = logits.argmax(1)  # the first of equal ones, as below
-        first = torch.arange(self.classes, device=logits.device) < true[:, None]
+        first = torch.arange(self.classes, device=logits.device) < labels[:, None]
         ahead = ((logits > true_logit) | ((logits == true_logit) & first)).sum(1)
-        sound = readable & ~logits.isnan().any(1)  # nothing is "ahead" of a NaN: it would look like a hit
+        sound = readable & ~logits.isnan().any(1)  # nothing is "ahead" of a NaN
         hit = sound & (ahead == 0)
         counts["top1"] += hit.sum()
         counts["top5"] += (sound & (ahead < 5)).sum()
-        counts["hits"].index_add_(0, true, hit.long())
-        counts["images"].index_add_(0, true, (labels >= 0).long())
+        counts["hits"].index_add_(0, labels, hit.long())
+        counts["images"].index_add_(0, labels, torch.ones_like(labels))
         counts["predicted"].index_add_(0, predicted, sound.long())
         if self.confusion is not None:
-            self.confusion.view(-1).index_add_(0, true * self.classes + predicted, sound.long())
-        self._count_scores(logits.softmax(1), F.one_hot(true, self.classes), sound)
-        return F.cross_entropy(logits, true, reduction="none")
+            self.confusion.view(-1).index_add_(0, labels * self.classes + predicted, sound.long())
+        self._count_scores(logits.softmax(1), F.one_hot(labels, self.classes), sound)
+        return F.cross_entropy(logits, labels, reduction="none")
 
     def _update_multi_label(self, logits: Tensor, labels: Tensor, readable: Tensor) -> Tensor:
         counts, predicted = self._counts, (logits > 0) & readable[:, None]  # probability above one half
@@ -138,16 +135,15 @@ class ClassificationCounts:
         return named | {"per_class": per_class, "thresholds": self.thresholds()[0]}
 
     def thresholds(self) -> tuple[list[float | None], list[float | None]]:
-        """For each class the threshold with the best F1, and that F1, of "score >= threshold".
+        """For each class the threshold with the best F1 of "probability >= threshold", and that F1.
 
-        The score is the probability of the class. Thresholds are multiples of 1 / `SCORE_BINS`; of equally good ones, the
-        nearest to one half is taken. None for a class that no image has, or that no threshold finds.
+        Of equally good ones the nearest to one half is taken. None for a class that no image has, or none finds.
         """
         scores, images = (self._counts[name].cpu() for name in ("scores", "images"))
         distance, at_once = (torch.arange(self._bins) - self._bins // 2).abs(), AT_ONCE // self._bins
         kept: list[tuple[float, float]] = []
         for part, of_class in zip(scores.split(at_once, 1), images.split(at_once), strict=True):
-            # How many images of other classes, and of the class, have at least the score of each bin.
+            # Images of other classes, and of the class, with at least the score of each bin.
             others, own = part.flip(2).cumsum(2).flip(2).double()
             f1 = 2 * own / (own + others + of_class[:, None])
             best = f1.nan_to_num(0.0).amax(1, keepdim=True)
@@ -157,11 +153,7 @@ class ClassificationCounts:
         return [threshold for threshold, _ in found], [f1 for _, f1 in found]
 
     def per_class(self) -> list[dict]:
-        """For each class: images; precision, recall and F1; the best threshold and its F1.
-
-        The prediction is the class with the largest logit; with several labels, each class of more than one half. None if there
-        is nothing to divide by.
-        """
+        """For each class: images; precision, recall and F1 or None; the best threshold and its F1 or None."""
         columns = (self._counts[name].tolist() for name in ("hits", "predicted", "images"))
         return [
             {
@@ -176,7 +168,8 @@ class ClassificationCounts:
         ]
 
 
-class Mistake(NamedTuple):
+@dataclass(frozen=True)
+class Mistake:
     """A sample that was classified wrongly."""
 
     index: int
@@ -193,16 +186,9 @@ class Mistakes:
         self._rows = torch.zeros(4, 0)  # confidence, index, label and prediction
 
     @torch.no_grad()
-    def update(
-        self, confidences: Tensor, predicted: Tensor, labels: Tensor, indices: Tensor, readable: Tensor | None = None
-    ) -> None:
-        """Add a batch: probabilities of the predictions float[batch]; int64[batch] three times; bool[batch].
-
-        `labels` and `readable` are as in `ClassificationCounts`. An image that could not be read is no mistake here: there is
-        nothing to look at. Nor is one with a NaN.
-        """
-        readable = labels >= 0 if readable is None else readable & (labels >= 0)
-        confidence = torch.where((predicted != labels) & readable, confidences.float().nan_to_num(-1.0), -1.0)
+    def update(self, confidences: Tensor, predicted: Tensor, labels: Tensor, indices: Tensor, sound: Tensor) -> None:
+        """Add a batch: probabilities float[B]; int64[B] three times; images that may be shown, bool[B]."""
+        confidence = torch.where((predicted != labels) & sound, confidences.float(), -1.0)
         facts = confidence, indices.to(labels.device), labels, predicted
         rows = torch.stack([part.to(devices.exact(labels.device)) for part in facts])
         rows = torch.cat([self._rows.to(rows), rows], 1)
@@ -212,9 +198,53 @@ class Mistakes:
     def merge(self) -> list[Mistake]:
         """The mistakes of all ranks: most confident first, equal ones by index. A collective."""
         rows = self._rows.T.tolist()
-        own = [Mistake(*map(int, facts), confidence) for confidence, *facts in rows if confidence >= 0]
+        own = [(*map(int, facts), confidence) for confidence, *facts in rows if confidence >= 0]
         everyone = [Mistake(*mistake) for of_rank in gather_objects(own) for mistake in of_rank]
         return sorted(everyone, key=lambda mistake: (-mistake.confidence, mistake.index))[: self.keep]
+
+
+class Evaluation:
+    """Results of one evaluation of `val`. It is given every batch once, on any rank.
+
+    `thorough` finds the temperature, too, which computes 201 softmaxes of each image.
+
+    Attributes, of all ranks after `results`:
+        counts: of right and wrong predictions.
+        calibration: None for multi-label data.
+        mistakes: the most confident ones; none for multi-label data.
+    """
+
+    def __init__(self, val: Source, device: torch.device | str, thorough: bool = False):
+        self._images, multi_label = len(val), val.multi_label
+        self.counts = ClassificationCounts(len(val.classes), device, multi_label=multi_label)
+        self.calibration = None if multi_label else Calibration(device, TEMPERATURES if thorough else (1.0,))
+        self.mistakes: list[Mistake] = []
+        self._mistakes = Mistakes()
+
+    @torch.no_grad()
+    def update(self, batch: Batch, logits: Tensor) -> None:
+        """Count a batch of the validation set with its logits [B, K]."""
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        self.counts.update(logits, batch.labels, batch.readable)
+        if self.calibration:
+            confidences, predicted = logits.softmax(1).max(1)
+            sound = ~confidences.isnan() if batch.readable is None else ~confidences.isnan() & batch.readable
+            self.calibration.update(logits, batch.labels, predicted == batch.labels, sound)
+            self._mistakes.update(confidences, predicted, batch.labels, batch.positions, sound)
+
+    def results(self) -> dict:
+        """The numbers of `ClassificationCounts.results`, and `ece`, on every rank. A collective."""
+        self.counts, self.mistakes = self.counts.reduce(), self._mistakes.merge()
+        results = self.counts.results(self._images)
+        if self.calibration:
+            self.calibration = self.calibration.reduce()
+            results["ece"] = self.calibration.ece()
+        return results
+
+    def details(self) -> dict:
+        """Of a report: `classes`, one dict per class, and `calibration`. After `results`."""
+        found = {"classes": self.counts.per_class()}
+        return found | {"calibration": self.calibration.results()} if self.calibration else found
 
 
 def _share(part: float, total: float) -> float | None:

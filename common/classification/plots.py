@@ -34,12 +34,11 @@ def mistakes(source: Source, mistakes: Sequence[Mistake], path: Path) -> None:
         names = source.classes[mistake.label], source.classes[mistake.predicted]
         share = f"{mistake.confidence:.0%}".replace("%", " %")
         cells.append(cell(source, mistake.index, f"{arrow(*names)}\n{share}"))
-    found = "most confident mistakes (true → predicted)" if len(mistakes) else "no mistakes"
-    sheet(cells, f"{evaluation_of(path)}: {found}", path)
+    sheet(cells, f"{evaluation_of(path)}: most confident mistakes (true → predicted)", path)
 
 
 def reliability(calibration: Calibration, path: Path) -> None:
-    """Draw accuracy over confidence, before and after the temperature. Areas of points show how many images are in a bin."""
+    """Draw accuracy over confidence, before and after the temperature, with a point for each bin."""
     from matplotlib.ticker import PercentFormatter
 
     figure = new_figure(5.6, 5.2)
@@ -49,14 +48,8 @@ def reliability(calibration: Calibration, path: Path) -> None:
     def draw(temperature: float, colour: str, label: str) -> None:
         images, right, confidences = calibration.bins(temperature).numpy()
         of_bin = np.maximum(images, 1)  # an empty one is a point without an area
-        axes.scatter(
-            confidences / of_bin,
-            right / of_bin,
-            300 * images / max(1, images.sum()),
-            colour,
-            label=label,
-            clip_on=False,
-        )
+        areas = 300 * images / max(1, images.sum())
+        axes.scatter(confidences / of_bin, right / of_bin, areas, colour, label=label, clip_on=False)
 
     draw(1.0, BLUE, "as it is")
     ece = calibration.ece()

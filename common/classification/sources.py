@@ -16,7 +16,7 @@ from common.data.digits import load_digits
 from common.data.huggingface import open_table
 from common.data.images import SUFFIXES
 from common.data.source import Files, Source, refuse_broken
-from common.data.tables import Table, table_parts
+from common.data.tables import part_labels, read_tables
 from common.errors import Refused
 from common.files import walk
 
@@ -48,16 +48,15 @@ def load(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None 
     Data of another form are read by a `custom` data set of your own, or by one for each part: {"train": ..., "val": ...}.
 
     `split` names the part to evaluate on, as in `splits.choose`. If there is none, `val_share` of each class is held out,
-    chosen by `seed` and the image's path or row alone: adding a file moves at most one other of its class to the other side.
-    The held-out fifth of `digits` is fixed, so that its results compare across seeds and settings. With `spec.alone`, both
-    are the part to evaluate a trained model on.
+    chosen by `seed` and the image's path or row alone; of `digits` always the same fifth. With `spec.alone`, both are the
+    part to evaluate a trained model on.
 
     Raises `Refused` for data that can't be found, read, or trained on, and if more than `max_broken_share` of a part is
     missing.
     """
     from common.data.shards import shard_parts, shared  # imports torch
 
-    shards = shard_parts(spec, lambda labels: data_spec.names_of(spec.pieces(labels))) if custom is None else None
+    shards = shard_parts(spec) if custom is None else None
     with data_spec.reading(spec.data):
         parts = shards or _open(spec, custom)
         pieces = spec.pieces(parts.labels)
@@ -69,45 +68,23 @@ def load(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None 
 
 
 def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None) -> Parts:
-    """The parts of the data, as the first format gives them that recognises `spec.data`."""
+    """The parts of the data, not read yet. Raises `Refused`."""
+    is_digits = custom is None and spec.data == "digits"
+    if custom is None and not is_digits and (table := open_table(spec.data)):
+        columns = spec.image_column, spec.label_column, spec.min_classes
+        return Parts(part_labels(table), lambda names: read_tables([table[name] for name in names], *columns))
+    spec.refuse_columns()
     if custom is not None:
-        spec.refuse_columns()
-        return open_custom(spec.data, custom, spec.min_classes)
-    for open_format in (_open_digits, _open_table, _open_folder):
-        if parts := open_format(spec):
-            return parts
-    path = Path(spec.data).expanduser()
-    found = "a file of a kind that is not known" if path.exists() else "nothing is there"
-    raise Refused(
-        f"--data {spec.data}: {found}; expected digits, an image folder with one subfolder per class, a save_to_disk "
-        f"folder, parquet, CSV, or a Hugging Face name such as owner/name{nearest_path(path)}"
-    )
-
-
-# ---- formats: each gives the parts of its data, not read yet, or None for data of another format
-
-
-def _open_digits(spec: Spec) -> Parts | None:
-    if spec.data != "digits":
-        return None
-    spec.refuse_columns()
-    return Given(dict(zip(("train", "val"), load_digits(), strict=True)))
-
-
-def _open_table(spec: Spec) -> Parts[Table] | None:
-    table = open_table(spec.data)
-    return table_parts(table, spec.image_column, spec.label_column, spec.min_classes) if table else None
-
-
-def _open_folder(spec: Spec) -> Parts[Files] | None:
-    """An image folder as one part, or the folders in it as parts. Raises `Refused`.
-
-    Class ids are the sorted names of the class folders. Images may lie at any depth below these.
-    """
-    spec.refuse_columns()
+        return open_custom(custom, spec.min_classes)
+    if is_digits:
+        return Given(dict(zip(("train", "val"), load_digits(), strict=True)))
     root = Path(os.path.abspath(Path(spec.data).expanduser()))
     if not root.is_dir():
-        return None
+        found = "a file of a kind that is not known" if root.exists() else "nothing is there"
+        raise Refused(
+            f"--data {spec.data}: {found}; expected digits, an image folder with one subfolder per class, a save_to_disk "
+            f"folder, parquet, CSV, or a Hugging Face name such as owner/name{nearest_path(root)}"
+        )
     folders = _part_folders(root)
     labels = {name: "the folder" if folder == root else f"{name}/" for name, folder in folders.items()}
     return Parts(labels, lambda names: _read_folders([folders[name] for name in names], spec.min_classes))
@@ -117,14 +94,21 @@ def _open_folder(spec: Spec) -> Parts[Files] | None:
 
 
 def _read_folders(folders: Sequence[Path], min_classes: int) -> list[Files]:
+    """The images of each folder. Classes are the class folders of the first. Raises `Refused`."""
     first, *others = folders
-    classes = _class_folders(first, min_classes)
-    sources = [_scan(first, classes)]
+    classes = _subfolders(first)
+    if len(classes) < min_classes:
+        found = f"only the class folder {classes[0]}/" if classes else "no class folders"
+        raise Refused(f"{first}: {found}; images belong in one subfolder per class, of two classes or more")
     for folder in others:
-        if unknown := sorted(set(_subfolders(folder)) - set(classes)):
+        if unknown := sorted({*_subfolders(folder)} - {*classes}):
             raise Refused(f"{folder / unknown[0]}: a class that {first} does not have; add it there")
-        sources.append(_scan(folder, classes, may_be_empty=True))
-        if not len(sources[-1]):
+    sources = [_scan(folder, classes) for folder in folders]
+    for name, count in zip(classes, sources[0].class_counts, strict=True):
+        if not count:
+            raise Refused(f"{first / name}: no images in this class folder; add some (jpg, png, ...) or remove it")
+    for folder, source in zip(others, sources[1:], strict=True):
+        if not len(source):
             raise Refused(f"{folder}: no images to evaluate on; add some, or use --data {first}")
     return sources
 
@@ -150,25 +134,14 @@ def _subfolders(folder: Path) -> list[str]:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _class_folders(folder: Path, min_classes: int) -> list[str]:
-    names = _subfolders(folder)
-    if len(names) < min_classes:
-        found = f"only the class folder {names[0]}/" if names else "no class folders"
-        raise Refused(f"{folder}: {found}; images belong in one subfolder per class, of two classes or more")
-    return names
-
-
-def _scan(root: Path, classes: list[str], may_be_empty: bool = False) -> Files:
+def _scan(root: Path, classes: list[str]) -> Files:
     paths, sizes = [], []
     for name in classes:
         files = sorted(_image_files(root, name)) if (root / name).is_dir() else []
-        if not files and not may_be_empty:
-            raise Refused(f"{root / name}: no images in this class folder; add some (jpg, png, ...) or remove it")
         paths.append(pa.array([path for path, _ in files], pa.large_binary()))
         sizes.append(np.array([size for _, size in files], np.int64))
-    labels = np.repeat(np.arange(len(classes)), [len(column) for column in paths])
-    columns = pa.concat_arrays(paths), np.concatenate(sizes)
-    return Files(str(root), *columns, labels=labels, classes=tuple(classes))
+    labels = np.repeat(np.arange(len(classes)), [*map(len, paths)])
+    return Files(str(root), pa.concat_arrays(paths), np.concatenate(sizes), labels=labels, classes=tuple(classes))
 
 
 def _image_files(root: Path, folder: str) -> Iterator[tuple[bytes, int]]:

@@ -1,10 +1,10 @@
 """Training labels that the trained model contradicts: likely wrong, or only worth a look.
 
-At the end of a run the model looks at its training images once more, without augmentation. A label is likely wrong if the model
-gives it a probability of less than 5 %, and if such labels are more than the model's own doubt explains. Where all labels are
-right, at most 0.4 times as many are there as its probabilities let expect, since it has trained on them; where 5 % are wrong,
-0.8 to 0.9 times as many (measured: docs/after_training.md). Else a lower threshold is tried. Source of the ranking by loss:
-Arazo et al., "Unsupervised Label Noise Modeling and Loss Correction", 2019.
+At the end of a run the model predicts its training images without augmentation. A label is likely wrong if the model gives it
+a probability of less than 5 %, and if there are more such labels than the model's own doubt explains. If all labels are right,
+there are at most 0.4 times as many as its probabilities predict, since it has trained on them; if 5 % are wrong, 0.8 to 0.9
+times as many (measured: docs/after_training.md). Otherwise a lower threshold is tried. Source of the ranking by loss: Arazo et
+al., "Unsupervised Label Noise Modeling and Loss Correction", 2019.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ from common.distributed.collectives import all_sum, gather_to_main
 from common.run.plots import arrow, run_of, sheet
 
 THRESHOLDS = (0.05, 0.04, 0.03, 0.02, 0.01, 0.005)  # for the probability of a label
-UNEXPLAINED = 0.5  # labels below a threshold are likely wrong if they are so many times the expected number
+UNEXPLAINED = 0.5  # times the expected number of labels below a threshold: from here on they are likely wrong
 WORST, LONGEST = 0.06, 10_000  # share of the images, and number of rows: the length of the list
 SHOWN = 24  # images on the sheet
 COLUMNS = ("rank", "verdict", "image", "label", "suggested", "probability", "suggested_probability")
@@ -36,8 +36,10 @@ class Suspects(NamedTuple):
     probabilities: np.ndarray  # float64[n], of their labels
     others: np.ndarray  # int64[n]: the class that is suggested, or for multi-label data to be added or taken away
     others_probabilities: np.ndarray  # float64[n]
-    likely: int  # the first so many are likely wrong, the others are worth a look
-    classes: list[tuple[int, int, int, int]]  # mostly contradicted: class, suggested class, images like others, images
+    likely: int  # how many of the first are likely wrong; the others are worth a look
+    classes: list[
+        tuple[int, int, int, int]
+    ]  # classes that were not learnt: class, suggested class, images like others, images
     looked_at: int  # images
 
     def verdict(self, place: int) -> str:
@@ -47,10 +49,7 @@ class Suspects(NamedTuple):
 @torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def find(source: Source, batches: Iterable[tuple[Batch, Tensor]], device: torch.device | str) -> Suspects | None:
-    """The labels of `source` that are contradicted, on the main process. A collective.
-
-    `batches` are of its images without augmentation, each once, on any rank, with their logits [B, K].
-    """
+    """The contradicted labels of `source`, on the main process, from all its images with logits [B, K]. A collective."""
     count = len(source.classes)
     expected = torch.zeros(len(THRESHOLDS), count, dtype=devices.exact(device), device=device)
     looks = [expected.new_zeros(4, 0), *(_look(source, batch, logits, expected) for batch, logits in batches)]
@@ -65,7 +64,7 @@ def find(source: Source, batches: Iterable[tuple[Batch, Tensor]], device: torch.
     if not source.multi_label:
         labels = source.labels[indices]
         images, wrong = (np.bincount(part, minlength=count) for part in (labels, labels[contradicted]))
-        unlearned = 4 * wrong > 3 * images  # bool[K]: most of its images look like others: too rare to be learnt
+        unlearned = 4 * wrong > 3 * images  # bool[K]: too rare to be learnt
         for number in np.flatnonzero(unlearned).tolist():
             other = int(np.bincount(others[contradicted & (labels == number)]).argmax())
             classes.append((number, other, int(wrong[number]), int(images[number])))
@@ -87,7 +86,7 @@ def _look(source: Source, batch: Batch, logits: Tensor, expected: Tensor) -> Ten
     logits = logits[batch.readable].to(expected)
     labels, positions = batch.labels[batch.readable], batch.positions[batch.readable]
     if source.multi_label:
-        given, other = torch.where(labels, logits, -logits).sigmoid().min(1)  # the decision that fits worst
+        given, other = torch.where(labels, logits, -logits).sigmoid().min(1)  # the worst decision
         probability = 1 - given
     else:
         probabilities = logits.softmax(1)

@@ -1,14 +1,11 @@
 """Transforms of single images in data workers: crop, flips and policies, and timm's for evaluation.
 
-Random numbers come from Python's, NumPy's and torch's generators, which the caller seeds from the sample's position. Pixels
-stay uint8 until they are on the device, where the augmentations of whole batches follow (`common.classification.augmentation`).
+Random numbers come from Python's, NumPy's and torch's generators, which the caller seeds for each sample.
 """
 
 import math
 import random
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,19 +24,34 @@ _TRIES = 10
 _SECTION = re.compile(r"(?!t)[a-z]+[0-9.]+|t(weights|3aw?)")  # of a policy, such as m9 or mstd0.5
 
 
-@dataclass(frozen=True)
 class TrainingTransform:
-    """An image -> uint8[3, H, W]: a random crop, resized and flipped, then a policy, which samples its own numbers."""
+    """An image -> uint8[3, H, W]: a random crop, resized and flipped, then a policy."""
 
-    size: tuple[int, int]  # height and width
-    least_area: float  # of a crop, as a share of the image
-    hflip: float
-    vflip: float
-    interpolation: str
-    policy: Callable[[Image.Image], Image.Image] | None
+    def __init__(self, config: Any, data_config: dict):
+        """As in `config`, to images of `data_config["input_size"]` ([3, H, W]).
+
+        `data_config` is as `timm.data.resolve_model_data_config` returns it. Raises `Refused` for a policy that timm lacks.
+        """
+        self.size = tuple(data_config["input_size"][1:])
+        self.smallest_area, self.hflip, self.vflip = config.crop_scale, config.hflip, config.vflip
+        self.interpolation = data_config["interpolation"]
+        self.policy = None
+        try:
+            if unknown := [section for section in config.augment.split("-")[1:] if not _SECTION.fullmatch(section)]:
+                raise ValueError(f"unknown section {unknown[0]}")  # timm ignores these
+            if config.augment:
+                options = {"interpolation": self.interpolation, "mean": data_config["mean"], "color_jitter": None}
+                # In three parts: geometry, policy, conversion.
+                _, self.policy, _ = transforms_imagenet_train(
+                    self.size, separate=True, auto_augment=config.augment, **options
+                )
+        except (AssertionError, KeyError, ValueError, NotImplementedError) as error:
+            reason = error or type(error).__name__
+            examples = "examples: rand-m9-mstd0.5, augmix-m3-w3, original, v0, 3a"
+            raise Refused(f"--augment {config.augment}: not a policy of timm ({reason}); {examples}") from None
 
     def __call__(self, picture: Picture) -> torch.Tensor:
-        box = crop(picture.height, picture.width, self.least_area)
+        box = crop(picture.height, picture.width, self.smallest_area)
         flipped = [axis for axis, share in ((1, self.vflip), (2, self.hflip)) if random.random() < share]
         pixels = picture.region(*box, self.size, self.interpolation)
         pixels = pixels.flip(flipped) if flipped else pixels
@@ -48,36 +60,14 @@ class TrainingTransform:
         return pixels
 
 
-def training_transform(config: Any, data_config: dict) -> TrainingTransform:
-    """Crop, flips and policy as in `config`, to images of `data_config["input_size"]` ([3, H, W]).
+def crop(height: int, width: int, smallest_area: float) -> tuple[int, int, int, int]:
+    """Top, left, height and width of a part with `smallest_area` to all of the area and a ratio of 3:4 to 4:3.
 
-    `data_config` is as `timm.data.resolve_model_data_config` returns it. Raises `Refused` for a policy that timm lacks.
-    """
-    size, interpolation = tuple(data_config["input_size"][1:]), data_config["interpolation"]
-    policy = None
-    try:
-        if unknown := [section for section in config.augment.split("-")[1:] if not _SECTION.fullmatch(section)]:
-            raise ValueError(f"unknown section {unknown[0]}")  # timm ignores these
-        if config.augment:
-            options = {"interpolation": interpolation, "mean": data_config["mean"], "color_jitter": None}
-            # In three parts: geometry, policy, conversion.
-            _, policy, _ = transforms_imagenet_train(size, separate=True, auto_augment=config.augment, **options)
-    except (AssertionError, KeyError, ValueError, NotImplementedError) as error:
-        reason = error or type(error).__name__
-        examples = "examples: rand-m9-mstd0.5, augmix-m3-w3, original, v0, 3a"
-        raise Refused(f"--augment {config.augment}: not a policy of timm ({reason}); {examples}") from None
-    return TrainingTransform(size, config.crop_scale, config.hflip, config.vflip, interpolation, policy)
-
-
-def crop(height: int, width: int, least_area: float) -> tuple[int, int, int, int]:
-    """Top, left, height and width of a part with `least_area` to all of the area and a ratio of 3:4 to 4:3.
-
-    Drawn from Python's generator. If no such part fits, it is the largest centred one that has a ratio within the limits.
-    Source: Szegedy et al., "Going deeper with convolutions", 2015, as in torchvision's RandomResizedCrop.
+    If no such part fits, it is the largest centred one. As torchvision's RandomResizedCrop (Szegedy et al., 2015).
     """
     low, high = (math.log(ratio) for ratio in _RATIO)
     for _ in range(_TRIES):
-        area = height * width * random.uniform(least_area, 1)
+        area = height * width * random.uniform(smallest_area, 1)
         ratio = math.exp(random.uniform(low, high))
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
@@ -86,28 +76,23 @@ def crop(height: int, width: int, least_area: float) -> tuple[int, int, int, int
     return (height - h) // 2, (width - w) // 2, max(1, h), max(1, w)
 
 
-@dataclass(frozen=True)
 class EvaluationTransform:
-    """An RGB image -> uint8[3, H, W]: resized to cover a size, then cropped at the centre."""
+    """An RGB image -> uint8[3, H, W]: resized to cover a size, then cropped at the centre, as timm does."""
 
-    data_config: dict  # as of `evaluation_transform`
-    resize_and_crop: Callable[[Image.Image], torch.Tensor]
+    def __init__(self, data_config: dict):
+        """`data_config` is as for `TrainingTransform`."""
+        self.data_config = data_config
+        options = {key: data_config[key] for key in ("input_size", "interpolation", "crop_pct")}
+        self._resize_and_crop = timm.data.create_transform(**options, use_prefetcher=True)
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         """Raises `BrokenImage` for a stripe that resizing would make larger than an image may be."""
         sides = zip(self.data_config["input_size"][1:], (image.height, image.width), strict=True)
         scale = max(wanted / self.data_config["crop_pct"] / side for wanted, side in sides)
-        pixels = image.width * image.height * scale**2
-        if pixels > MAX_PIXELS:
+        if (pixels := image.width * image.height * scale**2) > MAX_PIXELS:
             enlarged = f"{image.width} x {image.height} pixels would be enlarged to {pixels:.3g}"
             raise BrokenImage(f"{enlarged}, the limit is {MAX_PIXELS}")
-        return self.resize_and_crop(image)
-
-
-def evaluation_transform(data_config: dict) -> EvaluationTransform:
-    """Resize and centre crop for the model's `data_config`: exactly timm's own."""
-    options = {key: data_config[key] for key in ("input_size", "interpolation", "crop_pct")}
-    return EvaluationTransform(data_config, timm.data.create_transform(**options, use_prefetcher=True))
+        return self._resize_and_crop(image)
 
 
 def _posterize(image: Image.Image, bits: int, **_) -> Image.Image:

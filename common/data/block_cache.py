@@ -1,7 +1,7 @@
-"""Blocks of samples that were read from elsewhere, shared by the processes and data workers of a machine.
+"""Blocks of samples from URLs, shared by the processes and data workers of a machine.
 
-Whoever needs a block first reads it, the others wait for it, and the one that was used longest ago gives way. All lie in one
-file in memory without a name, which the system frees with the last process.
+The first process that needs a block reads it; the least recently used one gives way. All blocks lie in one file in memory
+without a name, which the system frees with the last process.
 """
 
 import fcntl
@@ -56,10 +56,7 @@ class BlockCache:
                 time.sleep(_WAIT)
 
     def expect(self, shards: Mapping[int, int], fetch: Fetch) -> None:
-        """Begin to read the blocks that are not there yet. `shards`: block -> its shard, in ascending order.
-
-        If many of a shard are missing, they are asked for together: each answer takes time to come.
-        """
+        """Begin to read missing blocks, several of a shard at once. `shards`: block -> its shard, in ascending order."""
         self._own()
         present = {*self._asked, *(self._table["block"] - 1).tolist()}
         missing = [block for block in shards if block not in present]

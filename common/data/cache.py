@@ -1,8 +1,7 @@
 """Cache of decoded images: a JPEG is decoded once, not in every epoch.
 
-All processes and data workers of a machine share one file without a name, in memory or in a folder. The system frees it
-with the last process that has it open, however that process ends: nothing is left behind, and nothing stale can be found.
-A slot is filled when its image is first read; the first epoch sees the same pixels as the later ones.
+All processes and data workers of a machine share one file without a name, in memory or in a folder, which the system frees
+with the last of them. A slot is filled when its image is first read; the first epoch sees the same pixels as later ones.
 """
 
 import os
@@ -40,56 +39,25 @@ class Cache:
         return f"images of at most {self.side} x {self.side} pixels in {self.folder or 'memory'}, up to {limit}"
 
     def picture(self, index: int, read: Callable[[], Picture]) -> Picture:
-        """The image at `index` as the cache keeps it: from its slot, or the first time from `read`.
-
-        A slot that another process has not finished is written again, with the same pixels. Raises what `read` raises.
-        """
-        if size := self._find(index):
-            return _Kept(self, index, *size)
+        """The image at `index` as the cache keeps it: from its slot, or if that is not complete from `read`."""
+        record = np.frombuffer(os.pread(self._file.fileno(), _RECORD.itemsize, index * _RECORD.itemsize), _RECORD)
+        if len(record) and record["height"][0]:
+            rows = np.empty((*record[0].tolist(), 3), np.uint8)
+            if os.preadv(self._file.fileno(), [rows.data], self._place(index)) != rows.nbytes:
+                raise OSError(f"the cache of decoded images, {self}, can't be read any more")
+            return Picture(torch.from_numpy(rows).permute(2, 0, 1))
         picture = read()
         height, width = shrunk(picture.height, picture.width, self.side)
         pixels = picture.region(0, 0, picture.height, picture.width, (height, width), "bicubic")
-        self._keep(index, pixels.permute(1, 2, 0).contiguous().numpy())  # [H, W, 3]: rows are contiguous
+        rows = pixels.permute(1, 2, 0).contiguous().numpy()  # [H, W, 3]
+        with suppress(OSError):  # the disk has filled up since: the image is then decoded each time
+            if os.pwrite(self._file.fileno(), rows.data, self._place(index)) == rows.nbytes:
+                # Only now the record, which says that the pixels are complete.
+                os.pwrite(self._file.fileno(), np.array([height, width], "<u4").tobytes(), index * _RECORD.itemsize)
         return Picture(pixels)
 
-    def rows(self, index: int, width: int, top: int, bottom: int) -> np.ndarray | None:
-        """uint8[bottom - top, width, 3] of a slot with an image of this width; None if unreadable."""
-        pixels = np.empty((bottom - top, width, 3), np.uint8)
-        found = os.preadv(self._file.fileno(), [pixels], self._place(index) + 3 * width * top)
-        return pixels if found == pixels.nbytes else None
-
-    def _find(self, index: int) -> tuple[int, int] | None:
-        """Height and width of the image in a slot; None if it is not there yet."""
-        record = np.frombuffer(os.pread(self._file.fileno(), _RECORD.itemsize, index * _RECORD.itemsize), _RECORD)
-        return tuple(record[0].tolist()) if len(record) and record["height"][0] else None
-
-    def _keep(self, index: int, pixels: np.ndarray) -> None:
-        try:
-            written = os.pwrite(self._file.fileno(), pixels, self._place(index))
-            if written == pixels.nbytes:  # only then the record, which says that the pixels are complete
-                os.pwrite(self._file.fileno(), np.array(pixels.shape[:2], "<u4"), index * _RECORD.itemsize)
-        except OSError:
-            pass  # the disk has filled up since: the image is then decoded each time
-
-    @property
-    def _slot(self) -> int:
-        return 3 * self.side**2
-
     def _place(self, index: int) -> int:
-        return self.count * _RECORD.itemsize + index * self._slot
-
-
-class _Kept(Picture):
-    """An image in a slot; only the rows that are used are read."""
-
-    def __init__(self, cache: Cache, index: int, height: int, width: int):
-        self._jpeg, self._cache, self._index, self.height, self.width = None, cache, index, height, width
-
-    def part(self, reduction: int, top: int, left: int, bottom: int, right: int) -> torch.Tensor:
-        rows = self._cache.rows(self._index, self.width, top, bottom)
-        if rows is None:
-            raise OSError(f"the cache of decoded images, {self._cache}, can't be read any more")
-        return torch.from_numpy(rows[:, left:right]).permute(2, 0, 1)
+        return self.count * _RECORD.itemsize + index * 3 * self.side**2
 
 
 def shrunk(height: int, width: int, side: int) -> tuple[int, int]:
@@ -107,10 +75,7 @@ def needed(count: int, side: int) -> int:
 
 
 def open_cache(count: int, side: int, folder: str) -> Cache | None:
-    """One cache per machine for `count` images, in memory or in `folder`; None for side 0. A collective.
-
-    Raises `Refused` if there is no room for all images.
-    """
+    """One cache per machine for `count` images; None for side 0. A collective. Raises `Refused` if they do not fit."""
     if not side:
         if folder:
             raise Refused(f"--cache_folder {folder}: nothing is kept there without --cache, such as --cache 336")

@@ -4,7 +4,6 @@ import csv
 import io
 from collections.abc import Sequence
 from itertools import accumulate
-from os import PathLike
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,23 +18,20 @@ _WHOLE_NUMBER = r"^(0|-?[1-9][0-9]{0,17})(\.0+)?$"  # 007 is a name
 _MAX_BYTES = 2**32
 
 
-def read_csv(files: Sequence[str | PathLike]) -> list[pa.Table]:
-    """The rows of each file. Whole numbers are int64, all else is text, and empty cells are null.
-
-    All files must have the same columns; types are inferred from all rows together. Raises `Refused`.
-    """
-    tables = [_read(file) for file in files]
-    for file, table in zip(files, tables, strict=True):
-        if table.column_names != tables[0].column_names:
+def read_csv(files: Sequence[str]) -> dict[str, pa.Table]:
+    """The rows of each file, in the same columns: int64 where all are whole numbers, else text. Raises `Refused`."""
+    tables = {file: _read(file) for file in files}
+    for file, table in tables.items():
+        if table.column_names != tables[files[0]].column_names:
             names = ", ".join(table.column_names)
             raise Refused(f"{file}: has other columns than {files[0]}, {names}; make them the same")
-    joined = pa.concat_tables(tables)
-    typed = pa.table({name: _typed(joined[name]) for name in joined.column_names})
-    starts = accumulate(map(len, tables[:-1]), initial=0)
-    return [typed.slice(start, len(table)) for start, table in zip(starts, tables, strict=True)]
+    joined = pa.concat_tables(tables.values())
+    typed = pa.table({name: as_numbers(joined[name]) for name in joined.column_names})
+    starts = accumulate(map(len, tables.values()), initial=0)
+    return {file: typed.slice(start, len(table)) for (file, table), start in zip(tables.items(), starts, strict=False)}
 
 
-def _read(file: str | PathLike) -> pa.Table:
+def _read(file: str) -> pa.Table:
     try:
         content = read_bytes(file, _MAX_BYTES)
         head = io.BytesIO(content).readline().decode("utf-8-sig").rstrip("\r\n")
@@ -63,7 +59,8 @@ def _read(file: str | PathLike) -> pa.Table:
     return table.select([name for name in names if name])  # pandas writes its row numbers without a name
 
 
-def _typed(column: pa.ChunkedArray) -> pa.ChunkedArray:
+def as_numbers(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """A column of texts as int64 if all of them are whole numbers, else as texts; empty ones become null."""
     column = pc.utf8_trim_whitespace(column)
     column = pc.if_else(pc.equal(column, ""), pa.scalar(None, pa.string()), column)
     is_whole = pc.all(pc.match_substring_regex(column, _WHOLE_NUMBER), min_count=1).as_py()

@@ -9,11 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
+import numpy as np
+
 from common.config.origin import Origin
 from common.data import splits
 from common.data.splits import Piece, kind_of
 from common.errors import Refused
 from common.randomness import key_of
+
+_SHOWN = 5  # class names in a row of the start table
 
 S = TypeVar("S")  # a source: images with labels, or with boxes
 
@@ -45,8 +49,8 @@ class DataSpec:
     image_column: str = ""
     streaming: bool = False
     shard_memory: int = 1024  # MiB
-    alone: bool = False  # only the part to evaluate a trained model on, as `splits.choose_part` finds it
-    held_out: bool = False  # with `alone`: the model was trained on these data, except for the held-out share
+    alone: bool = False  # True for only the part to evaluate a trained model on
+    held_out: bool = False  # True if that model was trained on these data without a held-out share
 
     table_fields: ClassVar[tuple[str, ...]] = ("image_column",)  # that only tables use
 
@@ -73,8 +77,7 @@ class DataSpec:
     def divide(self, labels: Mapping[str, str], pieces: Sequence[Piece], sources: Mapping[str, S]) -> tuple[S, ...]:
         """The source of each piece. Sides are chosen by `seed` and each image's path or row alone.
 
-        The `part` of a source names it: `val/`, or `20 % held out of train/`; for the second source also other parts that
-        could be evaluated.
+        Its `part` becomes `val/` or `20 % held out of train/`; the second one's also names other parts to evaluate.
         """
         used = {piece.name for piece in pieces}
         others = "".join(
@@ -85,7 +88,8 @@ class DataSpec:
         found: list[S] = []
         rows: dict[str, Any] = {}
         for piece in pieces:
-            source, part = sources[piece.name], labels[piece.name]
+            source: Any = sources[piece.name]
+            part = labels[piece.name]
             if piece.side != splits.WHOLE:
                 if not rows:
                     numbers = source.random_numbers(key_of(self.seed, "held out"))
@@ -112,10 +116,7 @@ def read(parts: Parts[S], pieces: Sequence[Piece]) -> dict[str, S]:
 
 @contextmanager
 def reading(data: str) -> Iterator[None]:
-    """A block that reads data, in one process of each machine first: reading may download and convert.
-
-    A collective. Data that can't be read are `Refused`.
-    """
+    """A block that may download data: one process of each machine goes first. A collective. Raises `Refused`."""
     # Imported late, since it imports torch.
     from common.distributed.collectives import main_process_first
 
@@ -142,3 +143,29 @@ def same_everywhere(sources: Sequence[S]) -> tuple[S, S]:
 def fingerprint(train: Any, val: Any) -> str:
     """Names the data of a run: both sources, in 25 characters."""
     return f"{train.fingerprint[:12]}-{val.fingerprint[:12]}"
+
+
+def data_rows(data: str, train, val, samples: str = "images") -> dict[str, str]:
+    """Rows of the start table about two sources; `samples`, images or boxes, are in their `class_counts`."""
+    classes, counts = train.classes, train.class_counts
+    rows = {
+        "data": f"{data}: {len(train):,} + {len(val):,} images of {len(classes):,} classes",
+        "classes": _names(classes),
+        "trained on": train.part,
+        "evaluated": val.part,
+        "fingerprint": f"{fingerprint(train, val)}, names, sizes and labels are the same on all ranks; pixels are not compared",
+    }
+    if counts is not None:
+        few, many = int(counts.argmin()), int(counts.argmax())
+        rows[f"{samples} a class"] = f"{counts[few]:,} ({classes[few]}) to {counts[many]:,} ({classes[many]})"
+    if len(never := np.flatnonzero(val.class_counts == 0)):
+        rows["not evaluated"] = f"{_names([classes[place] for place in never])}: no {samples} to evaluate"
+    others = [note for note in val.notes if note not in train.notes]
+    return rows | {
+        name: "; ".join(notes) for name, notes in (("train notes", train.notes), ("val notes", others)) if notes
+    }
+
+
+def _names(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more:,} more" if more > 0 else "")

@@ -1,9 +1,8 @@
 """scikit-learn's handwritten digits as a source, without importing all of scikit-learn."""
 
-import importlib.util
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
+from importlib.metadata import distribution
 
 import numpy as np
 from PIL import Image
@@ -14,18 +13,18 @@ from common.randomness import key_of, mix
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
-    """float64[N, 8, 8] in 0..16 and int64[N], the digit: the test part of the UCI set (Alpaydin & Kaynak, 1998), 1,797 images.
+    """Images float64[1797, 8, 8] in 0..16 and their digits int64[1797]: the test part of the UCI set (Alpaydin & Kaynak, 1998).
 
-    Read from scikit-learn's file, since importing scikit-learn takes most of a second.
+    Read from scikit-learn's file, since importing scikit-learn is slow.
     """
-    file = Path(importlib.util.find_spec("sklearn").origin).parent / "datasets/data/digits.csv.gz"
-    rows = np.loadtxt(file, delimiter=",")  # [N, 65], the last column is the digit
+    file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
+    rows = np.loadtxt(str(file), delimiter=",")  # [N, 65], the last column is the digit
     return rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class Digits(Columns):
-    """Grey digits, enlarged once from 8x8 to 32x32 pixels: a crop of 8x8 could only move by an eighth."""
+    """Grey digits, enlarged from 8x8 to 32x32 pixels so that crops can move."""
 
     pixels: np.ndarray  # uint8[N, 32, 32]
     rows: np.ndarray  # int64[N] in scikit-learn's order

@@ -1,9 +1,8 @@
 """Handover of batches from data workers to their process: nothing is left behind after any kill.
 
 A batch's arrays are written to memory without a name, which the system frees with the last process that has it open. The
-open file is sent through a pair of sockets that is older than the workers; everything else goes through the loader's
-queue. (torch's own way gives the memory a name in /dev/shm for a moment, which is small in containers, and each worker a
-listening socket in /tmp.)
+open file is sent through a pair of sockets; everything else goes through the loader's queue. (torch would give the memory a
+name in /dev/shm, and each worker a socket in /tmp.)
 """
 
 import errno
@@ -61,7 +60,8 @@ class _Parcel:
         self._batch, self._handover = batch, handover
 
     def __reduce__(self) -> tuple:
-        words, buffers = io.BytesIO(), []
+        words = io.BytesIO()
+        buffers: list[pickle.PickleBuffer] = []
         _Pickler(words, protocol=5, buffer_callback=buffers.append).dump(self._batch)
         if not buffers:
             return pickle.loads, (words.getvalue(),)

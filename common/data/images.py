@@ -1,7 +1,6 @@
 """Image files as upright 8-bit RGB pixels, as a person would see them.
 
-This holds for grey, palette, transparent, CMYK, 16-bit and float images, and for a camera's rotation. An image
-that can't be decoded is a `BrokenImage` with its reason.
+An image that can't be decoded is a `BrokenImage` with its reason.
 """
 
 import errno
@@ -10,7 +9,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from os import PathLike
-from typing import BinaryIO
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
@@ -21,7 +19,7 @@ MAX_PIXELS = 89_478_485  # from here on Pillow warns of a decompression bomb: 25
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # larger images are refused
 _MAX_BYTES = 2**30  # of a file: as many pixels of 8 bytes, and room for metadata
 
-# Pillow would start Ghostscript for EPS, which a data set must not be able to do. It can't decode the others.
+# Pillow would start Ghostscript for EPS. It can't decode the others.
 _NEVER = {"EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"}
 Image.preinit()  # the common formats first: they are tried in this order
 Image.init()
@@ -37,14 +35,15 @@ _FAULTS_OF_THE_FILE |= {errno.ENAMETOOLONG}
 _WHITE = {"I;16": 65535, "I;16B": 65535, "I;16L": 65535, "I;16N": 65535, "I": 65535, "F": 1.0}
 
 
+Content = str | PathLike | bytes | Image.Image  # a path, the bytes of a file, or an image
+
+
 class BrokenImage(Exception):
     """An image that can't be decoded; its text is the reason, in one line."""
 
 
-def open_rgb(
-    source: str | PathLike | bytes | BinaryIO | Image.Image, max_pixels: int = MAX_PIXELS, reduction: int = 1
-) -> Image.Image:
-    """Decode `source` (a path, the bytes of a file, an open file, or an image) to an upright image of mode RGB.
+def open_rgb(source: Content, reduction: int = 1) -> Image.Image:
+    """Decode `source` (a path, the bytes of a file, or an image) to an upright image of mode RGB.
 
     - Transparent pixels are blended with white: the colour stored there is arbitrary.
     - 16-bit grey is scaled from 0..65535 and floats from 0..1. If values lie outside (32-bit integers, floats in another
@@ -52,10 +51,9 @@ def open_rgb(
     - The camera's rotation (EXIF orientation 1 to 8) is applied, a colour profile is not. An animation gives its first frame.
     - With `reduction` 2, 4 or 8 a JPEG becomes smaller by that factor, sides rounded up, for much less work.
 
-    Raises `BrokenImage` for a file that is missing, no image, truncated, empty, or larger than `max_pixels` (or than twice
-    `MAX_PIXELS`, where Pillow itself stops); the size is read from the header before anything is decoded.
+    Raises `BrokenImage` for a file that is missing, no image, truncated, empty, or by its header larger than `MAX_PIXELS`.
     """
-    with opened(source, max_pixels) as image:
+    with opened(source) as image:
         if reduction > 1:
             image.draft(None, (image.width // reduction, image.height // reduction))
         image.load()
@@ -63,23 +61,18 @@ def open_rgb(
 
 
 @contextmanager
-def opened(
-    source: str | PathLike | bytes | BinaryIO | Image.Image, max_pixels: int = MAX_PIXELS
-) -> Iterator[Image.Image]:
+def opened(source: Content) -> Iterator[Image.Image]:
     """The image, with its header read. Errors that the file causes are raised as `BrokenImage`."""
     with faults_of_the_file(), warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")  # Pillow warns of sizes, which are checked below, and of odd EXIF tags
-        if isinstance(source, bytes):
-            source = io.BytesIO(source)
-        elif isinstance(source, (str, PathLike)):
-            source = stack.enter_context(open_regular(source))
         if not isinstance(source, Image.Image):
-            source = stack.enter_context(Image.open(source, formats=_FORMATS))
+            file = io.BytesIO(source) if isinstance(source, bytes) else stack.enter_context(open_regular(source))
+            source = stack.enter_context(Image.open(file, formats=_FORMATS))
         width, height = source.size
         if width * height == 0:
             raise BrokenImage(f"{width} x {height} pixels: the image has no pixels")
-        if width * height > max_pixels:
-            raise BrokenImage(f"{width} x {height} = {width * height} pixels, the limit is {max_pixels}")
+        if width * height > MAX_PIXELS:
+            raise BrokenImage(f"{width} x {height} = {width * height} pixels, the limit is {MAX_PIXELS}")
         yield source
 
 
@@ -136,5 +129,5 @@ def _to_8_bit(values: np.ndarray, white: float) -> np.ndarray:
     if 0 <= low and high <= white:
         low, high = 0.0, float(white)
     values = np.nan_to_num(values.astype(np.float32), nan=low, posinf=high, neginf=low)
-    scale = 255 / max(high - low, np.finfo(np.float32).tiny)  # a constant image becomes black
+    scale = 255 / max(high - low, float(np.finfo(np.float32).tiny))  # a constant image becomes black
     return np.rint(values * np.float32(scale) - np.float32(low * scale)).clip(0, 255).astype(np.uint8)

@@ -1,12 +1,10 @@
 """Data loaders: batches of a task's samples, made by data workers, on the device.
 
 For each micro-step the batch sampler yields this rank's positions of the stream. A data worker makes a batch of them.
-Training can start at any step at once, and its workers run until the last step.
 """
 
 import atexit
 import contextlib
-import multiprocessing
 import multiprocessing.queues
 import os
 import sys
@@ -14,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,11 +27,12 @@ from common.distributed.collectives import local_world_size, rank, world_size
 from common.distributed.environment import cores
 from common.errors import Refused
 
-_LOCKS = 11  # of a data worker and its loader, at most
-
 
 class DeviceBatch:
     """Base of a task's batch: a dataclass whose tensors, also in lists and dicts, move together."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    broken: tuple[str, ...]  # images that could not be read: name and reason
 
     def to(self, device: torch.device):
         # A copy to MPS would still read a batch that is gone (https://github.com/pytorch/pytorch/issues/189690).
@@ -78,16 +78,13 @@ class _Positions:
         return (self.stop - self.start) * self.plan.micro_steps
 
 
-def training_loader(samples: Dataset, plan: BatchPlan, start: int, stop: int, workers: int) -> DataLoader:
+def training_loader(samples: Any, plan: BatchPlan, start: int, stop: int, workers: int) -> DataLoader:
     """This rank's micro-batches of the steps `[start, stop)`, in order: not for Accelerate's `prepare`."""
     return _loader(samples, _Positions(samples.stream, plan, rank(), start, stop), workers)
 
 
-def evaluation_loader(samples: Dataset, batch_size: int, workers: int) -> DataLoader:
-    """This rank's batches of a set that the ranks cover together, every sample once.
-
-    The batches are the same on every layout, so that an image meets the same neighbours in them.
-    """
+def evaluation_loader(samples: Any, batch_size: int, workers: int) -> DataLoader:
+    """This rank's batches of a set that the ranks cover together, every sample once, in the same batches on any layout."""
     return _loader(samples, samples.batches(batch_size)[rank() :: world_size()], workers, evaluates=True)
 
 
@@ -96,10 +93,8 @@ class _Loader(DataLoader):
 
     evaluates = False  # then the watchdog is told of each batch: the evaluation makes progress
 
-    def __iter__(self) -> Iterator:
-        try:  # first as many locks as torch will make, which prints tracebacks if it fails in the middle
-            locks = [(self.multiprocessing_context or multiprocessing).Lock() for _ in range(_LOCKS * self.num_workers)]
-            del locks
+    def __iter__(self) -> Any:
+        try:
             batches = super().__iter__()
         except OSError as error:
             problem = f"{self.num_workers} data workers can't be started ({error.strerror or error})"
@@ -188,8 +183,8 @@ def _loader(samples: Dataset, batches, workers: int, evaluates: bool = False) ->
 
 def _begin_worker(handover: Handover, _worker: int) -> None:
     data_workers.begin(handover.far.fileno())
-    # If a batch can't be handed over (no memory, too few file descriptors), Python drops it, and training would wait forever.
-    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_die_of)
+    # If a batch can't be handed over, Python drops it, and training would wait forever.
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_die_of)  # type: ignore[attr-defined]
 
 
 def _die_of(error: BaseException, _batch: object) -> None:

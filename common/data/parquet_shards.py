@@ -1,6 +1,6 @@
-"""Samples in Parquet shards that are not local files: labels from their columns, images a row group at a time."""
+"""Parquet shards at URLs: their footers and columns, and images one row group at a time."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -8,11 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.data import ranges, tables
-from common.data.huggingface import check_room, leaves, unpacked_bytes
+from common.data.huggingface import check_room
 from common.data.ranges import RangeFile, Stamp
 from common.data.shard_names import printable_name
 from common.errors import Refused
-from common.randomness import key_of, mix
 
 _FOOTER = 2**26  # bytes
 
@@ -21,35 +20,13 @@ def is_parquet(name: str) -> bool:
     return printable_name(name).endswith(".parquet")
 
 
-def rows(
-    name: str, stamp: Stamp, image: str, find: Callable[[tables.Split, str], Sequence[str]]
-) -> tuple[list[np.ndarray], pa.Table]:
-    """Of each row its place (row group << 32 | row), a number of its own, and the bytes of its image, about; other columns.
-
-    `find(split, image)` gives the names of these. Raises `Refused`, and ValueError or an error of Arrow for a shard that
-    can't be read.
-    """
-    facts, split, column, leaf = _opened(name, stamp, image)
-    labels = find(split, column)
-    groups = [facts.row_group(number) for number in range(facts.num_row_groups)]
-    counts = [group.num_rows for group in groups]
-    places = [np.arange(count) + (number << 32) for number, count in enumerate(counts)]
-    keys = mix(np.arange(sum(counts)), key_of(printable_name(name).rpartition("/")[2]))
-    number = [column.path for column in leaves(facts)].index(leaf)
-    sizes = [-(-group.column(number).total_uncompressed_size // max(1, group.num_rows)) for group in groups]
-    schema = facts.schema.to_arrow_schema()
-    fields = pa.schema([schema.field(label) for label in labels], schema.metadata)
-    table = _read(name, stamp, facts, range(len(groups)), labels).cast(fields)
-    return [np.concatenate([np.zeros(0, np.int64), *places]), keys, np.repeat(sizes, counts)], table
-
-
 def images(name: str, stamp: Stamp, image: str, places: np.ndarray) -> Iterator[bytes]:
     """The bytes of the images at `places`; none for a row without an image. Raises `Refused`."""
     for of_group in np.split(places, np.flatnonzero(np.diff(places >> 32)) + 1) if len(places) else ():
         group = int(of_group[0] >> 32)
         try:
-            facts, *_, leaf = _opened(name, stamp, image)
-            cells = _read(name, stamp, facts, [group], [leaf]).column(0).combine_chunks()
+            facts, *_, leaf = opened(name, stamp, image)
+            cells = read(name, stamp, facts, [group], [leaf]).column(0).combine_chunks()
         except (pa.ArrowException, ValueError, OSError) as error:
             raise Refused(f"{printable_name(name)}: row group {group}: {' '.join(str(error).split())}") from None
         cells = cells.field("bytes") if pa.types.is_struct(cells.type) else cells
@@ -58,10 +35,10 @@ def images(name: str, stamp: Stamp, image: str, places: np.ndarray) -> Iterator[
 
 
 @lru_cache(maxsize=1024)
-def _opened(name: str, stamp: Stamp, image: str) -> tuple[pq.FileMetaData, tables.Split, str, str]:
-    """A shard's footer, its columns without rows, the column of images, and what of it holds their bytes.
+def opened(name: str, stamp: Stamp, image: str) -> tuple[pq.FileMetaData, tables.Split, str, str]:
+    """A shard's footer, its columns without rows, the column of images, and the field with their bytes.
 
-    Raises `Refused`, and ValueError for what is no Parquet, or could fill the memory.
+    Raises `Refused`, and ValueError for a file that is not Parquet.
     """
     import datasets
 
@@ -79,10 +56,7 @@ def _opened(name: str, stamp: Stamp, image: str) -> tuple[pq.FileMetaData, table
     return facts, split, column, f"{column}.bytes" if pa.types.is_struct(split.kinds[column]) else column
 
 
-def _read(name: str, stamp: Stamp, facts: pq.FileMetaData, groups: Iterable[int], columns: Iterable[str]) -> pa.Table:
-    """Columns of row groups. A value that is stored once and repeated stays so until it is known that all fit."""
-    repeated = [column.path for column in leaves(facts) if column.physical_type == "BYTE_ARRAY"]
-    file = pq.ParquetFile(RangeFile(name, stamp), metadata=facts, read_dictionary=repeated)
-    found = pa.concat_tables(file.read_row_group(group, [*columns], use_threads=False) for group in groups)
-    check_room(printable_name(name), stamp[0], facts, unpacked_bytes(found))
-    return found
+def read(name: str, stamp: Stamp, facts: pq.FileMetaData, groups: Iterable[int], columns: Iterable[str]) -> pa.Table:
+    return pq.ParquetFile(RangeFile(name, stamp), metadata=facts).read_row_groups(
+        [*groups], [*columns], use_threads=False
+    )

@@ -1,15 +1,14 @@
 """Reads ranges of bytes from shards: local files, http(s), and what fsspec names.
 
-A fault that may pass, such as an answer of 503, a reset connection or a name server that is gone for a minute, is tried again
-for `PATIENCE_S`. Then the same bytes come, or the run ends in one line that names shard, offset and cause.
+After a fault that may pass, such as an answer of 503 or a reset connection, a range is asked for again for `PATIENCE_S`. Then
+the run ends in one line that names shard, offset and cause.
 
 Over http, credentials come from the URL or ~/.netrc, proxies and certificate authorities from the environment, and a redirect
-to another host does not get them: all as `requests` does it. No error or line of a log holds credentials or a URL's query.
+to another host does not get them: all as `requests` does it. No error holds credentials or a URL's query.
 """
 
 import http.client
 import io
-import logging
 import os
 import random
 import re
@@ -30,15 +29,12 @@ if TYPE_CHECKING:
 PATIENCE_S = 180.0  # from the first fault of a range to the last attempt
 START_PATIENCE_S = 30.0  # the same for `stat`, since a name may be mistyped
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0
-SPEAK_S = 5.0  # of waiting, after which people are told why
+SPEAK_S = 5.0  # of waiting until the reason is printed
 CONNECT_S = 10.0  # until a server counts as gone
 SILENCE_S = 20.0  # between two pieces of an answer
-SLOWEST = 2**15  # bytes per second; a slower answer is asked for again
-_PIECE = 2**18  # bytes that are taken at once
 _CHECK_S = 60.0  # how often a file is compared with its tag if that takes a request of its own
 _TAGS = "ETag etag blob_id md5Hash LastModified last_modified mtime updated modified created".split()
 _WAY_IN = "; is the signature in the URL too old, or are credentials missing in ~/.netrc?"
-_ENDED_EARLY = "the answer ended early"
 
 Stamp = tuple[int, str]  # bytes; and a tag that differs once the file has changed: ETag, Last-Modified, or time in ns
 Answer = tuple[bytes, int, str]  # bytes of a range, and of its file the size and tag
@@ -46,19 +42,14 @@ Answer = tuple[bytes, int, str]  # bytes of a range, and of its file the size an
 _jitter = random.SystemRandom()  # takes no numbers from the generators that training draws from
 
 
-class Unreadable(Refused):
-    """A range that can't be read. Its text is one line that names shard, offset and cause, and holds no secret."""
-
-    def __init__(self, name: str, start: int | None = None, cause: str = ""):
-        # With one argument it is the finished text, as when a data worker's error is raised again in the training process.
-        super().__init__(name if start is None else f"{printable_name(name)}: byte {start:,}: {cause}")
+def _unreadable(name: str, start: int, cause: str) -> Refused:
+    """A range that can't be read: one line that names shard, offset and cause, and holds no secret."""
+    return Refused(f"{printable_name(name)}: byte {start:,}: {cause}")
 
 
-class ShardChanged(Unreadable):
+def _changed(name: str, start: int, now: str, before: str) -> Refused:
     """A shard that is not the one that was indexed."""
-
-    def __init__(self, name: str, start: int | None = None, now: str = "", before: str = ""):
-        super().__init__(name, start, f"it has changed since it was indexed: it is {now} now, and was {before}")
+    return _unreadable(name, start, f"it has changed since it was indexed: it is {now} now, and was {before}")
 
 
 class Fault(Exception):
@@ -71,21 +62,18 @@ class Fault(Exception):
 
 
 def stat(name: str) -> Stamp:
-    """Size and tag of a shard. Raises `Unreadable`, or `Refused` if a package is missing."""
+    """Size and tag of a shard. Raises `Refused`."""
     if is_remote(name):
         return _patiently(START_PATIENCE_S, name, 0, 1, None)[1:]
     try:
-        status = os.stat(name.removeprefix("file://"))
+        status = os.stat(name)
     except OSError as error:
-        raise Unreadable(name, 0, error.strerror or str(error)) from error
+        raise _unreadable(name, 0, error.strerror or str(error)) from error
     return status.st_size, str(status.st_mtime_ns)
 
 
 def read(name: str, start: int, stop: int, tag: str) -> bytes:
-    """The bytes `[start, stop)` of a shard that `stat` gave `tag` for. Raises `ShardChanged` or `Unreadable`.
-
-    Several threads may call it at once, and a forked process may call it as well.
-    """
+    """The bytes `[start, stop)` of a shard that `stat` gave `tag` for. Raises `Refused`."""
     if stop <= start:
         return b""
     if is_remote(name):
@@ -95,11 +83,11 @@ def read(name: str, start: int, stop: int, tag: str) -> bytes:
         found = os.pread(file.fileno(), stop - start, start)
         now = str(os.fstat(file.fileno()).st_mtime_ns)
     except OSError as error:
-        raise Unreadable(name, start, error.strerror or str(error)) from error
+        raise _unreadable(name, start, error.strerror or str(error)) from error
     if now != tag:
-        raise ShardChanged(name, start, now, tag)
+        raise _changed(name, start, now, tag)
     if len(found) < stop - start:
-        raise Unreadable(name, start, f"the file ends at byte {start + len(found):,}, not at {stop:,} or later")
+        raise _unreadable(name, start, f"the file ends at byte {start + len(found):,}, not at {stop:,} or later")
     return found
 
 
@@ -129,14 +117,14 @@ class RangeFile(io.RawIOBase):
 @lru_cache(64)
 def _opened(name: str, _tag: str) -> BinaryIO:
     """A file that stays open: if another takes its name, its own content can still be read."""
-    return open_regular(name.removeprefix("file://"))
+    return open_regular(name)
 
 
-# ---- what is not in local files
+# ---- URLs
 
 
 def _patiently(patience: float, name: str, start: int, stop: int, tag: str | None) -> Answer:
-    """The bytes `[start, stop)`, asked for until there is no `Fault`. Raises `Unreadable` after `patience` seconds of them."""
+    """The bytes `[start, stop)`, asked for until there is no `Fault`. Raises `Refused` after `patience` seconds."""
     ask = _ask_by_http if is_http(name) else _ask_by_fsspec
     began, tries = 0.0, 0
     while True:
@@ -150,7 +138,7 @@ def _patiently(patience: float, name: str, start: int, stop: int, tag: str | Non
         if now + wait > began + patience:
             asked = f"; it asks to wait {fault.wait:,.0f} s" if fault.wait else ""
             limit = f"{tries} attempts in {now - began:.0f} s, the limit is {patience:.0f} s"
-            raise Unreadable(name, start, f"{fault}{asked}; {limit}")
+            raise _unreadable(name, start, f"{fault}{asked}; {limit}")
         if now + wait > began + SPEAK_S and os.environ.get("RANK", "0") == "0":
             _tell_once(f"data: {printable_name(name)}: {fault}; trying again for {patience:.0f} s")
         time.sleep(wait)
@@ -169,14 +157,14 @@ def _ask_by_fsspec(name: str, start: int, stop: int, tag: str | None) -> Answer:
         if not tag:
             return b"", size, now
         if tag != now:
-            raise ShardChanged(name, start, now, tag)
+            raise _changed(name, start, now, tag)
         files, path = file_system(name)
         exactly = {} if files.async_impl else {"cache_type": "none"}  # others would read ahead beyond the range
         found = files.cat_file(path, start=start, end=stop, **exactly)
     except Refused:
         raise
     except (FileNotFoundError, PermissionError) as error:
-        raise Unreadable(name, start, type(error).__name__) from None
+        raise _unreadable(name, start, type(error).__name__) from None
     except Exception as error:
         raise Fault(type(error).__name__) from None
     if len(found) != stop - start:
@@ -196,10 +184,7 @@ def _stat_of_minute(name: str, _minute: int) -> Stamp:
 
 
 def _ask_by_http(name: str, start: int, stop: int, tag: str | None) -> Answer:
-    """The bytes `[start, stop)` of a file, its size, and its tag, which has to be `tag` unless that is None.
-
-    Raises `Fault` if it is worth asking again, else `ShardChanged` or `Unreadable`.
-    """
+    """The bytes `[start, stop)`, size and tag of a file. Raises `Fault` if it is worth asking again, else `Refused`."""
     from urllib3.exceptions import HTTPError
 
     headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
@@ -207,20 +192,19 @@ def _ask_by_http(name: str, start: int, stop: int, tag: str | None) -> Answer:
         answer = _session(os.getpid()).get(name, headers=headers, timeout=(CONNECT_S, SILENCE_S), stream=True)
         with closing(answer):
             size, now = _check(name, start, stop, tag, answer)
-            return _body(answer.raw, stop - start), size, now
+            found = answer.raw.read(stop - start)
+        if len(found) < stop - start:
+            raise Fault("the answer ended early")
+        return found, size, now
     except (HTTPError, OSError) as error:
         cause: BaseException = error
     while inner := cause.__cause__ or cause.__context__:  # the texts of errors that follow the first may hold the URL
         cause = inner
     if isinstance(cause, ssl.SSLCertVerificationError):
         way_out = "name the file of its authority in REQUESTS_CA_BUNDLE"
-        raise Unreadable(name, start, f"certificate: {cause.verify_message}; {way_out}")
+        raise _unreadable(name, start, f"certificate: {cause.verify_message}; {way_out}")
     if isinstance(cause, ValueError):  # of the URL
-        raise Unreadable(name, start, type(cause).__name__)
-    if isinstance(cause, http.client.IncompleteRead):
-        raise Fault(_ENDED_EARLY)
-    if isinstance(cause, TimeoutError):
-        raise Fault("no answer in time")
+        raise _unreadable(name, start, type(cause).__name__)
     raise Fault((isinstance(cause, OSError) and cause.strerror) or type(cause).__name__)
 
 
@@ -231,37 +215,23 @@ def _check(name: str, start: int, stop: int, tag: str | None, answer: "requests.
     status, sent = answer.status_code, answer.headers.get("Content-Range", "")
     said = f"{status} {http.client.responses.get(status, '')}".rstrip()
     if name.startswith("https:") and not answer.url.startswith("https:"):
-        raise Unreadable(name, start, "redirected from https to http, where nothing is checked")
+        raise _unreadable(name, start, "redirected from https to http, where nothing is checked")
     if status in (401, 403) and answer.history:  # each redirect brings a new signature
         raise Fault(f"{said}, after a redirect")
     if status in (408, 425, 429) or status >= 500:
         raise Fault(said, Retry().get_retry_after(answer.raw) or 0.0)
     if status == 416 and tag:
-        raise ShardChanged(name, start, sent or "shorter", f"{stop} bytes or more")
+        raise _changed(name, start, sent or "shorter", f"{stop} bytes or more")
     if status >= 300:
-        raise Unreadable(name, start, said + _WAY_IN * (status in (401, 403)))
+        raise _unreadable(name, start, said + _WAY_IN * (status in (401, 403)))
     found = re.fullmatch(f"bytes {start}-{stop - 1}/([0-9]+)", sent)
     if status != 206 or not found or answer.headers.get("Content-Encoding", "identity") != "identity":
         sent = "the whole file" if status == 200 else sent[:80] or "something else"
         raise Fault(f"asked for bytes {start}-{stop - 1}, the server sends {sent}; it has to serve ranges")
     now = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or f"{found[1]} bytes"
     if tag not in (None, now):
-        raise ShardChanged(name, start, now, str(tag))
+        raise _changed(name, start, now, str(tag))
     return int(found[1]), now
-
-
-def _body(raw: Any, size: int) -> bytes:
-    """`size` bytes. An answer that drips is cut off."""
-    found: list[bytes] = []
-    left, latest = size, time.monotonic() + SILENCE_S + size / SLOWEST
-    while left:
-        if not (piece := raw.read1(min(left, _PIECE))):
-            raise Fault(_ENDED_EARLY)
-        if time.monotonic() > latest:
-            raise Fault(f"slower than {SLOWEST / 2**10:.0f} KiB/s")
-        found.append(piece)
-        left -= len(piece)
-    return b"".join(found)
 
 
 @lru_cache
@@ -272,14 +242,5 @@ def _session(_process: int) -> "requests.Session":
 
     session = requests.Session()
     for scheme in ("http://", "https://"):
-        session.mount(scheme, HTTPAdapter(pool_maxsize=64))
-    session.max_redirects = 5
+        session.mount(scheme, HTTPAdapter(pool_maxsize=64))  # urllib3 warns of more threads
     return session
-
-
-def _without_query(record: logging.LogRecord) -> bool:
-    record.msg, record.args = re.sub(r"\?[^\s\"'>]*", "", record.getMessage()), ()
-    return True
-
-
-logging.getLogger("urllib3.connectionpool").addFilter(_without_query)  # it logs URLs

@@ -1,7 +1,6 @@
-"""Index of samples in shards: where each image lies and its class, found once and kept in the user's cache folder.
+"""Index of samples in shards: where each image lies and its class, found by all ranks together.
 
-All ranks read shards together, each a part of them. What they find is written as arrays that later starts map: a start costs
-a look at each shard's size and time, however many samples there are.
+It is kept in the user's cache folder as arrays that later starts map: they look at each shard's size and time only.
 """
 
 import base64
@@ -27,6 +26,7 @@ import pyarrow.compute as pc
 from tqdm import tqdm
 
 from common.data import parquet_shards, tables, tar_samples
+from common.data.csv_files import as_numbers
 from common.data.ranges import RangeFile, Stamp
 from common.data.shard_names import is_remote, printable_name
 from common.data.source import fingerprint_of
@@ -44,18 +44,19 @@ from common.distributed.collectives import (
 from common.durable import remove, replace_folder, sync_folder
 from common.errors import Refused
 from common.files import SMALL, cache_folder, read_text
+from common.randomness import key_of, mix
 
 ENTRY = np.dtype([("start", "<i8"), ("key", "<u8"), ("size", "<u4"), ("head", "<u4"), ("shard", "<u4")])
 HEADER = "header of the image"
-_ENTRIES = "entries"
-LARGEST = 2**30  # bytes of an image's file
-_FORMAT = 3  # to be raised with each change of what is kept
+_ENTRIES, _LEFT_OUT = "entries", b"samples left out"
+LARGEST = 2**30  # bytes of an image's file; larger ones are left out
+_FORMAT = 4  # to be raised when the content of the index changes
 _AHEAD = 2**12, 2**20  # bytes that are read at once of a tar: of a local file, of others
 _AT_ONCE = 8  # shards that a rank reads in one turn; after each turn all ranks share what they found
-_PATIENCE = 10.0  # seconds until people are told about progress, and between two times
+_PATIENCE = 10.0  # seconds until progress is shown, and between two times
 _UNUSED = 30 * 86_400  # seconds after which an index that was not used is removed
 _BLOCK = 2**22  # bytes of neighbouring samples that are read at once, if they are not in local files
-_BLOCKS = 2**22  # most blocks: their order is computed anew for each epoch
+_BLOCKS = 2**22  # limit of blocks: their order is computed anew for each epoch
 
 
 class Rows(NamedTuple):
@@ -68,7 +69,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardList:
-    """Shards of one part of the data, with their sizes and tags; and which members or columns are read."""
+    """Shards of one part of the data, and which members or columns of them are read."""
 
     names: tuple[str, ...]
     stamps: tuple[Stamp, ...]
@@ -110,21 +111,20 @@ class Index:
 
 
 def open_index(shards: ShardList) -> Index:
-    """The index of these shards: from the cache folder, or made now by all ranks together. A collective.
-
-    Raises `Refused` for a shard that can't be read.
-    """
-    place = _place(shards.key)
-    index = _load(place, shards) if place else None
+    """The index of these shards, from the cache folder or made now. A collective. Raises `Refused`."""
+    place = index = None
+    with suppress(RuntimeError):  # no home, and so no cache
+        place = cache_folder() / f"shards-{shards.key}"
+        index = _load(place, shards)
     if all(gather_objects(index is not None)) and index:
         return index
     with all_or_none("making room for the index of shards"):
         draft = _make_draft(place) if is_local_main() else None
     try:
-        found, left_out = _read_all(shards, keep=draft is not None)
+        found = _read_all(shards, keep=draft is not None)
         with all_or_none("writing the index of shards"):
             if draft:
-                _write(draft, shards, found, left_out)
+                _write(draft, shards, found)
         drafts = gather_objects((node_rank(), str(draft or "")))
         with all_or_none("reading the index of shards"):
             index = _load(next(Path(path) for node, path in drafts if node == node_rank() and path), shards)
@@ -144,12 +144,10 @@ def open_index(shards: ShardList) -> Index:
 # ---- reading of shards
 
 
-def _read_all(shards: ShardList, keep: bool) -> tuple[list[pa.Table], int]:
-    """What is in the shards, in their order, if this rank keeps it, and how many samples have no image.
-
-    Each rank reads several shards at once. After each turn, all share what they have read.
-    """
-    count, kept, left_out = len(shards.names), [], 0
+def _read_all(shards: ShardList, keep: bool) -> list[pa.Table]:
+    """A table of each shard, in their order, if this rank keeps them. Each rank reads some; after each turn, all share them."""
+    count: int = len(shards.names)
+    kept: list[pa.Table] = []
     what = "reading the headers of shards, once"
     bar = tqdm(total=count, desc=what, unit="shard", delay=_PATIENCE, mininterval=_PATIENCE, disable=not is_main())
     with bar, ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -158,19 +156,18 @@ def _read_all(shards: ShardList, keep: bool) -> tuple[list[pa.Table], int]:
             with all_or_none("reading shards"):
                 found = [*pool.map(partial(_read, shards), range(begin, end))]
             watchdog.note("reading the headers of shards")
-            for table, without in chain.from_iterable(gather_objects(found)):
+            for table in chain.from_iterable(gather_objects(found)):
                 kept += [pa.ipc.open_stream(base64.b64decode(table)).read_all()] if keep else []
-                left_out += without
                 bar.update()
-    return kept, left_out
+    return kept
 
 
-def _read(shards: ShardList, number: int) -> tuple[str, int]:
-    """What is in a shard, as JSON can hold it: a table of labels and entries; and how many samples have no image."""
+def _read(shards: ShardList, number: int) -> str:
+    """The labels and entries of a shard: a table in Arrow's format, as text that JSON can hold."""
     name = shards.names[number]
     try:
         read = _rows if parquet_shards.is_parquet(name) else _members
-        entries, cells, left_out = read(name, shards.stamps[number], shards)
+        entries, cells = read(name, shards.stamps[number], shards)
     except (pa.ArrowException, ValueError, OSError) as error:
         raise Refused(f"{printable_name(name)}: {' '.join(str(error).split())}") from None
     entries["shard"] = number
@@ -179,56 +176,70 @@ def _read(shards: ShardList, number: int) -> tuple[str, int]:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)
-    return base64.b64encode(sink.getvalue()).decode(), left_out
+    return base64.b64encode(sink.getvalue()).decode()
 
 
-def _rows(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa.Table, int]:
-    """Entries and labels of Parquet. Raises `Refused`, ValueError or an error of Arrow."""
+def _rows(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa.Table]:
+    """Entries and labels of Parquet. Raises `Refused`, ValueError or an error of Arrow.
+
+    An entry's `start` is its row group and the row in it, `row group << 32 | row`, and its `size` the mean of the row group.
+    """
     rows = shards.rows
-    find = rows.find if rows else lambda split, image: tables.find_labels(split, shards.label, image)
-    columns, cells = parquet_shards.rows(name, stamp, shards.image, find)
-    entries = np.zeros(len(columns[0]), ENTRY)
-    entries["start"], entries["key"], entries["size"] = columns
+    facts, split, image, leaf = parquet_shards.opened(name, stamp, shards.image)
+    labels = rows.find(split, image) if rows else tables.find_labels(split, shards.label, image)
+    groups = [facts.row_group(number) for number in range(facts.num_row_groups)]
+    counts = [group.num_rows for group in groups]
+    entries = np.zeros(sum(counts), ENTRY)
+    places = [np.arange(count) + (number << 32) for number, count in enumerate(counts)]
+    entries["start"] = np.concatenate([np.zeros(0, np.int64), *places])
+    entries["key"] = mix(np.arange(len(entries)), key_of(printable_name(name).rpartition("/")[2]))
+    number = [facts.schema.column(place).path for place in range(facts.num_columns)].index(leaf)
+    sizes = [-(-group.column(number).total_uncompressed_size // max(1, group.num_rows)) for group in groups]
+    entries["size"] = np.repeat(sizes, counts)
+    schema = facts.schema.to_arrow_schema()
+    fields = pa.schema([schema.field(label) for label in labels], schema.metadata)
+    cells = parquet_shards.read(name, stamp, facts, range(len(groups)), labels).cast(fields)
     if rows:
-        images = parquet_shards.images(name, stamp, shards.image, columns[0])
+        images = parquet_shards.images(name, stamp, shards.image, entries["start"])
         headers = map(rows.header, images) if rows.header else [[]] * len(entries)
         columns_of = {name: cells[name] for name in cells.column_names}  # none, if images are not labelled
         cells = pa.table(columns_of | {HEADER: pa.array(headers, pa.list_(pa.int64()))})
-    return entries, cells, 0
+    return entries, cells
 
 
-def _members(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa.Table, int]:
-    """Entries and labels of a tar, and its number of samples without an image. Raises ValueError."""
+def _members(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa.Table]:
+    """Entries and labels of a tar, whose table says how many samples were left out. Raises ValueError."""
     rows, entries, found, left_out = shards.rows, [], [], 0
     file = io.BufferedReader(RangeFile(name, stamp), _AHEAD[is_remote(name)])
     for sample in tar_samples.samples(file, stamp[0], shards.image, shards.label, bool(rows)):
-        if not (image := sample.image):
+        image = sample.image
+        if not image or image.size > LARGEST:
             left_out += 1
             continue
         if sample.label is None and (not rows or rows.keep):
             wanted = f"neither {sample.key}.{shards.label or 'cls'} nor a label in its .json; name it by --label_column"
             raise ValueError(f"the sample {sample.key} has no label: {'no .json' if rows else wanted}")
         key = int.from_bytes(hashlib.blake2b(os.fsencode(image.name), digest_size=8).digest(), "little")
-        entries.append((image.offset_data, key, min(image.size, 2**32 - 1), image.offset_data - image.offset, 0))
+        entries.append((image.offset_data, key, image.size, image.offset_data - image.offset, 0))
         cells = {shards.label or "label": sample.label}
         if rows:
             cells = {key: sample.label[key] for key in rows.keep if key in sample.label} | {HEADER: []}
             if rows.header:
                 file.seek(image.offset_data)
-                cells[HEADER] = rows.header(file.read(min(image.size, LARGEST)))
+                cells[HEADER] = rows.header(file.read(image.size))
         found.append(cells)
-    names = dict.fromkeys(chain.from_iterable(found))  # not those of the first sample alone, as Table.from_pylist has
+    names = dict.fromkeys(chain.from_iterable(found))  # of all samples: Table.from_pylist takes the first one's
     columns = {name: [cells.get(name) for cells in found] for name in names}
     if not rows and len({isinstance(label, list) for column in columns.values() for label in column}) == 2:
         raise ValueError("some samples have one label, others a list of labels; make all of them lists")
-    return np.array(entries, ENTRY), pa.table(columns), left_out
+    return np.array(entries, ENTRY), pa.table(columns, metadata={_LEFT_OUT: str(left_out)})
 
 
 # ---- the index in files
 
 
-def _write(folder: Path, shards: ShardList, found: list[pa.Table], left_out: int) -> None:
-    """Write what was found in shards."""
+def _write(folder: Path, shards: ShardList, found: list[pa.Table]) -> None:
+    """Write the index from a table of each shard."""
     import datasets
 
     if not (filled := [table for table in found if len(table)]):
@@ -242,7 +253,6 @@ def _write(folder: Path, shards: ShardList, found: list[pa.Table], left_out: int
     cells = cells.drop_columns(_ENTRIES).combine_chunks()
     in_rows = parquet_shards.is_parquet(shards.names[0])
     classes: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
     labels = np.zeros(len(cells), np.int64)
     if shards.rows:
         with pa.ipc.new_file(str(folder / "rows"), cells.schema) as file:
@@ -250,17 +260,18 @@ def _write(folder: Path, shards: ShardList, found: list[pa.Table], left_out: int
     else:
         rows = datasets.Dataset(datasets.table.InMemoryTable(cells if in_rows else _typed(cells)))
         split = tables.Split(printable_name(shards.names[0]), f"and {len(shards.names) - 1:,} more shards", rows)
-        classes, (labels,), notes = tables.read_labels([split], tuple(cells.column_names), 1)
+        classes, (labels,) = tables.read_labels([split], tuple(cells.column_names), 1)
     entries = np.memmap(folder / "entries", ENTRY, "r")
     edges, block_bytes = _blocks(entries, in_rows)
     np.save(folder / "labels.npy", labels)
     np.save(folder / "edges.npy", edges)
+    left_out = sum(int((table.schema.metadata or {}).get(_LEFT_OUT, 0)) for table in found)
     counts = labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=len(classes))
     facts = {
         "classes": classes,
         "counts": counts.tolist(),
         "fingerprint": fingerprint(classes, labels, entries),
-        "notes": [*notes, *[f"{left_out:,} samples without an image are left out"] * (left_out > 0)],
+        "notes": [f"{left_out:,} samples without an image, or with one beyond 1 GiB, are left out"] * (left_out > 0),
         "block_bytes": block_bytes,
     }
     (folder / "facts.json").write_text(json.dumps(facts))
@@ -268,17 +279,15 @@ def _write(folder: Path, shards: ShardList, found: list[pa.Table], left_out: int
 
 def _typed(cells: pa.Table) -> pa.Table:
     """The labels of tars, which are texts: as numbers, if all of them are."""
-    column = cells.column(0)
+    column = cells.column(0).combine_chunks()
     several = tables.is_list(column.type)
-    texts = (pc.list_flatten(column) if several else column).cast(pa.string())
-    are_numbers = pc.all(pc.match_substring_regex(texts, "^-?[0-9]{1,18}$")).as_py()
-    kind = pa.int64() if are_numbers else pa.string()
-    return cells.cast(pa.schema([(cells.column_names[0], pa.list_(kind) if several else kind)]))
+    values = as_numbers((column.flatten() if several else column).cast(pa.string()))
+    return pa.table({cells.column_names[0]: pa.ListArray.from_arrays(column.offsets, values) if several else values})
 
 
 def _blocks(entries: np.ndarray, are_rows: bool) -> tuple[np.ndarray, int]:
     """Blocks of neighbours, none over two shards: where they begin and end, and the bytes of the largest."""
-    sizes = np.where(entries["size"] > LARGEST, 0, entries["size"]).astype(np.int64) + entries["head"] + 8
+    sizes = entries["size"].astype(np.int64) + entries["head"] + 8
     unit = entries["start"] >> 32 if are_rows else entries["start"] // max(_BLOCK, int(sizes.sum()) // _BLOCKS)
     begins = np.flatnonzero((np.diff(unit) != 0) | (np.diff(entries["shard"]) != 0)) + 1
     edges = np.concatenate([[0], begins, [len(entries)]])
@@ -288,12 +297,6 @@ def _blocks(entries: np.ndarray, are_rows: bool) -> tuple[np.ndarray, int]:
 def fingerprint(classes: tuple[str, ...], labels: np.ndarray, entries: np.ndarray) -> str:
     """Of names, sizes and labels, not of the place."""
     return fingerprint_of(classes, labels, np.stack([entries["key"], entries["size"]]))
-
-
-def _place(key: str) -> Path | None:
-    with suppress(RuntimeError):
-        return cache_folder() / f"shards-{key}"
-    return None
 
 
 def _make_draft(place: Path | None) -> Path:

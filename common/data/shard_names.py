@@ -26,12 +26,12 @@ def is_http(name: str) -> bool:
 
 
 def is_remote(name: str) -> bool:
-    """True if `name` is a URL of something else than a local file."""
-    return "://" in name and not name.startswith("file://")
+    """True if `name` is a URL, read by `requests` or fsspec, and not the path of a local file."""
+    return "://" in name
 
 
 def expand(pattern: str) -> list[str]:
-    """The names of shards that `pattern` stands for, sorted. Raises `Refused`.
+    """The names of shards that `pattern` stands for, sorted, each once. Raises `Refused`.
 
     It is a file, a folder with *.tar or *.parquet in it, a URL, or several of them joined by commas. Braces stand for a range,
     `{000..127}`, or for alternatives, `{train,extra}`. *, ? and [...] are wildcards, but not over http(s), where files can't
@@ -39,7 +39,7 @@ def expand(pattern: str) -> list[str]:
     """
     parts = [part.strip() for part in _COMMA.split(pattern) if part.strip()]
     ones = [pattern] if os.path.exists(pattern) else (one for part in parts for one in _without_braces(part))
-    names = sorted(name for one in ones for name in _found(one))
+    names = sorted({name for one in ones for name in _found(one)})
     shown = printable_name(pattern)
     if not names:
         raise Refused(f"{shown}: names no shard; give a file, a folder, or a pattern such as train-{{000..127}}.tar")
@@ -47,8 +47,6 @@ def expand(pattern: str) -> list[str]:
         raise Refused(f"--data {shown}: {others[0]} is neither a .tar nor a .parquet")
     if len({suffix for suffix in _SUFFIXES if any(name.endswith(suffix) for name in names)}) > 1:
         raise Refused(f"{shown}: names both *.tar and *.parquet; name one kind, such as {shown}/*.tar")
-    if twice := next((one for one, following in itertools.pairwise(names) if one == following), None):
-        raise Refused(f"{shown}: {printable_name(twice)} is named twice; name each shard once")
     return names
 
 

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,20 +16,18 @@ from torch.utils.data import get_worker_info
 
 from common.data import parquet_shards, ranges, shard_index, tar_samples
 from common.data.block_cache import BlockCache, open_blocks
-from common.data.block_order import Blocks
-from common.data.data_spec import Parts
+from common.data.data_spec import Parts, names_of
 from common.data.huggingface import hub_shards
-from common.data.images import BrokenImage
-from common.data.shard_index import LARGEST, Index, Rows, ShardList
+from common.data.shard_index import Index, Rows, ShardList
 from common.data.shard_names import expand, is_remote, printable_name
 from common.data.source import Columns
-from common.data.splits import kind_of
-from common.data.stream import Stream
+from common.data.splits import by_part
+from common.data.stream import Blocks, Stream
 from common.distributed.collectives import all_or_none, broadcast_object, is_main
 from common.errors import Refused, printable
 from common.randomness import mix
 
-_GAP = 2**20  # bytes between two images that are read rather than left out: about what comes while an answer is awaited
+_GAP = 2**20  # bytes between two images up to which they are read as one range
 _FEWEST = 8  # blocks in a cache
 _SEEN = 1_000_000  # samples whose classes show whether shards are sorted by them
 _SHARDS = re.compile(r"\.tar($|[,?])|^\w+://")
@@ -39,18 +37,15 @@ _UNPACK = "can't be read at any place, as training does; give uncompressed tars 
 
 @dataclass(frozen=True, eq=False)
 class Shards(Columns):
-    """Images in tars, or in Parquet that is not in local files.
-
-    From local tars each image is read alone. From elsewhere blocks of neighbours are read, which a machine shares.
-    """
+    """Images in tars, or in Parquet at URLs. Of local tars each image is read alone, of others blocks of neighbours."""
 
     entries: np.ndarray  # shard_index.ENTRY[N]
     index: Index
     whole: bool = True  # True if these are all samples of the index, with its classes
     blocks: Blocks | None = None  # in local tars None: no order is cheaper than another
     cache: BlockCache | None = None
-    origin: "Shards | None" = None  # the source with the cache that these samples are chosen from,
-    places: np.ndarray | None = None  # int64[N], and where they are in it
+    origin: "Shards | None" = None  # the source with a cache that these samples were selected from,
+    places: np.ndarray | None = None  # and their indices there, int64[N]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -78,8 +73,6 @@ class Shards(Columns):
 
     def content(self, index: int) -> bytes:
         start, _, size, head, shard = self.entries[index].item()
-        if size > LARGEST and head:
-            raise BrokenImage(f"{size:,} bytes or more, the limit is {LARGEST:,}")
         if not self.blocks:
             shards = self.index.shards
             return ranges.read(shards.names[shard], start, start + size, shards.stamps[shard][1])
@@ -119,7 +112,7 @@ class Shards(Columns):
         if parquet_shards.is_parquet(name):
             return parquet_shards.images(name, stamp, shards.image, entries["start"])
         first = entries["start"] - entries["head"]
-        last = entries["start"] + np.where(entries["size"] > LARGEST, 0, entries["size"])
+        last = entries["start"] + entries["size"]
 
         def read(piece: np.ndarray) -> Iterator[memoryview]:
             start = int(first[piece[0]])
@@ -131,9 +124,9 @@ class Shards(Columns):
 
 
 def shared(sources: Sequence[Any], memory: int) -> tuple[Any, ...]:
-    """The sources, of which those with blocks get a cache on each machine: of `memory` MiB for the first. A collective.
+    """The sources; those with blocks get a cache on each machine, the first one of `memory` MiB. A collective.
 
-    A third of it is for blocks that are shuffled together, the rest for those that data workers are ahead. Raises `Refused`.
+    A third of it is for blocks that are shuffled together, the rest for blocks that data workers read ahead. Raises `Refused`.
     """
     if not isinstance(sources[0], Shards) or not sources[0].blocks:
         return tuple(sources)
@@ -152,7 +145,7 @@ def shared(sources: Sequence[Any], memory: int) -> tuple[Any, ...]:
 
 
 def _order_notes(labels: np.ndarray) -> tuple[str, ...]:
-    """For people, if shards are sorted by class: batches then have few of the classes. `labels` are of the first samples."""
+    """A note if shards are sorted by class: batches then have few of the classes. `labels` are of the first samples."""
     if labels.ndim > 1 or len(labels) < 2:
         return ()
     alike = (labels[1:] == labels[:-1]).mean()
@@ -176,12 +169,9 @@ def expect(source: Any, stream: Stream, positions: np.ndarray) -> None:
 # ---- which shards
 
 
-def shard_parts(spec: Any, wanted: Callable[[Mapping[str, str]], Sequence[str]]) -> Parts[Shards] | None:
-    """The parts of the shards that `spec.data` names, indexed; None if it names none. A collective.
-
-    `wanted` chooses parts by {name: label}: only these are read. Raises `Refused`.
-    """
-    labels, sources = shard_sources(spec, wanted, spec.label_column)
+def shard_parts(spec: Any) -> Parts[Shards] | None:
+    """The parts of the shards that `spec.data` names; None if it names none. A collective. Raises `Refused`."""
+    labels, sources = shard_sources(spec, spec.label_column)
     if not sources:
         return None
     first = next(iter(sources.values()))
@@ -192,14 +182,12 @@ def shard_parts(spec: Any, wanted: Callable[[Mapping[str, str]], Sequence[str]])
     return Parts(labels, lambda names: [sources[name] for name in names])
 
 
-def shard_sources(
-    spec: Any, wanted: Callable[[Mapping[str, str]], Sequence[str]], label: str, rows: Rows | None = None
-) -> tuple[dict[str, str], dict[str, Shards]]:
-    """How messages call each part of the shards, and the parts that are wanted, each with its own classes. A collective."""
+def shard_sources(spec: Any, label: str, rows: Rows | None = None) -> tuple[dict[str, str], dict[str, Shards]]:
+    """The label of each part of the shards, and the parts that are used, each with its own classes. A collective."""
     with all_or_none("looking for shards"):
-        groups = hub_shards(spec.data) if spec.streaming else _grouped(find(spec.data))
+        groups = hub_shards(spec.data) if spec.streaming else by_part(find(spec.data))
     labels = {name: f"the {name} shards" if len(groups) > 1 else "all shards" for name in groups}
-    chosen = wanted(labels) if groups else ()
+    chosen = names_of(spec.pieces(labels)) if groups else ()
     return labels, {name: _open(groups[name], spec.image_column, label, rows) for name in chosen}
 
 
@@ -237,15 +225,6 @@ def find(data: str) -> list[str]:
     if having == [path] and len(folders) > 1:  # folders of classes, and a tar beside them
         return []
     return [name for folder in having for name in expand(str(folder)) if name.endswith(".tar")]
-
-
-def _grouped(names: Sequence[str]) -> dict[str, list[str]]:
-    """The shards of each part, by the word for it in their names or folders, as in `val-0000.tar` and `a/test/0000.tar`."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        words = [word for place in printable_name(name).split("/")[:-3:-1] for word in re.split("[^a-zA-Z]+", place)]
-        groups.setdefault(next(filter(None, map(kind_of, words)), "train"), []).append(name)
-    return groups if len(groups) != 1 else {"train": [*names]}
 
 
 def _with_classes(source: Shards, first: Shards, label: str) -> Shards:

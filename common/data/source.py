@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from common.data.block_order import Blocks
 from common.data.images import BrokenImage, open_rgb, opened
 from common.data.splits import random_numbers_of
+from common.data.stream import Blocks
 from common.errors import Refused, printable
 
 _TRIED = 16  # images, one of which must be readable
@@ -78,10 +78,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Columns(Source):
-    """A source of columns: each array among its fields has a value per image.
-
-    Of an object per image, every data worker would copy the memory.
-    """
+    """A source of columns, arrays with a value per image, whose memory data workers share."""
 
     labels: np.ndarray
     classes: tuple[str, ...]
@@ -149,7 +146,7 @@ def spread(count: int, limit: int = _TRIED) -> np.ndarray:
 
 
 def looked_at(count: int, drawn: int) -> np.ndarray:
-    """int64[n] indices of the training images that a run looks at once more, to judge their labels.
+    """int64[n] indices of the training images whose labels a run judges at its end.
 
     All of `count`, or as many as a tenth of the samples that the run draws, but at least 2,000: little of the run's time.
     """
@@ -161,10 +158,11 @@ def fingerprint_of(
 ) -> str:
     """32 hex digits of classes, labels, `contents` (pixels, or sizes in bytes) and file names."""
     digest = hashlib.blake2b(json.dumps([classes, labels.shape]).encode(), digest_size=16)
-    digest.update(np.ascontiguousarray(labels))
-    digest.update(np.ascontiguousarray(contents))
-    for start in range(0, 0 if names is None else len(names), 65536):  # in chunks: never a list of all names
-        digest.update(repr(names[start : start + 65536].to_pylist()).encode())
+    digest.update(np.ascontiguousarray(labels).data)
+    digest.update(np.ascontiguousarray(contents).data)
+    if names is not None:
+        for start in range(0, len(names), 65536):  # in chunks: never a list of all names
+            digest.update(repr(names[start : start + 65536].to_pylist()).encode())
     return digest.hexdigest()
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,6 @@ _SPELLINGS = {
 _BEFORE = r"((images?|imgs?|data|dataset|seg)[ _-]+)?"
 _BEHIND = r"([ _-]*(set|split|part|data|images?|imgs?|samples))?[ _-]*[0-9]*"
 _KINDS = {kind: re.compile(f"{_BEFORE}({words}){_BEHIND}", re.IGNORECASE) for kind, words in _SPELLINGS.items()}
-_START = re.compile(f"({'|'.join(_SPELLINGS.values())})(?![a-z])", re.IGNORECASE)
 
 WHOLE, KEPT, HELD_OUT = "whole", "kept", "held out"
 
@@ -37,10 +36,19 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in _KINDS.items() if pattern.fullmatch(name)), "")
 
 
-def start_of(name: str) -> str:
-    """The word for a part that `name` begins with: "val" of "val-00000-of-00001"; else ""."""
-    found = _START.match(name)
-    return found[0] if found else ""
+def by_part(names: Sequence[str]) -> dict[str, list[str]]:
+    """Absolute paths or URLs of files, by the kind of the part that they belong to.
+
+    The first word for one in a file's name decides, or in the folders that not all files are in, the innermost first:
+    `val-0000.tar`, `test/a/0000.tar`. Files without such a word are train, and so are all if they are of one kind.
+    """
+    groups: dict[str, list[str]] = {}
+    paths = [(name.partition("?")[0] if "://" in name else name).split("/") for name in names]
+    shared = next((depth for depth, places in enumerate(zip(*paths, strict=False)) if len({*places}) > 1), 0)
+    for name, path in zip(names, paths, strict=True):
+        words = [word for place in path[shared:][::-1] for word in re.split("[^a-zA-Z]+", place)]
+        groups.setdefault(next(filter(None, map(kind_of, words)), "train"), []).append(name)
+    return groups if len(groups) != 1 else {"train": [*names]}
 
 
 def choose(data: str, labels: Mapping[str, str], split: str) -> tuple[Piece, Piece]:

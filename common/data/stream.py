@@ -1,27 +1,25 @@
 """Training stream: the endless sequence of samples that a run trains on.
 
 Position `p` belongs to epoch `p // size` and holds the sample `permutation(p % size)` of that epoch. Optimizer step `k`
-consumes the positions `[k * G, (k + 1) * G)`. Any process computes just the positions that it needs: there is no list to
-shuffle and no iterator to fast-forward on resume, and a billion samples cost as much as a thousand.
+consumes the positions `[k * G, (k + 1) * G)`. Any process computes just the positions that it needs, so a billion samples
+cost as much as a thousand, also at a resume.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
 from common.errors import Refused
 from common.randomness import key_of, mix, uniforms
 
-if TYPE_CHECKING:  # which imports this module
-    from common.data.block_order import Blocks
-
 _U64 = np.uint64
 _ROUNDS = 8  # of the Feistel network: at 4 a chi-square test still sees structure, at 8 it does not
 _BLOCK = 1024  # places, for which a permutation takes little longer than for a few
+_LANES = 60  # shared by 2 to 6, 10, 12 or 15 machines without a rest
 
 
 def permutation(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
@@ -36,7 +34,8 @@ def permutation(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
     result = np.empty(len(index), _U64)
     todo, x = np.arange(len(index)), np.asarray(index).astype(_U64)
     while len(todo):
-        left, right = x // _U64(b), x % _U64(b)
+        left: np.ndarray = x // _U64(b)
+        right: np.ndarray = x % _U64(b)
         for turn, key in enumerate(_round_keys(seed, epoch)):
             if turn % 2:
                 right = (right + mix(left, key) % _U64(b)) % _U64(b)
@@ -59,6 +58,74 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
     return tuple(key_of("permutation", seed, epoch, turn) for turn in range(_ROUNDS))
 
 
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Blocks of samples that are neighbours and are read together: an order as random as it can be with few blocks in use.
+
+    Blocks are permuted, and samples are shuffled within windows of `pool` successive blocks. Each slot of the global batch
+    belongs to one of a few lanes, and each lane has a part of the permuted blocks to itself. So a machine that trains on some
+    slots of each batch reads hardly more blocks than these need. All of it is a function of seed and epoch, on any layout.
+    """
+
+    edges: np.ndarray  # int64[n + 1]: block b has the samples [edges[b], edges[b + 1])
+    pool: int
+
+    def of(self, samples: np.ndarray) -> np.ndarray:
+        """The block of each sample."""
+        return np.searchsorted(self.edges, samples, side="right") - 1
+
+    def select(self, rows: np.ndarray) -> Self:
+        """The blocks of these samples alone, which are in ascending order."""
+        return replace(self, edges=np.unique(np.searchsorted(rows, self.edges)))
+
+    def order(self, places: np.ndarray, seed: int, epoch: int, batch: int) -> np.ndarray:
+        """The samples at `places` of an epoch, in a stream of batches of `batch`: int64[n] -> int64[n]."""
+        count, size = len(self.edges) - 1, int(self.edges[-1])
+        if self.pool >= count:
+            return permutation(places, size, seed, epoch)
+        lanes = min(_LANES, max(1, self.pool), batch)
+        slots = -(-batch * np.arange(lanes + 1) // lanes)  # lane l has the slots [slots[l], slots[l + 1])
+        begin = epoch * size
+
+        widths, every = np.diff(slots), np.arange(lanes)
+        lane = np.searchsorted(slots, (begin + places) % batch, side="right") - 1
+
+        def earlier(position: np.ndarray | int, lane: np.ndarray) -> np.ndarray:
+            """How many positions of the stream before this one are of a lane."""
+            step, slot = np.divmod(position, batch)
+            return step * widths[lane] + np.clip(slot - slots[lane], 0, widths[lane])
+
+        before = earlier(begin, every)
+        # Lane l has [firsts[l], firsts[l + 1]) of the samples in permuted blocks.
+        firsts = np.cumsum([0, *(earlier(begin + size, every) - before)])
+        place = firsts[lane] + earlier(begin + places, lane) - before[lane]
+
+        blocks, starts = _permuted(self, seed, epoch)
+        windows = np.append(starts[np.arange(0, count, self.pool / lanes).astype(np.int64)], size)
+        window = np.searchsorted(windows, place, side="right") - 1
+        low, high = np.maximum(windows[window], firsts[lane]), np.minimum(windows[window + 1], firsts[lane + 1])
+        key = key_of("window", seed, epoch)
+        for begin, end in {*zip(low.tolist(), high.tolist(), strict=True)}:
+            here = low == begin
+            place[here] = begin + _shuffled(begin, end, key)[place[here] - begin]
+        turn = np.searchsorted(starts, place, side="right") - 1
+        return self.edges[blocks[turn]] + place - starts[turn]
+
+
+@lru_cache(maxsize=4 * _LANES)
+def _shuffled(begin: int, end: int, key: int) -> np.ndarray:
+    """The numbers below `end - begin` in an order that is the window's own: int64[end - begin]."""
+    return np.argsort(mix(np.arange(begin, end), key))
+
+
+@lru_cache(maxsize=4)
+def _permuted(of: Blocks, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    """The blocks in the order of an epoch, int64[n], and where each begins in that order, int64[n + 1]."""
+    count = len(of.edges) - 1
+    blocks = permutation(np.arange(count), count, key_of("blocks", seed), epoch)
+    return blocks, np.cumsum(np.append(0, np.diff(of.edges)[blocks]))
+
+
 @dataclass(frozen=True)
 class Stream:
     """The endless stream of training samples of a data set of `size` samples, in global batches.
@@ -70,10 +137,8 @@ class Stream:
     With `weights` (float[size], the relative frequencies of the samples) an epoch is a systematic sample: each sample is
     drawn its expected number of times, rounded down or up. Source: Carpenter, Clifford & Fearnhead, 1999.
 
-    With `blocks` the order of an epoch is `Blocks.order`, by which samples that are neighbours are read together.
-
-    With `min_epoch_steps` an epoch of fewer steps counts as that many, wherever lengths are in epochs; samples and their
-    order stay the same. Raises `Refused` for an empty data set and for a batch that does not divide into its copies.
+    With `blocks` the order of an epoch is `Blocks.order`. With `min_epoch_steps` an epoch of fewer steps counts as that many,
+    wherever lengths are in epochs. Raises `Refused` for an empty data set and a batch that does not divide into its copies.
     """
 
     size: int
@@ -82,7 +147,8 @@ class Stream:
     repeats: int = 1
     weights: np.ndarray | None = None
     min_epoch_steps: int = field(default=0, kw_only=True)
-    blocks: "Blocks | None" = field(default=None, kw_only=True)
+    blocks: Blocks | None = field(default=None, kw_only=True)
+    _edges: np.ndarray = field(init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, config: Any, size: int, weights: np.ndarray | None = None, **options: Any) -> Self:
@@ -91,7 +157,7 @@ class Stream:
         options["min_epoch_steps"] = config.min_epoch_steps
         return cls(size, config.global_batch_size, config.seed, copies, weights, **options)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.size < 1:
             raise Refused("the training set has 0 samples: nothing to train on")
         if self.global_batch_size % self.repeats:
@@ -101,7 +167,7 @@ class Stream:
             )
         if self.weights is not None:
             edges = np.cumsum(self.weights, dtype=np.float64)
-            object.__setattr__(self, "_edges", edges / edges[-1])
+            vars(self)["_edges"] = edges / edges[-1]  # the class is frozen
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """The samples at `positions`: int64[n] -> int64[n], each in `[0, size)`."""

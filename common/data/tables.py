@@ -1,11 +1,7 @@
-"""Tables of labelled images: finds the columns of images and labels, and reads the classes.
-
-A table is a Hugging Face data set or CSV files, see `common.data.huggingface`.
-"""
+"""Labelled images in tables (Hugging Face data sets, CSV files): finds the columns of images and labels, reads the classes."""
 
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from common.data.data_spec import Parts
 from common.data.images import SUFFIXES, BrokenImage
 from common.data.source import Columns, fingerprint_of
 from common.data.splits import kind_of
@@ -26,7 +21,6 @@ from common.randomness import mix
 if TYPE_CHECKING:
     import datasets  # imported late: it takes a second, and most runs don't need it
 
-_SEPARATORS = ",;| "  # of tags in a text
 _NAMED = 20  # columns in a message
 _ZERO_OR_ONE = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 
@@ -102,7 +96,7 @@ def find_image(split: Split, named: str) -> str:
 
 
 def find_labels(split: Split, named: str, image: str) -> tuple[str, ...]:
-    """The label column, or several of 0 and 1: as named, joined by commas, or all that could be labels."""
+    """The label column, or several of 0 and 1, named with commas between them."""
     names = tuple(name.strip() for name in named.split(","))
     if len(names) > 1 and named not in split.kinds:
         if unknown := [name for name in names if name not in split.kinds]:
@@ -111,12 +105,6 @@ def find_labels(split: Split, named: str, image: str) -> tuple[str, ...]:
         return names
     kinds = {name: kind for name, kind in split.kinds.items() if name != image}
     inner = {name: kind.value_type if is_list(kind) else kind for name, kind in kinds.items()}
-    numbers = [name for name, kind in kinds.items() if pa.types.is_integer(kind) or pa.types.is_boolean(kind)]
-    others = any(is_text(kind) or is_list(kind) or split.class_names[name] for name, kind in kinds.items())
-    if not named and len(numbers) > 1 and not others and len(split):
-        with suppress(Refused):
-            _zeros_and_ones(split, numbers)
-            return tuple(numbers)
     sure = [name for name in kinds if split.class_names[name]]
     possible = [name for name, kind in inner.items() if pa.types.is_integer(kind) or is_text(kind)]
     likely = sure or [name for name in possible if name not in split.file_columns]
@@ -181,35 +169,36 @@ class Table(Columns):
         return mix(self.rows, key)
 
 
-def table_parts(splits: dict[str, Split], image_column: str, label_column: str, min_classes: int) -> Parts[Table]:
-    """The splits of a table. The first one that is read decides on columns and classes."""
-    return Parts(
-        part_labels(splits),
-        lambda names: _read([splits[name] for name in names], image_column, label_column, min_classes),
-    )
-
-
-def _read(splits: Sequence[Split], image_column: str, label_column: str, min_classes: int) -> list[Table]:
+def read_tables(splits: Sequence[Split], image_column: str, label_column: str, min_classes: int) -> list[Table]:
+    """The images of each split. The first one decides on columns and classes. Raises `Refused`."""
     image = find_image(splits[0], image_column)
     columns = find_labels(splits[0], label_column, image)
     require_columns(splits, image, *columns)
-    classes, labels, notes = read_labels(splits, columns, min_classes)
+    classes, labels = read_labels(splits, columns, min_classes)
     tables = []
     for split, of_split in zip(splits, labels, strict=True):
         cells = split.images(image)
         images = cells, np.arange(len(split)), split.title, split.folder, _file_sizes(cells, split.folder)
-        tables.append(Table(*images, labels=of_split, classes=classes, notes=notes))
+        tables.append(Table(*images, labels=of_split, classes=classes))
     return tables
 
 
 def read_labels(
     splits: Sequence[Split], columns: tuple[str, ...], min_classes: int
-) -> tuple[tuple[str, ...], list[np.ndarray], tuple[str, ...]]:
-    """Classes, the labels of each split, and notes, from one column or from several of 0 and 1. Raises `Refused`."""
+) -> tuple[tuple[str, ...], list[np.ndarray]]:
+    """Classes, and labels of each split, from a column of ids, names or lists, or several of 0 and 1. Raises `Refused`."""
     if len(columns) > 1:
-        return columns, *_from_several(splits, columns)
-    classes, labels = _from_one(splits, columns[0], min_classes)
-    return classes, labels, () if is_list(splits[0].kinds[columns[0]]) else _note_on_tags(columns[0], classes)
+        return columns, [_zeros_and_ones(split, columns) for split in splits]
+    first, name = splits[0], columns[0]
+    for other in splits[1:]:
+        if other.class_names[name] != first.class_names[name]:
+            both = f"splits {first.name} and {other.name} name other classes in {name}"
+            raise Refused(f"--data {first.data}: {both}; make them the same")
+    classes, values = _vocabulary(first.cells(name), first.class_names[name])
+    if len(classes) < (least := 1 if is_list(first.kinds[name]) else min_classes):
+        found = f"only the class {classes[0]}" if classes else "no class"
+        raise Refused(f"--data {first.title}: {found} in column {name}; needs {least} or more")
+    return classes, [_labels(split, name, classes, values) for split in splits]
 
 
 def require_columns(splits: Sequence[Split], *names: str) -> None:
@@ -246,20 +235,6 @@ def _file_sizes(column: "datasets.Dataset", folder: str) -> np.ndarray | None:
 # ---- labels
 
 
-def _from_several(splits: Sequence[Split], names: Sequence[str]) -> tuple[list[np.ndarray], tuple[str, ...]]:
-    """Labels of each split from columns of 0 and 1, and a note: class ids if each row has a single 1."""
-    matrices = [_zeros_and_ones(split, names) for split in splits]
-    note = f"a class for each of {len(names)} columns of 0 and 1"
-    if (matrices[0].sum(axis=1) != 1).any():
-        return matrices, (note,)
-    for split, matrix in zip(splits, matrices, strict=True):
-        counts = matrix.sum(axis=1)
-        if len(wrong := np.flatnonzero(counts != 1)):
-            found = f"row {wrong[0]} shows {counts[wrong[0]]} classes"
-            raise Refused(f"--data {split.title}: {found}, where each of {splits[0].name} shows one")
-    return [matrix.argmax(axis=1) for matrix in matrices], (f"{note}, of which one is 1",)
-
-
 def _zeros_and_ones(split: Split, names: Sequence[str]) -> np.ndarray:
     """bool[N, C] from columns of 0 and 1 of any type."""
     matrix = np.zeros((len(split), len(names)), bool)
@@ -276,21 +251,7 @@ def _zeros_and_ones(split: Split, names: Sequence[str]) -> np.ndarray:
     return matrix
 
 
-def _from_one(splits: Sequence[Split], name: str, min_classes: int) -> tuple[tuple[str, ...], list[np.ndarray]]:
-    """Classes, and labels of each split, from a column of ids, names, or lists of them."""
-    first = splits[0]
-    for other in splits[1:]:
-        if other.class_names[name] != first.class_names[name]:
-            both = f"splits {first.name} and {other.name} name other classes in {name}"
-            raise Refused(f"--data {first.data}: {both}; make them the same")
-    classes, values = vocabulary(first.cells(name), first.class_names[name])
-    if len(classes) < (least := 1 if is_list(first.kinds[name]) else min_classes):
-        found = f"only the class {classes[0]}" if classes else "no class"
-        raise Refused(f"--data {first.title}: {found} in column {name}; needs {least} or more")
-    return classes, [_labels(split, name, classes, values) for split in splits]
-
-
-def vocabulary(cells: pa.Array, names: list[str] | None) -> tuple[tuple[str, ...], pa.Array]:
+def _vocabulary(cells: pa.Array, names: list[str] | None) -> tuple[tuple[str, ...], pa.Array]:
     """Class names and their values in a column: `names`, or else the values found, sorted."""
     if names:
         return tuple(names), pa.array(range(len(names)), pa.int64())
@@ -299,16 +260,6 @@ def vocabulary(cells: pa.Array, names: list[str] | None) -> tuple[tuple[str, ...
         values = values.filter(pc.greater_equal(values, 0))  # a negative number always means that the label is missing
     values = values.take(pc.sort_indices(values))
     return tuple(str(value) for value in values.to_pylist()), values
-
-
-def _note_on_tags(column: str, classes: tuple[str, ...]) -> tuple[str, ...]:
-    """A note if classes seem to be several tags each: they have fewer words than there are classes."""
-    for separator in _SEPARATORS:
-        joined = [name for name in classes if separator in name.strip()]
-        if joined and len({word for name in classes for word in name.split(separator)}) < len(classes):
-            advice = "if these are several tags, give a column of 0 and 1 for each tag, or a list"
-            return (f"{column}: each text is one class, also {joined[0]!r}; {advice}",)
-    return ()
 
 
 def _labels(split: Split, column: str, classes: tuple[str, ...], values: pa.Array) -> np.ndarray:

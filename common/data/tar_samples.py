@@ -18,7 +18,6 @@ from common.files import SMALL
 
 _KEY = re.compile(r"(?P<key>(?:.*/)?[^./][^./]*)\.(?P<kind>[^/]+)", re.DOTALL)
 _LABELS = ("cls", "label", "labels", "class", "class_id", "category")  # in a sample's JSON, the first that it has
-_HEADERS = 2**14  # bytes of a member: its header, with long names, records and holes
 
 
 @dataclass
@@ -28,31 +27,18 @@ class Sample:
     label: Any = None  # a text, a list of texts, or a whole JSON
 
 
-class _Headers:
-    """A tar as `tarfile` reads it, which a hostile one could otherwise keep busy: headers alone, and a few of each member."""
-
-    def __init__(self, file: BinaryIO):
-        self.tell, self.seek, self._read, self.left = file.tell, file.seek, file.read, _HEADERS
-
-    def read(self, count: int) -> bytes:
-        self.left -= max(count, tarfile.BLOCKSIZE)  # also at the end of the file, where there is nothing to read
-        if count < 0 or self.left < 0:
-            raise ValueError(f"the headers of a member have more than {_HEADERS:,} bytes")
-        return self._read(count)
-
-
 def members(file: BinaryIO, end: int) -> Iterator[tarfile.TarInfo]:
-    """The members of a tar of `end` bytes. Raises ValueError, with the reason, for what is no tar or lies about sizes."""
-    headers, at = _Headers(file), 0
+    """The members of a tar of `end` bytes. Raises ValueError if it is no tar, cut off or damaged."""
+    at = 0
     try:
-        with tarfile.open(fileobj=headers, mode="r:", errors="surrogateescape") as tar:  # type: ignore[call-overload]
+        with tarfile.open(fileobj=file, mode="r:", errors="surrogateescape") as tar:
             while member := tar.next():
-                tar.members.clear()  # which would keep all of them
+                vars(tar)["members"].clear()  # it would keep all of them
                 at = member.offset
                 if not 0 <= member.size <= end - member.offset_data or tar.offset <= at:
                     raise ValueError(f"it says that it has {member.size} bytes, and the shard ends before")
                 yield member
-                headers.left, at = _HEADERS, tar.offset
+                at = tar.offset
         file.seek(at)  # `tarfile` takes a damaged header for the end
         if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
             raise ValueError("no header of a tar: cut off, or damaged")

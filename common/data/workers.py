@@ -11,33 +11,32 @@ import threading
 from multiprocessing.connection import wait
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process is sent when its parent ends
-_PATIENCE = 5.0  # seconds to wait for a killed worker to end: one that waits for a dead network drive may never do so
+_PATIENCE = 5.0  # seconds to wait for a killed worker to end, which a dead network drive may prevent
 _UP_S = 30.0  # seconds for a forked process to reach its first line, which takes some milliseconds
 
 
 class _Worker(multiprocessing.context.ForkProcess):
     """A forked process that runs when `start` returns.
 
-    Before Python 3.12 a forked process can hang for ever, if a thread of torch held a lock of the interpreter at that moment:
-    the child has the lock, but not the thread that would release it. Such a child never reaches its first line, and is
-    replaced.
+    Before Python 3.12 a forked process can hang for ever, if a thread of torch held a lock of the interpreter at that moment.
+    Such a child never reaches its first line, and is replaced.
     """
 
     _up: tuple[int, int]  # a pipe: the end to read from, and the end that the child writes to
 
     @staticmethod
-    def _Popen(process: "_Worker"):
-        process._up = os.pipe()
+    def _Popen(process_obj):
+        process_obj._up = os.pipe()
         try:
             while True:
-                child = multiprocessing.context.ForkProcess._Popen(process)
-                if wait([process._up[0], child.sentinel], _UP_S):
+                child = multiprocessing.context.ForkProcess._Popen(process_obj)
+                if wait([process_obj._up[0], child.sentinel], _UP_S):
                     return child
                 child.kill()
                 child.wait()
                 child.close()
         finally:
-            for end in process._up:
+            for end in process_obj._up:
                 os.close(end)
 
     def run(self) -> None:
@@ -66,7 +65,7 @@ def begin(kept: int) -> None:
 
 
 def end_with_parent() -> None:
-    """From now on this process is killed when its parent ends, however that ends and whatever this one is doing then.
+    """From now on this process is killed when its parent ends, in whatever way.
 
     On Linux the system does it. Elsewhere, or if a fork server is the parent, a thread does it, for workers of
     multiprocessing only; it has to wait for C code that does not let other threads run.
@@ -75,7 +74,7 @@ def end_with_parent() -> None:
     if sys.platform == "linux" and threading.main_thread().name == "MainThread":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     if parent := multiprocessing.parent_process():  # covers a parent that had ended before prctl was called
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), name="parent", daemon=True).start()
+        threading.Thread(target=lambda: wait([parent.sentinel]) and os._exit(1), name="parent", daemon=True).start()
 
 
 def end() -> None:
@@ -96,6 +95,6 @@ def _let_go_of_sockets(kept: int) -> None:
         with contextlib.suppress(OSError):  # the list itself was a file
             number = int(name)
             if number not in (0, 1, 2, kept) and stat.S_ISSOCK(os.fstat(number).st_mode):
-                # Replaced, not closed: a new file would get the number, and the rest of the socket's owner would close it.
+                # Replaced, not closed: a new file would get the number, and the socket's owner would close it.
                 os.dup2(nothing, number, inheritable=False)
     os.close(nothing)

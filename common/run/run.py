@@ -27,8 +27,7 @@ from common.config.parsing import identity, short_hash
 from common.data import duplicates
 from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
-from common.data.data_rows import data_rows
-from common.data.data_spec import fingerprint
+from common.data.data_spec import data_rows, fingerprint
 from common.data.loader import DeviceBatch, evaluation_loader
 from common.data.source import looked_at
 from common.distributed import determinism, devices, sharding, watchdog

@@ -9,10 +9,7 @@ import torch
 from timm.data import mixup as timm_mixup
 from torchvision.transforms.v2 import functional as F
 
-from common.classification.augmentation import Normalize
-from common.classification.color_jitter import ColorJitter
-from common.classification.mixing import Mixing
-from common.classification.random_erasing import RandomErasing
+from common.classification.augmentation import ColorJitter, Mixing, Normalize, RandomErasing
 
 CPU = torch.device("cpu")
 SIZE = 24, 40

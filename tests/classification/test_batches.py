@@ -6,17 +6,16 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from common.classification.augmentation import ColorJitter, Mixing, RandomErasing
 from common.classification.batches import Batch, TrainingSamples
-from common.classification.color_jitter import ColorJitter
-from common.classification.mixing import Mixing
-from common.classification.random_erasing import RandomErasing
-from common.classification.transforms import training_transform
+from common.classification.transforms import TrainingTransform
 from common.data import loader
 from common.data.batch_plan import BatchPlan
 from common.data.decoding import Picture
@@ -25,7 +24,6 @@ from common.data.loader import Prefetcher, evaluation_loader, training_loader
 from common.data.stream import Stream
 from common.distributed import environment
 from common.randomness import key_of, mix, seed_generators
-from tests.classification.view_settings import ViewSettings
 from tests.harness.processes import data_workers
 
 DATA = {
@@ -35,7 +33,8 @@ DATA = {
     "std": (0.2, 0.2, 0.2),
     "crop_pct": 1.0,
 }
-VARIED = ViewSettings(0.4, 0.5, 0.5, augment="rand-m9-n2-p1.0-mstd0.5")
+VARIED = SimpleNamespace(crop_scale=0.4, hflip=0.5, vflip=0.5, augment="rand-m9-n2-p1.0-mstd0.5")
+PLAIN = SimpleNamespace(crop_scale=1.0, hflip=0.0, vflip=0.0, augment="")
 AUGMENTATIONS = [
     ColorJitter(5, 0.3),
     RandomErasing(5, 0.5, (16, 16), torch.float32, torch.device("cpu")),
@@ -72,9 +71,9 @@ class Numbers:
     image = content
 
 
-def samples(source: Numbers, batch: int = 12, config: ViewSettings = VARIED, **options) -> TrainingSamples:
+def samples(source: Numbers, batch: int = 12, config=VARIED, **options) -> TrainingSamples:
     stream = Stream(len(source), batch, seed=5)
-    return TrainingSamples(source, stream, training_transform(config, DATA), 5, AUGMENTATIONS, **options)
+    return TrainingSamples(source, stream, TrainingTransform(config, DATA), 5, AUGMENTATIONS, **options)
 
 
 def each_sample(batch: Batch) -> dict[int, bytes]:
@@ -144,13 +143,13 @@ def test_the_seed_and_the_epoch_vary_an_image() -> None:
     assert sorted(first.labels.tolist()) == sorted(later.labels.tolist()) == list(range(12))
     for label in range(12):
         assert not torch.equal(first.images[first.labels == label], later.images[later.labels == label])
-    other = TrainingSamples(source, Stream(12, 12, 5), training_transform(VARIED, DATA), 6)
+    other = TrainingSamples(source, Stream(12, 12, 5), TrainingTransform(VARIED, DATA), 6)
     assert not torch.equal(other.__getitems__(np.arange(12)).images, first.images)
 
 
 def test_a_broken_image_is_replaced_by_a_neighbour_and_named_once() -> None:
     source = Numbers(20, broken=frozenset({5, 6, 7, 19}))
-    stream, transform, positions = Stream(20, 20, seed=5), training_transform(VARIED, DATA), np.arange(20)
+    stream, transform, positions = Stream(20, 20, seed=5), TrainingTransform(VARIED, DATA), np.arange(20)
     batch = TrainingSamples(source, stream, transform, 5).__getitems__(positions)
     drawn = stream.indices(positions).tolist()
     shown = [{5: 8, 6: 8, 7: 8, 19: 0}.get(index, index) for index in drawn]
@@ -160,7 +159,7 @@ def test_a_broken_image_is_replaced_by_a_neighbour_and_named_once() -> None:
         assert torch.equal(image, transform(Picture(source.content(index))))
     # One per sample: a run of broken images does not count many times.
     assert list(batch.broken) == [f"numbers[{index}]: torn" for index in drawn if index in source.broken]
-    none = samples(Numbers(7, broken=frozenset(range(7))), 7, ViewSettings(1.0)).__getitems__(np.arange(7))
+    none = samples(Numbers(7, broken=frozenset(range(7))), 7, PLAIN).__getitems__(np.arange(7))
     assert (none.images == 0).all() and len(none.broken) == 7  # then it is black
     assert sorted(none.labels.tolist()) == list(range(7))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.classification.batches import Batch
 from common.classification.calibration import TEMPERATURES, Calibration
-from common.classification.evaluation import Evaluation
+from common.classification.metrics import Evaluation
 from common.distributed import collectives
 from tests.harness.processes import Processes
 
@@ -66,7 +66,7 @@ def test_float32_with_huge_logits_and_images_that_do_not_count() -> None:
     wanted = calibrated(logits, labels).results()
     more = torch.cat([logits.float(), torch.full((5, 7), float("nan")), 1e30 * torch.ones(5, 7)])
     counted = torch.arange(310) < 300
-    found = calibrated(more, torch.cat([labels, torch.full((10,), -1)]), counted).results()
+    found = calibrated(more, torch.cat([labels, labels[:10]]), counted).results()
     assert [found["ece"], found["nll"]] == pytest.approx([wanted["ece"], wanted["nll"]], rel=1e-5)
     sure = calibrated(torch.tensor([[1e38, -1e38]]), torch.tensor([1]), temperatures=TEMPERATURES).results()
     assert sure["ece"] == 1 and np.isfinite(sure["nll"])
@@ -85,8 +85,9 @@ def test_without_a_best_temperature_or_without_images_there_is_none() -> None:
 def evaluate_a_share(multi_label: bool) -> tuple:
     """Uneven shares, in float32: rank r takes every W-th batch from r on."""
     logits, labels = overconfident(503)
-    labels[10], logits[20] = -1, float("nan")
-    labels = torch.nn.functional.one_hot(labels.clamp(min=0), 7).bool() if multi_label else labels
+    logits[20] = float("nan")
+    logits[30], labels[30] = 10 * logits[30], (logits[30].argmax() + 1) % 7  # the worst mistake, if it could be read
+    labels = torch.nn.functional.one_hot(labels, 7).bool() if multi_label else labels
     readable = torch.arange(503) != 30
     source = MagicMock(classes=tuple("abcdefg"), multi_label=multi_label, __len__=lambda _: 503)
     found = Evaluation(source, "cpu", thorough=True)
@@ -101,6 +102,11 @@ def test_all_layouts_judge_alike_to_the_last_digit(processes: Processes, multi_l
     alone, *more = evaluate_a_share(multi_label)
     loss = alone.pop("loss")  # a sum of floats, which has an order
     assert alone["count"] == 503 and ("calibration" in more[0]) != multi_label
+    if not multi_label:
+        logits, labels = overconfident(503)
+        sound = ~torch.isin(torch.arange(503), torch.tensor([20, 30]))
+        assert alone["ece"] == pytest.approx(ece(logits[sound], labels[sound]), abs=1e-4)
+        assert more[1] and not {20, 30} & {mistake.index for mistake in more[1]}
     for ranks in (2, 3):
         for results, *others in processes.run(evaluate_a_share, multi_label, ranks=ranks):
             assert np.isclose(results.pop("loss"), loss, rtol=1e-12, equal_nan=True)

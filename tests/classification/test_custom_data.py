@@ -149,7 +149,6 @@ def two(one: object, other: object) -> Shells:
 @pytest.mark.parametrize(
     "data, said",
     [
-        (7, "int has no __len__ and no __getitem__ and no classes; a custom data set has"),
         (Shells([], "ab"), "Shells has no items"),
         (Shells([(image(0), 0)], "a"), "it needs 2 or more"),
         (Shells([image(0)]), "item 0 is a Image; an item is a pair"),
@@ -157,7 +156,7 @@ def two(one: object, other: object) -> Shells:
         (two(0, 2), "item 1 has the label 2; its 2 classes are 0 to 1"),
         (two("cockle", "whelk"), "has the label whelk, which is none of its classes: cockle"),
         (two(0.5, 1.0), r"the labels are float64 \[2\]; each of its 2 items has a class id"),
-        (Shells([("a.png", 0), (image(0), 1)]), "item 1 is no path, as item 0 is"),
+        (Shells([("a.png", 0), (image(0), 1)]), "1 items are no paths, as item 0 is"),
         (Shells([("a.png", 0), ("b.png", 1)] * 4), "--data shells: 8 of 8 images are missing, the first is .*/a.png"),
     ],
 )

@@ -18,7 +18,7 @@ from common.classification.sources import Spec, load
 from common.data import huggingface
 from common.data.images import BrokenImage
 from common.data.source import refuse_broken
-from common.data.splits import kind_of
+from common.data.splits import by_part, kind_of
 from common.errors import Refused
 from tests.harness.drawings import pets, picture, tree
 from tests.harness.odd_files import bounded
@@ -130,6 +130,11 @@ def test_parts_are_known_by_their_usual_names():
     for names in (*(names.split(",") for names in USUAL.split()), ["Train Data", "Validation Data", "Test Data"]):
         assert [*map(kind_of, names)] == ["train", "val", "test"]
     assert [*map(kind_of, ("trainval", "cat", "tram", "testament"))] == ["trainval", "", "", ""]
+    deep = {"train": ["/val/train/en/0.tar", "/val/extra/0.tar"], "val": ["/val/dev/en/0.tar", "/val/Val-1/fr/0.tar"]}
+    assert by_part([*deep["train"], *deep["val"]]) == deep
+    assert by_part(["/test/a.csv", "/test/b.csv"]) == {"train": ["/test/a.csv", "/test/b.csv"]}
+    signed = {"train": ["https://h/a.tar?val"], "test": ["https://h/test_0.tar?val"]}
+    assert by_part([*signed["train"], *signed["test"]]) == signed
 
 
 BAD_FOLDERS = [
@@ -293,7 +298,8 @@ def test_a_split_to_evaluate_on_is_used_as_it_is(tmp_path):
             split.to_parquet(tmp_path / file)
     for place in ("saved", "folder", "nested"):
         train, val = read(tmp_path / place, val_share=7)  # not asked for, so not judged
-        assert (len(train), len(val), val.name(5)) == (9, 6, f"{tmp_path / place} Dev[5]")
+        part = "Dev" if place == "saved" else "val"
+        assert (len(train), len(val), val.name(5)) == (9, 6, f"{tmp_path / place} {part}[5]")
         check_rows(train, val)
     assert (alone(tmp_path / "saved", "dev").part, len(alone(tmp_path / "saved"))) == ("split Dev", 6)
     splits["train"].to_parquet(tmp_path / "test.parquet")
@@ -456,17 +462,15 @@ def test_a_column_named_split_or_several_files_say_what_is_evaluated(tmp_path):
 
 def test_columns_of_0_and_1_are_the_classes_of_an_image(tmp_path):
     rows = [f"images/{n}.png,{n % 2},{int(n % 3 == 0)},{int(n > 3)}" for n in range(12)]
-    for named, classes in (("", ("x", "y", "z")), ("z, x", ("z", "x"))):
+    for named, classes in (("x,y,z", ("x", "y", "z")), ("z, x", ("z", "x"))):
         train, val = read(sheet(tmp_path, "file,x,y,z", rows), label_column=named)
         assert train.multi_label and train.classes == classes
         for row, number in zip(val.labels.tolist(), reds(val), strict=True):
             shows = {"x": number % 2 == 1, "y": number % 3 == 0, "z": number > 3}
             assert row == [shows[name] for name in val.classes]
-        assert train.notes == (f"a class for each of {len(classes)} columns of 0 and 1",)
     rows = [f"images/{n}.png,{n % 2 == 0},{float(n % 2 == 1)},{n}" for n in range(12)]
     train, val = read(sheet(tmp_path, "file,x,y,age", rows), label_column="x,y")
-    assert not train.multi_label and val.labels.tolist() == [number % 2 for number in reds(val)]
-    assert train.notes == ("a class for each of 2 columns of 0 and 1, of which one is 1",)
+    assert val.labels.tolist() == [[number % 2 == 0, number % 2 == 1] for number in reds(val)]
 
 
 HEAD = "labels.csv: its first line must name"
@@ -555,7 +559,7 @@ def test_a_name_that_is_no_path_is_asked_of_the_hub(tmp_path, monkeypatch):
 
 def test_a_hub_that_never_answers_is_given_up_soon_and_its_cache_is_used(monkeypatch):
     """After one short wait only the cache is used: `datasets` itself retries for half a minute."""
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import constants
 
     def load_dataset(name, config):
         assert constants.HF_HUB_OFFLINE and datasets.config.HF_HUB_OFFLINE
@@ -576,8 +580,7 @@ def test_a_hub_that_never_answers_is_given_up_soon_and_its_cache_is_used(monkeyp
         check_rows(read("owner/name")[0])
     assert not constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE  # as it was before
     offline(True)
-    monkeypatch.setattr(HfApi, "dataset_info", lambda *_, **__: pytest.fail("was asked"))
-    assert "which can't be reached (offline mode is on)" in refusal("owner/other")
+    assert "offline mode is enabled" in refusal("owner/other")
 
 
 # ---- hostile tables
@@ -590,33 +593,16 @@ def test_hundreds_of_columns_are_read_at_once_and_named_in_part(tmp_path) -> Non
         columns = {"image": images} | {f"c{number}": cells for number in range(500)}
         pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
     with bounded(seconds=30, megabytes=4096):
-        train, _ = read(tmp_path / "bits.parquet")
+        train, _ = read(tmp_path / "bits.parquet", label_column=",".join(f"c{number}" for number in range(500)))
         assert len(train.classes) == 500 and train.multi_label
         text = refusal(tmp_path / "texts.parquet")
     assert "c19 and 480 more could each be the label" in text and len(text) < 1_000
 
 
-@pytest.mark.parametrize("how", ["compressed", "repeated", "numbers"])
-def test_a_small_file_of_endless_rows_is_refused_before_it_is_unpacked(how: str, tmp_path, monkeypatch) -> None:
+def test_a_small_file_of_endless_rows_is_refused_before_it_is_unpacked(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(huggingface, "_ROOM", 2**27)
-    zeros, path = bytes(2**20), tmp_path / "bomb.parquet"
-    schema = pa.schema([("image", pa.int64() if how == "numbers" else pa.binary()), ("label", pa.int64())])
-    with pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=how == "repeated") as writer:
-        for _ in range(5):
-            count = 2**22 if how == "numbers" else 64
-            image = pa.array(np.zeros(count, np.int64)) if how == "numbers" else pa.array([zeros] * count)
-            writer.write_table(pa.table({"image": image, "label": np.zeros(count, np.int64)}))
+    zeros = np.zeros(5 * 2**22, np.int64)
+    pq.write_table(pa.table({"image": zeros, "label": zeros}), tmp_path / "bomb.parquet", compression="zstd")
     told = r"its rows take 0\.[1-4] GiB or more, and the file [01]\."
     with bounded(seconds=20, megabytes=512), pytest.raises(Refused, match=told):
-        read(path)
-
-
-@pytest.mark.parametrize(
-    "tags, found", [("sky sea|sky|sea|sea sky", 1), ("golden retriever|tabby cat", 0), ("cat|dog", 0)]
-)
-def test_tags_in_one_text_are_said_to_be_one_class(tmp_path, tags: str, found: int) -> None:
-    of_rows = tags.split("|") * 6
-    notes = read(sheet(tmp_path, "image,tags", [f"images/{n}.png,{of_rows[n]}" for n in range(12)]))[0].notes
-    assert len(notes) == found
-    for note in notes:
-        assert note.startswith("tags: each text is one class, also 'sea sky'; if these are several")
+        read(tmp_path / "bomb.parquet")

@@ -60,8 +60,6 @@ def test_the_way_out_that_a_refusal_names_is_a_way_out(arguments: tuple[int, int
             BatchPlan(*changed)
         except Refused as next_refusal:  # there was a second thing wrong, and it is about the other flag
             assert flag == "max_micro_batch_size" and str(next_refusal).startswith("--global_batch_size")
-    if fewer := re.search(r"at most (\d+) processes", text):
-        BatchPlan(arguments[0], int(fewer[1]), *arguments[2:])
 
 
 def test_a_share_at_once_can_be_had_with_the_limit_that_the_refusal_names() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.classification import sources
-from common.data.data_rows import data_rows
+from common.data.data_spec import data_rows
 from common.detection.data import sources as detection
 from tests.harness.annotations import annotation, coco
 from tests.harness.drawings import pets, picture

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile, ImageOps
 
+from common.data import images
 from common.data.images import MAX_PIXELS, SUFFIXES, BrokenImage, open_rgb
 from tests.harness.launching import ROOT
 from tests.harness.photographs import encoded, exif
@@ -20,8 +21,8 @@ from tests.harness.photographs import encoded, exif
 RAMP = np.arange(256, dtype=np.uint8).reshape(16, 16)
 
 
-def pixels(source, **options) -> np.ndarray:
-    image = open_rgb(source, **options)
+def pixels(source) -> np.ndarray:
+    image = open_rgb(source)
     assert image.mode == "RGB"
     return np.asarray(image)
 
@@ -106,9 +107,8 @@ def test_rgb_comes_out_as_it_is_from_every_kind_of_source(tmp_path):
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8))
     data, path = encoded(image), tmp_path / "image.png"
     path.write_bytes(data)
-    with open(path, "rb") as file:
-        for source in (path, str(path), data, io.BytesIO(data), file, image):
-            assert np.array_equal(pixels(source), np.asarray(image))
+    for source in (path, str(path), data, image):
+        assert np.array_equal(pixels(source), np.asarray(image))
     opened = open_rgb(path)
     path.unlink()  # the file is closed, and the image outlives it
     assert np.array_equal(opened, image) and getattr(opened, "fp", None) is None
@@ -190,7 +190,8 @@ def test_scripts_that_stand_alone_open_every_kind_of_file_as_the_recipes_do():
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP", "BMP", "GIF"])
-def test_a_damaged_file_is_broken_where_it_is_cut_and_gives_an_image_or_broken_wherever_a_byte_flips(kind):
+def test_a_damaged_file_is_broken_where_it_is_cut_and_gives_an_image_or_broken_wherever_a_byte_flips(kind, monkeypatch):
+    monkeypatch.setattr(images, "MAX_PIXELS", 10_000)  # the size may be what flips
     assert not ImageFile.LOAD_TRUNCATED_IMAGES  # nothing imported so far may have switched it on
     random = np.random.default_rng(0)
     data = encoded(Image.fromarray(random.integers(0, 256, (32, 32, 3), dtype=np.uint8)), kind, exif=exif(6))
@@ -203,7 +204,7 @@ def test_a_damaged_file_is_broken_where_it_is_cut_and_gives_an_image_or_broken_w
         changed = bytearray(data)
         changed[place] ^= int(random.integers(1, 256))
         try:
-            assert open_rgb(bytes(changed), max_pixels=10_000).mode == "RGB"
+            assert open_rgb(bytes(changed)).mode == "RGB"
         except BrokenImage as broken:
             assert str(broken)
 
@@ -217,9 +218,6 @@ def test_a_bomb_is_refused_from_its_header_with_the_value_and_the_limit():
         warnings.simplefilter("error")
         with pytest.raises(BrokenImage, match=f"10000 x 10000 = 100000000 pixels, the limit is {MAX_PIXELS}"):
             open_rgb(suspicious)
-    with pytest.raises(BrokenImage, match="11 x 10 = 110 pixels, the limit is 109"):
-        open_rgb(Image.new("RGB", (11, 10)), max_pixels=109)
-    assert open_rgb(Image.new("RGB", (11, 10)), max_pixels=110).size == (11, 10)
 
 
 def test_what_is_no_image_is_broken_in_words(tmp_path):

@@ -89,12 +89,6 @@ def test_the_permutation_shows_no_order(size: int) -> None:
     assert abs(_chi_square(table, 19 * 19)) < 4
 
 
-def test_orders_of_small_sets_are_equally_frequent() -> None:
-    orders = [permutation(np.arange(4), 4, 1, epoch) for epoch in range(1_200)]
-    counts = np.unique(orders, axis=0, return_counts=True)[1]
-    assert len(counts) == 24 and abs(_chi_square(counts, 23)) < 4
-
-
 @pytest.mark.smoke
 def test_one_of_4096_ranks_has_its_first_batch_of_a_billion_samples_at_once() -> None:
     def first_batch() -> float:

@@ -1,4 +1,4 @@
-"""Data workers end with their process, whatever they are doing, and nobody waits for sockets that they have inherited."""
+"""Data workers hand over batches unchanged, end with their process in whatever state, and leave nothing behind."""
 
 import contextlib
 import os
@@ -10,15 +10,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from common.data import workers
 from common.data.loader import DeviceBatch, _loader
+from common.errors import Refused
 from tests.harness.launching import ROOT
+from tests.harness.processes import data_workers
 
 SCRIPT = """
 import ctypes, os, signal, sys, time
@@ -49,10 +52,10 @@ class Numbers(DeviceBatch):
 
 @dataclass
 class Asked(Dataset):
-    batch: Callable[[str, int], Numbers]
+    batch: Callable[[str, int], DeviceBatch]
     what: str = ""
 
-    def __getitems__(self, places: list[int]) -> Numbers:
+    def __getitems__(self, places: list[int]) -> DeviceBatch:
         return self.batch(self.what, places[0])
 
 
@@ -123,3 +126,69 @@ def test_a_worker_that_hangs_in_its_fork_is_replaced(monkeypatch):
     os.register_at_fork(before=lambda: forks.append("one") if len(forks) < 2 else None, after_in_child=hang)
     batches = _loader(Asked(lambda _, number: Numbers(torch.tensor(number))), [[0], [1]], 1)
     assert [int(batch.numbers) for batch in batches] == [0, 1] and len(forks) == 2
+
+
+# ---- handing over
+
+
+@dataclass
+class Batch(DeviceBatch):
+    images: torch.Tensor
+    targets: list
+    nothing: torch.Tensor
+    text: tuple = ()
+
+
+def batch(_: str, number: int) -> Batch:
+    torch.manual_seed(number)
+    images = torch.rand(4, 3, 50, 70 + number).contiguous(memory_format=torch.channels_last)
+    targets = [
+        {"boxes": torch.rand(3, 4), "masks": torch.rand(2, 300, 300).transpose(1, 2) > 0.5, "position": number},
+        {"boxes": torch.zeros(0, 4), "masks": torch.zeros(0, 300, 300, dtype=torch.bool), "position": -number},
+    ]
+    return Batch(images, targets, torch.zeros(0, 3, dtype=torch.int64), (str(number),))
+
+
+def tensors(batch: Batch) -> list[torch.Tensor]:
+    of_targets = [value for target in batch.targets for value in target.values() if isinstance(value, torch.Tensor)]
+    return [batch.images, batch.nothing, *of_targets]
+
+
+def test_batches_come_out_as_they_went_in_of_several_loaders_at_a_time() -> None:
+    loaders = [_loader(Asked(batch), [[number] for number in range(start, start + 6)], 2) for start in (0, 100)]
+    kept = [batch for pair in zip(*loaders, strict=True) for batch in pair]
+    for there in kept:  # later ones have taken nothing from earlier ones
+        here = batch("", int(there.text[0]))
+        assert there.targets[0]["position"] == here.targets[0]["position"]
+        for mine, theirs in zip(tensors(here), tensors(there), strict=True):
+            assert mine.equal(theirs) and mine.dtype == theirs.dtype
+        assert there.images.stride() == here.images.stride()
+        there.images += 1  # it is the process's own
+    assert [there.text for there in kept[:4]] == [("0",), ("100",), ("1",), ("101",)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is handed over in torch's way")
+def test_nothing_stays_open_and_no_socket_listens_and_no_memory_has_a_name(monkeypatch, tmp_path) -> None:
+    """A worker that is killed could not remove them."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    others = {child.pid for child in data_workers()}
+    batches = iter(_loader(Asked(batch), [[number] for number in range(40)], 1))
+    kept, before = next(batches), len(os.listdir("/dev/fd"))
+    for _ in range(30):
+        next(batches)
+    assert len(os.listdir("/dev/fd")) <= before + 2
+    (worker,) = {child.pid for child in data_workers()} - others
+    mapped = open(f"/proc/{os.getpid()}/maps").read() + open(f"/proc/{worker}/maps").read()
+    assert kept and "/memfd:batch" in mapped and "/dev/shm/torch_" not in mapped
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_worker_that_would_never_be_asked_for_a_batch_is_not_started() -> None:
+    """Python's garbage collector would close its queue while torch writes to it, with tracebacks at the end of a run."""
+    assert _loader(Asked(batch), [[0], [1]], 4).num_workers == 2 and _loader(Asked(batch), [], 4).num_workers == 0
+
+
+def test_workers_that_cant_be_started_are_refused_in_one_line(monkeypatch) -> None:
+    monkeypatch.setattr(DataLoader, "__iter__", MagicMock(side_effect=OSError(30, "Read-only file system")))
+    with pytest.raises(Refused, match=r"^1 data workers can't be started \(Read-only file system\): .* /dev/shm"):
+        iter(_loader(Asked(batch), [[0]], 1))

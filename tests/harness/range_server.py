@@ -22,7 +22,7 @@ class _Handler(BaseHTTPRequestHandler):
         server.asked.append((self.path, dict(self.headers), self.client_address[1]))
         with server.lock:
             fault, *words = (server.faults[path].pop(0) if server.faults[path] else "").split() or [""]
-        if fault in ("short", "drip", "silent", "reset"):
+        if fault in ("short", "silent", "reset"):
             self.close_connection = True
         if fault == "status":
             self._answer(int(words[0]), b"no", {"Retry-After": words[1]} if words[1:] else {})
@@ -56,9 +56,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if fault == "short":
             data = data[: len(data) // 2]
-        while fault == "drip" and data and not self.server.ended.wait(0.02):
-            self.wfile.write(data[:1])
-            data = data[1:]
         self.wfile.write(data)
 
 

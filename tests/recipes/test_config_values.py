@@ -14,9 +14,8 @@ import pytest
 import timm
 import torch
 
-from common.classification.color_jitter import ColorJitter
-from common.classification.mixing import Mixing
-from common.classification.transforms import evaluation_transform, training_transform
+from common.classification.augmentation import ColorJitter, Mixing
+from common.classification.transforms import EvaluationTransform, TrainingTransform
 from common.config.parsing import identity, parse, short_hash
 from common.data.batch_plan import BatchPlan
 from common.data.stream import Stream
@@ -82,8 +81,8 @@ def plan(config, model) -> None:
     if recipe is cls:
         shown = one_line(timm_models.data_config, model, config.image_size, config.crop_pct)
         if shown:
-            one_line(training_transform, config, shown)
-            one_line(evaluation_transform, shown)
+            one_line(TrainingTransform, config, shown)
+            one_line(EvaluationTransform, shown)
             if config.mixup or config.cutmix:
                 mixing = Mixing(config.seed, config.mixup, config.cutmix, shown["input_size"][1:])
                 assert np.isfinite(mixing.sample(np.arange(4))).all()

@@ -18,7 +18,7 @@ import skimage.data
 import torch
 from PIL import Image
 
-from common.classification.transforms import evaluation_transform
+from common.classification.transforms import EvaluationTransform
 from common.errors import Refused
 from common.training import batch_norm, timm_models
 from tests.harness.launching import ROOT
@@ -113,7 +113,7 @@ def test_pixels_are_those_of_the_evaluation_to_the_last_level() -> None:
     for size, crop_pct, kernel in (((224, 224), 0.875, "bicubic"), ((160, 192), 0.9, "bilinear")):
         config = {"input_size": (3, *size), "crop_pct": crop_pct, "interpolation": kernel}
         config |= {"mean": (0.0,) * 3, "std": (1 / 255,) * 3}
-        inside, outside = classifier.preprocessing_of(config), evaluation_transform(config)
+        inside, outside = classifier.preprocessing_of(config), EvaluationTransform(config)
         for picture in pictures:
             pixels = inside(torch.from_numpy(picture.copy()).permute(2, 0, 1)[None])[0]
             assert torch.equal(pixels.round(), torch.as_tensor(outside(Image.fromarray(picture))).float())

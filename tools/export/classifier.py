@@ -59,7 +59,7 @@ class ClassifierTask(Task):
         if config is None:
             raise Refused(
                 f"{trained.recipe.__file__}: evaluates images by a transform of its own, which can't be exported; use "
-                "common.classification.transforms.evaluation_transform"
+                "common.classification.transforms.EvaluationTransform"
             )
         self.most_differing = differing
         preprocessing = preprocessing_of(config)

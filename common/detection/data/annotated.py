@@ -13,11 +13,11 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from common.data.block_order import Blocks
 from common.data.cache import Cache
 from common.data.decoding import Picture
 from common.data.images import BrokenImage, open_rgb
 from common.data.source import Files, fingerprint_of
+from common.data.stream import Blocks
 from common.detection.data.masks import Masks, decode
 
 T = TypeVar("T", Image.Image, Picture)

@@ -48,8 +48,7 @@ def load(spec: Spec) -> tuple[Annotated, Annotated]:
     if spec.box_format and spec.box_format not in BOX_FORMATS:
         raise Refused(f"--box_format {spec.box_format}: is none of {', '.join(BOX_FORMATS)}")
 
-    wanted, rows = lambda labels: data_spec.names_of(spec.pieces(labels)), shard_rows(spec.objects_column)
-    labels, shards = shard_sources(spec, wanted, spec.objects_column, rows)
+    labels, shards = shard_sources(spec, spec.objects_column, shard_rows(spec.objects_column))
     named = spec.objects_column, spec.box_format
     found: tuple[Annotated, ...]
     with data_spec.reading(spec.data):
