@@ -1,10 +1,9 @@
-"""Profiling: torch.profiler records some steps, and a line of the log says how much of them the device was idle."""
+"""Profiling: torch.profiler records some steps."""
 
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from torch.profiler import profile, schedule
 
 from common.distributed import watchdog
@@ -21,7 +20,7 @@ class Profile:
     def __init__(self, first: int, last: int, done: int, run: Path, say: Callable[[str], None]):
         self._last, self._folder, self._say, self._written = last, run / "profile", say, False
         self._first = max(first, done + 1)
-        self._failure, self._idle = "", ""
+        self._failure = ""
         self._profiler: profile | None = None
         if done >= last:
             say(f"--profile {first}-{last}: {done} steps were made before this start; name later ones")
@@ -47,16 +46,14 @@ class Profile:
             self._say(f"the profile is incomplete: {'; '.join(failures[:3])}")
         elif step >= self._first:
             where = self._folder / f"steps_{self._first}-{self._last}_rank{'*' if world_size() > 1 else 0}.json.gz"
-            self._say(f"profile: {self._idle}{where} opens in ui.perfetto.dev or chrome://tracing")
+            self._say(f"profile: {where} opens in ui.perfetto.dev or chrome://tracing")
 
     def _write(self, profiler: profile) -> None:
         path = self._folder / f"steps_{self._first}-{self._last}_rank{rank()}.json.gz"
         try:
-            self._folder.mkdir(
-                exist_ok=True
-            )  # not its parents: a machine that does not see the run folder must not make it
+            # Not its parents: a machine that does not see the run folder must not make it.
+            self._folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(path))
-            self._idle = idle(profiler.events() or ())
         except Exception as error:  # a failed profile must not end the run
             self._failure = f"rank {rank()}: {type(error).__name__}: {error}"
 
@@ -67,18 +64,3 @@ def check(steps: tuple[int, int] | None, total_steps: int) -> None:
         raise Refused(
             f"--profile {steps[0]}-{steps[1]}: the run ends with step {total_steps}; name steps up to that one"
         )
-
-
-def idle(events) -> str:
-    """The share of the recorded steps in which no kernel ran on the device, in words; "" without a device that has kernels."""
-    host = torch.autograd.DeviceType.CPU
-    spans = [e.time_range for e in events if e.device_type == host and e.name.startswith("ProfilerStep")]
-    on_device = [e for e in events if e.device_type != host and not e.is_user_annotation]
-    if not (spans and on_device):
-        return ""
-    begin, end = min(span.start for span in spans), max(span.end for span in spans)
-    busy, until = 0.0, begin
-    for span in sorted((event.time_range for event in on_device), key=lambda span: span.start):
-        busy += max(0.0, min(span.end, end) - max(span.start, until))
-        until = max(until, span.end)
-    return f"the device was idle for {1 - busy / (end - begin):.1%} of the time of these steps; "

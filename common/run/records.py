@@ -25,7 +25,6 @@ from common.distributed import devices
 from common.distributed.collectives import all_or_none, broadcast_object
 from common.durable import replace_file
 from common.errors import Refused, csv_cell
-from common.run import fonts
 from common.run.broken_images import BrokenImages
 from common.run.folder import RunFolder, writing
 from common.run.log import RunLog
@@ -64,7 +63,6 @@ class Records:
         self.log = RunLog(folder)
         self.progress = Progress()
         self._first_loss = 0.0
-        self._told: set[str] = set()  # letters without a font that the log has named
         self._drawing = FIRST_DRAWING_S  # seconds that pictures of this start took
         self._trained_before = 0.0  # seconds of training in earlier starts
 
@@ -196,12 +194,6 @@ class Records:
             path, began = self._path / "pictures" / f"{name}.png", time.perf_counter()
             try:
                 function(*arguments, path)
-                if letters := "".join(sorted(fonts.missing - self._told)[:10]):
-                    self.log.say(
-                        f"{path}: no installed font has {letters}, drawn as boxes; install one that has, such as "
-                        "Noto Sans CJK (Debian: fonts-noto-cjk)"
-                    )
-                self._told |= fonts.missing
                 self.log.pictures(self.progress.step or 1, {name: path})  # the first batch is step 1's
             except Exception as error:  # a picture is not worth a run
                 self.log.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
@@ -260,9 +252,8 @@ class Records:
             "parameters": sum(parameter.numel() for parameter in self._state.model.parameters()),
             "steps": self._schedule.total_steps,
             "peak_learning_rate": self._schedule.peak,
-            "fingerprint": self._identity["data"],
             "device": facts["ranks"][0],
-            **{key: facts[key] for key in ("world_size", "precision", "commit")},
+            **{key: facts[key] for key in ("world_size", "precision", "commit", "fingerprint")},
         }
         return {f"run/{key}": value for key, value in values.items()}
 

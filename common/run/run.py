@@ -131,7 +131,7 @@ class Run:
                 status, cause = self._shutdown.outcome(stopped, self._asked_by, error)
                 leavers = launch.leavers(self._asked_to_go) if stopped else []
                 goes_on = stopped and launch.machine() not in leavers
-                self._shutdown.finish(status, cause, self._draw_curves, goes_on)
+                self._shutdown.finish(status, cause, goes_on)
             elif not instead:
                 self._shutdown.leave_no_trace()
         finally:
@@ -269,7 +269,7 @@ class Run:
         self._step_reports = StepReports(self.config.global_batch_size, state.scaler)
         self._seconds: dict[int, float] = {}  # of the steps whose reports are not in yet
         facts = environment(launch.precision(self.accelerator, self.config.dtype), self._device, self.config)
-        facts["micro_steps"] = self.plan.micro_steps
+        facts |= {"micro_steps": self.plan.micro_steps, "fingerprint": identity_of_run["data"]}
         with self._records.writing("writing the run folder"):
             if self._folder and self.step < self.last:
                 records.open(facts)
@@ -506,10 +506,6 @@ class Run:
     def _ask(self, what: str) -> None:
         self._asked_by = self._asked_by or what
         self._asked_to_go = True
-
-    def _draw_curves(self) -> None:
-        of = self._records.progress
-        self.draw("curves", plots.curves, self.path, of.leading, of.best.get("step"))
 
     def _due(self, every: int, step: int) -> bool:
         return step == self.last or (step % every == 0 if every else self._stream.ends_epoch(step))

@@ -46,7 +46,8 @@ def test_curves_name_the_leading_metric_and_mark_the_step_of_best(tmp_path, monk
     results, leading, best, told, lines = CURVES[case]
     rows = [{"step": place + 1} | {f"eval/{key}": of[place] for key, of in results.items()} for place in range(3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    said = texts(monkeypatch, lambda: plots.curves(tmp_path, f"eval/{leading}", best))
+    (tmp_path / "summary.json").write_text(json.dumps({"leading": f"eval/{leading}", "best": {"step": best}}))
+    said = texts(monkeypatch, lambda: plots.curves(tmp_path))
     assert any(text.endswith(told) for text in said) and f"best/ (step {best})" in said
     assert all(line in said for line in lines)
     assert not [text for text in said if "top-1" in text and "top-1" not in lines]
