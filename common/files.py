@@ -11,10 +11,11 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from io import BufferedReader
 from itertools import chain, islice
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 import yaml
 
@@ -36,7 +37,7 @@ class OddFile(OSError):
         return f"{self.filename}: {self.strerror}"
 
 
-def open_regular(path: str | bytes | PathLike) -> BinaryIO:
+def open_regular(path: str | bytes | PathLike) -> BufferedReader:
     """Open a file for reading. Raises `OddFile` for a FIFO, device or socket, also behind links; else the errors of `open`."""
     _check(path, os.stat(path))  # before opening, which can have side effects on a device
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from common.classification import (
+    Augmentation,
     ColorJitter,
     Evaluation,
     EvaluationSamples,
@@ -168,7 +169,7 @@ def build_augmentation(config: Config, train: sources.Source, data_config: dict,
     dtype, size, classes = getattr(torch, config.dtype), data_config["input_size"][1:], len(train.classes)
     normalize = Normalize(data_config, dtype, device, config.channels_last)
     uniform = 0.5 if train.multi_label else 1 / classes
-    augmentations = []  # your own is one more line here: see common.classification.Augmentation
+    augmentations: list[Augmentation] = []  # your own is one more line here
     if config.color_jitter:
         augmentations.append(ColorJitter(config.seed, config.color_jitter))
     augmentations.append(normalize)
@@ -190,8 +191,8 @@ def build_augmentation(config: Config, train: sources.Source, data_config: dict,
 
 def build_loss(config: Config, train: sources.Source, device: torch.device):
     """losses(logits [B, K], targets [B, K]) -> [B]: one loss per sample (reduction="none"), not averaged over the batch."""
-    weights = class_weights(config.class_weights, train.labels, len(train.classes))
-    weights = torch.as_tensor(weights if weights is not None else 1.0).to(device, getattr(torch, config.dtype))
+    found = class_weights(config.class_weights, train.labels, len(train.classes))
+    weights = torch.as_tensor(1.0 if found is None else found).to(device, getattr(torch, config.dtype))
 
     def losses(logits, targets):
         logits = logits.to(targets.dtype)  # out of half precision

@@ -90,13 +90,9 @@ class RunLog:
             raise self._failure
 
     def summary(self, values: dict) -> None:
-        """Write summary.json, and show the results."""
+        """Write summary.json, and show the best and the last results in the dashboard's table of runs."""
         if self._folder:  # also when a finished run starts again: it may have been killed before this
             self._folder.write("summary.json", values)
-        self.results(values)
-
-    def results(self, values: dict) -> None:
-        """Show the best and the last results in the dashboard's table of runs."""
         if self._tracker:
             self._tracker.summary(
                 {f"{part}/{key}": value for part in ("best", "last") for key, value in values[part].items()}

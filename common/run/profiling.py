@@ -6,29 +6,33 @@ from pathlib import Path
 
 from torch.profiler import profile, schedule
 
+from common.config.fields import steps_between
 from common.distributed import watchdog
 from common.distributed.collectives import gather_objects, rank, world_size
 from common.errors import Refused
 
 
 class Profile:
-    """Records the steps `first` to `last` on every rank, counted from 1, into `profile/` of the run folder `run`.
+    """Records the `steps` of --profile, "10-14" counted from 1, on every rank into `profile/` of the run folder `run`.
 
-    `done` are the steps that earlier starts have made.
+    `done` are the steps that earlier starts have made. Without `steps` it does nothing. Raises `Refused` if a run of
+    `total_steps` ends before the last of them.
     """
 
-    def __init__(self, first: int, last: int, done: int, run: Path, say: Callable[[str], None]):
-        self._last, self._folder, self._say, self._written = last, run / "profile", say, False
+    def __init__(self, steps: str, done: int, total_steps: int, run: Path, say: Callable[[str], None]):
+        first, self._last = steps_between(steps) or (0, 0)
+        self._folder, self._say, self._failure = run / "profile", say, ""
         self._first = max(first, done + 1)
-        self._failure = ""
         self._profiler: profile | None = None
-        if done >= last:
-            say(f"--profile {first}-{last}: {done} steps were made before this start; name later ones")
-            return
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports that there is no GPU
-        steps = schedule(wait=self._first - done - 1, warmup=1, active=last - self._first + 1, repeat=1)
-        self._profiler = profile(schedule=steps, on_trace_ready=self._write)
-        self._profiler.start()
+        if self._last > total_steps:
+            raise Refused(f"--profile {steps}: the run ends with step {total_steps}; name steps up to that one")
+        if steps and done >= self._last:
+            say(f"--profile {steps}: {done} steps were made before this start; name later ones")
+        elif steps:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports that there is no GPU
+            waiting = schedule(wait=self._first - done - 1, warmup=1, active=self._last - self._first + 1, repeat=1)
+            self._profiler = profile(schedule=waiting, on_trace_ready=self._write)
+            self._profiler.start()
 
     def before(self) -> None:
         """Must be called before each step."""
@@ -56,11 +60,3 @@ class Profile:
             profiler.export_chrome_trace(str(path))
         except Exception as error:  # a failed profile must not end the run
             self._failure = f"rank {rank()}: {type(error).__name__}: {error}"
-
-
-def check(steps: tuple[int, int] | None, total_steps: int) -> None:
-    """Raise `Refused` if a run of `total_steps` ends before the last of the `steps` to profile."""
-    if steps and steps[1] > total_steps:
-        raise Refused(
-            f"--profile {steps[0]}-{steps[1]}: the run ends with step {total_steps}; name steps up to that one"
-        )

@@ -7,9 +7,11 @@ import io
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from common.checkpoints.state import TrainingState
@@ -22,10 +24,9 @@ from common.data.batch_plan import BatchPlan
 from common.data.source import Source
 from common.data.stream import Stream
 from common.distributed import devices
-from common.distributed.collectives import all_or_none, broadcast_object
+from common.distributed.collectives import all_or_none, broadcast_object, gather_objects
 from common.durable import replace_file
 from common.errors import Refused, csv_cell
-from common.run.broken_images import BrokenImages
 from common.run.folder import RunFolder, writing
 from common.run.log import RunLog
 from common.run.progress import Progress
@@ -126,8 +127,6 @@ class Records:
         """Give all ranks the totals of the checkpoint, to count on from; a collective."""
         self.progress.best = broadcast_object(self.progress.best)
         self._trained_before = self.progress.seconds
-        config = self._config
-        self._broken = BrokenImages(self.progress, config.max_broken_share, config.global_batch_size, self.log.say)
 
     def describe(self, rows: dict[str, str], train: Source, val: Source, plan: BatchPlan, sizes: dict) -> None:
         """Print the start table: `rows` that have a value."""
@@ -162,7 +161,7 @@ class Records:
     def take_in(self, report: StepReport, seconds: float, evaluated: bool) -> None:
         """Count a step that took `seconds`, and note its row if one is due or the step is `evaluated`."""
         self.progress.take_in(report, seconds)
-        self._broken.count(report.step, report.broken)
+        self.progress.count_broken(report.step, report.broken, self._config, self.log.say)
         if self._config.dry_run:
             self._first_loss = self._first_loss or max(1.0, report.loss)
             if report.loss > EXPLODED * self._first_loss:  # it would not be finite some steps later
@@ -172,7 +171,8 @@ class Records:
             self.log.note(report.step, self._row(report))
 
     def evaluation(self, step: int, results: dict, leading: str, larger_is_better: bool = True) -> bool:
-        """Log an evaluation's results as `eval/...`; returns whether `results[leading]` is the best so far."""
+        """Log an evaluation's results as `eval/...`; returns whether `results[leading]` is the best so far. A collective."""
+        _check_alike(results)
         numbers = {f"eval/{key}": value for key, value in results.items() if not isinstance(value, list)}
         if wrong := [name for name, value in numbers.items() if isinstance(value, float) and not math.isfinite(value)]:
             text = f"step {step}: {', '.join(wrong)} is not finite; {MENDED_BY}"
@@ -180,9 +180,7 @@ class Records:
                 raise Refused(text)
             self.log.say(text)  # a run may get over it; if not, the loss of a later step stops it
         self.log.note(step, numbers)
-        better = self.progress.judge(step, numbers, f"eval/{leading}", larger_is_better)
-        self.log.results({"best": self.progress.best, "last": self.progress.last})
-        return better
+        return self.progress.judge(step, numbers, f"eval/{leading}", larger_is_better)
 
     def has_time_to_draw(self) -> bool:
         """Whether the pictures of this start took at most `MOST_DRAWING` of its training; a guess before the first ones."""
@@ -274,3 +272,19 @@ class Records:
         if devices.has_streams():
             row["perf/gpu_memory_gb"] = torch.accelerator.max_memory_allocated() / 2**30
         return row
+
+
+def _check_alike(results: Mapping[str, Any]) -> None:
+    """Raise `Refused`, with the name, if a result differs between ranks: it is of one rank's samples alone. A collective."""
+    numbers = {name: value for name, value in results.items() if not isinstance(value, str)}
+    of_ranks = gather_objects({name: np.ravel(np.array(value, float)).tolist() for name, value in numbers.items()})
+    for name in sorted({name for theirs in of_ranks for name in theirs}):
+        first, *others = (theirs.get(name, []) for theirs in of_ranks)
+        for other in others:
+            # Machines of different kinds may differ in the last bits.
+            if len(other) != len(first) or not np.allclose(other, first, 1e-5, equal_nan=True):
+                one, two = (f"{value[0]:.5g}" if value else "missing" for value in (first, other))
+                raise Refused(
+                    f"run.evaluate: {name} differs between processes ({one} on the first, {two} on another): sum over the "
+                    "samples of all of them with common.distributed.collectives.reduce_dict, then divide"
+                )

@@ -16,13 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from common.checkpoints.state import TrainingState
 from common.config import recipe_source
-from common.config.fields import steps_between
 from common.config.parsing import identity, short_hash
 from common.data import duplicates
 from common.data import workers as data_workers
@@ -37,7 +35,7 @@ from common.distributed.environment import environment
 from common.errors import Refused
 from common.launching import launch
 from common.launching.exit_codes import END, RESTART, RESUMABLE, notice, signal_name
-from common.run import micro_batch, plots, profiling
+from common.run import micro_batch, plots
 from common.run.folder import RunFolder, write_status
 from common.run.profiling import Profile
 from common.run.progress import direction_of
@@ -50,7 +48,7 @@ from common.training import batch_norm, exactness, timm_models
 from common.training import optimizer as optimization
 from common.training.freezing import Freezing
 from common.training.optimizer import Schedule
-from common.training.step import Evaluated, Samples, TrainingStep
+from common.training.step import Samples, TrainingStep
 from common.training.update_size import UpdateSize
 from common.training.warm_up import first_line, is_out_of_memory, warm_up
 
@@ -66,7 +64,10 @@ class Run:
         step: optimizer steps done.
         best_step: the step of the best evaluation so far, over all starts; 0 before the first.
         total_steps: the run's length. `last`: the step after which this start ends.
+        plan: how the global batch is spread, once `prepare` knows it.
     """
+
+    plan: BatchPlan
 
     def __init__(self, config: Any):
         """`config` is a recipe's, with the fields of `RunConfig` and `OptimizationConfig`, and its data and model."""
@@ -80,10 +81,6 @@ class Run:
         name = config.name or f"{recipe_source.stem(config)}-{short_hash(identity(config))}"
         if Path(name).name != name or name == "..":
             raise Refused(f"--name {name}: must be a folder name without slashes; where it lies is --output_dir")
-        if config.max_steps:
-            profiling.check(
-                steps_between(config.profile), config.max_steps
-            )  # where the length is known before the data are
         BatchPlan(config.global_batch_size, world_size(), config.max_micro_batch_size)  # refused before data are read
         self._scratch = broadcast_object(tempfile.mkdtemp() if is_main() else None) if config.dry_run else None
         self.path = Path(self._scratch or config.output_dir) / name
@@ -102,7 +99,6 @@ class Run:
         self._ended_by = self._agreed = ""  # the reason given to `stop`: on this rank; on some rank, known to all
         self._asked_to_go = False  # whether this machine was asked to leave, rather than to restart its processes
         self._started = self._stopping = False
-        self.plan: BatchPlan | None = None
 
     def __enter__(self) -> "Run":
         self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
@@ -122,7 +118,8 @@ class Run:
         data_workers.end()  # else torch would raise for one that dies, also between the lines of what follows
         watchdog.end()  # from here on only the main process has long work: pictures, the dashboard
         stopped = error is None and self.step < self.last
-        lasting = self.plan and not self._scratch  # of a dry run the next start would find nothing
+        is_planned = hasattr(self, "plan")
+        lasting = is_planned and not self._scratch  # of a dry run the next start would find nothing
         too_much = lasting and error and is_out_of_memory(error)
         instead = self._shutdown.take_less(self.plan, self._device) if too_much else None
         error = instead or error
@@ -143,7 +140,7 @@ class Run:
                 shutil.rmtree(self._scratch, ignore_errors=True)
         if instead:
             raise instead
-        if not self.plan and isinstance(error, torch.OutOfMemoryError):
+        if not is_planned and isinstance(error, torch.OutOfMemoryError):
             raise Refused(
                 f"the model does not fit into the memory of a device ({first_line(error)}): take a smaller one, or shard it "
                 "over more devices with --config_file accelerate_configs/fsdp_bf16.yaml"
@@ -159,7 +156,7 @@ class Run:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         schedule: Schedule,
         samples: Samples,
-        evaluated: Evaluated,
+        evaluated: Any,
         losses_of: Callable[[torch.nn.Module, DeviceBatch], torch.Tensor],
     ) -> tuple:
         """All that comes before the first step; returns the wrapped model and the optimizers.
@@ -170,12 +167,11 @@ class Run:
         4. Loads the checkpoint to resume from, if there is one, and starts the data workers.
 
         Several optimizers have parameters of their own each, are all stepped in every step, and come back as a list.
-        `samples` are trained on; `evaluated` says how images are evaluated, and exports the model accordingly.
+        `samples` are trained on; `evaluated` (`step.Evaluated`) says how images are evaluated, and exports the model
+        accordingly.
         `losses_of(network, batch)`, one loss per sample, is explained at `step.TrainingStep`.
         """
-        profiling.check(steps_between(self.config.profile), schedule.total_steps)
-        single = isinstance(optimizer, torch.optim.Optimizer)
-        optimizers = [optimizer] if single else [*optimizer]
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer]
         if len(optimizers) > 1 and self.accelerator.scaler:
             raise Refused(
                 f"fp16 with {len(optimizers)} optimizers: a step of one would change the scale of the others' gradients; "
@@ -208,7 +204,7 @@ class Run:
             parts = self._training.first_batch(self.plan, FIRST_SHOWN)
             batch = self.plan.global_batch_size, getattr(model, "pretrained_cfg", None) or {}
             self.draw("first_batch", plots.first_batch, parts, *batch)
-        return network, wrapped[0] if single else wrapped
+        return network, wrapped[0] if isinstance(optimizer, torch.optim.Optimizer) else wrapped
 
     def _wrapped(self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple:
         """The network to train and its optimizers, wrapped by Accelerate: no model in shards, optimizers only under fp16."""
@@ -264,8 +260,7 @@ class Run:
         self.last = self._saving.resume(state, export, identity_of_run, recipe) or self.total_steps
         records.share()
         self.step, self.best_step = records.progress.step, records.progress.best.get("step", 0)
-        profiled = steps_between(self.config.profile)
-        self._profile = Profile(*profiled, self.step, self.path, self.say) if profiled else None
+        self._profile = Profile(self.config.profile, self.step, self.total_steps, self.path, self.say)
         self._step_reports = StepReports(self.config.global_batch_size, state.scaler)
         self._seconds: dict[int, float] = {}  # of the steps whose reports are not in yet
         facts = environment(launch.precision(self.accelerator, self.config.dtype), self._device, self.config)
@@ -287,8 +282,7 @@ class Run:
         To end the run earlier call `stop`, which a `break` would not.
         """
         for step in range(self.step, self.last):
-            if self._profile:
-                self._profile.before()
+            self._profile.before()
             self._began, self._lap = time.perf_counter(), Lap(self._device)
             watchdog.note("training", step + 1)
             yield step
@@ -351,8 +345,7 @@ class Run:
         self._log.advance(step)
         self._take_in(reports)
         self._end(step)
-        if self._profile:
-            self._profile.after(step)
+        self._profile.after(step)
 
     def stop(self, why: str) -> None:
         """End the run early, with a last evaluation and checkpoint: `run.stop("patience")`, on one rank or on all.
@@ -395,7 +388,6 @@ class Run:
                 of_ema, *rest = evaluate(self._ema.module, loader)
             results = {f"ema_{key}": value for key, value in of_ema.items()} | results  # the exported weights' first
             leading = f"ema_{leading}"
-        _check_alike(results)
         if self._records.evaluation(self.step, results, leading, larger):
             watchdog.note("writing best/")
             self._saving.keep_best(results)
@@ -520,8 +512,7 @@ class Run:
             self.last, self._records.progress.ended_by = step, self._agreed
 
     def _end_steps(self) -> None:
-        if self._profile:
-            self._profile.after(self.step, ends=True)
+        self._profile.after(self.step, ends=True)
         self._saving.wait()
 
     def _leave_early(self) -> None:
@@ -543,24 +534,3 @@ class Run:
             )
             self._stopping = self._stopping or report.stop
             self._agreed = self._agreed or report.ended_by
-
-
-def _check_alike(results: Mapping) -> None:
-    """Raise `Refused`, with the name, if a result differs between ranks: it is of one rank's samples alone. A collective."""
-    of_ranks = gather_objects(
-        {
-            name: np.ravel(np.array(value, float)).tolist()
-            for name, value in results.items()
-            if not isinstance(value, str)
-        }
-    )
-    for name in sorted({name for theirs in of_ranks for name in theirs}):
-        first, *others = (theirs.get(name, []) for theirs in of_ranks)
-        for other in others:
-            # Machines of different kinds may differ in the last bits.
-            if len(other) != len(first) or not np.allclose(other, first, 1e-5, equal_nan=True):
-                one, two = (f"{value[0]:.5g}" if value else "missing" for value in (first, other))
-                raise Refused(
-                    f"run.evaluate: {name} differs between processes ({one} on the first, {two} on another): sum over the "
-                    "samples of all of them with common.distributed.collectives.reduce_dict, then divide"
-                )

@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 
@@ -151,23 +151,11 @@ class Tracker:
             self._say(f"{self._kind} failed ({reason}): training continues, metrics.jsonl has every row")
 
 
-class _Backend(Protocol):
-    """One of Accelerate's trackers, running in the thread. Making one starts it."""
-
-    where: str
-    has_up_to: int  # the last step that the tracker has whole from earlier starts
-
-    def log(self, step: int, metrics: dict) -> None: ...
-
-    def summary(self, values: dict) -> None: ...
-
-    def images(self, step: int, pictures: dict[str, Path]) -> None: ...
-
-    def finish(self, exit_code: int) -> None: ...
-
-
 class _WandB:
-    """W&B: online with credentials, offline without them or if the server can't be reached."""
+    """W&B by Accelerate's tracker: online with credentials, offline without them or if the server can't be reached.
+
+    Making one starts it, in the thread. `has_up_to` is the last step that the dashboard has whole from earlier starts.
+    """
 
     def __init__(self, folder, project, name, config, run_id, resumed_at, say):
         files = _writable(folder / "wandb")
@@ -228,9 +216,10 @@ class _WandB:
 
 
 class _TensorBoard:
+    """The same for TensorBoard."""
+
     def __init__(self, folder, project, name, config, run_id, resumed_at, say):
         files = _writable(folder / "tensorboard")
-        self.files, self.stat = files, files.stat()
         # purge_step hides what a killed run wrote after the step from which it resumes, since some of it may be missing.
         self.has_up_to = resumed_at
         self.tracker = TensorBoardTracker(files.name, files.parent, purge_step=resumed_at + 1, flush_secs=FLUSH_S)
@@ -253,9 +242,10 @@ class _TensorBoard:
             self.tracker.log_images({key: pixels}, step=step, dataformats="NHWC")
 
     def finish(self, exit_code):
-        # If the run folder was removed or replaced, a thread of TensorBoard would print a traceback or write there.
-        if self.files.exists() and os.path.samestat(self.files.stat(), self.stat):
-            self.tracker.finish()
+        self.tracker.finish()
+
+
+_Backend = _WandB | _TensorBoard
 
 
 def _writable(folder: Path) -> Path:
