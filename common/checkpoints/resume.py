@@ -122,10 +122,8 @@ def _check_identity(found: Checkpoint, mine: dict) -> None:
 
 def _check_source(found: Checkpoint, recipe: Source, allowed: bool, say: Callable[..., None]) -> None:
     """Log how the recipe's source has changed since `found` was made. Raises `Refused` if it has, unless `allowed`."""
-    theirs = found.record.get("source")
-    if not isinstance(theirs, dict):  # made before checkpoints recorded sources
-        return
-    changes = difference({name: str(text) for name, text in theirs.items()}, recipe)
+    theirs = found.record.get("source") or {}
+    changes = difference(theirs, recipe)
     if not changes:
         return
     say(*changes)

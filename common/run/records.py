@@ -7,7 +7,7 @@ import io
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ class Records:
         is_here = found.path.parent.resolve() == (self._path / "checkpoints").resolve()
         if is_here and (said["status"], said["step"]) == ("finished", step):  # ended when its checkpoint was there
             progress.ended_by = progress.ended_by or str(said["cause"])
-        changed = "source" in found.record and difference(found.record["source"], self._source)
+        changed = difference(found.record["source"], self._source)
         flag = progress.ended_by_flag
         stays = bool(progress.exhausted(self._config)) if flag else now <= before
         if progress.ended_by and stays and is_here and not changed:
@@ -137,6 +137,8 @@ class Records:
 
     def open(self, facts: dict) -> None:
         """Write the environment `facts`, drop rows of steps that will be repeated, and open the tracker."""
+        facts |= self._sizes | {"fingerprint": self._identity["data"], "steps": self._schedule.total_steps}
+        facts["parameters"] = sum(parameter.numel() for parameter in self._state.model.parameters())
         folder, config, total_steps = self._folder, self._config, self._schedule.total_steps
         assert folder, "only the main process opens them"
         configuration.save(config, self._path / "config.yaml")
@@ -149,12 +151,12 @@ class Records:
             folder=self._path,
             project=config.project,
             name=self._path.name,
-            config=dataclasses.asdict(config) | self._of_start(facts),
+            config=dataclasses.asdict(config) | {f"run/{key}": value for key, value in facts.items()},
             run_id=folder.read("tracker.json").get("id"),
             rows=rows,
             say=self.log.say,
         )
-        self._facts, self._tracker_id = facts, tracker.run_id
+        self._facts = facts
         folder.write("tracker.json", {"id": tracker.run_id})
         self.log.open(tracker, self.progress.step, total_steps)
 
@@ -222,7 +224,6 @@ class Records:
             "ledger": dataclasses.asdict(self.progress),
             "config": dataclasses.asdict(self._config),
             "environment": self._facts,
-            "tracker": self._tracker_id,
         }
 
     def summary(self) -> dict:
@@ -243,17 +244,6 @@ class Records:
             "broken_draws": progress.broken,
             "skipped_steps": progress.skipped,
         }
-
-    def _of_start(self, facts: dict) -> dict[str, int | float | str | Sequence[int] | None]:
-        """Facts of the start table for the tracker's configuration, to compare runs on a dashboard."""
-        values = self._sizes | {
-            "parameters": sum(parameter.numel() for parameter in self._state.model.parameters()),
-            "steps": self._schedule.total_steps,
-            "peak_learning_rate": self._schedule.peak,
-            "device": facts["ranks"][0],
-            **{key: facts[key] for key in ("world_size", "precision", "commit", "fingerprint")},
-        }
-        return {f"run/{key}": value for key, value in values.items()}
 
     def _row(self, report: StepReport) -> dict[str, float]:
         row = {

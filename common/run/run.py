@@ -264,7 +264,6 @@ class Run:
         self._step_reports = StepReports(self.config.global_batch_size, state.scaler)
         self._seconds: dict[int, float] = {}  # of the steps whose reports are not in yet
         facts = environment(launch.precision(self.accelerator, self.config.dtype), self._device, self.config)
-        facts |= {"micro_steps": self.plan.micro_steps, "fingerprint": identity_of_run["data"]}
         with self._records.writing("writing the run folder"):
             if self._folder and self.step < self.last:
                 records.open(facts)

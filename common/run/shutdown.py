@@ -125,13 +125,9 @@ class Shutdown:
             rows["last"] = (
                 f"{progress.headline(progress.last)} at step {progress.last['step']}, on {progress.last['eval/count']:,} images"
             )
-        rows["pictures"] = str(path / "pictures")
         rows |= {"report": str(page)} if page else {}
-        rows["numbers"] = f"{path / 'metrics.jsonl'}, {path / 'summary.json'}"
-        if where:
-            rows[config.tracker] = where
+        rows |= {config.tracker: where} if where else {}
         length = progress.ended_by_flag or ("max_steps" if config.max_steps else "epochs")
         length = f"--{length} {2 * getattr(config, length):g}"
         rows["longer"] = f"the same command with {length} continues this run"
-        rows["next"] = "your own images: --data FOLDER; other hardware: accelerate_configs/; everything else: README.md"
         self._log.table(rows)

@@ -70,7 +70,7 @@ cls --data=
 cls --config digits
     --config digits: no such file; did you mean recipes/presets/digits.yaml?
 cls --config code.yaml
-    --config code.yaml: not readable as YAML: unknown tag tag:yaml.org,2002:python/object...
+    --config code.yaml: not readable as YAML: could not determine a constructor for the tag 'tag:yaml.org,2002:python/object...
 """
 
 REQUESTS = """
