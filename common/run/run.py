@@ -42,9 +42,10 @@ from common.run.progress import direction_of
 from common.run.records import Records, check_names
 from common.run.saving import Saving
 from common.run.shutdown import Shutdown
+from common.run.start_table import start_rows
 from common.run.step_reports import Lap, StepReport, StepReports, first_said
 from common.run.tracking import require
-from common.training import batch_norm, exactness, timm_models
+from common.training import batch_norm, exactness
 from common.training import optimizer as optimization
 from common.training.freezing import Freezing
 from common.training.optimizer import Schedule
@@ -187,7 +188,9 @@ class Run:
         network, *wrapped = self._wrapped(model, optimizers)
         warm_up(network, model, partial(self._training.attempt, network, self.plan))
         counted = "boxes" if hasattr(samples.source, "boxes") else "images"
-        rows = data_rows(self.config.data, *data, counted) | self._rows(schedule, samples, freezing) | inexact
+        rows = data_rows(self.config.data, *data, counted)
+        rows |= start_rows(self.config, model, samples, self.plan, schedule.total_steps) | freezing.describe()
+        rows |= {"layout": launch.describe(self.accelerator, self.config.dtype), "run folder": str(self.path)} | inexact
         if self.config.dry_run and self._folder:
             watchdog.note("looking for duplicates")
             rows |= duplicates.rows(*data)
@@ -234,18 +237,14 @@ class Run:
 
         With --compile, too, the model runs uncompiled here, which usually takes more memory.
         """
-        model, attempt = self.model, self._training.attempt
-
-        def try_step(plan: BatchPlan) -> None:
-            warm_up(model, model, partial(attempt, model, plan))
-
+        model = self.model
         watchdog.note("finding the micro-batch that fits into memory")
         with batch_norm.alone(model), sharding.alone(model):  # a rank that is out of memory leaves no other waiting
-            self.plan, peak = micro_batch.fit(plan, try_step, model, self.say)
+            self.plan, peak = micro_batch.fit(plan, self._training, self.say)
             with all_or_none("looking for what depends on the layout"):
                 if self.config.dry_run:
                     self._training.check_draws(self.plan)
-                inexact = exactness.describe(self.config, model, partial(attempt, model, self.plan))
+                inexact = exactness.describe(self.config, model, partial(self._training.attempt, model, self.plan))
         return {"memory": peak} | inexact
 
     def _start(self, state: TrainingState, schedule: Schedule, data: tuple, export: Callable[..., None]) -> None:
@@ -456,25 +455,6 @@ class Run:
         """Wait until every step so far is known to be finite on all ranks."""
         watchdog.note("settling")
         self._take_in(self._step_reports.settle())
-
-    def _rows(self, schedule: Schedule, samples: Samples, freezing: Freezing) -> dict[str, str]:
-        """Rows of the start table about the model and its training."""
-        stream = samples.stream
-        steps, least = schedule.total_steps, stream.min_epoch_steps
-        longer = f", counted as {steps / least:.1f} of {least} steps each" if stream.extends_epochs else ""
-        return {
-            **timm_models.describe(self.config.model, self.model),
-            **samples.describe(),
-            **({"margin head": str(self.model.margin_head)} if hasattr(self.model, "margin_head") else {}),
-            "batch norm": batch_norm.describe(self.model),
-            **freezing.describe(),
-            "layout": launch.describe(self.accelerator, self.config.dtype),
-            **sharding.describe(self.model),
-            "batch": str(self.plan),
-            "learning rate": optimization.describe(self.config, self.model),
-            "length": f"{steps:,} steps, {stream.epoch(steps):.1f} epochs{longer}",
-            "run folder": str(self.path),
-        }
 
     def _look_for_others(self) -> None:
         """Log which machines don't see the run folder; refuse if a restart could leave only such a machine."""
