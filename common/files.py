@@ -55,22 +55,22 @@ def _check(path: str | bytes | PathLike, status: os.stat_result) -> None:
         raise OddFile(path, "not a regular file")
 
 
-def read_bytes(path: str | bytes | PathLike, most: int) -> bytes:
-    """The content of a regular file. Raises `OddFile` beyond `most` bytes, and what `open_regular` raises."""
+def read_bytes(path: str | bytes | PathLike, limit: int) -> bytes:
+    """The content of a regular file. Raises `OddFile` beyond `limit` bytes, and the errors of `open_regular`."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise OddFile(path, f"{size:,} bytes, the limit is {most:,}")
+        if size > limit:
+            raise OddFile(path, f"{size:,} bytes, the limit is {limit:,}")
         return file.read(size)
 
 
-def read_text(path: str | bytes | PathLike, most: int) -> str:
+def read_text(path: str | bytes | PathLike, limit: int) -> str:
     """Like `read_bytes`, as text. Raises UnicodeDecodeError (a ValueError) if it is not UTF-8."""
-    return read_bytes(path, most).decode()
+    return read_bytes(path, limit).decode()
 
 
 def cache_folder() -> Path:
-    """The user's folder for what can be read again from data. It need not exist. Raises RuntimeError without a home."""
+    """The user's folder for caches of data. It need not exist. Raises RuntimeError without a home."""
     if place := os.environ.get(CACHE):
         return Path(os.path.abspath(Path(place).expanduser()))
     cache = os.environ.get("XDG_CACHE_HOME", "")
@@ -131,7 +131,7 @@ def walk(top: str | PathLike) -> Iterator[tuple[str, list[os.DirEntry]]]:
                 (linked if entry.is_symlink() else todo).append(entry.path)
 
 
-def read_yaml(path: str | PathLike, most: int) -> Any:
+def read_yaml(path: str | PathLike, limit: int) -> Any:
     """The content of a YAML file: strings, and dicts and lists of them. Numbers and dates stay strings.
 
     Unquoted yes, no, true, ... become True or False, and ~ or an empty value becomes None. Raises ValueError, in one line,
@@ -139,7 +139,7 @@ def read_yaml(path: str | PathLike, most: int) -> Any:
     can expand to millions of entries.
     """
     try:
-        return yaml.load(read_text(path, most), _Loader)
+        return yaml.load(read_text(path, limit), _Loader)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 

@@ -1,4 +1,4 @@
-"""Random numbers as pure functions of what they are for (seed, purpose, sample), never of a generator's state.
+"""Random numbers as pure functions of seed, purpose and sample, never of a generator's state.
 
 So every process or worker that prepares a sample draws the same numbers for it, and a checkpoint has no generator to save.
 """

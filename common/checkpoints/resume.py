@@ -108,9 +108,7 @@ def _found(resume: str, checkpoints: Checkpoints, say: Callable[..., None]) -> C
 
 
 def _check_identity(found: Checkpoint, mine: dict) -> None:
-    theirs = found.record.get("identity")
-    if not isinstance(theirs, dict):
-        raise Refused(f"{found.path}: its record.json does not say of which run it is; give this run another --name")
+    theirs = found.record.get("identity") or {}
     differing = [
         f"{key} {theirs.get(key, '(absent)')!s:.100} there, {mine.get(key, '(absent)')} here"
         for key in sorted(theirs.keys() | mine.keys())

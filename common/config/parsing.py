@@ -210,7 +210,7 @@ def _typed(name: str, value: Any, kind: Any, where: str = "") -> Any:
 
 
 def _for_evaluation(config_class: type[C], origin: Origin, given: dict[str, Any], program: str) -> C:
-    """The configuration of the run that made these weights, overridden by what is `given`.
+    """The configuration of the run that made these weights, overridden by the `given` values.
 
     Raises `Refused` if that was a run of another recipe, or if neither the run nor a flag names the data.
     """

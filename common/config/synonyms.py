@@ -77,7 +77,7 @@ def hint(name: str, flags: Collection[str], recipe: Path) -> str:
     for text, names in (known | OF_LAUNCHER).items():
         if name in names.split():
             return f"; here it is {text}"
-    for file in sorted(recipe.parent.glob("*.py")) if name.isidentifier() else ():
+    for file in sorted(recipe.parent.glob("*.py")) if name.isidentifier() and name not in flags else ():
         text = "" if file.name == recipe.name else file.read_text(errors="replace")
         if "\nclass Config(" in text and re.search(rf"^    {name}: ", text, re.MULTILINE):
             return f"; it is a flag of {file.absolute().parent.name}/{file.name}"

@@ -57,7 +57,7 @@ class Best:
             self._record, self._drafted, self._results = {"results": self._results}, True, None
 
     def seal(self) -> dict:
-        """Sync the draft, if there is a new one; returns what the checkpoint records about the best model."""
+        """Sync the draft, if there is a new one; returns the checkpoint's entry about the best model."""
         if self._drafted:
             sync_folder(self._draft)
             self._record |= {"files": stamps(self._draft)}
@@ -70,7 +70,7 @@ class Best:
             self._drafted = False
 
     def mend(self, found: Checkpoint, progress: Progress) -> None:
-        """At a start: make `best/` what the checkpoint `found` records, or else correct `progress`.
+        """At a start: make `best/` agree with the checkpoint `found`, or else correct `progress`.
 
         A damaged `best/` is exported again from the checkpoint of its step; the model then has these weights. If that
         checkpoint is gone, the best model is lost, and the next evaluation is the best.
@@ -98,7 +98,7 @@ class Best:
         self._record, progress.best = _NOTHING, {}
 
     def _restore(self, found: Checkpoint) -> str:
-        """Find the recorded best model in or beside `best/`, and put it there. Returns what is wrong, or "" if it was found."""
+        """Find the recorded best model in or beside `best/`, and put it there. Returns the damage, or "" if it was found."""
         wrongs = []
         of_origin = found.path.parent.parent / "best"  # of the run that this one may branch off from
         for place in (self.path, self._draft, self._old, of_origin):

@@ -81,7 +81,7 @@ class RunLog:
 
     @property
     def failed(self) -> bool:
-        """Whether a row could not be written (the disk is full). The run has to stop, but all ranks together."""
+        """True if a row could not be written (the disk is full). The run has to stop, but all ranks together."""
         return self._failure is not None
 
     def check(self) -> None:

@@ -1,6 +1,6 @@
 """Search for the micro-batch that fits into memory: by a trial before the first step, and by halving after a failure.
 
-The size does not change what is trained, except with `--batch_norm local`.
+The size does not change the training, except with `--batch_norm local`.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _FILE = "micro_batch.json"
 def fit(plan: BatchPlan, training: TrainingStep, say: Callable[[str], None]) -> tuple[BatchPlan, str]:
     """Halve the micro-batches of `plan` until a forward and backward pass of the largest fits on every rank. A collective.
 
-    Returns that plan, and what it took, for people: "1.2 of 16 GiB at the peak of a step", of the rank with the least room, ""
+    Returns that plan, and a text for people: "1.2 of 16 GiB at the peak of a step", of the rank with the smallest reserve, ""
     on the CPU. During a trial, as much memory is held as the model's gradients and Adam's moments will take. Raises `Refused`
     if no size fits.
     """
@@ -68,8 +68,8 @@ def keep(run: Path, plan: BatchPlan, device: torch.device) -> None:
 
 def kept(run: Path, device: torch.device) -> int | None:
     """What `keep` recorded, if anything."""
-    most = read_json(run / _FILE).get(devices.name(device))
-    return most if isinstance(most, int) and most > 0 else None
+    limit = read_json(run / _FILE).get(devices.name(device))
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def _tried(plan: BatchPlan, training: TrainingStep) -> tuple[str, int, int]:

@@ -1,7 +1,7 @@
-"""Past run: what the files of a run folder tell about a run, whatever became of it.
+"""Past run: the contents of a run folder, whatever became of the run.
 
-A killed run lacks files, and a folder may be copied from elsewhere. So each part is read by itself, and what is missing or
-damaged is empty.
+A killed run lacks files, and a folder may be copied from elsewhere. So each file is read by itself, and a missing or
+damaged one is empty.
 """
 
 import re

@@ -153,7 +153,7 @@ class Cell(NamedTuple):
     pixels: np.ndarray  # uint8[H, W, 3]
     caption: str  # above it, one to three lines
     footnote: str  # the name of the image, below it
-    # Left, top, right, bottom in pixels; what stands there; colour.
+    # Left, top, right, bottom in pixels; a text; colour.
     boxes: Sequence[tuple[Sequence[float], str, str]] = ()
 
 
@@ -199,7 +199,7 @@ def first_batch(parts: Iterable[tuple["Tensor", list]], size: int, normalization
     """Draw samples of the first global batch of `size` as the model gets them, with their labels or boxes.
 
     `parts` are of images [B, 3, H, W] and `Samples.shown` of them; `normalization` has their mean and std, or nothing: then
-    each channel is stretched to what can be seen. The title has the mean and the spread of the model's input, which are
+    each channel is stretched to the visible range. The title has the mean and the spread of the model's input, which are
     around 0 and 1 if it is normalised.
     """
     cells, values = [], []

@@ -42,12 +42,12 @@ def metric_of(key: str) -> str:
 
 
 def is_share(key: str) -> bool:
-    """Whether a result is a share of 1, which people read in per cent: eval/top1, but not eval/loss, which may be 0.5, too."""
+    """True for a share of 1, which people read in per cent: eval/top1, but not eval/loss, which may be 0.5, too."""
     return bool(_SHARES.fullmatch(metric_of(key)))
 
 
 def direction_of(key: str) -> bool | None:
-    """Whether a larger value of the result `key` is better; None for a name that is not known."""
+    """True if a larger value of the result `key` is better; None for a name that is not known."""
     return False if metric_of(key) in _LOWER else is_share(key) or None
 
 

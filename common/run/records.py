@@ -36,7 +36,7 @@ from common.training.optimizer import Schedule
 
 EXPLODED = 1_000  # a loss that rises by so much in the steps of a dry run is lost
 MOST_DRAWING = 0.02  # of the time of training, for pictures between the first step and the last
-FIRST_DRAWING_S = 1.0  # about what the first pictures take
+FIRST_DRAWING_S = 1.0  # about the time of the first pictures
 MENDED_BY = "lower --lr, set --clip 1 or --warmup_epochs"
 
 # Names and prefixes in a row that numbers of one's own can't have.
@@ -69,7 +69,7 @@ class Records:
 
     @contextlib.contextmanager
     def writing(self, what: str) -> Iterator[None]:
-        """Put around what the main process writes: if that fails, or the folder is lost, every rank raises `Refused`."""
+        """A block in which the main process writes: if that fails, or the folder is lost, every rank raises `Refused`."""
         with all_or_none(what), writing(self._path):
             try:
                 if self._folder:
@@ -82,12 +82,12 @@ class Records:
     def begin(
         self, state: TrainingState, stream: Stream, schedule: Schedule, identity: dict, recipe: recipe_source.Source
     ) -> None:
-        """Set what rows, the summary and checkpoints are made of."""
+        """Set the sources of rows, of the summary and of checkpoints."""
         self._state, self._stream, self._schedule, self._identity = state, stream, schedule, identity
         self._source = recipe
 
     def resume(self, found: Checkpoint, said: dict) -> int:
-        """Log from where the run resumes, and what a new length changes; returns the step after which it ends.
+        """Log from which step the run resumes, and the effect of a new length; returns the step after which it ends.
 
         `said` is the status.json that was found.
         """

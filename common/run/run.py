@@ -1,6 +1,6 @@
 """A run, as a recipe sees it: begun, prepared, trained step by step, evaluated, saved, ended.
 
-Everything here is called on every rank: what writes or prints is quiet off the main process.
+Everything here is called on every rank; only the main process writes and prints.
 """
 
 import dataclasses
@@ -233,7 +233,7 @@ class Run:
 
     @torch.compiler.set_stance("force_eager")  # a graph made before DDP wraps the model would keep it from overlapping
     def _fit(self, plan: BatchPlan) -> dict[str, str]:
-        """Halve the micro-batches of `plan` until they fit; rows on memory, and on what of the run depends on its layout.
+        """Halve the micro-batches of `plan` until they fit. Returns rows on memory, and on dependence on the layout.
 
         With --compile, too, the model runs uncompiled here, which usually takes more memory.
         """
@@ -269,7 +269,7 @@ class Run:
                 if not self.step:
                     self._suspicious.unlink(missing_ok=True)  # of a start that left no checkpoint
         if devices.has_streams():
-            torch.accelerator.reset_peak_memory_stats()  # rows tell the peak of training, not of what was tried before
+            torch.accelerator.reset_peak_memory_stats()  # rows tell the peak of training, not of the trials before it
         self._started = True
 
     # --- every step
@@ -308,7 +308,7 @@ class Run:
     def backward(self, losses: torch.Tensor) -> None:
         """Add the gradients of a micro-batch's losses, one per sample, [B].
 
-        After the last micro-batch the gradient is that of the mean loss over the global batch, whatever the layout.
+        After the last micro-batch it is the gradient of the mean loss over the global batch, whatever the layout.
         """
         self._lap.ready()
         self._training.backward(losses)
@@ -363,7 +363,7 @@ class Run:
         leading: str,
         larger_is_better: bool | None = None,
     ) -> list:
-        """Evaluate the model, and its moving average if there is one; returns what the last evaluation gave beside its results.
+        """Evaluate the model, and its moving average if there is one; returns the rest of the last one.
 
         `evaluate(model, loader)` returns (results, ...) of this rank's share of the loader's batches, over all ranks. They are
         logged as `eval/...` and `eval/ema_...`. The model with the best
@@ -413,10 +413,10 @@ class Run:
         return broadcast_object(ends or self._records.has_time_to_draw())
 
     def audit(self, judge: Callable[[torch.nn.Module, DataLoader], tuple], share: float = 1.0) -> None:
-        """Let the model look at training images once more, for `suspicious.csv` and a picture of what it contradicts.
+        """Let the model look at training images once more, for `suspicious.csv` and a picture of labels that it contradicts.
 
         That is due at the first evaluation after `share` of the run, or at its last one. `judge(model, loader)` returns
-        (draw, rows, ...): what `draw` and then the table is made of, by `draw(..., path)` and `rows(...)`. A collective, after
+        (draw, rows, ...): the picture is drawn by `draw(..., path)`, then the table is made by `rows(...)`. A collective, after
         `evaluate` and whatever may call `stop`.
         """
         ends = self._ends()
@@ -482,7 +482,7 @@ class Run:
         return step == self.last or (step % every == 0 if every else self._stream.ends_epoch(step))
 
     def _logs(self, step: int) -> bool:
-        """Whether a row of `step` is due."""
+        """True if a row of `step` is due."""
         return step % self.config.log_every == 0 or self._due(self.config.eval_every, step)
 
     def _end(self, step: int) -> None:
@@ -495,7 +495,7 @@ class Run:
         self._saving.wait()
 
     def _leave_early(self) -> None:
-        """The recipe left its loop: save what it has trained, as after `stop`."""
+        """The recipe left its loop: save the model as it is, as after `stop`."""
         self.say(
             f"the loop was left at step {self.step} of {self.total_steps}, as by `break`: no last evaluation; "
             'run.stop("why") ends a run with one'

@@ -92,12 +92,12 @@ class Saving:
                 take_part(self._state.tensors())
 
     def wait(self) -> None:
-        """Wait for what is being written."""
+        """Wait for the checkpoint that is being written."""
         with self._records.writing("writing a checkpoint"):
             self.writer.wait()
 
     def _commit(self, folder: RunFolder, best: Best, record: dict, summary: dict, files: dict[str, Tensors]) -> None:
-        """Make the checkpoint, and then what says that it is there; in the writer's thread."""
+        """Make the checkpoint, then best/, summary and status, which name it; in the writer's thread."""
         folder.sync()
         record = record | {"best": best.seal()}
         folder.check()

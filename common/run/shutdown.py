@@ -1,4 +1,4 @@
-"""Shutdown: how a start of a run ends, and what it leaves for people, for programs and for the next start."""
+"""Shutdown: the end of a start: its status, results and report, and the micro-batch for the next start."""
 
 import contextlib
 import shutil

@@ -50,7 +50,7 @@ class Tracker:
         folder: The run folder; the tracker's files go below it.
         config: The run's complete config; W&B's `tags`, `group` and `notes` are taken from it.
         run_id: The attribute of that name of an earlier start, whose W&B run is continued.
-        rows: Rows of metrics.jsonl, `{"step": 1, ...}`, that the run resumes after; what the tracker lacks of them is sent.
+        rows: Rows of metrics.jsonl, `{"step": 1, ...}`, that the run resumes after; those that the tracker lacks are sent.
         say: Logs one line; also called from the tracker's thread.
     """
 
@@ -116,7 +116,7 @@ class Tracker:
                 self._fail(f"not done {timeout_s:g} s after the end")
 
     def _put_of(self, step: int, call: Callable[["_Backend"], None]) -> None:
-        """Queue what belongs to `step`, unless the tracker has that step from a start that was killed."""
+        """Queue a call about `step`, unless the tracker has that step from a start that was killed."""
         self._put(lambda backend: call(backend) if step > backend.has_up_to else None)
 
     def _put(self, call: Callable[["_Backend"], None]) -> None:
@@ -220,7 +220,7 @@ class _TensorBoard:
 
     def __init__(self, folder, project, name, config, run_id, resumed_at, say):
         files = _writable(folder / "tensorboard")
-        # purge_step hides what a killed run wrote after the step from which it resumes, since some of it may be missing.
+        # purge_step hides the rows of a killed run after the step from which it resumes, since some may be missing.
         self.has_up_to = resumed_at
         self.tracker = TensorBoardTracker(files.name, files.parent, purge_step=resumed_at + 1, flush_secs=FLUSH_S)
         self.tracker.start()

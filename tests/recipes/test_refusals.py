@@ -42,7 +42,7 @@ cls epochs=10
 det --image_size 640
     unknown flag --image_size; here it is --short_sides
 cls --accum_iter 4
-    unknown flag --accum_iter; here it is --max_micro_batch_size, which limits what a device takes at once, ...
+    unknown flag --accum_iter; here it is --max_micro_batch_size, which limits what a device takes at once; ...
 cls --weights IMAGENET1K_V1
     unknown flag --weights; here it is --pretrained for weights that timm publishes, --model FOLDER for your own
 cls --global_batchsize 8

@@ -164,15 +164,3 @@ def test_a_run_that_branches_off_takes_the_best_along(run: Path, tmp_path: Path)
     branch = training.start_again(tmp_path / "b")
     assert branch.said == [] and weight(run) == 1
     assert content(tmp_path / "b/best") == content(run / "best")
-
-
-def test_a_link_in_the_place_of_the_draft_is_not_followed(run: Path, tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.mkdir()
-    (victim / "model.safetensors").write_text("mine")
-    for name in (".best.new", ".best.tmp", ".best.old", "best"):
-        (run / name).symlink_to(victim)
-    training = Training(run)
-    training.step(1, 0.1)
-    assert content(victim) == {"model.safetensors": b"mine"}
-    assert weight(run) == 1 and names(run) == ["best", "checkpoints"] and not (run / "best").is_symlink()
