@@ -149,8 +149,6 @@ class Records:
         tracker = Tracker(
             "none" if config.dry_run else config.tracker,
             folder=self._path,
-            project=config.project,
-            name=self._path.name,
             config=dataclasses.asdict(config) | {f"run/{key}": value for key, value in facts.items()},
             run_id=folder.read("tracker.json").get("id"),
             rows=rows,

@@ -168,8 +168,7 @@ class Run:
         4. Loads the checkpoint to resume from, if there is one, and starts the data workers.
 
         Several optimizers have parameters of their own each, are all stepped in every step, and come back as a list.
-        `samples` are trained on; `evaluated` (`step.Evaluated`) says how images are evaluated, and exports the model
-        accordingly.
+        `evaluated` (`step.Evaluated`) says how images are evaluated, and exports the model accordingly.
         `losses_of(network, batch)`, one loss per sample, is explained at `step.TrainingStep`.
         """
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer]
@@ -365,11 +364,10 @@ class Run:
     ) -> list:
         """Evaluate the model, and its moving average if there is one; returns the rest of the last one.
 
-        `evaluate(model, loader)` returns (results, ...) of this rank's share of the loader's batches, over all ranks. They are
-        logged as `eval/...` and `eval/ema_...`. The model with the best
-        `results[leading]` so far, of the average if there is one, goes to `best/`, at the next checkpoint. Whether larger is
-        better is known of usual names, such as top1, AP and loss; for another, `larger_is_better` has to say it, else
-        `Refused` is raised.
+        `evaluate(model, loader)` gets this rank's share of the batches, and returns (results over all ranks, ...). They are
+        logged as `eval/...` and `eval/ema_...`. The model with the best `results[leading]` so far, of the average if there is
+        one, goes to `best/` with the next checkpoint. For names that are not known, as top1, AP and loss are,
+        `larger_is_better` is needed, else `Refused` is raised.
         """
         self._settle()  # evaluations and checkpoints build on finite steps
         larger = direction_of(leading) if larger_is_better is None else larger_is_better
@@ -407,7 +405,7 @@ class Run:
     def should_draw(self) -> bool:
         """True if pictures of an evaluation are due: after the last one, and while they take little of the run's time.
 
-        A collective, after `evaluate` and whatever may call `stop`.
+        A collective, to be called after `evaluate`, and after `stop` if that is called here.
         """
         ends = self._ends()
         return broadcast_object(ends or self._records.has_time_to_draw())
@@ -416,8 +414,8 @@ class Run:
         """Let the model look at training images once more, for `suspicious.csv` and a picture of labels that it contradicts.
 
         That is due at the first evaluation after `share` of the run, or at its last one. `judge(model, loader)` returns
-        (draw, rows, ...): the picture is drawn by `draw(..., path)`, then the table is made by `rows(...)`. A collective, after
-        `evaluate` and whatever may call `stop`.
+        (draw, rows, ...): the picture is drawn by `draw(..., path)`, then the table is made by `rows(...)`. A collective, like
+        `should_draw`.
         """
         ends = self._ends()
         is_due = ends or self.step >= share * self.total_steps
