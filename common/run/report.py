@@ -6,7 +6,6 @@ page. The template escapes all texts, so names of classes and files can't become
 
 import base64
 import io
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,17 +167,9 @@ def _messages(run: PastRun) -> Part:
 
 
 def _repeat(run: PastRun) -> Part:
-    commit = str(run.environment.get("commit") or "")
-    known = re.fullmatch(r"([0-9a-f]{7,40})(\+changes)?", commit)
-    lines = ([f"git checkout {known[1]}"] if known else []) + [run.repeat_command]
-    notes = [
-        f"The recipe's own source is kept in {run.path / FOLDER}. Below: the command to repeat, and the newest start's."
-    ]
-    if known and known[2]:
-        notes.insert(0, "The recipe was changed after this commit, or files beside it were.")
-    typed = run.environment.get("launch") or run.environment.get("command")
     flags = [(f"--{key}", listed(value)) for key, value in run.config.items()]
-    return {"title": "Repeat", "notes": notes, "texts": ["\n".join(lines), *filter(None, [typed])], "facts": flags}
+    notes = [f"The recipe's own source is kept in {run.path / FOLDER}."]
+    return {"title": "Repeat", "notes": notes, "texts": [run.repeat_command], "facts": flags}
 
 
 def _environment(run: PastRun) -> Part:

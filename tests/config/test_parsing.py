@@ -203,7 +203,7 @@ def test_a_field_may_decide_on_defaults_of_others_which_presets_and_flags_overri
     assert parse(Config, [*preset("init: lion")]).seed == 7
 
 
-def test_the_identity_of_a_run_has_no_fields_that_may_change() -> None:
+def test_fields_that_may_change_do_not_define_a_run() -> None:
     run = identity(Config())
     assert identity(Config(workers=7, name="x", epochs=3.0, max_micro_batch_size=9)) == run
     for changed in (Config(seed=1), Config(global_batch_size=65), Config(lr=0.1)):

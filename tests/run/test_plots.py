@@ -18,7 +18,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 2000], ids=lambda rows: f"{rows} rows")
-def test_curves_show_what_is_there(tmp_path: Path, rows: int) -> None:
+def test_curves_are_drawn_from_the_rows_that_there_are(tmp_path: Path, rows: int) -> None:
     more = [{"step": step, "train/loss": 1 / step, "train/lr": 0.0} for step in range(4, rows + 1)]
     lines = "".join(json.dumps(row) + "\n" for row in (ROWS[:rows] + more))
     (tmp_path / "metrics.jsonl").write_text(lines + '{"step": 4, "tra')
@@ -37,7 +37,7 @@ CURVES = {  # results of steps 1 to 3, the metric that leads, the step of best/ 
         ["top-1", "top-1 of the averaged weights (EMA)"],
     ),
     "a detector": ({"AP": [0.1, 0.3, 0.2], "AP50": [0.4, 0.5, 0.6]}, "AP", 2, "step 2, AP 30.00 %", ["AP", "AP50"]),
-    "a metric of one's own": ({"neg_error": [-3.0, -2.0, -1.5]}, "neg_error", 3, "neg_error -1.5", ["neg_error"]),
+    "a custom metric": ({"neg_error": [-3.0, -2.0, -1.5]}, "neg_error", 3, "neg_error -1.5", ["neg_error"]),
 }
 
 

@@ -54,7 +54,7 @@ NOT_FINITE = {  # losses, gradient norm, under fp16, what is told
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("case", NOT_FINITE)
-def test_what_is_not_finite_stops_the_run_and_is_named_one_step_later(case: str) -> None:
+def test_a_loss_or_gradient_that_is_not_finite_stops_the_run_and_is_named_one_step_later(case: str) -> None:
     losses, norm, half, told = NOT_FINITE[case]
     state = StepReports(len(losses), fp16() if half else None)
     post(state, 8, losses, norm, unseen=math.isinf(norm))
@@ -145,7 +145,7 @@ def test_a_bad_loss_of_one_rank_stops_all_within_two_steps(processes: Processes)
         assert step == 5
 
 
-# --- numbers of one's own
+# --- custom numbers
 
 
 def test_custom_numbers_are_means_over_all_values_of_the_step() -> None:
