@@ -56,7 +56,7 @@ def _check(path: str | bytes | PathLike, status: os.stat_result) -> None:
 
 
 def read_bytes(path: str | bytes | PathLike, limit: int) -> bytes:
-    """The content of a regular file. Raises `OddFile` beyond `limit` bytes, and the errors of `open_regular`."""
+    """The content of a regular file. Raises `OddFile` beyond `limit` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
@@ -70,7 +70,7 @@ def read_text(path: str | bytes | PathLike, limit: int) -> str:
 
 
 def cache_folder() -> Path:
-    """The user's folder for caches of data. It need not exist. Raises RuntimeError without a home."""
+    """The user's folder for caches; it need not exist. Raises RuntimeError without a home."""
     if place := os.environ.get(CACHE):
         return Path(os.path.abspath(Path(place).expanduser()))
     cache = os.environ.get("XDG_CACHE_HOME", "")

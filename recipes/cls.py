@@ -206,7 +206,7 @@ def build_loss(config: Config, train: sources.Source, device: torch.device):
 def build_samples(
     config: Config, train: sources.Source, val: sources.Source, model, data_config: dict, augmentations: list
 ):
-    """Samples to train on, by position in the run, and samples to evaluate; data workers make batches of them."""
+    """Samples to train on, by position in the run, and samples to evaluate."""
     weights = sample_weights(config.sampling, train.labels, len(train.classes))
     stream = Stream.of(config, len(train), weights, blocks=train.blocks)
     samples = TrainingSamples.of(config, train, stream, model, data_config, augmentations)

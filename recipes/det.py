@@ -187,7 +187,7 @@ def build_augmentation(config: Config, model, device: torch.device):
 
 
 def build_samples(config: Config, train: sources.Annotated, val: sources.Annotated, model, varied, plain):
-    """Samples to train on, by position in the run, and samples to evaluate; data workers make batches of them."""
+    """Samples to train on, by position in the run, and samples to evaluate."""
     samples = TrainingImages.of(config, train, build_stream(config, train), model, varied)
     return samples, EvaluationScenes.of(val, plain, model)
 
@@ -204,7 +204,7 @@ def build_evaluation(config: Config, origin, data: sources.Annotated, classes: t
 
 @torch.no_grad()
 def predict(model, loader, accelerator, normalize):
-    """Each batch of this rank's share of a loader, on the device, with the detections in each image, in its own pixels."""
+    """Each batch of this rank's share of a loader, with the detections in each image, in its own pixels."""
     model.eval()
     for batch in loader:
         batch = batch.to(accelerator.device)

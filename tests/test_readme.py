@@ -87,7 +87,7 @@ def test_every_block_is_run_or_says_what_it_needs() -> None:
 
 @pytest.mark.smoke
 def test_the_loop_stands_in_the_recipe() -> None:
-    """Its lines stand in the recipe in the same order and depth; comments may differ, and ... stands for the rest."""
+    """In the same order and depth; comments may differ, and ... stands for the rest."""
     [loop] = [block for block in blocks() if block.file]
     shown = [line.partition("  # ")[0] for line in loop.text.splitlines() if line.strip() != "..."]
     indent = " " * 8  # in `main`, inside `with Run(...)`

@@ -45,7 +45,7 @@ class Origin:
         return "; ".join(parts)
 
     def trained_on(self, data: str) -> bool:
-        """True if the run was trained on `data`, so that only its held-out part may be evaluated."""
+        """True if the run was trained on `data`, whose held-out part alone may be evaluated."""
         theirs = self.config.get("data", "")
         return bool(theirs) and _place(theirs) == _place(data)
 
@@ -123,7 +123,7 @@ def places_of(names: Sequence[str], known: Sequence[str]) -> list[int | None]:
 
 
 def called_by_weights(text: str, classes: Sequence[str]) -> dict[str, str]:
-    """The names in `--init_classes`: class of the data -> class of the weights. Raises `Refused` for another text."""
+    """The names in `--init_classes`: class of the data -> class of the weights. Raises `Refused`."""
     called = {}
     for pair in filter(None, text.split(",")):
         own, _, theirs = (part.strip() for part in pair.partition("="))

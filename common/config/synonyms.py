@@ -1,14 +1,14 @@
 """Names that other tools have for the recipes' flags, for hints in messages about unknown flags.
 
-No name in this module is accepted as a flag. They are from timm's train.py, torchvision's references, Ultralytics, MMDetection,
-detectron2 and the Trainer of transformers, except those that are similar enough to be found without a table.
+No name in this module is accepted as a flag. They are from timm, torchvision, Ultralytics, MMDetection, detectron2 and
+transformers. Names that are similar to ours are found without a table.
 """
 
 import re
 from collections.abc import Collection
 from pathlib import Path
 
-# What a hint says, beginning with a flag -> names that stand for it. A flag that the recipe does not have gives no hint.
+# The hint, which begins with a flag that the recipe must have -> names in other tools.
 HINTS = {
     "--data": "data_path dataset_name dataset_dir train_dir",
     "--model": "arch network backbone model_name_or_path architecture",
@@ -60,7 +60,7 @@ OF_LAUNCHER = {
     "--num_processes of accelerate launch, before the recipe": (
         "nproc_per_node nnodes node_rank master_addr num_gpus gpus world_size local_rank launcher"
     ),
-    "the file that accelerate launch --config_file names: cpu.yaml, single_gpu.yaml, multi_gpu.yaml of accelerate_configs/": (
+    "--config_file of accelerate launch, such as accelerate_configs/single_gpu.yaml": (
         "device devices gpu cuda no_cuda"
     ),
     "--mixed_precision bf16 of accelerate launch, before the recipe": "amp use_amp fp16 bf16 half",

@@ -57,7 +57,7 @@ class Best:
             self._record, self._drafted, self._results = {"results": self._results}, True, None
 
     def seal(self) -> dict:
-        """Sync the draft, if there is a new one; returns the checkpoint's entry about the best model."""
+        """Sync a new draft; returns the checkpoint's entry about the best model."""
         if self._drafted:
             sync_folder(self._draft)
             self._record |= {"files": stamps(self._draft)}
@@ -98,7 +98,7 @@ class Best:
         self._record, progress.best = _NOTHING, {}
 
     def _restore(self, found: Checkpoint) -> str:
-        """Find the recorded best model in or beside `best/`, and put it there. Returns the damage, or "" if it was found."""
+        """Put the recorded best model, found in or beside `best/`, there. Returns the damage, or ""."""
         wrongs = []
         of_origin = found.path.parent.parent / "best"  # of the run that this one may branch off from
         for place in (self.path, self._draft, self._old, of_origin):

@@ -81,7 +81,7 @@ class RunLog:
 
     @property
     def failed(self) -> bool:
-        """True if a row could not be written (the disk is full). The run has to stop, but all ranks together."""
+        """True if a row could not be written (the disk is full). All ranks have to stop together."""
         return self._failure is not None
 
     def check(self) -> None:
@@ -90,7 +90,7 @@ class RunLog:
             raise self._failure
 
     def summary(self, values: dict) -> None:
-        """Write summary.json, and show the best and the last results in the dashboard's table of runs."""
+        """Write summary.json, and show the best and the last results on the dashboard."""
         if self._folder:  # also when a finished run starts again: it may have been killed before this
             self._folder.write("summary.json", values)
         if self._tracker:

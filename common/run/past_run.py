@@ -64,7 +64,7 @@ class PastRun:
 
     @property
     def leading(self) -> str:
-        """The result that decides which model is the best, such as `top1`; "" before the first evaluation."""
+        """The result that decides which model is best, such as `top1`; "" if there is none yet."""
         return metric_of(str(self.summary.get("leading") or ""))
 
     def evaluation(self, which: str) -> dict[str, float | None]:
@@ -90,7 +90,7 @@ class PastRun:
 
     @property
     def fingerprint(self) -> str:
-        """Of the data at the newest start: training and validation part, joined by a dash; "" if it is not known."""
+        """Of the data at the newest start: training-validation; "" if it is not known."""
         return str(self.environment.get("fingerprint") or "")
 
     @property

@@ -1,7 +1,6 @@
 """Plots of a run as PNG files: curves and the confusion matrix, and helpers for the plots of each task.
 
-They use Matplotlib's objects instead of `pyplot`, so they need no display. A file is replaced in one step, so that a viewer
-never sees half of it.
+They use Matplotlib's objects instead of `pyplot`, so they need no display. A file is replaced in one step.
 """
 
 import io
@@ -28,7 +27,7 @@ if TYPE_CHECKING:  # importing Matplotlib takes 0.4 s; it is done for the first 
 BLUE, ORANGE, GREEN, INK, GREY, PALE = "#0072B2", "#D55E00", "#009E73", "#222222", "#707070", "#E4E4E4"
 NUMBERED_CLASSES = 20  # up to so many classes, cells of the confusion matrix show their counts
 NAMED_CLASSES = 50  # up to so many classes, its rows and columns have names
-# Fonts with Chinese, Japanese and Korean letters, of Linux and macOS. The first that is installed is used.
+# Fonts with Chinese, Japanese and Korean letters. The first that is installed is used.
 WIDE_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "Arial Unicode MS")
 SMOOTHED_POINTS = 300  # a longer line is drawn pale, under its mean over windows
 
@@ -245,7 +244,7 @@ def count_of(number: int, thing: str) -> str:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure, sides in inches. Letters that Matplotlib's own font lacks come from `WIDE_FONTS`."""
+    """An empty figure, sides in inches, whose letters may also come from `WIDE_FONTS`."""
     from matplotlib import font_manager, rcParams
     from matplotlib.figure import Figure
 

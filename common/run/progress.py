@@ -42,7 +42,7 @@ def metric_of(key: str) -> str:
 
 
 def is_share(key: str) -> bool:
-    """True for a share of 1, which people read in per cent: eval/top1, but not eval/loss, which may be 0.5, too."""
+    """True for a share of 1, which people read in per cent: eval/top1, but not eval/loss."""
     return bool(_SHARES.fullmatch(metric_of(key)))
 
 
@@ -95,8 +95,8 @@ class Progress:
     def count_broken(self, step: int, names: Sequence[str], config: RunConfig, say: Callable[[str], None]) -> None:
         """Count the broken images `names` of `step` (from 1), of all ranks; new ones are named.
 
-        Windows of the stream are fixed, so that any layout, also after a resume, stops at the same step. Raises `Refused` if
-        more than `config.max_broken_share` of a window are broken.
+        Raises `Refused` if more than `config.max_broken_share` of a fixed window of the stream are broken, so that any
+        layout, also after a resume, stops at the same step.
         """
         size, limit = config.global_batch_size, config.max_broken_share
         steps = -(-_WINDOW // size)

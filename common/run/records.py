@@ -69,7 +69,7 @@ class Records:
 
     @contextlib.contextmanager
     def writing(self, what: str) -> Iterator[None]:
-        """A block in which the main process writes: if that fails, or the folder is lost, every rank raises `Refused`."""
+        """A block in which the main process writes: if that fails, every rank raises `Refused`."""
         with all_or_none(what), writing(self._path):
             try:
                 if self._folder:
@@ -87,7 +87,7 @@ class Records:
         self._source = recipe
 
     def resume(self, found: Checkpoint, said: dict) -> int:
-        """Log from which step the run resumes, and the effect of a new length; returns the step after which it ends.
+        """Log where the run resumes, and the effect of a new length; returns its last step.
 
         `said` is the status.json that was found.
         """
@@ -171,7 +171,7 @@ class Records:
             self.log.note(report.step, self._row(report))
 
     def evaluation(self, step: int, results: dict, leading: str, larger_is_better: bool = True) -> bool:
-        """Log an evaluation's results as `eval/...`; returns whether `results[leading]` is the best so far. A collective."""
+        """Log results as `eval/...`; returns whether `results[leading]` is the best so far. A collective."""
         _check_alike(results)
         numbers = {f"eval/{key}": value for key, value in results.items() if not isinstance(value, list)}
         if wrong := [name for name, value in numbers.items() if isinstance(value, float) and not math.isfinite(value)]:

@@ -1,7 +1,7 @@
 """Report of a run: the page report.html in its folder, made of the folder's files alone.
 
-It is one file: pictures are in it, and it loads nothing. What can't be read is left out, and a part that fails says so on the
-page. The template escapes all texts, so names of classes and files can't become markup.
+It is one file with its pictures, and loads nothing. A part that fails says so on the page. The template escapes all texts, so
+that names of classes and files can't become markup.
 """
 
 import base64
@@ -36,7 +36,7 @@ Part = dict[str, Any]  # of the page, see report.jinja: title, notes, facts, hea
 
 
 def write(folder: Path) -> Path:
-    """Write report.html of a run folder, in one step; returns its path. Raises OSError, and `Refused` for another folder."""
+    """Write report.html of a run folder; returns its path. Raises OSError, and `Refused` for another folder."""
     from jinja2 import Template
 
     run = PastRun(Path(folder))

@@ -232,7 +232,7 @@ class Run:
 
     @torch.compiler.set_stance("force_eager")  # a graph made before DDP wraps the model would keep it from overlapping
     def _fit(self, plan: BatchPlan) -> dict[str, str]:
-        """Halve the micro-batches of `plan` until they fit. Returns rows on memory, and on dependence on the layout.
+        """Halve the micro-batches of `plan` until they fit. Returns rows of the start table.
 
         With --compile, too, the model runs uncompiled here, which usually takes more memory.
         """
@@ -268,7 +268,7 @@ class Run:
                 if not self.step:
                     self._suspicious.unlink(missing_ok=True)  # of a start that left no checkpoint
         if devices.has_streams():
-            torch.accelerator.reset_peak_memory_stats()  # rows tell the peak of training, not of the trials before it
+            torch.accelerator.reset_peak_memory_stats()  # rows have the peak of training
         self._started = True
 
     # --- every step

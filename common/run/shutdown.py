@@ -1,4 +1,4 @@
-"""Shutdown: the end of a start: its status, results and report, and the micro-batch for the next start."""
+"""Shutdown: status, results and report at the end of a start, and the micro-batch for the next."""
 
 import contextlib
 import shutil

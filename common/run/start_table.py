@@ -12,7 +12,7 @@ from common.training.step import Samples
 
 
 def start_rows(config: Any, model: nn.Module, samples: Samples, plan: BatchPlan, steps: int) -> dict[str, str]:
-    """Rows about a run of `steps`; a row without a value is not printed. `common.data.data_rows` has those about the data."""
+    """Rows about a run of `steps`; a row without a value is not printed."""
     stream = samples.stream
     least = stream.min_epoch_steps
     longer = f", counted as {steps / least:.1f} of {least} steps each" if stream.extends_epochs else ""

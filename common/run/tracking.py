@@ -115,7 +115,7 @@ class Tracker:
                 self._fail(f"not done {timeout_s:g} s after the end")
 
     def _put(self, call: Callable[["_Backend"], None], step: float = math.inf) -> None:
-        """Queue a call; one about a `step` is left out if the tracker has that from a start that was killed."""
+        """Queue a call; one about a `step` that the tracker has from a killed start is left out."""
         self.begin()
         if self._thread is None or not self._thread.is_alive():
             return
@@ -223,7 +223,7 @@ class _TensorBoard:
 
     def __init__(self, folder, config, run_id, resumed_at, say):
         files = _writable(folder / "tensorboard")
-        # purge_step hides the rows of a killed run after the step from which it resumes, since some may be missing.
+        # purge_step hides rows of a killed run after `resumed_at`, since some may be missing.
         self.has_up_to = resumed_at
         self.tracker = TensorBoardTracker(files.name, files.parent, purge_step=resumed_at + 1, flush_secs=FLUSH_S)
         self.tracker.start()

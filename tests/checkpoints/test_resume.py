@@ -57,7 +57,7 @@ def network(value: float) -> nn.Module:
     return model
 
 
-def test_the_moving_average_is_evaluated_and_another_models_weights_are_refused(tmp_path: Path) -> None:
+def test_the_average_is_evaluated_and_another_model_is_refused(tmp_path: Path) -> None:
     for step, ema in ((1, None), (2, 3.0)):
         files = {"model": network(1.0).state_dict()} | ({"ema": network(ema).state_dict()} if ema else {})
         loaded = network(0.0)

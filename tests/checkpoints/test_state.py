@@ -55,7 +55,7 @@ class Training:
     dtype: torch.dtype = torch.float32
     memory_format: torch.memory_format = torch.contiguous_format
     fp16: bool = False
-    several: bool = False  # optimizers, each with parameters of its own; LAMB counts its steps in its groups
+    several: bool = False  # optimizers, each with parameters of its own
     state: TrainingState = field(init=False)
 
     def __post_init__(self):

@@ -143,7 +143,7 @@ def test_pictures_carry_their_step_and_take_at_most_a_fiftieth_of_the_training(r
 
 def test_too_many_broken_images_in_a_window_stop_the_run_on_any_layout_and_after_a_resume() -> None:
     """And a new window starts from zero."""
-    progress, config = Progress(), RunConfig(global_batch_size=64)  # 16 steps, 1,024 samples, 20 of them may be broken
+    progress, config = Progress(), RunConfig(global_batch_size=64)  # 16 steps; 20 images may be broken
     for step, images in ((1, 10), (16, 10), (17, 20), (33, 20)):
         progress.count_broken(step, [f"{step}/{image}" for image in range(images)], config, print)
     resumed = Progress(**dataclasses.asdict(progress))

@@ -1,4 +1,4 @@
-"""The page of a run shows what its folder has, as plain text, loads nothing, and leaves out what is damaged."""
+"""The page of a run is made of its folder alone, as plain text, without damaged files."""
 
 import html
 import json

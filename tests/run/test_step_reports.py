@@ -54,7 +54,7 @@ NOT_FINITE = {  # losses, gradient norm, under fp16, what is told
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("case", NOT_FINITE)
-def test_a_loss_or_gradient_that_is_not_finite_stops_the_run_and_is_named_one_step_later(case: str) -> None:
+def test_a_value_that_is_not_finite_stops_the_run_and_is_named(case: str) -> None:
     losses, norm, half, told = NOT_FINITE[case]
     state = StepReports(len(losses), fp16() if half else None)
     post(state, 8, losses, norm, unseen=math.isinf(norm))
