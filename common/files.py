@@ -11,19 +11,19 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from io import BufferedReader
 from itertools import chain, islice
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 import yaml
 
 CACHE = "VISION_RECIPES_CACHE"  # environment variable that names the folder of `cache_folder`
 SMALL = 2**20  # bytes: far more than any preset, record of a run or label file has
 MEDIUM = 2**24  # bytes: for lists with one line per class or image
-_DEEPEST = 8  # levels of nesting in a YAML file
+_DEEPEST = 9  # levels of nesting in a YAML file, with the values
 _FEW = 16  # values of a list that may be an alias
-_NESTED = (yaml.SequenceStartEvent, yaml.MappingStartEvent)
 
 
 class OddFile(OSError):
@@ -36,7 +36,7 @@ class OddFile(OSError):
         return f"{self.filename}: {self.strerror}"
 
 
-def open_regular(path: str | bytes | PathLike) -> BinaryIO:
+def open_regular(path: str | bytes | PathLike) -> BufferedReader:
     """Open a file for reading. Raises `OddFile` for a FIFO, device or socket, also behind links; else the errors of `open`."""
     _check(path, os.stat(path))  # before opening, which can have side effects on a device
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
@@ -55,22 +55,22 @@ def _check(path: str | bytes | PathLike, status: os.stat_result) -> None:
         raise OddFile(path, "not a regular file")
 
 
-def read_bytes(path: str | bytes | PathLike, most: int) -> bytes:
-    """The content of a regular file. Raises `OddFile` beyond `most` bytes, and what `open_regular` raises."""
+def read_bytes(path: str | bytes | PathLike, limit: int) -> bytes:
+    """The content of a regular file. Raises `OddFile` beyond `limit` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise OddFile(path, f"{size:,} bytes, the limit is {most:,}")
+        if size > limit:
+            raise OddFile(path, f"{size:,} bytes, the limit is {limit:,}")
         return file.read(size)
 
 
-def read_text(path: str | bytes | PathLike, most: int) -> str:
+def read_text(path: str | bytes | PathLike, limit: int) -> str:
     """Like `read_bytes`, as text. Raises UnicodeDecodeError (a ValueError) if it is not UTF-8."""
-    return read_bytes(path, most).decode()
+    return read_bytes(path, limit).decode()
 
 
 def cache_folder() -> Path:
-    """The user's folder for what can be read again from data. It need not exist. Raises RuntimeError without a home."""
+    """The user's folder for caches; it need not exist. Raises RuntimeError without a home."""
     if place := os.environ.get(CACHE):
         return Path(os.path.abspath(Path(place).expanduser()))
     cache = os.environ.get("XDG_CACHE_HOME", "")
@@ -131,7 +131,7 @@ def walk(top: str | PathLike) -> Iterator[tuple[str, list[os.DirEntry]]]:
                 (linked if entry.is_symlink() else todo).append(entry.path)
 
 
-def read_yaml(path: str | PathLike, most: int):
+def read_yaml(path: str | PathLike, limit: int) -> Any:
     """The content of a YAML file: strings, and dicts and lists of them. Numbers and dates stay strings.
 
     Unquoted yes, no, true, ... become True or False, and ~ or an empty value becomes None. Raises ValueError, in one line,
@@ -139,57 +139,51 @@ def read_yaml(path: str | PathLike, most: int):
     can expand to millions of entries.
     """
     try:
-        node = yaml.compose(read_text(path, most), Loader=_Loader)
-        return None if node is None else _plain(node)
+        return yaml.load(read_text(path, limit), _Loader)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 
 
+_PLAIN = ":bool", ":null", ":str", ":seq", ":map"
+
+
 class _Loader(yaml.SafeLoader):
-    """Composes nodes; of plain values, it recognises only booleans and null, and leaves all others as text."""
+    """Of plain values, it recognises only booleans and null, and leaves all others as text."""
 
     yaml_implicit_resolvers: ClassVar = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":bool", ":null"))]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith(_PLAIN)]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    yaml_constructors: ClassVar = {  # None stands for all others, which are refused
+        tag: construct
+        for tag, construct in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.endswith(_PLAIN)
     }
     depth = 0
 
-    def compose_node(self, parent, index):
-        event = self.peek_event()
-        self.depth += isinstance(event, _NESTED)
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event, self.depth = self.peek_event(), self.depth + 1
         if self.depth > _DEEPEST:
             raise yaml.composer.ComposerError(None, None, "nested too deeply", event.start_mark)
         node = super().compose_node(parent, index)
-        self.depth -= isinstance(event, _NESTED)
+        self.depth -= 1
         if isinstance(event, yaml.AliasEvent) and not _is_short(node):
             raise yaml.composer.ComposerError(
                 None, None, f"*{event.anchor} repeats a list or mapping", event.start_mark
             )
         return node
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        content: dict[str, Any] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.value in content:
+                wrong = f"{key.value} is given twice" if isinstance(key, yaml.ScalarNode) else "a key must be text"
+                raise yaml.constructor.ConstructorError(None, None, wrong, key.start_mark)
+            content[key.value] = self.construct_object(value, deep=deep)
+        return content
 
-def _is_short(node: yaml.Node) -> bool:
+
+def _is_short(node: yaml.Node | None) -> bool:
     """True for a value, and for a list of a few values, which PyYAML writes as an alias where a program has one list twice."""
     values = node.value if isinstance(node, yaml.SequenceNode) else [node]
     return len(values) <= _FEW and all(isinstance(value, yaml.ScalarNode) for value in values)
-
-
-def _plain(node: yaml.Node, switches: bool = True):
-    kind = node.tag.removeprefix("tag:yaml.org,2002:")
-    if isinstance(node, yaml.ScalarNode) and kind in ("str", "bool", "null"):
-        if kind == "str" or not switches:
-            return node.value
-        return _Loader.bool_values.get(node.value.lower())  # None for ~ and an empty value
-    if isinstance(node, yaml.SequenceNode) and kind == "seq":
-        return [_plain(part) for part in node.value]
-    if not isinstance(node, yaml.MappingNode) or kind != "map":
-        raise yaml.constructor.ConstructorError(None, None, f"unknown tag {node.tag}", node.start_mark)
-    content = {}
-    for key, value in node.value:
-        name = _plain(key, switches=False)
-        if not isinstance(name, str):
-            raise yaml.constructor.ConstructorError(None, None, "a key must be text", key.start_mark)
-        if name in content:
-            raise yaml.constructor.ConstructorError(None, None, f"{name} is given twice", key.start_mark)
-        content[name] = _plain(value)
-    return content

@@ -1,4 +1,4 @@
-"""Random numbers as pure functions of what they are for (seed, purpose, sample), never of a generator's state.
+"""Random numbers as pure functions of seed, purpose and sample, never of a generator's state.
 
 So every process or worker that prepares a sample draws the same numbers for it, and a checkpoint has no generator to save.
 """
@@ -22,7 +22,7 @@ def mix(x: np.ndarray | int, key: int) -> np.ndarray:
         x = (np.asarray(x).astype(_U64) + _U64(key)) * _U64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
-        return x ^ (x >> _U64(31))
+        return np.asarray(x ^ (x >> _U64(31)))
 
 
 def key_of(*parts: int | str) -> int:

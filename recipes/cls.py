@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from common.classification import (
+    Augmentation,
     ColorJitter,
     Evaluation,
     EvaluationSamples,
@@ -131,12 +132,12 @@ def build_data(config: Config, weights=None):
     """Training and validation images; with the `weights` of --eval_only, both are the images to evaluate these on."""
     train, val = sources.load(sources.Spec.of(config, weights))
     if train.multi_label and config.loss != "bce":
-        raise Refused(f"--loss {config.loss}: {config.data} has several labels an image; take --loss bce")
+        raise Refused(f"--loss {config.loss}: {config.data} has several labels per image; take --loss bce")
     return train, val
 
 
 def build_model(config: Config, classes: Sequence[str], device: torch.device):
-    """The model (any nn.Module will do), and what it wants to see."""
+    """The model (any nn.Module will do), and the size and normalisation of its images."""
     with all_or_none("building the model"):
         model = timm_models.build_classifier(
             config.model,
@@ -168,7 +169,7 @@ def build_augmentation(config: Config, train: sources.Source, data_config: dict,
     dtype, size, classes = getattr(torch, config.dtype), data_config["input_size"][1:], len(train.classes)
     normalize = Normalize(data_config, dtype, device, config.channels_last)
     uniform = 0.5 if train.multi_label else 1 / classes
-    augmentations = []  # your own is one more line here: see common.classification.Augmentation
+    augmentations: list[Augmentation] = []  # your own is one more line here
     if config.color_jitter:
         augmentations.append(ColorJitter(config.seed, config.color_jitter))
     augmentations.append(normalize)
@@ -190,8 +191,8 @@ def build_augmentation(config: Config, train: sources.Source, data_config: dict,
 
 def build_loss(config: Config, train: sources.Source, device: torch.device):
     """losses(logits [B, K], targets [B, K]) -> [B]: one loss per sample (reduction="none"), not averaged over the batch."""
-    weights = class_weights(config.class_weights, train.labels, len(train.classes))
-    weights = torch.as_tensor(weights if weights is not None else 1.0).to(device, getattr(torch, config.dtype))
+    found = class_weights(config.class_weights, train.labels, len(train.classes))
+    weights = torch.as_tensor(1.0 if found is None else found).to(device, getattr(torch, config.dtype))
 
     def losses(logits, targets):
         logits = logits.to(targets.dtype)  # out of half precision
@@ -205,7 +206,7 @@ def build_loss(config: Config, train: sources.Source, device: torch.device):
 def build_samples(
     config: Config, train: sources.Source, val: sources.Source, model, data_config: dict, augmentations: list
 ):
-    """Batches to train on, with what stands at which position of the run, and those to evaluate; data workers compute them."""
+    """Samples to train on, by position in the run, and samples to evaluate."""
     weights = sample_weights(config.sampling, train.labels, len(train.classes))
     stream = Stream.of(config, len(train), weights, blocks=train.blocks)
     samples = TrainingSamples.of(config, train, stream, model, data_config, augmentations)
@@ -236,7 +237,7 @@ def predict(model, loader, accelerator, normalize):
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # as it will be used; sizes of an evaluation would need graphs of their own
 def evaluate(model, loader, accelerator, normalize, val, thorough=False):
-    """Results over every validation image once, whatever the layout, and what they are made of."""
+    """Results over every validation image once, whatever the layout, and the counts behind them."""
     found = Evaluation(val, accelerator.device, thorough)
     for batch, logits in predict(model, loader, accelerator, normalize):
         found.update(batch, logits)

@@ -187,7 +187,7 @@ def build_augmentation(config: Config, model, device: torch.device):
 
 
 def build_samples(config: Config, train: sources.Annotated, val: sources.Annotated, model, varied, plain):
-    """Batches to train on, with what stands at which position of the run, and those to evaluate; data workers compute them."""
+    """Samples to train on, by position in the run, and samples to evaluate."""
     samples = TrainingImages.of(config, train, build_stream(config, train), model, varied)
     return samples, EvaluationScenes.of(val, plain, model)
 
@@ -204,7 +204,7 @@ def build_evaluation(config: Config, origin, data: sources.Annotated, classes: t
 
 @torch.no_grad()
 def predict(model, loader, accelerator, normalize):
-    """Each batch of this rank's share of a loader, on the device, with what is found in each image, in its own pixels."""
+    """Each batch of this rank's share of a loader, with the detections in each image, in its own pixels."""
     model.eval()
     for batch in loader:
         batch = batch.to(accelerator.device)
@@ -216,7 +216,7 @@ def predict(model, loader, accelerator, normalize):
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # as it will be used; its canvases would need graphs of their own
 def evaluate(model, loader, accelerator, normalize, val: sources.Annotated):
-    """The COCO numbers over every validation image once, whatever the layout, and what was found in them."""
+    """The COCO numbers over every validation image once, whatever the layout, and the detections."""
     found = Detections()
     for batch, detections in predict(model, loader, accelerator, normalize):
         found.update(batch.positions.tolist(), detections)

@@ -5,7 +5,6 @@ import fcntl
 import functools
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -63,15 +62,10 @@ def rooms_above(room: str) -> set[str]:
         raise pytest.UsageError(f"--room {room}: is none of ground, {', '.join(sorted(names))}")
     if room in NEIGHBOURS:
         return {room}
-    found, before = {room, "recipes"}, 0
-    while before < len(found):
-        before, asked = len(found), re.compile(rf"^ *(?:from|import) common\.(?:{'|'.join(found)})\b", re.M)
-        found |= {
-            path.stem
-            for path in modules
-            if any(asked.search(file.read_text()) for file in ([path] if path.is_file() else path.rglob("*.py")))
-        }
-    return found
+    import grimp  # only here: it takes a moment
+
+    above = grimp.build_graph("common").find_downstream_modules(f"common.{room}", as_package=True)
+    return {room, "recipes"} | {name.split(".")[1] for name in above}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -1,4 +1,4 @@
-"""Every file of accelerate_configs/ starts the world that it promises."""
+"""Every file of accelerate_configs/ starts the processes that it promises."""
 
 import json
 import re
@@ -21,20 +21,6 @@ FILES = sorted(FOLDER.glob("*.yaml"))
 GPU_LAYOUTS = ("single_gpu", "multi_gpu", "2node", "4node")
 SHARDED = {"fsdp_cpu", "fsdp_bf16", "2node_fsdp_bf16", "2node_hsdp_bf16"}
 PRECISIONS = {"": "no", "_fp16": "fp16", "_bf16": "bf16"}
-# All that the files need. Accelerate 1.15 takes more keys and ignores some: rdzv_backend, same_network,
-# enable_cpu_affinity, downcast_bf16.
-KEYS = {
-    "distributed_type",
-    "fsdp_config",
-    "gpu_ids",
-    "main_process_ip",
-    "main_process_port",
-    "mixed_precision",
-    "mpirun_config",
-    "num_machines",
-    "num_processes",
-    "parallelism_config",
-}
 
 
 def keys_of(name: str) -> dict[str, object]:
@@ -66,7 +52,7 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_file_opens_with_its_command_which_is_that_of_every_machine(path: Path) -> None:
+def test_a_file_begins_with_the_command_for_every_machine(path: Path) -> None:
     comment = re.match(r"(#.*\n)+", path.read_text()).group()
     [command] = [shlex.split(line) for line in re.findall(r"#   (accelerate launch .*)", comment)]
     arguments = launch_command_parser().parse_args(command[2:])
@@ -76,7 +62,6 @@ def test_a_file_opens_with_its_command_which_is_that_of_every_machine(path: Path
     config = load_config_from_file(str(path))
     assert (arguments.main_process_ip is not None) == (config.num_machines > 1)
     assert config.num_processes % config.num_machines == 0
-    assert yaml.safe_load(path.read_text()).keys() <= KEYS
 
 
 @pytest.mark.smoke
@@ -92,7 +77,7 @@ def test_processes_meet_where_they_can_be_replaced(path: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_files_differ_in_precision_in_the_number_of_machines_and_in_devices_alone() -> None:
+def test_files_differ_only_in_precision_number_of_machines_and_devices() -> None:
     for layout in GPU_LAYOUTS:
         for suffix, precision in PRECISIONS.items():
             assert keys_of(layout + suffix) == {**keys_of(layout), "mixed_precision": precision}
@@ -103,7 +88,7 @@ def test_files_differ_in_precision_in_the_number_of_machines_and_in_devices_alon
 
 
 @pytest.mark.smoke
-def test_files_that_shard_differ_in_that_alone() -> None:
+def test_files_that_shard_differ_only_in_the_sharding() -> None:
     kept = {"distributed_type", "fsdp_config", "parallelism_config"}
     for name, other in {"fsdp_cpu": "multi_cpu", "fsdp_bf16": "multi_gpu_bf16"}.items() | {
         (f"2node_{kind}_bf16", "2node_bf16") for kind in ("fsdp", "hsdp")

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from common.distributed import devices
 from common.randomness import key_of, mix, seed_generators, uniforms
 
 KEYS = st.integers(0, 2**64 - 1)
@@ -62,12 +61,3 @@ def test_seeding_makes_every_generator_a_function_of_the_key(key: int) -> None:
     assert draw() == drawn
     seed_generators(key ^ 1)
     assert all(mine != theirs for mine, theirs in zip(draw(), drawn, strict=True))
-
-
-def test_dropout_is_a_function_of_the_key() -> None:
-    dropout = torch.nn.Dropout(0.5)
-    masks = []
-    for key in (2**64 - 1, 5, 2**64 - 1):
-        devices.seed(key, torch.device("cpu"))
-        masks.append(dropout(torch.ones(64)))
-    assert torch.equal(masks[0], masks[2]) and not torch.equal(masks[0], masks[1])

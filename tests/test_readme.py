@@ -86,8 +86,8 @@ def test_every_block_is_run_or_says_what_it_needs() -> None:
 
 
 @pytest.mark.smoke
-def test_the_loop_is_that_of_the_recipe() -> None:
-    """Its lines stand in the recipe in the same order and depth; comments may differ, and ... stands for the rest."""
+def test_the_loop_stands_in_the_recipe() -> None:
+    """In the same order and depth; comments may differ, and ... stands for the rest."""
     [loop] = [block for block in blocks() if block.file]
     shown = [line.partition("  # ")[0] for line in loop.text.splitlines() if line.strip() != "..."]
     indent = " " * 8  # in `main`, inside `with Run(...)`
@@ -96,7 +96,7 @@ def test_the_loop_is_that_of_the_recipe() -> None:
 
 
 @pytest.mark.smoke
-def test_what_needs_hardware_is_a_command_that_exists(monkeypatch) -> None:
+def test_commands_that_need_hardware_exist(monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     for block in blocks():
         for line in block.text.splitlines() if block.needs else []:
@@ -109,7 +109,7 @@ def test_what_needs_hardware_is_a_command_that_exists(monkeypatch) -> None:
 
 
 @pytest.mark.smoke
-def test_what_is_linked_to_is_there() -> None:
+def test_links_lead_to_files_and_headings() -> None:
     pages = [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",

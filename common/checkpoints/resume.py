@@ -108,9 +108,7 @@ def _found(resume: str, checkpoints: Checkpoints, say: Callable[..., None]) -> C
 
 
 def _check_identity(found: Checkpoint, mine: dict) -> None:
-    theirs = found.record.get("identity")
-    if not isinstance(theirs, dict):
-        raise Refused(f"{found.path}: its record.json does not say of which run it is; give this run another --name")
+    theirs = found.record.get("identity") or {}
     differing = [
         f"{key} {theirs.get(key, '(absent)')!s:.100} there, {mine.get(key, '(absent)')} here"
         for key in sorted(theirs.keys() | mine.keys())
@@ -122,10 +120,8 @@ def _check_identity(found: Checkpoint, mine: dict) -> None:
 
 def _check_source(found: Checkpoint, recipe: Source, allowed: bool, say: Callable[..., None]) -> None:
     """Log how the recipe's source has changed since `found` was made. Raises `Refused` if it has, unless `allowed`."""
-    theirs = found.record.get("source")
-    if not isinstance(theirs, dict):  # made before checkpoints recorded sources
-        return
-    changes = difference({name: str(text) for name, text in theirs.items()}, recipe)
+    theirs = found.record.get("source") or {}
+    changes = difference(theirs, recipe)
     if not changes:
         return
     say(*changes)

@@ -20,7 +20,6 @@ from common.durable import remove, replace_folder, sync, sync_folder
 from common.errors import Refused
 from common.files import MEDIUM, open_regular, read_text
 
-_NAME = re.compile(r"step_(\d{8,})")
 _MANIFEST = "manifest.json"
 
 
@@ -68,8 +67,8 @@ class Checkpoints:
         """Folders with the name of a complete checkpoint, newest first."""
         if not self.folder.is_dir():
             return []
-        found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
-        return sorted(found, key=lambda path: int(_NAME.fullmatch(path.name)[1]), reverse=True)
+        found = [path for path in self.folder.iterdir() if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir()]
+        return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
 
     def newest(self, say: Callable[[str], None]) -> Checkpoint | None:
         """The newest intact checkpoint; damaged ones that are newer are reported to `say` and renamed."""

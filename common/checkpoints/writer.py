@@ -52,7 +52,7 @@ class Writer:
 
     @property
     def failed(self) -> bool:
-        """Whether writing has failed and `wait` has not raised the error yet."""
+        """True if writing has failed and `wait` has not raised the error yet."""
         return self._error is not None
 
     def _run(self, write: Callable[[dict[str, Tensors]], None], copied: torch.Event | None) -> None:

@@ -238,4 +238,4 @@ class OptimizationConfig(SharedFields):
     clip_mode: Literal["norm", "agc"] = "norm"
     """Clip the global norm, or each unit relative to its weights (AGC: Brock et al., 2021)."""
     ema_decay: float = option(0.0, low=0, high=1)
-    """Decay of the exponential moving average of the weights, with warm-up (0: off). If on, it is what is exported."""
+    """Decay of the moving average of the weights, with warm-up (0: off). If on, the average is exported."""

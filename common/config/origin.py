@@ -45,14 +45,14 @@ class Origin:
         return "; ".join(parts)
 
     def trained_on(self, data: str) -> bool:
-        """Whether the run was trained on `data`, so that only its held-out part may be evaluated."""
+        """True if the run was trained on `data`, whose held-out part alone may be evaluated."""
         theirs = self.config.get("data", "")
         return bool(theirs) and _place(theirs) == _place(data)
 
     def places(self, classes: Sequence[str], data: str, called: Mapping[str, str]) -> list[int]:
         """The model's class id of each name in `classes`, the classes of the data set `data`.
 
-        `called` has what the model calls classes that it calls otherwise than the data.
+        `called` has the model's names of classes that have another name in the data.
         If the model's classes have no names, they are assumed to be in the same order. Raises `Refused` for a name that the
         model does not know, and for another number of classes if they have no names.
         """
@@ -123,7 +123,7 @@ def places_of(names: Sequence[str], known: Sequence[str]) -> list[int | None]:
 
 
 def called_by_weights(text: str, classes: Sequence[str]) -> dict[str, str]:
-    """What `--init_classes` says: class of the data -> what the weights call it. Raises `Refused` for anything else."""
+    """The names in `--init_classes`: class of the data -> class of the weights. Raises `Refused`."""
     called = {}
     for pair in filter(None, text.split(",")):
         own, _, theirs = (part.strip() for part in pair.partition("="))

@@ -19,7 +19,7 @@ import yaml
 from common.config.fields import field_names
 from common.config.help import print_help
 from common.config.origin import OF_DATA, Origin, read_origin
-from common.config.synonyms import hint, other_recipe
+from common.config.synonyms import hint
 from common.durable import replace_file
 from common.errors import Refused
 from common.files import SMALL, read_yaml
@@ -149,8 +149,6 @@ def _of_file(content: dict, config_class: type, where: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in content.items():
         if key not in kinds:
-            if others := [other for other in content if other not in kinds and other_recipe(str(other), recipe)]:
-                raise Refused(f"{where}is for {other_recipe(others[0], recipe)}: {recipe.name} has no {others[0]}")
             raise Refused(f"{where}unknown key {key}{hint(str(key), kinds, recipe) or nearest(str(key), kinds)}")
         if isinstance(value, dict | list) or value is None:
             raise Refused(f"{where}{key} must be a single value, not {type(value).__name__}")
@@ -212,7 +210,7 @@ def _typed(name: str, value: Any, kind: Any, where: str = "") -> Any:
 
 
 def _for_evaluation(config_class: type[C], origin: Origin, given: dict[str, Any], program: str) -> C:
-    """The configuration of the run that made these weights, overridden by what is `given`.
+    """The configuration of the run that made these weights, overridden by the `given` values.
 
     Raises `Refused` if that was a run of another recipe, or if neither the run nor a flag names the data.
     """

@@ -57,7 +57,7 @@ class Best:
             self._record, self._drafted, self._results = {"results": self._results}, True, None
 
     def seal(self) -> dict:
-        """Sync the draft, if there is a new one; returns what the checkpoint records about the best model."""
+        """Sync a new draft; returns the checkpoint's entry about the best model."""
         if self._drafted:
             sync_folder(self._draft)
             self._record |= {"files": stamps(self._draft)}
@@ -70,11 +70,10 @@ class Best:
             self._drafted = False
 
     def mend(self, found: Checkpoint, progress: Progress) -> None:
-        """At a start: make `best/` what the checkpoint `found` records, or else correct `progress`.
+        """At a start: make `best/` agree with the checkpoint `found`, or else correct `progress`.
 
         A damaged `best/` is exported again from the checkpoint of its step; the model then has these weights. If that
-        checkpoint is gone, the best model is lost: the last evaluated model becomes the best if its checkpoint exists,
-        else there is none.
+        checkpoint is gone, the best model is lost, and the next evaluation is the best.
         """
         self._record = found.record["best"]
         wrong = self._restore(found) if progress.best else ""
@@ -82,34 +81,24 @@ class Best:
             remove(path)
         if not wrong:
             return
-        lost, progress.best = progress.best, {}
-        recorded, self._record = self._record, _NOTHING
-        for evaluated in (lost, progress.last):
-            checkpoint = found.path.with_name(f"step_{evaluated['step']:08d}")
-            if self._export_again(checkpoint, recorded["results"] if evaluated is lost else _results(evaluated)):
-                progress.best = evaluated
-                break
         damage = f"{self.path} is damaged or of another checkpoint ({wrong})"
-        if progress.best is lost:
+        checkpoint = found.path.with_name(f"step_{progress.best['step']:08d}")
+        if self._export_again(checkpoint, self._record["results"]):
             self._say(f"{damage}: exported again from {checkpoint}")
-        else:
-            aside = self.path.with_suffix(".damaged")
-            if self.path.exists() and not aside.exists():  # keep the first one
-                self.path.rename(aside)
-            self._say(
-                f"{damage}, and the checkpoint of step {lost['step']}, from which it was exported, is gone: the best model, "
-                f"{progress.headline(lost)}, is lost; "
-                + (
-                    f"best/ is now from step {progress.best['step']}, {progress.headline(progress.best)}"
-                    if progress.best
-                    else "best/ will be the best of the evaluations from now on"
-                )
-            )
-        self.seal()
-        self.place()
+            self.seal()
+            self.place()
+            return
+        aside = self.path.with_suffix(".damaged")
+        if self.path.exists() and not aside.exists():  # keep the first one
+            self.path.rename(aside)
+        self._say(
+            f"{damage}, and {checkpoint}, from which it was exported, is gone: the best model, "
+            f"{progress.headline(progress.best)}, is lost; best/ will be the best of the evaluations from now on"
+        )
+        self._record, progress.best = _NOTHING, {}
 
     def _restore(self, found: Checkpoint) -> str:
-        """Find the recorded best model in or beside `best/`, and put it there. Returns what is wrong, or "" if it was found."""
+        """Put the recorded best model, found in or beside `best/`, there. Returns the damage, or ""."""
         wrongs = []
         of_origin = found.path.parent.parent / "best"  # of the run that this one may branch off from
         for place in (self.path, self._draft, self._old, of_origin):
@@ -137,8 +126,3 @@ class Best:
         self.export(self._state.exported(files.get("ema", files["model"])), results, found.record)
         self.take()
         return True
-
-
-def _results(evaluated: dict) -> dict:
-    """The results of an evaluation, without those per class."""
-    return {key.removeprefix("eval/"): value for key, value in evaluated.items() if key.startswith("eval/")}

@@ -56,7 +56,7 @@ class RunFolder:
 
     @property
     def lost(self) -> bool:
-        """Whether the folder no longer has the locked file, so that it may belong to another run. Takes microseconds."""
+        """True if the locked file is gone, so that the folder may belong to another run. Quick."""
         try:
             found = os.stat(f"{self.path}/.lock", follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):

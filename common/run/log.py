@@ -14,6 +14,7 @@ from common.run.folder import RunFolder
 from common.run.progress import display_name, of_exported
 from common.run.tracking import Tracker
 
+_RESULTS = ("top1", "f1", "AP", "AP50")  # shown of an evaluation, beside its loss
 _LINE_SECONDS = 2.0  # shortest time between two progress lines if there is no terminal
 
 
@@ -22,7 +23,7 @@ class RunLog:
 
     def __init__(self, folder: RunFolder | None):
         self._folder = folder
-        self._bar: tqdm | None = None
+        self._bar = tqdm(disable=True)
         self._tracker: Tracker | None = None
         self._pace_from: tuple[float, int] | None = None  # time and step of the first row
         self._row: dict = {}
@@ -49,15 +50,14 @@ class RunLog:
     def open(self, tracker: Tracker, done: int, total: int) -> None:
         """Start the bar, for a run of `total` steps of which `done` are done. The dashboard starts after the first step."""
         self._tracker, self._total = tracker, total
-        if self._folder and sys.stderr.isatty():
-            self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True)
+        hidden = not (self._folder and sys.stderr.isatty())
+        self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, disable=hidden)
 
     def advance(self, step: int) -> None:
         """Set the bar to `step` steps; it is redrawn at most ten times a second."""
         if self._tracker:
             self._tracker.begin()
-        if self._bar is not None:
-            self._bar.update(step - self._bar.n)
+        self._bar.update(step - self._bar.n)
 
     def note(self, step: int, values: dict[str, float]) -> None:
         """Add values to the row of `step`. A row is written when a later step's row begins, so that no step has two rows."""
@@ -81,7 +81,7 @@ class RunLog:
 
     @property
     def failed(self) -> bool:
-        """Whether a row could not be written (the disk is full). The run has to stop, but all ranks together."""
+        """True if a row could not be written (the disk is full). All ranks have to stop together."""
         return self._failure is not None
 
     def check(self) -> None:
@@ -90,13 +90,9 @@ class RunLog:
             raise self._failure
 
     def summary(self, values: dict) -> None:
-        """Write summary.json, and show the results."""
+        """Write summary.json, and show the best and the last results on the dashboard."""
         if self._folder:  # also when a finished run starts again: it may have been killed before this
             self._folder.write("summary.json", values)
-        self.results(values)
-
-    def results(self, values: dict) -> None:
-        """Show the best and the last results in the dashboard's table of runs."""
         if self._tracker:
             self._tracker.summary(
                 {f"{part}/{key}": value for part in ("best", "last") for key, value in values[part].items()}
@@ -104,9 +100,7 @@ class RunLog:
 
     def close(self, exit_code: int, patience: float) -> str:
         """Stop the bar and the dashboard, for which it waits up to `patience` seconds. Returns where the dashboard is."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        self._bar.close()
         if not self._tracker:
             return ""
         self._tracker.finish(exit_code, patience)
@@ -124,11 +118,10 @@ class RunLog:
         values |= {display_name(key): results.get(key) for name in _RESULTS for key in (name, f"raw_{name}")}
         values |= {"images/s": row.get("perf/images_per_second")}
         parts = [f"{name} {value:.4g}" for name, value in values.items() if value is not None]
-        if self._bar is not None:
-            self._bar.set_postfix_str(", ".join(parts))
+        self._bar.set_postfix_str(", ".join(parts))
         now, step = time.perf_counter(), row["step"]
         evaluated = any(key.startswith("eval/") for key in row)
-        if evaluated or (self._bar is None and (now - self._line_at >= _LINE_SECONDS or step == self._total)):
+        if evaluated or (self._bar.disable and (now - self._line_at >= _LINE_SECONDS or step == self._total)):
             self._line_at = now
             self.say(f"step {step}/{self._total}  {'  '.join(parts)}{self._left(now, step)}")
 
@@ -139,6 +132,3 @@ class RunLog:
             return ""
         began, first = self._pace_from
         return f"  {(now - began) / max(1, step - first) * (self._total - step):.0f} s left"
-
-
-_RESULTS = ("top1", "f1", "AP", "AP50")  # shown of an evaluation, beside its loss

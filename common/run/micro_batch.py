@@ -1,10 +1,11 @@
 """Search for the micro-batch that fits into memory: by a trial before the first step, and by halving after a failure.
 
-The size does not change what is trained, except with `--batch_norm local`.
+The size does not change the training, except with `--batch_norm local`.
 """
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 
@@ -18,24 +19,23 @@ from common.distributed.collectives import all_or_none, gather_objects
 from common.distributed.sharding import is_sharded
 from common.errors import Refused
 from common.run.folder import read_json, write_json
-from common.training.warm_up import first_line, is_out_of_memory
+from common.training.step import TrainingStep
+from common.training.warm_up import first_line, is_out_of_memory, warm_up
 
 _FILE = "micro_batch.json"
 
 
-def fit(
-    plan: BatchPlan, attempt: Callable[[BatchPlan], None], model: torch.nn.Module, say: Callable[[str], None]
-) -> tuple[BatchPlan, str]:
-    """Halve the micro-batches of `plan` until `attempt(plan)`, a forward and backward pass of the largest, fits on every rank.
+def fit(plan: BatchPlan, training: TrainingStep, say: Callable[[str], None]) -> tuple[BatchPlan, str]:
+    """Halve the micro-batches of `plan` until a forward and backward pass of the largest fits on every rank. A collective.
 
-    Returns that plan, and what it took, for people: "1.2 of 16 GiB at the peak of a step", of the rank with the least room, ""
-    on the CPU. A collective. During a trial, as much memory is held as the gradients and Adam's moments of `model` will take.
-    Raises `Refused` if no size fits.
+    Returns that plan, and a text for people: "1.2 of 16 GiB at the peak of a step", of the rank with the smallest reserve, ""
+    on the CPU. During a trial, as much memory is held as the model's gradients and Adam's moments will take. Raises `Refused`
+    if no size fits.
     """
     while True:
         size = plan.micro_batch_sizes[0]
         with all_or_none("trying a step"):
-            mine = _tried(attempt, plan, model)
+            mine = _tried(plan, training)
         failures, peaks, rooms = zip(*gather_objects(mine), strict=True)
         if not any(failures):
             peak, room = max(zip(peaks, rooms, strict=True), key=lambda taken: taken[0] / taken[1])
@@ -68,13 +68,13 @@ def keep(run: Path, plan: BatchPlan, device: torch.device) -> None:
 
 def kept(run: Path, device: torch.device) -> int | None:
     """What `keep` recorded, if anything."""
-    most = read_json(run / _FILE).get(devices.name(device))
-    return most if isinstance(most, int) and most > 0 else None
+    limit = read_json(run / _FILE).get(devices.name(device))
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
-def _tried(attempt: Callable[[BatchPlan], None], plan: BatchPlan, model: torch.nn.Module) -> tuple[str, int, int]:
-    """Run `attempt(plan)`: why memory was too small, or ""; bytes at its peak; bytes of the device."""
-    taken, room, failure = 0, 1, ""
+def _tried(plan: BatchPlan, training: TrainingStep) -> tuple[str, int, int]:
+    """Why memory was too small for a pass, or ""; bytes at its peak; bytes of the device."""
+    taken, room, failure, model = 0, 1, "", training.model
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     is_known = any(devices.has_streams(parameter.device) for parameter in parameters)
     if is_known:
@@ -85,7 +85,7 @@ def _tried(attempt: Callable[[BatchPlan], None], plan: BatchPlan, model: torch.n
         held = [torch.empty_like(parameter) for parameter in parameters for _ in range(copies)]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # of earlier micro-batches
-        attempt(plan)
+        warm_up(model, model, partial(training.attempt, model, plan))
         # An optimizer step has no activations, but gradients, both of Adam's moments, and a copy for the size of the update.
         held += [torch.empty_like(each) for each in parameters if not isinstance(each, DTensor) for _ in range(3)]
         del held

@@ -1,14 +1,12 @@
 """Plots of a run as PNG files: curves and the confusion matrix, and helpers for the plots of each task.
 
-They use Matplotlib's objects instead of `pyplot`, so they need no display and change no global state. A file is replaced in
-one step, so that a viewer never sees half of it.
+They use Matplotlib's objects instead of `pyplot`, so they need no display. A file is replaced in one step.
 """
 
 import io
 import math
 import re
 import unicodedata
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from common.durable import make_folder, replace_file
-from common.run import fonts
-from common.run.folder import read_rows
+from common.run.folder import read_json, read_rows
 from common.run.progress import display_name, is_share, metric_of
 
 if TYPE_CHECKING:  # importing Matplotlib takes 0.4 s; it is done for the first plot
@@ -30,24 +27,23 @@ if TYPE_CHECKING:  # importing Matplotlib takes 0.4 s; it is done for the first 
 BLUE, ORANGE, GREEN, INK, GREY, PALE = "#0072B2", "#D55E00", "#009E73", "#222222", "#707070", "#E4E4E4"
 NUMBERED_CLASSES = 20  # up to so many classes, cells of the confusion matrix show their counts
 NAMED_CLASSES = 50  # up to so many classes, its rows and columns have names
+# Fonts with Chinese, Japanese and Korean letters. The first that is installed is used.
+WIDE_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "Arial Unicode MS")
 SMOOTHED_POINTS = 300  # a longer line is drawn pale, under its mean over windows
 
 
-def curves(folder: Path, leading: str = "", best_step: int | None = None, path: Path | None = None) -> None:
-    """Draws the curves of a run folder: the loss and its parts, the leading metric and the learning rate.
+def curves(folder: Path, path: Path | None = None) -> None:
+    """Draw the curves of a run folder: the loss and its parts, the leading metric and the learning rate.
 
-    Missing keys and values that are not finite are skipped.
-
-    Args:
-        leading: the key that decides which model is the best, such as `eval/ema_top1` (default: the first known one).
-        best_step: the step of the model in `best/`, which is marked.
-        path: of the PNG file (default: `pictures/curves.png` in the folder).
+    summary.json says which metric leads and which step `best/` is of. Missing keys and values that are not finite are
+    skipped. `path` is that of the PNG file (default: `pictures/curves.png` in the folder).
     """
     from matplotlib.ticker import MaxNLocator
 
-    rows = read_rows(folder / "metrics.jsonl")
+    rows, summary = read_rows(folder / "metrics.jsonl"), read_json(folder / "summary.json")
     known = [key for key in ("eval/top1", "eval/f1", "eval/AP") if any(key in row for row in rows)]
-    leading = leading or next(iter(known), "eval/evaluation")
+    leading = str(summary.get("leading") or next(iter(known), "eval/evaluation"))
+    best_step = summary["best"].get("step") if isinstance(summary.get("best"), dict) else None
     metric = metric_of(leading)
     name, scale, unit = display_name(metric), 100 if is_share(metric) else 1, " (%)" * is_share(metric)
     figure = new_figure(7.5, 7.5)
@@ -156,7 +152,7 @@ class Cell(NamedTuple):
     pixels: np.ndarray  # uint8[H, W, 3]
     caption: str  # above it, one to three lines
     footnote: str  # the name of the image, below it
-    # Left, top, right, bottom in pixels; what stands there; colour.
+    # Left, top, right, bottom in pixels; a text; colour.
     boxes: Sequence[tuple[Sequence[float], str, str]] = ()
 
 
@@ -202,7 +198,7 @@ def first_batch(parts: Iterable[tuple["Tensor", list]], size: int, normalization
     """Draw samples of the first global batch of `size` as the model gets them, with their labels or boxes.
 
     `parts` are of images [B, 3, H, W] and `Samples.shown` of them; `normalization` has their mean and std, or nothing: then
-    each channel is stretched to what can be seen. The title has the mean and the spread of the model's input, which are
+    each channel is stretched to the visible range. The title has the mean and the spread of the model's input, which are
     around 0 and 1 if it is normalised.
     """
     cells, values = [], []
@@ -248,9 +244,12 @@ def count_of(number: int, thing: str) -> str:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure, sides in inches."""
+    """An empty figure, sides in inches, whose letters may also come from `WIDE_FONTS`."""
+    from matplotlib import font_manager, rcParams
     from matplotlib.figure import Figure
 
+    installed = {*font_manager.get_font_names()}
+    rcParams["font.family"] = ["DejaVu Sans", *[name for name in WIDE_FONTS if name in installed][:1]]
     return Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
 
 
@@ -262,10 +261,7 @@ def title(place: Callable, text: str) -> None:
 def save(figure: "Figure", path: Path) -> None:
     """Writes the PNG file durably, in one step. A failure leaves the old file. Raises OSError."""
     content = io.BytesIO()
-    fonts.provide(figure)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # reported by `fonts`
-        figure.savefig(content, format="png", bbox_inches="tight", pad_inches=0.15)
+    figure.savefig(content, format="png", bbox_inches="tight", pad_inches=0.15)
     make_folder(Path(path).parent)
     replace_file(Path(path), content.getvalue())
 

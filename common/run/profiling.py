@@ -1,35 +1,38 @@
-"""Profiling: torch.profiler records some steps, and a line of the log says how much of them the device was idle."""
+"""Profiling: torch.profiler records some steps."""
 
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from torch.profiler import profile, schedule
 
+from common.config.fields import steps_between
 from common.distributed import watchdog
 from common.distributed.collectives import gather_objects, rank, world_size
 from common.errors import Refused
 
 
 class Profile:
-    """Records the steps `first` to `last` on every rank, counted from 1, into `profile/` of the run folder `run`.
+    """Records the `steps` of --profile, "10-14" counted from 1, on every rank into `profile/` of the run folder `run`.
 
-    `done` are the steps that earlier starts have made.
+    `done` are the steps that earlier starts have made. Without `steps` it does nothing. Raises `Refused` if a run of
+    `total_steps` ends before the last of them.
     """
 
-    def __init__(self, first: int, last: int, done: int, run: Path, say: Callable[[str], None]):
-        self._last, self._folder, self._say, self._written = last, run / "profile", say, False
+    def __init__(self, steps: str, done: int, total_steps: int, run: Path, say: Callable[[str], None]):
+        first, self._last = steps_between(steps) or (0, 0)
+        self._folder, self._say, self._failure = run / "profile", say, ""
         self._first = max(first, done + 1)
-        self._failure, self._idle = "", ""
         self._profiler: profile | None = None
-        if done >= last:
-            say(f"--profile {first}-{last}: {done} steps were made before this start; name later ones")
-            return
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports that there is no GPU
-        steps = schedule(wait=self._first - done - 1, warmup=1, active=last - self._first + 1, repeat=1)
-        self._profiler = profile(schedule=steps, on_trace_ready=self._write)
-        self._profiler.start()
+        if self._last > total_steps:
+            raise Refused(f"--profile {steps}: the run ends with step {total_steps}; name steps up to that one")
+        if steps and done >= self._last:
+            say(f"--profile {steps}: {done} steps were made before this start; name later ones")
+        elif steps:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports that there is no GPU
+            waiting = schedule(wait=self._first - done - 1, warmup=1, active=self._last - self._first + 1, repeat=1)
+            self._profiler = profile(schedule=waiting, on_trace_ready=self._write)
+            self._profiler.start()
 
     def before(self) -> None:
         """Must be called before each step."""
@@ -47,38 +50,13 @@ class Profile:
             self._say(f"the profile is incomplete: {'; '.join(failures[:3])}")
         elif step >= self._first:
             where = self._folder / f"steps_{self._first}-{self._last}_rank{'*' if world_size() > 1 else 0}.json.gz"
-            self._say(f"profile: {self._idle}{where} opens in ui.perfetto.dev or chrome://tracing")
+            self._say(f"profile: {where} opens in ui.perfetto.dev or chrome://tracing")
 
     def _write(self, profiler: profile) -> None:
         path = self._folder / f"steps_{self._first}-{self._last}_rank{rank()}.json.gz"
         try:
-            self._folder.mkdir(
-                exist_ok=True
-            )  # not its parents: a machine that does not see the run folder must not make it
+            # Not its parents: a machine that does not see the run folder must not make it.
+            self._folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(path))
-            self._idle = idle(profiler.events() or ())
         except Exception as error:  # a failed profile must not end the run
             self._failure = f"rank {rank()}: {type(error).__name__}: {error}"
-
-
-def check(steps: tuple[int, int] | None, total_steps: int) -> None:
-    """Raise `Refused` if a run of `total_steps` ends before the last of the `steps` to profile."""
-    if steps and steps[1] > total_steps:
-        raise Refused(
-            f"--profile {steps[0]}-{steps[1]}: the run ends with step {total_steps}; name steps up to that one"
-        )
-
-
-def idle(events) -> str:
-    """The share of the recorded steps in which no kernel ran on the device, in words; "" without a device that has kernels."""
-    host = torch.autograd.DeviceType.CPU
-    spans = [e.time_range for e in events if e.device_type == host and e.name.startswith("ProfilerStep")]
-    on_device = [e for e in events if e.device_type != host and not e.is_user_annotation]
-    if not (spans and on_device):
-        return ""
-    begin, end = min(span.start for span in spans), max(span.end for span in spans)
-    busy, until = 0.0, begin
-    for span in sorted((event.time_range for event in on_device), key=lambda span: span.start):
-        busy += max(0.0, min(span.end, end) - max(span.start, until))
-        until = max(until, span.end)
-    return f"the device was idle for {1 - busy / (end - begin):.1%} of the time of these steps; "

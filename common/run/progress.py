@@ -2,11 +2,12 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from common.config.fields import RunConfig
+from common.errors import Refused
 from common.run.step_reports import StepReport
 
 _NAMES = {
@@ -25,6 +26,7 @@ _SHARES = re.compile(
 _LOWER = {"loss", "ece", "error", "nll", "brier", "perplexity", "mae", "mse", "rmse"}  # are better if they are lower
 
 MOST_NAMED = 10_000  # a checkpoint keeps no more names of broken images
+_WINDOW = 1_000  # samples of the stream over which at least the share of broken images is computed
 
 
 def display_name(key: str) -> str:
@@ -40,12 +42,12 @@ def metric_of(key: str) -> str:
 
 
 def is_share(key: str) -> bool:
-    """Whether a result is a share of 1, which people read in per cent: eval/top1, but not eval/loss, which may be 0.5, too."""
+    """True for a share of 1, which people read in per cent: eval/top1, but not eval/loss."""
     return bool(_SHARES.fullmatch(metric_of(key)))
 
 
 def direction_of(key: str) -> bool | None:
-    """Whether a larger value of the result `key` is better; None for a name that is not known."""
+    """True if a larger value of the result `key` is better; None for a name that is not known."""
     return False if metric_of(key) in _LOWER else is_share(key) or None
 
 
@@ -79,11 +81,8 @@ class Progress:
     ended_by: str = ""  # why the run ended early, if it did: by the recipe's word or by a flag
 
     def __post_init__(self):
-        for name, value in vars(self).items():  # the values come from a file
-            kind = self.__annotations__[name]
-            if not isinstance(value, (int, float) if kind is float else kind):
-                raise TypeError(f"{name} is {value!r:.40}")
         self._steps, self._seconds, self._waited = 0, 0.0, 0.0  # since the last row
+        self._named = set(self.broken_names)
 
     def take_in(self, report: StepReport, seconds: float) -> None:
         """Count a step that took `seconds`."""
@@ -92,6 +91,31 @@ class Progress:
         self._steps += 1
         self._seconds += seconds
         self._waited += report.data_wait
+
+    def count_broken(self, step: int, names: Sequence[str], config: RunConfig, say: Callable[[str], None]) -> None:
+        """Count the broken images `names` of `step` (from 1), of all ranks; new ones are named.
+
+        Raises `Refused` if more than `config.max_broken_share` of a fixed window of the stream are broken, so that any
+        layout, also after a resume, stops at the same step.
+        """
+        size, limit = config.global_batch_size, config.max_broken_share
+        steps = -(-_WINDOW // size)
+        if (step - 1) % steps == 0:
+            self.broken_in_window = 0
+        self.broken += len(names)
+        self.broken_in_window += len(names)
+        for name in dict.fromkeys(names):
+            if name not in self._named:
+                self._named.add(name)
+                self.broken_names += [name] * (len(self.broken_names) <= MOST_NAMED)
+                say(f"can't be read, a stand-in takes its place: {name}")
+        if self.broken_in_window > limit * steps * size:
+            seen = ((step - 1) % steps + 1) * size
+            raise Refused(
+                f"step {step}: {self.broken_in_window:,} of the last {seen:,} images could not be read "
+                f"(the last: {names[-1] if names else '-'}), more than --max_broken_share {limit} of each {steps * size:,}: "
+                "mend the data, or raise the limit"
+            )
 
     def pace(self, samples_per_step: int, ready: Sequence[float]) -> dict[str, float]:
         """Since the last call: images per second over all processes, and the share of time spent waiting for data.
@@ -120,7 +144,7 @@ class Progress:
         return better
 
     def _worth(self, results: dict[str, float]) -> float:
-        """The leading result, larger if it is better; the least if it is unknown or not finite."""
+        """The leading result, larger if it is better; minus infinity if it is unknown or not finite."""
         value = results.get(self.leading)
         if value is None or not math.isfinite(value):
             return -math.inf
@@ -134,15 +158,12 @@ class Progress:
     @property
     def ended_by_flag(self) -> str:
         """The flag that ended the run, patience or max_hours; "" if none did."""
-        found = re.match("--(patience|max_hours) ", self.ended_by)
-        return found[1] if found else ""
+        return next((flag for flag in ("patience", "max_hours") if self.ended_by.startswith(f"--{flag} ")), "")
 
     def exhausted(self, config: RunConfig) -> str:
         """Why the run ends by a flag of `config`: the flag, its value and the reason; "" if it does not."""
         if 0 < config.patience <= self.since_best:
-            return (
-                f"--patience {config.patience}: no better {display_name(self.leading)} since step {self.best['step']}"
-            )
+            return f"--patience {config.patience}: no better {display_name(self.leading)} since step {self.best.get('step')}"
         if 0 < 3600 * config.max_hours <= self.seconds:
             return f"--max_hours {config.max_hours:g}"
         return ""
@@ -150,6 +171,5 @@ class Progress:
     def headline(self, results: dict[str, float]) -> str:
         """The leading result as text, such as `top-1 99.72 %` or `loss 0.0312`."""
         value = results[self.leading]
-        if value is None:
-            return f"{display_name(self.leading)} unknown"
-        return f"{display_name(self.leading)} " + (f"{100 * value:.2f} %" if is_share(self.leading) else f"{value:.5g}")
+        figure = "unknown" if value is None else f"{100 * value:.2f} %" if is_share(self.leading) else f"{value:.5g}"
+        return f"{display_name(self.leading)} {figure}"

@@ -7,9 +7,11 @@ import io
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from common.checkpoints.state import TrainingState
@@ -22,11 +24,9 @@ from common.data.batch_plan import BatchPlan
 from common.data.source import Source
 from common.data.stream import Stream
 from common.distributed import devices
-from common.distributed.collectives import all_or_none, broadcast_object
+from common.distributed.collectives import all_or_none, broadcast_object, gather_objects
 from common.durable import replace_file
 from common.errors import Refused, csv_cell
-from common.run import fonts
-from common.run.broken_images import BrokenImages
 from common.run.folder import RunFolder, writing
 from common.run.log import RunLog
 from common.run.progress import Progress
@@ -36,7 +36,7 @@ from common.training.optimizer import Schedule
 
 EXPLODED = 1_000  # a loss that rises by so much in the steps of a dry run is lost
 MOST_DRAWING = 0.02  # of the time of training, for pictures between the first step and the last
-FIRST_DRAWING_S = 1.0  # about what the first pictures take
+FIRST_DRAWING_S = 1.0  # about the time of the first pictures
 MENDED_BY = "lower --lr, set --clip 1 or --warmup_epochs"
 
 # Names and prefixes in a row that numbers of one's own can't have.
@@ -64,13 +64,12 @@ class Records:
         self.log = RunLog(folder)
         self.progress = Progress()
         self._first_loss = 0.0
-        self._told: set[str] = set()  # letters without a font that the log has named
         self._drawing = FIRST_DRAWING_S  # seconds that pictures of this start took
         self._trained_before = 0.0  # seconds of training in earlier starts
 
     @contextlib.contextmanager
     def writing(self, what: str) -> Iterator[None]:
-        """Put around what the main process writes: if that fails, or the folder is lost, every rank raises `Refused`."""
+        """A block in which the main process writes: if that fails, every rank raises `Refused`."""
         with all_or_none(what), writing(self._path):
             try:
                 if self._folder:
@@ -83,12 +82,12 @@ class Records:
     def begin(
         self, state: TrainingState, stream: Stream, schedule: Schedule, identity: dict, recipe: recipe_source.Source
     ) -> None:
-        """Set what rows, the summary and checkpoints are made of."""
+        """Set the sources of rows, of the summary and of checkpoints."""
         self._state, self._stream, self._schedule, self._identity = state, stream, schedule, identity
         self._source = recipe
 
     def resume(self, found: Checkpoint, said: dict) -> int:
-        """Log from where the run resumes, and what a new length changes; returns the step after which it ends.
+        """Log where the run resumes, and the effect of a new length; returns its last step.
 
         `said` is the status.json that was found.
         """
@@ -97,7 +96,7 @@ class Records:
         is_here = found.path.parent.resolve() == (self._path / "checkpoints").resolve()
         if is_here and (said["status"], said["step"]) == ("finished", step):  # ended when its checkpoint was there
             progress.ended_by = progress.ended_by or str(said["cause"])
-        changed = "source" in found.record and difference(found.record["source"], self._source)
+        changed = difference(found.record["source"], self._source)
         flag = progress.ended_by_flag
         stays = bool(progress.exhausted(self._config)) if flag else now <= before
         if progress.ended_by and stays and is_here and not changed:
@@ -128,8 +127,6 @@ class Records:
         """Give all ranks the totals of the checkpoint, to count on from; a collective."""
         self.progress.best = broadcast_object(self.progress.best)
         self._trained_before = self.progress.seconds
-        config = self._config
-        self._broken = BrokenImages(self.progress, config.max_broken_share, config.global_batch_size, self.log.say)
 
     def describe(self, rows: dict[str, str], train: Source, val: Source, plan: BatchPlan, sizes: dict) -> None:
         """Print the start table: `rows` that have a value."""
@@ -140,6 +137,8 @@ class Records:
 
     def open(self, facts: dict) -> None:
         """Write the environment `facts`, drop rows of steps that will be repeated, and open the tracker."""
+        facts |= self._sizes | {"fingerprint": self._identity["data"], "steps": self._schedule.total_steps}
+        facts["parameters"] = sum(parameter.numel() for parameter in self._state.model.parameters())
         folder, config, total_steps = self._folder, self._config, self._schedule.total_steps
         assert folder, "only the main process opens them"
         configuration.save(config, self._path / "config.yaml")
@@ -150,21 +149,19 @@ class Records:
         tracker = Tracker(
             "none" if config.dry_run else config.tracker,
             folder=self._path,
-            project=config.project,
-            name=self._path.name,
-            config=dataclasses.asdict(config) | self._of_start(facts),
+            config=dataclasses.asdict(config) | {f"run/{key}": value for key, value in facts.items()},
             run_id=folder.read("tracker.json").get("id"),
             rows=rows,
             say=self.log.say,
         )
-        self._facts, self._tracker_id = facts, tracker.run_id
+        self._facts = facts
         folder.write("tracker.json", {"id": tracker.run_id})
         self.log.open(tracker, self.progress.step, total_steps)
 
     def take_in(self, report: StepReport, seconds: float, evaluated: bool) -> None:
         """Count a step that took `seconds`, and note its row if one is due or the step is `evaluated`."""
         self.progress.take_in(report, seconds)
-        self._broken.count(report.step, report.broken)
+        self.progress.count_broken(report.step, report.broken, self._config, self.log.say)
         if self._config.dry_run:
             self._first_loss = self._first_loss or max(1.0, report.loss)
             if report.loss > EXPLODED * self._first_loss:  # it would not be finite some steps later
@@ -174,7 +171,8 @@ class Records:
             self.log.note(report.step, self._row(report))
 
     def evaluation(self, step: int, results: dict, leading: str, larger_is_better: bool = True) -> bool:
-        """Log an evaluation's results as `eval/...`; returns whether `results[leading]` is the best so far."""
+        """Log results as `eval/...`; returns whether `results[leading]` is the best so far. A collective."""
+        _check_alike(results)
         numbers = {f"eval/{key}": value for key, value in results.items() if not isinstance(value, list)}
         if wrong := [name for name, value in numbers.items() if isinstance(value, float) and not math.isfinite(value)]:
             text = f"step {step}: {', '.join(wrong)} is not finite; {MENDED_BY}"
@@ -182,9 +180,7 @@ class Records:
                 raise Refused(text)
             self.log.say(text)  # a run may get over it; if not, the loss of a later step stops it
         self.log.note(step, numbers)
-        better = self.progress.judge(step, numbers, f"eval/{leading}", larger_is_better)
-        self.log.results({"best": self.progress.best, "last": self.progress.last})
-        return better
+        return self.progress.judge(step, numbers, f"eval/{leading}", larger_is_better)
 
     def has_time_to_draw(self) -> bool:
         """Whether the pictures of this start took at most `MOST_DRAWING` of its training; a guess before the first ones."""
@@ -196,12 +192,6 @@ class Records:
             path, began = self._path / "pictures" / f"{name}.png", time.perf_counter()
             try:
                 function(*arguments, path)
-                if letters := "".join(sorted(fonts.missing - self._told)[:10]):
-                    self.log.say(
-                        f"{path}: no installed font has {letters}, drawn as boxes; install one that has, such as "
-                        "Noto Sans CJK (Debian: fonts-noto-cjk)"
-                    )
-                self._told |= fonts.missing
                 self.log.pictures(self.progress.step or 1, {name: path})  # the first batch is step 1's
             except Exception as error:  # a picture is not worth a run
                 self.log.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
@@ -232,7 +222,6 @@ class Records:
             "ledger": dataclasses.asdict(self.progress),
             "config": dataclasses.asdict(self._config),
             "environment": self._facts,
-            "tracker": self._tracker_id,
         }
 
     def summary(self) -> dict:
@@ -254,18 +243,6 @@ class Records:
             "skipped_steps": progress.skipped,
         }
 
-    def _of_start(self, facts: dict) -> dict[str, int | float | str | Sequence[int] | None]:
-        """Facts of the start table for the tracker's configuration, to compare runs on a dashboard."""
-        values = self._sizes | {
-            "parameters": sum(parameter.numel() for parameter in self._state.model.parameters()),
-            "steps": self._schedule.total_steps,
-            "peak_learning_rate": self._schedule.peak,
-            "fingerprint": self._identity["data"],
-            "device": facts["ranks"][0],
-            **{key: facts[key] for key in ("world_size", "precision", "commit")},
-        }
-        return {f"run/{key}": value for key, value in values.items()}
-
     def _row(self, report: StepReport) -> dict[str, float]:
         row = {
             "epoch": self._stream.epoch(report.step),
@@ -283,3 +260,19 @@ class Records:
         if devices.has_streams():
             row["perf/gpu_memory_gb"] = torch.accelerator.max_memory_allocated() / 2**30
         return row
+
+
+def _check_alike(results: Mapping[str, Any]) -> None:
+    """Raise `Refused`, with the name, if a result differs between ranks: it is of one rank's samples alone. A collective."""
+    numbers = {name: value for name, value in results.items() if not isinstance(value, str)}
+    of_ranks = gather_objects({name: np.ravel(np.array(value, float)).tolist() for name, value in numbers.items()})
+    for name in sorted({name for theirs in of_ranks for name in theirs}):
+        first, *others = (theirs.get(name, []) for theirs in of_ranks)
+        for other in others:
+            # Machines of different kinds may differ in the last bits.
+            if len(other) != len(first) or not np.allclose(other, first, 1e-5, equal_nan=True):
+                one, two = (f"{value[0]:.5g}" if value else "missing" for value in (first, other))
+                raise Refused(
+                    f"run.evaluate: {name} differs between processes ({one} on the first, {two} on another): sum over the "
+                    "samples of all of them with common.distributed.collectives.reduce_dict, then divide"
+                )

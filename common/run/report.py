@@ -1,13 +1,11 @@
 """Report of a run: the page report.html in its folder, made of the folder's files alone.
 
-It is one file: pictures are in it, and it loads nothing. It is made when a start of the run ends, and again by
-`write`. What can't be read is left out, and a part that fails says so on the page. The template escapes all texts, so names
-of classes and files can't become markup.
+It is one file with its pictures, and loads nothing. A part that fails says so on the page. The template escapes all texts, so
+that names of classes and files can't become markup.
 """
 
 import base64
 import io
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,36 +28,22 @@ _CAPTIONS = {
     "misses": "missed objects and false detections",
 }
 _MOST_CLASSES = 1_000  # rows of the table of classes; of more, those with the lowest value
-_MOST_MESSAGES = 200  # lines of the log
+_MOST_MESSAGES = 300  # lines of the log
 _MOST, _LARGE = 2**27, 300_000  # bytes of a picture that is read; that is stored again as JPEG, at most so wide:
 _WIDEST, _QUALITY = 1600, 85
 
 Part = dict[str, Any]  # of the page, see report.jinja: title, notes, facts, head and rows of a table, pictures, texts
 
 
-def write(folder: Path, draw: bool = True) -> Path:
-    """Write report.html of a run folder, in one step; returns its path. With `draw`, its curves are drawn first.
-
-    Raises OSError, and `Refused` for another folder.
-    """
+def write(folder: Path) -> Path:
+    """Write report.html of a run folder; returns its path. Raises OSError, and `Refused` for another folder."""
     from jinja2 import Template
 
     run = PastRun(Path(folder))
     template = Template(Path(__file__).with_name("report.jinja").read_text(), autoescape=True)
-    curves = _drawn_curves if draw else _curves
-    parts = [_made(part, run) for part in (_head, curves, *_PARTS)]
-    text = template.render(name=run.name, parts=filter(None, parts))
+    text = template.render(name=run.name, parts=[_made(part, run) for part in _PARTS])
     replace_file(run.path / FILE, text.encode(errors="replace"))
     return run.path / FILE
-
-
-def leave(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """`write` of a run that has drawn its curves. A failure is logged with `say`: a page is not worth a run."""
-    try:
-        return write(folder, draw=False)
-    except Exception as error:
-        say(f"{folder / FILE} could not be written: {type(error).__name__}: {error}")
-        return None
 
 
 def in_words(value: float | None, share: bool = True) -> str:
@@ -98,36 +82,33 @@ def _made(part: Callable[[PastRun], Part], run: PastRun) -> Part:
 
 def _head(run: PastRun) -> Part:
     said = str(run.status.get("status") or "unknown")
-    said += f" at step {run.status['step']}" * ("step" in run.status) + " (or killed)" * (said == "running")
-    table = run.starts[-1] if run.starts else run.config
+    said += f" at step {run.status.get('step')}" * ("step" in run.status) + " (or killed)" * (said == "running")
     facts: list[tuple[str, object]] = [("status", said), ("cause", run.status.get("cause"))]
-    facts += [(key, table.get(key)) for key in ("data", "model")]
+    facts += [(key, run.config.get(key)) for key in ("data", "model")]
     for which in ("best", "last"):
         value = run.evaluation(which).get(run.leading)
         if value is not None:
             figure = in_words(value, is_share(run.leading))
             facts.append((f"{which} {display_name(run.leading)}, step {run.step_of(which):,}", figure))
-    step, epoch, seconds, pace = (
-        finite(run.summary.get(key)) for key in ("step", "epoch", "train_seconds", "images_per_second")
-    )
-    if step is not None:
-        facts.append(("length", f"{step:,.0f} steps, {epoch or 0:.1f} epochs"))
-    if seconds:
-        facts.append(("training", duration(seconds) + (f", {pace:,.0f} images/s" if pace else "")))
+    of = {key: finite(value) for key, value in run.summary.items()}
+    if of.get("step"):
+        facts.append(("length", f"{of['step']:,.0f} steps, {of.get('epoch') or 0:.1f} epochs"))
+        facts.append(
+            ("training", f"{duration(of.get('train_seconds'))}, {of.get('images_per_second') or 0:,.0f} images/s")
+        )
+    if of.get("broken_draws"):
+        facts.append(
+            ("broken images", f"{of.get('broken_files') or 'many'} in training, drawn {of['broken_draws']:,} times")
+        )
+    if of.get("skipped_steps"):
+        facts.append(("skipped steps", f"{of['skipped_steps']:,}, after an overflow in fp16"))
     return {"facts": facts}
 
 
-def _drawn_curves(run: PastRun) -> Part:
-    if run.rows:
-        leading = f"{run.part}{run.leading}" if run.leading else ""
-        plots.curves(run.path, leading, run.step_of("best"))
-    return _curves(run)
-
-
 def _curves(run: PastRun) -> Part:
-    drawn = run.path / "pictures" / "curves.png"
-    if not drawn.exists():
-        return {"title": "Curves", "notes": ["None yet."]}
+    drawn, rows = run.path / "pictures" / "curves.png", run.path / "metrics.jsonl"
+    if not drawn.exists() or (rows.exists() and drawn.stat().st_mtime < rows.stat().st_mtime):
+        plots.curves(run.path)
     return {"title": "Curves", "pictures": [_picture(drawn, "loss, leading result, learning rate")]}
 
 
@@ -139,7 +120,7 @@ def _results(run: PastRun) -> Part:
         return {}
     return {
         "title": "Results",
-        "notes": [note] * (run.part != "eval/"),
+        "notes": [note] * (run.summary.get("exported_weights") == "ema"),
         "head": ["", *(f"{which}, step {run.step_of(which):,}" for which in ("best", "last"))],
         "rows": [(display_name(key), *(in_words(of.get(key), is_share(key)) for of in (best, last))) for key in keys],
     }
@@ -180,35 +161,15 @@ def _pictures(run: PastRun) -> Part:
     return {"title": "Pictures", "notes": notes, "pictures": pictures} if found else {}
 
 
-def _start_table(run: PastRun) -> Part:
-    return {"title": "Start table", "facts": run.starts[-1].items()} if run.starts else {}
-
-
-def _faults(run: PastRun) -> Part:
-    broken, skipped = (int(finite(run.summary.get(key)) or 0) for key in ("broken_draws", "skipped_steps"))
-    resumed = sum(line.startswith("resuming from step ") for _, line in run.log)
-    names = listed(run.summary.get("broken_files")) or "unknown"
-    facts = [
-        ("starts", f"{len(run.starts)}, of which {resumed} resumed from a checkpoint"),
-        ("broken images", f"{names} in training, drawn {broken:,} times"),
-        ("skipped steps", f"{skipped:,}, after an overflow in fp16"),
-    ]
-    messages = ["\n".join(run.messages[-_MOST_MESSAGES:])] if run.messages else []
-    return {"title": "Faults, restarts and messages of the log", "facts": facts, "texts": messages}
+def _messages(run: PastRun) -> Part:
+    lines = run.messages[-_MOST_MESSAGES:]
+    return {"title": "Messages of the log", "texts": ["\n".join(lines)]} if lines else {}
 
 
 def _repeat(run: PastRun) -> Part:
-    commit = str(run.environment.get("commit") or "")
-    known = re.fullmatch(r"([0-9a-f]{7,40})(\+changes)?", commit)
-    lines = ([f"git checkout {known[1]}"] if known else []) + [run.repeat_command]
-    notes = [
-        f"The recipe's own source is kept in {run.path / FOLDER}. Below: the command to repeat, and the newest start's."
-    ]
-    if known and known[2]:
-        notes.insert(0, "The recipe was changed after this commit, or files beside it were.")
-    typed = run.environment.get("launch") or run.environment.get("command")
     flags = [(f"--{key}", listed(value)) for key, value in run.config.items()]
-    return {"title": "Repeat", "notes": notes, "texts": ["\n".join(lines), *filter(None, [typed])], "facts": flags}
+    notes = [f"The recipe's own source is kept in {run.path / FOLDER}."]
+    return {"title": "Repeat", "notes": notes, "texts": [run.repeat_command], "facts": flags}
 
 
 def _environment(run: PastRun) -> Part:
@@ -218,7 +179,7 @@ def _environment(run: PastRun) -> Part:
     return {"title": "Environment", "facts": facts.items()}
 
 
-_PARTS = (_results, _classes, _pictures, _start_table, _faults, _repeat, _environment)
+_PARTS = (_head, _curves, _results, _classes, _pictures, _messages, _repeat, _environment)
 
 
 def _picture(path: Path, caption: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A run, as a recipe sees it: begun, prepared, trained step by step, evaluated, saved, ended.
 
-Everything here is called on every rank: what writes or prints is quiet off the main process.
+Everything here is called on every rank; only the main process writes and prints.
 """
 
 import dataclasses
@@ -16,13 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from common.checkpoints.state import TrainingState
 from common.config import recipe_source
-from common.config.fields import steps_between
 from common.config.parsing import identity, short_hash
 from common.data import duplicates
 from common.data import workers as data_workers
@@ -36,20 +34,21 @@ from common.distributed.environment import environment
 from common.errors import Refused
 from common.launching import launch
 from common.launching.exit_codes import END, RESTART, RESUMABLE, notice, signal_name
-from common.run import micro_batch, plots, profiling
+from common.run import micro_batch, plots
 from common.run.folder import RunFolder, write_status
 from common.run.profiling import Profile
 from common.run.progress import direction_of
 from common.run.records import Records, check_names
 from common.run.saving import Saving
 from common.run.shutdown import Shutdown
+from common.run.start_table import start_rows
 from common.run.step_reports import Lap, StepReport, StepReports, first_said
 from common.run.tracking import require
-from common.training import batch_norm, exactness, timm_models
+from common.training import batch_norm, exactness
 from common.training import optimizer as optimization
 from common.training.freezing import Freezing
 from common.training.optimizer import Schedule
-from common.training.step import Evaluated, Samples, TrainingStep
+from common.training.step import Samples, TrainingStep
 from common.training.update_size import UpdateSize
 from common.training.warm_up import first_line, is_out_of_memory, warm_up
 
@@ -65,7 +64,10 @@ class Run:
         step: optimizer steps done.
         best_step: the step of the best evaluation so far, over all starts; 0 before the first.
         total_steps: the run's length. `last`: the step after which this start ends.
+        plan: how the global batch is spread, once `prepare` knows it.
     """
+
+    plan: BatchPlan
 
     def __init__(self, config: Any):
         """`config` is a recipe's, with the fields of `RunConfig` and `OptimizationConfig`, and its data and model."""
@@ -79,10 +81,6 @@ class Run:
         name = config.name or f"{recipe_source.stem(config)}-{short_hash(identity(config))}"
         if Path(name).name != name or name == "..":
             raise Refused(f"--name {name}: must be a folder name without slashes; where it lies is --output_dir")
-        if config.max_steps:
-            profiling.check(
-                steps_between(config.profile), config.max_steps
-            )  # where the length is known before the data are
         BatchPlan(config.global_batch_size, world_size(), config.max_micro_batch_size)  # refused before data are read
         self._scratch = broadcast_object(tempfile.mkdtemp() if is_main() else None) if config.dry_run else None
         self.path = Path(self._scratch or config.output_dir) / name
@@ -101,7 +99,6 @@ class Run:
         self._ended_by = self._agreed = ""  # the reason given to `stop`: on this rank; on some rank, known to all
         self._asked_to_go = False  # whether this machine was asked to leave, rather than to restart its processes
         self._started = self._stopping = False
-        self.plan: BatchPlan | None = None
 
     def __enter__(self) -> "Run":
         self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
@@ -121,7 +118,8 @@ class Run:
         data_workers.end()  # else torch would raise for one that dies, also between the lines of what follows
         watchdog.end()  # from here on only the main process has long work: pictures, the dashboard
         stopped = error is None and self.step < self.last
-        lasting = self.plan and not self._scratch  # of a dry run the next start would find nothing
+        is_planned = hasattr(self, "plan")
+        lasting = is_planned and not self._scratch  # of a dry run the next start would find nothing
         too_much = lasting and error and is_out_of_memory(error)
         instead = self._shutdown.take_less(self.plan, self._device) if too_much else None
         error = instead or error
@@ -130,7 +128,7 @@ class Run:
                 status, cause = self._shutdown.outcome(stopped, self._asked_by, error)
                 leavers = launch.leavers(self._asked_to_go) if stopped else []
                 goes_on = stopped and launch.machine() not in leavers
-                self._shutdown.finish(status, cause, self._draw_curves, goes_on)
+                self._shutdown.finish(status, cause, goes_on)
             elif not instead:
                 self._shutdown.leave_no_trace()
         finally:
@@ -142,7 +140,7 @@ class Run:
                 shutil.rmtree(self._scratch, ignore_errors=True)
         if instead:
             raise instead
-        if not self.plan and isinstance(error, torch.OutOfMemoryError):
+        if not is_planned and isinstance(error, torch.OutOfMemoryError):
             raise Refused(
                 f"the model does not fit into the memory of a device ({first_line(error)}): take a smaller one, or shard it "
                 "over more devices with --config_file accelerate_configs/fsdp_bf16.yaml"
@@ -158,7 +156,7 @@ class Run:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         schedule: Schedule,
         samples: Samples,
-        evaluated: Evaluated,
+        evaluated: Any,
         losses_of: Callable[[torch.nn.Module, DeviceBatch], torch.Tensor],
     ) -> tuple:
         """All that comes before the first step; returns the wrapped model and the optimizers.
@@ -169,12 +167,10 @@ class Run:
         4. Loads the checkpoint to resume from, if there is one, and starts the data workers.
 
         Several optimizers have parameters of their own each, are all stepped in every step, and come back as a list.
-        `samples` are trained on; `evaluated` says how images are evaluated, and exports the model accordingly.
+        `evaluated` (`step.Evaluated`) says how images are evaluated, and exports the model accordingly.
         `losses_of(network, batch)`, one loss per sample, is explained at `step.TrainingStep`.
         """
-        profiling.check(steps_between(self.config.profile), schedule.total_steps)
-        single = isinstance(optimizer, torch.optim.Optimizer)
-        optimizers = [optimizer] if single else [*optimizer]
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer]
         if len(optimizers) > 1 and self.accelerator.scaler:
             raise Refused(
                 f"fp16 with {len(optimizers)} optimizers: a step of one would change the scale of the others' gradients; "
@@ -190,7 +186,9 @@ class Run:
         network, *wrapped = self._wrapped(model, optimizers)
         warm_up(network, model, partial(self._training.attempt, network, self.plan))
         counted = "boxes" if hasattr(samples.source, "boxes") else "images"
-        rows = data_rows(self.config.data, *data, counted) | self._rows(schedule, samples, freezing) | inexact
+        rows = data_rows(self.config.data, *data, counted)
+        rows |= start_rows(self.config, model, samples, self.plan, schedule.total_steps) | freezing.describe()
+        rows |= {"layout": launch.describe(self.accelerator, self.config.dtype), "run folder": str(self.path)} | inexact
         if self.config.dry_run and self._folder:
             watchdog.note("looking for duplicates")
             rows |= duplicates.rows(*data)
@@ -207,7 +205,7 @@ class Run:
             parts = self._training.first_batch(self.plan, FIRST_SHOWN)
             batch = self.plan.global_batch_size, getattr(model, "pretrained_cfg", None) or {}
             self.draw("first_batch", plots.first_batch, parts, *batch)
-        return network, wrapped[0] if single else wrapped
+        return network, wrapped[0] if isinstance(optimizer, torch.optim.Optimizer) else wrapped
 
     def _wrapped(self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple:
         """The network to train and its optimizers, wrapped by Accelerate: no model in shards, optimizers only under fp16."""
@@ -233,22 +231,18 @@ class Run:
 
     @torch.compiler.set_stance("force_eager")  # a graph made before DDP wraps the model would keep it from overlapping
     def _fit(self, plan: BatchPlan) -> dict[str, str]:
-        """Halve the micro-batches of `plan` until they fit; rows on memory, and on what of the run depends on its layout.
+        """Halve the micro-batches of `plan` until they fit. Returns rows of the start table.
 
         With --compile, too, the model runs uncompiled here, which usually takes more memory.
         """
-        model, attempt = self.model, self._training.attempt
-
-        def try_step(plan: BatchPlan) -> None:
-            warm_up(model, model, partial(attempt, model, plan))
-
+        model = self.model
         watchdog.note("finding the micro-batch that fits into memory")
         with batch_norm.alone(model), sharding.alone(model):  # a rank that is out of memory leaves no other waiting
-            self.plan, peak = micro_batch.fit(plan, try_step, model, self.say)
+            self.plan, peak = micro_batch.fit(plan, self._training, self.say)
             with all_or_none("looking for what depends on the layout"):
                 if self.config.dry_run:
                     self._training.check_draws(self.plan)
-                inexact = exactness.describe(self.config, model, partial(attempt, model, self.plan))
+                inexact = exactness.describe(self.config, model, partial(self._training.attempt, model, self.plan))
         return {"memory": peak} | inexact
 
     def _start(self, state: TrainingState, schedule: Schedule, data: tuple, export: Callable[..., None]) -> None:
@@ -263,19 +257,17 @@ class Run:
         self.last = self._saving.resume(state, export, identity_of_run, recipe) or self.total_steps
         records.share()
         self.step, self.best_step = records.progress.step, records.progress.best.get("step", 0)
-        profiled = steps_between(self.config.profile)
-        self._profile = Profile(*profiled, self.step, self.path, self.say) if profiled else None
+        self._profile = Profile(self.config.profile, self.step, self.total_steps, self.path, self.say)
         self._step_reports = StepReports(self.config.global_batch_size, state.scaler)
         self._seconds: dict[int, float] = {}  # of the steps whose reports are not in yet
         facts = environment(launch.precision(self.accelerator, self.config.dtype), self._device, self.config)
-        facts["micro_steps"] = self.plan.micro_steps
         with self._records.writing("writing the run folder"):
             if self._folder and self.step < self.last:
                 records.open(facts)
                 if not self.step:
                     self._suspicious.unlink(missing_ok=True)  # of a start that left no checkpoint
         if devices.has_streams():
-            torch.accelerator.reset_peak_memory_stats()  # rows tell the peak of training, not of what was tried before
+            torch.accelerator.reset_peak_memory_stats()  # rows have the peak of training
         self._started = True
 
     # --- every step
@@ -286,8 +278,7 @@ class Run:
         To end the run earlier call `stop`, which a `break` would not.
         """
         for step in range(self.step, self.last):
-            if self._profile:
-                self._profile.before()
+            self._profile.before()
             self._began, self._lap = time.perf_counter(), Lap(self._device)
             watchdog.note("training", step + 1)
             yield step
@@ -315,7 +306,7 @@ class Run:
     def backward(self, losses: torch.Tensor) -> None:
         """Add the gradients of a micro-batch's losses, one per sample, [B].
 
-        After the last micro-batch the gradient is that of the mean loss over the global batch, whatever the layout.
+        After the last micro-batch it is the gradient of the mean loss over the global batch, whatever the layout.
         """
         self._lap.ready()
         self._training.backward(losses)
@@ -350,8 +341,7 @@ class Run:
         self._log.advance(step)
         self._take_in(reports)
         self._end(step)
-        if self._profile:
-            self._profile.after(step)
+        self._profile.after(step)
 
     def stop(self, why: str) -> None:
         """End the run early, with a last evaluation and checkpoint: `run.stop("patience")`, on one rank or on all.
@@ -371,13 +361,12 @@ class Run:
         leading: str,
         larger_is_better: bool | None = None,
     ) -> list:
-        """Evaluate the model, and its moving average if there is one; returns what the last evaluation gave beside its results.
+        """Evaluate the model, and its moving average if there is one; returns the rest of the last one.
 
-        `evaluate(model, loader)` returns (results, ...) of this rank's share of the loader's batches, over all ranks. They are
-        logged as `eval/...` and `eval/ema_...`. The model with the best
-        `results[leading]` so far, of the average if there is one, goes to `best/`, at the next checkpoint. Whether larger is
-        better is known of usual names, such as top1, AP and loss; for another, `larger_is_better` has to say it, else
-        `Refused` is raised.
+        `evaluate(model, loader)` gets this rank's share of the batches, and returns (results over all ranks, ...). They are
+        logged as `eval/...` and `eval/ema_...`. The model with the best `results[leading]` so far, of the average if there is
+        one, goes to `best/` with the next checkpoint. For names that are not known, as top1, AP and loss are,
+        `larger_is_better` is needed, else `Refused` is raised.
         """
         self._settle()  # evaluations and checkpoints build on finite steps
         larger = direction_of(leading) if larger_is_better is None else larger_is_better
@@ -394,7 +383,6 @@ class Run:
                 of_ema, *rest = evaluate(self._ema.module, loader)
             results = {f"ema_{key}": value for key, value in of_ema.items()} | results  # the exported weights' first
             leading = f"ema_{leading}"
-        _check_alike(results)
         if self._records.evaluation(self.step, results, leading, larger):
             watchdog.note("writing best/")
             self._saving.keep_best(results)
@@ -416,17 +404,17 @@ class Run:
     def should_draw(self) -> bool:
         """True if pictures of an evaluation are due: after the last one, and while they take little of the run's time.
 
-        A collective, after `evaluate` and whatever may call `stop`.
+        A collective, to be called after `evaluate`, and after `stop` if that is called here.
         """
         ends = self._ends()
         return broadcast_object(ends or self._records.has_time_to_draw())
 
     def audit(self, judge: Callable[[torch.nn.Module, DataLoader], tuple], share: float = 1.0) -> None:
-        """Let the model look at training images once more, for `suspicious.csv` and a picture of what it contradicts.
+        """Let the model look at training images once more, for `suspicious.csv` and a picture of labels that it contradicts.
 
         That is due at the first evaluation after `share` of the run, or at its last one. `judge(model, loader)` returns
-        (draw, rows, ...): what `draw` and then the table is made of, by `draw(..., path)` and `rows(...)`. A collective, after
-        `evaluate` and whatever may call `stop`.
+        (draw, rows, ...): the picture is drawn by `draw(..., path)`, then the table is made by `rows(...)`. A collective, like
+        `should_draw`.
         """
         ends = self._ends()
         is_due = ends or self.step >= share * self.total_steps
@@ -465,25 +453,6 @@ class Run:
         watchdog.note("settling")
         self._take_in(self._step_reports.settle())
 
-    def _rows(self, schedule: Schedule, samples: Samples, freezing: Freezing) -> dict[str, str]:
-        """Rows of the start table about the model and its training."""
-        stream = samples.stream
-        steps, least = schedule.total_steps, stream.min_epoch_steps
-        longer = f", counted as {steps / least:.1f} of {least} steps each" if stream.extends_epochs else ""
-        return {
-            **timm_models.describe(self.config.model, self.model),
-            **samples.describe(),
-            **({"margin head": str(self.model.margin_head)} if hasattr(self.model, "margin_head") else {}),
-            "batch norm": batch_norm.describe(self.model),
-            **freezing.describe(),
-            "layout": launch.describe(self.accelerator, self.config.dtype),
-            **sharding.describe(self.model),
-            "batch": str(self.plan),
-            "learning rate": optimization.describe(self.config, self.model),
-            "length": f"{steps:,} steps, {stream.epoch(steps):.1f} epochs{longer}",
-            "run folder": str(self.path),
-        }
-
     def _look_for_others(self) -> None:
         """Log which machines don't see the run folder; refuse if a restart could leave only such a machine."""
         blind = "" if self._scratch or self.path.is_dir() else socket.gethostname()
@@ -506,15 +475,11 @@ class Run:
         self._asked_by = self._asked_by or what
         self._asked_to_go = True
 
-    def _draw_curves(self) -> None:
-        of = self._records.progress
-        self.draw("curves", plots.curves, self.path, of.leading, of.best.get("step"))
-
     def _due(self, every: int, step: int) -> bool:
         return step == self.last or (step % every == 0 if every else self._stream.ends_epoch(step))
 
     def _logs(self, step: int) -> bool:
-        """Whether a row of `step` is due."""
+        """True if a row of `step` is due."""
         return step % self.config.log_every == 0 or self._due(self.config.eval_every, step)
 
     def _end(self, step: int) -> None:
@@ -523,12 +488,11 @@ class Run:
             self.last, self._records.progress.ended_by = step, self._agreed
 
     def _end_steps(self) -> None:
-        if self._profile:
-            self._profile.after(self.step, ends=True)
+        self._profile.after(self.step, ends=True)
         self._saving.wait()
 
     def _leave_early(self) -> None:
-        """The recipe left its loop: save what it has trained, as after `stop`."""
+        """The recipe left its loop: save the model as it is, as after `stop`."""
         self.say(
             f"the loop was left at step {self.step} of {self.total_steps}, as by `break`: no last evaluation; "
             'run.stop("why") ends a run with one'
@@ -546,24 +510,3 @@ class Run:
             )
             self._stopping = self._stopping or report.stop
             self._agreed = self._agreed or report.ended_by
-
-
-def _check_alike(results: Mapping) -> None:
-    """Raise `Refused`, with the name, if a result differs between ranks: it is of one rank's samples alone. A collective."""
-    of_ranks = gather_objects(
-        {
-            name: np.ravel(np.array(value, float)).tolist()
-            for name, value in results.items()
-            if not isinstance(value, str)
-        }
-    )
-    for name in sorted({name for theirs in of_ranks for name in theirs}):
-        first, *others = (theirs.get(name, []) for theirs in of_ranks)
-        for other in others:
-            # Machines of different kinds may differ in the last bits.
-            if len(other) != len(first) or not np.allclose(other, first, 1e-5, equal_nan=True):
-                one, two = (f"{value[0]:.5g}" if value else "missing" for value in (first, other))
-                raise Refused(
-                    f"run.evaluate: {name} differs between processes ({one} on the first, {two} on another): sum over the "
-                    "samples of all of them with common.distributed.collectives.reduce_dict, then divide"
-                )

@@ -73,7 +73,7 @@ class Saving:
         """
         records = self._records
         with records.writing("writing a checkpoint"):
-            if self._folder:
+            if self._best:
                 records.log.check()
                 if (waited := self.writer.wait()) > _LONG_WAIT:
                     self._say(
@@ -82,8 +82,9 @@ class Saving:
                     )
                 self._best.take()
         with records.writing("writing a checkpoint"):  # here, no rank fails alone while the others gather their shards
-            if self._folder:
-                self.writer.start(self._state.tensors(), partial(self._commit, records.checkpoint(), records.summary()))
+            if self._folder and self._best:
+                said = records.checkpoint(), records.summary()
+                self.writer.start(self._state.tensors(), partial(self._commit, self._folder, self._best, *said))
                 if self.config.dry_run:
                     self.writer.wait()
                     self._state.load(verify(self._checkpoints.paths()[0]).tensors(), self._state.numbers())
@@ -91,17 +92,17 @@ class Saving:
                 take_part(self._state.tensors())
 
     def wait(self) -> None:
-        """Wait for what is being written."""
+        """Wait for the checkpoint that is being written."""
         with self._records.writing("writing a checkpoint"):
             self.writer.wait()
 
-    def _commit(self, record: dict, summary: dict, files: dict[str, Tensors]) -> None:
-        """Make the checkpoint, and then what says that it is there; in the writer's thread."""
-        self._folder.sync()
-        record = record | {"best": self._best.seal()}
-        self._folder.check()
+    def _commit(self, folder: RunFolder, best: Best, record: dict, summary: dict, files: dict[str, Tensors]) -> None:
+        """Make the checkpoint, then best/, summary and status, which name it; in the writer's thread."""
+        folder.sync()
+        record = record | {"best": best.seal()}
+        folder.check()
         self._checkpoints.save(record, files)
-        self._best.place()
+        best.place()
         self._records.log.summary(summary)
-        if self._folder.read("status.json").get("status") == "running":  # no rank has written why it failed
-            self._folder.status("running", record["step"])
+        if folder.read("status.json").get("status") == "running":  # no rank has written why it failed
+            folder.status("running", record["step"])

@@ -1,8 +1,7 @@
-"""Shutdown: how a start of a run ends, and what it leaves for people, for programs and for the next start."""
+"""Shutdown: status, results and report at the end of a start, and the micro-batch for the next."""
 
 import contextlib
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from common.config.fields import RunConfig
 from common.data.batch_plan import BatchPlan
 from common.distributed.collectives import gather_objects, is_lost_peer, is_main, rank
 from common.errors import Refused, RestartNeeded
-from common.run import micro_batch, report
+from common.run import micro_batch, plots, report
 from common.run.folder import RunFolder, read_json, write_status, writing
 from common.run.progress import Progress
 from common.run.records import Records
@@ -73,11 +72,10 @@ class Shutdown:
                 write_status(self._path, status, progress.step, f"rank {rank()}: {kind}{cause}")
         return status, cause
 
-    def finish(self, status: str, cause: str, draw: Callable[[], None], goes_on: bool) -> None:
+    def finish(self, status: str, cause: str, goes_on: bool) -> None:
         """Wait for the checkpoint being written, close the log, write status, results and report, and print how the run ended.
 
-        Does nothing except on the main process. `draw` makes the plots of a start that ended in order. `goes_on`: the launcher
-        starts this process again.
+        Does nothing except on the main process. `goes_on`: the launcher starts this process again.
         """
         if not self._folder:
             return
@@ -92,15 +90,15 @@ class Shutdown:
             self._folder.check()
         try:
             self._log.flush()
-            if self._in_order:
-                draw()
             self._log.summary(self._records.summary())
+            if self._in_order:
+                self._records.draw("curves", plots.curves, self._path)
             where = self._log.close(int(status == "failed"), patience=30.0 if status == "finished" else 5.0)
             if status != "resumable" or not self._folder.read("status.json").get("cause"):  # why a rank was lost
                 self._folder.status(status, progress.step, cause)
             if status == "failed":
                 self._folder.log(f"failed at step {progress.step}: {cause}")
-            page = None if self._config.dry_run else report.leave(self._path, say)
+            page = None if self._config.dry_run else self._report()
         except OSError as error:
             say(f"{self._path}: status and results could not be written: {error}")
         if status == "resumable":
@@ -111,6 +109,13 @@ class Shutdown:
         elif status == "finished":
             self._say_results(progress, where, page)
 
+    def _report(self) -> Path | None:
+        try:
+            return report.write(self._path)
+        except Exception as error:  # a page is not worth a run
+            self._log.say(f"{self._path / report.FILE} could not be written: {type(error).__name__}: {error}")
+            return None
+
     def _say_results(self, progress: Progress, where: str, page: Path | None) -> None:
         config, path = self._config, self._path
         ended_by = f", ended by {progress.ended_by}" * bool(progress.ended_by)
@@ -120,13 +125,9 @@ class Shutdown:
             rows["last"] = (
                 f"{progress.headline(progress.last)} at step {progress.last['step']}, on {progress.last['eval/count']:,} images"
             )
-        rows["pictures"] = str(path / "pictures")
         rows |= {"report": str(page)} if page else {}
-        rows["numbers"] = f"{path / 'metrics.jsonl'}, {path / 'summary.json'}"
-        if where:
-            rows[config.tracker] = where
+        rows |= {config.tracker: where} if where else {}
         length = progress.ended_by_flag or ("max_steps" if config.max_steps else "epochs")
         length = f"--{length} {2 * getattr(config, length):g}"
         rows["longer"] = f"the same command with {length} continues this run"
-        rows["next"] = "your own images: --data FOLDER; other hardware: accelerate_configs/; everything else: README.md"
         self._log.table(rows)

@@ -131,7 +131,7 @@ class StepReports:
         update: Update | None = None,
         lap: Lap | None = None,
     ) -> None:
-        """Take what this rank knows of `step`; `stop`: it was asked to stop, `ended_by`: why the recipe ends the run.
+        """Take the numbers of this rank's `step`; `stop`: it was asked to stop, `ended_by`: why the recipe ends the run.
 
         `update` is given on all ranks for a step that is logged, `lap` of each step.
         """

@@ -8,6 +8,7 @@ once, and training continues.
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import queue
 import re
@@ -18,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 
@@ -47,10 +48,10 @@ class Tracker:
 
     Args:
         kind: "wandb", "tensorboard" or "none".
-        folder: The run folder; the tracker's files go below it.
-        config: The run's complete config; W&B's `tags`, `group` and `notes` are taken from it.
+        folder: The run folder; the tracker's files go below it, and its name is the run's.
+        config: The run's complete config; W&B's `project`, `tags`, `group` and `notes` are taken from it.
         run_id: The attribute of that name of an earlier start, whose W&B run is continued.
-        rows: Rows of metrics.jsonl, `{"step": 1, ...}`, that the run resumes after; what the tracker lacks of them is sent.
+        rows: Rows of metrics.jsonl, `{"step": 1, ...}`, that the run resumes after; those that the tracker lacks are sent.
         say: Logs one line; also called from the tracker's thread.
     """
 
@@ -59,8 +60,6 @@ class Tracker:
         kind: str,
         *,
         folder: Path,
-        project: str,
-        name: str,
         config: Mapping[str, Any],
         run_id: str | None = None,
         rows: Sequence[Mapping[str, Any]] = (),
@@ -75,7 +74,7 @@ class Tracker:
         if kind != "none":
             backend = {"wandb": _WandB, "tensorboard": _TensorBoard}[kind]
             resumed_at = rows[-1]["step"] if rows else 0
-            start = backend, (folder, project, name, dict(config), self.run_id, resumed_at, say), rows
+            start = backend, (folder, dict(config), self.run_id, resumed_at, say), rows
             self._thread = threading.Thread(target=self._serve, args=start, name="tracker", daemon=True)
 
     def begin(self) -> None:
@@ -86,7 +85,7 @@ class Tracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queues one row. Takes microseconds, whatever state the tracker is in."""
         self._step, row = step, dict(metrics)
-        self._put_of(step, lambda backend: backend.log(step, row))
+        self._put(lambda backend: backend.log(step, row), step)
 
     def summary(self, values: Mapping[str, float | int | str]) -> None:
         """Queues the run's results, for the table of runs."""
@@ -96,7 +95,7 @@ class Tracker:
     def images(self, step: int, pictures: Mapping[str, Path]) -> None:
         """Queues image files of `step`."""
         kept = dict(pictures)
-        self._put_of(step, lambda backend: backend.images(step, kept))
+        self._put(lambda backend: backend.images(step, kept), step)
 
     def where(self) -> str:
         """The URL, or a folder and the command that shows or uploads it; "" if there is none yet."""
@@ -115,16 +114,13 @@ class Tracker:
             if self._thread.is_alive():
                 self._fail(f"not done {timeout_s:g} s after the end")
 
-    def _put_of(self, step: int, call: Callable[["_Backend"], None]) -> None:
-        """Queue what belongs to `step`, unless the tracker has that step from a start that was killed."""
-        self._put(lambda backend: call(backend) if step > backend.has_up_to else None)
-
-    def _put(self, call: Callable[["_Backend"], None]) -> None:
+    def _put(self, call: Callable[["_Backend"], None], step: float = math.inf) -> None:
+        """Queue a call; one about a `step` that the tracker has from a killed start is left out."""
         self.begin()
         if self._thread is None or not self._thread.is_alive():
             return
         if self._calls.qsize() < MOST_WAITING:
-            self._calls.put(call)
+            self._calls.put(lambda backend: call(backend) if step > backend.has_up_to else None)
         else:
             self._fail(f"it hangs, rows from step {self._step} on are left out")
 
@@ -151,25 +147,13 @@ class Tracker:
             self._say(f"{self._kind} failed ({reason}): training continues, metrics.jsonl has every row")
 
 
-class _Backend(Protocol):
-    """One of Accelerate's trackers, running in the thread. Making one starts it."""
-
-    where: str
-    has_up_to: int  # the last step that the tracker has whole from earlier starts
-
-    def log(self, step: int, metrics: dict) -> None: ...
-
-    def summary(self, values: dict) -> None: ...
-
-    def images(self, step: int, pictures: dict[str, Path]) -> None: ...
-
-    def finish(self, exit_code: int) -> None: ...
-
-
 class _WandB:
-    """W&B: online with credentials, offline without them or if the server can't be reached."""
+    """W&B by Accelerate's tracker: online with credentials, offline without them or if the server can't be reached.
 
-    def __init__(self, folder, project, name, config, run_id, resumed_at, say):
+    Making one starts it, in the thread. `has_up_to` is the last step that the dashboard has whole from earlier starts.
+    """
+
+    def __init__(self, folder, config, run_id, resumed_at, say):
         files = _writable(folder / "wandb")
         earlier = _earlier_starts(files, run_id)
         os.environ.setdefault("WANDB_SILENT", "true")
@@ -184,10 +168,17 @@ class _WandB:
                 finish_timeout_raises=True,
                 x_transaction_log_flush_interval=FLUSH_S,
             )
-            run = {"name": name, "id": run_id, "resume": "allow", "dir": folder, "mode": mode, "settings": settings}
+            run = {
+                "name": folder.name,
+                "id": run_id,
+                "resume": "allow",
+                "dir": folder,
+                "mode": mode,
+                "settings": settings,
+            }
             run |= {key: config.get(key) or None for key in ("group", "notes")}
             run["tags"] = [tag.strip() for tag in config.get("tags", "").split(",") if tag.strip()] or None
-            tracker = WandBTracker(project, **run)
+            tracker = WandBTracker(config["project"], **run)
             tracker.start()
             return tracker
 
@@ -228,10 +219,11 @@ class _WandB:
 
 
 class _TensorBoard:
-    def __init__(self, folder, project, name, config, run_id, resumed_at, say):
+    """The same for TensorBoard."""
+
+    def __init__(self, folder, config, run_id, resumed_at, say):
         files = _writable(folder / "tensorboard")
-        self.files, self.stat = files, files.stat()
-        # purge_step hides what a killed run wrote after the step from which it resumes, since some of it may be missing.
+        # purge_step hides rows of a killed run after `resumed_at`, since some may be missing.
         self.has_up_to = resumed_at
         self.tracker = TensorBoardTracker(files.name, files.parent, purge_step=resumed_at + 1, flush_secs=FLUSH_S)
         self.tracker.start()
@@ -253,9 +245,10 @@ class _TensorBoard:
             self.tracker.log_images({key: pixels}, step=step, dataformats="NHWC")
 
     def finish(self, exit_code):
-        # If the run folder was removed or replaced, a thread of TensorBoard would print a traceback or write there.
-        if self.files.exists() and os.path.samestat(self.files.stat(), self.stat):
-            self.tracker.finish()
+        self.tracker.finish()
+
+
+_Backend = _WandB | _TensorBoard
 
 
 def _writable(folder: Path) -> Path:

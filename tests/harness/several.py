@@ -25,8 +25,9 @@ from pathlib import Path
 from common.distributed.collectives import gather_objects, leave_process_group
 from common.errors import Refused
 from common.launching.exit_codes import EXIT_FOLDER
+from common.run import plots
 from common.run.eval_only import Pictures
-from common.run.run import Run
+from common.run.records import Records
 
 
 def load(recipe: Path):
@@ -52,7 +53,7 @@ def run(main: Callable[[], None]) -> tuple[str, str]:
 
 def draw_nothing() -> None:
     """Which takes longer than a small run."""
-    Run.draw = Pictures.draw = lambda *_: None
+    Records.draw = Pictures.draw = plots.curves = lambda *_: None
 
 
 def main(recipe: Path, cases: Path, pictures: bool) -> None:

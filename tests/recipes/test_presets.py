@@ -95,15 +95,14 @@ def test_a_preset_says_what_it_trains_also_where_it_is_the_default(path) -> None
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("name, metric", [("cls", "eval/top1"), ("det", "eval/AP")])
-def test_a_sweep_searches_flags_of_the_recipe_for_its_metric(name, metric, monkeypatch) -> None:
+def test_the_sweep_searches_flags_of_the_recipe_for_its_metric(monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
-    sweep = yaml.safe_load(Path(f"recipes/presets/sweep_{name}.yaml").read_text())
-    assert sweep["program"] == f"recipes/{name}.py" and sweep["metric"] == {"name": metric, "goal": "maximize"}
+    sweep = yaml.safe_load(Path("recipes/presets/sweep_cls.yaml").read_text())
+    assert sweep["program"] == "recipes/cls.py" and sweep["metric"] == {"name": "eval/top1", "goal": "maximize"}
     found = {flag: one.get("min", one.get("values", [0])[0]) for flag, one in sweep["parameters"].items()}
     words = sweep["command"][sweep["command"].index("${program}") + 1 : -1]
     assert Path(sweep["command"][4]).is_file() and sweep["command"][-1] == "${args}"
-    config = parse(RECIPES[name].Config, [*words, *(f"--{flag}={value}" for flag, value in found.items())])
+    config = parse(RECIPES["cls"].Config, [*words, *(f"--{flag}={value}" for flag, value in found.items())])
     assert {flag: getattr(config, flag) for flag in found} == found
 
 

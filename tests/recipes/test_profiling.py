@@ -1,42 +1,17 @@
-"""--profile leaves traces of the steps that were asked for, and says how much of them the device was idle."""
+"""--profile leaves traces of the steps that were asked for."""
 
 import gzip
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from torch.autograd import DeviceType
 
 from common.config.fields import RunConfig
 from common.config.parsing import parse
 from common.errors import Refused
-from common.run.profiling import idle
 
 FLAGS = ["--tracker", "none", "--workers", 0]
-HOST, DEVICE = DeviceType.CPU, DeviceType.CUDA
-
-
-def event(name: str, device: DeviceType, start: float, end: float, marked: bool = False) -> SimpleNamespace:
-    """One of a trace, in microseconds."""
-    span = SimpleNamespace(start=start, end=end)
-    return SimpleNamespace(name=name, device_type=device, time_range=span, is_user_annotation=marked)
-
-
-def test_the_device_is_idle_where_no_kernel_runs() -> None:
-    steps = [event("ProfilerStep*", HOST, 0, 10, True), event("ProfilerStep*", HOST, 10, 20, True)]
-    steps += [event("aten::add", HOST, 0, 20), event("ProfilerStep*", DEVICE, 0, 20, True)]  # no work of the device
-    assert idle(steps) == ""
-    spans = [
-        (11, 12),
-        (-5, 2),
-        (4, 8),
-        (5, 6),
-        (15, 30),
-    ]  # of the step before; one within another; beyond the last step
-    kernels = [event("gemm", DEVICE, *span) for span in spans]
-    assert idle([*steps, *kernels]) == "the device was idle for 40.0% of the time of these steps; "
 
 
 @pytest.mark.parametrize("text", ["x", "9-3", "0-3", "3-4-5", "1-101"])

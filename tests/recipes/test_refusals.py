@@ -42,9 +42,9 @@ cls epochs=10
 det --image_size 640
     unknown flag --image_size; here it is --short_sides
 cls --accum_iter 4
-    unknown flag --accum_iter; not needed: --max_micro_batch_size limits what a device takes at once, ...
+    unknown flag --accum_iter; here it is --max_micro_batch_size, which limits what a device takes at once; ...
 cls --weights IMAGENET1K_V1
-    unknown flag --weights; --model FOLDER for weights of your own, --pretrained for those that timm publishes
+    unknown flag --weights; here it is --pretrained for weights that timm publishes, --model FOLDER for your own
 cls --global_batchsize 8
     unknown flag --global_batchsize; did you mean global_batch_size...?
 cls /data/imagenet
@@ -52,9 +52,9 @@ cls /data/imagenet
 
 -- what the launch decides, given to the recipe
 cls --config_file accelerate_configs/cpu.yaml
-    unknown flag --config_file; it is a flag of accelerate launch, which stands before the recipe
+    unknown flag --config_file; here it is a flag of accelerate launch, before the recipe
 cls --amp
-    unknown flag --amp; the file given to accelerate launch --config_file decides: one that ends in _bf16 or _fp16, ...
+    unknown flag --amp; here it is --mixed_precision bf16 of accelerate launch, before the recipe
 cls --dtype bf16
     --dtype bf16: must be one of float32, float64
 
@@ -70,7 +70,7 @@ cls --data=
 cls --config digits
     --config digits: no such file; did you mean recipes/presets/digits.yaml?
 cls --config code.yaml
-    --config code.yaml: not readable as YAML: unknown tag tag:yaml.org,2002:python/object...
+    --config code.yaml: not readable as YAML: could not determine a constructor for the tag 'tag:yaml.org,2002:python/object...
 """
 
 REQUESTS = """

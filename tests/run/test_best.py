@@ -140,36 +140,21 @@ def test_a_damaged_best_is_exported_again(run: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize("damage", ["changed", "removed"])
-def test_without_its_checkpoint_the_last_model_replaces_the_best_with_a_message(run: Path, damage: str) -> None:
+def test_without_its_checkpoint_the_best_is_lost_with_a_message_and_the_next_evaluation_is_the_best(
+    run: Path, damage: str
+) -> None:
     training = Training(run)
     for step, top1 in enumerate((0.3, 0.1, 0.2), 1):
         training.step(step, top1)
     DAMAGES[damage](run / "best")
     again = training.start_again()
     (said,) = again.said
-    lost = "step 1, from which it was exported, is gone: the best model, top-1 30.00 %, is lost"
-    assert lost in said and "best/ is now from step 3, top-1 20.00 %" in said
-    assert weight(run) == 3 and again.progress.best == {"step": 3, "eval/top1": 0.2}
-    assert json.loads((run / "best/results.json").read_text()) == {"top1": 0.2}
-    assert names(run) == ["best", *["best.damaged"] * (damage == "changed"), "checkpoints"]
-    again.step(4, 0.25)
-    assert weight(run) == 4 and again.start_again().said == []
-
-
-def test_without_any_evaluated_checkpoint_the_next_evaluation_is_the_best(run: Path) -> None:
-    training = Training(run, keep=1)
-    training.step(1, 0.3)
-    training.progress.last = {"step": 2, "eval/top1": 0.1}  # its checkpoint has gone as well
-    ledger = {"step": 3, "leading": "eval/top1", "best": training.progress.best, "last": training.progress.last}
-    record = training.record(3) | {"ledger": ledger, "best": training.best.seal()}
-    training.checkpoints.save(record, {"model": {}})
-    flip(run / "best")
-    again = training.start_again()
-    (said,) = again.said
-    assert "top-1 30.00 %, is lost; best/ will be the best of the evaluations from now on" in said
-    assert again.progress.best == {} and names(run) == ["best.damaged", "checkpoints"]
+    lost = f"{run}/checkpoints/step_00000001, from which it was exported, is gone: the best model, top-1 30.00 %, is lost; "
+    assert lost in said and said.endswith("; best/ will be the best of the evaluations from now on")
+    assert again.progress.best == {} and names(run) == [*["best.damaged"] * (damage == "changed"), "checkpoints"]
+    assert again.best.seal() == {"results": {}, "files": {}}
     again.step(4, 0.01)
-    assert weight(run) == 4
+    assert weight(run) == 4 and again.start_again().said == []
 
 
 def test_a_run_that_branches_off_takes_the_best_along(run: Path, tmp_path: Path) -> None:
@@ -180,15 +165,3 @@ def test_a_run_that_branches_off_takes_the_best_along(run: Path, tmp_path: Path)
     branch = training.start_again(tmp_path / "b")
     assert branch.said == [] and weight(run) == 1
     assert content(tmp_path / "b/best") == content(run / "best")
-
-
-def test_a_link_in_the_place_of_the_draft_is_not_followed(run: Path, tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.mkdir()
-    (victim / "model.safetensors").write_text("mine")
-    for name in (".best.new", ".best.tmp", ".best.old", "best"):
-        (run / name).symlink_to(victim)
-    training = Training(run)
-    training.step(1, 0.1)
-    assert content(victim) == {"model.safetensors": b"mine"}
-    assert weight(run) == 1 and names(run) == ["best", "checkpoints"] and not (run / "best").is_symlink()

@@ -3,7 +3,6 @@
 import json
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -106,24 +105,6 @@ def test_a_row_that_does_not_fit_on_the_disk_is_not_half_there(folder: RunFolder
     assert rows(folder.path) == [{"step": 1}]
     folder.row({"step": 2})
     assert rows(folder.path) == [{"step": 1}, {"step": 2}]
-
-
-def replace(path: Path) -> None:
-    path.rename(path.with_name("elsewhere"))
-    path.mkdir()
-    (path / ".lock").write_text("of another run")
-
-
-@pytest.mark.parametrize("lose", [shutil.rmtree, replace, lambda path: path.parent.rename(f"{path.parent}.gone")])
-def test_nothing_is_written_into_a_folder_that_was_removed_or_is_anothers(folder, lose) -> None:
-    folder.write("summary.json", {"step": 1})
-    folder.check()
-    lose(folder.path)
-    before = sorted(folder.path.rglob("*"))
-    for write in (folder.check, lambda: folder.write("summary.json", {}), lambda: folder.status("running", 2)):
-        with pytest.raises(Refused, match=f"{folder.path} was removed, renamed or replaced while this run was at work"):
-            write()
-    assert folder.lost and sorted(folder.path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("name", [".lock", "log.txt"])

@@ -18,7 +18,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 2000], ids=lambda rows: f"{rows} rows")
-def test_curves_show_what_is_there(tmp_path: Path, rows: int) -> None:
+def test_curves_are_drawn_from_the_rows_that_there_are(tmp_path: Path, rows: int) -> None:
     more = [{"step": step, "train/loss": 1 / step, "train/lr": 0.0} for step in range(4, rows + 1)]
     lines = "".join(json.dumps(row) + "\n" for row in (ROWS[:rows] + more))
     (tmp_path / "metrics.jsonl").write_text(lines + '{"step": 4, "tra')
@@ -37,7 +37,7 @@ CURVES = {  # results of steps 1 to 3, the metric that leads, the step of best/ 
         ["top-1", "top-1 of the averaged weights (EMA)"],
     ),
     "a detector": ({"AP": [0.1, 0.3, 0.2], "AP50": [0.4, 0.5, 0.6]}, "AP", 2, "step 2, AP 30.00 %", ["AP", "AP50"]),
-    "a metric of one's own": ({"neg_error": [-3.0, -2.0, -1.5]}, "neg_error", 3, "neg_error -1.5", ["neg_error"]),
+    "a custom metric": ({"neg_error": [-3.0, -2.0, -1.5]}, "neg_error", 3, "neg_error -1.5", ["neg_error"]),
 }
 
 
@@ -46,7 +46,8 @@ def test_curves_name_the_leading_metric_and_mark_the_step_of_best(tmp_path, monk
     results, leading, best, told, lines = CURVES[case]
     rows = [{"step": place + 1} | {f"eval/{key}": of[place] for key, of in results.items()} for place in range(3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    said = texts(monkeypatch, lambda: plots.curves(tmp_path, f"eval/{leading}", best))
+    (tmp_path / "summary.json").write_text(json.dumps({"leading": f"eval/{leading}", "best": {"step": best}}))
+    said = texts(monkeypatch, lambda: plots.curves(tmp_path))
     assert any(text.endswith(told) for text in said) and f"best/ (step {best})" in said
     assert all(line in said for line in lines)
     assert not [text for text in said if "top-1" in text and "top-1" not in lines]

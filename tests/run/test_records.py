@@ -11,9 +11,8 @@ import torch
 
 from common.config.fields import RunConfig
 from common.errors import Refused
-from common.run import fonts
 from common.run.folder import RunFolder
-from common.run.progress import direction_of
+from common.run.progress import Progress, direction_of
 from common.run.records import Records, check_names
 from common.run.step_reports import StepReport
 from tests.harness.dashboard import Dashboard
@@ -96,6 +95,7 @@ def test_the_best_evaluation_is_the_lowest_of_a_loss_and_finite(records) -> None
     assert kept == [True, True, True, False, False]
     assert of.progress.headline(of.progress.best) == "loss 0.5"
     assert of.summary()["leading"] == "eval/loss"
+    of.log.summary(of.summary())
     assert {"best/step": 2, "best/eval/loss": 0.5, "last/step": 4}.items() <= of.log._tracker.results.items()
     assert "no better loss since step 2" in of.progress.exhausted(RunConfig(patience=2))
     of.evaluation(5, {"top1": 0.25}, "top1", True)
@@ -124,8 +124,7 @@ def test_a_dry_run_refuses_a_loss_that_explodes_and_an_evaluation_that_is_not_fi
     assert capsys.readouterr().out == told + "\n" and kept.progress.best["step"] == 2
 
 
-def test_pictures_carry_their_step_and_take_at_most_a_fiftieth_of_the_training(records, capsys, monkeypatch) -> None:
-    """And letters without a font are logged once."""
+def test_pictures_carry_their_step_and_take_at_most_a_fiftieth_of_the_training(records) -> None:
     kept = records()
     due = []
     for seconds in (40.0, 60.0, 61.0, 1e6):
@@ -135,11 +134,25 @@ def test_pictures_carry_their_step_and_take_at_most_a_fiftieth_of_the_training(r
             kept._drawing += 1.0  # as `draw` counts
     assert due == [False, True, False, True]
     kept.progress.step = 12
-    monkeypatch.setattr(fonts, "missing", {"猫"})
-    for _ in range(2):
-        kept.draw("a", lambda path: None)
+    kept.draw("a", lambda path: None)
     (path,) = kept.log._tracker.shown[12].values()
     assert path.name == "a.png"
-    assert capsys.readouterr().out.count("no installed font has 猫, drawn as boxes; ") == 1
     kept.share()  # a start that resumes has drawn nothing and trained nothing
     assert not kept.has_time_to_draw()
+
+
+def test_too_many_broken_images_in_a_window_stop_the_run_on_any_layout_and_after_a_resume() -> None:
+    """And a new window starts from zero."""
+    progress, config = Progress(), RunConfig(global_batch_size=64)  # 16 steps; 20 images may be broken
+    for step, images in ((1, 10), (16, 10), (17, 20), (33, 20)):
+        progress.count_broken(step, [f"{step}/{image}" for image in range(images)], config, print)
+    resumed = Progress(**dataclasses.asdict(progress))
+    for each in (progress, resumed):
+        with pytest.raises(Refused) as raised:
+            each.count_broken(48, ["the-last.png: torn"], config, print)
+        assert str(raised.value) == (
+            "step 48: 21 of the last 1,024 images could not be read (the last: the-last.png: torn), more than "
+            "--max_broken_share 0.02 of each 1,024: mend the data, or raise the limit"
+        )
+    with pytest.raises(Refused, match="step 2: 1 of the last 4,000 "):
+        Progress().count_broken(2, ["x"], RunConfig(global_batch_size=4000, max_broken_share=0.0), print)

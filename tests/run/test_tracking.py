@@ -30,8 +30,8 @@ PartialState(cpu=True)  # which a run has by then
 for number, environment in enumerate(environments):
     os.environ.update(environment)
     said = []
-    tracker = tracking.Tracker("wandb", folder=folder / str(number), project="p", name="n",
-        config={"lr": 0.5, "data": Path("digits"), "betas": (0.9, 0.95), "mixup": None}, say=said.append)
+    tracker = tracking.Tracker("wandb", folder=folder / str(number),
+        config={"project": "p", "lr": 0.5, "data": Path("digits"), "betas": (0.9, 0.95), "mixup": None}, say=said.append)
     tracker.log(7, {"eval/AP": 0.5})
     began = time.perf_counter()
     tracker.finish(timeout_s=patience)
@@ -105,7 +105,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
 
 
 def tracker_of(folder: Path, say: Callable = print, kind: str = "wandb", **options) -> tracking.Tracker:
-    return tracking.Tracker(kind, folder=folder, project="p", name="n", config={}, say=say, **options)
+    return tracking.Tracker(kind, folder=folder, config={}, say=say, **options)
 
 
 @pytest.mark.alone

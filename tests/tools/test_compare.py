@@ -159,12 +159,12 @@ def test_what_folders_record_needs_no_model(trained_classifier, tmp_path, capsys
     assert "configuration: what differs\n  nothing\n" in text and "source, cls and copy: the same" in text
     assert "data fingerprint: the same" in text
     killed.mkdir()
-    for name in ("config.yaml", "metrics.jsonl", "log.txt"):
+    for name in ("config.yaml", "summary.json", "log.txt"):
         shutil.copy(trained_classifier / name, killed)
     text, found = compared(capsys, tmp_path / "out", trained_classifier, killed, "--recorded")
     assert "recipe source, cls and killed: not recorded by both" in text and "noise" not in text
-    whole, from_rows = found["runs"]
-    assert whole["best"] == from_rows["best"] and whole["best"]["step"] > 0
+    whole, of_killed = found["runs"]
+    assert whole["best"] == of_killed["best"] and whole["best"]["step"] > 0
     assert "differences" not in found
 
 
