@@ -11,10 +11,10 @@ from pathlib import Path
 from torch.distributed import PrefixStore, Store
 
 from common.config import recipe_source
+from common.distributed.collectives import first_few
 from common.distributed.environment import packages
 from common.errors import Refused
 
-NAMED = 5  # differences that a message lists
 READ_BY_ALL = timedelta(seconds=10)  # how long rank 0 keeps the store open for the others
 
 
@@ -72,8 +72,7 @@ def differences(mine: dict[str, str], theirs: dict[str, str]) -> str:
         for name in sorted(mine.keys() | theirs.keys())
         if mine.get(name) != theirs.get(name)
     ]
-    rest = len(found) - NAMED
-    return ", ".join(found[:NAMED]) + (f", and {rest} more" if rest > 0 else "")
+    return first_few(found, ", ")
 
 
 def _missing(store: Store, world_size: int, patience: timedelta) -> str:
