@@ -196,34 +196,17 @@ def test_a_folder_that_is_no_whole_model_is_refused_in_one_line(tmp_path: Path) 
 
     folder = tmp_path / "empty"
     folder.mkdir()
-    assert "has no config.json" in refusal()
+    assert "no config.json there names an architecture of timm" in refusal()
     folder = tmp_path / "best"
     timm_models.export(build_classifier("test_resnet", len(CLASSES)), CLASSES, {}, False, {}, folder)
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     assert "can't be made" in refusal()
-    for content, said in (
-        ("{", "can't be made"),
-        ("{}", "its config.json names no architecture of timm"),
-        (
-            '{"classes": ["dog"], "detector": "fcos"}',
-            "; a detector is begun with by --init, and evaluated by --eval_only",
-        ),
-    ):
+    for content in ("{", '{"classes": ["dog"], "detector": "fcos"}'):
         (folder / "config.json").write_text(content)
-        assert said in refusal()
-    folder = folder / "model.safetensors"
-    assert "a file; name the folder of a model that timm saved" in refusal()
+        assert "; a detector is begun with by --init, and --eval_only of its recipe evaluates it" in refusal()
     folder = tmp_path / "nowhere"
     assert f"there is no such folder, and a model of the hub is hf-hub:{folder}" in refusal()
-
-
-def test_a_model_of_one_channel_is_refused_as_such(tmp_path: Path) -> None:
-    grey = timm.create_model("test_resnet", in_chans=1)
-    sees = {"input_size": (1, SIZE, SIZE), "mean": (0.5,), "std": (0.5,)}
-    timm_models.export(grey, CLASSES, grey.pretrained_cfg | sees, False, {}, tmp_path / "best")
-    with pytest.raises(Refused, match="best: sees images of 1 channel, and is given 3, of grey"):
-        build_classifier(str(tmp_path / "best"), len(CLASSES))
 
 
 def test_an_option_that_a_model_lacks_is_refused_only_when_asked_for() -> None:
@@ -247,5 +230,3 @@ def test_a_module_of_another_kind_has_to_make_logits() -> None:
         Refused, match=rf"Conv2d makes \[1, 4, 1, 1\] of images \[1, 3, {SIZE}, {SIZE}\] in evaluation, not"
     ):
         timm_models.check_export(nn.Conv2d(3, 4, SIZE), config)
-    with pytest.raises(Refused, match=r"call it once on torch.zeros\(1, 3, .*where it is made"):
-        timm_models.check_export(nn.Sequential(nn.Flatten(), nn.LazyLinear(5)), config)
