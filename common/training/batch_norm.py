@@ -88,10 +88,10 @@ class StepBatchNorm(_BatchNorm):
     def _normalize_groups(self, x: Tensor) -> Tensor:
         groups, rest = divmod(self.step.samples, self.group_size)
         if rest or not groups:
-            raise Refused(
-                f"a micro-batch of {self.step.samples} samples is not whole groups of norm_batch_size "
-                f"{self.group_size}: choose a multiple of it"
+            told = (
+                f"a micro-batch of {self.step.samples} samples is not whole groups of norm_batch_size {self.group_size}"
             )
+            raise Refused(f"{told}: choose a multiple of it")
         if groups == 1:
             return self._normalize(x)
         # Some layers see several rows of each sample (windows, tokens), so the rows of a group are counted here.
@@ -124,9 +124,6 @@ class StepBatchNorm(_BatchNorm):
         super()._apply(function, recurse)
         self.collected, self.rows, self.step.layers = function(self.collected), (), []
         return self
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, mode={self.mode}" + (f" of {self.group_size}" if self.mode == "group" else "")
 
 
 class _Step:
@@ -286,8 +283,8 @@ def convert(model: nn.Module, mode: str, *, group_size: int = 0) -> int:
 def alone(model: nn.Module) -> Iterator[None]:
     """In this context, `node` and `global` normalise by this rank's own samples and wait for no other rank.
 
-    It is for a trial that some ranks may leave by an exception while others would wait for their statistics. On a GPU it
-    takes the same memory as sharing; on the CPU sharing needs a few copies of one layer's activations more.
+    For a trial that some ranks may leave by an exception. On a GPU it takes the same memory as sharing; on the CPU sharing
+    needs a few copies of one layer's activations more.
     """
     shared = {layer: layer.mode for layer in _collecting(model) if layer.mode in ("node", "global")}
     for layer in shared:
@@ -322,7 +319,7 @@ def undivided_for(model: nn.Module) -> str:
 
 
 def describe(model: nn.Module) -> str:
-    """The mode and what it means for a converted model, and how many layers are frozen or only half frozen, for people."""
+    """The mode of a converted model and its meaning, and how many layers are frozen or only half frozen, for people."""
     layers = model.step_batch_norms
     if not layers:
         return "none in this model: the same on every layout"

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from timm.data import resolve_data_config
 from timm.data.transforms import str_to_interp_mode
 from timm.models._hub import save_config_for_hf
+from torch import nn
 
 from common.checkpoints.resume import check_weights
 from common.checkpoints.state import Tensors
@@ -43,13 +44,12 @@ def build_classifier(
     drop_path: float = 0.0,
     seed: int = 0,
     names: Sequence[str] = (),
-) -> torch.nn.Module:
+) -> nn.Module:
     """A timm model with a head for `classes` classes: a timm name, `hf-hub:owner/name` or a local timm folder.
 
-    Initial weights are a function of `seed`, or loaded: from a local folder, or with `pretrained` by name. The head keeps what
-    it knows of classes with the same `names`, and is new for the others; if either side has no names, a head of the same
-    number of classes is kept. `image_size` 0 is the model's own. `begins_with` of the model says which weights were
-    loaded.
+    Initial weights are a function of `seed`, or loaded: from a local folder, or with `pretrained` by name; the model's
+    `begins_with` says which. The head keeps what it knows of classes with the same `names`, and is new for the others; if
+    either side has no names, a head of the same number of classes is kept. `image_size` 0 is the model's own.
     Raises `Refused` for an unknown name (with the nearest ones), an option the model lacks, and weights out of reach.
     """
     options = {"drop_rate": drop, "drop_path_rate": drop_path}
@@ -94,7 +94,7 @@ def begins_with(taken: int, everything: int, source: str, fresh: Sequence[str], 
     return f"{said}, head new for {len(fresh)} of {len(classes)} classes ({some(fresh)}), kept for {some(kept)}"
 
 
-def begins_with_backbone(backbone: torch.nn.Module, model: torch.nn.Module, source: str, pretrained: bool) -> str:
+def begins_with_backbone(backbone: nn.Module, model: nn.Module, source: str, pretrained: bool) -> str:
     """As `begins_with`, if only the backbone has weights of `source`, a name or a folder; "" if nothing was loaded."""
     loaded, everything = len(backbone.state_dict()), len(model.state_dict())
     return f"{loaded} of {everything} tensors of {source}, its backbone" if pretrained or Path(source).is_dir() else ""
@@ -114,7 +114,7 @@ def take_rows(head: Tensors, trained: Tensors, names: Sequence[str], known: Sequ
     return [row for row, place in enumerate(places) if place is None]
 
 
-def _head(model: torch.nn.Module) -> Tensors:
+def _head(model: nn.Module) -> Tensors:
     """The tensors of the classifiers, as timm names these."""
     heads = model.pretrained_cfg.get("classifier") or ()
     heads = (heads,) if isinstance(heads, str) else heads
@@ -122,8 +122,8 @@ def _head(model: torch.nn.Module) -> Tensors:
 
 
 def create(
-    name: str, *, pretrained: bool, seed: int, wishes: dict, optional: Sequence[str] = (), **options
-) -> torch.nn.Module:
+    name: str, *, pretrained: bool, seed: int, wishes: dict, optional: Sequence[str] = (), **options: Any
+) -> nn.Module:
     """`timm.create_model(name, **options)` with the `wishes` that the model accepts; `created_with` has all arguments.
 
     A wish may be left out if it is 0 or one of `optional`. A wish of 0 is passed on: some models drop by default.
@@ -182,7 +182,7 @@ def _check_folder(name: str) -> None:
         )
 
 
-def data_config(model: torch.nn.Module, image_size: int = 0, crop_pct: float = 0.0) -> dict:
+def data_config(model: nn.Module, image_size: int = 0, crop_pct: float = 0.0) -> dict:
     """How images are prepared for the model: input_size (3, H, W), mean, std, interpolation, crop_pct; 0 keeps its own.
 
     Raises `Refused` if images would have more than `MAX_PIXELS`, or if the model's folder has impossible values.
@@ -205,55 +205,39 @@ def data_config(model: torch.nn.Module, image_size: int = 0, crop_pct: float = 0
     return found
 
 
-def classifier(model: torch.nn.Module) -> torch.nn.Module:
+def classifier(model: nn.Module) -> nn.Module:
     """The head of a timm model; another module has to tell by a method `get_classifier`, as timm's do."""
     if not hasattr(model, "get_classifier"):
-        raise Refused(
-            f"--freeze_stages, --backbone_lr_factor, --head_lr_factor: {type(model).__name__} does not say which part is its "
-            "head; give it a method get_classifier() that returns it"
-        )
+        flags, title = "--freeze_stages, --backbone_lr_factor, --head_lr_factor", type(model).__name__
+        raise Refused(f"{flags}: {title} does not say which part is its head; give it a method get_classifier()")
     head = model.get_classifier()
-    return torch.nn.ModuleList(head) if isinstance(head, tuple) else head  # of a distilled model
+    return nn.ModuleList(head) if isinstance(head, tuple) else head  # of a distilled model
 
 
-def is_of_timm(model: torch.nn.Module | Path) -> bool:
-    """True if timm made a model, or what was exported to a folder; nothing tells timm how to make a module of one's own."""
-    if not isinstance(model, Path):
-        return hasattr(model, "pretrained_cfg")
-    file = model / "config.json"
-    try:
-        return file.is_file() and "module" not in json.loads(read_text(file, SMALL))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return True  # as which it is refused
+def is_of_timm(model: nn.Module) -> bool:
+    """True if timm made a model: nothing tells timm how to make a module of one's own."""
+    return hasattr(model, "pretrained_cfg")
 
 
-def checkpoint_gradients(model: torch.nn.Module, name: str) -> None:
+def checkpoint_gradients(model: nn.Module, name: str) -> None:
     """Recompute activations in the backward pass. Raises `Refused` for a model that can't."""
     try:
         model.set_grad_checkpointing(True)
     except (AssertionError, AttributeError):
-        told = f"--grad_checkpointing: {_title(name, model)} does not offer it"
+        title = name if is_of_timm(model) else type(model).__name__
+        told = f"--grad_checkpointing: {title} does not offer it"
         raise Refused(f"{told}; lower --max_micro_batch_size instead") from None
 
 
-def describe(name: str, model: torch.nn.Module) -> dict[str, str]:
+def describe(name: str, model: nn.Module) -> dict[str, str]:
     """Rows of the start table. A module of one's own is called by its `title`, else by its class."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    title = getattr(model, "title", "") or _title(name, model)
+    title = getattr(model, "title", "") or (name if is_of_timm(model) else type(model).__name__)
     return {"model": f"{title}: {parameters:,} parameters", "begins with": getattr(model, "begins_with", "")}
 
 
-def _title(name: str, model: torch.nn.Module) -> str:
-    return name if is_of_timm(model) else type(model).__name__
-
-
 def export(
-    model: torch.nn.Module,
-    classes: Sequence[str],
-    config: dict,
-    multi_label: bool,
-    results: dict,
-    folder: Path,
+    model: nn.Module, classes: Sequence[str], config: dict, multi_label: bool, results: dict, folder: Path
 ) -> None:
     """Write a folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` loads, with class names and preprocessing.
 
@@ -270,7 +254,7 @@ def export(
 
 
 def _save_config(
-    model: torch.nn.Module, classes: Sequence[str], config: dict, folder: Path, multi_label: bool = False
+    model: nn.Module, classes: Sequence[str], config: dict, folder: Path, multi_label: bool = False
 ) -> None:
     file = folder / "config.json"
     # Without names if the outputs are no classes, but an embedding.
@@ -287,7 +271,7 @@ def _save_config(
     file.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def check_export(model: torch.nn.Module, config: dict) -> None:
+def check_export(model: nn.Module, config: dict) -> None:
     """Raise `Refused` before the first step if an exported classifier would load as another model. Main process only.
 
     The weights make no difference to that. A module of another kind is exported as it is, and has to give logits.
@@ -313,7 +297,7 @@ def check_export(model: torch.nn.Module, config: dict) -> None:
 
 
 @torch.no_grad()
-def _check_logits(model: torch.nn.Module, size: Sequence[int]) -> None:
+def _check_logits(model: nn.Module, size: Sequence[int]) -> None:
     """See that a module, as it is evaluated, makes logits [1, classes] of an image. Raises `Refused`."""
     title, was_training = type(model).__name__, model.training
     try:
@@ -324,13 +308,11 @@ def _check_logits(model: torch.nn.Module, size: Sequence[int]) -> None:
         model.train(was_training)
     if not (isinstance(logits, torch.Tensor) and logits.dim() == 2 and len(logits) == 1):
         found = list(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__}"
-        raise Refused(
-            f"{title} makes {found} of images {[1, *size]} in evaluation, not logits [1, classes]; return these, or put it "
-            "into a torch.nn.Module that does"
-        )
+        told = f"{title} makes {found} of images {[1, *size]} in evaluation, not logits [1, classes]"
+        raise Refused(f"{told}; return these, or put it into a torch.nn.Module that does")
 
 
-def check_features(features: torch.nn.Module, arguments: dict) -> None:
+def check_features(features: nn.Module, arguments: dict) -> None:
     """Raise `Refused` if `timm.create_model(features_only=True, **arguments)` makes other features. Main process only."""
     if not is_main():
         return
@@ -340,7 +322,7 @@ def check_features(features: torch.nn.Module, arguments: dict) -> None:
     _refuse_another(model, again, features.pretrained_cfg["input_size"])
 
 
-def _without_zeros(model: torch.nn.Module) -> torch.nn.Module:
+def _without_zeros(model: nn.Module) -> nn.Module:
     """A copy on the CPU where tensors of zeros are 0.1: a branch with a scale of 0 would hide a difference."""
     model = copy.deepcopy(model).to("cpu", torch.float32)
     for tensor in model.state_dict().values():
@@ -350,7 +332,7 @@ def _without_zeros(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def _refuse_another(model: torch.nn.Module, loaded: torch.nn.Module, size: Sequence[int]) -> None:
+def _refuse_another(model: nn.Module, loaded: nn.Module, size: Sequence[int]) -> None:
     image = torch.randn(1, *size, generator=torch.Generator().manual_seed(0))
     # The logits of the only image, or the last feature map.
     try:
