@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -44,8 +44,7 @@ def build_optimizer(config: OptimizationConfig, model: nn.Module) -> torch.optim
     """An optimizer of timm's factory over the trainable parameters of `model`.
 
     Norms, biases and what `model.no_weight_decay()` names have no weight decay. With `layer_decay` or a factor of a part's
-    rate, parameter groups have an `lr_scale`. `set_learning_rate` sets the rate of a step. Raises `Refused` for an unknown
-    name, and for a factor of a part that the model does not have.
+    rate, parameter groups have an `lr_scale`. Raises `Refused` for an unknown name or part.
     """
     name, known = config.opt.lower(), timm.optim.list_optimizers(exclude_filters=_UNFIT)
     if name not in known:
@@ -54,10 +53,8 @@ def build_optimizer(config: OptimizationConfig, model: nn.Module) -> torch.optim
     # Lamb's norm of all gradients takes them whole or in shards, but not some of each.
     on_shards = ON_SHARDS if is_sharded(model) else {each for each in ON_SHARDS if not each.startswith("lamb")}
     if in_shards and name not in on_shards:
-        raise Refused(
-            f"--opt {config.opt}: its step on a shard differs from its step on whole weights; a sharded run takes "
-            f"{', '.join(sorted(on_shards))}"
-        )
+        told = f"--opt {config.opt}: its step on a shard differs from its step on whole weights"
+        raise Refused(f"{told}; a sharded run takes {', '.join(sorted(on_shards))}")
     fused = _FUSED if in_shards else _FUSED | _FUSED_UNLESS_IN_SHARDS
     muon.zeropower_via_newtonschulz = _orthogonalized if in_shards else _newton_schulz
     try:
@@ -100,10 +97,10 @@ def _groups(config: OptimizationConfig, model: nn.Module) -> list[dict]:
     options = {"weight_decay": config.weight_decay, "no_weight_decay_list": exempt}
     if config.layer_decay < 1:
         if not any(map(partial(hasattr, model), ("group_matcher", "pretrained_cfg", "backbone"))):
-            raise Refused(
-                f"--layer_decay {config.layer_decay}: {type(model).__name__} does not say which parameters form a layer; give "
-                "it a method group_matcher() as timm's models have, or leave the flag out"
+            told = (
+                f"--layer_decay {config.layer_decay}: {type(model).__name__} does not say which parameters form a layer"
             )
+            raise Refused(f"{told}; give it a method group_matcher() as timm's models have, or leave the flag out")
         groups = param_groups_layer_decay(model, layer_decay=config.layer_decay, **options)
     else:
         groups = param_groups_weight_decay(model, **options)
@@ -141,9 +138,8 @@ def describe(config: OptimizationConfig, model: nn.Module) -> str:
     peak, factors = peak_learning_rate(config), lr_factors(config)
     text = f"{peak:.4g}, {config.schedule}, {config.opt}"
     if len(set(factors.values())) > 1:
-        text += "; " + ", ".join(
-            f"{part} {peak * factors[part]:.4g}" for part, of_part in parts(model).items() if of_part
-        )
+        rates = [f"{part} {peak * factors[part]:.4g}" for part, of_part in parts(model).items() if of_part]
+        text += f"; {', '.join(rates)}"
     return text + f"; times {config.layer_decay:g} per layer from the head down" * (config.layer_decay < 1)
 
 
@@ -168,17 +164,14 @@ class Schedule:
         told = f"--step_epochs {self.config.step_epochs}: must be epochs above 0"
         raise Refused(f"{told}, such as 30, or 8,11 for each fall")
 
-    @cached_property
-    def _warmup(self) -> int:
-        return min(self.stream.steps(self.config.warmup_epochs), self.total_steps)
-
     @property
     def peak(self) -> float:
         return peak_learning_rate(self.config)
 
     def __call__(self, step: int) -> float:
         """The learning rate of step `step`, counted from 0."""
-        config, peak, warmup = self.config, self.peak, self._warmup
+        config, peak = self.config, self.peak
+        warmup = min(self.stream.steps(config.warmup_epochs), self.total_steps)
         if step < warmup:
             return peak * (step + 1) / warmup
         progress = (step - warmup) / max(1, self.total_steps - warmup)
@@ -188,13 +181,9 @@ class Schedule:
         if config.schedule == "linear":
             return least + (peak - least) * (1 - progress)
         if config.schedule == "step":
-            return peak * config.step_factor ** self._falls(step)
+            at = [max(1, self.stream.steps(float(epochs))) for epochs in config.step_epochs.split(",")]
+            return peak * config.step_factor ** (step // at[0] if len(at) == 1 else sum(step >= fall for fall in at))
         return peak
-
-    def _falls(self, step: int) -> int:
-        """How often the rate has been multiplied by the step factor before `step`."""
-        at = [max(1, self.stream.steps(float(epochs))) for epochs in self.config.step_epochs.split(",")]
-        return step // at[0] if len(at) == 1 else sum(step >= fall for fall in at)
 
 
 def build_schedule(config: Any, stream: Stream) -> Schedule:
@@ -238,8 +227,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, mode: str) 
 def unscale_gradients(accelerator: Accelerator, optimizers: Sequence, model: nn.Module) -> None:
     """Under fp16 undo the loss scale. If a gradient overflows on any rank, all ranks will skip the step.
 
-    torch's scaler does not take whole gradients beside one in shards, that of a margin head. So it does not see that one,
-    whose overflow is carried over to a whole one, which all ranks have.
+    torch's scaler does not take whole gradients beside that of a margin head, which is in shards. So it does not see that
+    one, whose overflow is carried over to a whole one, which all ranks have.
     """
     weight = getattr(getattr(model, "margin_head", None), "weight", None)
     if is_sharded(model) or not (accelerator.scaler and isinstance(weight, DTensor)):

@@ -1,7 +1,4 @@
-"""One optimizer step: this rank's micro-batches, their backward passes, and what came out of them.
-
-The trial before the first step, DDP's warm-up and training make the same passes, with the same function of the recipe.
-"""
+"""One optimizer step: this rank's micro-batches, their backward passes, and what came out of them."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -138,9 +135,9 @@ class TrainingStep:
         for what, (one, other) in pairs.items():
             if not torch.allclose(one, other, 1e-4, 1e-4, equal_nan=True):
                 raise Refused(
-                    f"the same samples, made again, have other {what}: an augmentation, the data set or the loss draws random "
-                    "numbers from the state of a global generator, so that they depend on the layout; draw them from the "
-                    "positions of the samples, as common.randomness does (docs/change_it.md)"
+                    f"the same samples, made again, have other {what}: an augmentation, the data set or the loss draws from "
+                    "a global generator, so that the numbers depend on the layout; draw them from the positions of the "
+                    "samples, as common.randomness does (docs/change_it.md)"
                 )
 
     @torch.no_grad()
@@ -148,7 +145,7 @@ class TrainingStep:
     def first_batch(self, plan: BatchPlan, limit: int) -> Iterator[tuple[Tensor, list[tuple[str, str, list]]]]:
         """Up to `limit` samples of the first global batch: images [B, 3, H, W] as the model gets them, and what they show.
 
-        Made in parts no larger than a micro-batch. No communication: each process can make any sample.
+        Made in parts no larger than a micro-batch. No communication.
         """
         size = plan.micro_batch_sizes[0]
         end = min(plan.global_batch_size, -(-limit // plan.unit) * plan.unit)
@@ -254,9 +251,8 @@ class TrainingStep:
         """Move batch norm's running statistics, and say what this rank made of the step."""
         batch_norm.update_running_statistics(self.model)
         if len(self._losses) != len(self._positions):
-            raise RuntimeError(
-                f"run.backward was called {len(self._losses)} times for {len(self._positions)} micro-batches"
-            )
+            called, count = len(self._losses), len(self._positions)
+            raise RuntimeError(f"run.backward was called {called} times for {count} micro-batches")
         losses, positions = (each[0] if len(each) == 1 else torch.cat(each) for each in (self._losses, self._positions))
         self._losses, self._positions = [], []
         return StepOutcome(losses, positions, *self._feed.take())

@@ -29,22 +29,22 @@ class UpdateSize:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._model, self._optimizers, self._parameters = model, optimizers, list(model.parameters())
         self._groups: dict[str, list[dict]] | None = None  # parameter groups by part, once their rates are set
-        self._weights: list[torch.Tensor] = []
-        self._before: list[torch.Tensor] = []
+        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []  # weights and their copies
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Copy the weights that have a gradient, so those that the step trains. Called before the optimizers' steps."""
-        if not self._before:
-            self._weights = [weight for weight in self._parameters if weight.grad is not None]
-            self._before = [weight.detach().clone() for weight in self._weights]
+        """Copy the weights that have a gradient, which the step trains. Called before the optimizers' steps."""
+        if not self._copied:
+            trained = [weight for weight in self._parameters if weight.grad is not None]
+            self._copied = [(weight, weight.detach().clone()) for weight in trained]
 
     @torch.no_grad()
     def end(self) -> Update:
         """The step that was made since `begin`; without norms if that was not called. Frees the copy."""
-        before, weights, self._before, self._weights = self._before, self._weights, [], []
-        if not before:
+        if not self._copied:
             return Update(self._rates())
+        weights, before = zip(*self._copied, strict=True)
+        self._copied = []
         size = total_norm(before)
         torch._foreach_sub_([*map(local, before)], [*map(local, weights)])
         return Update(self._rates(), torch.stack([size, total_norm(before)]))

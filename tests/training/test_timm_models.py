@@ -37,12 +37,7 @@ def converted(architecture: str) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "architecture",
-    [
-        pytest.param("test_vit", marks=pytest.mark.smoke),
-        "test_efficientnet",
-        "fbnetc_100",
-    ],
+    "architecture", [pytest.param("test_vit", marks=pytest.mark.smoke), "test_efficientnet", "fbnetc_100"]
 )
 def test_an_exported_model_is_the_same_in_plain_timm(architecture: str, tmp_path: Path) -> None:
     model, folder = converted(architecture), tmp_path / "best"
@@ -151,23 +146,6 @@ def test_a_model_that_others_would_load_as_another_is_refused_before_the_first_s
         timm_models.check_export(model, timm_models.data_config(model))
 
 
-def test_initial_weights_are_a_function_of_the_seed() -> None:
-    first = build_classifier("test_resnet", 4, seed=3).state_dict()
-    torch.rand(7)
-    again, other = (build_classifier("test_resnet", 4, seed=seed).state_dict() for seed in (3, 4))
-    assert all(torch.equal(value, again[name]) for name, value in first.items())
-    assert not torch.equal(first["conv1.0.weight"], other["conv1.0.weight"])
-
-
-def test_the_head_has_the_classes_and_options_arrive() -> None:
-    model = build_classifier("test_vit", 11, image_size=32, drop=0.25, drop_path=0.1)
-    assert outputs(model, 32).shape == (2, 11)
-    assert model.head_drop.p == 0.25 and model.blocks[-1].drop_path1.drop_prob == pytest.approx(0.1)
-    # Some models drop by default: what is not asked for is off.
-    plain = build_classifier("efficientnet_lite0", 2)
-    assert all(getattr(module, "drop_prob", 0.0) == 0.0 for module in plain.modules()) and plain.drop_rate == 0.0
-
-
 @pytest.mark.parametrize(
     "name, told",
     [
@@ -214,7 +192,9 @@ def test_an_option_that_a_model_lacks_is_refused_only_when_asked_for() -> None:
     with pytest.raises(Refused, match="--model selecsls42: does not take --drop_path: leave it out, or take"):
         build_classifier(name, 3, drop_path=0.1)
     model = build_classifier(name, 3, drop=0.2)
-    assert model.head_drop.p == 0.2
+    assert model.head_drop.p == 0.2 and build_classifier("test_vit", 3, drop_path=0.1).blocks[-1].drop_path1.drop_prob
+    # Some models drop by default: what is not asked for is off.
+    assert build_classifier("efficientnet_lite0", 2).drop_rate == 0.0
     with pytest.raises(Refused, match="--grad_checkpointing: selecsls42 does not offer it; lower --max_micro"):
         timm_models.checkpoint_gradients(model, name)
     with pytest.raises(Refused, match="--grad_checkpointing: Linear does not offer it"):
