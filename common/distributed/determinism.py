@@ -20,10 +20,7 @@ def choose(deterministic: bool) -> None:
 
 
 def search_fastest(few_shapes: bool) -> None:
-    """If convolutions have few different shapes, let cuDNN try its algorithms once per shape and keep the fastest.
-
-    That may be another one at each start, so deterministic kernels are not searched for.
-    """
+    """For few different shapes, let cuDNN try its algorithms and keep the fastest, which may be another at each start."""
     torch.backends.cudnn.benchmark = few_shapes and not torch.are_deterministic_algorithms_enabled()
 
 

@@ -1,8 +1,7 @@
 """Sharding: each process keeps one shard of all weights, gradients and optimizer states (torch's FSDP2).
 
 The Accelerate file asks for it: `launch.start` calls `begin`, and `prepare_layers` then shards the model. A tensor in shards
-is a DTensor. Everything that leaves a run (checkpoints, `best/`, numbers) is whole and has plain names, so it does not say
-how the run was sharded.
+is a DTensor. Everything that leaves a run (checkpoints, `best/`, numbers) is whole and has plain names.
 """
 
 import copy
@@ -87,10 +86,10 @@ def describe(model: nn.Module) -> dict[str, str]:
 
 
 def shard(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert a model on the host to `dtype`, and shard it in place if the launch asked for that. A collective.
+    """If the launch asked for it, convert a model on the host to `dtype` and shard it in place. A collective.
 
     Weights are those of rank 0, as with DDP. They move to the device in parts, so that none ever holds the whole model.
-    From here on, parameters are DTensors, and a forward pass is a collective; see `alone` and `shared_passes`.
+    From here on, a forward pass is a collective; see `alone` and `shared_passes`.
     """
     if _begun is None:
         return
@@ -165,10 +164,7 @@ def load(model: nn.Module, tensors: Tensors) -> None:
 
 
 def gather(tensors: Tensors) -> Tensors:
-    """Whole copies in the host memory of the main process, an empty dict on the others. A collective.
-
-    Tensors are gathered one by one, so that no device holds them all.
-    """
+    """Whole copies in the host memory of the main process, {} on the others; made one by one. A collective."""
     gathered = ((name, whole(tensor.detach())) for name, tensor in tensors.items())
     return {name: tensor.to("cpu", copy=True) for name, tensor in gathered if is_main()}
 
@@ -196,10 +192,7 @@ def alone(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def shared_passes(model: nn.Module, loader: DataLoader) -> Iterator[Any]:
-    """The loader for an evaluation of a sharded model, in which ranks may make different numbers of passes.
-
-    A rank that has no batch left helps the others to gather their weights, until none has.
-    """
+    """The loader for an evaluation of a sharded model: a rank that has no batch left helps the others to gather weights."""
     if not is_sharded(model):
         yield loader
         return
@@ -217,13 +210,10 @@ def shared_passes(model: nn.Module, loader: DataLoader) -> Iterator[Any]:
 
 
 class Shards:
-    """How a model is cut into parts, each of whose weights are gathered in one collective; part 0 is what no block has.
-
-    `plain` is a copy of the model from before, without its weights.
-    """
+    """How a model is cut into parts, each of whose weights are gathered in one collective; part 0 is what no block has."""
 
     def __init__(self, model: nn.Module, plain: nn.Module, asked: Sharding, mesh: DeviceMesh) -> None:
-        self.plain, self.asked, self.mesh = plain, asked, mesh
+        self.plain, self.asked, self.mesh = plain, asked, mesh  # plain: a copy from before, without weights
         self.is_alone = self.is_told = self._some_are_done = False
         blocks = find_blocks(model)
         for part in (*blocks, model):
