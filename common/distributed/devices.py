@@ -1,6 +1,6 @@
 """Devices: whatever depends on their kind. No other module calls torch.cuda, torch.mps or torch.xpu.
 
-torch's own interface to every kind does most of it: torch.accelerator, torch.Stream, torch.Event. CUDA alone was tried.
+torch.accelerator, torch.Stream and torch.Event work for every kind. Only CUDA has been tried.
 """
 
 from typing import Any
@@ -49,7 +49,7 @@ def name(device: torch.device) -> str:
 
 
 def properties(device: torch.device) -> Any:
-    """Of a device with streams: `name`, `total_memory`, and on most `uuid`."""
+    """Of a device with streams: `name`, `total_memory`, and usually `uuid`."""
     return _module(device).get_device_properties(device)
 
 

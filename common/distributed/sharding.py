@@ -88,7 +88,7 @@ def describe(model: nn.Module) -> dict[str, str]:
 def shard(model: nn.Module, dtype: torch.dtype) -> None:
     """If the launch asked for it, convert a model on the host to `dtype` and shard it in place. A collective.
 
-    Weights are those of rank 0, as with DDP. They move to the device in parts, so that none ever holds the whole model.
+    Weights come from rank 0, as with DDP. They move to the device in parts, so that none ever holds the whole model.
     From here on, a forward pass is a collective; see `alone` and `shared_passes`.
     """
     if _begun is None:

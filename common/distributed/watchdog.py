@@ -160,7 +160,7 @@ class _Watch:
                 self._end([self.last_of_first])
 
     def _beat(self, with_stack: bool = False) -> None:
-        """Send a heartbeat, and read that of rank 0, which may keep the store: the store then ends with it."""
+        """Send a heartbeat, and read the one of rank 0, which may keep the store: the store then ends with it."""
         frame = sys._current_frames().get(self.training_thread or 0)
         self.mine.phase, self.mine.step = _phase, _step
         self.mine.count += 1

@@ -78,7 +78,7 @@ def freeze(config: Any, model: nn.Module) -> None:
 
 
 class Freezing:
-    """What of `model` is frozen in a step: a pure function of the step."""
+    """Freezes stages of `model` as a pure function of the step."""
 
     def __init__(self, config: Any, model: nn.Module, stream: Stream) -> None:
         self._model, self._frozen = model, getattr(model, "frozen_stages", [])
@@ -106,7 +106,7 @@ class Freezing:
                 layer.mode = "frozen" if layer in still else mode
 
     def leave_out_gradients(self) -> None:
-        """Drop the gradients of what is frozen in this step, before anything looks at them."""
+        """Drop the gradients of stages that are frozen in this step, before anything looks at them."""
         for parameter in self._left_out or ():
             parameter.grad = None
 

@@ -76,7 +76,7 @@ def build_optimizer(config: OptimizationConfig, model: nn.Module) -> torch.optim
 
 
 def _orthogonalized(matrix: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    """Muon's update, computed from the whole matrix: that of one shard is another. A collective if `matrix` is in shards."""
+    """Muon's update, which depends on the whole matrix. A collective if `matrix` is in shards."""
     return shard_like(_newton_schulz(whole(matrix), *arguments, **options), matrix)
 
 
@@ -227,8 +227,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, mode: str) 
 def unscale_gradients(accelerator: Accelerator, optimizers: Sequence, model: nn.Module) -> None:
     """Under fp16 undo the loss scale. If a gradient overflows on any rank, all ranks will skip the step.
 
-    torch's scaler does not take whole gradients beside that of a margin head, which is in shards. So it does not see that
-    one, whose overflow is carried over to a whole one, which all ranks have.
+    torch's scaler does not take whole gradients beside a margin head's gradient, which is in shards. So it does not see the
+    latter, whose overflow is carried over to a whole gradient, which all ranks have.
     """
     weight = getattr(getattr(model, "margin_head", None), "weight", None)
     if is_sharded(model) or not (accelerator.scaler and isinstance(weight, DTensor)):

@@ -242,7 +242,7 @@ class TrainingStep:
         self._losses.append(losses.detach())
 
     def clip_gradients(self, limit: float, mode: str) -> Tensor:
-        """Leave out what is frozen, under fp16 undo the loss scale, then clip; see `optimizer.clip_gradients`."""
+        """Leave out frozen stages, under fp16 undo the loss scale, then clip; see `optimizer.clip_gradients`."""
         self._freezing.leave_out_gradients()
         unscale_gradients(self._accelerator, self._optimizers, self.model)
         return clip_gradients(self._parameters, limit, mode)

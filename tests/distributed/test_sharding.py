@@ -98,7 +98,7 @@ def test_a_trial_waits_for_no_rank_and_leaves_nothing_behind(processes) -> None:
 
 
 def rank_computes_in_half() -> tuple[list, bool]:
-    """Shapes of what autograd keeps in bf16 of a pass, and whether all gradients are those of a whole model."""
+    """Shapes of the tensors that autograd keeps in bf16, and True if all gradients equal a whole model's."""
     begin()
     plain, model, kept = vit().float(), sharded_vit().float(), []
 
@@ -125,7 +125,7 @@ def test_no_copy_of_a_matrix_in_half_precision_waits_for_the_backward_pass(proce
 
 
 def rank_copies() -> dict:
-    """Of a model whose weights each rank draws for itself: what is gathered, and a copy of the model that has it."""
+    """Weights that are gathered of a model whose weights each rank draws for itself, and a copy of the model."""
     begin()
     torch.manual_seed(dist.get_rank())
     model = VisionTransformer(**SIZES)

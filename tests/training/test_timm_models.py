@@ -26,7 +26,7 @@ def outputs(model: nn.Module, size: int = SIZE) -> torch.Tensor:
 
 
 def converted(architecture: str) -> nn.Module:
-    """A model as a recipe trains it, with statistics that are not those of a new one."""
+    """A model as a recipe trains it, with other statistics than a new one has."""
     model = build_classifier(architecture, len(CLASSES), image_size=SIZE, drop_path=0.2, drop=0.1)
     batch_norm.convert(model, "group", group_size=2)
     drop_path.convert(model)
