@@ -64,7 +64,7 @@ def test_what_stays_frozen_needs_no_gradient_and_keeps_its_statistics() -> None:
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == name.startswith(("layer3", "layer4", "fc"))
     frozen = Freezing(config, model, STREAM).describe()["frozen"]
-    assert frozen == "stem to stage 2 of 4, 25% of the parameters, 8 batch norms with their statistics"
+    assert frozen == "stem to stage 2 of 4, 17% of the parameters, 8 batch norms with their statistics"
     assert "; 8 of 15 layers are frozen" in batch_norm.describe(model)
 
 
