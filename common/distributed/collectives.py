@@ -94,7 +94,7 @@ def nodes() -> list[tuple[int, ...]]:
     Ranks are on one node if they share the host name, the boot id and the launcher (GROUP_RANK). So two launchers on one
     machine count as two nodes, which helps to try out a run on two nodes.
     """
-    return _cached("nodes", _find_nodes) if is_distributed() else [(0,)]
+    return _cached("nodes", _find_nodes) or [(0,)]
 
 
 def barrier() -> None:
@@ -186,9 +186,7 @@ def leave_process_group() -> None:
 
 def host_group() -> dist.ProcessGroup | None:
     """A gloo group of all ranks, for data of the host; None for one process. The first call is a collective."""
-    if not is_distributed():
-        return None
-    if dist.get_backend() == "gloo":
+    if is_distributed() and dist.get_backend() == "gloo":
         return dist.group.WORLD
     return _cached("host", lambda: dist.new_group(backend="gloo", timeout=_timeout))
 
@@ -198,16 +196,12 @@ def subgroup(ranks: Sequence[int]) -> dist.ProcessGroup | None:
 
     Every rank of the run must call it, and gets torch's placeholder for a non-member if it is none.
     """
-    if not is_distributed():
-        return None
-    members = tuple(sorted(ranks))
-    return _cached(members, lambda: dist.new_group(list(members), timeout=_timeout))
+    members = sorted(ranks)
+    return _cached(tuple(members), lambda: dist.new_group(members, timeout=_timeout))
 
 
 def node_group() -> dist.ProcessGroup | None:
     """A group of the ranks on this node, with the default backend; None for one process."""
-    if not is_distributed():
-        return None
     groups = {members: subgroup(members) for members in nodes()}  # every rank must take part in making every group
     return groups[_node()]
 
@@ -353,8 +347,10 @@ def _find_nodes() -> list[tuple[int, ...]]:
 
 
 def _cached(key: Hashable, make: Callable[[], Any]) -> Any:
-    """The result of `make`, kept for as long as the default group exists."""
+    """The result of `make`, kept for as long as the default group exists; None for one process."""
     global _cache_group
+    if not is_distributed():
+        return None
     if _cache_group is not dist.group.WORLD:
         _cache.clear()
         _cache_group = dist.group.WORLD
