@@ -214,7 +214,7 @@ class Shards:
 
     def __init__(self, model: nn.Module, plain: nn.Module, asked: Sharding, mesh: DeviceMesh) -> None:
         self.plain, self.asked, self.mesh = plain, asked, mesh  # plain: a copy from before, without weights
-        self.is_alone = self.is_told = self._some_are_done = False
+        self.is_alone = self.is_told = self.some_are_done = False
         blocks = find_blocks(model)
         for part in (*blocks, model):
             part.register_forward_hook(_without_views)
@@ -234,15 +234,10 @@ class Shards:
             part.set_custom_all_gather(_Gather(self, number))
             part.set_custom_reduce_scatter(_Scatter(self))
 
-    def before_gathering(self, number: int) -> None:
-        """Tell the ranks that have no batch left which part is gathered next."""
-        if self.is_told and (number == 0 or self._some_are_done):
-            self.tell(number)
-
     def tell(self, number: int | None) -> int | None:
-        """The part that ranks gather next; None if none does. A collective over the hosts."""
+        """Agree with the ranks that have no batch left on the part that is gathered next, if any. A collective."""
         told = gather_objects(number)
-        self._some_are_done = None in told
+        self.some_are_done = None in told
         if len(numbers := {*told} - {None}) > 1:
             raise Refused("the processes evaluate different parts of the model: each pass has to run the same blocks")
         return next(iter(numbers), None)
@@ -285,7 +280,8 @@ class _Collective:
 class _Gather(_Collective):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         if not self.shards.is_alone:
-            self.shards.before_gathering(self.number)
+            if self.shards.is_told and (self.number == 0 or self.shards.some_are_done):
+                self.shards.tell(self.number)
             return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         for place, row in enumerate(output_tensor.view(group.size(), -1)):
             if place != group.rank():  # there, the input is a view of the output
