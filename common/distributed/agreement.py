@@ -11,18 +11,15 @@ from pathlib import Path
 from torch.distributed import PrefixStore, Store
 
 from common.config import recipe_source
+from common.distributed.collectives import first_few
 from common.distributed.environment import packages
 from common.errors import Refused
 
-NAMED = 5  # differences that a message lists
-READ_BY_ALL = timedelta(seconds=10)  # how long rank 0 keeps the store open for the others
+_READ_BY_ALL = timedelta(seconds=10)  # how long rank 0 keeps the store open for the others
 
 
 def facts(config=None) -> dict[str, str]:
-    """What must be the same on all ranks, by the name under which a difference is reported.
-
-    Versions of Python and of packages, hashes of the recipe's source and of common/, and the fields of `config`.
-    """
+    """What must be the same on all ranks, by its name for messages: versions, hashes of sources, and the configuration."""
     common = Path(__file__).parents[1]
     files = {str(path.relative_to(common.parent)): path for path in common.rglob("*.py")}
     settings = dataclasses.asdict(config) if config is not None else {}
@@ -38,9 +35,8 @@ def facts(config=None) -> dict[str, str]:
 def agree(store: Store, rank: int, world_size: int, mine: dict[str, str], patience: timedelta) -> None:
     """Return when every rank has arrived with the same facts.
 
-    Uses only the store, not a process group, which ranks with different versions might fail to form. Each rank compares
-    itself with rank 0. Raises `Refused` on every rank if one does not arrive within `patience`, or differs; the message
-    names that rank and its machine.
+    Uses only the store, not a process group, which ranks with different versions might fail to form. Raises `Refused` on
+    every rank if one does not arrive within `patience`, or differs from rank 0; the message names it and its machine.
     """
     store, here = PrefixStore("agreement", store), socket.gethostname()
     store.set_timeout(patience)
@@ -59,7 +55,7 @@ def agree(store: Store, rank: int, world_size: int, mine: dict[str, str], patien
         if store.add("read", 1) == world_size:
             store.set("all have read", "")
         if rank == 0:  # the store may end with it
-            store.wait(["all have read"], READ_BY_ALL)
+            store.wait(["all have read"], _READ_BY_ALL)
         raise Refused(difference)
 
 
@@ -72,8 +68,7 @@ def differences(mine: dict[str, str], theirs: dict[str, str]) -> str:
         for name in sorted(mine.keys() | theirs.keys())
         if mine.get(name) != theirs.get(name)
     ]
-    rest = len(found) - NAMED
-    return ", ".join(found[:NAMED]) + (f", and {rest} more" if rest > 0 else "")
+    return first_few(found, ", ")
 
 
 def _missing(store: Store, world_size: int, patience: timedelta) -> str:
@@ -84,5 +79,5 @@ def _missing(store: Store, world_size: int, patience: timedelta) -> str:
     here = {json.loads(store.get(str(rank)))[0] for rank in set(range(world_size)) - set(ranks)}
     return (
         f"rank {', '.join(map(str, ranks))} of {world_size} did not come within {patience.total_seconds():.0f} s; "
-        f"here are those of {', '.join(sorted(here))}: see what the others said"
+        f"there are ranks of {', '.join(sorted(here))}: see what the others said"
     )

@@ -2,7 +2,9 @@
 
 All of them work without a process group too, as for a single process. Data for the host is sent over a gloo group, so no
 call waits for a device unless it is given a device tensor. Every function is a collective (every rank must call it, in the
-same order) unless its docstring says "No communication".
+same order) unless its docstring says "No communication"; of `nodes` and what follows from it, only the first call is one.
+
+In examples, `f(a | b) -> c | d` means that two ranks give a and b and get c and d.
 
 Gloo does not authenticate senders, so nothing received is unpickled: objects are sent as JSON, arrays as safetensors.
 """
@@ -25,9 +27,8 @@ from safetensors.numpy import load, save
 
 from common.errors import Refused
 
-REDUCTIONS = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
 _LAST_WORK_S = 0.1  # time for threads of gloo to finish
-NAMED_FAILURES = 3  # ranks that a message names: many ranks often fail for the same reason
+_NAMED = 3  # what a message lists: many ranks often fail for the same reason
 
 _timeout: timedelta | None = None  # of the groups that this module makes
 _cache: dict[Hashable, Any] = {}
@@ -35,8 +36,8 @@ _cache_group: dist.ProcessGroup | None = None
 
 
 def is_distributed() -> bool:
-    """Whether a process group exists. No communication. One process: False; two ranks: True, True."""
-    return dist.is_available() and dist.is_initialized()
+    """True if a process group exists. No communication."""
+    return dist.is_initialized()
 
 
 def give_up_after(timeout: timedelta) -> None:
@@ -50,68 +51,54 @@ def begun() -> int:
 
     All ranks begin the same collectives in the same order, so a rank that has begun fewer keeps the others waiting.
     No communication; may be called from any thread.
-
-    One process: 0. Two ranks, of which rank 0 waits in a barrier for rank 1: 8 on rank 0, 7 on rank 1.
     """
     default = dist.group.WORLD if is_distributed() else None
     groups = [default, *(_cache.values() if _cache_group is default else ())]
-    return sum(group._get_sequence_number_for_group() for group in groups if isinstance(group, dist.ProcessGroup))
+    made = [group for group in groups if isinstance(group, dist.ProcessGroup)]
+    return sum(group._get_sequence_number_for_group() for group in made)  # type: ignore[attr-defined]
 
 
 def rank() -> int:
-    """Number of this process in the run. No communication. One process: 0; two ranks: 0, 1."""
+    """Number of this process in the run, from 0. No communication."""
     return dist.get_rank() if is_distributed() else 0
 
 
 def world_size() -> int:
-    """Number of processes of the run. No communication. One process: 1; two ranks: 2, 2."""
+    """Number of processes of the run. No communication."""
     return dist.get_world_size() if is_distributed() else 1
 
 
 def is_main() -> bool:
-    """Whether this is rank 0. No communication. One process: True; two ranks: True, False."""
+    """True on rank 0. No communication."""
     return rank() == 0
 
 
-def local_rank() -> int:
-    """Number of this process on its node. One process: 0; two ranks on a machine: 0, 1; on two machines: 0, 0.
-
-    No communication if the launcher has set LOCAL_RANK; else the first call is a collective, like `node_rank`.
-    """
-    return _from_launcher("LOCAL_RANK", lambda: _node().index(rank()))
-
-
 def local_world_size() -> int:
-    """Number of processes on this node. One process: 1; two ranks on a machine: 2, 2; on two machines: 1, 1.
-
-    No communication if the launcher has set LOCAL_WORLD_SIZE; else the first call is a collective, like `node_rank`.
-    """
-    return _from_launcher("LOCAL_WORLD_SIZE", lambda: len(_node()))
+    """Number of processes on this node."""
+    return len(_node())
 
 
 def is_local_main() -> bool:
-    """Whether `local_rank` is 0. One process: True; two ranks on a machine: True, False; on two: True, True."""
-    return local_rank() == 0
+    """True on the first rank of each node."""
+    return _node()[0] == rank()
 
 
 def node_rank() -> int:
-    """Number of this node; nodes are ordered by their first rank. The first call is a collective, later ones are free.
-
-    One process: 0; two ranks on a machine: 0, 0; on two machines: 0, 1.
-    """
+    """Number of this node, from 0."""
     return nodes().index(_node())
 
 
 def nodes() -> list[tuple[int, ...]]:
-    """The ranks of each node, nodes ordered by their first rank. The first call is a collective, later ones are free.
+    """The ranks of each node, nodes ordered by their first rank: [(0, 1), (2, 3)] for two nodes of two ranks.
 
-    One process: [(0,)]; two ranks on a machine: [(0, 1)]; on two machines: [(0,), (1,)].
+    Ranks are on one node if they share the host name, the boot id and the launcher (GROUP_RANK). So two launchers on one
+    machine count as two nodes, which helps to try out a run on two nodes.
     """
-    return _cached("nodes", _find_nodes) if is_distributed() else [(0,)]
+    return _cached("nodes", _find_nodes) or [(0,)]
 
 
 def barrier() -> None:
-    """Return when every rank has called it. One process: at once; two ranks: both when the later one arrives."""
+    """Return when every rank has called it."""
     if is_distributed():
         dist.barrier(group=host_group())
 
@@ -119,8 +106,7 @@ def barrier() -> None:
 def gather_objects(item: Any) -> list[Any]:
     """The objects of all ranks, in rank order, on every rank. Objects must be JSON; a tuple arrives as a list.
 
-    One process: gather_objects("a") -> ["a"].
-    Two ranks:   gather_objects("a" | "b") -> ["a", "b"] | ["a", "b"].
+    gather_objects("a" | "b") -> ["a", "b"] | ["a", "b"]
     """
     return [json.loads(data) for data in _gathered(json.dumps(item).encode())]
 
@@ -128,8 +114,7 @@ def gather_objects(item: Any) -> list[Any]:
 def gather_to_main(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]] | None:
     """The arrays of all ranks, in rank order, on rank 0; None on the others. Elements of object arrays must be bytes.
 
-    One process: gather_to_main([[1]]) -> [[[1]]].
-    Two ranks:   gather_to_main([[1]] | [[2, 3]]) -> [[[1]], [[2, 3]]] | None.
+    gather_to_main([[1]] | [[2, 3]]) -> [[[1]], [[2, 3]]] | None
     """
     if not is_distributed():
         return [list(arrays)]
@@ -138,11 +123,7 @@ def gather_to_main(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]] | Non
 
 
 def all_sum(values: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor over the ranks, as a new tensor on the same device; does not wait for the device.
-
-    One process: all_sum([1.0]) -> [1.0].
-    Two ranks:   all_sum([1.0] | [2.0]) -> [3.0] | [3.0].
-    """
+    """The sum of a tensor over the ranks, as a new tensor on the same device; does not wait for the device."""
     total = values.clone()
     if is_distributed():
         dist.all_reduce(total)
@@ -150,11 +131,7 @@ def all_sum(values: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast_object(item: Any, source: int = 0) -> Any:
-    """The object of rank `source`, sent as JSON, on every rank; the arguments of other ranks are ignored.
-
-    One process: broadcast_object("a") -> "a".
-    Two ranks:   broadcast_object("a" | None) -> "a" | "a".
-    """
+    """The object of rank `source`, sent as JSON, on every rank; the arguments of other ranks are ignored."""
     data = _as_tensor(json.dumps(item if rank() == source else None).encode())
     if is_distributed():
         size = _sizes(data)[source]
@@ -167,30 +144,22 @@ def reduce_dict(values: Mapping[str, float | torch.Tensor], op: str = "sum") -> 
     """Reduce scalars by name over the ranks in float64; op is "sum", "mean", "max" or "min". NaN on a rank gives NaN.
 
     "mean" averages over ranks; for a mean over samples, reduce sums and counts. A device tensor makes the call wait for
-    the device.
+    the device. Raises ValueError on every rank if the names differ between ranks; the message has them.
 
-    One process: reduce_dict({"loss": 1}) -> {"loss": 1.0}.
-    Two ranks:   reduce_dict({"loss": 1} | {"loss": 2}) -> {"loss": 3.0} | {"loss": 3.0}.
-
-    Raises:
-        ValueError: on every rank, if the names differ between ranks; the message has them.
+    reduce_dict({"loss": 1} | {"loss": 2}) -> {"loss": 3.0} | {"loss": 3.0}
     """
     of_ranks = gather_objects({name: float(value) for name, value in values.items()})
     for other, theirs in enumerate(of_ranks):
         if difference := sorted(theirs.keys() ^ of_ranks[0].keys()):
             raise ValueError(f"reduce_dict: only one of rank 0 and rank {other} has {', '.join(difference)}")
-    reduction = REDUCTIONS[op]
+    reduction = getattr(np, op)
     return {name: float(reduction(np.array([theirs[name] for theirs in of_ranks]))) for name in of_ranks[0]}
 
 
 def reduce_counts(counts: torch.Tensor) -> torch.Tensor:
     """The exact sum of an int64 tensor over the ranks, as a new tensor on the same device (sent from host memory).
 
-    One process: reduce_counts([1, 2]) -> [1, 2].
-    Two ranks:   reduce_counts([1, 2] | [10, 20]) -> [11, 22] | [11, 22].
-
-    Raises:
-        TypeError: if the tensor is not int64 (a float sum of counts is not exact).
+    Raises TypeError if the tensor is not int64: a float sum of counts is not exact.
     """
     if counts.dtype != torch.int64:
         raise TypeError(f"reduce_counts sums int64 tensors exactly, got {counts.dtype}")
@@ -203,8 +172,8 @@ def reduce_counts(counts: torch.Tensor) -> torch.Tensor:
 def leave_process_group() -> None:
     """Destroy the process group, if there is one, so that Python can exit.
 
-    A thread of gloo may still hold tensors of the last collective. It releases them under the interpreter's lock, and would
-    abort the process if Python were exiting at that moment. So this function gives it some time.
+    A thread of gloo may still hold tensors of the last collective. It would abort the process if it released them while
+    Python is exiting, so this function gives it some time.
     """
     global _cache_group
     if is_distributed():
@@ -216,65 +185,39 @@ def leave_process_group() -> None:
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks, for data of the host. The first call is a collective.
-
-    One process: None; two ranks: the default group if its backend is gloo, else a new group, made once.
-    """
-    if not is_distributed():
-        return None
-    if dist.get_backend() == "gloo":
+    """A gloo group of all ranks, for data of the host; None for one process. The first call is a collective."""
+    if is_distributed() and dist.get_backend() == "gloo":
         return dist.group.WORLD
     return _cached("host", lambda: dist.new_group(backend="gloo", timeout=_timeout))
 
 
 def subgroup(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """A group of these ranks with the default backend, made once. Every rank of the run must call it, member or not.
+    """A group of these ranks with the default backend, made once; None for one process.
 
-    One process: None. Two ranks: subgroup([1]) -> a group on rank 1; on rank 0 torch's placeholder for a non-member,
-    over which collectives warn and do nothing.
+    Every rank of the run must call it, and gets torch's placeholder for a non-member if it is none.
     """
-    if not is_distributed():
-        return None
-    members = tuple(sorted(ranks))
-    return _cached(members, lambda: dist.new_group(list(members), timeout=_timeout))
+    members = sorted(ranks)
+    return _cached(tuple(members), lambda: dist.new_group(members, timeout=_timeout))
 
 
 def node_group() -> dist.ProcessGroup | None:
-    """A group of the ranks on this node, with the default backend; nodes may differ in size. The first call is a collective.
-
-    Ranks are on one node if they share the host name, the boot id and the launcher (GROUP_RANK). So two launchers on one
-    machine count as two nodes, which helps to try out a run on two nodes.
-
-    One process: None; two ranks on a machine: the group of both; on two machines: a group of one on each.
-    """
-    if not is_distributed():
-        return None
+    """A group of the ranks on this node, with the default backend; None for one process."""
     groups = {members: subgroup(members) for members in nodes()}  # every rank must take part in making every group
     return groups[_node()]
 
 
 def same_on_all_ranks(what: str, value: Any) -> Any:
-    """`value`, after checking that every rank has the same value.
-
-    One process: same_on_all_ranks("data", "3f") -> "3f".
-    Two ranks:   same_on_all_ranks("data", "3f" | "3f") -> "3f" | "3f".
-
-    Raises:
-        Refused: on every rank, if one differs; the message has the ranks, their machines and their values.
-    """
+    """`value`, after checking that every rank has the same. Else raises `Refused` on every rank, with ranks and values."""
     of_ranks = gather_objects((value, socket.gethostname()))
     named = [f"{theirs} on rank {other} ({host})" for other, (theirs, host) in enumerate(of_ranks)]
     others = [name for name, (theirs, _) in zip(named, of_ranks, strict=True) if theirs != of_ranks[0][0]]
     if others:
-        raise Refused(f"{what} differs between ranks: {named[0]}, {', '.join(others[:NAMED_FAILURES])}")
+        raise Refused(f"{what} differs between ranks: {named[0]}, {', '.join(others[:_NAMED])}")
     return value
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether `error` was raised by a collective because another process was lost. No communication.
-
-    One process: False. Two ranks, of which rank 1 was killed: True for the error of rank 0's next collective.
-    """
+    """True if `error` was raised by a collective because another process was lost. No communication."""
     # Gloo raises a plain RuntimeError that begins with the path of its source file.
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
@@ -286,10 +229,9 @@ def all_or_none(what: str) -> Iterator[None]:
         with all_or_none("loading data"):
             samples = load(path)
 
-    One process: an exception passes through unchanged. Two ranks, of which rank 1 raises OSError("no such file"): rank 1
-    raises its OSError, rank 0 raises `Refused("rank 1: while loading data: OSError: no such file")`. If every exception is
-    a `Refused`, every rank raises `Refused` with the same text. Without failure it costs one small collective.
-    A block may itself contain collectives only if all ranks reach them or none does.
+    If rank 1 raises OSError("no such file"), rank 0 raises `Refused("rank 1: while loading data: OSError: no such file")`.
+    If every exception is a `Refused`, every rank raises `Refused` with the same text. Without failure it costs one small
+    collective. A block may itself contain collectives only if all ranks reach them or none does.
     """
     try:
         yield
@@ -306,9 +248,8 @@ def main_process_first(what: str) -> Iterator[None]:
         with main_process_first("downloading"):
             path = download(url)
 
-    One process: runs the block. Two ranks on a machine: rank 1 enters when rank 0 has left. Failures
-    spread as in `all_or_none`: if rank 0 raises, rank 1 raises `Refused` instead of entering; if rank 1
-    raises, so does rank 0 at the block's end.
+    Failures spread as in `all_or_none`: if a first rank raises, the others raise `Refused` instead of entering; if another
+    one raises, so do the first ranks at the block's end.
     """
     goes_first = is_local_main()
     if not goes_first:
@@ -333,8 +274,13 @@ def _agree(what: str, error: BaseException | None = None) -> None:
         raise Refused("; ".join(dict.fromkeys(text for _, _, text in failures.values()))) from error
     if error is None:
         named = [f"rank {failing}: while {what}: {kind}: {text}" for failing, (_, kind, text) in failures.items()]
-        rest = len(named) - NAMED_FAILURES
-        raise Refused("; ".join(named[:NAMED_FAILURES]) + (f"; and {rest} more ranks" if rest > 0 else ""))
+        raise Refused(first_few(named))
+
+
+def first_few(texts: list[str], separator: str = "; ") -> str:
+    """The first of `texts` for a message, and the number of the others. No communication."""
+    more = len(texts) - _NAMED
+    return separator.join(texts[:_NAMED] + [f"and {more} more"] * (more > 0))
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:
@@ -386,13 +332,6 @@ def _unpack(data: bytes) -> list[np.ndarray]:
     return arrays
 
 
-def _from_launcher(variable: str, otherwise: Callable[[], int]) -> int:
-    """The value that the launcher has set, else `otherwise`'s; without a process group always `otherwise`'s."""
-    if is_distributed() and variable in os.environ:
-        return int(os.environ[variable])
-    return otherwise()
-
-
 def _node() -> tuple[int, ...]:
     """The ranks of this node, ascending."""
     return next(members for members in nodes() if rank() in members)
@@ -408,8 +347,10 @@ def _find_nodes() -> list[tuple[int, ...]]:
 
 
 def _cached(key: Hashable, make: Callable[[], Any]) -> Any:
-    """The result of `make`, kept for as long as the default group exists."""
+    """The result of `make`, kept for as long as the default group exists; None for one process."""
     global _cache_group
+    if not is_distributed():
+        return None
     if _cache_group is not dist.group.WORLD:
         _cache.clear()
         _cache_group = dist.group.WORLD

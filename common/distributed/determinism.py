@@ -7,30 +7,26 @@ import torch
 
 from common.errors import Refused
 
-_NO_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
-
 
 def choose(deterministic: bool) -> None:
     """Choose the kernels of this process. Must be called before anything is on its device."""
     torch.backends.cudnn.deterministic = deterministic
     torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # would launch a kernel per tensor, only for debugging
+    # It would launch a kernel per tensor, only for debugging.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # --compile: don't choose by measured times
 
 
 def search_fastest(few_shapes: bool) -> None:
-    """If convolutions have few different shapes, let cuDNN try its algorithms once per shape and keep the fastest.
-
-    That may be another one at each start, so deterministic kernels are not searched for.
-    """
+    """For few different shapes, let cuDNN try its algorithms and keep the fastest, which may be another at each start."""
     torch.backends.cudnn.benchmark = few_shapes and not torch.are_deterministic_algorithms_enabled()
 
 
 def check(error: Exception) -> None:
     """Raise `Refused` if `error` says that an operator has no deterministic kernel."""
-    if found := _NO_KERNEL.search(str(error)):
+    if found := re.search(r"(\S+) does not have a deterministic implementation", str(error)):
         raise Refused(
             f"--deterministic: torch has no deterministic kernel of {found[1]} for this device: leave the flag out, or "
             "change what uses it"

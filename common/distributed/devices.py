@@ -1,6 +1,6 @@
 """Devices: whatever depends on their kind. No other module calls torch.cuda, torch.mps or torch.xpu.
 
-torch's own interface to every kind does most of it: torch.accelerator, torch.Stream, torch.Event. CUDA alone was tried.
+torch.accelerator, torch.Stream and torch.Event work for every kind. Only CUDA has been tried.
 """
 
 from typing import Any
@@ -9,16 +9,13 @@ import torch
 
 
 def kind() -> str:
-    """The type of this machine's accelerator, such as "cuda"; "cpu" if it shows none. The run may use the CPU all the same."""
+    """The type of this machine's accelerator, such as "cuda", which a run need not use; "cpu" if it shows none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator else "cpu"
 
 
 def has_streams(device: torch.device | str | None = None) -> bool:
-    """True if the host works ahead of the device, which runs streams: on all but CPUs and Apple's GPUs (here: one stream).
-
-    Without a device: of this machine's accelerator.
-    """
+    """True if the host works ahead of the device (default: this machine's accelerator): not for CPUs and Apple's GPUs."""
     return (torch.device(device).type if device else kind()) not in ("cpu", "mps")
 
 
@@ -52,7 +49,7 @@ def name(device: torch.device) -> str:
 
 
 def properties(device: torch.device) -> Any:
-    """Of a device with streams: `name`, `total_memory`, and on most `uuid`."""
+    """Of a device with streams: `name`, `total_memory`, and usually `uuid`."""
     return _module(device).get_device_properties(device)
 
 

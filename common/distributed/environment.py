@@ -5,6 +5,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -21,10 +22,7 @@ _ALLOTMENT = Path("/sys/fs/cgroup/cpu.max")  # CPU time quota and period, in mic
 
 
 def environment(precision: str, device: torch.device, config: object = None) -> dict:
-    """The content of environment.json: versions, commit, command, layout and devices of this start. A collective.
-
-    `config` is the recipe's configuration, by which the path and the hashes of its source are found.
-    """
+    """The content of environment.json: versions, commit, command, layout and devices of this start. A collective."""
     recipe = recipe_source.started(config)
     on_cpu = device.type == "cpu"
     name = platform.processor() or platform.machine() if on_cpu else devices.name(device)
@@ -58,22 +56,18 @@ def cores() -> int:
 
 def packages() -> dict[str, str | None]:
     """Version of each package that may affect the result; None if it is not installed."""
-    return {name: _version(name) for name in _PACKAGES}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    found: dict[str, str | None] = dict.fromkeys(_PACKAGES)
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _launch_command() -> str:
     """The whole command as it was typed, quoted for a shell: the launcher's; without one, this process's."""
-    try:
+    words: list[str] = []
+    with suppress(psutil.Error):
         words = psutil.Process(os.getppid()).cmdline()
-    except psutil.Error:
-        words = []
     place = next((place for place, word in enumerate(words[:2]) if Path(word).name in _LAUNCHERS), None)
     if place is None and not any("accelerate" in word or "torch.distributed" in word for word in words[:3]):
         place, words = 0, sys.orig_argv
@@ -82,10 +76,7 @@ def _launch_command() -> str:
 
 
 def _commit(file: Path) -> str | None:
-    """The commit of the git repository of `file`, with `+changes` if files differ from it or `file` is not tracked.
-
-    None outside of a repository.
-    """
+    """The commit of the repository of `file`, if any, with `+changes` if files differ or `file` is not tracked."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(file.parent), *words]

@@ -18,16 +18,10 @@ def data_parallel(config: RunConfig) -> DistributedDataParallelKwargs:
 
 
 def describe(config: RunConfig) -> dict[str, str]:
-    """A row of the start table if gradients are compressed, else an empty dict.
-
-    One process, --comm_hook fp16: {"gradients": "one process sends none: --comm_hook fp16 does nothing here"}.
-    Two ranks, on both: {"gradients": "sent in fp16, with 11 significant bits: layouts agree to about these"}.
-    """
+    """A row of the start table if gradients are compressed, else an empty dict. No communication."""
     hook = config.comm_hook
     if hook == "none":
         return {}
-    if world_size() == 1:
-        return {"gradients": f"one process sends none: --comm_hook {hook} does nothing here"}
-    return {
-        "gradients": f"sent in {hook}, with {_SIGNIFICANT_BITS[hook]} significant bits: layouts agree to about these"
-    }
+    text = f"sent in {hook}, with {_SIGNIFICANT_BITS[hook]} significant bits: layouts agree to about these"
+    alone = f"one process sends none: --comm_hook {hook} does nothing here"
+    return {"gradients": alone if world_size() == 1 else text}

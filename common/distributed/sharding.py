@@ -1,8 +1,7 @@
 """Sharding: each process keeps one shard of all weights, gradients and optimizer states (torch's FSDP2).
 
 The Accelerate file asks for it: `launch.start` calls `begin`, and `prepare_layers` then shards the model. A tensor in shards
-is a DTensor. Everything that leaves a run (checkpoints, `best/`, numbers) is whole and has plain names, so it does not say
-how the run was sharded.
+is a DTensor. Everything that leaves a run (checkpoints, `best/`, numbers) is whole and has plain names.
 """
 
 import copy
@@ -22,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader
 
-from common.distributed.collectives import host_group, is_main, rank, reduce_counts, subgroup, world_size
+from common.distributed.collectives import gather_objects, host_group, is_main, rank, subgroup, world_size
 from common.errors import Refused
 
 Tensors = dict[str, Tensor]
@@ -47,13 +46,6 @@ class Sharding:
         """Groups of processes that each hold a whole model."""
         return world_size() // (self.shards or world_size())
 
-    def __str__(self) -> str:
-        kept = "kept from the forward to the backward pass" if self.keeps_weights else "in both passes"
-        copies = f", in {self.replicas} replicas" if self.replicas > 1 else ""
-        instead = "" if self.asked_as == "FSDP2" else f" (instead of {self.asked_as}, which shards alike)"
-        shards = self.shards or world_size()
-        return f"FSDP2{instead}: weights, gradients and optimizer states in {shards} shards{copies}; gathered {kept}"
-
 
 _begun: tuple[Sharding, DeviceMesh] | None = None
 
@@ -77,7 +69,7 @@ def begin(asked: Sharding | None, device: torch.device) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `shard` has cut the weights of `model`. No communication."""
+    """True if `shard` has cut the weights of `model`. No communication."""
     return isinstance(model, FSDPModule)
 
 
@@ -85,14 +77,19 @@ def describe(model: nn.Module) -> dict[str, str]:
     """A row of the start table if the model is sharded, else an empty dict. No communication."""
     if not is_sharded(model):
         return {}
-    return {"sharding": f"{model.shards.asked}, one of {len(model.shards.parts)} parts of the model after the other"}
+    asked, parts = model.shards.asked, len(model.shards.parts)
+    instead = "" if asked.asked_as == "FSDP2" else f" (instead of {asked.asked_as}, which shards alike)"
+    copies = f", in {asked.replicas} replicas" if asked.replicas > 1 else ""
+    kept = "kept from the forward to the backward pass" if asked.keeps_weights else "in both passes"
+    text = f"FSDP2{instead}: weights, gradients and optimizer states in {world_size() // asked.replicas} shards{copies}"
+    return {"sharding": f"{text}; gathered {kept}, one of {parts} parts of the model after the other"}
 
 
 def shard(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert a model on the host to `dtype`, and shard it in place if the launch asked for that. A collective.
+    """If the launch asked for it, convert a model on the host to `dtype` and shard it in place. A collective.
 
-    Weights are those of rank 0, as with DDP. They move to the device in parts, so that none ever holds the whole model.
-    From here on, parameters are DTensors, and a forward pass is a collective; see `alone` and `shared_passes`.
+    Weights come from rank 0, as with DDP. They move to the device in parts, so that none ever holds the whole model.
+    From here on, a forward pass is a collective; see `alone` and `shared_passes`.
     """
     if _begun is None:
         return
@@ -139,13 +136,6 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def from_local(shard: Tensor, like: DTensor) -> DTensor:
-    """A tensor cut as `like` is, of which this rank has `shard`. No communication."""
-    return DTensor.from_local(
-        shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-
-
 def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """The tensors in lists that torch's `foreach` functions take: whole ones, and those in shards of the same mesh."""
     found = defaultdict(list)
@@ -174,10 +164,7 @@ def load(model: nn.Module, tensors: Tensors) -> None:
 
 
 def gather(tensors: Tensors) -> Tensors:
-    """Whole copies in the host memory of the main process, an empty dict on the others. A collective.
-
-    Tensors are gathered one by one, so that no device holds them all.
-    """
+    """Whole copies in the host memory of the main process, {} on the others; made one by one. A collective."""
     gathered = ((name, whole(tensor.detach())) for name, tensor in tensors.items())
     return {name: tensor.to("cpu", copy=True) for name, tensor in gathered if is_main()}
 
@@ -186,8 +173,8 @@ def gather(tensors: Tensors) -> Tensors:
 def alone(model: nn.Module) -> Iterator[None]:
     """In this context, passes of a sharded model wait for no other rank, and take the memory that they would take.
 
-    What they compute is meaningless: in place of another rank's shard stands a copy of this rank's own. It is for a trial
-    that some ranks may leave by an exception, such as one that has run out of memory.
+    What they compute is meaningless: in place of another rank's shard stands a copy of this rank's own. For a trial that
+    some ranks may leave by an exception.
     """
     if not is_sharded(model):
         yield
@@ -205,10 +192,7 @@ def alone(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def shared_passes(model: nn.Module, loader: DataLoader) -> Iterator[Any]:
-    """The loader for an evaluation of a sharded model, in which ranks may make different numbers of passes.
-
-    A rank that has no batch left helps the others to gather their weights, until none has.
-    """
+    """The loader for an evaluation of a sharded model: a rank that has no batch left helps the others to gather weights."""
     if not is_sharded(model):
         yield loader
         return
@@ -226,14 +210,11 @@ def shared_passes(model: nn.Module, loader: DataLoader) -> Iterator[Any]:
 
 
 class Shards:
-    """How a model is cut into parts, each of whose weights are gathered in one collective; part 0 is what no block has.
-
-    `plain` is a copy of the model from before, without its weights.
-    """
+    """How a model is cut into parts, each of whose weights are gathered in one collective; part 0 is what no block has."""
 
     def __init__(self, model: nn.Module, plain: nn.Module, asked: Sharding, mesh: DeviceMesh) -> None:
-        self.plain, self.asked, self.mesh = plain, asked, mesh
-        self.is_alone = self.is_told = self._some_are_done = False
+        self.plain, self.asked, self.mesh = plain, asked, mesh  # plain: a copy from before, without weights
+        self.is_alone = self.is_told = self.some_are_done = False
         blocks = find_blocks(model)
         for part in (*blocks, model):
             part.register_forward_hook(_without_views)
@@ -253,27 +234,13 @@ class Shards:
             part.set_custom_all_gather(_Gather(self, number))
             part.set_custom_reduce_scatter(_Scatter(self))
 
-    def before_gathering(self, number: int) -> None:
-        """Tell the ranks that have no batch left which part is gathered next."""
-        if self.is_told and (number == 0 or self._some_are_done):
-            self._tell(number)
-
-    def help_others(self) -> None:
-        """Take part in what other ranks gather, until none has a batch left."""
-        while (number := self._tell(None)) is not None:
-            self.is_told = False
-            self.parts[number].unshard()
-            self.parts[number].reshard()
-            self.is_told = True
-
-    def _tell(self, number: int | None) -> int | None:
-        """The part that ranks gather next; None if none does. A collective over the hosts."""
-        mine = torch.tensor([0, 0, 0] if number is None else [1, number, number * number])
-        active, total, squares = reduce_counts(mine).tolist()
-        self._some_are_done = active < world_size()
-        if active * squares != total * total:  # equal numbers alone have no variance
+    def tell(self, number: int | None) -> int | None:
+        """Agree with the ranks that have no batch left on the part that is gathered next, if any. A collective."""
+        told = gather_objects(number)
+        self.some_are_done = None in told
+        if len(numbers := {*told} - {None}) > 1:
             raise Refused("the processes evaluate different parts of the model: each pass has to run the same blocks")
-        return total // active if active else None
+        return next(iter(numbers), None)
 
 
 class _SharedLoader:
@@ -286,7 +253,11 @@ class _SharedLoader:
         try:
             yield from self._loader
         finally:
-            self._shards.help_others()
+            while (number := self._shards.tell(None)) is not None:  # take part in what other ranks gather
+                self._shards.is_told = False
+                self._shards.parts[number].unshard()
+                self._shards.parts[number].reshard()
+                self._shards.is_told = True
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -295,11 +266,12 @@ class _SharedLoader:
         return getattr(self._loader, name)
 
 
+@dataclass
 class _Collective:
     """What FSDP2 calls to communicate; see `torch.distributed.fsdp.FSDPModule.set_custom_all_gather`."""
 
-    def __init__(self, shards: Shards, number: int = 0) -> None:
-        self.shards, self.number = shards, number
+    shards: Shards
+    number: int = 0
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -308,7 +280,8 @@ class _Collective:
 class _Gather(_Collective):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         if not self.shards.is_alone:
-            self.shards.before_gathering(self.number)
+            if self.shards.is_told and (self.number == 0 or self.shards.some_are_done):
+                self.shards.tell(self.number)
             return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         for place, row in enumerate(output_tensor.view(group.size(), -1)):
             if place != group.rank():  # there, the input is a view of the output
@@ -359,8 +332,7 @@ class _RecastLinear(torch.autograd.Function):
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks of a model, inner ones first: modules in its lists of layers that are worth a collective of their own.
 
-    A block with more than a sixteenth of the parameters is divided into the blocks in it, if it has some. Blocks that share
-    parameters with others stay together, in what no block has.
+    Large blocks are divided into the blocks in them. Blocks that share parameters stay together, in what no block has.
     """
     sizes = {part: sum(parameter.numel() for parameter in part.parameters()) for part in model.modules()}
     places = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
@@ -379,7 +351,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
     found = list(dict.fromkeys(blocks_in(model)))
     while found and not {*model.parameters()} - {parameter for block in found for parameter in block.parameters()}:
-        found.pop()  # the model itself has some, so that each pass begins by gathering these: see `Shards._tell`
+        found.pop()  # the model itself has some, so that each pass begins by gathering these: see `Shards.tell`
     return found
 
 

@@ -6,7 +6,6 @@ all ranks. A rank whose heartbeat has stopped is itself stopped or lost. Otherwi
 collectives is to blame: the others, or their devices, wait for it, wherever they are. One process reports it, and all end.
 """
 
-import contextlib
 import json
 import os
 import socket
@@ -15,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import FrameType
@@ -22,12 +22,12 @@ from types import FrameType
 import psutil
 from torch.distributed import PrefixStore, Store
 
-from common.distributed.collectives import begun
+from common.distributed.collectives import begun, first_few
 
 INTERVAL = 2.0  # seconds between two heartbeats
 COMPARISON = 6.0  # seconds between two looks at the heartbeats, which show whose have stopped
 ANSWER = timedelta(seconds=3)  # how long the store may take to answer; after that, its process counts as stopped
-NAMED = 3  # processes that a message names
+STACKS = 3  # that a message shows
 # Files in which a process that waits for others is: in a collective, in DDP's reduction, in the sum of step reports, or
 # waiting for its device, which waits for others'. With many kernels queued, the host may wait in any other line, so
 # collectives are compared first.
@@ -43,6 +43,7 @@ _WAITING = (
 class Heartbeat:
     """What a process tells the others about itself."""
 
+    rank: int
     host: str
     process: int
     launcher: int
@@ -53,18 +54,25 @@ class Heartbeat:
     waits: bool = False  # for other processes
     stack: str = ""  # of the training thread, only if it has made no progress for too long
 
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.process} on {self.host})"
 
-_place = ["starting", 0, 0]  # phase, step, number of notes; written by the training thread only
+    @property
+    def place(self) -> str:
+        """Step and phase, for a message."""
+        return f"step {self.step}, {self.phase}"
+
+
+_phase, _step, _notes = "starting", 0, 0  # written by the training thread only; notes are counted
 _tell: Callable[[str], None] | None = None
-_stop: threading.Event | None = None
+_stop = threading.Event()
 _threads: list[threading.Thread] = []
 
 
 def note(phase: str, step: int | None = None) -> None:
     """Note what this process is about to do, such as "waiting for data"; this counts as progress. No communication."""
-    _place[0] = phase
-    _place[1] = _place[1] if step is None else step
-    _place[2] += 1
+    global _phase, _step, _notes
+    _phase, _step, _notes = phase, _step if step is None else step, _notes + 1
 
 
 def on_end(tell: Callable[[str], None] | None) -> None:
@@ -78,13 +86,11 @@ def begin(store: Store, rank: int, world_size: int, patience: float, name: str) 
 
     `name` is the program's name for messages.
     """
-    global _stop
-    _stop = threading.Event()
-    watch = _Watch(PrefixStore("heartbeat", store), rank, world_size, patience, name, _stop)
+    _stop.clear()
+    watch = _Watch(PrefixStore("heartbeat", store), rank, world_size, patience, name)
     for function in (watch.run, watch.guard):
-        thread = threading.Thread(target=function, name="watchdog", daemon=True)
-        thread.start()
-        _threads.append(thread)
+        _threads.append(threading.Thread(target=function, name="watchdog", daemon=True))
+        _threads[-1].start()
 
 
 def end() -> None:
@@ -94,50 +100,44 @@ def end() -> None:
     takes that for an error ("terminate called without an active exception"). The store answers or fails within seconds. A
     thread that gets no answer at all is left behind: it never returns to the interpreter.
     """
-    global _stop
-    if _stop:
-        _stop.set()
-        _stop = None
-        while _threads:
-            _threads.pop().join(COMPARISON)
+    _stop.set()
+    while _threads:
+        _threads.pop().join(COMPARISON)
     on_end(None)
 
 
 class _IdleTimer:
     """Measures for how long this process has made no progress. Time in which it was stopped itself does not count."""
 
-    def __init__(self):
-        self._noted, self._asked, self._seconds = _place[2], time.monotonic(), 0.0
+    def __init__(self) -> None:
+        self._noted, self._asked, self._seconds = _notes, time.monotonic(), 0.0
 
     def seconds(self) -> float:
         """Seconds without progress so far. Must be called every few seconds."""
         passed, self._asked = time.monotonic() - self._asked, time.monotonic()
-        self._seconds = 0.0 if self._noted != _place[2] else self._seconds + min(passed, COMPARISON)
-        self._noted = _place[2]
+        self._seconds = 0.0 if self._noted != _notes else self._seconds + min(passed, COMPARISON)
+        self._noted = _notes
         return self._seconds
 
 
 class _Watch:
     """The watchdog of one rank; `run` and `guard` are threads."""
 
-    def __init__(self, store: Store, rank: int, world_size: int, patience: float, name: str, stop: threading.Event):
-        self.store, self.rank, self.world_size = store, rank, world_size
-        self.patience, self.name, self.stop = patience, name, stop
-        self.mine = Heartbeat(socket.gethostname(), os.getpid(), os.getppid())
+    def __init__(self, store: Store, rank: int, world_size: int, patience: float, name: str) -> None:
+        self.store, self.world_size, self.patience, self.name = store, world_size, patience, name
+        self.mine = Heartbeat(rank, socket.gethostname(), os.getpid(), os.getppid())
         self.training_thread = threading.main_thread().ident
         self.answered = time.monotonic()  # when the store last answered
         self._beat()
-        self.last_of_first = self._first()  # rank 0 may keep the store, which then ends with it
         store.set_timeout(ANSWER)
 
     def run(self) -> None:
         """Send heartbeats until told to stop; compare all ranks' heartbeats when this process makes no progress."""
         idle, before = _IdleTimer(), None
-        while not self.stop.wait(INTERVAL):
+        while not _stop.wait(INTERVAL):
             seconds = idle.seconds()
             try:
                 self._beat(with_stack=seconds >= self.patience)
-                self.last_of_first = self._first()
                 if seconds < max(self.patience - COMPARISON, self.patience / 2):
                     before = None
                 elif before is None:
@@ -151,91 +151,83 @@ class _Watch:
     def guard(self) -> None:
         """Do the same if the store does not answer because its process is stopped; `run` is then stuck as well."""
         idle = _IdleTimer()
-        while not self.stop.wait(INTERVAL):
+        while not _stop.wait(INTERVAL):
             if idle.seconds() >= self.patience and time.monotonic() - self.answered > COMPARISON:
-                first = self.last_of_first
-                if self.rank == 1:
-                    self._report(f"{_silent(0, first)}; this process stands at step {_place[1]}")
+                if self.mine.rank == 1:
+                    self._report(f"{_silent(self.last_of_first)}; this process stands at step {_step}")
                 else:
                     time.sleep(2 * INTERVAL)  # rank 1 reports first
-                self._end([first])
+                self._end([self.last_of_first])
 
     def _beat(self, with_stack: bool = False) -> None:
-        frame = sys._current_frames().get(self.training_thread)
-        self.mine.phase, self.mine.step, _ = _place
+        """Send a heartbeat, and read the one of rank 0, which may keep the store: the store then ends with it."""
+        frame = sys._current_frames().get(self.training_thread or 0)
+        self.mine.phase, self.mine.step = _phase, _step
         self.mine.count += 1
         self.mine.collectives, self.mine.waits = begun(), _waits(frame)
         self.mine.stack = "".join(traceback.format_stack(frame)) if with_stack else ""
         del frame  # objects that the training thread releases are freed there, not in this thread
-        self.store.set(str(self.rank), json.dumps(asdict(self.mine)))
-
-    def _first(self) -> Heartbeat:
-        return _read(self.store.get("0"))
+        self.store.set(str(self.mine.rank), json.dumps(asdict(self.mine)))
+        self.last_of_first = _read(self.store.get("0"))
 
     def _read_all(self) -> list[Heartbeat]:
-        keys = [str(rank) for rank in range(self.world_size)]
-        return [_read(value) for value in self.store.multi_get(keys)]
+        return [_read(value) for value in self.store.multi_get([str(rank) for rank in range(self.world_size)])]
 
     def _judge(self, before: list[Heartbeat], after: list[Heartbeat]) -> None:
         """Report who is to blame, if this is the first rank with a heartbeat, or wait for that rank's report; then end."""
-        silent = [rank for rank in range(self.world_size) if before[rank].count == after[rank].count]
-        alive = [rank for rank in range(self.world_size) if rank not in silent]
-        with contextlib.suppress(RuntimeError):
-            if self.rank != alive[0]:
+        silent = [now for then, now in zip(before, after, strict=True) if then.count == now.count]
+        alive = [beat for beat in after if beat not in silent]
+        with suppress(RuntimeError):
+            if self.mine.rank != alive[0].rank:
                 self.store.wait(["reported"], timedelta(seconds=3 * INTERVAL))
             else:
-                self._report(self._about_silent(silent, after) if silent else self._about_late(alive))
+                others = f"the others stand at step {max(beat.step for beat in alive)}"
+                self._report(f"{first_few([*map(_silent, silent)])}; {others}" if silent else self._about_late())
                 self.store.set("reported", "")
-        self._end([after[rank] for rank in silent])
+        self._end(silent)
 
-    def _about_silent(self, silent: list[int], beats: list[Heartbeat]) -> str:
-        others = max(beat.step for rank, beat in enumerate(beats) if rank not in silent)
-        return f"{_and_more([_silent(rank, beats[rank]) for rank in silent])}; the others stand at step {others}"
-
-    def _about_late(self, alive: list[int]) -> str:
+    def _about_late(self) -> str:
         time.sleep(INTERVAL)  # until all ranks have sent their stacks
-        beats = self._read_all()
-        late = blamed({rank: beats[rank] for rank in alive})
-        stacks = [f"rank {rank} is at\n{beats[rank].stack}" for rank in late[:NAMED] if beats[rank].stack]
-        does = "stands at" if late == alive else "keeps the others waiting:"
-        text = _and_more([f"{_who(rank, beats[rank])} {does} {_where(beats[rank])}" for rank in late])
-        if late == alive:
+        late = blamed(beats := self._read_all())
+        does = "stands at" if late == beats else "keeps the others waiting:"
+        text = first_few([f"{beat} {does} {beat.place}" for beat in late])
+        if late == beats:
             text = f"no process is behind the others, so a device or the network between them hangs: {text}"
+        stacks = [f"rank {beat.rank} is at\n{beat.stack}" for beat in late[:STACKS] if beat.stack]
         return "\n".join([text, *stacks]).rstrip()
-
-    def _kill(self, beat: Heartbeat) -> None:
-        """Kill a stopped process of this machine, which can't receive the signals of its launcher."""
-        if (beat.host, beat.launcher) == (self.mine.host, self.mine.launcher):
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(beat.process)
-                if process.ppid() == beat.launcher:
-                    process.kill()
 
     def _report(self, text: str) -> None:
         waited = f"No progress for {self.patience:.0f} s (--collective_timeout)"
         rest = "all processes end; the same command resumes from the last checkpoint"
         print(f"{self.name}: {text}\n{waited}: {rest}", file=sys.stderr, flush=True)
         if _tell:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 _tell(text.partition("\n")[0])
 
     def _end(self, stopped: list[Heartbeat]) -> None:
-        """End this process and the stopped ones. Not earlier: the launcher would end the rank that still has to report."""
+        """End this process. Not earlier: the launcher would end the rank that still has to report.
+
+        Stopped processes of this machine, which can't receive the signals of their launcher, are killed.
+        """
         for beat in stopped:
-            self._kill(beat)
+            if (beat.host, beat.launcher) == (self.mine.host, self.mine.launcher):
+                with suppress(psutil.Error):
+                    process = psutil.Process(beat.process)
+                    if process.ppid() == beat.launcher:
+                        process.kill()
         sys.stdout.flush()
         os._exit(1)
 
 
-def blamed(beats: dict[int, Heartbeat]) -> list[int]:
+def blamed(beats: list[Heartbeat]) -> list[Heartbeat]:
     """The ranks that keep the others waiting: those with the fewest collectives, else those that don't wait for others,
     else those at the lowest step; all ranks if they are equal in all of this.
     """
     for count in (lambda beat: beat.collectives, lambda beat: beat.waits, lambda beat: beat.step):
-        fewest = min(map(count, beats.values()))
-        if len(late := [rank for rank, beat in beats.items() if count(beat) == fewest]) < len(beats):
+        fewest = min(map(count, beats))
+        if len(late := [beat for beat in beats if count(beat) == fewest]) < len(beats):
             return late
-    return [*beats]
+    return beats
 
 
 def _read(text: bytes) -> Heartbeat:
@@ -249,18 +241,5 @@ def _waits(frame: FrameType | None) -> bool:
     return frame is not None and any(place in frame.f_code.co_filename for place in _WAITING)
 
 
-def _who(rank: int, beat: Heartbeat) -> str:
-    return f"rank {rank} (process {beat.process} on {beat.host})"
-
-
-def _where(beat: Heartbeat) -> str:
-    return f"step {beat.step}, {beat.phase}"
-
-
-def _silent(rank: int, beat: Heartbeat) -> str:
-    return f"{_who(rank, beat)} gives no sign of life, it is stopped or its machine hangs; its last was {_where(beat)}"
-
-
-def _and_more(texts: list[str]) -> str:
-    more = len(texts) - NAMED
-    return "; ".join(texts[:NAMED]) + (f"; and {more} more" if more > 0 else "")
+def _silent(beat: Heartbeat) -> str:
+    return f"{beat} gives no sign of life, it is stopped or its machine hangs; its last was {beat.place}"

@@ -242,7 +242,7 @@ class Run:
             with all_or_none("looking for what depends on the layout"):
                 if self.config.dry_run:
                     self._training.check_draws(self.plan)
-                inexact = exactness.describe(self.config, model, partial(self._training.attempt, model, self.plan))
+                inexact = exactness.describe(self.config)
         return {"memory": peak} | inexact
 
     def _start(self, state: TrainingState, schedule: Schedule, data: tuple, export: Callable[..., None]) -> None:

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from timm.layers import BatchNormAct2d, SyncBatchNormAct
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.distributed.collectives import is_distributed, node_group
 from common.errors import Refused
+from common.training.shared_normalization import normalize_shared
 
 CONVERTIBLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNormAct2d, SyncBatchNormAct)
 DESCRIPTIONS = {
@@ -33,21 +34,23 @@ DESCRIPTIONS = {
 class StepBatchNorm(_BatchNorm):
     """Batch normalisation of [batch, channels, ...] in a mode of `DESCRIPTIONS`.
 
-    Running statistics are updated once per step.
+    Running statistics are updated once per step. Made by `convert`, which sets its attributes.
 
     Source: Ioffe & Szegedy 2015 (arXiv:1502.03167); group: ghost batch norm, Hoffer et al. 2017 (arXiv:1705.08741).
-    Made by `convert`, not constructed, which sets its attributes.
     """
 
     mode: str
     group_size: int  # samples
     step: "_Step"  # shared by the model's layers
     activates: bool  # timm's BatchNormAct2d drops and activates too
-    collected: torch.Tensor  # [3, channels]: sums over groups of the mean, of the unbiased variance, and of one
-    latest: torch.Tensor | None  # [3, channels]: the same of the latest group; None before the first update
-    rows: tuple[torch.Tensor, ...]  # of `latest`
+    collected: Tensor  # [3, channels]: sums over groups of the mean, of the unbiased variance, and of one
+    latest: Tensor  # [3, channels]: the same of the latest group
+    rows: tuple[Tensor, ...]  # of `latest`; () before the first update
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if self.mode == "frozen" or not self.training:
             y = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
         elif self.mode == "group":
@@ -61,32 +64,33 @@ class StepBatchNorm(_BatchNorm):
         # An export to any batch size must not ask for the length.
         if y.requires_grad and y.shape[0] == 1 and y.device.type == "cpu" and not torch.compiler.is_compiling():
             # torch 2.14 misreads the gradient of a single sample whose places became tokens.
-            y.register_hook(torch.Tensor.contiguous)
+            y.register_hook(Tensor.contiguous)
         if self.activates:
             y = self.act(self.drop(y))
         return y
 
-    def _normalize(self, x: torch.Tensor) -> torch.Tensor:
-        own = torch.compiler.is_compiling() or self.latest is None
-        if not own and self in self.step.pending:
-            self._collect(self.latest)
+    def _normalize(self, x: Tensor) -> Tensor:
         # With momentum 1 the kernel writes just this batch's mean and unbiased variance. The last row stays one.
-        statistics = torch.ones_like(self.collected) if own else self.rows
+        if own := torch.compiler.is_compiling() or not self.rows:
+            statistics = torch.ones_like(self.collected)
+        elif self in self.step.pending:
+            self._collect(self.latest)
+        mean, variance = (statistics[0], statistics[1]) if own else self.rows[:2]
         is_enough = self.mode != "alone" or x.numel() > x.shape[1]  # the variance may need other ranks' values
-        y = F.batch_norm(x, statistics[0], statistics[1], self.weight, self.bias, is_enough, 1.0, self.eps)
+        y = F.batch_norm(x, mean, variance, self.weight, self.bias, is_enough, 1.0, self.eps)
         if own:
             self._collect(statistics)
         else:
             self.step.pending.add(self)
         return y
 
-    def _normalize_groups(self, x: torch.Tensor) -> torch.Tensor:
+    def _normalize_groups(self, x: Tensor) -> Tensor:
         groups, rest = divmod(self.step.samples, self.group_size)
         if rest or not groups:
-            raise Refused(
-                f"a micro-batch of {self.step.samples} samples is not whole groups of norm_batch_size "
-                f"{self.group_size}: choose a multiple of it"
+            told = (
+                f"a micro-batch of {self.step.samples} samples is not whole groups of norm_batch_size {self.group_size}"
             )
+            raise Refused(f"{told}: choose a multiple of it")
         if groups == 1:
             return self._normalize(x)
         # Some layers see several rows of each sample (windows, tokens), so the rows of a group are counted here.
@@ -94,7 +98,7 @@ class StepBatchNorm(_BatchNorm):
             return torch.cat([self._normalize(group) for group in x.split(x.shape[0] // groups)])
         return self._normalize_groups_at_once(x, groups)
 
-    def _normalize_groups_at_once(self, x: torch.Tensor, groups: int) -> torch.Tensor:
+    def _normalize_groups_at_once(self, x: Tensor, groups: int) -> Tensor:
         """One batch norm of [rows of a group, groups * channels, ...]: as many kernels for any number of groups."""
         channels_last = x.dim() > 2 and x.stride(1) == 1
         if channels_last:
@@ -110,18 +114,15 @@ class StepBatchNorm(_BatchNorm):
             return y.movedim(1, -1).unflatten(-1, (groups, -1)).movedim(-2, 0).flatten(0, 1).movedim(-1, 1)
         return y.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1)
 
-    def _collect(self, statistics: torch.Tensor) -> None:
+    def _collect(self, statistics: Tensor) -> None:
         self.collected += statistics
         self.step.has_collected = True
 
     def _apply(self, function: Any, recurse: bool = True) -> "StepBatchNorm":
         # `collected` follows the module to a device or dtype, but is no buffer: DDP would overwrite it with rank 0's.
         super()._apply(function, recurse)
-        self.collected, self.latest, self.step.layers = function(self.collected), None, []
+        self.collected, self.rows, self.step.layers = function(self.collected), (), []
         return self
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, mode={self.mode}" + (f" of {self.group_size}" if self.mode == "group" else "")
 
 
 class _Step:
@@ -145,9 +146,11 @@ class _Step:
         self.latest = torch.cat([torch.zeros_like(self.running), torch.ones_like(self.running[:1])])
         sizes = [layer.num_features for layer in layers]
         parts = zip(layers, self.running.split(sizes, 1), self.counts, self.latest.split(sizes, 1), strict=True)
-        for layer, (layer.running_mean, layer.running_var), layer.num_batches_tracked, layer.latest in parts:
-            # Rows with versions of their own: backward passes don't read what batch norm wrote there.
-            layer.rows = layer.latest.data.unbind()
+        for layer, running, count, latest in parts:
+            layer.running_mean, layer.running_var = running
+            layer.num_batches_tracked, layer.latest = count, latest
+            # With versions of their own: backward passes don't read what batch norm wrote there.
+            layer.rows = latest.data.unbind()
 
     def clear(self) -> None:
         """Forget what layers have collected."""
@@ -161,140 +164,25 @@ class _Step:
             self.samples = len(next(iter(args or kwargs.values())))
 
 
-def normalize_shared(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalise [batch, channels, ...] by the mean and variance of the samples of all ranks of a group.
-
-    Returns the result, and [3, channels]: the mean, the unbiased variance, and one. A collective, and so is its backward.
-    """
-    # Inductor does not know the fused kernels, and fuses the plain form itself.
-    fused = x.is_cuda and not torch.compiler.is_compiling()
-    shared = _FusedSharedNormalization if fused else _SharedNormalization
-    return shared.apply(x, weight, bias, eps, group)
-
-
-class _SharedNormalization(torch.autograd.Function):
-    """Normalise by the mean and variance of all samples of several ranks; gradients flow through the statistics.
-
-    Ranks may hold different numbers of samples. Parameters get this rank's share of the gradient, as always in
-    data-parallel training; the gradient of `x` includes its effect on other ranks through the statistics.
-    Statistics are float32 for half precision and of `x`'s precision otherwise. Means and squared deviations are merged
-    (Chan, Golub & LeVeque 1979), so that nothing cancels if the mean is large.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
-        group: dist.ProcessGroup,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        variance, mean = torch.var_mean(wide, [0, *range(2, x.dim())], correction=0)
-        share = torch.full_like(mean, x.numel() // x.shape[1])
-        own = torch.stack([mean, variance, share])
-        shares = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(shares, own, group=group)
-        means, variances, counts = torch.stack(shares, dim=1)  # each [ranks, channels]
-        count = counts.sum(0)
-        mean = (means * counts).sum(0) / count
-        squares = ((variances + (means - mean).square()) * counts).sum(0)
-        variance = squares / count
-        ctx.save_for_backward(x, weight, mean, torch.rsqrt(variance + eps), count)
-        ctx.group = group
-        statistics = torch.stack([mean, squares / (count - 1), torch.ones_like(mean)])
-        ctx.mark_non_differentiable(statistics)
-        return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps), statistics
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, mean, inverse_deviation, count = ctx.saved_tensors
-        others, channels = [0, *range(2, x.dim())], (1, -1) + (1,) * (x.dim() - 2)
-        wide = gradient.to(mean.dtype)
-        normalized = (x.to(mean.dtype) - mean.view(channels)) * inverse_deviation.view(channels)
-        own = torch.stack([wide.sum(others), (wide * normalized).sum(others)])
-        total = own.clone()
-        dist.all_reduce(total, group=ctx.group)
-        offset, slope = (total / count).unbind()
-        scale = inverse_deviation if weight is None else inverse_deviation * weight
-        x_gradient = (wide - offset.view(channels) - normalized * slope.view(channels)) * scale.view(channels)
-        _, weight_needs, bias_needs, _, _ = ctx.needs_input_grad
-        return x_gradient.to(x.dtype), own[1] if weight_needs else None, own[0] if bias_needs else None, None, None
-
-
-class _FusedSharedNormalization(torch.autograd.Function):
-    """`_SharedNormalization` by the kernels of torch.nn.SyncBatchNorm, without float32 copies of the activations. CUDA only.
-
-    Unlike in torch, the host never waits for the device.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
-        group: dist.ProcessGroup,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        is_channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-        ctx.memory_format = torch.channels_last if is_channels_last else torch.contiguous_format
-        x = x.contiguous(memory_format=ctx.memory_format)
-        mean, inverse_deviation = torch.batch_norm_stats(x, eps)
-        own = torch.cat([mean, inverse_deviation, mean.new_full((1,), x.numel() // x.shape[1])])
-        shares = own.new_empty(dist.get_world_size(group), len(own))
-        dist.all_gather_into_tensor(shares, own, group=group)
-        means, inverse_deviations, counts = shares.split([len(mean), len(mean), 1], dim=1)
-        statistics = mean.new_ones(3, len(mean))  # with momentum 1 the kernel writes mean and unbiased variance here
-        mean, inverse_deviation = torch.batch_norm_gather_stats_with_counts(
-            x, means, inverse_deviations, statistics[0], statistics[1], 1.0, eps, counts.flatten()
-        )
-        ctx.save_for_backward(x, weight, mean, inverse_deviation, counts.flatten().int())
-        ctx.group = group
-        ctx.mark_non_differentiable(statistics)
-        return torch.batch_norm_elemt(x, weight, bias, mean, inverse_deviation, eps), statistics
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, mean, inverse_deviation, counts = ctx.saved_tensors
-        gradient = gradient.contiguous(memory_format=ctx.memory_format)
-        *sums, weight_gradient, bias_gradient = torch.batch_norm_backward_reduce(
-            gradient, x, mean, inverse_deviation, weight, True, *ctx.needs_input_grad[1:3]
-        )
-        total = torch.cat(sums)
-        dist.all_reduce(total, group=ctx.group)
-        x_gradient = torch.batch_norm_backward_elemt(
-            gradient, x, mean, inverse_deviation, weight, *total.chunk(2), counts
-        )
-        return x_gradient, weight_gradient, bias_gradient, None, None
-
-
 def convert(model: nn.Module, mode: str, *, group_size: int = 0) -> int:
-    """Turn every batch norm of `model` into a `StepBatchNorm`, in place, and return their number.
+    """Turn every batch norm of `model` into a `StepBatchNorm` of a mode of `DESCRIPTIONS`, in place; returns their number.
 
-    Parameters, buffers, hooks and state_dict keys stay, so weights can be exchanged with the plain model.
-    With mode "node" this is a collective. With "group" the model's first input must be as long as the micro-batch.
-
-    Args:
-        mode: one of `DESCRIPTIONS`.
-        group_size: samples in a group, at least 2; for mode "group" only.
-
-    Raises:
-        Refused: for a batch norm of an unknown class.
+    Parameters, buffers, hooks and state_dict keys stay, so weights can be exchanged with the plain model. With mode "node"
+    this is a collective. With "group" the model's first input must be as long as the micro-batch, and `group_size` is the
+    number of samples in a group, at least 2. Raises `Refused` for a batch norm of an unknown class.
     """
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
-    for name, layer in layers:
+    step, layers = _Step(), []
+    for name, layer in model.named_modules():
+        if not isinstance(layer, _BatchNorm):
+            continue
         if type(layer) not in CONVERTIBLE or layer.running_mean is None:
             raise Refused(f"{name} ({layer}) can't be converted: needs a known batch norm with running statistics")
-    step = _Step()
-    for _, layer in layers:
+        collected = layer.running_mean.new_zeros(3, layer.num_features)
         layer.__class__ = StepBatchNorm  # a new module would lose the hooks
         layer.mode, layer.group_size, layer.step, layer.activates = mode, group_size, step, hasattr(layer, "act")
-        layer.collected, layer.latest = layer.running_mean.new_zeros(3, layer.num_features), None
-    model.step_batch_norms = [layer for _, layer in layers]  # walking through a large model takes 0.1 ms per step
+        layer.collected, layer.rows = collected, ()
+        layers.append(layer)
+    model.step_batch_norms = layers  # walking through a large model takes 0.1 ms per step
     if mode == "group" and layers:
         model.register_forward_pre_hook(step.note, with_kwargs=True)
     if mode == "node":
@@ -306,13 +194,13 @@ def convert(model: nn.Module, mode: str, *, group_size: int = 0) -> int:
 def alone(model: nn.Module) -> Iterator[None]:
     """In this context, `node` and `global` normalise by this rank's own samples and wait for no other rank.
 
-    It is for a trial that some ranks may leave by an exception while others would wait for their statistics. On a GPU it
-    takes the same memory as sharing; on the CPU sharing needs a few copies of one layer's activations more.
+    For a trial that some ranks may leave by an exception. On a GPU it takes the same memory as sharing; on the CPU sharing
+    needs a few copies of one layer's activations more.
     """
     shared = {layer: layer.mode for layer in _collecting(model) if layer.mode in ("node", "global")}
+    for layer in shared:
+        layer.mode = "alone"
     try:
-        for layer in shared:
-            layer.mode = "alone"
         yield
     finally:
         for layer, mode in shared.items():
@@ -320,10 +208,7 @@ def alone(model: nn.Module) -> Iterator[None]:
 
 
 def freeze(*modules: nn.Module) -> None:
-    """Freeze parts of a model after `convert`: their weights stay, and so do the statistics of their batch norms.
-
-    batch_norm.freeze(model.conv1, model.bn1, model.layer1)
-    """
+    """Freeze parts of a model after `convert`: their weights stay, and so do the statistics of their batch norms."""
     for module in modules:
         module.requires_grad_(False)
         for layer in module.modules():
@@ -345,7 +230,7 @@ def undivided_for(model: nn.Module) -> str:
 
 
 def describe(model: nn.Module) -> str:
-    """The mode and what it means for a converted model, and how many layers are frozen or only half frozen, for people."""
+    """The mode of a converted model and its meaning, and how many layers are frozen or only half frozen, for people."""
     layers = model.step_batch_norms
     if not layers:
         return "none in this model: the same on every layout"

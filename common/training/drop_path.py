@@ -18,26 +18,23 @@ class PositionalDropPath(nn.Module):
 
     def __init__(self, drop_prob: float, scale_by_keep: bool, layer: int, shared: "_Draws") -> None:
         super().__init__()
-        self.drop_prob, self.scale_by_keep, self.layer, self.shared = drop_prob, scale_by_keep, layer, shared
+        self.keep_prob, self.scale_by_keep, self.layer, self.shared = 1 - drop_prob, scale_by_keep, layer, shared
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return x
-        keep_prob = 1 - self.drop_prob
-        mask = (self.shared.draws[self.layer] < keep_prob).to(x.dtype)
-        if keep_prob > 0 and self.scale_by_keep:
-            mask = mask / keep_prob
+        mask = (self.shared.draws[self.layer] < self.keep_prob).to(x.dtype)
+        if self.keep_prob > 0 and self.scale_by_keep:
+            mask = mask / self.keep_prob
         if len(mask) != len(x):  # windows or patches are rows of their own: a sample's rows are dropped together
             mask = mask.repeat_interleave(len(x) // len(mask))
         return x * mask.view(-1, *[1] * (x.dim() - 1))
-
-    def extra_repr(self) -> str:
-        return f"drop_prob={self.drop_prob:.3f}, layer={self.layer}"
 
 
 class _Draws:
     """The numbers of the current micro-batch, shared by a model's layers. A deepcopy has its own."""
 
+    layers = 0
     draws: torch.Tensor  # float32[layers, batch]
 
 
@@ -46,7 +43,7 @@ def convert(model: nn.Module) -> int:
 
     Layers are numbered in the order of `model.named_modules()`. Call `set_draws` before every forward in training.
     """
-    shared = _Draws()
+    model.path_draws = shared = _Draws()
     places = [
         (parent, name, child)
         for parent in model.modules()
@@ -55,12 +52,14 @@ def convert(model: nn.Module) -> int:
     ]
     for layer, (parent, name, child) in enumerate(places):
         setattr(parent, name, PositionalDropPath(child.drop_prob, child.scale_by_keep, layer, shared))
+    shared.layers = len(places)
     return len(places)
 
 
 def layers(model: nn.Module) -> int:
     """How many layers of a converted model drop paths."""
-    return sum(isinstance(module, PositionalDropPath) for module in model.modules())
+    shared = getattr(model, "path_draws", None)
+    return shared.layers if shared else 0
 
 
 def draws(positions: np.ndarray, seed: int, layers: int) -> torch.Tensor | None:
@@ -71,16 +70,10 @@ def draws(positions: np.ndarray, seed: int, layers: int) -> torch.Tensor | None:
     if not layers:
         return None
     rows = [uniforms(positions, key_of(seed, "drop path", layer)) for layer in range(layers)]
-    return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(layers, len(positions)))
+    return torch.from_numpy(np.array(rows, dtype=np.float32))
 
 
 def set_draws(model: nn.Module, draws: torch.Tensor | None) -> None:
-    """Give a converted model the numbers of its next micro-batch: float32[layers, batch] on the model's device.
-
-    `draws` is None for a model without such layers.
-    """
-    if draws is None:
-        return
-    layer = next((module for module in model.modules() if isinstance(module, PositionalDropPath)), None)
-    if layer is not None:
-        layer.shared.draws = draws
+    """Give a converted model the numbers of its next micro-batch: float32[layers, batch] on its device, or None."""
+    if draws is not None:
+        model.path_draws.draws = draws

@@ -1,8 +1,8 @@
 """Freezing: stages of the backbone that do not train, for a while or at all.
 
-A frozen stage keeps its weights, and its batch norms keep their statistics. What never trains has no gradients. What
-begins to train later has them from the first step, since DDP takes the parameters that it finds at the start; they are
-left out until then, so that the optimizer skips these parameters, with weight decay and momentum.
+A frozen stage keeps its weights, and its batch norms keep their statistics. What never trains has no gradients. What begins
+to train later has them from the first step, since DDP takes the parameters that it finds at the start; they are left out
+until then, so that the optimizer skips these parameters, with weight decay and momentum.
 """
 
 from dataclasses import dataclass
@@ -44,8 +44,8 @@ def prepare_layers(config: Any, model: nn.Module) -> None:
 def freeze(config: Any, model: nn.Module) -> None:
     """Freeze what `--freeze_stages` says, after `batch_norm.convert` and before the optimizer is built.
 
-    With `--unfreeze_epochs` it is only noted: `Freezing` does it, step by step. Raises `Refused` for more stages than there
-    are, a model whose stages are unknown, and one of which nothing would be left to train.
+    With `--unfreeze_epochs` it is only noted: `Freezing` does it, step by step. Raises `Refused` if that many stages are not
+    known, or nothing would be left to train.
     """
     if config.freeze_stages == "0":
         if config.unfreeze_epochs:
@@ -54,12 +54,9 @@ def freeze(config: Any, model: nn.Module) -> None:
     found, title = stages(model), config.model if hasattr(model, "pretrained_cfg") else type(model).__name__
     last = len(found) - 1
     if config.freeze_stages != "all" and not last:
-        raise Refused(
-            f"--freeze_stages {config.freeze_stages}: {title} does not say which parameters form a stage; give it a method "
-            "group_matcher() as timm's models have, or take --freeze_stages all"
-        )
-    frozen = {"stem": 0, "all": last}.get(config.freeze_stages)
-    frozen = int(config.freeze_stages) if frozen is None else frozen
+        told = f"--freeze_stages {config.freeze_stages}: {title} does not say which parameters form a stage"
+        raise Refused(f"{told}; give it a method group_matcher() as timm's models have, or take --freeze_stages all")
+    frozen = int({"stem": 0, "all": last}.get(config.freeze_stages, config.freeze_stages))
     if frozen > last:
         raise Refused(f"--freeze_stages {frozen}: {title} has {last} stages here; take at most {last}, or all")
     names = ["stem", *(f"stage {number}" for number in range(1, last + 1))] if last else ["backbone"]
@@ -81,7 +78,7 @@ def freeze(config: Any, model: nn.Module) -> None:
 
 
 class Freezing:
-    """What of `model` is frozen in a step: a pure function of the step."""
+    """Freezes stages of `model` as a pure function of the step."""
 
     def __init__(self, config: Any, model: nn.Module, stream: Stream) -> None:
         self._model, self._frozen = model, getattr(model, "frozen_stages", [])
@@ -91,10 +88,8 @@ class Freezing:
         epochs = config.unfreeze_epochs.split(",") if config.unfreeze_epochs else []
         units = [self._frozen[:2], *([stage] for stage in self._frozen[2:])][::-1]  # the stem with the first stage
         if len(epochs) > len(units):
-            raise Refused(
-                f"--unfreeze_epochs {config.unfreeze_epochs}: {len(epochs)} epochs for {len(units)} frozen stages; give at "
-                f"most {len(units)}"
-            )
+            told = f"--unfreeze_epochs {config.unfreeze_epochs}: {len(epochs)} epochs for {len(units)} frozen stages"
+            raise Refused(f"{told}; give at most {len(units)}")
         for place, epoch in enumerate(epochs):
             low, high = (len(units) * end // len(epochs) for end in (place, place + 1))
             part = [stage for unit in units[low:high][::-1] for stage in unit]
@@ -111,7 +106,7 @@ class Freezing:
                 layer.mode = "frozen" if layer in still else mode
 
     def leave_out_gradients(self) -> None:
-        """Drop the gradients of what is frozen in this step, before anything looks at them."""
+        """Drop the gradients of stages that are frozen in this step, before anything looks at them."""
         for parameter in self._left_out or ():
             parameter.grad = None
 
@@ -121,15 +116,13 @@ class Freezing:
             return {}
         count = self._model.stage_count
         frozen = sum(parameter.numel() for stage in self._frozen for parameter in stage.parameters)
-        names = [stage.name for stage in self._frozen]
         share = frozen / sum(parameter.numel() for parameter in self._model.parameters())
         layers = sum(len(stage.batch_norms) for stage in self._frozen)
-        text = _joined(names) + f" of {count}" * bool(count) + f", {share:.0%} of the parameters"
+        text = _joined(self._frozen) + f" of {count}" * bool(count) + f", {share:.0%} of the parameters"
         text += f", {layers} batch norms with their statistics" * bool(layers)
-        later = [f"{_joined([stage.name for stage in part])} from step {first + 1:,}" for first, part in self._parts]
+        later = [f"{_joined(part)} from step {first + 1:,}" for first, part in self._parts]
         return {"frozen": text + f"; train later: {', '.join(later)}" * bool(later)}
 
 
-def _joined(names: list[str]) -> str:
-    """`stem`, `stage 1` to `stage 3` -> "stem to stage 3"."""
-    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+def _joined(stages: list[Stage]) -> str:
+    return stages[0].name if len(stages) == 1 else f"{stages[0].name} to {stages[-1].name}"

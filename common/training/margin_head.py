@@ -44,8 +44,8 @@ class MarginHead(nn.Module):
     (`cosface`), or added to its angle (`arcface`). With `share` below 1 a step compares with its positives, the classes of the
     whole global batch, and with that share of all other classes; the rest have gradients of 0 in that step.
 
-    The directions are no part of a model's `state_dict`, so neither of its moving average and export: checkpoints have them in
-    a file of their own. They are computed in their own precision, under autocast, too.
+    The directions are no part of a model's `state_dict`, moving average and export: checkpoints have them in a file of their
+    own. They are computed in their own precision, under autocast, too.
     """
 
     def __init__(
@@ -71,13 +71,12 @@ class MarginHead(nn.Module):
         self.classes, self.share, self.seed = classes, share, seed
         self._first, last = each * rank(), min(each * (rank() + 1), classes)
         self._own = np.arange(self._first, last)
-        weight = torch.empty(len(self._own), features, dtype=dtype)
-        for start in range(self._first // _BLOCK * _BLOCK, last, _BLOCK):  # a row is a function of (seed, class)
-            draws = torch.Generator().manual_seed(key_of(seed, "margin head", start) >> 1)
-            block = 0.01 * torch.randn(_BLOCK, features, generator=draws)[max(0, self._first - start) : last - start]
-            place = max(0, start - self._first)
-            weight[place : place + len(block)] = block
-        weight = weight.to(device)
+        low = self._first // _BLOCK * _BLOCK
+        weight = torch.empty(-(-(last - low) // _BLOCK) * _BLOCK, features)
+        for start in range(0, len(weight), _BLOCK):  # a row is a function of (seed, class)
+            draws = torch.Generator().manual_seed(key_of(seed, "margin head", low + start) >> 1)
+            weight[start : start + _BLOCK].normal_(0, 0.01, generator=draws)
+        weight = weight[self._first - low : last - low].to(device, dtype)
         if world_size() > 1:
             group: Any = dist.group.WORLD
             mesh = DeviceMesh.from_group(group, weight.device.type, mesh_dim_names=("classes",))
@@ -90,8 +89,7 @@ class MarginHead(nn.Module):
         """Choose the classes of a step with up to `micro_steps` micro-batches of `limit` samples on each rank. A collective.
 
         `labels` int64[n] belong to this rank's samples of the whole step; a `share` of 1 does not need them. The host does not
-        wait for the device. If `alone`, no other rank is waited for, as by `sharding.alone`: in place of the others' samples
-        stand copies.
+        wait for the device. If `alone`, copies stand in place of the other ranks' samples, as in `sharding.alone`.
         """
         self._limit, self._rows, self._is_shared = limit, None, world_size() > 1 and not alone
         if self.share == 1:
@@ -103,7 +101,7 @@ class MarginHead(nn.Module):
         positives = self._gathered(_padded(labels, limit * micro_steps, -1)) - self._first
         positives = torch.where((positives >= 0) & (positives < count), positives, count)
         rows = torch.cat([negatives.to(labels.device, non_blocking=True), positives]).sort().values
-        # The host knows their number, since those that are not of this rank, or come twice, stay and don't count.
+        # Rows of other ranks, and those that come twice, stay and don't count, so that the host knows the number.
         self._counted = (rows < count) & (rows != F.pad(rows, (1, 0), value=-1)[:-1])
         self._rows = rows.clamp(max=count - 1)
 
@@ -138,7 +136,7 @@ class MarginHead(nn.Module):
         return gathered
 
     def _summed(self, rows: Tensor) -> Tensor:
-        """This rank's part of the rows of the sum over ranks."""
+        """The sum over ranks of the rows of this rank's samples."""
         own = rows[: len(rows) // world_size()].contiguous()
         if self._is_shared:
             reduce_scatter(own, rows)

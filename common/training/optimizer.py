@@ -1,9 +1,11 @@
 """Optimizer, learning rate schedule, gradient clipping and moving average of the weights."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
+from itertools import compress
 from typing import Any
 
 import timm.optim
@@ -12,6 +14,7 @@ from accelerate import Accelerator
 from timm.optim import muon, param_groups_layer_decay, param_groups_weight_decay
 from timm.utils import ModelEmaV3
 from timm.utils.agc import adaptive_clip_grad, unitwise_norm
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from common.config.fields import OptimizationConfig
@@ -23,14 +26,12 @@ from common.errors import Refused
 from common.training.parts import parts
 
 _newton_schulz = muon.zeropower_via_newtonschulz
-# Optimizers of torch in timm's factory, which have a fused form: 6 times as fast, and no host sync under fp16.
-_FUSED = {"adam", "adamw", "sgd", "momentum"}
+# Optimizers of torch in timm's factory, which have a fused form: 6 times as fast, and no host sync under fp16. Torch has no
+# fused kernel for the shards of the last two.
+_FUSED, _FUSED_UNLESS_IN_SHARDS = {"adam", "adamw"}, {"sgd", "momentum"}
 # Kron has a random generator of its own and keeps lists of tensors; AdaHessian needs second derivatives.
 _UNFIT = ["kron*", "adahessian"]
-# Torch has no fused kernel for the shards of these.
-_NOT_FUSED_ON_SHARDS = {"sgd", "momentum"}
-# Optimizers whose step on shards equals the step on whole weights within 1e-10 in float64:
-# tests/training/test_sharded_optimizers.py has the table.
+# Optimizers whose step on shards equals the step on whole weights within 1e-10 in float64; a test has the table.
 ON_SHARDS = {
     *"adabelief adadelta adagrad adam adamax adamc adamw adamwlegacy adan adanw adopt adoptc adoptw lamb lambc".split(),
     *"lambcd lambcw lambw larc lars madgrad madgradw momentum muon nadam nadamc nadamlegacy nadamw nesterov".split(),
@@ -39,12 +40,11 @@ ON_SHARDS = {
 }
 
 
-def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(config: OptimizationConfig, model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer of timm's factory over the trainable parameters of `model`.
 
     Norms, biases and what `model.no_weight_decay()` names have no weight decay. With `layer_decay` or a factor of a part's
-    rate, parameter groups have an `lr_scale`. `set_learning_rate` sets the rate of a step. Raises `Refused` for an unknown
-    name, and for a factor of a part that the model does not have.
+    rate, parameter groups have an `lr_scale`. Raises `Refused` for an unknown name or part.
     """
     name, known = config.opt.lower(), timm.optim.list_optimizers(exclude_filters=_UNFIT)
     if name not in known:
@@ -53,11 +53,9 @@ def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch
     # Lamb's norm of all gradients takes them whole or in shards, but not some of each.
     on_shards = ON_SHARDS if is_sharded(model) else {each for each in ON_SHARDS if not each.startswith("lamb")}
     if in_shards and name not in on_shards:
-        raise Refused(
-            f"--opt {config.opt}: its step on a shard differs from its step on whole weights; a sharded run takes "
-            f"{', '.join(sorted(on_shards))}"
-        )
-    fused = _FUSED - _NOT_FUSED_ON_SHARDS if in_shards else _FUSED
+        told = f"--opt {config.opt}: its step on a shard differs from its step on whole weights"
+        raise Refused(f"{told}; a sharded run takes {', '.join(sorted(on_shards))}")
+    fused = _FUSED if in_shards else _FUSED | _FUSED_UNLESS_IN_SHARDS
     muon.zeropower_via_newtonschulz = _orthogonalized if in_shards else _newton_schulz
     try:
         optimizer = timm.optim.create_optimizer_v2(
@@ -70,24 +68,22 @@ def build_optimizer(config: OptimizationConfig, model: torch.nn.Module) -> torch
             **({"fused": True} if name in fused else {}),
         )
     except (ImportError, AssertionError, TypeError, ValueError, RuntimeError) as error:
-        raise Refused(
-            f"--opt {config.opt}: can't be built here ({error}); adamw, sgd, lion and lamb always can"
-        ) from None
+        told = f"--opt {config.opt}: can't be built here ({error})"
+        raise Refused(f"{told}; adamw, sgd, lion and lamb always can") from None
     if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["fused"]:
         optimizer.register_step_pre_hook(_begin_momentum)
     return optimizer
 
 
-def _orthogonalized(matrix: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-    """Muon's update, computed from the whole matrix: that of one shard is another. A collective if `matrix` is in shards."""
+def _orthogonalized(matrix: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    """Muon's update, which depends on the whole matrix. A collective if `matrix` is in shards."""
     return shard_like(_newton_schulz(whole(matrix), *arguments, **options), matrix)
 
 
 def _begin_momentum(optimizer: torch.optim.SGD, *_) -> None:
     """Initialise each momentum with 0, which gives the same first step as no momentum.
 
-    torch's fused SGD begins with uninitialised memory that its first step overwrites. If fp16 skips that step, the next one
-    would read it.
+    torch's fused SGD begins with uninitialised memory, which the next step would read if fp16 skips the first one.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
@@ -95,45 +91,41 @@ def _begin_momentum(optimizer: torch.optim.SGD, *_) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def _groups(config: OptimizationConfig, model: torch.nn.Module) -> list[dict]:
+def _groups(config: OptimizationConfig, model: nn.Module) -> list[dict]:
     """Parameters with the same weight decay and the same factor of the learning rate."""
-    options = {"weight_decay": config.weight_decay}
-    if hasattr(model, "no_weight_decay"):
-        options["no_weight_decay_list"] = model.no_weight_decay()
+    exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+    options = {"weight_decay": config.weight_decay, "no_weight_decay_list": exempt}
     if config.layer_decay < 1:
         if not any(map(partial(hasattr, model), ("group_matcher", "pretrained_cfg", "backbone"))):
-            raise Refused(
-                f"--layer_decay {config.layer_decay}: {type(model).__name__} does not say which parameters form a layer; give "
-                "it a method group_matcher() as timm's models have, or leave the flag out"
+            told = (
+                f"--layer_decay {config.layer_decay}: {type(model).__name__} does not say which parameters form a layer"
             )
+            raise Refused(f"{told}; give it a method group_matcher() as timm's models have, or leave the flag out")
         groups = param_groups_layer_decay(model, layer_decay=config.layer_decay, **options)
     else:
         groups = param_groups_weight_decay(model, **options)
-    groups = _apart(groups, getattr(model, "margin_head", None))
+    # The weights of a margin head may be in shards beside whole ones.
+    own = {*map(id, model.margin_head.parameters())} if hasattr(model, "margin_head") else set()
+    groups = [group for _, group in _split(groups, own.__contains__)]
     factors = lr_factors(config)
     if set(factors.values()) == {1}:
         return groups
     found = parts(model)
     if config.neck_lr_factor != 1 and not found["neck"]:
         raise Refused(f"--neck_lr_factor {config.neck_lr_factor}: {type(model).__name__} has no neck; leave it out")
-    factor_of = {id(parameter): factors[part] for part in found for parameter in found[part]}
-    split = []
+    groups = _split(groups, {id(parameter): factors[part] for part in found for parameter in found[part]}.get)
+    return [group | {"lr_scale": factor * group.get("lr_scale", 1.0)} for factor, group in groups]
+
+
+def _split(groups: list[dict], key: Callable[[int], Any]) -> list[tuple[Any, dict]]:
+    """The groups, divided by `key(id(parameter))`, with that key."""
+    divided = []
     for group in groups:
-        for factor in dict.fromkeys(factors.values()):
-            parameters = [parameter for parameter in group["params"] if factor_of[id(parameter)] == factor]
-            split.append(group | {"params": parameters, "lr_scale": factor * group.get("lr_scale", 1.0)})
-    return [group for group in split if group["params"]]
-
-
-def _apart(groups: list[dict], head: torch.nn.Module | None) -> list[dict]:
-    """The groups, with the weights of a margin head in a group of their own: they may be in shards beside whole ones."""
-    own = {*map(id, head.parameters())} if head else set()
-    parts = [
-        group | {"params": [parameter for parameter in group["params"] if (id(parameter) in own) == is_own]}
-        for group in groups
-        for is_own in (False, True)
-    ]
-    return [group for group in parts if group["params"]]
+        parts: dict[Any, list] = {}
+        for parameter in group["params"]:
+            parts.setdefault(key(id(parameter)), []).append(parameter)
+        divided += [(value, group | {"params": part}) for value, part in parts.items()]
+    return divided
 
 
 def lr_factors(config: OptimizationConfig) -> dict[str, float]:
@@ -141,18 +133,17 @@ def lr_factors(config: OptimizationConfig) -> dict[str, float]:
     return {"backbone": config.backbone_lr_factor, "neck": config.neck_lr_factor, "head": config.head_lr_factor}
 
 
-def describe(config: OptimizationConfig, model: torch.nn.Module) -> str:
+def describe(config: OptimizationConfig, model: nn.Module) -> str:
     """Learning rate and optimizer for the start table, with the rate of each part if they differ."""
     peak, factors = peak_learning_rate(config), lr_factors(config)
     text = f"{peak:.4g}, {config.schedule}, {config.opt}"
     if len(set(factors.values())) > 1:
-        text += "; " + ", ".join(
-            f"{part} {peak * factors[part]:.4g}" for part, of_part in parts(model).items() if of_part
-        )
+        rates = [f"{part} {peak * factors[part]:.4g}" for part, of_part in parts(model).items() if of_part]
+        text += f"; {', '.join(rates)}"
     return text + f"; times {config.layer_decay:g} per layer from the head down" * (config.layer_decay < 1)
 
 
-def peak_learning_rate(config: OptimizationConfig) -> float:
+def peak_learning_rate(config: Any) -> float:
     """`lr` scaled from its reference batch to the run's global batch (Goyal et al., 2017; Krizhevsky, 2014)."""
     ratio = config.global_batch_size / config.lr_batch_size
     return config.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
@@ -167,18 +158,11 @@ class Schedule:
     total_steps: int
 
     def __post_init__(self) -> None:
-        try:
-            valid = all(0 < float(epochs) < math.inf for epochs in self.config.step_epochs.split(","))
-        except ValueError:
-            valid = False
-        if not valid:
-            raise Refused(
-                f"--step_epochs {self.config.step_epochs}: must be epochs above 0, such as 30, or 8,11 for each fall"
-            )
-
-    @cached_property
-    def _warmup(self) -> int:
-        return min(self.stream.steps(self.config.warmup_epochs), self.total_steps)
+        with suppress(ValueError):
+            if all(0 < float(epochs) < math.inf for epochs in self.config.step_epochs.split(",")):
+                return
+        told = f"--step_epochs {self.config.step_epochs}: must be epochs above 0"
+        raise Refused(f"{told}, such as 30, or 8,11 for each fall")
 
     @property
     def peak(self) -> float:
@@ -186,7 +170,8 @@ class Schedule:
 
     def __call__(self, step: int) -> float:
         """The learning rate of step `step`, counted from 0."""
-        config, peak, warmup = self.config, self.peak, self._warmup
+        config, peak = self.config, self.peak
+        warmup = min(self.stream.steps(config.warmup_epochs), self.total_steps)
         if step < warmup:
             return peak * (step + 1) / warmup
         progress = (step - warmup) / max(1, self.total_steps - warmup)
@@ -196,13 +181,9 @@ class Schedule:
         if config.schedule == "linear":
             return least + (peak - least) * (1 - progress)
         if config.schedule == "step":
-            return peak * config.step_factor ** self._falls(step)
+            at = [max(1, self.stream.steps(float(epochs))) for epochs in config.step_epochs.split(",")]
+            return peak * config.step_factor ** (step // at[0] if len(at) == 1 else sum(step >= fall for fall in at))
         return peak
-
-    def _falls(self, step: int) -> int:
-        """How often the rate has been multiplied by the step factor before `step`."""
-        at = [max(1, self.stream.steps(float(epochs))) for epochs in self.config.step_epochs.split(",")]
-        return step // at[0] if len(at) == 1 else sum(step >= fall for fall in at)
 
 
 def build_schedule(config: Any, stream: Stream) -> Schedule:
@@ -226,46 +207,45 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate * group["lr_scale"]
 
 
-def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float, mode: str) -> torch.Tensor:
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, mode: str) -> Tensor:
     """Clip in place if `limit` > 0, and return the global L2 norm before clipping: a scalar on the device, without a wait.
 
     Mode `norm` scales all gradients together (Pascanu et al., 2013), `agc` each unit's by the norm of its weights
     (adaptive gradient clipping: Brock et al., 2021).
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = total_norm([parameter.grad for parameter in parameters])
+    norm = total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     if limit and mode == "agc":
-        clip_units = (
-            _clip_sharded_units if any(isinstance(each, DTensor) for each in parameters) else adaptive_clip_grad
-        )
-        clip_units(parameters, limit)
+        in_shards = any(isinstance(parameter, DTensor) for parameter in parameters)
+        (_clip_sharded_units if in_shards else adaptive_clip_grad)(parameters, limit)
     elif limit:
         for part in alike(parameters):
-            torch.nn.utils.clip_grads_with_norm_(part, limit, norm)
+            nn.utils.clip_grads_with_norm_(part, limit, norm)
     return norm
 
 
-def unscale_gradients(accelerator: Accelerator, optimizers: Sequence, model: torch.nn.Module) -> None:
+def unscale_gradients(accelerator: Accelerator, optimizers: Sequence, model: nn.Module) -> None:
     """Under fp16 undo the loss scale. If a gradient overflows on any rank, all ranks will skip the step.
 
-    torch's scaler does not take whole gradients beside one in shards, that of a margin head. So it does not see that one,
-    whose overflow is carried over to a whole one, which all ranks have.
+    torch's scaler does not take whole gradients beside a margin head's gradient, which is in shards. So it does not see the
+    latter, whose overflow is carried over to a whole gradient, which all ranks have.
     """
     weight = getattr(getattr(model, "margin_head", None), "weight", None)
     if is_sharded(model) or not (accelerator.scaler and isinstance(weight, DTensor)):
         accelerator.unscale_gradients(optimizers)
         return
-    gradient, weight.grad = weight.grad, None
-    carrier = next(parameter for parameter in model.parameters() if parameter.grad is not None)
-    carrier.grad += 0 * all_sum(local(gradient).sum())  # NaN if one number is not finite
+    gradient: Any = weight.grad
+    weight.grad = None
+    carrier = next(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    carrier += 0 * all_sum(local(gradient).sum())  # NaN if one number is not finite
     scale = accelerator.scaler.scale(torch.ones((), device=carrier.device))
     accelerator.unscale_gradients(optimizers)
     weight.grad = gradient.div_(scale)
 
 
-def _clip_sharded_units(parameters: list[torch.nn.Parameter], limit: float) -> None:
+def _clip_sharded_units(parameters: list[nn.Parameter], limit: float) -> None:
     """timm's `adaptive_clip_grad` of parameters in shards, which have whole rows of weights, but parts of a vector."""
-    pairs = [(parameter.detach(), parameter.grad) for parameter in parameters]
+    pairs: list[Any] = [(parameter.detach(), parameter.grad) for parameter in parameters]
     vectors = [tensor.norm() for pair in pairs for tensor in pair if tensor.ndim < 2]
     norms = iter(whole(torch.stack(vectors)) if vectors else ())
     for pair in pairs:
@@ -275,7 +255,7 @@ def _clip_sharded_units(parameters: list[torch.nn.Parameter], limit: float) -> N
         gradient.copy_(torch.where(of_gradient < highest, gradient, clipped))
 
 
-def build_ema(config: OptimizationConfig, model: torch.nn.Module) -> ModelEmaV3 | None:
+def build_ema(config: OptimizationConfig, model: nn.Module) -> ModelEmaV3 | None:
     """timm's exponential moving average of weights and buffers, or None. Its decay warms up with the step.
 
     Build it before Accelerate prepares the model: a copy of a prepared model would run the original's forward.
@@ -289,14 +269,14 @@ def build_ema(config: OptimizationConfig, model: torch.nn.Module) -> ModelEmaV3 
 class ShardedAverage(ModelEmaV3):
     """timm's moving average of a sharded model, in shards, too."""
 
-    def __init__(self, model: torch.nn.Module, **options: Any) -> None:
-        super().__init__(torch.nn.Linear(1, 1), **options)
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(nn.Linear(1, 1), **options)
         self.module = twin(model).eval()
 
-    def apply_update_(self, model: torch.nn.Module, decay: float) -> None:
+    def apply_update_(self, model: nn.Module, decay: float) -> None:
         mine, theirs = ([*map(local, module.state_dict().values())] for module in (self.module, model))
-        pairs = [pair for pair in zip(mine, theirs, strict=True) if pair[0].is_floating_point()]
-        torch._foreach_lerp_(*map(list, zip(*pairs, strict=True)), weight=1 - decay)
+        floats = [tensor.is_floating_point() for tensor in mine]
+        torch._foreach_lerp_([*compress(mine, floats)], [*compress(theirs, floats)], weight=1 - decay)
         for average, newest in zip(mine, theirs, strict=True):
             if not average.is_floating_point():
                 average.copy_(newest)

@@ -1,7 +1,7 @@
 """Parts of a model: its backbone, neck and head, and the stages of the backbone.
 
-The stages are those of timm's `group_matcher(coarse=True)`: the four of a ResNet or ConvNeXt, the blocks of a vision
-transformer, the rows of an EfficientNet. Models of transformers have them in `encoder.stages` or `encoder.layer`.
+timm's `group_matcher(coarse=True)` names the stages: four in a ResNet or ConvNeXt, the blocks of a vision transformer, the
+rows of an EfficientNet. Models of transformers have them in `encoder.stages` or `encoder.layer`.
 """
 
 import timm

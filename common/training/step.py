@@ -1,16 +1,16 @@
-"""One optimizer step: this rank's micro-batches, their backward passes, and what came out of them.
-
-The trial before the first step, DDP's warm-up and training make the same passes, with the same function of the recipe.
-"""
+"""One optimizer step: this rank's micro-batches, their backward passes, and what came out of them."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from common.data.batch_plan import BatchPlan
 from common.data.loader import DeviceBatch, Prefetcher, training_loader
@@ -26,12 +26,15 @@ from common.training.warm_up import check_losses, warm_up
 
 
 class Samples(Protocol):
-    """A recipe's training samples: positions of the stream -> a batch; see `torch.utils.data.Dataset.__getitems__`."""
+    """A recipe's training samples, a `torch.utils.data.Dataset`."""
 
     source: Any  # of the images: `data.source.Source`, or `detection.data.annotated.Annotated`
     stream: Stream
     unit: int  # consecutive positions that stay together on a rank
     few_shapes: bool  # convolutions have few different shapes, so cuDNN may search for the fastest algorithm for each
+
+    def __getitems__(self, positions: np.ndarray) -> DeviceBatch:
+        """The samples at these positions of the stream: a pure function."""
 
     def describe(self) -> dict[str, str]:
         """Rows of the start table."""
@@ -51,7 +54,7 @@ class Evaluated(Protocol):
     def batches(self, most: int) -> list:
         """Indices of all images of the source, in batches of up to `most` that are the same on every layout."""
 
-    def export(self, model: torch.nn.Module, train: Any, results: dict, folder: Path) -> None:
+    def export(self, model: nn.Module, train: Any, results: dict, folder: Path) -> None:
         """Write a folder of `model`, trained on the source `train`, and of how to prepare its images: it becomes `best/`."""
 
 
@@ -62,8 +65,8 @@ class _Enough(Exception):
 class StepOutcome(NamedTuple):
     """What one step made on this rank, of its n samples."""
 
-    losses: torch.Tensor  # [n], on the device
-    positions: torch.Tensor  # int64[n], of the stream
+    losses: Tensor  # [n], on the device
+    positions: Tensor  # int64[n], of the stream
     data_wait: float  # seconds that were waited for data
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
 
@@ -80,18 +83,20 @@ class TrainingStep:
     def __init__(
         self,
         accelerator: Accelerator,
-        model: torch.nn.Module,
+        model: nn.Module,
         samples: Samples,
-        losses_of: Callable[[torch.nn.Module, DeviceBatch], torch.Tensor],
+        losses_of: Callable[[nn.Module, DeviceBatch], Tensor],
         freezing: Freezing,
     ):
         self.model, self.samples, self._freezing = model, samples, freezing
         self._accelerator, self._losses_of, self._device = accelerator, losses_of, accelerator.device
         self._is_counted, self._head = hasattr(model, "counts"), getattr(model, "margin_head", None)
+        self._losses: list[Tensor] = []  # of the micro-batches of the current step
+        self._positions: list[Tensor] = []
         # Micro-batches of a step are all fetched before its first pass.
         self._looks_ahead = self._is_counted or (self._head is not None and self._head.share < 1)
 
-    def attempt(self, network: torch.nn.Module, plan: BatchPlan) -> None:
+    def attempt(self, network: nn.Module, plan: BatchPlan) -> None:
         """Add the gradient of the losses of the largest micro-batch of `plan`, on noise: the same in every call.
 
         Waits for no other rank. Losses of another shape than [B] are refused.
@@ -99,7 +104,7 @@ class TrainingStep:
         devices.seed(0, self._device)
         count = plan.micro_steps if self._looks_ahead else 1  # as many as are on the device at once
         feed = Prefetcher((self.samples.blank(plan.micro_batch_sizes[0]) for _ in range(count)), self._device)
-        batches = [next(feed) for _ in range(count)]  # which stay there until the backward is done
+        batches: list[Any] = [next(feed) for _ in range(count)]  # which stay there until the backward is done
         self._set_totals(batches[:1])
         self._begin_head(0, batches[:1], plan, alone=network is self.model)
         drop_path.set_draws(self.model, batches[0].drop_path)
@@ -111,16 +116,15 @@ class TrainingStep:
     def check_draws(self, plan: BatchPlan) -> None:
         """Make up to 32 samples of the first step twice, and once more in two parts; raise `Refused` if they then differ.
 
-        They would be drawn from the state of a global generator, which depends on the layout. Masks of dropout, which are, too,
-        are kept the same.
+        They would be drawn from the state of a global generator, which depends on the layout, as only dropout may.
         """
         first, end = plan.span(rank(), 0)
         units = min((end - first) // plan.unit, max(2, 32 // plan.unit))
         middle, end = first + units // 2 * plan.unit, first + units * plan.unit
-        made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for seed in (1, 2):
-            warm_up(self.model, self.model, lambda seed=seed: made.update({seed: self._made(seed, (first, end))[1:]}))
-        (images, losses), (again, losses_again) = made.values()
+        made: list[tuple] = []
+        for _ in range(2):
+            warm_up(self.model, self.model, lambda: made.append(self._made(1 + len(made), (first, end))))
+        (_, images, losses), (_, again, losses_again) = made
         spans = [span for span in ((first, middle), (middle, end)) if span[0] < span[1]]
         parts = torch.cat([self._made(3, span, only_images=True)[1] for span in spans])
         pairs = {
@@ -131,17 +135,17 @@ class TrainingStep:
         for what, (one, other) in pairs.items():
             if not torch.allclose(one, other, 1e-4, 1e-4, equal_nan=True):
                 raise Refused(
-                    f"the same samples, made again, have other {what}: an augmentation, the data set or the loss draws random "
-                    "numbers from the state of a global generator, so that they depend on the layout; draw them from the "
-                    "positions of the samples, as common.randomness does (docs/change_it.md)"
+                    f"the same samples, made again, have other {what}: an augmentation, the data set or the loss draws from "
+                    "a global generator, so that the numbers depend on the layout; draw them from the positions of the "
+                    "samples, as common.randomness does (docs/change_it.md)"
                 )
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")
-    def first_batch(self, plan: BatchPlan, limit: int) -> Iterator[tuple[torch.Tensor, list[tuple[str, str, list]]]]:
+    def first_batch(self, plan: BatchPlan, limit: int) -> Iterator[tuple[Tensor, list[tuple[str, str, list]]]]:
         """Up to `limit` samples of the first global batch: images [B, 3, H, W] as the model gets them, and what they show.
 
-        Made in parts no larger than a micro-batch. No communication: each process can make any sample.
+        Made in parts no larger than a micro-batch. No communication.
         """
         size = plan.micro_batch_sizes[0]
         end = min(plan.global_batch_size, -(-limit // plan.unit) * plan.unit)
@@ -154,7 +158,7 @@ class TrainingStep:
 
         `seed` goes to all global generators.
         """
-        seen = []
+        seen: list[Tensor] = []
 
         def reseed(number: int) -> None:
             seed_generators(number)
@@ -166,29 +170,29 @@ class TrainingStep:
                 raise _Enough
             reseed(0)  # of the masks of dropout
 
-        hooks = [
-            self.model.register_forward_pre_hook(before, prepend=True),  # before what shards the model waits for others
-            self.model.register_forward_hook(lambda *_: reseed(seed)),
-        ]
         reseed(seed)
-        batch = next(Prefetcher([self.samples.__getitems__(self.samples.stream.positions(0, span))], self._device))
+        read = self.samples.__getitems__(self.samples.stream.positions(0, span))
+        batch: Any = next(Prefetcher([read], self._device))
         reseed(seed)  # reading images has left the generators in a state of its own
         self._set_totals([batch])
         self._begin_head(0, [batch])
         drop_path.set_draws(self.model, batch.drop_path)
-        losses = batch.positions
+        # Before what shards the model waits for others.
+        begin = self.model.register_forward_pre_hook(before, prepend=True)
+        end = self.model.register_forward_hook(lambda *_: reseed(seed))
+        losses = None
         try:
             losses = self._losses_of(self.model, batch)
         except _Enough:
             pass
         finally:
-            for hook in hooks:
-                hook.remove()
+            begin.remove()
+            end.remove()
         return batch, seen[0].double(), losses
 
     def begin(
         self,
-        network: torch.nn.Module,
+        network: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         plan: BatchPlan,
         seed: int,
@@ -197,20 +201,18 @@ class TrainingStep:
     ) -> None:
         """Start the data workers for `steps`, (first, end)."""
         self.plan, self._network, self._optimizers, self._seed = plan, network, optimizers, seed
-        loader = training_loader(self.samples, plan, *steps, workers)
+        loader = training_loader(cast(Dataset, self.samples), plan, *steps, workers)
         self._feed = Prefetcher(loader, self._device)
         self._parameters = list(self.model.parameters())  # once: to find them takes longer than to clip them
-        self._losses, self._positions = [], []
 
     def micro_batches(self, step: int) -> Iterator[DeviceBatch]:
         """This rank's micro-batches of `step`, on the device. Gradients are sent to the other ranks with the last one."""
         self._freezing.begin(step)
-        batches = (next(self._feed) for _ in range(self.plan.micro_steps))
-        if self._looks_ahead:
-            batches = [*batches]
-            self._set_totals(batches, all_sum)
-        self._begin_head(step, batches if self._looks_ahead else [], self.plan, alone=False)
-        for micro_step, batch in enumerate(batches):
+        ahead: list[Any] = [next(self._feed) for _ in range(self.plan.micro_steps if self._looks_ahead else 0)]
+        self._set_totals(ahead, all_sum)
+        self._begin_head(step, ahead, self.plan, alone=False)
+        for micro_step in range(self.plan.micro_steps):
+            batch: Any = ahead[micro_step] if ahead else next(self._feed)
             devices.seed(key_of(self._seed, "dropout", step, micro_step, rank()), self._device)
             drop_path.set_draws(self.model, batch.drop_path)
             self._positions.append(batch.positions)
@@ -232,15 +234,15 @@ class TrainingStep:
             sizes = (plan.micro_batch_sizes[0], plan.micro_steps) if plan else (len(labels), 1)
             self._head.begin(step, labels, *sizes, alone)
 
-    def backward(self, losses: torch.Tensor) -> None:
+    def backward(self, losses: Tensor) -> None:
         """Add the gradients of a micro-batch's losses, [B]; in the end they belong to the mean over the global batch."""
         check_losses(losses, len(self._positions[-1]))
         gradient, scaler = torch.full_like(losses, self.plan.loss_scale), self._accelerator.scaler
         losses.backward(scaler.scale(gradient) if scaler else gradient)  # as of the scaled sum, in fewer kernels
         self._losses.append(losses.detach())
 
-    def clip_gradients(self, limit: float, mode: str) -> torch.Tensor:
-        """Leave out what is frozen, under fp16 undo the loss scale, then clip; see `optimizer.clip_gradients`."""
+    def clip_gradients(self, limit: float, mode: str) -> Tensor:
+        """Leave out frozen stages, under fp16 undo the loss scale, then clip; see `optimizer.clip_gradients`."""
         self._freezing.leave_out_gradients()
         unscale_gradients(self._accelerator, self._optimizers, self.model)
         return clip_gradients(self._parameters, limit, mode)
@@ -249,10 +251,8 @@ class TrainingStep:
         """Move batch norm's running statistics, and say what this rank made of the step."""
         batch_norm.update_running_statistics(self.model)
         if len(self._losses) != len(self._positions):
-            raise RuntimeError(
-                f"run.backward was called {len(self._losses)} times for {len(self._positions)} micro-batches"
-            )
-        parts = self._losses, self._positions
-        outcome = StepOutcome(*(each[0] if len(each) == 1 else torch.cat(each) for each in parts), *self._feed.take())
+            called, count = len(self._losses), len(self._positions)
+            raise RuntimeError(f"run.backward was called {called} times for {count} micro-batches")
+        losses, positions = (each[0] if len(each) == 1 else torch.cat(each) for each in (self._losses, self._positions))
         self._losses, self._positions = [], []
-        return outcome
+        return StepOutcome(losses, positions, *self._feed.take())

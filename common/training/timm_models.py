@@ -4,12 +4,11 @@ import contextlib
 import copy
 import json
 import math
-import re
 import tempfile
-import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 from timm.data import resolve_data_config
 from timm.data.transforms import str_to_interp_mode
 from timm.models._hub import save_config_for_hf
+from torch import nn
 
 from common.checkpoints.resume import check_weights
 from common.checkpoints.state import Tensors
@@ -30,6 +30,7 @@ from common.files import SMALL, check_regular, read_text
 
 # Options that timm sets only with `pretrained=True`. Others load models that way, so they are trained with them, too.
 AS_PRETRAINED = {"fbnetc_100": {"bn_eps": 1e-3}}
+_UNFIT = (RuntimeError, ValueError, TypeError, AssertionError, KeyError)  # raised by timm and by models
 _WISHES = {"drop_rate": "--drop", "drop_path_rate": "--drop_path", "img_size": "--image_size"}
 
 
@@ -43,13 +44,12 @@ def build_classifier(
     drop_path: float = 0.0,
     seed: int = 0,
     names: Sequence[str] = (),
-) -> torch.nn.Module:
+) -> nn.Module:
     """A timm model with a head for `classes` classes: a timm name, `hf-hub:owner/name` or a local timm folder.
 
-    Initial weights are a function of `seed`, or loaded: from a local folder, or with `pretrained` by name. The head keeps what
-    it knows of classes with the same `names`, and is new for the others; if either side has no names, a head of the same
-    number of classes is kept. `image_size` 0 is the model's own. `begins_with` of the model says which weights were
-    loaded.
+    Initial weights are a function of `seed`, or loaded: from a local folder, or with `pretrained` by name; the model's
+    `begins_with` says which. The head keeps what it knows of classes with the same `names`, and is new for the others; if
+    either side has no names, a head of the same number of classes is kept. `image_size` 0 is the model's own.
     Raises `Refused` for an unknown name (with the nearest ones), an option the model lacks, and weights out of reach.
     """
     options = {"drop_rate": drop, "drop_path_rate": drop_path}
@@ -63,7 +63,7 @@ def build_classifier(
         model.begins_with = ""
         return model
     known, theirs = label_names(model.pretrained_cfg), model.pretrained_cfg["num_classes"]
-    everyone = names or range(classes)
+    everyone = names or [str(number) for number in range(classes)]
     fresh = everyone if theirs != classes else []  # classes that the head does not know
     if names and known and list(names) != known:
         trained = model if theirs == classes else make(num_classes=theirs)
@@ -94,7 +94,7 @@ def begins_with(taken: int, everything: int, source: str, fresh: Sequence[str], 
     return f"{said}, head new for {len(fresh)} of {len(classes)} classes ({some(fresh)}), kept for {some(kept)}"
 
 
-def begins_with_backbone(backbone: torch.nn.Module, model: torch.nn.Module, source: str, pretrained: bool) -> str:
+def begins_with_backbone(backbone: nn.Module, model: nn.Module, source: str, pretrained: bool) -> str:
     """As `begins_with`, if only the backbone has weights of `source`, a name or a folder; "" if nothing was loaded."""
     loaded, everything = len(backbone.state_dict()), len(model.state_dict())
     return f"{loaded} of {everything} tensors of {source}, its backbone" if pretrained or Path(source).is_dir() else ""
@@ -114,7 +114,7 @@ def take_rows(head: Tensors, trained: Tensors, names: Sequence[str], known: Sequ
     return [row for row, place in enumerate(places) if place is None]
 
 
-def _head(model: torch.nn.Module) -> Tensors:
+def _head(model: nn.Module) -> Tensors:
     """The tensors of the classifiers, as timm names these."""
     heads = model.pretrained_cfg.get("classifier") or ()
     heads = (heads,) if isinstance(heads, str) else heads
@@ -122,12 +122,11 @@ def _head(model: torch.nn.Module) -> Tensors:
 
 
 def create(
-    name: str, *, pretrained: bool, seed: int, wishes: dict, optional: Sequence[str] = (), **options
-) -> torch.nn.Module:
-    """What `timm.create_model` makes of `name` with `options`, and with the `wishes` that the model accepts.
+    name: str, *, pretrained: bool, seed: int, wishes: dict, optional: Sequence[str] = (), **options: Any
+) -> nn.Module:
+    """`timm.create_model(name, **options)` with the `wishes` that the model accepts; `created_with` has all arguments.
 
     A wish may be left out if it is 0 or one of `optional`. A wish of 0 is passed on: some models drop by default.
-    The model's `created_with` has the arguments that it was made with.
     Weights are a function of `seed`, or loaded; in that case an export of the model keeps their origin and licence.
     Raises `Refused` as `build_classifier` does.
     """
@@ -135,53 +134,35 @@ def create(
     if local:
         _check_folder(name)
     elif not (name.startswith(("hf-hub:", "hf_hub:")) or timm.is_model(name.split(".")[0])):
-        if Path(name).exists():
-            raise Refused(f"--model {name}: a file; name the folder of a model that timm saved, such as a run's best/")
         meant = f"; there is no such folder, and a model of the hub is hf-hub:{name}" if "/" in name else ""
-        alike = ", ".join([known for known in timm.list_models() if name.lower() in known][:3])
-        meant = meant or nearest(name.lower(), timm.list_models()) or (alike and f"; did you mean {alike}?")
-        raise Refused(
-            f"--model {name}: not a model of timm {timm.__version__}{meant or '; timm.list_models() lists them'}"
-        )
+        meant = meant or nearest(name.lower(), timm.list_models()) or "; timm.list_models() lists them"
+        raise Refused(f"--model {name}: not a model of timm {timm.__version__}{meant}")
     source, pretrained, wishes = f"local-dir:{name}" if local else name, pretrained or local, dict(wishes)
     options |= AS_PRETRAINED.get(name.split(".")[0], {})
+    model = None
     try:
         if local:
             check_regular(name)
-        while True:
+        while model is None:
             torch.manual_seed(seed)
             try:
                 model = timm.create_model(source, pretrained=pretrained, **options, **wishes)
-                break
             except TypeError as error:
-                unknown = [
-                    wish for wish in wishes if re.search(f"(unexpected|for) keyword argument '{wish}'", str(error))
-                ]
-                if not unknown:  # raised inside the constructor, which may be a person's own
-                    where = traceback.extract_tb(error.__traceback__)[-1]
-                    place = f"{Path(where.filename).name}, line {where.lineno}"
-                    raise Refused(f"--model {name}: can't be made: TypeError in {place}: {error}") from None
-                if refused := [wish for wish in unknown if wishes[wish] and wish not in optional]:
-                    flag = _WISHES.get(refused[0], refused[0])
+                wish = next((wish for wish in wishes if f"keyword argument '{wish}'" in str(error)), None)
+                if wish is None:
+                    raise
+                if wishes.pop(wish) and wish not in optional:
+                    flag = _WISHES.get(wish, wish)
                     raise Refused(
                         f"--model {name}: does not take {flag}: leave it out, or take another model"
                     ) from None
-                del wishes[unknown[0]]
-    except (RuntimeError, OSError, ValueError, KeyError, AttributeError, AssertionError, SafetensorError) as error:
-        weights = " with pretrained weights (is the hub in reach?); without --pretrained they are random"
-        if local:  # the first line of what torch says of a state dict names no tensor
-            reason = " ".join(str(error).split())
-            raise Refused(
-                f"--model {name}: can't be made with the weights in this folder; copy it again: {reason:.250}"
-            ) from None
-        raise Refused(f"--model {name}: can't be made{weights * pretrained}: {_first_line(error)}") from None
+    except (*_UNFIT, OSError, AttributeError, SafetensorError) as error:
+        hint = " with pretrained weights (is the hub in reach?); without --pretrained they are random" * pretrained
+        hint = " with the weights in this folder; copy it again" if local else hint
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise Refused(f"--model {name}: can't be made{hint}: {reason:.250}") from None
     if local:
         check_weights(model, Path(name) / "model.safetensors")
-    if (channels := _input_channels(model)) != 3:
-        raise Refused(
-            f"--model {name}: sees images of {channels} channel{'s' * (channels > 1)}, and is given 3, of grey images too: "
-            "save it again from timm.create_model(..., in_chans=3), which keeps its weights, or take another model"
-        )
     model.created_with = {**options, **wishes}
     if not pretrained:
         for key in ("tag", "license", "url", "hf_hub_id", "origin_url"):
@@ -191,33 +172,17 @@ def create(
 
 def _check_folder(name: str) -> None:
     """Refuse a folder that timm can't make a model of, such as one with a detector."""
-    file = Path(name) / "config.json"
-    if not file.is_file():
+    content = {}
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(read_text(Path(name) / "config.json", SMALL))
+    if "architecture" not in content:
         raise Refused(
-            f"--model {name}: the folder has no config.json; one that timm saved has it, as a run's best/ does"
+            f"--model {name}: no config.json there names an architecture of timm, as in the best/ of a timm model; a detector "
+            "is begun with by --init, and --eval_only of its recipe evaluates it, or a module of your own"
         )
-    with contextlib.suppress(OSError, ValueError):  # building the model refuses it
-        content = json.loads(read_text(file, SMALL))
-        if "module" in content:
-            raise Refused(
-                f"--model {name}: is of a module that a recipe defines, which timm can't build; evaluate it by that recipe's "
-                "--eval_only, or load its model.safetensors there"
-            )
-        if "architecture" not in content:
-            instead = "; a detector is begun with by --init, and evaluated by --eval_only" * ("classes" in content)
-            raise Refused(f"--model {name}: its config.json names no architecture of timm{instead}")
 
 
-def _input_channels(model: torch.nn.Module) -> int:
-    """Number of channels of the images of `model`, according to its first layer, else to its configuration."""
-    config = getattr(model, "pretrained_cfg", {})
-    first = config.get("first_conv")
-    with contextlib.suppress(AttributeError, TypeError):
-        return model.get_submodule(first if isinstance(first, str) else first[0]).in_channels
-    return (config.get("input_size") or [3])[0]
-
-
-def data_config(model: torch.nn.Module, image_size: int = 0, crop_pct: float = 0.0) -> dict:
+def data_config(model: nn.Module, image_size: int = 0, crop_pct: float = 0.0) -> dict:
     """How images are prepared for the model: input_size (3, H, W), mean, std, interpolation, crop_pct; 0 keeps its own.
 
     Raises `Refused` if images would have more than `MAX_PIXELS`, or if the model's folder has impossible values.
@@ -240,60 +205,39 @@ def data_config(model: torch.nn.Module, image_size: int = 0, crop_pct: float = 0
     return found
 
 
-def classifier(model: torch.nn.Module) -> torch.nn.Module:
+def classifier(model: nn.Module) -> nn.Module:
     """The head of a timm model; another module has to tell by a method `get_classifier`, as timm's do."""
     if not hasattr(model, "get_classifier"):
-        raise Refused(
-            f"--freeze_stages, --backbone_lr_factor, --head_lr_factor: {type(model).__name__} does not say which part is its "
-            "head; give it a method get_classifier() that returns it"
-        )
+        flags, title = "--freeze_stages, --backbone_lr_factor, --head_lr_factor", type(model).__name__
+        raise Refused(f"{flags}: {title} does not say which part is its head; give it a method get_classifier()")
     head = model.get_classifier()
-    return torch.nn.ModuleList(head) if isinstance(head, tuple) else head  # of a distilled model
+    return nn.ModuleList(head) if isinstance(head, tuple) else head  # of a distilled model
 
 
-def is_of_timm(model: torch.nn.Module | Path) -> bool:
-    """Whether timm made a model, or what was exported to a folder; a module of one's own has nothing that tells timm how."""
-    if not isinstance(model, Path):
-        return hasattr(model, "pretrained_cfg")
-    file = model / "config.json"
-    try:
-        return file.is_file() and "module" not in json.loads(read_text(file, SMALL))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return True  # as which it is refused
+def is_of_timm(model: nn.Module) -> bool:
+    """True if timm made a model: nothing tells timm how to make a module of one's own."""
+    return hasattr(model, "pretrained_cfg")
 
 
-def checkpoint_gradients(model: torch.nn.Module, name: str) -> None:
+def checkpoint_gradients(model: nn.Module, name: str) -> None:
     """Recompute activations in the backward pass. Raises `Refused` for a model that can't."""
     try:
         model.set_grad_checkpointing(True)
     except (AssertionError, AttributeError):
-        title = _title(name, model)
-        raise Refused(
-            f"--grad_checkpointing: {title} does not offer it; lower --max_micro_batch_size instead"
-        ) from None
+        title = name if is_of_timm(model) else type(model).__name__
+        told = f"--grad_checkpointing: {title} does not offer it"
+        raise Refused(f"{told}; lower --max_micro_batch_size instead") from None
 
 
-def describe(name: str, model: torch.nn.Module) -> dict[str, str]:
+def describe(name: str, model: nn.Module) -> dict[str, str]:
     """Rows of the start table. A module of one's own is called by its `title`, else by its class."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    title = getattr(model, "title", "") or _title(name, model)
-    return {
-        "model": f"{title}: {parameters:,} parameters",
-        "begins with": getattr(model, "begins_with", ""),
-    }
-
-
-def _title(name: str, model: torch.nn.Module) -> str:
-    return name if is_of_timm(model) else type(model).__name__
+    title = getattr(model, "title", "") or (name if is_of_timm(model) else type(model).__name__)
+    return {"model": f"{title}: {parameters:,} parameters", "begins with": getattr(model, "begins_with", "")}
 
 
 def export(
-    model: torch.nn.Module,
-    classes: Sequence[str],
-    config: dict,
-    multi_label: bool,
-    results: dict,
-    folder: Path,
+    model: nn.Module, classes: Sequence[str], config: dict, multi_label: bool, results: dict, folder: Path
 ) -> None:
     """Write a folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` loads, with class names and preprocessing.
 
@@ -310,29 +254,27 @@ def export(
 
 
 def _save_config(
-    model: torch.nn.Module, classes: Sequence[str], config: dict, folder: Path, multi_label: bool = False
+    model: nn.Module, classes: Sequence[str], config: dict, folder: Path, multi_label: bool = False
 ) -> None:
-    file, labels = folder / "config.json", {"label_names": list(classes)}
-    if getattr(model, "num_classes", len(classes)) != len(classes):  # its outputs are no classes, but an embedding
-        labels = {}
+    file = folder / "config.json"
+    # Without names if the outputs are no classes, but an embedding.
+    is_named = getattr(model, "num_classes", len(classes)) == len(classes)
+    labels: dict[str, Any] = {"label_names": [*classes]} if is_named else {}
     if multi_label:  # transformers then gives each class a probability of its own
         labels["problem_type"] = "multi_label_classification"
     if is_of_timm(model):
         save_config_for_hf(model, file, model_config=labels, data_config=config)
         content = json.loads(file.read_text())
-        content["model_args"].pop(
-            "num_classes", None
-        )  # it is stored beside them too, and transformers would pass it twice
+        content["model_args"].pop("num_classes", None)  # is stored beside them, and transformers would pass it twice
     else:  # what its weights mean, for people who have the class
         content = {"module": type(model).__name__, "num_classes": len(classes), **labels, "pretrained_cfg": config}
     file.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def check_export(model: torch.nn.Module, config: dict) -> None:
-    """Check before the first step that an exported classifier will load as the same model. Main process only.
+def check_export(model: nn.Module, config: dict) -> None:
+    """Raise `Refused` before the first step if an exported classifier would load as another model. Main process only.
 
-    The weights make no difference to that, so one check is enough. A module of another kind is exported as it is, and has to
-    give logits. Raises `Refused`.
+    The weights make no difference to that. A module of another kind is exported as it is, and has to give logits.
     """
     if not is_main():
         return
@@ -346,22 +288,18 @@ def check_export(model: torch.nn.Module, config: dict) -> None:
             # Passed directly: the disk may have no room for a file.
             weights = {"source": "", "state_dict": model.state_dict()}
             loaded = timm.create_model(f"local-dir:{folder}", pretrained=True, pretrained_cfg_overlay=weights)
-        except (RuntimeError, ValueError, TypeError, AssertionError, KeyError) as error:
+        except _UNFIT as error:
             raise Refused(
-                f"what would be exported to best/ can't be loaded by timm: {_first_line(error)}; put a model with parts of "
-                "your own into a torch.nn.Module of your own, which is exported as it is"
+                f"what would be exported to best/ can't be loaded by timm: {str(error).strip():.250}; put a model with parts "
+                "of your own into a torch.nn.Module of your own, which is exported as it is"
             ) from None
     _refuse_another(model, loaded, config["input_size"])
 
 
 @torch.no_grad()
-def _check_logits(model: torch.nn.Module, size: Sequence[int]) -> None:
+def _check_logits(model: nn.Module, size: Sequence[int]) -> None:
     """See that a module, as it is evaluated, makes logits [1, classes] of an image. Raises `Refused`."""
     title, was_training = type(model).__name__, model.training
-    if any(map(torch.nn.parameter.is_lazy, model.parameters())):
-        raise Refused(
-            f"{title} has parameters without a shape yet; call it once on torch.zeros{(1, *size)} where it is made"
-        )
     try:
         logits = model.eval()(torch.zeros(1, *size))
     except Exception:
@@ -370,17 +308,12 @@ def _check_logits(model: torch.nn.Module, size: Sequence[int]) -> None:
         model.train(was_training)
     if not (isinstance(logits, torch.Tensor) and logits.dim() == 2 and len(logits) == 1):
         found = list(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__}"
-        raise Refused(
-            f"{title} makes {found} of images {[1, *size]} in evaluation, not logits [1, classes]; return these, or put it "
-            "into a torch.nn.Module that does"
-        )
+        told = f"{title} makes {found} of images {[1, *size]} in evaluation, not logits [1, classes]"
+        raise Refused(f"{told}; return these, or put it into a torch.nn.Module that does")
 
 
-def check_features(features: torch.nn.Module, arguments: dict) -> None:
-    """Check that `timm.create_model(features_only=True, **arguments)` makes `features`, except for weights. Main process only.
-
-    Raises `Refused`.
-    """
+def check_features(features: nn.Module, arguments: dict) -> None:
+    """Raise `Refused` if `timm.create_model(features_only=True, **arguments)` makes other features. Main process only."""
     if not is_main():
         return
     model = _without_zeros(features)
@@ -389,7 +322,7 @@ def check_features(features: torch.nn.Module, arguments: dict) -> None:
     _refuse_another(model, again, features.pretrained_cfg["input_size"])
 
 
-def _without_zeros(model: torch.nn.Module) -> torch.nn.Module:
+def _without_zeros(model: nn.Module) -> nn.Module:
     """A copy on the CPU where tensors of zeros are 0.1: a branch with a scale of 0 would hide a difference."""
     model = copy.deepcopy(model).to("cpu", torch.float32)
     for tensor in model.state_dict().values():
@@ -399,12 +332,12 @@ def _without_zeros(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def _refuse_another(model: torch.nn.Module, loaded: torch.nn.Module, size: Sequence[int]) -> None:
+def _refuse_another(model: nn.Module, loaded: nn.Module, size: Sequence[int]) -> None:
     image = torch.randn(1, *size, generator=torch.Generator().manual_seed(0))
     # The logits of the only image, or the last feature map.
     try:
         own = model.eval()(image)[-1]
-    except (AssertionError, RuntimeError, ValueError):
+    except _UNFIT:
         return  # It can't take this size; the trial of a step will say so.
     theirs = loaded.eval()(image)[-1]
     if not torch.allclose(own, theirs, 0, 1e-4 * own.abs().max().item(), equal_nan=True):
@@ -413,7 +346,3 @@ def _refuse_another(model: torch.nn.Module, loaded: torch.nn.Module, size: Seque
             f"--model {architecture}: others would load another model than is trained here, since timm {timm.__version__} "
             "builds it differently then; take another model"
         )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -22,10 +22,7 @@ _COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 
 
 def check_losses(losses: torch.Tensor, samples: int) -> None:
-    """Raise `Refused` unless there is one loss per sample, [samples], with gradients: a mean would have too small ones.
-
-    It looks at no value, so that the device is not waited for.
-    """
+    """Raise `Refused` unless there is one loss per sample, [samples], with gradients. The host does not wait for the device."""
     shape = list(losses.shape) if isinstance(losses, torch.Tensor) else f"a {type(losses).__name__}"
     if shape != [samples]:
         raise Refused(
@@ -41,9 +38,7 @@ def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, step: Callable[[],
 
     DDP regroups its gradient buckets after the first backward pass, and from three ranks on another grouping sums in
     another order: without this, the step after a resume would differ in its last bits from the same step of an
-    uninterrupted run. Every rank calls it with a micro-batch of the same shape. Raises `Refused` where the model can't
-    take that: images that its patches don't divide, one sample where batch norm needs two, an operator without a kernel for
-    --deterministic, or one that can't be compiled.
+    uninterrupted run. Every rank calls it with a micro-batch of the same shape. Raises `Refused` if the model can't take that.
     """
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     try:
@@ -54,24 +49,21 @@ def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, step: Callable[[],
             raise  # of this rank alone, perhaps
         determinism.check(error)
         if any(kind.__module__.startswith(_COMPILERS) for kind in type(error).__mro__):
-            raise Refused(
-                f"--compile failed: {first_line(error)}; leave out --compile, or install what it lacks: a C compiler, Python's "
-                "headers, or the Triton of this torch"
-            ) from error
+            lacks = "a C compiler, Python's headers, or the Triton of this torch"
+            advice = f"leave out --compile, or install what it lacks: {lacks}"
+            raise Refused(f"--compile failed: {first_line(error)}; {advice}") from error
         if not isinstance(error, (AssertionError, ValueError, RuntimeError)):
             raise
-        size = "--short_sides" if hasattr(model, "detect") else "--image_size"
-        raise Refused(
-            f"the model can't make a step: {first_line(error)}; look at {size}, --global_batch_size and "
-            "--max_micro_batch_size"
-        ) from error
+        flags = "--short_sides" if hasattr(model, "detect") else "--image_size"
+        flags += ", --global_batch_size and --max_micro_batch_size"
+        raise Refused(f"the model can't make a step: {first_line(error)}; look at {flags}") from error
     wrapped.zero_grad()
     model.load_state_dict(before)
     batch_norm.discard_statistics(model)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` means that a device, a library on it, or the host is out of memory."""
+    """True if `error` means that a device, a library on it, or the host is out of memory."""
     known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     if isinstance(error, OSError):  # no room to map a batch that a data worker has sent
         return error.errno == errno.ENOMEM

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from common.training.batch_norm import normalize_shared
+from common.training.shared_normalization import normalize_shared
 from compat.horovod import engine, world
 
 

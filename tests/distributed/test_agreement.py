@@ -36,7 +36,7 @@ def test_all_ranks_are_told_which_rank_differs_or_is_missing() -> None:
     assert said_to(dict.fromkeys(range(3), SAME), 3) == [""] * 3
     said = f"rank 2 on {host} is not as rank 0 on {host}: --lr 0.2 instead of 0.1, common/data/batch_plan.py is another file"
     assert said_to({0: SAME, 1: SAME, 2: SAME | {"--lr": "0.2", "common/data/batch_plan.py": "4a"}}, 3) == [said] * 3
-    said = f"rank 1, 3 of 4 did not come within 1 s; here are those of {host}: see what the others said"
+    said = f"rank 1, 3 of 4 did not come within 1 s; there are ranks of {host}: see what the others said"
     assert said_to({0: SAME, 2: SAME}, 4, patience_s=1) == [said] * 2
 
 

@@ -23,32 +23,9 @@ from tests.harness.processes import Processes
 ARRAYS = (np.arange(5.0).reshape(5, 1)[:, :0], np.array([b"", b"ab\0", b"c", None], object)[:3], np.array([2**60]))
 
 
-def identity(**environment: str) -> tuple:
+def identity() -> tuple:
     c = collectives
-    with mock.patch.dict(os.environ, environment):
-        return (
-            c.rank(),
-            c.world_size(),
-            c.is_main(),
-            c.local_rank(),
-            c.local_world_size(),
-            c.is_local_main(),
-            c.node_rank(),
-        )
-
-
-def places() -> list[tuple]:
-    """Found, and as the launcher says."""
-    return [identity(), identity(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")]
-
-
-def test_ranks_know_their_place_from_the_launcher_or_find_it(processes: Processes) -> None:
-    """One process without a group ignores the environment."""
-    first, second = processes.run(places, ranks=2)
-    assert first == [(0, 2, True, 0, 2, True, 0), (0, 2, True, 0, 1, True, 0)]
-    assert second == [(1, 2, False, 1, 2, False, 0), (1, 2, False, 0, 1, True, 0)]
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-    assert identity(**dict.fromkeys(names, "7")) == (0, 1, True, 0, 1, True, 0)
+    return c.rank(), c.world_size(), c.is_main(), c.local_world_size(), c.is_local_main(), c.node_rank()
 
 
 def exchange() -> dict:
@@ -91,22 +68,18 @@ def test_one_process_and_several_exchange_alike(processes: Processes) -> None:
 
 
 def be_sent_a_pickle(marker: str) -> list[str]:
-    """Rank 1 sends one in each way in which objects travel; what came of it on rank 0."""
-    sent, told = Malicious(marker) if collectives.rank() else [], []
+    """Rank 1 sends one in each way in which objects travel; the errors of rank 0."""
+    told, pickled, fake = [], pickle.dumps(Malicious(marker)), mock.Mock()
+    fake.dumps.return_value.encode.return_value = pickled
+    forged = {"json": fake, "_pack": lambda _: pickled} if collectives.rank() else {}
     for send in (
         collectives.gather_objects,
         collectives.gather_to_main,
         lambda item: collectives.broadcast_object(item, source=1),
     ):
-        with contextlib.ExitStack() as forging:
-            if collectives.rank():
-                pickled = pickle.dumps(sent)
-                json = forging.enter_context(mock.patch.object(collectives, "json", create=True))
-                json.dumps.return_value.encode.return_value = pickled
-                forging.enter_context(mock.patch.object(collectives, "_pack", create=True, return_value=pickled))
+        with mock.patch.multiple(collectives, **forged) if forged else contextlib.nullcontext():
             try:
-                send(sent)
-                told.append("")
+                send([])
             except (ValueError, SafetensorError) as error:
                 told.append(type(error).__name__)
     return told
@@ -138,7 +111,7 @@ def test_a_name_or_value_that_differs_is_named_on_every_rank(processes: Processe
 
 
 def use_groups() -> tuple:
-    """Sums of 10^rank over a pair and over a node, before and after rank 1 is on another machine; timeouts; counts."""
+    """Rank 1 is on another machine: places, sums of 10^rank over a pair and over a node, timeout, and collectives begun."""
     rank, counts = collectives.rank(), [collectives.begun()]
     collectives.give_up_after(timedelta(seconds=2 * 10**7))
     pair = collectives.subgroup([2, 0])
@@ -146,39 +119,23 @@ def use_groups() -> tuple:
     if rank != 1:
         dist.all_reduce(totals[0], group=pair)
     assert collectives.subgroup((0, 2)) is pair and collectives.host_group() is dist.group.WORLD
-    assert dist.get_world_size(collectives.node_group()) == 3
-    collectives._cache.clear()
     with mock.patch.object(socket, "gethostname", return_value="b" if rank == 1 else "a"):
         dist.all_reduce(totals[1], group=collectives.node_group())
-        place = identity()
     options = collectives.node_group()._get_backend(torch.device("cpu")).options
-    counts.append(collectives.begun())
-    return place, *map(int, totals), options._timeout.total_seconds(), counts[0] < counts[1]
+    counts += [collectives.begun(), collectives.barrier() or collectives.begun()]
+    return identity(), *map(int, totals), options._timeout.total_seconds(), counts
 
 
 def test_groups_are_of_the_ranks_that_share_a_host_and_may_differ_in_size(processes: Processes) -> None:
-    """They are made once, and have the timeout that was set."""
-    assert processes.run(use_groups, ranks=3) == [
-        ((0, 3, True, 0, 2, True, 0), 101, 101, 2e7, True),
-        ((1, 3, False, 0, 1, True, 1), 10, 10, 2e7, True),
-        ((2, 3, False, 1, 2, False, 0), 101, 101, 2e7, True),
+    """They are made once, and have the timeout that was set. Ranks of the same groups count the same collectives."""
+    *found, counts = zip(*processes.run(use_groups, ranks=3), strict=True)
+    assert [*zip(*found, strict=True)] == [
+        ((0, 3, True, 2, True, 0), 101, 101, 2e7),
+        ((1, 3, False, 1, True, 1), 10, 10, 2e7),
+        ((2, 3, False, 2, False, 0), 101, 101, 2e7),
     ]
-
-
-def count_collectives() -> list[int]:
-    counts = [collectives.begun()]
-    collectives.barrier()
-    counts.append(collectives.begun())
-    dist.all_reduce(torch.ones(1), group=collectives.subgroup([0, 1]))
-    collectives.subgroup([1])  # of which rank 0 is no member
-    counts.append(collectives.begun())
-    return counts
-
-
-def test_ranks_count_the_same_collectives_over_any_groups(processes: Processes) -> None:
-    """By which the watchdog finds the rank that keeps the others waiting."""
-    first, second = processes.run(count_collectives, ranks=2)
-    assert first == second and sorted(set(first)) == first
+    assert counts[0] == counts[2] and sorted({*counts[0]}) == counts[0]
+    assert identity() == (0, 1, True, 1, True, 0)
 
 
 def fail_together(cases: list[dict[int, BaseException]]) -> list[str]:
@@ -219,11 +176,10 @@ def test_all_or_none_raises_on_every_rank_or_on_none(processes: Processes) -> No
 def enter_in_turn(folder: str, failing: int) -> tuple[str, list[str]]:
     """Rank 2 is the second of its node. What came of it, and which ranks had been there before."""
     rank, outcome, seen = collectives.rank(), "none", []
+    with mock.patch.object(socket, "gethostname", return_value="b" if rank == 1 else "a"):
+        collectives.nodes()
     try:
-        with (
-            mock.patch.dict(os.environ, LOCAL_RANK=str(int(rank == 2))),
-            collectives.main_process_first("downloading"),
-        ):
+        with collectives.main_process_first("downloading"):
             seen = sorted(os.listdir(folder))
             if rank == failing:
                 raise OSError("disk full")

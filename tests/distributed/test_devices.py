@@ -1,4 +1,4 @@
-"""Kinds of devices: those of other makers take the ways that they have, and the record of a run names the one it used."""
+"""Kinds of devices: other makers' devices take the ways that they have, and the record of a run names the device it used."""
 
 import platform
 

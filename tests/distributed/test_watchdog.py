@@ -35,14 +35,17 @@ def test_end_waits_for_the_threads_of_the_watchdog(monkeypatch) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "watchdog"]
 
 
-def beat(collectives: int, waits: bool = False, step: int = 5) -> watchdog.Heartbeat:
-    return watchdog.Heartbeat("here", 1, 1, collectives=collectives, waits=waits, step=step)
-
-
 def test_the_rank_with_the_fewest_collectives_is_blamed() -> None:
     """Wherever the hosts are: a host whose device waits continues for a while, and then waits in any line."""
-    assert watchdog.blamed({0: beat(12), 1: beat(10), 2: beat(12)}) == [1]
-    assert watchdog.blamed({0: beat(12), 1: beat(10, waits=True), 2: beat(11, waits=True)}) == [1]
-    assert watchdog.blamed({0: beat(12), 1: beat(12, waits=True)}) == [0]
-    assert watchdog.blamed({0: beat(12, waits=True), 1: beat(12, waits=True, step=4)}) == [1]
-    assert watchdog.blamed({0: beat(12, waits=True), 1: beat(12, waits=True)}) == [0, 1]
+    for beats, late in (
+        ([(12, False, 5), (10, False, 5), (12, False, 5)], [1]),
+        ([(12, False, 5), (10, True, 5), (11, True, 5)], [1]),
+        ([(12, False, 5), (12, True, 5)], [0]),
+        ([(12, True, 5), (12, True, 4)], [1]),
+        ([(12, True, 5), (12, True, 5)], [0, 1]),
+    ):
+        all_of = [
+            watchdog.Heartbeat(rank, "here", 1, 1, collectives=collectives, waits=waits, step=step)
+            for rank, (collectives, waits, step) in enumerate(beats)
+        ]
+        assert [beat.rank for beat in watchdog.blamed(all_of)] == late

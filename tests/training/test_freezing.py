@@ -1,28 +1,19 @@
 """Frozen stages keep every bit until the step in which they begin to train, under any optimizer, and are refused if unknown."""
 
-from dataclasses import dataclass
-
 import pytest
 import timm
 import torch
 from torch import nn
 
-from common.config.fields import OptimizationConfig, RunConfig
 from common.config.parsing import parse
 from common.data.stream import Stream
 from common.errors import Refused
 from common.training import batch_norm
 from common.training.freezing import Freezing, freeze
 from common.training.optimizer import build_ema, build_optimizer, clip_gradients, describe, set_learning_rate
+from tests.training.small import Config
 
 STREAM = Stream(40, 8, 0)  # five steps an epoch
-
-
-@dataclass
-class Config(OptimizationConfig, RunConfig):
-    """What every recipe has."""
-
-    model: str = "test_resnet"
 
 
 def built(config: Config, norm: str = "local") -> nn.Module:
@@ -43,9 +34,7 @@ def moved(model: nn.Module, config: Config, steps: int) -> list[set[str]]:
         images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(step))
         nn.functional.cross_entropy(model(images), torch.arange(8) % 3).backward()
         freezing.leave_out_gradients()
-        norm = clip_gradients(model.parameters(), 1.0, "norm")
-        left = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        assert torch.isfinite(norm) and len(left) > 0
+        clip_gradients(model.parameters(), 1.0, "norm")
         set_learning_rate(optimizer, config.lr)
         optimizer.step()
         optimizer.zero_grad()
@@ -75,11 +64,8 @@ def test_what_stays_frozen_needs_no_gradient_and_keeps_its_statistics() -> None:
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == name.startswith(("layer3", "layer4", "fc"))
     frozen = Freezing(config, model, STREAM).describe()["frozen"]
-    assert frozen.startswith("stem to stage 2 of 4, ") and frozen.endswith(
-        "% of the parameters, 8 batch norms with their statistics"
-    )
-    text = batch_norm.describe(model)
-    assert "; 8 of 15 layers are frozen" in text
+    assert frozen == "stem to stage 2 of 4, 17% of the parameters, 8 batch norms with their statistics"
+    assert "; 8 of 15 layers are frozen" in batch_norm.describe(model)
 
 
 def test_a_step_is_frozen_alike_whatever_came_before_it() -> None:
@@ -96,18 +82,15 @@ def test_a_step_is_frozen_alike_whatever_came_before_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "options, told",
+    "stages, epochs, told",
     [
-        (dict(freeze_stages="5"), "--freeze_stages 5: test_resnet has 4 stages here; take at most 4, or all"),
-        (dict(unfreeze_epochs="1"), "--unfreeze_epochs: nothing is frozen; add --freeze_stages"),
-        (
-            dict(freeze_stages="2", unfreeze_epochs="1,2,3"),
-            "--unfreeze_epochs 1,2,3: 3 epochs for 2 frozen stages; give at most 2",
-        ),
+        ("5", "", "--freeze_stages 5: test_resnet has 4 stages here; take at most 4, or all"),
+        ("0", "1", "--unfreeze_epochs: nothing is frozen; add --freeze_stages"),
+        ("2", "1,2,3", "--unfreeze_epochs 1,2,3: 3 epochs for 2 frozen stages; give at most 2"),
     ],
 )
-def test_what_can_not_be_frozen_is_refused_with_what_can(options: dict, told: str) -> None:
-    config = Config(**options)
+def test_what_can_not_be_frozen_is_refused_with_what_can(stages: str, epochs: str, told: str) -> None:
+    config = Config(freeze_stages=stages, unfreeze_epochs=epochs)
     with pytest.raises(Refused, match=told):
         Freezing(config, built(config), STREAM)
 

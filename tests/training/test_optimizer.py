@@ -1,9 +1,7 @@
 """Optimizers follow the published methods, at a learning rate that is a pure function of the step."""
 
-import copy
 import itertools
 import math
-from dataclasses import dataclass, replace
 
 import pytest
 import timm
@@ -11,7 +9,6 @@ import torch
 from timm.utils.agc import adaptive_clip_grad
 from torch import nn
 
-from common.config.fields import OptimizationConfig, RunConfig
 from common.data.stream import Stream
 from common.errors import Refused
 from common.training.optimizer import (
@@ -22,13 +19,7 @@ from common.training.optimizer import (
     peak_learning_rate,
     set_learning_rate,
 )
-
-
-@dataclass
-class Config(OptimizationConfig, RunConfig):
-    """What every recipe has."""
-
-    warmup_epochs: float = 0.0
+from tests.training.small import Config
 
 
 def network() -> nn.Module:
@@ -36,20 +27,13 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
 
 
-def backward(model: nn.Module, seed: int = 0) -> float:
-    images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
-    loss = nn.functional.cross_entropy(model(images), torch.arange(8) % 5)
-    loss.backward()
-    return loss.item()
-
-
 @pytest.mark.parametrize(
     "options, told",
     [
         (dict(opt="adamww"), "--opt adamww: not an optimizer of timm that fits here; did you mean adamw"),
         (dict(opt="kron"), "--opt kron: not an optimizer"),  # it draws from a generator of its own
-        (dict(opt="sgd", momentum=0.0), "--opt sgd: can't be built here .*[Nn]esterov"),
         (dict(opt="bnblion"), "--opt bnblion: can't be built here .*; adamw, sgd, lion and lamb always can"),
+        (dict(layer_decay=0.5), "--layer_decay 0.5: Sequential does not say which parameters form a layer"),
     ],
 )
 def test_an_optimizer_that_can_not_be_built_is_refused_in_one_line(options: dict, told: str) -> None:
@@ -57,41 +41,25 @@ def test_an_optimizer_that_can_not_be_built_is_refused_in_one_line(options: dict
         build_optimizer(Config(**options), network())
 
 
-@pytest.mark.parametrize("layer_decay", [1.0, 0.7])
-def test_norms_biases_and_what_the_model_exempts_do_not_decay(layer_decay: float) -> None:
+def test_layer_decay_slows_the_layers_from_the_head_down() -> None:
+    """Norms, biases and what the model exempts do not decay, and what is frozen is not trained."""
     model = timm.create_model("test_vit", num_classes=3)
     frozen = next(iter(model.parameters())).requires_grad_(False)
-    optimizer = build_optimizer(Config(weight_decay=0.05, layer_decay=layer_decay), model)
-    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(trained) == len(groups)
-    assert id(frozen) not in groups
-    for name, parameter in trained.items():
-        without = parameter.ndim <= 1 or name in model.no_weight_decay()
-        assert groups[id(parameter)]["weight_decay"] == (0.0 if without else 0.05), name
-
-
-def test_layer_decay_slows_the_layers_from_the_head_down() -> None:
-    model = timm.create_model("test_vit", num_classes=3)
-    before = copy.deepcopy(model.state_dict())
-    optimizer = build_optimizer(Config(opt="momentum", momentum=0.0, weight_decay=0.0, layer_decay=0.5), model)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
+    optimizer = build_optimizer(Config(weight_decay=0.05, layer_decay=0.5), model)
     set_learning_rate(optimizer, 0.1)
-    optimizer.step()
-    moved = {name: (before[name] - value).mean().item() for name, value in model.state_dict().items()}
-    depth = len(model.blocks)
-    assert moved["head.weight"] == pytest.approx(0.1, rel=1e-4)
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    depth, rates = len(model.blocks), {}
+    for name, parameter in model.named_parameters():
+        if parameter is not frozen:
+            without = parameter.ndim <= 1 or name in model.no_weight_decay()
+            assert groups[id(parameter)]["weight_decay"] == (0.0 if without else 0.05), name
+            rates[name] = groups[id(parameter)]["lr"]
+    assert id(frozen) not in groups and len(groups) == len(rates)
+    assert rates["head.weight"] == 0.1 and rates["patch_embed.proj.weight"] == 0.1 * 0.5 ** (depth + 1)
     for block in range(depth):
-        expected = 0.1 * 0.5 ** (depth - block)
-        assert moved[f"blocks.{block}.attn.qkv.weight"] == pytest.approx(expected, rel=1e-3)
-    assert moved["patch_embed.proj.weight"] == pytest.approx(0.1 * 0.5 ** (depth + 1), rel=1e-3)
-
-
-def test_layer_decay_is_refused_for_a_module_that_does_not_tell_its_layers() -> None:
-    build_optimizer(Config(), network())
-    with pytest.raises(Refused, match=r"--layer_decay 0.5: Sequential does not say which parameters form a layer"):
-        build_optimizer(Config(layer_decay=0.5), network())
+        assert rates[f"blocks.{block}.attn.qkv.weight"] == 0.1 * 0.5 ** (depth - block)
+    plain = build_optimizer(Config(weight_decay=0.05), network())
+    assert [(len(group["params"]), group["weight_decay"]) for group in plain.param_groups] == [(4, 0.0), (2, 0.05)]
 
 
 def test_a_group_with_a_rate_of_its_own_keeps_its_ratio() -> None:
@@ -101,12 +69,6 @@ def test_a_group_with_a_rate_of_its_own_keeps_its_ratio() -> None:
     for rate in (1e-2, 5e-3, 0.0, 1e-2):
         set_learning_rate(optimizer, rate)
         assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(rate / 100), rate]
-
-
-@pytest.mark.parametrize("scaling, expected", [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
-def test_the_rate_follows_the_global_batch_as_asked(scaling: str, expected: float) -> None:
-    config = Config(lr=0.1, lr_batch_size=64, global_batch_size=256, lr_scaling=scaling)
-    assert peak_learning_rate(config) == pytest.approx(expected)
 
 
 STREAM = Stream(640, 64, 0)  # ten steps an epoch
@@ -126,15 +88,6 @@ def test_a_cosine_begins_at_the_peak_after_the_warm_up_and_ends_at_its_least() -
     assert 0.1 < values[-1] < 0.102 and Schedule(Config(lr=1.0, min_lr_ratio=0.1), STREAM, 50)(50) == pytest.approx(0.1)
 
 
-def test_linear_constant_and_step_schedules() -> None:
-    assert rates(20, schedule="linear", warmup_epochs=1)[10:] == pytest.approx([1 - step / 10 for step in range(10)])
-    assert rates(30, schedule="constant", warmup_epochs=1)[9:] == [1.0] * 21
-    stairs = rates(70, schedule="step", step_epochs="2", step_factor=0.5, warmup_epochs=1)
-    assert stairs[10:20] == [1.0] * 10 and stairs[20:40] == [0.5] * 20 and stairs[60:] == [0.125] * 10
-    milestones = rates(70, schedule="step", step_epochs="4, 5.5", step_factor=0.1)
-    assert milestones == pytest.approx([1.0] * 40 + [0.1] * 15 + [0.01] * 15)
-
-
 @pytest.mark.parametrize("epochs", ["", "0", "-1", "8,", "8,x", "nan", "inf"])
 def test_epochs_at_which_no_rate_can_fall_are_refused_in_one_line(epochs: str) -> None:
     with pytest.raises(Refused, match=f"^--step_epochs {epochs}: must be epochs above 0"):
@@ -151,66 +104,49 @@ def test_every_rate_is_above_zero_and_at_most_the_peak_however_short_the_run(kin
         assert all(high >= low for high, low in itertools.pairwise(values[rising:]))
 
 
-def test_a_longer_run_has_the_schedule_that_it_would_have_had_from_the_start() -> None:
-    schedule = Schedule(Config(lr=1.0), STREAM, 50)
-    assert replace(schedule, total_steps=100)(50) == pytest.approx(0.5)
+def test_linear_constant_and_step_schedules_and_the_peak_of_a_batch_size() -> None:
+    assert rates(20, schedule="linear", warmup_epochs=1)[10:] == pytest.approx([1 - step / 10 for step in range(10)])
+    assert rates(30, schedule="constant", warmup_epochs=1)[9:] == [1.0] * 21
+    stairs = rates(70, schedule="step", step_epochs="2", step_factor=0.5, warmup_epochs=1)
+    assert stairs[10:20] == [1.0] * 10 and stairs[20:40] == [0.5] * 20 and stairs[60:] == [0.125] * 10
+    milestones = rates(70, schedule="step", step_epochs="4, 5.5", step_factor=0.1)
+    assert milestones == pytest.approx([1.0] * 40 + [0.1] * 15 + [0.01] * 15)
+    for scaling, expected in (("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)):
+        config = Config(lr=0.1, lr_batch_size=64, global_batch_size=256, lr_scaling=scaling)
+        assert peak_learning_rate(config) == pytest.approx(expected)
 
 
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-
-@pytest.mark.parametrize("limit", [0.01, 1e6])
-def test_clipping_by_norm_is_torchs(limit: float) -> None:
+@pytest.mark.parametrize(
+    "mode, limit, clip",
+    [
+        ("norm", 0.01, nn.utils.clip_grad_norm_),
+        ("norm", 1e6, nn.utils.clip_grad_norm_),
+        ("norm", 0, lambda parameters, limit: None),
+        ("agc", 0.01, adaptive_clip_grad),
+        ("agc", 0, lambda parameters, limit: None),
+    ],
+)
+def test_clipping_is_torchs_or_timms_and_tells_the_norm_before_it(mode: str, limit: float, clip) -> None:
     mine, theirs = network(), network()
-    backward(mine), backward(theirs)
-    mine[0].weight.grad = theirs[0].weight.grad = None  # a parameter that was not used
-    expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), limit)
-    assert torch.equal(clip_gradients(mine.parameters(), limit, "norm"), expected)
-    for one, other in zip(gradients(mine), gradients(theirs), strict=True):
-        assert torch.equal(one, other)
+    images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    for model in (mine, theirs):
+        nn.functional.cross_entropy(model(images), torch.arange(8) % 5).backward()
+        model[0].weight.grad = None  # a parameter that was not used
+    before = [parameter.grad.clone() for parameter in theirs.parameters() if parameter.grad is not None]
+    clip(theirs.parameters(), limit)
+    assert torch.equal(clip_gradients(mine.parameters(), limit, mode), nn.utils.get_total_norm(before))
+    after, expected = ([each.grad for each in model.parameters() if each.grad is not None] for model in (mine, theirs))
+    assert all(map(torch.equal, after, expected))
+    assert (limit == 0.01) != all(map(torch.equal, after, before))
 
 
-def test_adaptive_clipping_is_timms_and_still_tells_the_norm_before_it() -> None:
-    mine, theirs = network(), network()
-    backward(mine), backward(theirs)
-    expected = torch.nn.utils.get_total_norm(gradients(mine))
-    adaptive_clip_grad(theirs.parameters(), 0.01)
-    before = gradients(mine)
-    assert torch.equal(clip_gradients(mine.parameters(), 0.01, "agc"), expected)
-    for one, other in zip(gradients(mine), gradients(theirs), strict=True):
-        assert torch.equal(one, other)
-    assert not torch.equal(mine[0].weight.grad, before[0])
-
-
-@pytest.mark.parametrize("mode", ["norm", "agc"])
-def test_a_limit_of_zero_only_measures(mode: str) -> None:
-    model = network()
-    backward(model)
-    before = gradients(model)
-    norm = clip_gradients(model.parameters(), 0.0, mode)
-    assert norm == torch.nn.utils.get_total_norm(before)
-    assert all(torch.equal(one, other) for one, other in zip(gradients(model), before, strict=True))
-
-
-def test_the_moving_average_equals_its_formula() -> None:
-    """decay(step) = min(decay, 1 - step ** (-2 / 3)), steps counted from 1: the first copies the weights."""
-    model = network().double()
-    ema = build_ema(Config(ema_decay=0.9), model)
-    optimizer = build_optimizer(Config(opt="sgd", lr=0.1), model)
-    expected: dict[str, torch.Tensor] = {}
-    for step in range(1, 41):
-        backward(model.float(), step)
-        model.double()
-        optimizer.step()
-        optimizer.zero_grad()
-        ema.update(model, step)
-        decay = min(0.9, 1 - step ** (-2 / 3))
-        for name, value in model.state_dict().items():
-            if value.is_floating_point():
-                expected[name] = value.clone() if step == 1 else decay * expected[name] + (1 - decay) * value
-            else:
-                expected[name] = value.clone()  # the count of batches
-    for name, value in ema.module.state_dict().items():
-        assert torch.allclose(value, expected[name], rtol=1e-12, atol=1e-14), name
-    assert not torch.equal(ema.module[0].weight, model[0].weight)
+def test_the_moving_average_begins_with_the_weights_of_the_first_step() -> None:
+    """decay(step) = min(decay, 1 - step ** (-2 / 3)), steps counted from 1."""
+    model = nn.Linear(1, 1)
+    average, expected = build_ema(Config(ema_decay=0.5), model), 0.0
+    for step in range(1, 6):
+        nn.init.constant_(model.weight, step**2)
+        average.update(model, step)
+        decay = min(0.5, 1 - step ** (-2 / 3))
+        expected = decay * expected + (1 - decay) * step**2
+        assert average.module.weight.item() == pytest.approx(expected)

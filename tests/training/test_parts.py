@@ -51,9 +51,8 @@ def test_stages_of_a_classifier_are_timms_groups_and_hold_all_but_the_head(name:
     for stage, prefixes in zip(found, CLASSIFIERS[name], strict=True):
         for prefix in prefixes.split():
             assert any(name.startswith(prefix) for name in stage), prefix
-        assert all(
-            name.startswith(tuple(f"{prefix}." for prefix in prefixes.split())) or name in prefixes for name in stage
-        )
+        begins = tuple(f"{prefix}." for prefix in prefixes.split())
+        assert all(name.startswith(begins) or name in prefixes for name in stage)
     left = set(names.values()) - {name for stage in found for name in stage}
     assert left and all(name.startswith(("fc.", "head.fc.", "head.", "head_dist.", "classifier.")) for name in left)
     of_parts = parts(model)

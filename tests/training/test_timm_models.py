@@ -26,7 +26,7 @@ def outputs(model: nn.Module, size: int = SIZE) -> torch.Tensor:
 
 
 def converted(architecture: str) -> nn.Module:
-    """A model as a recipe trains it, with statistics that are not those of a new one."""
+    """A model as a recipe trains it, with other statistics than a new one has."""
     model = build_classifier(architecture, len(CLASSES), image_size=SIZE, drop_path=0.2, drop=0.1)
     batch_norm.convert(model, "group", group_size=2)
     drop_path.convert(model)
@@ -37,12 +37,7 @@ def converted(architecture: str) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "architecture",
-    [
-        pytest.param("test_vit", marks=pytest.mark.smoke),
-        "test_efficientnet",
-        "fbnetc_100",
-    ],
+    "architecture", [pytest.param("test_vit", marks=pytest.mark.smoke), "test_efficientnet", "fbnetc_100"]
 )
 def test_an_exported_model_is_the_same_in_plain_timm(architecture: str, tmp_path: Path) -> None:
     model, folder = converted(architecture), tmp_path / "best"
@@ -151,23 +146,6 @@ def test_a_model_that_others_would_load_as_another_is_refused_before_the_first_s
         timm_models.check_export(model, timm_models.data_config(model))
 
 
-def test_initial_weights_are_a_function_of_the_seed() -> None:
-    first = build_classifier("test_resnet", 4, seed=3).state_dict()
-    torch.rand(7)
-    again, other = (build_classifier("test_resnet", 4, seed=seed).state_dict() for seed in (3, 4))
-    assert all(torch.equal(value, again[name]) for name, value in first.items())
-    assert not torch.equal(first["conv1.0.weight"], other["conv1.0.weight"])
-
-
-def test_the_head_has_the_classes_and_options_arrive() -> None:
-    model = build_classifier("test_vit", 11, image_size=32, drop=0.25, drop_path=0.1)
-    assert outputs(model, 32).shape == (2, 11)
-    assert model.head_drop.p == 0.25 and model.blocks[-1].drop_path1.drop_prob == pytest.approx(0.1)
-    # Some models drop by default: what is not asked for is off.
-    plain = build_classifier("efficientnet_lite0", 2)
-    assert all(getattr(module, "drop_prob", 0.0) == 0.0 for module in plain.modules()) and plain.drop_rate == 0.0
-
-
 @pytest.mark.parametrize(
     "name, told",
     [
@@ -196,34 +174,17 @@ def test_a_folder_that_is_no_whole_model_is_refused_in_one_line(tmp_path: Path) 
 
     folder = tmp_path / "empty"
     folder.mkdir()
-    assert "has no config.json" in refusal()
+    assert "no config.json there names an architecture of timm" in refusal()
     folder = tmp_path / "best"
     timm_models.export(build_classifier("test_resnet", len(CLASSES)), CLASSES, {}, False, {}, folder)
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     assert "can't be made" in refusal()
-    for content, said in (
-        ("{", "can't be made"),
-        ("{}", "its config.json names no architecture of timm"),
-        (
-            '{"classes": ["dog"], "detector": "fcos"}',
-            "; a detector is begun with by --init, and evaluated by --eval_only",
-        ),
-    ):
+    for content in ("{", '{"classes": ["dog"], "detector": "fcos"}'):
         (folder / "config.json").write_text(content)
-        assert said in refusal()
-    folder = folder / "model.safetensors"
-    assert "a file; name the folder of a model that timm saved" in refusal()
+        assert "; a detector is begun with by --init, and --eval_only of its recipe evaluates it" in refusal()
     folder = tmp_path / "nowhere"
     assert f"there is no such folder, and a model of the hub is hf-hub:{folder}" in refusal()
-
-
-def test_a_model_of_one_channel_is_refused_as_such(tmp_path: Path) -> None:
-    grey = timm.create_model("test_resnet", in_chans=1)
-    sees = {"input_size": (1, SIZE, SIZE), "mean": (0.5,), "std": (0.5,)}
-    timm_models.export(grey, CLASSES, grey.pretrained_cfg | sees, False, {}, tmp_path / "best")
-    with pytest.raises(Refused, match="best: sees images of 1 channel, and is given 3, of grey"):
-        build_classifier(str(tmp_path / "best"), len(CLASSES))
 
 
 def test_an_option_that_a_model_lacks_is_refused_only_when_asked_for() -> None:
@@ -231,7 +192,9 @@ def test_an_option_that_a_model_lacks_is_refused_only_when_asked_for() -> None:
     with pytest.raises(Refused, match="--model selecsls42: does not take --drop_path: leave it out, or take"):
         build_classifier(name, 3, drop_path=0.1)
     model = build_classifier(name, 3, drop=0.2)
-    assert model.head_drop.p == 0.2
+    assert model.head_drop.p == 0.2 and build_classifier("test_vit", 3, drop_path=0.1).blocks[-1].drop_path1.drop_prob
+    # Some models drop by default: what is not asked for is off.
+    assert build_classifier("efficientnet_lite0", 2).drop_rate == 0.0
     with pytest.raises(Refused, match="--grad_checkpointing: selecsls42 does not offer it; lower --max_micro"):
         timm_models.checkpoint_gradients(model, name)
     with pytest.raises(Refused, match="--grad_checkpointing: Linear does not offer it"):
@@ -247,5 +210,3 @@ def test_a_module_of_another_kind_has_to_make_logits() -> None:
         Refused, match=rf"Conv2d makes \[1, 4, 1, 1\] of images \[1, 3, {SIZE}, {SIZE}\] in evaluation, not"
     ):
         timm_models.check_export(nn.Conv2d(3, 4, SIZE), config)
-    with pytest.raises(Refused, match=r"call it once on torch.zeros\(1, 3, .*where it is made"):
-        timm_models.check_export(nn.Sequential(nn.Flatten(), nn.LazyLinear(5)), config)

@@ -9,14 +9,6 @@ from common.training.optimizer import set_learning_rate
 from common.training.update_size import UpdateSize
 
 
-class Plain(nn.Module):
-    """A module that does not say which part is its head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Parameter(torch.tensor(values)) for values in ([3.0], [4.0], [5.0]))
-
-
 def step(size: UpdateSize, optimizers: list, rate: float) -> tuple:
     """The rates and the norms of a step with a gradient of 1 for every weight that has one."""
     for optimizer in optimizers:
@@ -30,14 +22,14 @@ def step(size: UpdateSize, optimizers: list, rate: float) -> tuple:
 
 
 def test_norms_are_of_the_weights_that_a_step_trains_with_several_optimizers() -> None:
-    model = Plain()
-    optimizers = [torch.optim.SGD([model.first, model.third], lr=1.0), torch.optim.SGD([model.second], lr=1.0)]
-    model.first.grad = torch.ones(1)
-    model.second.grad = torch.ones(1)  # the third is frozen in this step
+    model = nn.ParameterList(torch.tensor([value]) for value in (3.0, 4.0, 5.0))
+    first, second, third = model
+    optimizers = [torch.optim.SGD([first, third], lr=1.0), torch.optim.SGD([second], lr=1.0)]
+    first.grad, second.grad = torch.ones(1), torch.ones(1)  # the third is frozen in this step
     size = UpdateSize(model, optimizers)
     rates, norms = step(size, optimizers, 0.5)
     assert rates == {} and norms == pytest.approx([5.0, 0.5 * 2**0.5])
-    assert model.first.item() == 2.5 and not size._before and not size._weights, "the copy is freed"
+    assert first.item() == 2.5 and not size._copied, "the copy is freed"
     assert size.end().norms is None, "nothing was begun"
 
 
