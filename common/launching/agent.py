@@ -58,14 +58,6 @@ def send(number: int) -> None:
             process.send_signal(number)
 
 
-def kill_stopped() -> None:
-    """Kill the processes of this launcher that are stopped (SIGSTOP), since they can't handle other signals."""
-    for process in psutil.Process().children():
-        with suppress(psutil.Error):
-            if process.status() == psutil.STATUS_STOPPED:
-                process.kill()
-
-
 def await_end() -> None:
     """Wait for the processes of this launcher, which are ending. If torch ended them, it would print messages."""
     until = time.monotonic() + ENDING_S

@@ -15,7 +15,9 @@ from common.errors import Refused
 from common.launching.exit_codes import AT_LEAST
 from common.launching.launchers import ACCELERATE, Launch, is_agents
 
-FSDP, DEEPSPEED, MESH = (f"ACCELERATE_USE_{name}" for name in ("FSDP", "DEEPSPEED", "PARALLELISM_CONFIG"))
+ENGINES = FSDP, DEEPSPEED, MESH = tuple(
+    f"ACCELERATE_USE_{name}" for name in ("FSDP", "DEEPSPEED", "PARALLELISM_CONFIG")
+)
 # Settings of Accelerate's FSDP: the values that a run can have, and what takes the place of others.
 _OFF = ("", "false")
 _FSDP_SETTINGS = {
@@ -189,8 +191,8 @@ def processes_asked(command: Sequence[str]) -> tuple[int | None, int] | None:
     several. The environment of its ranks does not show this, so they read the command line.
     """
     # The program comes first, after its interpreter, or after the interpreter's -m.
-    behind_interpreter = list(command[1:]) if command and Path(command[0]).name.startswith("python") else list(command)
-    program = behind_interpreter[1:] if behind_interpreter[:1] == ["-m"] else behind_interpreter
+    program = list(command[1:] if command and Path(command[0]).name.startswith("python") else command)
+    program = program[1:] if program[:1] == ["-m"] else program
     names = [Path(word).name for word in program[:2]]
     launcher = next((launcher for launcher in _ACCELERATE if names[: len(launcher)] == launcher), None)
     if names[:1] in (["torchrun"], ["torch.distributed.run"]):

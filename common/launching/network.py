@@ -70,8 +70,8 @@ def keep_store(host: str, port: int, patience: timedelta) -> TCPStore:
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(target, family=family)
     address, port = listener.getsockname()[:2]
-    options = {"is_master": True, "multi_tenant": True, "timeout": patience}
-    return TCPStore(address, port, master_listen_fd=listener.detach(), **options)
+    listening = listener.detach()
+    return TCPStore(address, port, is_master=True, multi_tenant=True, timeout=patience, master_listen_fd=listening)
 
 
 def await_listener(host: str, port: int, patience: float, remind: Callable[[str], None] = lambda what: None) -> None:

@@ -36,10 +36,7 @@ def test_the_launcher_hears_signals_reports_a_failed_process_and_waits_for_one_t
     for name in agent.SIGNALS:
         os.kill(os.getpid(), signal.Signals[name])
     assert heard == [signal.Signals[name] for name in agent.SIGNALS], "torch has taken a signal"
-    sleeps.suspend()
-    while sleeps.status() != psutil.STATUS_STOPPED:
-        pass
-    agent.kill_stopped()
+    sleeps.kill()
     agent.await_end()
     assert failed.status() == sleeps.status() == psutil.STATUS_ZOMBIE, "still to be collected by torch"
     assert context.wait(60).is_failed()

@@ -14,7 +14,7 @@ import pytest
 
 from common.distributed.sharding import Sharding
 from common.errors import Refused
-from common.launching import launch, meeting
+from common.launching import launch, meeting, network
 from common.launching.exit_codes import leaving
 from common.launching.launch import last_resort
 from common.launching.launch_checks import check_launch, check_sharded, processes_asked, sharding_of
@@ -152,7 +152,7 @@ def test_another_number_of_processes_or_machines_than_asked_for_is_refused() -> 
 
 def test_an_exported_world_size_that_nobody_else_joins_is_named(monkeypatch, capsys) -> None:
     """Such as one that an earlier command has left in the shell; the process would wait for minutes without a word."""
-    monkeypatch.setattr(meeting, "QUIET_S", 0.01)
+    monkeypatch.setattr(network, "QUIET_S", 0.01)
     monkeypatch.setattr(meeting, "reach", lambda *_: time.sleep(0.5))
     monkeypatch.setattr(meeting, "agree", lambda *_: None)
     meeting.meet(environ := {**WORLD, "MASTER_PORT": "1"}, complete(environ), None)
@@ -161,8 +161,8 @@ def test_an_exported_world_size_that_nobody_else_joins_is_named(monkeypatch, cap
 
 def test_several_machines_use_the_interface_that_leads_to_the_main_machine(monkeypatch) -> None:
     own = {"10.0.0.1": "10.0.0.7", "first": "127.0.1.1"}
-    monkeypatch.setattr(meeting, "address_towards", own.__getitem__)
-    monkeypatch.setattr(meeting, "interface_of", {"10.0.0.7": "eth1", "127.0.0.1": "lo"}.get)
+    monkeypatch.setattr(network, "address_towards", own.__getitem__)
+    monkeypatch.setattr(network, "interface_of", {"10.0.0.7": "eth1", "127.0.0.1": "lo"}.get)
 
     def chosen(**variables: str) -> dict[str, str]:
         environ = {**TWO_NODES, "MASTER_PORT": "29500", **variables}
@@ -195,8 +195,8 @@ def test_a_store_listens_on_all_interfaces_only_where_its_address_is_not_known_h
 ) -> None:
     """As behind a name that on its own machine is a loopback, or an address that a router translates."""
     stores = []
-    monkeypatch.setattr(meeting, "address_towards", {"10.0.0.1": "10.0.0.1", "first": "127.0.1.1"}.get)
-    monkeypatch.setattr(meeting, "keep_store", lambda *place: stores.append(place[:2]))
+    monkeypatch.setattr(network, "address_towards", {"10.0.0.1": "10.0.0.1", "first": "127.0.1.1"}.get)
+    monkeypatch.setattr(network, "keep_store", lambda *place: stores.append(place[:2]))
     for host in ("127.0.0.1", "10.0.0.1", "first"):
         meeting._listen(host, 1)
     assert stores == [("127.0.0.1", 1), ("10.0.0.1", 1)]
@@ -207,7 +207,7 @@ def test_a_store_listens_on_all_interfaces_only_where_its_address_is_not_known_h
         (errno.EADDRNOTAVAIL, ""),
         (errno.EADDRINUSE, "port 5 of 10.0.0.1 is taken: export MASTER_PORT"),
     ):
-        monkeypatch.setattr(meeting, "keep_store", mock.Mock(side_effect=OSError(number, "")))
+        monkeypatch.setattr(network, "keep_store", mock.Mock(side_effect=OSError(number, "")))
         with pytest.raises(Refused, match=said) if said else contextlib.nullcontext():
             meeting._listen("10.0.0.1", 5)
     assert "on all interfaces" in capsys.readouterr().out
