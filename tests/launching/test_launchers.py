@@ -8,33 +8,23 @@ from common.launching.launchers import Launch, complete, first_host, local_rank
 pytestmark = pytest.mark.smoke
 
 
+def variables(text: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in text.split())
+
+
 def ompi(rank: int = 1, size: int = 2, local: int = 1, here: int = 2, **more: str) -> dict[str, str]:
     """What Open MPI 4 gives to a process."""
-    return {
-        "OMPI_COMM_WORLD_RANK": str(rank),
-        "OMPI_COMM_WORLD_SIZE": str(size),
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(local),
-        "OMPI_COMM_WORLD_LOCAL_SIZE": str(here),
-        "OMPI_MCA_orte_hnp_uri": "636485632.0;tcp://10.0.0.1,192.168.0.1:51331;tcp6://[fd00::2]:37211",
-        "PMIX_NAMESPACE": "636485633",
-        **more,
-    }
+    numbers = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local, "LOCAL_SIZE": here}
+    main = "636485632.0;tcp://10.0.0.1,192.168.0.1:51331;tcp6://[fd00::2]:37211"
+    job = {"OMPI_MCA_orte_hnp_uri": main, "PMIX_NAMESPACE": "636485633"}
+    return {f"OMPI_COMM_WORLD_{name}": str(number) for name, number in numbers.items()} | job | more
 
 
 def slurm(rank: int = 1, size: int = 2, local: int = 1, node: int = 0, tasks: str = "2", **more: str) -> dict[str, str]:
-    """What srun gives to a task."""
-    return {
-        "SLURM_PROCID": str(rank),
-        "SLURM_STEP_NUM_TASKS": str(size),
-        "SLURM_LOCALID": str(local),
-        "SLURM_NODEID": str(node),
-        "SLURM_STEP_TASKS_PER_NODE": tasks,
-        "SLURM_STEP_NODELIST": "gpu[007-009,12],cpu1",
-        "SLURM_JOB_ID": "4711",
-        "SLURM_STEP_ID": "0",
-        "SLURM_NTASKS": "9",  # of the job
-        **more,
-    }
+    """What srun gives to a task; NTASKS is of the job."""
+    step = f"STEP_NUM_TASKS={size} STEP_TASKS_PER_NODE={tasks} STEP_NODELIST=gpu[007-009,12],cpu1 STEP_ID=0 NTASKS=9"
+    own = variables(f"PROCID={rank} LOCALID={local} NODEID={node} JOB_ID=4711 {step}")
+    return {f"SLURM_{name}": value for name, value in own.items()} | more
 
 
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}

@@ -3,6 +3,7 @@
 import json
 import pickle
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 from torch.distributed import HashStore
@@ -13,15 +14,25 @@ from common.launching.membership import LEFT, RUNNING, WAITING, Membership, Roun
 pytestmark = pytest.mark.smoke
 
 
-def member(store: HashStore, host: str, silence: float = 1000.0) -> Membership:
-    return Membership(store, host, "10.0.0.1", interval=0.05, silence=silence)
+@pytest.fixture
+def member() -> Iterator[Callable[..., Membership]]:
+    """`member(store, host)` makes the membership of a machine. All of them end with the test, as with their launchers."""
+    members: list[Membership] = []
+
+    def make(store: HashStore, host: str, silence: float = 1000.0) -> Membership:
+        members.append(Membership(store, host, "10.0.0.1", interval=0.05, silence=silence))
+        return members[-1]
+
+    yield make
+    for each in members:
+        each.end()
 
 
 def states(team: Membership) -> dict[str, tuple[str, int]]:
     return {record.host: (record.state, record.round) for record in team.present().values()}
 
 
-def test_machines_see_each_other_come_run_leave_and_close() -> None:
+def test_machines_see_each_other_come_run_leave_and_close(member) -> None:
     store = HashStore()
     first = member(store, "a")
     second = member(store, "b")
@@ -38,7 +49,7 @@ def test_machines_see_each_other_come_run_leave_and_close() -> None:
         first.present()
 
 
-def test_a_machine_that_falls_silent_is_lost_and_comes_back_when_it_is_heard() -> None:
+def test_a_machine_that_falls_silent_is_lost_and_comes_back_when_it_is_heard(member) -> None:
     store = HashStore()
     first, second = member(store, "a", silence=0.5), member(store, "b", silence=0.5)
     time.sleep(0.7)
@@ -52,7 +63,7 @@ def test_a_machine_that_falls_silent_is_lost_and_comes_back_when_it_is_heard() -
     assert "b" in states(first)
 
 
-def test_what_no_launcher_wrote_is_refused_and_not_executed() -> None:
+def test_what_no_launcher_wrote_is_refused_and_not_executed(member) -> None:
     team = member(HashStore(), "a")
     team.end()
     record = json.loads(team._store.get("machine/0"))
