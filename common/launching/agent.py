@@ -1,4 +1,4 @@
-"""Agent: what is relied on of torchrun's agent beyond its public interface, and the processes that it has started.
+"""Agent: uses of torchrun's agent beyond its public interface, and the processes that it has started.
 
 A new release of torch may change any of it; tests/launching/test_agent.py notices.
 """

@@ -152,7 +152,7 @@ def say(text: str) -> None:
 
 
 def orphaned() -> bool:
-    """Whether the launcher of this process is gone: killed, or ended by a signal that it does not forward.
+    """True if the launcher of this process is gone: killed, or ended by a signal that it does not forward.
 
     Nobody waits for such a process any more, and it keeps its device and run folder from the next start.
     """

@@ -116,7 +116,7 @@ def check_launch(
 
 
 def sharding_of(environ: Mapping[str, str]) -> Sharding | None:
-    """How the launch asks to shard the model; None for plain data parallelism. Raises `Refused` for what is not supported.
+    """How the launch asks to shard the model; None for plain data parallelism. Raises `Refused` for other engines and settings.
 
     DeepSpeed's files are understood: FSDP2 shards as its ZeRO does.
     """
@@ -173,7 +173,7 @@ def check_sharded(config: RunConfig) -> None:
 
 
 def wants_cpu(environ: Mapping[str, str]) -> bool:
-    """Whether the launch asked for the CPU: by use_cpu with one process, or by hiding the GPUs as -1.
+    """True if the launch asked for the CPU: by use_cpu with one process, or by hiding the GPUs as -1.
 
     `accelerate launch` does not pass use_cpu on to several ranks. So the CPU files of accelerate_configs/ hide the GPUs by
     gpu_ids, which it does pass on. An empty CUDA_VISIBLE_DEVICES does not ask for the CPU: a scheduler sets it for a job
@@ -183,7 +183,7 @@ def wants_cpu(environ: Mapping[str, str]) -> bool:
 
 
 def processes_asked(command: Sequence[str]) -> tuple[int | None, int] | None:
-    """num_processes and num_machines on the command line of `accelerate launch`; of torchrun None and the least machines.
+    """Processes and machines on the command line of `accelerate launch`; of torchrun None and the lowest number of machines.
 
     None if it is another command.
 

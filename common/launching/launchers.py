@@ -83,7 +83,7 @@ def local_rank(environ: Mapping[str, str]) -> str | None:
 
 
 def is_agents(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun's agent started this process: torchrun itself, accelerate launch or notebook_launcher."""
+    """True if torchrun's agent started this process: torchrun itself, accelerate launch or notebook_launcher."""
     return "TORCHELASTIC_RUN_ID" in environ
 
 

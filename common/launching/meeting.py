@@ -82,7 +82,7 @@ def choose_interface(environ: MutableMapping[str, str]) -> None:
 
 
 def _keeps_store(environ: Mapping[str, str]) -> bool:
-    """Whether rank 0 keeps the store, not the launcher."""
+    """True if rank 0 keeps the store, not the launcher."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 

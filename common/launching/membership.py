@@ -22,7 +22,7 @@ WAITING, RUNNING, LEFT = "waiting", "running", "left"  # for the next round; in 
 
 @dataclass
 class Record:
-    """What a machine tells the others about itself."""
+    """A machine's message to the others about itself."""
 
     host: str
     address: str

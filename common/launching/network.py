@@ -35,7 +35,7 @@ def interface_of(address: str) -> str | None:
 
 
 def is_own(host: str) -> bool:
-    """Whether `host`, a name or an address, is this machine. False if it is unknown."""
+    """True if `host`, a name or an address, is this machine; False if it is unknown."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -46,7 +46,7 @@ def is_own(host: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `address` is a loopback address."""
+    """True if `address` is a loopback address."""
     return address in ("", "localhost", "::1") or address.startswith("127.")
 
 

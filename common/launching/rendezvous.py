@@ -53,7 +53,6 @@ BEAT_S = 5  # a machine renews its record so often
 SILENCE_S = 60  # a machine counts as lost if it has not done so for this time
 ELASTIC_SILENCE_S = 15  # the same if the others then continue without it
 POLL_S = 0.1
-REMINDER_S = 60.0
 ANSWER = timedelta(seconds=30)  # if the main machine does not answer for so long, it counts as gone
 LATE_EXIT_S = 3.0  # how long after the main machine's end the processes of this one may announce that they leave too
 
@@ -152,7 +151,7 @@ class Machines(RendezvousHandler):
                 doing = "train without this one, which waits" if others else f"of {self._least} are here"
                 names = self._team.names(others or here)
                 _say(f"{len(others or here)} machines {doing}, up to {self._patience} s: {names}")
-                due += REMINDER_S
+                due = math.inf
             time.sleep(POLL_S)
 
     def _may_begin(self, here: set[int], others: set[int], unchanged_for: float) -> bool:
@@ -212,13 +211,10 @@ class Machines(RendezvousHandler):
     def _report_failure(self, code: int, local_rank: int, process: int) -> None:
         if self._on_purpose([code]):
             return
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"failed with exit code {code}, see what it said"
-        )
-        if code == -signal.SIGKILL:
-            how += ": by a person, or by the system for want of memory (`dmesg` tells)"
+        how = f"failed with exit code {code}, see what it said"
+        if code < 0:
+            by = ": by a person, or by the system for want of memory (`dmesg` tells)" * (code == -signal.SIGKILL)
+            how = f"was killed by {signal.Signals(-code).name}{by}"
         _say(f"process {process} (local rank {local_rank}) {how}")
 
     def _on_signal(self, number: int, frame) -> None:
