@@ -1,4 +1,4 @@
-"""Agent: what is relied on of torchrun's agent beyond its public interface, and the processes that it has started.
+"""Agent: uses of torchrun's agent beyond its public interface, and the processes that it has started.
 
 A new release of torch may change any of it; tests/launching/test_agent.py notices.
 """
@@ -56,14 +56,6 @@ def send(number: int) -> None:
     for process in psutil.Process().children():
         with suppress(psutil.Error):
             process.send_signal(number)
-
-
-def kill_stopped() -> None:
-    """Kill the processes of this launcher that are stopped (SIGSTOP), since they can't handle other signals."""
-    for process in psutil.Process().children():
-        with suppress(psutil.Error):
-            if process.status() == psutil.STATUS_STOPPED:
-                process.kill()
 
 
 def await_end() -> None:

@@ -47,7 +47,7 @@ def notify(folder: Path, why: str) -> None:
 
 
 def notice() -> str:
-    """What the launcher has told its processes with `notify`; "" if nothing."""
+    """The text that the launcher has told its processes with `notify`; "" if there is none."""
     with contextlib.suppress(KeyError, OSError):
         return (Path(os.environ[EXIT_FOLDER]) / _NOTICE).read_text()
     return ""

@@ -19,34 +19,16 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from common.config.fields import RunConfig
-from common.distributed import determinism, devices, sharding, watchdog
-from common.distributed.collectives import (
-    barrier,
-    gather_objects,
-    give_up_after,
-    is_lost_peer,
-    leave_process_group,
-    node_rank,
-)
+from common.distributed import collectives, determinism, devices, sharding, watchdog
+from common.distributed.collectives import gather_objects
 from common.distributed.environment import cores
 from common.distributed.gradient_compression import data_parallel
 from common.durable import replace_file
 from common.errors import Refused, RestartNeeded, printable
 from common.files import SMALL, read_text
-from common.launching import launchers
+from common.launching import launch_checks, launchers
 from common.launching.exit_codes import AT_LEAST, END, EXIT_FOLDER, RESTART, announce_exit, leaving, notice
-from common.launching.launch_checks import (
-    DEEPSPEED,
-    FSDP,
-    MESH,
-    PRECISION_NAMES,
-    check_launch,
-    check_sharded,
-    parent_command,
-    processes_asked,
-    sharding_of,
-    wants_cpu,
-)
+from common.launching.launch_checks import parent_command, wants_cpu
 from common.launching.launchers import EXPORTED, Launch, complete
 from common.launching.meeting import meet
 
@@ -77,7 +59,7 @@ def start(config: RunConfig | None = None) -> Accelerator:
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     launch = complete(os.environ)
-    check_launch(os.environ, launch, accelerators, processes_asked(parent_command()))
+    launch_checks.check_launch(os.environ, launch, accelerators, launch_checks.processes_asked(parent_command()))
     if on_cpu := wants_cpu(os.environ) or accelerators == 0:
         if not wants_cpu(os.environ) and launch.launcher in ("torchrun", EXPORTED):
             say("this machine shows no GPU: the run trains on the CPU")
@@ -85,12 +67,12 @@ def start(config: RunConfig | None = None) -> Accelerator:
     else:
         let_segments_grow(os.environ)
     settings = config or RunConfig()
-    if (sharded := sharding_of(os.environ)) and launch.world_size > 1:
-        check_sharded(settings)
+    if (sharded := launch_checks.sharding_of(os.environ)) and launch.world_size > 1:
+        launch_checks.check_sharded(settings)
     determinism.choose(settings.deterministic and not on_cpu)
     torch.manual_seed(settings.seed)  # for the initial weights of a custom module; all else draws from keys
     patience, store = settings.collective_timeout, meet(os.environ, launch, config)
-    give_up_after(timeout := last_resort(patience, os.environ))
+    collectives.give_up_after(timeout := last_resort(patience, os.environ))
     # Accelerate looks on disk for this package twice in each step, which takes about a millisecond.
     sys.modules.setdefault("lomo_optim", None)  # type: ignore[arg-type]
     with _as_data_parallel(os.environ):
@@ -108,8 +90,8 @@ def start(config: RunConfig | None = None) -> Accelerator:
             f"{accelerator.device.type}: launch with a file of accelerate_configs/"
         )
     if launch.nodes is None:  # mpirun does not number the machines
-        nodes = max(gather_objects(node_rank())) + 1
-        os.environ.update(GROUP_RANK=str(node_rank()), GROUP_WORLD_SIZE=str(nodes))
+        nodes = max(gather_objects(collectives.node_rank())) + 1
+        os.environ.update(GROUP_RANK=str(collectives.node_rank()), GROUP_WORLD_SIZE=str(nodes))
     sharding.begin(sharded, accelerator.device)
     if accelerator.device.type == "cuda":
         _refuse_shared_devices(accelerator.device)
@@ -152,7 +134,7 @@ def run(main: Callable[[], None]) -> None:
             os.execv(sys.executable, sys.orig_argv)
         sys.exit(1)
     except Exception as error:
-        if not is_lost_peer(error):
+        if not collectives.is_lost_peer(error):
             error.add_note(f"on {_whereabouts()}")
             raise
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -160,7 +142,7 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(1)
     finally:
         watchdog.end()
-    leave_process_group()
+    collectives.leave_process_group()
 
 
 def say(text: str) -> None:
@@ -170,7 +152,7 @@ def say(text: str) -> None:
 
 
 def orphaned() -> bool:
-    """Whether the launcher of this process is gone: killed, or ended by a signal that it does not forward.
+    """True if the launcher of this process is gone: killed, or ended by a signal that it does not forward.
 
     Nobody waits for such a process any more, and it keeps its device and run folder from the next start.
     """
@@ -200,7 +182,7 @@ def leave(code: int, leavers: Collection[int]) -> NoReturn:
     """
     if EXIT_FOLDER not in os.environ:
         with contextlib.suppress(RuntimeError):  # another process is lost, and its message printed
-            barrier()  # mpirun and others kill all processes soon after the first has ended with an error code
+            collectives.barrier()  # mpirun and others kill all processes soon after the first has ended with an error code
         sys.exit(code)
     announce_exit(code, leavers)
     until = time.monotonic() + NOTICE_S
@@ -226,7 +208,7 @@ def describe(accelerator: Accelerator, dtype: str) -> str:
 
 def precision(accelerator: Accelerator, dtype: str) -> str:
     """The precision of the computation with weights of type `dtype`: fp64, fp32, fp32 (TF32), fp16 or bf16."""
-    name = "fp64" if dtype == "float64" else PRECISION_NAMES[accelerator.mixed_precision]
+    name = "fp64" if dtype == "float64" else launch_checks.PRECISION_NAMES[accelerator.mixed_precision]
     tf32 = name == "fp32" and accelerator.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     return f"{name} (TF32)" if tf32 else name
 
@@ -276,7 +258,7 @@ def _as_data_parallel(environ: MutableMapping[str, str]) -> Iterator[None]:
 
     Accelerate forgets FSDP on CPUs without a word, casts weights and gradients under bf16, and starts DeepSpeed's engine.
     """
-    hidden = {name: environ.pop(name) for name in (FSDP, DEEPSPEED, MESH) if name in environ}
+    hidden = {name: environ.pop(name) for name in launch_checks.ENGINES if name in environ}
     try:
         yield
     finally:
@@ -303,19 +285,17 @@ def _print_once_per_machine(text: str) -> None:
     """
     folder = Path(os.path.expanduser("~"), ".cache", "recipes")
     said, text_of_job = folder / f"refusal-{socket.gethostname()}", f"{os.getppid()} {text}"
-    started, until = psutil.Process().create_time(), time.monotonic() + REFUSAL_DELAY_S
-    local_rank = launchers.local_rank(os.environ)
+    local_rank, until = launchers.local_rank(os.environ), time.monotonic() + REFUSAL_DELAY_S
     while local_rank not in (None, "0") and time.monotonic() < until:
         with contextlib.suppress(OSError, ValueError):
-            written, _, note = read_text(said, SMALL).partition(" ")
-            if float(written) > started and note == text_of_job:
+            if read_text(said, SMALL) == text_of_job:
                 return
         time.sleep(0.1)
     print(text, file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):
         if local_rank == "0":
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            replace_file(said, f"{time.time()} {text_of_job}".encode())
+            replace_file(said, text_of_job.encode())
 
 
 def _whereabouts() -> str:

@@ -15,7 +15,9 @@ from common.errors import Refused
 from common.launching.exit_codes import AT_LEAST
 from common.launching.launchers import ACCELERATE, Launch, is_agents
 
-FSDP, DEEPSPEED, MESH = (f"ACCELERATE_USE_{name}" for name in ("FSDP", "DEEPSPEED", "PARALLELISM_CONFIG"))
+ENGINES = FSDP, DEEPSPEED, MESH = tuple(
+    f"ACCELERATE_USE_{name}" for name in ("FSDP", "DEEPSPEED", "PARALLELISM_CONFIG")
+)
 # Settings of Accelerate's FSDP: the values that a run can have, and what takes the place of others.
 _OFF = ("", "false")
 _FSDP_SETTINGS = {
@@ -114,7 +116,7 @@ def check_launch(
 
 
 def sharding_of(environ: Mapping[str, str]) -> Sharding | None:
-    """How the launch asks to shard the model; None for plain data parallelism. Raises `Refused` for what is not supported.
+    """How the launch asks to shard the model; None for plain data parallelism. Raises `Refused` for other engines and settings.
 
     DeepSpeed's files are understood: FSDP2 shards as its ZeRO does.
     """
@@ -171,7 +173,7 @@ def check_sharded(config: RunConfig) -> None:
 
 
 def wants_cpu(environ: Mapping[str, str]) -> bool:
-    """Whether the launch asked for the CPU: by use_cpu with one process, or by hiding the GPUs as -1.
+    """True if the launch asked for the CPU: by use_cpu with one process, or by hiding the GPUs as -1.
 
     `accelerate launch` does not pass use_cpu on to several ranks. So the CPU files of accelerate_configs/ hide the GPUs by
     gpu_ids, which it does pass on. An empty CUDA_VISIBLE_DEVICES does not ask for the CPU: a scheduler sets it for a job
@@ -181,7 +183,7 @@ def wants_cpu(environ: Mapping[str, str]) -> bool:
 
 
 def processes_asked(command: Sequence[str]) -> tuple[int | None, int] | None:
-    """num_processes and num_machines on the command line of `accelerate launch`; of torchrun None and the least machines.
+    """Processes and machines on the command line of `accelerate launch`; of torchrun None and the lowest number of machines.
 
     None if it is another command.
 
@@ -189,8 +191,8 @@ def processes_asked(command: Sequence[str]) -> tuple[int | None, int] | None:
     several. The environment of its ranks does not show this, so they read the command line.
     """
     # The program comes first, after its interpreter, or after the interpreter's -m.
-    behind_interpreter = list(command[1:]) if command and Path(command[0]).name.startswith("python") else list(command)
-    program = behind_interpreter[1:] if behind_interpreter[:1] == ["-m"] else behind_interpreter
+    program = list(command[1:] if command and Path(command[0]).name.startswith("python") else command)
+    program = program[1:] if program[:1] == ["-m"] else program
     names = [Path(word).name for word in program[:2]]
     launcher = next((launcher for launcher in _ACCELERATE if names[: len(launcher)] == launcher), None)
     if names[:1] in (["torchrun"], ["torch.distributed.run"]):

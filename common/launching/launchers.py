@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 
 import psutil
-import torch
 
 from common.errors import Refused
 from common.launching.network import LOOPBACK, is_loopback
@@ -84,7 +83,7 @@ def local_rank(environ: Mapping[str, str]) -> str | None:
 
 
 def is_agents(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun's agent started this process: torchrun itself, accelerate launch or notebook_launcher."""
+    """True if torchrun's agent started this process: torchrun itself, accelerate launch or notebook_launcher."""
     return "TORCHELASTIC_RUN_ID" in environ
 
 
@@ -106,14 +105,6 @@ def _agent(environ: Mapping[str, str]) -> Launch | None:
         )
     name = "accelerate launch" if ACCELERATE in environ else "torchrun"
     return _exported(environ, "notebook_launcher" if is_notebook else name)
-
-
-def _debug_launcher(environ: Mapping[str, str]) -> Launch | None:
-    """Accelerate's debug_launcher, which forms a gloo group on this machine and sets no rank."""
-    if "ACCELERATE_DEBUG_RDV_FILE" not in environ or not torch.distributed.is_initialized():
-        return None
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return Launch("debug_launcher", rank, rank, world_size, world_size)
 
 
 def _mpi(environ: Mapping[str, str]) -> Launch | None:
@@ -178,25 +169,14 @@ def _srun(environ: Mapping[str, str]) -> Launch | None:
     return replace(launch, address=first_host(hosts), port=_port(*job))
 
 
-def _operator(environ: Mapping[str, str]) -> Launch | None:
-    """Plain python in a pod of a Kubernetes operator, which sets the variables PET_* for torchrun: one process per pod."""
-    if not {"PET_NNODES", "PET_NPROC_PER_NODE"} & environ.keys():
-        return None
-    processes, nodes = environ.get("PET_NPROC_PER_NODE", "1"), environ.get("PET_NNODES", "1")
-    if processes != "1" or not nodes.isdecimal():
-        raise Refused(
-            f"PET_NNODES={nodes} and PET_NPROC_PER_NODE={processes} are for torchrun, but python started this process: start "
-            "the recipe with torchrun, which reads them"
-        )
-    if nodes == "1":
-        return Launch("python")
-    rank, port = _int(environ, "PET_NODE_RANK"), _int(environ, "PET_MASTER_PORT", DEFAULT_PORT)
-    address = environ.get("PET_MASTER_ADDR", "")
-    return Launch("python with PET_* variables", rank, 0, int(nodes), 1, rank, int(nodes), address, port)
-
-
 def _by_hand(environ: Mapping[str, str]) -> Launch | None:
     """Variables that a person or another program exported for each process."""
+    for name in ("PET_NNODES", "PET_NPROC_PER_NODE"):  # of a Kubernetes operator
+        if environ.get(name, "1") != "1":
+            raise Refused(
+                f"{name}={environ[name]} is for torchrun, but python started this process: start the recipe with torchrun, "
+                "which reads it"
+            )
     if _int(environ, "WORLD_SIZE", 1) == 1 and "LOCAL_RANK" not in environ:
         return None
     return _exported(environ, EXPORTED)
@@ -220,7 +200,7 @@ def _alone(environ: Mapping[str, str]) -> Launch:
 
 
 _READERS: tuple[Callable[[Mapping[str, str]], Launch | None], ...]
-_READERS = (_agent, _debug_launcher, _mpi, _srun, _operator, _by_hand, _alone)
+_READERS = (_agent, _mpi, _srun, _by_hand, _alone)
 
 
 # --- parts of readers
@@ -291,15 +271,12 @@ def _int(environ: Mapping[str, str], name: str, default: int | None = None) -> i
 
 def _check(launch: Launch, environ: Mapping[str, str]) -> None:
     """Raise `Refused` if the numbers can't be right, or if other variables contradict them."""
-    for of, number, size in (
-        ("rank", launch.rank, launch.world_size),
-        ("local rank", launch.local_rank, launch.local_world_size),
-        ("process of this machine, of all processes", launch.local_world_size - 1, launch.world_size),
-    ):
-        if not 0 <= number < size:
-            raise Refused(
-                f"{launch.launcher} says that this is {of} {number} of {size}, which can't be: look at its variables"
-            )
+    here, everywhere = launch.local_world_size, launch.world_size
+    if not (0 <= launch.rank < everywhere and 0 <= launch.local_rank < here <= everywhere):
+        raise Refused(
+            f"{launch.launcher} says that this is rank {launch.rank} of {everywhere} and local rank {launch.local_rank} of "
+            f"{here}, which can't be: look at its variables"
+        )
     for name, found in launch.numbers.items():
         if name in environ and found is not None and environ[name] != str(found):
             raise Refused(

@@ -10,18 +10,9 @@ from torch.distributed import Store, rendezvous
 
 from common.distributed.agreement import agree, facts
 from common.errors import Refused
+from common.launching import network
 from common.launching.launch_checks import wants_cpu
 from common.launching.launchers import EXPORTED, Launch
-from common.launching.network import (
-    LOOPBACK,
-    QUIET_S,
-    address_towards,
-    await_listener,
-    interface_of,
-    is_loopback,
-    keep_store,
-    trouble,
-)
 
 MEETING = timedelta(minutes=5)  # how much later than the first process the last one may arrive
 
@@ -36,7 +27,7 @@ def meet(environ: MutableMapping[str, str], launch: Launch, config) -> Store | N
     device = "cpu" if wants_cpu(environ) or not torch.accelerator.is_available() else "accelerator"
     computing = {"device": device, "precision": environ.get("ACCELERATE_MIXED_PRECISION", "no")}
     stale = f"WORLD_SIZE={launch.world_size} is exported: waiting for other processes; unset it to train with this one alone"
-    reminder = threading.Timer(QUIET_S, print, [stale], {"flush": True})
+    reminder = threading.Timer(network.QUIET_S, print, [stale], {"flush": True})
     if launch.launcher == EXPORTED:
         reminder.start()
     try:
@@ -57,7 +48,7 @@ def reach(environ: MutableMapping[str, str], launch: Launch, patience: timedelta
     if launch.rank == 0 and _keeps_store(environ):
         store = _listen(main, port, patience)
     else:
-        await_listener(main, port, patience.total_seconds())
+        network.await_listener(main, port, patience.total_seconds())
     # Torch finds rank 0's store by its port when it forms the process group.
     return store or next(rendezvous("env://", timeout=patience))[0]
 
@@ -71,35 +62,35 @@ def choose_interface(environ: MutableMapping[str, str]) -> None:
     Raises `Refused` if there is no route to the main machine.
     """
     main, is_one_machine = environ["MASTER_ADDR"], environ["LOCAL_WORLD_SIZE"] == environ["WORLD_SIZE"]
-    if is_one_machine or is_loopback(main):
-        address = LOOPBACK
+    if is_one_machine or network.is_loopback(main):
+        address = network.LOOPBACK
         if is_one_machine and _keeps_store(environ) and not main.startswith("127."):
-            environ["MASTER_ADDR"] = LOOPBACK
+            environ["MASTER_ADDR"] = network.LOOPBACK
     else:
         try:
-            address = address_towards(main)
+            address = network.address_towards(main)
         except OSError as error:
-            raise Refused(trouble(main, int(environ["MASTER_PORT"]), error)) from None
-        if is_loopback(address) and "GLOO_SOCKET_IFNAME" not in environ:
+            raise Refused(network.trouble(main, int(environ["MASTER_PORT"]), error)) from None
+        if network.is_loopback(address) and "GLOO_SOCKET_IFNAME" not in environ:
             raise Refused(
                 f"this machine knows the main machine {main} as {address}, where the others can't reach it: give its address "
                 "as a number, or export GLOO_SOCKET_IFNAME with the name of its network interface"
             )
-    if interface := interface_of(address):
+    if interface := network.interface_of(address):
         environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # = means the exact name, not a prefix
 
 
 def _keeps_store(environ: Mapping[str, str]) -> bool:
-    """Whether rank 0 keeps the store, not the launcher."""
+    """True if rank 0 keeps the store, not the launcher."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _listen(main: str, port: int, patience: timedelta = MEETING) -> Store | None:
     """The store of rank 0, listening at the address `main`; None if that may not be an address of this machine."""
     try:
-        if is_loopback(main) or not is_loopback(address_towards(main)):
-            return keep_store(main, port, patience)
+        if network.is_loopback(main) or not network.is_loopback(network.address_towards(main)):
+            return network.keep_store(main, port, patience)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise Refused(f"port {port} of {main} is taken: export MASTER_PORT with another one") from None

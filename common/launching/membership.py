@@ -9,6 +9,7 @@ What lies in the store is JSON and is checked when it is read, since anybody who
 import json
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -21,14 +22,13 @@ WAITING, RUNNING, LEFT = "waiting", "running", "left"  # for the next round; in 
 
 @dataclass
 class Record:
-    """What a machine tells the others about itself."""
+    """A machine's message to the others about itself."""
 
     host: str
     address: str
     state: str = WAITING
     round: int = 0  # the last one that it took part in
     beats: int = 0  # how often it was written
-    clock: float = 0.0  # seconds since 1970, when it was written
 
     @property
     def name(self) -> str:
@@ -37,11 +37,10 @@ class Record:
 
 @dataclass
 class Round:
-    """The machines that run processes together, main machine first, and the address of the main machine's processes."""
+    """The machines that run processes together, main machine first."""
 
     number: int = 0  # 0, without machines, before the first
     machines: list[int] = field(default_factory=list)
-    address: str = ""
 
 
 class Membership:
@@ -50,10 +49,11 @@ class Membership:
     def __init__(self, store: Store, host: str, address: str, interval: float, silence: float) -> None:
         """Write a record, and renew it every `interval` seconds. After `silence` seconds without that, a machine is lost."""
         self._store, self._silence, self._interval, self._lock = store, silence, interval, threading.Lock()
-        self._mine, self.number = Record(host, address, clock=time.time()), 0
+        self._mine, self.number = Record(host, address), 0
         while (mine := _json(self._mine)) != store.compare_set(_key(self.number), "", mine).decode():
             self.number += 1
         self._seen: dict[int, tuple[int, float]] = {}  # of each machine: beats, and when these were seen first
+        self._records: dict[int, Record] = {}  # of all machines that ever came, as last read
         self._ended = False
         threading.Thread(target=self._beat, daemon=True).start()
 
@@ -67,15 +67,19 @@ class Membership:
         while self._store.check([_key(len(self._seen))]):
             self._seen[len(self._seen)] = (-1, 0.0)
         texts, now = self._store.multi_get([_key(number) for number in self._seen]), time.monotonic()
-        records = {number: _read(Record, text) for number, text in zip(self._seen, texts, strict=True)}
-        for number, record in records.items():
+        self._records = {number: _read(Record, text) for number, text in zip(self._seen, texts, strict=True)}
+        for number, record in self._records.items():
             if record.beats != self._seen[number][0]:
                 self._seen[number] = (record.beats, now)
         return {
             number: record
-            for number, record in records.items()
+            for number, record in self._records.items()
             if record.state != LEFT and now - self._seen[number][1] < self._silence
         }
+
+    def names(self, machines: Iterable[int]) -> str:
+        """How messages name these machines."""
+        return ", ".join(sorted(self._records[number].name for number in machines))
 
     def round(self) -> Round:
         """The last round that has begun."""
@@ -113,7 +117,7 @@ class Membership:
                     self._renew()
 
     def _renew(self) -> None:
-        self._mine = replace(self._mine, beats=self._mine.beats + 1, clock=time.time())
+        self._mine = replace(self._mine, beats=self._mine.beats + 1)
         self._store.set(_key(self.number), _json(self._mine))
 
 

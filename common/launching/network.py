@@ -35,7 +35,7 @@ def interface_of(address: str) -> str | None:
 
 
 def is_own(host: str) -> bool:
-    """Whether `host`, a name or an address, is this machine. False if it is unknown."""
+    """True if `host`, a name or an address, is this machine; False if it is unknown."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -46,7 +46,7 @@ def is_own(host: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `address` is a loopback address."""
+    """True if `address` is a loopback address."""
     return address in ("", "localhost", "::1") or address.startswith("127.")
 
 
@@ -70,8 +70,8 @@ def keep_store(host: str, port: int, patience: timedelta) -> TCPStore:
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(target, family=family)
     address, port = listener.getsockname()[:2]
-    options = {"is_master": True, "multi_tenant": True, "timeout": patience}
-    return TCPStore(address, port, master_listen_fd=listener.detach(), **options)
+    listening = listener.detach()
+    return TCPStore(address, port, is_master=True, multi_tenant=True, timeout=patience, master_listen_fd=listening)
 
 
 def await_listener(host: str, port: int, patience: float, remind: Callable[[str], None] = lambda what: None) -> None:

@@ -4,7 +4,7 @@
 the files of accelerate_configs/, this module does the waiting; pyproject.toml registers it as a plug-in of torchrun.
 
 - The machine that has the given address is machine 0. So no machine needs a number, and the main process stays there.
-- A run starts when all machines are there, whatever their clocks say. A clock that differs is named.
+- A run starts when all machines are there, whatever their clocks say.
 - A wait is reported after ten seconds, with its cause, and ends after `join_timeout` seconds (`--rdzv_conf join_timeout=60`).
 - It listens only at the given address, a single machine only on its loopback.
 - With `--rdzv_conf at_least=1` and `--max_restarts`, machines may leave and come back. A machine that is asked to leave does
@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -39,44 +39,20 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousStateError,
     RendezvousStoreInfo,
-    RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from common.errors import Refused
-from common.launching import agent
-from common.launching.exit_codes import (
-    AT_LEAST,
-    END,
-    EXIT_FOLDER,
-    RESTART,
-    RESUMABLE,
-    announced_exit,
-    clear,
-    notify,
-    signal_name,
-)
-from common.launching.membership import LEFT, RUNNING, WAITING, Membership, Record, Round
-from common.launching.network import (
-    LOOPBACK,
-    QUIET_S,
-    address_towards,
-    await_listener,
-    bound_silence,
-    is_loopback,
-    is_own,
-    keep_store,
-    outward_addresses,
-)
+from common.launching import agent, exit_codes, network
+from common.launching.exit_codes import END, RESTART, RESUMABLE, announced_exit
+from common.launching.membership import LEFT, RUNNING, WAITING, Membership, Round
 
 JOIN_S = 300  # how long a machine waits for the others
 LAST_CALL_S = 5  # how much longer the first round waits for machines beyond `at_least`
 BEAT_S = 5  # a machine renews its record so often
 SILENCE_S = 60  # a machine counts as lost if it has not done so for this time
 ELASTIC_SILENCE_S = 15  # the same if the others then continue without it
-CLOCK_S = 10.0  # clocks that differ by more are named
 POLL_S = 0.1
-REMINDER_S = 60.0
 ANSWER = timedelta(seconds=30)  # if the main machine does not answer for so long, it counts as gone
 LATE_EXIT_S = 3.0  # how long after the main machine's end the processes of this one may announce that they leave too
 
@@ -85,9 +61,9 @@ def create(parameters: RendezvousParameters) -> "Machines":
     """Connect to the machine that the endpoint names, or be that machine. Ends the launcher with one line if it can't."""
     agent.silence_name_lookups()
     host, port = _endpoint(parameters.endpoint)
-    if is_own(host):
+    if network.is_own(host):
         host = _own_address(host, parameters.max_nodes)
-    store, hosting = _reach(host, port, parameters.get_as_int("join_timeout", JOIN_S))
+    store, hosting = _reach(host, port, float(parameters.get("join_timeout", JOIN_S)))
     return Machines(parameters, store, host, port, hosting)
 
 
@@ -96,7 +72,10 @@ class Machines(RendezvousHandler):
 
     def __init__(self, parameters: RendezvousParameters, store: TCPStore, host: str, port: int, hosting: bool) -> None:
         self._host, self._port, self._hosting, self._run_id = host, port, hosting, parameters.run_id
-        given = parameters.get_as_int
+
+        def given(name: str, default: int) -> int:
+            return int(parameters.get(name, default))
+
         self._least, self._most = given("at_least", parameters.min_nodes), parameters.max_nodes
         size = f"{self._least}:{self._most}"
         if (others := store.compare_set("machines/size", "", size).decode()) != size:
@@ -108,17 +87,15 @@ class Machines(RendezvousHandler):
         silence = SILENCE_S if self._least == self._most else ELASTIC_SILENCE_S
         silence = interval * given("keep_alive_max_attempt", silence // BEAT_S)
         self._store = PrefixStore(f"machines/{self._run_id}", store)
-        self._team = Membership(self._store, socket.gethostname(), address_towards(host), interval, silence)
+        self._team = Membership(self._store, socket.gethostname(), network.address_towards(host), interval, silence)
         self._round = Round()  # the last one that this machine took part in
-        self._known: dict[int, Record] = {}  # the machines that were ever present
-        self._here: set[int] = set()  # those that wait for the next round
         self._gone: set[int] = set()  # those that have announced that they leave
         self._asked, self._asked_since, self._leaving, self._joining = "", math.inf, False, False
         self._cut_off = False
         self._exits = Path(tempfile.mkdtemp(prefix="recipe_exits_"))
         atexit.register(shutil.rmtree, self._exits, ignore_errors=True)
         # The processes inherit these.
-        os.environ |= {EXIT_FOLDER: str(self._exits), AT_LEAST: str(self._least)}
+        os.environ |= {exit_codes.EXIT_FOLDER: str(self._exits), exit_codes.AT_LEAST: str(self._least)}
         agent.handle_signals(self._on_signal)
         agent.replace_log(self._report_failure)
 
@@ -142,63 +119,48 @@ class Machines(RendezvousHandler):
             # A connection of its own: torch's agent may wait in this store, and the records must still be renewed.
             store = PrefixStore(f"round {self._round.number}", self._store.clone())
             if not self._hosting:
-                bound_silence(self._port, ANSWER)
-            place = RendezvousStoreInfo.build(rank, store, local_addr=self._round.address)
+                network.bound_silence(self._port, ANSWER)
+            # The first machine, which keeps the store, tells the others where its processes listen.
+            place = RendezvousStoreInfo.build(rank, store, network.address_towards(self._host))
             return RendezvousInfo(store, rank, len(self._round.machines), place)
 
     def _await_round(self) -> None:
         """Return when a round has begun that this machine takes part in. The main machine begins it."""
         began = arrived = time.monotonic()
-        due, self._here = began + QUIET_S, set()
+        due, here = began + network.QUIET_S, set[int]()  # the machines that wait for the next round
         while True:
-            present, now = self._present(), time.monotonic()
-            here = {number for number, record in present.items() if record.state == WAITING}
-            if here != self._here:
-                self._here, arrived = here, now
-            if self._hosting and self._may_begin(present, now - arrived):
-                self._begin()
+            present, now = self._team.present(), time.monotonic()
+            if here != (waiting := {number for number, record in present.items() if record.state == WAITING}):
+                here, arrived = waiting, now
+            if self._hosting and self._may_begin(here, present.keys() - here, now - arrived):
+                machines = [self._team.number, *sorted(here - {self._team.number})][: self._most]
+                self._team.begin(Round(self._round.number + 1, machines))
             last = self._team.round()
             if last.number != self._round.number and self._team.number in last.machines:
                 self._round = last
                 return
             if now - began > self._patience:
-                raise RendezvousTimeoutError
+                lost = {*self._round.machines} - here
+                _give_up(
+                    f"{len(here)} of {self._least} machines came within {self._patience} s: {self._team.names(here)}"
+                    + (f"; {self._team.names(lost)} did not come back" if lost else "")
+                    + f". Start the command on the others, with the address {self._host}:{self._port}"
+                )
             if now > due:
                 others = {*last.machines} & present.keys() - here
                 doing = "train without this one, which waits" if others else f"of {self._least} are here"
-                _say(f"{len(others or here)} machines {doing}, up to {self._patience} s: {self._names(others or here)}")
-                due += REMINDER_S
+                names = self._team.names(others or here)
+                _say(f"{len(others or here)} machines {doing}, up to {self._patience} s: {names}")
+                due = math.inf
             time.sleep(POLL_S)
 
-    def _may_begin(self, present: Mapping[int, Record], unchanged_for: float) -> bool:
-        """Whether a round begins with the machines that are here, which have been the same for `unchanged_for` seconds."""
-        if self._team.number not in self._here or len(self._here) < self._least:
+    def _may_begin(self, here: set[int], others: set[int], unchanged_for: float) -> bool:
+        """True if a round begins with the machines that are here, which have been the same for `unchanged_for` seconds."""
+        if self._team.number not in here or len(here) < self._least:
             return False
-        ending = {*self._round.machines} & present.keys() - self._here - self._gone  # their processes still run
+        ending = {*self._round.machines} & others - self._gone  # their processes still run
         is_called = self._round.number > 0 or unchanged_for >= self._last_call
-        return len(self._here) >= self._most or (not ending and is_called)
-
-    def _begin(self) -> None:
-        machines = [self._team.number, *sorted(self._here - {self._team.number})][: self._most]
-        address = address_towards(self._host)
-        if is_loopback(address) and len(machines) > 1:
-            # The main machine knows its own name as 127.0.1.1; take its address on the route to another machine.
-            address = address_towards(self._known[machines[1]].address)
-        self._team.begin(Round(self._round.number + 1, machines, address))
-
-    def _present(self) -> dict[int, Record]:
-        """The records of the machines that are present. The main machine compares its clock with the clocks of new ones."""
-        present = self._team.present()
-        for number in present.keys() - self._known.keys() if self._hosting else ():
-            seconds = present[number].clock - time.time()
-            if abs(seconds) > CLOCK_S:
-                _say(
-                    f"the clock of {present[number].name} is {abs(seconds):.0f} s {'ahead of' if seconds > 0 else 'behind'} "
-                    f"{socket.gethostname()}'s: the run does not depend on it, but logs and file times do; start a time "
-                    "service there (chrony)"
-                )
-        self._known |= present
-        return present
+        return len(here) >= self._most or (not ending and is_called)
 
     def is_closed(self) -> bool:
         return self._team.is_closed()
@@ -218,8 +180,7 @@ class Machines(RendezvousHandler):
             why = RESTART if waiting else ""
         finally:
             if why:  # torch then gives the processes 30 s to end
-                notify(self._exits, why)
-                agent.kill_stopped()
+                exit_codes.notify(self._exits, why)
                 if announced_exit(self._exits):
                     agent.await_end()
         return waiting
@@ -230,18 +191,15 @@ class Machines(RendezvousHandler):
     def shutdown(self) -> bool:
         """Close the rendezvous; the agent's last call. If processes have failed, ends without torch's traceback."""
         with suppress(DistError):  # the main machine may be gone by now
-            self._close()
+            self._team.end()
+            if self._leaving and self._least < self._most:
+                self._team.become(LEFT, self._round)
+            # Otherwise the others are told, unless they learn it from their own processes.
+            elif not self._cut_off and not (self._leaving and announced_exit(self._exits)):
+                self._team.close()
         if isinstance(failed := sys.exception(), ChildFailedError):
             sys.exit(self._on_purpose(failure.exitcode for failure in failed.failures.values()) or 1)
         return True
-
-    def _close(self) -> None:
-        self._team.end()
-        if self._leaving and self._least < self._most:
-            self._team.become(LEFT, self._round)
-        # Otherwise the others are told, unless they learn it from their own processes.
-        elif not self._cut_off and not (self._leaving and announced_exit(self._exits)):
-            self._team.close()
 
     def _on_purpose(self, codes: Iterable[int]) -> int:
         """The launcher's exit code if processes that ended with `codes` did so on purpose; 0 if they did not."""
@@ -253,18 +211,15 @@ class Machines(RendezvousHandler):
     def _report_failure(self, code: int, local_rank: int, process: int) -> None:
         if self._on_purpose([code]):
             return
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"failed with exit code {code}, see what it said"
-        )
-        if code == -signal.SIGKILL:
-            how += ": by a person, or by the system for want of memory (`dmesg` tells)"
+        how = f"failed with exit code {code}, see what it said"
+        if code < 0:
+            by = ": by a person, or by the system for want of memory (`dmesg` tells)" * (code == -signal.SIGKILL)
+            how = f"was killed by {signal.Signals(-code).name}{by}"
         _say(f"process {process} (local rank {local_rank}) {how}")
 
     def _on_signal(self, number: int, frame) -> None:
         """This machine is asked to leave. `_forward_request` tells its processes; if none run, it leaves at once."""
-        self._asked = self._asked or signal_name(number)
+        self._asked = self._asked or exit_codes.signal_name(number)
         if self._joining and not self._leaving:
             self._leave("this machine leaves the run")
 
@@ -273,7 +228,7 @@ class Machines(RendezvousHandler):
         patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))  # torch's variable and default
         if self._asked and self._asked_since == math.inf:
             self._asked_since = time.monotonic()
-            notify(self._exits, self._asked)
+            exit_codes.notify(self._exits, self._asked)
             agent.send(signal.SIGTERM)
         elif time.monotonic() - self._asked_since > patience:
             agent.send(signal.SIGKILL)
@@ -295,12 +250,12 @@ class Machines(RendezvousHandler):
         """Prepare the next round after the last one's processes have ended, or end with their exit code."""
         if gone := {self._round.machines[number] for number in self._leavers() or ()}:
             self._gone |= gone
-            _say(f"continuing without {self._names(gone)}: asked to stop")
+            _say(f"continuing without {self._team.names(gone)}: asked to stop")
         elif (announced := announced_exit(self._exits)) and announced[0] != RESUMABLE:
             sys.exit(announced[0])
         if self._asked:
             self._leave("this machine leaves the run")
-        clear(self._exits)
+        exit_codes.clear(self._exits)
 
     def _leave(self, what: str) -> NoReturn:
         """End only this launcher: the run continues without it, or resumes by the same command."""
@@ -311,33 +266,23 @@ class Machines(RendezvousHandler):
 
     def _waiting(self) -> int:
         with self._in_words():
-            present, members = self._present(), {*self._round.machines}
+            present, members = self._team.present(), {*self._round.machines}
             if self._team.round().number != self._round.number:
                 return 1  # the others count this machine as lost
             if lost := members - present.keys():
                 if self._least < self._most:
                     return 1  # restart: the processes would wait for the lost machine's
                 _give_up(
-                    f"nothing is heard of {self._names(lost)} any more: see to it, and start the command on all again"
+                    f"nothing is heard of {self._team.names(lost)} any more: see to it, and start the command on all again"
                 )
             waiting = {number for number, record in present.items() if record.state == WAITING}
             again = {number for number in members & waiting if present[number].round == self._round.number}
             return len(again) or (len(members) < self._most and len(waiting - members))
 
-    def _names(self, machines: Iterable[int]) -> str:
-        return ", ".join(sorted(self._known[number].name for number in machines))
-
     @contextmanager
     def _in_words(self) -> Iterator[None]:
         try:
             yield
-        except RendezvousTimeoutError:
-            lost = {*self._round.machines} - self._here
-            _give_up(
-                f"{len(self._here)} of {self._least} machines came within {self._patience} s: {self._names(self._here)}"
-                + (f"; {self._names(lost)} did not come back" if lost else "")
-                + f". Start the command on the others, with the address {self._host}:{self._port}"
-            )
         except RendezvousClosedError:
             _give_up(
                 "the launcher of another machine has given up, see what it said: start the command on all of them again"
@@ -373,11 +318,11 @@ def _endpoint(text: str) -> tuple[str, int]:
 def _own_address(host: str, most: int) -> str:
     """The address by which the up to `most` machines of the run reach this machine, whose name or address is `host`."""
     if most == 1:
-        return LOOPBACK
-    if is_loopback(host) or not is_loopback(known_as := address_towards(host)):
+        return network.LOOPBACK
+    if network.is_loopback(host) or not network.is_loopback(known_as := network.address_towards(host)):
         return host
     # On Debian, a machine's own name resolves to 127.0.1.1, only on that machine.
-    addresses = outward_addresses()
+    addresses = network.outward_addresses()
     if len(addresses) != 1:
         _give_up(
             f"this machine knows its own name {host} as {known_as}, where the others can't reach it: give its address as a "
@@ -388,11 +333,11 @@ def _own_address(host: str, most: int) -> str:
 
 def _reach(host: str, port: int, patience: float) -> tuple[TCPStore, bool]:
     """The store at `host`:`port`, and whether this process keeps it."""
-    if is_own(host):
+    if network.is_own(host):
         with suppress(OSError):  # another launcher on this machine was first
-            return keep_store(host, port, ANSWER), True
+            return network.keep_store(host, port, ANSWER), True
     try:
-        await_listener(host, port, patience, _say)
+        network.await_listener(host, port, patience, _say)
     except Refused as refusal:
         _give_up(str(refusal))
     found: list[TCPStore] = []
@@ -402,7 +347,7 @@ def _reach(host: str, port: int, patience: float) -> tuple[TCPStore, bool]:
     joining.join(ANSWER.total_seconds())
     if not found:
         _give_up(f"what listens on {host}:{port} is no launcher of these recipes: choose another port on all machines")
-    bound_silence(port, ANSWER)
+    network.bound_silence(port, ANSWER)
     return found[0], False
 
 

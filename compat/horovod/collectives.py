@@ -65,7 +65,7 @@ def gather(own: Tensor, group: Group) -> list[Tensor]:
 
 
 def zeros(request: Request, device: torch.device) -> list[Tensor]:
-    """What a rank that has joined supplies."""
+    """The tensors that a rank supplies that has joined."""
     pairs = zip(request.shapes, request.dtypes, strict=True)
     return [torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in pairs]
 

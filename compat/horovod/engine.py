@@ -167,7 +167,7 @@ class Lane(threading.Thread):
         del self.group  # gloo's threads and sockets end with the last reference
 
     def _round(self) -> list[int]:
-        """Exchange what is new, run or fail what can be decided. Returns the ranks that leave."""
+        """Exchange new requests; run or fail those that can be decided. Returns the ranks that leave."""
         with self.changed:
             self.changed.wait_for(lambda: self.news or self.leaving, self.pause)
             news, self.news = self.news, []
@@ -306,7 +306,7 @@ class Engine:
         return set_id
 
     def remove_lane(self, set_id: int) -> None:
-        """End a process set. What is in flight there fails."""
+        """End a process set. Operations in flight there fail."""
         del self.ranks[set_id]
         if lane := self.lanes.pop(set_id, None):
             lane.leave()
@@ -350,7 +350,7 @@ class Engine:
         return self.submit(kind, **options).wait()
 
     def shutdown(self, limit_s: float | None = None) -> None:
-        """Wait for what is in flight, at most `limit_s` seconds, and leave all process sets."""
+        """Wait for the operations in flight, at most `limit_s` seconds, and leave all process sets."""
         until = time.monotonic() + (limit_s or 0.0)
         lanes = [*self.lanes.values()]
         for operation in [operation for lane in lanes for operation in [*lane.operations.values()]]:

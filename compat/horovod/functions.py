@@ -118,7 +118,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 def check_same(
     own: Mapping[str, str], title: str, process_set: ProcessSet = global_process_set
 ) -> list[dict[str, str]]:
-    """What the ranks give. HorovodInternalError names the first difference, on all of them."""
+    """The values of all ranks. HorovodInternalError names the first difference, on all of them."""
     first, *others = of_ranks = allgather_object(own, title, process_set)
     for number, theirs in enumerate(others, 1):
         for key in [*first, *theirs]:

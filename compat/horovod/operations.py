@@ -2,17 +2,17 @@
 
 A name identifies a tensor across ranks; without one, the calls of a kind are counted. Ranks
 may call in different orders as long as they don't wait for each other. All functions take a
-`process_set`, by default all ranks. They raise ValueError for what is wrong on this rank
+`process_set`, by default all ranks. They raise ValueError for a mistake of this rank
 alone, such as a name that is in flight, and HorovodInternalError on all ranks if they
 disagree.
 
 Each kind comes in forms. `*_async` functions return a handle for `poll` and `synchronize`. A
 trailing underscore means in place. `grouped_*` functions take and return several tensors, as
 one operation. Functions that are neither asynchronous nor in place can be differentiated, with
-Horovod's gradients, which a script's loss counts on: those of an allreduce are reduced like the
-tensor, those of an allgather or a broadcast are averaged, those of an alltoall are sent back, and
-those of a reducescatter are gathered, for Sum times the number of ranks. Min, Max and Product have
-none: their backward raises NotImplementedError.
+Horovod's gradients, which a script's loss counts on: an allreduce reduces them like the tensor, an
+allgather or a broadcast averages them, an alltoall sends them back, and a reducescatter gathers
+them, for Sum times the number of ranks. Min, Max and Product have none: their backward raises
+NotImplementedError.
 """
 
 import warnings
@@ -170,7 +170,7 @@ _TEXTS = {
 
     `op` is Average by default. Tensors are multiplied by `prescale_factor` before and by `postscale_factor` after the
     reduction; integers are rounded towards zero, also their average. A rank that has joined supplies zeros to sums and
-    averages, and counts in the average. `compression` makes smaller what is sent.""",
+    averages, and counts in the average. `compression` makes the sent tensors smaller.""",
     "allgather": "Concatenate the ranks' tensors along the first dimension, in which alone they may differ.",
     "broadcast": "Send the tensor of rank `root_rank` of the world, also with a process set, to all.",
     "reducescatter": """Reduce tensors by Average or Sum, and give each rank its rows of the result.

@@ -107,7 +107,7 @@ class GradientReduction:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Send what is not sent yet, and wait for all of it. A collective of the process set."""
+        """Send the buckets that are not sent yet, and wait for all. A collective of the process set."""
         if not self.is_active or self.is_reduced:
             return
         try:
@@ -157,7 +157,7 @@ class GradientReduction:
                 self._send(number)
 
     def _begin(self) -> None:
-        """Divide what is trained in this step into buckets, unless the step has begun."""
+        """Divide the parameters that are trained in this step into buckets, unless the step has begun."""
         if self.buckets:
             return
         open_ones: dict[Any, list[int]] = {}  # by kind, which all of a bucket are of

@@ -40,7 +40,7 @@ def init(comm: None = None, process_sets: Sequence[ProcessSet | Sequence[int]] |
         process_sets: process sets, or lists of ranks, to register; the same on all ranks.
             "dynamic" registers none. Either way `add_process_set` can be called later.
 
-    Raises ValueError for what is not supported, and `Refused` if the launcher's variables
+    Raises ValueError for arguments that are not supported, and `Refused` if the launcher's variables
     contradict each other.
     """
     global _starts, _process
@@ -75,9 +75,9 @@ def _join_group(launch: Launch) -> None:
 
 
 def shutdown() -> None:
-    """End the world: first what is in flight, and then, on this rank, everything. `init()` may follow.
+    """End the world on this rank, once its operations in flight have ended. `init()` may follow.
 
-    What other ranks still want from this one fails there with HorovodInternalError.
+    Operations that other ranks still want from this one fail there with HorovodInternalError.
     """
     _end(limit_s=None)
 

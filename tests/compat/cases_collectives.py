@@ -232,13 +232,4 @@ def refusals() -> None:
         hvd.allreduce(ones, op=hvd.Adasum)
 
 
-def alone() -> None:
-    assert (hvd.size(), hvd.rank(), hvd.local_rank(), hvd.cross_size()) == (1, 0, 0, 1)
-    same(hvd.allreduce(torch.ones(2)), torch.ones(2))
-    same(hvd.allgather(torch.ones(2)), torch.ones(2))
-    same(hvd.alltoall(torch.ones(2), [2])[0], torch.ones(2))
-    same(hvd.reducescatter(torch.ones(2)), torch.ones(2))
-    assert hvd.join() == 0
-
-
 CASES = (reductions, layouts, groups, movements, handles, gradients, refusals)

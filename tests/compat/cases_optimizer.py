@@ -232,27 +232,6 @@ def part_of_the_ranks() -> None:
     hvd.remove_process_set(process_set)
 
 
-def joined() -> None:
-    """Rank r has r + 1 batches, then it joins and supplies zeros to the average."""
-    model, expected = Net(), Net()
-    optimizer = hvd.DistributedOptimizer(adamw(model.parameters()), model.named_parameters())
-    plain = adamw(expected.parameters())
-    for step in range(hvd.size()):
-        plain.zero_grad()
-        for rank in range(step, hvd.size()):
-            (loss_of(expected, step, rank) / hvd.size()).backward()
-        fill(expected)
-        plain.step()
-    for step in range(hvd.rank() + 1):
-        optimizer.zero_grad()
-        loss_of(model, step, hvd.rank()).backward()
-        optimizer.step()
-    assert hvd.join() == hvd.size() - 1
-    hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.size() - 1)
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, expected.state_dict()[name], rtol=0, atol=1e-10)
-
-
 def made(width: int = 2, bias: bool = True, **options: Any) -> tuple[Callable[[], None], nn.Module, Any]:
     """A backward of a small model, the model and its optimizer."""
     model = nn.Linear(width, 1, bias=bias)
@@ -326,5 +305,5 @@ def refused() -> None:
 
 CASES = (
     *(equals_one_process, models_and_parameters_that_change, part_of_the_ranks),
-    *(joined, misuse, disagreements, refused),
+    *(misuse, disagreements, refused),
 )

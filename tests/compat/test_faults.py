@@ -1,6 +1,8 @@
 """A rank that dies, leaves, stalls or forgets `shutdown` keeps nobody waiting: the others raise, or end, in bounded time."""
 
 import contextlib
+import functools
+import json
 import logging
 import os
 import signal
@@ -13,11 +15,17 @@ import pytest
 import torch
 
 import compat.horovod as hvd
-from tests.compat.ranks import run_ranks
+from tests.harness.forked import Ended, Forks
 from tests.harness.launching import ROOT, free_port, inherited
 
 
-def is_lost(lost: int, how: str) -> float | None:
+def ended(forks: Forks, case: functools.partial, **environment: object) -> list[Ended]:
+    """How each of three ranks ended that ran `case`."""
+    variables = {name: str(value) for name, value in environment.items()}
+    return [rank.end() for rank in forks.start_main(3, case, variables)]
+
+
+def is_lost(lost: int, how: str) -> None:
     """A rank is killed or stopped; the others raise within seconds, also from a collective that is under way."""
     hvd.init()
     rank, began = hvd.rank(), time.monotonic()
@@ -41,34 +49,34 @@ def is_lost(lost: int, how: str) -> float | None:
     assert not hvd.is_initialized()
     with contextlib.suppress(ProcessLookupError):
         os.kill(processes[lost], signal.SIGKILL)
-    return time.monotonic() - began
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("lost, how", [(0, "killed"), (1, "killed in one"), (1, "stopped")])
-def test_a_lost_rank_is_noticed_at_once(lost: int, how: str) -> None:
-    answers = run_ranks(3, is_lost, lost, how, dying=lost, env={"HOROVOD_GLOO_TIMEOUT_SECONDS": 10})
-    assert answers.pop(lost) is None
-    assert max(answers) < 30
+def test_a_lost_rank_is_noticed_at_once(forks, lost: int, how: str) -> None:
+    ends = ended(forks, functools.partial(is_lost, lost, how), HOROVOD_GLOO_TIMEOUT_SECONDS=10)
+    assert [end.code for end in ends] == [-9 if rank == lost else 0 for rank in range(3)], ends
 
 
-def leaves() -> str:
+def leaves() -> None:
     """Rank 1 ends normally, without shutdown: what needs it fails, and the others go on among themselves."""
     pair = hvd.ProcessSet([0, 2])
     hvd.init(process_sets=[pair])
     if hvd.rank() == 1:
-        return ""
+        return
     with pytest.raises(hvd.HorovodInternalError, match="rank 1 has shut down"):
         hvd.allreduce(torch.ones(3), name="needs it")
     assert hvd.allreduce(torch.ones(3), op=hvd.Sum, process_set=pair).tolist() == [2, 2, 2]
     hvd.shutdown()
-    return "went on"
+    print("went on")
 
 
-def test_an_orderly_end_of_one_rank() -> None:
-    assert run_ranks(3, leaves) == ["went on", "", "went on"]
+def test_an_orderly_end_of_one_rank(forks) -> None:
+    ends = ended(forks, functools.partial(leaves))
+    assert [(end.code, end.stdout) for end in ends] == [(0, "went on\n"), (0, ""), (0, "went on\n")], ends
 
 
-def stalls() -> list[str]:
+def stalls() -> None:
     """Rank 1 does not ask, and waits for nothing: this is reported after HOROVOD_STALL_CHECK_TIME_SECONDS, and fails later."""
     records: list[str] = []
     handler = logging.Handler()
@@ -87,17 +95,14 @@ def stalls() -> list[str]:
     hvd.init()  # all ranks live, so a new world is possible
     assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [3, 3, 3]
     hvd.shutdown()
-    return records
+    print(json.dumps(records))
 
 
-def test_a_stall_is_reported_with_the_missing_ranks_and_ended_on_request(tmp_path) -> None:
-    settings = {
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": 2,
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": 4,
-        "DONE": tmp_path / "done",
-    }
-    reports, *others = run_ranks(3, stalls, env=settings)
-    [report] = reports
+def test_a_stall_is_reported_with_the_missing_ranks_and_ended_on_request(forks, tmp_path) -> None:
+    times = {"HOROVOD_STALL_CHECK_TIME_SECONDS": 2, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": 4}
+    ends = ended(forks, functools.partial(stalls), **times, DONE=tmp_path / "done")
+    assert [end.code for end in ends] == [0] * 3, ends
+    [report], *others = (json.loads(end.stdout) for end in ends)
     assert "allreduce 'slow' waits for ranks [1], which have not submitted it for more than 2 s" in report
     assert others == [[], []]
 

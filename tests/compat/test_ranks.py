@@ -1,6 +1,6 @@
-"""The Horovod API on 1 and 3 ranks: each number is started once, and runs cases of the modules beside this one."""
+"""The Horovod API on three ranks, which are started once and run all cases of the modules beside this one."""
 
-import os
+import functools
 import pickle
 import traceback
 from pathlib import Path
@@ -20,21 +20,16 @@ from tests.compat import (
     cases_optimizer,
     cases_world,
 )
-from tests.compat.ranks import run_ranks
 from tests.harness.launching import free_port
 
-CASES = {
-    1: (cases_collectives.alone,),
-    3: (
-        *(*cases_collectives.CASES, *cases_disagreements.CASES, *cases_functions.CASES),
-        *(*cases_batch_norm.CASES, *cases_optimizer.CASES, *cases_elastic.CASES),
-    ),
-}
+CASES = (
+    *(*cases_collectives.CASES, *cases_disagreements.CASES, *cases_functions.CASES),
+    *(*cases_batch_norm.CASES, *cases_optimizer.CASES, *cases_elastic.CASES),
+)
 
 
-def every_case(place: str) -> list[str]:
-    os.environ[VARIABLE] = place
-    ran, failed = [], []
+def every_case() -> None:
+    failed = []
 
     def run(case) -> None:
         torch.manual_seed(0)
@@ -42,29 +37,26 @@ def every_case(place: str) -> list[str]:
             case()
         except BaseException:
             failed.append(traceback.format_exc())
-        ran.append(case.__name__)
 
     hvd.init()
-    size = hvd.size()
-    for case in CASES[size]:
+    for case in CASES:
         hvd.barrier()
         run(case)
     hvd.shutdown()
     assert not hvd.global_process_set.ranks and not hvd.is_initialized()
     names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
     assert "pt_gloo_runloop" not in names  # one that still held a tensor would abort Python's end
-    for case in cases_world.CASES if size == 3 else ():
+    for case in cases_world.CASES:
         run(case)
     if failed:
         raise AssertionError("\n".join(failed))
-    return ran
+    print("every case passed")
 
 
-@pytest.mark.parametrize("size", CASES)
-def test_every_case(size: int, tmp_path) -> None:
-    env = {"SECOND_PORT": free_port()}
-    for ran in run_ranks(size, every_case, str(tmp_path / "commits"), env=env, seconds=300):
-        assert len(ran) == len(CASES[size]) + len(cases_world.CASES) * (size == 3)
+def test_every_case(forks, tmp_path) -> None:
+    environment = {"SECOND_PORT": str(free_port()), VARIABLE: str(tmp_path / "commits")}
+    done = forks.run_main(3, functools.partial(every_case), environment, timeout=300)
+    assert done.returncode == 0 and done.stdout.count("every case passed") == 3, done.stderr
 
 
 class Attack:

@@ -58,18 +58,11 @@ def test_functions_have_their_parameters() -> None:
     assert [hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product] == [0, 1, 2, 3, 4, 5]
 
 
-def test_questions_are_answered_truthfully() -> None:
-    assert not any((hvd.mpi_enabled(), hvd.mpi_built(), hvd.ddl_built(), hvd.ccl_built()))
-    assert hvd.gloo_built() is hvd.gloo_enabled() is torch.distributed.is_gloo_available() is True
-    assert hvd.cuda_built() == (torch.version.cuda is not None)
+def test_nothing_but_questions_about_the_build_works_before_init() -> None:
+    assert hvd.gloo_built() and not hvd.mpi_built()
     assert bool(hvd.nccl_built()) == torch.distributed.is_nccl_available()
     with pytest.raises(ValueError, match="no MPI"):
         hvd.mpi_threads_supported()
-
-
-def test_nothing_works_before_init() -> None:
-    assert not hvd.is_initialized()
-    assert not torch.distributed.is_initialized()
     hvd.shutdown()  # does nothing
     for call in (hvd.size, hvd.rank, hvd.local_rank, hvd.join, hvd.barrier, lambda: hvd.allreduce(torch.ones(2))):
         with pytest.raises(ValueError, match=r"call hvd\.init"):

@@ -60,7 +60,7 @@ def test_two_machines_make_the_run_of_one(nodes, forks, tmp_path):
     assert len(set(one.column("train/loss"))) == STEPS, "nothing has moved: the comparison would prove nothing"
 
 
-def test_machines_whose_clocks_differ_start_together_and_are_told(nodes, tmp_path):
+def test_machines_whose_clocks_differ_start_together(nodes, tmp_path):
     """As many processes as asked for, never fewer."""
     require_package("libfaketime")
     library = "/usr/$LIB/faketime/libfaketime.so.1"
@@ -79,10 +79,7 @@ def test_machines_whose_clocks_differ_start_together_and_are_told(nodes, tmp_pat
     seconds = (-90, 3600)
     started = [start_at(30000 + number, by, script, tmp_path / str(by)) for number, by in enumerate(seconds)]
     for by, (main, other) in zip(seconds, map(finish, started), strict=True):
-        said = rf"node0: the clock of node1 \(10.77.0.2\) is (\d+) s {'ahead of' if by > 0 else 'behind'} node0's: .*\n"
-        named = re.fullmatch(said, main.stderr)
-        assert named and abs(int(named[1]) - abs(by)) < 10 and not other.stderr, (by, main, other)
-        assert other.returncode == 0
+        assert [main.returncode, other.returncode] == [0, 0] and not main.stderr + other.stderr, (by, main, other)
     assert [(tmp_path / str(by)).read_text() for by in seconds] == ["22"] * 2
 
 

@@ -1,5 +1,6 @@
 """This release of torch has what common/launching/agent.py relies on, which no public interface promises."""
 
+import ctypes
 import logging
 import os
 import signal
@@ -7,6 +8,7 @@ import sys
 
 import psutil
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
 from common.launching import agent
@@ -23,6 +25,18 @@ def handlers(monkeypatch):
         signal.signal(number, handler)
 
 
+def test_warnings_of_addresses_without_names_can_be_silenced(monkeypatch) -> None:
+    level = ctypes.c_int.in_dll(ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so"), "FLAGS_caffe2_log_level")
+    before = level.value
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    agent.silence_name_lookups()
+    assert (level.value, os.environ["TORCH_CPP_LOG_LEVEL"]) == (2, "ERROR")  # here, and in the processes
+    level.value = before
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")  # a person has asked for them
+    agent.silence_name_lookups()
+    assert level.value == before
+
+
 def test_the_launcher_hears_signals_reports_a_failed_process_and_waits_for_one_that_ends(
     handlers, tmp_path, caplog
 ) -> None:
@@ -36,10 +50,7 @@ def test_the_launcher_hears_signals_reports_a_failed_process_and_waits_for_one_t
     for name in agent.SIGNALS:
         os.kill(os.getpid(), signal.Signals[name])
     assert heard == [signal.Signals[name] for name in agent.SIGNALS], "torch has taken a signal"
-    sleeps.suspend()
-    while sleeps.status() != psutil.STATUS_STOPPED:
-        pass
-    agent.kill_stopped()
+    sleeps.kill()
     agent.await_end()
     assert failed.status() == sleeps.status() == psutil.STATUS_ZOMBIE, "still to be collected by torch"
     assert context.wait(60).is_failed()

@@ -14,9 +14,8 @@ import pytest
 
 from common.distributed.sharding import Sharding
 from common.errors import Refused
-from common.launching import launch, meeting
+from common.launching import launch, meeting, network
 from common.launching.exit_codes import leaving
-from common.launching.launch import last_resort
 from common.launching.launch_checks import check_launch, check_sharded, processes_asked, sharding_of
 from common.launching.launchers import complete
 from common.launching.meeting import choose_interface
@@ -24,18 +23,11 @@ from common.launching.meeting import choose_interface
 pytestmark = pytest.mark.smoke
 
 # What `accelerate launch` leaves in the environment of one process, and of rank 1 of 2.
-ONE = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_CPU": "False"}
-TWO = {
-    "ACCELERATE_MIXED_PRECISION": "no",
-    "ACCELERATE_DYNAMO_BACKEND": "NO",
-    "RANK": "1",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "2",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-}
-WORLD = {name: value for name, value in TWO.items() if not name.startswith("ACCELERATE")}
+ACCELERATED = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}
+ONE = {**ACCELERATED, "ACCELERATE_USE_CPU": "False"}
+WORLD = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
+WORLD["MASTER_ADDR"] = "127.0.0.1"
+TWO = ACCELERATED | WORLD
 FSDP = {**TWO, "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
 RESTARTS = {**TWO, "TORCHELASTIC_MAX_RESTARTS": "3"}
 MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
@@ -70,11 +62,9 @@ def test_a_correct_launch_passes(environ: dict[str, str], accelerators: int, wor
     "environ, asked",
     [
         (TWO, None),
-        (FSDP, Sharding()),
-        ({**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "false"}, Sharding(keeps_weights=True)),
         ({**FSDP, "FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, Sharding()),
+        ({**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "false"}, Sharding(keeps_weights=True)),
         ({**FSDP, **MESH, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, Sharding(shards=2)),
-        ({**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, Sharding(True, asked_as="DeepSpeed ZeRO-1")),
         (
             {**DEEPSPEED, "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none"},
             Sharding(True, asked_as="DeepSpeed ZeRO-2"),
@@ -152,7 +142,7 @@ def test_another_number_of_processes_or_machines_than_asked_for_is_refused() -> 
 
 def test_an_exported_world_size_that_nobody_else_joins_is_named(monkeypatch, capsys) -> None:
     """Such as one that an earlier command has left in the shell; the process would wait for minutes without a word."""
-    monkeypatch.setattr(meeting, "QUIET_S", 0.01)
+    monkeypatch.setattr(network, "QUIET_S", 0.01)
     monkeypatch.setattr(meeting, "reach", lambda *_: time.sleep(0.5))
     monkeypatch.setattr(meeting, "agree", lambda *_: None)
     meeting.meet(environ := {**WORLD, "MASTER_PORT": "1"}, complete(environ), None)
@@ -161,8 +151,8 @@ def test_an_exported_world_size_that_nobody_else_joins_is_named(monkeypatch, cap
 
 def test_several_machines_use_the_interface_that_leads_to_the_main_machine(monkeypatch) -> None:
     own = {"10.0.0.1": "10.0.0.7", "first": "127.0.1.1"}
-    monkeypatch.setattr(meeting, "address_towards", own.__getitem__)
-    monkeypatch.setattr(meeting, "interface_of", {"10.0.0.7": "eth1", "127.0.0.1": "lo"}.get)
+    monkeypatch.setattr(network, "address_towards", own.__getitem__)
+    monkeypatch.setattr(network, "interface_of", {"10.0.0.7": "eth1", "127.0.0.1": "lo"}.get)
 
     def chosen(**variables: str) -> dict[str, str]:
         environ = {**TWO_NODES, "MASTER_PORT": "29500", **variables}
@@ -195,8 +185,8 @@ def test_a_store_listens_on_all_interfaces_only_where_its_address_is_not_known_h
 ) -> None:
     """As behind a name that on its own machine is a loopback, or an address that a router translates."""
     stores = []
-    monkeypatch.setattr(meeting, "address_towards", {"10.0.0.1": "10.0.0.1", "first": "127.0.1.1"}.get)
-    monkeypatch.setattr(meeting, "keep_store", lambda *place: stores.append(place[:2]))
+    monkeypatch.setattr(network, "address_towards", {"10.0.0.1": "10.0.0.1", "first": "127.0.1.1"}.get)
+    monkeypatch.setattr(network, "keep_store", lambda *place: stores.append(place[:2]))
     for host in ("127.0.0.1", "10.0.0.1", "first"):
         meeting._listen(host, 1)
     assert stores == [("127.0.0.1", 1), ("10.0.0.1", 1)]
@@ -207,7 +197,7 @@ def test_a_store_listens_on_all_interfaces_only_where_its_address_is_not_known_h
         (errno.EADDRNOTAVAIL, ""),
         (errno.EADDRINUSE, "port 5 of 10.0.0.1 is taken: export MASTER_PORT"),
     ):
-        monkeypatch.setattr(meeting, "keep_store", mock.Mock(side_effect=OSError(number, "")))
+        monkeypatch.setattr(network, "keep_store", mock.Mock(side_effect=OSError(number, "")))
         with pytest.raises(Refused, match=said) if said else contextlib.nullcontext():
             meeting._listen("10.0.0.1", 5)
     assert "on all interfaces" in capsys.readouterr().out
@@ -215,21 +205,21 @@ def test_a_store_listens_on_all_interfaces_only_where_its_address_is_not_known_h
 
 def test_machines_leave_alone_if_the_others_can_continue() -> None:
     assert leaving({1}, 3, 1) == [1] and leaving({2, 1}, 3, 1) == [1, 2]
-    assert leaving({1}, 3, 3) == [0, 1, 2], "two are too few"
-    assert leaving({0}, 3, 1) == [0, 1, 2], "it has the address"
+    assert leaving({1}, 3, 3) == leaving({0}, 3, 1) == [0, 1, 2], "two are too few; the first has the address"
     assert leaving(set(), 3, 3) == [], "machines are joining"
 
 
 def test_the_number_of_processes_is_read_from_the_launcher_and_its_file() -> None:
-    folder, script = "--config_file accelerate_configs", "recipes/cls.py --num_processes 9"
-    for launcher in (
-        "/opt/bin/python3 /opt/bin/accelerate launch",
-        "accelerate-launch",
-        "python -m accelerate.commands.accelerate_cli launch",
+    file, script = "--config_file accelerate_configs", "recipes/cls.py --num_processes 9"
+    for command, asked in (
+        (f"/opt/bin/python3 /opt/bin/accelerate launch {file}/multi_cpu.yaml {script}", (2, 1)),
+        (f"accelerate-launch {file}/multi_cpu.yaml --num_processes 3 {script}", (3, 1)),
+        (
+            f"python -m accelerate.commands.accelerate_cli launch {file}/2node_cpu.yaml --num_processes 4 {script}",
+            (4, 2),
+        ),
     ):
-        assert processes_asked(f"{launcher} {folder}/multi_cpu.yaml {script}".split()) == (2, 1)
-        assert processes_asked(f"{launcher} {folder}/multi_cpu.yaml --num_processes 3 {script}".split()) == (3, 1)
-        assert processes_asked(f"{launcher} {folder}/2node_cpu.yaml --num_processes 4 {script}".split()) == (4, 2)
+        assert processes_asked(command.split()) == asked
     assert processes_asked("python recipes/cls.py accelerate launch".split()) is None
 
 
@@ -244,14 +234,6 @@ def test_a_refusal_is_one_line_whatever_the_names_in_it(monkeypatch, capsys) -> 
     launch.say("a\nb\x1b")
     told = capsys.readouterr()
     assert told.err == "cls.py: a\\nb \\x1b[2J \\udcff.png: é 足\n" and told.out == "a\\nb\\x1b\n"
-
-
-def test_collectives_time_out_long_after_the_watchdog() -> None:
-    environ = {}
-    assert last_resort(1800, environ).total_seconds() == 3660
-    assert environ == {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "3660"}
-    last_resort(1800, own := {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5"})
-    assert own == {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5"}
 
 
 def test_a_refusal_is_printed_once_and_waits_for_no_fifo_of_another_user(tmp_path, monkeypatch, capsys) -> None:

@@ -13,15 +13,13 @@ from tests.harness.launching import ROOT, Launcher, Started, free_port, small
 
 CLS = "recipes/cls.py"
 LENGTH = ("--max_steps", 6, "--log_every", 1, "--eval_every", 6, "--global_batch_size", 32, "--tracker", "none")
-# With the default data workers; names and launchers of accelerate's functions that start a recipe from Python.
+# With the default data workers.
 NOTEBOOK = """
-import json, os, sys
+import os, sys
 sys.path.insert(0, os.getcwd())
-import accelerate
+from accelerate import notebook_launcher
 from recipes import cls
-for launcher, processes, words in json.loads(sys.argv[1]):
-    sys.argv = ["cls.py", *words]
-    getattr(accelerate, launcher)(cls.main, num_processes=processes)
+notebook_launcher(cls.main, num_processes=2)
 """
 
 
@@ -58,7 +56,7 @@ def result(folder: Path) -> tuple[list[float], bytes]:
     return [row["train/loss"] for row in rows if "train/loss" in row], weights.read_bytes()
 
 
-def test_every_launcher_gives_the_same_bits(launch, mpi, tmp_path) -> None:
+def test_every_launcher_gives_the_same_bits_and_a_refusal_is_one_line(launch, mpi, tmp_path) -> None:
     """Two jobs run at a time, and don't meet each other. Those that get no GPU say what they use."""
 
     def recipe(name: str) -> list[object]:
@@ -68,7 +66,7 @@ def test_every_launcher_gives_the_same_bits(launch, mpi, tmp_path) -> None:
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": ""}
     script = tmp_path / "notebook.py"
     script.write_text(NOTEBOOK)
-    calls = json.dumps([(name, 2, [*map(str, recipe(name)[1:])]) for name in ("debug_launcher", "notebook_launcher")])
+    notebook = [script, *recipe("notebook_launcher")[1:]]
 
     def exported() -> list[Started]:
         ranks = [{**world, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
@@ -77,17 +75,16 @@ def test_every_launcher_gives_the_same_bits(launch, mpi, tmp_path) -> None:
     done = launch("multi_cpu", *recipe("accelerated"))
     assert "fp32, started by accelerate launch\n" in done.stdout, done.stderr
     accelerated = result(tmp_path / "accelerated")
+    torchrun = ["-m", "torch.distributed.run"]
     pairs = [
+        {name: lambda name=name: [mpi[name](2, *recipe(name))] for name in ("Open MPI", "MPICH")},
         {
-            "Open MPI": lambda: [mpi["Open MPI"](2, *recipe("Open MPI"))],
-            "MPICH": lambda: [mpi["MPICH"](2, *recipe("MPICH"))],
-        },
-        {
-            "torchrun": lambda: [launch.start_python("-m", "torch.distributed.run", *recipe("torchrun"), env=pet)],
+            "torchrun": lambda: [launch.start_python(*torchrun, *recipe("torchrun"), env=pet)],
             "exported variables": exported,
         },
-        {"notebook_launcher": lambda: [launch.start_python(script, calls, env={"ACCELERATE_USE_CPU": "1"})]},
+        {"notebook_launcher": lambda: [launch.start_python(*notebook, env={"ACCELERATE_USE_CPU": "1"})]},
     ]
+    refused = mpi["MPICH"](2, CLS, *words_of(tmp_path / "x", "--lr", "x"))
     for pair in pairs:
         for name, launcher in {name: start() for name, start in pair.items()}.items():
             done = [each.finish(180) for each in launcher]
@@ -97,15 +94,10 @@ def test_every_launcher_gives_the_same_bits(launch, mpi, tmp_path) -> None:
             is_said = "this machine shows no GPU: the run trains on the CPU\n" in text
             assert is_said == (name in ("torchrun", "exported variables")), text
             assert len(result(tmp_path / name)[0]) == 6 and result(tmp_path / name) == accelerated, name
-    assert "started by debug_launcher\n" in text and result(tmp_path / "debug_launcher") == accelerated
 
-
-def test_a_refusal_is_one_line_and_exit_code_2_under_mpirun(mpi, tmp_path) -> None:
-    done = mpi["MPICH"](2, CLS, *words_of(tmp_path / "x", "--lr", "x")).finish()
-    said = [line for line in done.stderr.splitlines() if line.startswith("cls.py: ")]
-    assert done.returncode == 2 and len(said) == 1, done
-    assert "--lr x: must be a number" in said[0]
-    assert not (tmp_path / "x").exists()
+    done = refused.finish()
+    (said,) = (line for line in done.stderr.splitlines() if line.startswith("cls.py: "))
+    assert done.returncode == 2 and "--lr x: must be a number" in said and not (tmp_path / "x").exists()
 
 
 def test_a_run_under_mpirun_stops_on_request_survives_a_kill_and_resumes_under_other_launchers(

@@ -104,6 +104,17 @@ def test_a_check_that_raises_hangs_or_dies_on_one_rank_keeps_no_other_check_and_
     assert max(map(len, table.splitlines())) <= 100 and "\033" not in table
 
 
+def test_processes_that_can_not_meet_say_who_waits_for_what(launch, tmp_path) -> None:
+    port, files = free_port(), [tmp_path / f"{rank}.json" for rank in range(2)]
+    words = ["-m", "tools.doctor", "--wait", 1, "--only", "launch,network", "--json"]
+    worlds = exported(0, 2, free_port()), exported(1, 2, port)  # nobody listens at that port
+    started = [launch.start_python(*words, *pair, env=env) for *pair, env in zip(files, worlds, strict=True)]
+    assert [each.finish().returncode for each in started] == [1, 1]
+    waits, knocks = (rows_of(file)["network: meeting", "all"] for file in files)
+    assert "rank 1 of 2 did not come within 1 s; the ranks of " in waits["measured"]
+    assert f"can't reach rank 0 at 127.0.0.1:{port}" in knocks["measured"] and "nothing listens" in knocks["way_out"]
+
+
 def test_checks_are_chosen_by_their_first_words_and_wrong_ones_are_refused(forks, tmp_path) -> None:
     done = start_tool(forks, 1, "doctor", "--only", "limits,launch", "--json", tmp_path / "found.json")[0].end()
     found = json.loads((tmp_path / "found.json").read_text())

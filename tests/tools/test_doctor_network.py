@@ -103,24 +103,3 @@ def test_a_firewall_is_named_where_the_run_would_wait(nodes: Callable[..., list[
     assert rows["network: ports", "all"]["way_out"].startswith("firewall: ")
     assert rows["network: bandwidth", "all"]["status"] == "not run"
     assert done[0].stdout.count("-> firewall: ") == 1 and not done[1].stdout  # one table for both
-
-
-def test_processes_that_can_not_meet_say_who_waits_for_what(nodes: Callable[..., list[Node]], tmp_path) -> None:
-    (nobody,) = nodes(1)
-    nobody.send_into_silence("10.77.0.99")
-    cases = {"silent": exported(1, 2, PORT, "10.77.0.99"), "alone": exported(0, 2, PORT, nobody.address)}
-    files = {name: tmp_path / f"{name}.json" for name in cases}
-    words = ["-m", "tools.doctor", "--wait", 1, "--only", "launch,network", "--json"]
-    started = [nobody.start_python(*words, files[name], env=cases[name]) for name in cases]
-    assert [each.finish().returncode for each in started] == [1, 1]
-    found = {}
-    for name, file in files.items():
-        rows = rows_of(file)
-        (found[name],) = (
-            f"{row['measured']}; {row['way_out']}" for (check, _), row in rows.items() if check == "network: meeting"
-        )
-        (shown,) = (row for (check, _), row in rows.items() if check == "network: interfaces")
-        assert "eth0" in shown["measured"]  # what there is stands beside
-    assert "rank 1 on node0 (lo 127.0.0.1, eth0 10.77.0.1)" in found["silent"]
-    assert "10.77.0.99:20500 can't be reached (timed out)" in found["silent"] and "firewall" in found["silent"]
-    assert "rank 1 of 2 did not come within 1 s; the ranks of node0 are here" in found["alone"]

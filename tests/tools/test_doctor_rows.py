@@ -1,7 +1,6 @@
 """Each row of the doctor tells good from bad by its threshold, and names the odd one; no process is started."""
 
 import resource
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,9 +30,6 @@ def test_equal_rows_are_one_and_others_name_ranks_or_hosts() -> None:
 
 
 def test_the_table_is_short_and_says_what_was_not_checked() -> None:
-    rows = [Finding("speed", "warning", "slow " * 40, "look " * 40), Finding("limits: cores", "ok", "8")]
-    lines = show(fold([(0, row) for row in rows], ["a"], ["limits", "speed"])).splitlines()
-    assert [line.split()[0] for line in lines[:2]] == ["ok", "warning"] and max(map(len, lines)) <= 100
     many = [Finding("net", "ok", f"10.0.0.{number}", place=f"node{number}") for number in range(60)]
     assert len(show(many).splitlines()) < 10
     idle = show([Finding(name, "not run", "needs a process group") for name in ("speed", "clock")])
@@ -77,7 +73,7 @@ def test_limits_are_judged_by_what_a_run_needs(monkeypatch, tmp_path) -> None:
         assert row.status == status and f" {share:.0%} of the cores" in row.measured
 
 
-def test_gpus_that_torch_does_not_see_are_named(monkeypatch, tmp_path) -> None:
+def test_gpus_that_torch_does_not_see_or_that_others_use_are_named(monkeypatch, tmp_path) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     program = tmp_path / "nvidia-smi"
@@ -86,6 +82,11 @@ def test_gpus_that_torch_does_not_see_are_named(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     (row,) = gpus.gpus(World())
     assert (row.status, row.measured) == ("failed", "nvidia-smi shows 1 x NVIDIA H100, torch none")
+    monkeypatch.setattr(gpus.devices, "properties", lambda device: SimpleNamespace(name="H100"))
+    for free, status in ((72, "ok"), (71, "warning")):
+        monkeypatch.setattr(gpus.devices, "memory", lambda device, free=free: (free * 2**30, 80 * 2**30))
+        (row,) = gpus.gpus(FOUR)
+        assert (row.status, row.measured) == (status, f"H100, {free}.0 of 80.0 GiB free")
 
 
 def test_the_odd_rank_is_named_by_what_most_have(monkeypatch) -> None:
@@ -164,9 +165,6 @@ def test_the_rehearsal_judges_waiting_lag_memory_and_disk() -> None:
         return [f"{row.check} {row.status} {row.place} {row.measured} {row.way_out}" for row in rows if row.way_out]
 
     assert odd() == []
-    assert rehearsal.rehearsed(well, TWO, 2e9, 2**40)[0].measured.startswith(
-        "0.4 s per step of 64 samples, 160 images/s"
-    )
     (late,) = odd(lag=0.38)
     assert late.startswith("rehearsal: slowest warning rank 1 (b) ") and "38% of the time" in late
     (slow,) = odd(data_wait=0.5)
@@ -176,22 +174,12 @@ def test_the_rehearsal_judges_waiting_lag_memory_and_disk() -> None:
 
 
 def test_a_rehearsal_has_the_numbers_of_its_launch_and_names_the_cause_of_a_failure() -> None:
-    given = {
-        "OMP_NUM_THREADS": "3",
-        "SLURM_PROCID": "7",
-        "TORCHELASTIC_RUN_ID": "x",
-        "MASTER_ADDR": "far",
-        "MASTER_PORT": "29500",
-        "HOME": "/home",
-    }
+    given = {"SLURM_PROCID": "7", "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "far", "MASTER_PORT": "29500"}
     world = World(5, 6, 2, 3, 1, launch=Launch("srun", 5, 2, 6, 3, 1, 2), hosts=["a"] * 6)
     found = rehearsal.variables_of(world, 2000, given)
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
     assert [found[name] for name in names] == ["5", "2", "6", "3", "1", "2", "far", "2000"]
     assert not {"SLURM_PROCID", "TORCHELASTIC_RUN_ID"} & found.keys()
-    assert found["OMP_NUM_THREADS"] == str(torch.get_num_threads()) and found["CUDA_VISIBLE_DEVICES"] == "-1"
-    for code, output, cause in (
-        (1, 'Traceback:\n  File "x.py"\nRuntimeError: no kernel\non rank 0 (host)\n', "RuntimeError: no kernel"),
-        (-signal.SIGKILL, "", "killed by SIGKILL: was it killed for want of memory?"),
-    ):
-        assert rehearsal.cause_of(code, output) == cause
+    said = 'Traceback:\n  File "x.py"\nRuntimeError: no kernel\non rank 0 (host)\n'
+    assert rehearsal.cause_of(1, said) == "RuntimeError: no kernel"
+    assert rehearsal.cause_of(-9, "") == "killed by SIGKILL: was it killed for want of memory?"

@@ -21,20 +21,19 @@ def test_weights_that_are_no_numbers_are_refused_by_name(
     trained_classifier, trained_detector, run_several, tmp_path
 ) -> None:
     cases, expected = {}, {}
-    for run in (trained_classifier, trained_detector):
-        tensors, recipe = load_file(run / "best" / "model.safetensors"), run.name
+    for run, kind, change, said in (
+        (trained_classifier, "int8", lambda tensor: tensor.to(torch.int8), "int8"),
+        (trained_classifier, "infinite", lambda tensor: tensor / 0, "has numbers that are not finite"),
+        (trained_classifier, "short", lambda tensor: tensor[:1], "with the weights in this folder"),
+        (trained_detector, "bool", lambda tensor: tensor > 0, "another detector: 1 tensors differ"),
+        (trained_detector, "infinite", lambda tensor: tensor / 0, "has numbers that are not finite"),
+    ):
+        tensors = load_file(run / "best" / "model.safetensors")
         name = next(name for name in tensors if tensors[name].ndim == 4)
-        other = "another detector: 1 tensors differ"
-        for kind, changed, said in (
-            ("int8", tensors[name].to(torch.int8), "int8" if recipe == "cls" else other),
-            ("bool", tensors[name] > 0, "bool" if recipe == "cls" else other),
-            ("infinite", tensors[name] / 0, "has numbers that are not finite"),
-            ("short", tensors[name][:1], "with the weights in this folder" if recipe == "cls" else other),
-        ):
-            best = shutil.copytree(run / "best", tmp_path / f"{recipe} {kind}")
-            save_file(tensors | {name: changed}, best / "model.safetensors", {"format": "pt"})
-            cases[best.name] = [f"recipes/{recipe}.py", "--eval_only", best, "--data", "digits"]
-            expected[best.name] = said, name
+        best = shutil.copytree(run / "best", tmp_path / f"{run.name} {kind}")
+        save_file(tensors | {name: change(tensors[name])}, best / "model.safetensors", {"format": "pt"})
+        cases[best.name] = [f"recipes/{run.name}.py", "--eval_only", best, "--data", "digits"]
+        expected[best.name] = said, name
     for case, ended in run_several(1, cases).items():
         said, name = expected[case]
         assert ended.outcome == "refused" and said in ended.text and name in ended.text, ended

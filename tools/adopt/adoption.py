@@ -179,7 +179,7 @@ class Adoption:
 
 @functools.cache
 def facts(name: str) -> dict:
-    """What is known of a tool: a file of facts/, with numbers as numbers."""
+    """The facts about a tool: a file of facts/, with numbers as numbers."""
     return yaml.safe_load((Path(__file__).parent / "facts" / f"{name}.yaml").read_text())
 
 

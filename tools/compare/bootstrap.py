@@ -1,4 +1,4 @@
-"""Whether two models differ by more than the choice of validation images explains: paired bootstrap.
+"""Paired bootstrap: the interval of the difference between two models over the choice of validation images.
 
 Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993 (percentile interval).
 """
@@ -31,7 +31,7 @@ class Difference:
 
     @property
     def is_larger_than_noise(self) -> bool:
-        """Whether the interval leaves out 0."""
+        """True if the interval leaves out 0."""
         return self.low > 0 or self.high < 0
 
 

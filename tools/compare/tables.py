@@ -1,4 +1,4 @@
-"""What the folders of runs tell about their differences: configuration, source, data, results, cost and classes."""
+"""Differences that are recorded in the folders of runs: configuration, source, data, results, cost and classes."""
 
 from collections.abc import Sequence
 from typing import Any

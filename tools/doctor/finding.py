@@ -16,7 +16,7 @@ class Finding:
 
     `check` is a name such as "network: all-reduce"; `place` is what it is about: "all", "rank 3" or "host a".
     `measured` says the value with its unit. `way_out` is empty if all is well, else the cause and what to do, in one line.
-    `figures` are the numbers behind a measurement, for --json and for what is computed of them.
+    `figures` are the numbers behind a measurement, for --json and for other checks.
     """
 
     check: str

@@ -18,7 +18,7 @@ from tools.doctor.world import World
 
 
 def launch(world: World) -> list[Finding]:
-    """Whether the recipes accept this launch."""
+    """A row on whether the recipes accept this launch."""
     world.is_cut = True
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     check_launch(os.environ, world.launch, accelerators, processes_asked(parent_command()))

@@ -111,7 +111,7 @@ def rehearsed(found: dict, world: World, room: float, free: float) -> list[Findi
 
 
 def _run(world: World, runs: Path, port: int) -> dict:
-    """What this process's part of the run has measured, or why it failed."""
+    """The measurements of this process's part of the run, or why it failed."""
     rows: dict[int, dict] = {}  # of metrics.jsonl, by step
     command = [sys.executable, *command_of(world), *_QUIET, "--output_dir", str(runs)]
     began, memory, asked = time.monotonic(), 0, False
@@ -148,7 +148,7 @@ def _run(world: World, runs: Path, port: int) -> dict:
 
 
 def measured(rows: Sequence[dict], run: Path, began: float) -> dict:
-    """What the second half of a run's rows say, and its checkpoint."""
+    """Figures from the second half of a run's rows, and from its checkpoint."""
     if not rows:
         return {"failed": "it ended before it made a step", "lost": False, "late": False}
     last = rows[len(rows) // 2 :]

@@ -46,7 +46,7 @@ def preprocessing_of(config: dict) -> Preprocessing:
 
 
 class ClassifierTask(Task):
-    """What the proof asks of a classifier. Of the images, `differing` may differ: by their top-1, or by `MOVED`.
+    """The task of a classifier, for the proof. So many images as `differing` may differ: in their top-1, or by `MOVED`.
 
     For multi-label data each class is a decision, and an image differs if one of them does.
     """

@@ -21,7 +21,7 @@ COLUMNS = ("boxes", "scores", "labels")
 
 
 class DetectorTask(Task):
-    """What the proof asks of a detector."""
+    """The task of a detector, for the proof."""
 
     limit = 0.0005  # of average precision, of boxes and of masks
 

@@ -74,7 +74,7 @@ def difference(expected: dict[str, np.ndarray], found: dict[str, np.ndarray], to
 
 
 def verify(folder: Path) -> str:
-    """What is wrong with the exported model in `folder`, or ""."""
+    """The fault of the exported model in `folder`; "" if there is none."""
     about = json.loads((folder / "export.json").read_text())
     for file, digest in about["files"].items():
         if not (folder / file).is_file():

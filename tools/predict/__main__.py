@@ -35,7 +35,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--images_of", metavar="JSON", help="the annotations that have the ids of the images")
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="draw each image with its predictions")
     parser.add_argument("--top", type=int, metavar="K", help="the K best (default: the best class, all boxes)")
-    of_scores = "the least score (default: of each class, as its evaluation chose; coco and one label per image: none)"
+    of_scores = (
+        "the lowest score to keep (default: of each class, as its evaluation chose; coco and one label per image: none)"
+    )
     parser.add_argument("--threshold", type=float, metavar="T", help=of_scores)
     return parser
 

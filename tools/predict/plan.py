@@ -111,7 +111,7 @@ def ids_of(file: str, files: Sequence[str], classes: Sequence[str]) -> tuple[lis
 
 
 def _is_multi_label(folder: Path) -> bool:
-    """Whether the weights were trained on images with several labels each."""
+    """True if the weights were trained on images with several labels each."""
     if (folder / "record.json").is_file():  # a checkpoint
         return "eval/exact_match" in json.loads(read_text(folder / "record.json", MEDIUM))["ledger"]["last"]
     return _config(folder).get("problem_type") == "multi_label_classification"

@@ -1,4 +1,4 @@
-"""Rows: what is found in each image, as one line of JSON, lines of CSV, or COCO's results."""
+"""Rows: the predictions for each image, as one line of JSON, lines of CSV, or COCO's results."""
 
 import csv
 import io
@@ -24,8 +24,8 @@ class Rows:
     """
 
     source: Any  # images.Images or images.Scenes
-    thresholds: np.ndarray  # float[classes]: the least score of a prediction
-    top: int  # the most predictions of an image; 0: all
+    thresholds: np.ndarray  # float[classes]: the lowest score of a prediction that is kept
+    top: int  # the highest number of predictions of an image; 0: all
     multi_label: bool = False
 
     def of(self, batch: Any, found: Any) -> Iterator[tuple[int, dict]]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def write(published: "Published", card: str, folder: Path) -> None:
-    """Write what is published: the weights and what describes them, the card, the pictures."""
+    """Write the files to publish: the weights and their description, the card, the pictures."""
     for name, content in (published.files() | {"README.md": card.encode()}).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, Path):

@@ -1,4 +1,4 @@
-"""What is published of a run: the model card, and the files beside the weights.
+"""Publishing a run: the model card, and the files beside the weights.
 
 It is built from the fields that are named here: numbers, switches, choices, and names that a recipe has checked against a list.
 A path, a note or a command can't be in one of them, so none of these is published. Names of classes and of the run are.
@@ -164,7 +164,7 @@ class Published:
         return [(name, cell(str(value))) for name, value in rows.items()]
 
     def _has_script(self) -> bool:
-        """Whether docs/detect.py loads the detector."""
+        """True if docs/detect.py loads the detector."""
         return self.library == "torchvision" and self.content.get("backbone") is not None
 
 

@@ -1,4 +1,4 @@
-"""What a replay writes: a sheet of pictures, the samples of the step, and its numbers."""
+"""Output of a replay: a sheet of pictures, the samples of the step, and its numbers."""
 
 import json
 from collections.abc import Sequence
