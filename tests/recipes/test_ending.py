@@ -15,7 +15,7 @@ from tests.harness.resumed import assert_same_run, kill_at_step
 # No weight moves, so nothing gets better than the first evaluation.
 WORDS = (
     *("--model", "test_vit", "--image_size", 16, "--global_batch_size", 8, "--lr", 1e-9, "--max_steps", 40),
-    *("--eval_every", 4, "--checkpoint_every", 3, "--log_every", 1, "--tracker", "none", "--workers", 1),
+    *("--eval_every", 4, "--checkpoint_every", 3, "--log_every", 1),
 )
 WHY = "--patience 2: no better top-1 since step 4"
 
