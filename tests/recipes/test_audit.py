@@ -1,4 +1,4 @@
-"""A run finds changed labels, and boxes that are missing, moved or relabelled, and says the same on any layout."""
+"""A run finds wrong labels, and missing, moved and relabelled boxes; the same ones on any layout."""
 
 import csv
 import json
@@ -25,7 +25,7 @@ def suspicious(folder: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def runs(run_several, tmp_path_factory) -> dict[str, Path]:
-    """Run folders: handwritten digits, of which some labels are another class; the name of a file begins with the true one."""
+    """Runs of digits, some with a wrong label; the name of each file begins with the right one."""
     folder, random = tmp_path_factory.mktemp("spoilt"), np.random.default_rng(0)
     parts = sources.load(sources.Spec("digits", seed=0, val_share=0.2))
     images = [(source.image(index), source.labels[index]) for source in parts for index in range(len(source))]
@@ -60,10 +60,10 @@ def test_the_verdicts_are_the_same_on_any_layout(runs) -> None:
     assert numbers[1] == pytest.approx(numbers[0], abs=2e-6)
 
 
-def spoil(scenes: Path, folder: Path) -> Path:
-    """A copy of the scenes, three of whose boxes are wrong."""
-    shutil.copytree(scenes, folder)
-    content = json.loads((folder / "train.json").read_text())
+@pytest.mark.long
+def test_wrong_boxes_are_found_on_any_layout_and_once_per_run(run_several, scenes, tmp_path) -> None:
+    shutil.copytree(scenes, tmp_path / "spoilt")
+    content = json.loads((scenes / "train.json").read_text())
     for number in (REMOVED, MOVED, RELABELLED):
         found = [each for each in content["annotations"] if each["image_id"] == number]
         largest = max(found, key=lambda each: each["bbox"][2] * each["bbox"][3])
@@ -74,14 +74,9 @@ def spoil(scenes: Path, folder: Path) -> Path:
             largest["bbox"] = [left + 0.4 * width * (1 if left + 1.4 * width <= 96 else -1), top, width, height]
         if number == RELABELLED:
             largest["category_id"] = (largest["category_id"] - 1 + 9) % 30 + 1
-    (folder / "train.json").write_text(json.dumps(content))
-    return folder
-
-
-@pytest.mark.long
-def test_wrong_boxes_are_found_on_any_layout_and_once_per_run(run_several, scenes, tmp_path) -> None:
+    (tmp_path / "spoilt/train.json").write_text(json.dumps(content))
     words = f"--config recipes/presets/det_digits.yaml --output_dir {tmp_path}".split()
-    again = ["--data", spoil(scenes, tmp_path / "spoilt"), "--init", tmp_path / "knowing/best"]
+    again = ["--data", tmp_path / "spoilt", "--init", tmp_path / "knowing/best"]
     again = [*words, *again, *"--opt adamw --lr 1e-5 --dtype float64 --max_steps 12 --eval_every 2".split()]
     cases, det = {"knowing": [*words, "--max_steps", 250], "two": again}, {"recipe": "recipes/det.py", "timeout": 600}
     runs = run_several(2, cases, pictures=True, **det) | run_several(1, {"one": again}, **det)

@@ -25,51 +25,31 @@ CLOSE = 1e-9
 # ---- the data
 
 
-def picture(label: int, number: int) -> np.ndarray:
-    """uint8[40, 56, 3]: a colour for the class, noise for the number."""
-    noise = np.random.default_rng([label, number]).integers(0, 60, (40, 56, 3))
-    return (noise + 60 * np.roll([0, 1, 3], label)).clip(0, 255).astype(np.uint8)
-
-
-def write(folder: Path, label: int, number: int) -> None:
-    """The picture in one of ten kinds of image file."""
-    image = Image.fromarray(picture(label, number))
+def write_classes(folder: Path, counts: Sequence[int], start: int = 0) -> None:
+    """Pictures in ten kinds of image file: a colour for the class, noise for the number."""
     rotated = Image.Exif()
     rotated[0x0112] = 6
-    grey = np.asarray(image.convert("L"))
-    kinds = (
-        ("rgb.jpg", image, {}),
-        ("grey.png", image.convert("L"), {}),
-        ("palette.gif", image.quantize(16), {"transparency": 3}),
-        ("transparent.webp", image.convert("RGBA"), {}),
-        ("print.jpg", image.convert("CMYK"), {}),
-        ("16bit.png", Image.fromarray(grey.astype(np.uint16) * 257), {}),
-        ("turned.JPEG", image, {"exif": rotated}),
-        ("float.tiff", Image.fromarray(grey.astype(np.float32) / 255), {}),
-        ("grey and transparent.png", image.convert("LA"), {}),
-        ("black and white.bmp", image.convert("1"), {}),
-    )
-    name, image, options = kinds[number % len(kinds)]
-    folder.mkdir(parents=True, exist_ok=True)
-    image.save(folder / f"{number:02} {name}", **options)
-
-
-def write_classes(folder: Path, counts: Sequence[int], start: int = 0) -> Path:
     for label, (name, count) in enumerate(zip(CLASSES, counts, strict=True)):
+        (folder / name).mkdir(parents=True, exist_ok=True)
         for number in range(start, start + count):
-            write(folder / name, label, number)
-    return folder
-
-
-def damage(folder: Path) -> list[Path]:
-    """Break three files below `folder`, each in another way; what a person would find damaged."""
-    cut, empty, bomb = (
-        sorted((folder / name).iterdir())[place] for name, place in zip(CLASSES, (0, 4, 8), strict=True)
-    )
-    cut.write_bytes(cut.read_bytes()[:600])
-    empty.write_bytes(b"")
-    Image.new("1", (20_000, 20_000)).save(bomb, format="png")  # 50 kB, which take 1.2 GB when they are decoded
-    return [cut, empty, bomb]
+            noise = np.random.default_rng([label, number]).integers(0, 60, (40, 56, 3))
+            pixels = (noise + 60 * np.roll([0, 1, 3], label)).clip(0, 255).astype(np.uint8)
+            image = Image.fromarray(pixels)
+            grey = np.asarray(image.convert("L"))
+            kinds = (
+                ("rgb.jpg", image, {}),
+                ("grey.png", image.convert("L"), {}),
+                ("palette.gif", image.quantize(16), {"transparency": 3}),
+                ("transparent.webp", image.convert("RGBA"), {}),
+                ("print.jpg", image.convert("CMYK"), {}),
+                ("16bit.png", Image.fromarray(grey.astype(np.uint16) * 257), {}),
+                ("turned.JPEG", image, {"exif": rotated}),
+                ("float.tiff", Image.fromarray(grey.astype(np.float32) / 255), {}),
+                ("grey and transparent.png", image.convert("LA"), {}),
+                ("black and white.bmp", image.convert("1"), {}),
+            )
+            kind, image, options = kinds[number % len(kinds)]
+            image.save(folder / name / f"{number:02} {kind}", **options)
 
 
 def table(folder: Path) -> datasets.Dataset:
@@ -85,7 +65,7 @@ def table(folder: Path) -> datasets.Dataset:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """Images of which some are broken, from several sources, below a folder whose name is hard for careless programs."""
+    """Images, some of them broken, from several sources, in a folder with a difficult name."""
     datasets.disable_progress_bars()
     root = tmp_path_factory.mktemp("a folder") / "with spaces, 'quotes' & ümläuts"
     write_classes(root / "broken/train", (10, 10, 10))
@@ -93,7 +73,12 @@ def data(tmp_path_factory) -> Path:
     unreadable = sorted((root / "broken/val").glob("*/*"))[::6]
     for file in unreadable:
         file.write_bytes(b"no picture")
-    (root / "broken.txt").write_text("\n".join(map(str, damage(root / "broken/train"))))
+    places = zip(CLASSES, (0, 4, 8), strict=True)
+    cut, empty, bomb = (sorted((root / "broken/train" / name).iterdir())[place] for name, place in places)
+    cut.write_bytes(cut.read_bytes()[:600])
+    empty.write_bytes(b"")
+    Image.new("1", (20_000, 20_000)).save(bomb, format="png")  # 50 kB, which take 1.2 GB when they are decoded
+    (root / "broken.txt").write_text("\n".join(map(str, (cut, empty, bomb))))
     parts = {part: table(root / "broken" / part) for part in ("train", "val")}
     datasets.DatasetDict(parts).save_to_disk(root / "saved")
     shutil.copytree(root / "broken", root / "readable")

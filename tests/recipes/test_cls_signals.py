@@ -1,4 +1,4 @@
-"""A launched run that is interrupted, in any way and at any step, ends as the same run after a restart."""
+"""A launched run that is interrupted in any way, at any step, ends as the same run after a restart."""
 
 import os
 import re

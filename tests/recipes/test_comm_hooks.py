@@ -24,7 +24,7 @@ HOOKS = ("none", *TOLERANCE)
 
 @pytest.fixture(scope="module")
 def runs(run_several, tmp_path_factory) -> dict[str, Outcome]:
-    """Two ranks with two micro-steps each: every hook; bf16 once more, from half-way; compiled, with graphs run as they are."""
+    """Two ranks with two micro-steps: every hook; bf16 from half-way; compiled to eager graphs."""
     folder = tmp_path_factory.mktemp("runs")
     cases = {name: f"{COMMAND} --output_dir {folder} --comm_hook {name}" for name in HOOKS}
     cases["bf16 resumed"] = f"{cases['bf16']} --resume {folder}/bf16/checkpoints/step_{HALF:08d}"

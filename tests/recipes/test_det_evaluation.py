@@ -46,7 +46,7 @@ TOLERANCE = 5e-4  # of AP
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory, rf_detr) -> Path:
-    """A COCO folder of digits in images of many sizes, some more than twice as large as they are evaluated at."""
+    """Digits in COCO format, in images of many sizes, up to more than twice the evaluated size."""
     folder = tmp_path_factory.mktemp("photos")
     (folder / "rf_detr").symlink_to(rf_detr)
     draws = np.random.default_rng(0)
@@ -104,7 +104,7 @@ class Case:
         return recipe.evaluate(self.model, loader, accelerator, self.normalize, self.val)
 
     def with_objects(self):
-        """The images with objects where the detector finds some: every third detection of each, moved a little."""
+        """The images, with every third detection of each, moved a little, as its objects."""
         images, rows = self.evaluate(COUNT)[1].columns()
         chosen = np.concatenate([np.flatnonzero(images == index)[:30:3] for index in range(COUNT)])
         images, rows = images[chosen], rows[chosen]

@@ -35,7 +35,7 @@ def refusal(ended: Ended) -> str:
 
 
 def recorded(best: Path) -> dict:
-    """What the run recorded for the weights that it exports; without the `raw_...` of those that it trained."""
+    """What the run recorded for the weights that it exports; not the `raw_...` results of the others."""
     return {key: value for key, value in read(best / "results.json").items() if not key.startswith("raw_")}
 
 
@@ -49,7 +49,7 @@ def assert_same(found: dict, wanted: dict) -> None:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Data: a flat folder, one with three parts, one with the classes in another order, one with fewer, one with others."""
+    """Folders: flat, with three parts, with classes in another order, with fewer, and with others."""
     root = tmp_path_factory.mktemp("eval_only")
     draw_stripes(root / "flat", (20, 16, 14, 12, 10))
     for seed, part in enumerate(("train", "val", "test")):

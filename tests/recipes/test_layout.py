@@ -49,7 +49,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Case:
-    """Layouts are named "processes x most": the most samples that a process takes at once; and "from" one that is resumed."""
+    """Layouts are "processes x samples of a micro-batch at most", and "from" one that is resumed."""
 
     flags: str
     layouts: str
@@ -220,7 +220,7 @@ def test_every_layout_is_the_same_run(name: str, runs: dict[str, Outcome]) -> No
     whole, cut = runs[f"{case}: 1x{CASES[case].batch}"], runs[name]
     losses, start = whole.column("train/loss"), start_of(whole)
     assert len(losses) == STEPS
-    # Of few boxes, or of a tenth of the classes as negatives, losses are too noisy to tell in a few steps.
+    # With few boxes, or a tenth of the classes as negatives, losses are too noisy in a few steps.
     assert CASES[case].recipe in ("sampled", "det") or losses[-3:].mean() < losses[:3].mean(), "the compared run learns"
     assert cut.column("step").tolist() == [*range(1 + OFTEN * name.count(" from "), STEPS + 1)]
     assert_same_training(whole, cut, start)
@@ -250,7 +250,7 @@ def test_every_layout_is_the_same_run(name: str, runs: dict[str, Outcome]) -> No
 
 
 def test_plain_batch_norm_is_another_run_and_node_is_global(runs: dict[str, Outcome]) -> None:
-    """What the exact modes agree on is not there by itself; on one machine `node` has global's bits."""
+    """The exact modes would not agree by themselves; on one machine `node` has the bits of `global`."""
     local, node, whole = (runs[norm].tensors() for norm in NORMS)
     start = start_of(runs["global"])
     assert distance(parameters(whole), parameters(local), start) > 1e-3
@@ -274,7 +274,7 @@ def test_under_bf16_steps_of_shards_are_those_of_ddp_bit_for_bit(runs) -> None:
 
 
 def test_of_a_head_that_is_cut_only_the_embedding_leaves_the_run(runs) -> None:
-    """best/ is a model of timm, evaluated alike, also on other classes; neither it nor the moving average has the head."""
+    """best/ is a model of timm, evaluated alike, also on other classes. The moving average has no head."""
     run = runs["sampled: 2x3"]
     model = timm.create_model(f"local-dir:{run.folder / 'best'}", pretrained=True).eval()
     assert model(torch.zeros(1, 3, *model.pretrained_cfg["input_size"][1:])).shape == (1, 128)

@@ -1,4 +1,4 @@
-"""The shortest command on a folder of photographs trains with settings that suit photographs, and says so."""
+"""The shortest command on a folder of photographs trains with settings for photographs, and says so."""
 
 import re
 

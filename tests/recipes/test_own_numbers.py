@@ -105,9 +105,8 @@ def test_numbers_of_ones_own_and_pictures_are_the_same_on_any_layout(outcomes) -
 
 def test_the_tracker_has_each_picture_at_its_step_and_what_the_start_table_says(outcomes) -> None:
     one = outcomes["one"]
-    events = EventAccumulator(str(one.folder / "tensorboard"), size_guidance={"images": 0, "tensors": 0}).Reload()
-    for name, steps in (("confusion", [3, 6]), ("mistakes", [3, 6]), ("curves", [6])):
-        assert [event.step for event in events.Images(name)] == steps
+    events = EventAccumulator(str(one.folder / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    assert [event.step for event in events.Images("confusion")] == [3, 6]
     (config,) = (event.tensor_proto.string_val[0].decode() for event in events.Tensors("config/text_summary"))
     told = dict(line.strip().partition(": ")[::2] for line in config.splitlines())
     wanted = {"model": "test_vit", "run/train_images": "1438", "run/micro_steps": "3", "run/precision": "fp64"}

@@ -1,9 +1,7 @@
-"""Both recipes train on shards as on files: on any layout, from a disk or a web server, killed and resumed."""
+"""Both recipes train on shards as on files: on any layout, from a disk or a web server, also resumed."""
 
-import functools
 import json
 import os
-import signal
 import subprocess
 import sys
 import tarfile
@@ -15,20 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.harness.range_server import RangeServer
-from tests.harness.resumed import assert_same_run, kill_at_step
 from tests.harness.shards import COUNTS, add, draw_noise, write_parquet, write_tars
 
 STEPS = 12  # of 32 samples: an epoch of 349 samples, and some of the next
-WORDS = (
-    f"--model test_vit --dtype float64 --global_batch_size 32 --max_steps {STEPS} --log_every 1 --eval_every 6".split()
-)
-WORDS += ["--schedule", "constant"]
-KILLED = "--checkpoint_every 3 --shard_memory 1".split()
+WORDS = f"--model test_vit --dtype float64 --global_batch_size 32 --max_steps {STEPS} --schedule constant".split()
+WORDS += "--log_every 1 --eval_every 6".split()
 CLOSE = 1e-9
 KEY = {"SHARDS_KEY": "Signature=s3cr3t"}
 FAULTS = ("", "", "status 503", "", "reset", "short", "", "other", "", "status 429 1")  # of answers about each shard
-
-
 BOXES = (
     "--model test_resnet --levels 3-4 --convolutions 1 --short_sides 80 --long_side 128 --width 32 --batch_norm frozen "
     "--global_batch_size 6 --max_steps 4 --log_every 1 --eval_every 4 --dtype float64"
@@ -36,8 +28,11 @@ BOXES = (
 XYWH = ["--box_format", "xywh"]
 
 
-def write_boxes(scenes: Path, root: Path) -> None:
-    """The scenes as tars, each image with a .json of its objects, and as Parquet."""
+@pytest.fixture(scope="module")
+def data(scenes, tmp_path_factory) -> Path:
+    """The same images as files, tars and Parquet, in parts train and val; and `scenes` in `boxes`."""
+    root = tmp_path_factory.mktemp("shards")
+    (root / "boxes").mkdir()
     for part, counts in (("train", (1, 7, 17)), ("val", (7,))):
         content = json.loads((scenes / f"{part}.json").read_text())
         names, rows = {one["id"]: int(one["name"]) for one in content["categories"]}, []
@@ -49,21 +44,13 @@ def write_boxes(scenes: Path, root: Path) -> None:
         schema = pa.Table.from_pylist(rows).schema
         for number, count in enumerate(counts):
             shard, rows = rows[:count], rows[count:]
-            with tarfile.open(root / f"{part}-{number:03}.tar", "w") as tar:
+            with tarfile.open(root / f"boxes/{part}-{number:03}.tar", "w") as tar:
                 for place, row in enumerate(shard):
                     add(tar, f"{place:03}.png", row["image"])
                     described = {"objects": row["objects"], "image_id": row["image_id"], "caption": "no matter"}
                     add(tar, f"{place:03}.json", json.dumps(described).encode())
             table = pa.Table.from_pylist(shard, schema)
-            pq.write_table(table, root / f"{part}-{number:03}.parquet", row_group_size=4)
-
-
-@pytest.fixture(scope="module")
-def data(scenes, tmp_path_factory) -> Path:
-    """The same images as files, tars and Parquet, with parts to train on and to evaluate; and `scenes` in `boxes`."""
-    root = tmp_path_factory.mktemp("shards")
-    (root / "boxes").mkdir()
-    write_boxes(scenes, root / "boxes")
+            pq.write_table(table, root / f"boxes/{part}-{number:03}.parquet", row_group_size=4)
     for part, counts, of_shards in (("train", (130, 110, 109), COUNTS), ("val", (9, 8, 7), (5, 19))):
         folder = draw_noise(root / "files" / part, counts)
         write_tars(folder, root / "tars", part, of_shards)
@@ -87,7 +74,7 @@ def from_server(server, kind: str) -> str:
 
 @pytest.fixture(scope="module")
 def runs(run_several, scenes, data, server, tmp_path_factory):
-    """Outcomes on one process and, from a server with faults, on three, which also end what the first one has begun."""
+    """Runs on one process and, from a server with faults, on three, which also end what one has begun."""
     blocks = ["--data", from_server(server, "parquet"), "--shard_memory", 1]
     begun = ["--name", "begun", "--output_dir", tmp_path_factory.mktemp("begun")]
     one = {
@@ -203,13 +190,3 @@ def test_a_step_on_blocks_is_replayed(runs, server, tmp_path):
     assert all(sample["image"].startswith(f"{server.url}/parquet/train-") for sample in samples)
     mean = sum(sample["loss"] for sample in samples) / 32
     assert abs(mean - runs[1]["blocks"].column("train/loss")[4]) < 1e-6
-
-
-@pytest.mark.long
-def test_a_killed_run_on_blocks_goes_on_bit_for_bit(forks, server, tmp_path):
-    words = ["--data", from_server(server, "parquet"), "--output_dir", tmp_path, *WORDS, *KILLED]
-    assert forks(*words, "--name", "whole").code == 0
-    died = forks(*words, "--name", "killed", before=functools.partial(kill_at_step, 7))
-    assert died.code == -signal.SIGKILL
-    assert forks(*words, "--name", "killed").code == 0
-    assert_same_run(tmp_path / "killed", tmp_path / "whole", STEPS)
