@@ -17,7 +17,7 @@ from common.files import CACHE
 from tests.harness import several
 from tests.harness.drawings import draw_scenes, draw_stripes
 from tests.harness.forked import Forks
-from tests.harness.launching import ROOT, Launcher, small, task_of
+from tests.harness.launching import ROOT, Launcher, small
 from tests.harness.machines import Node, machines, require_namespaces
 from tests.harness.outcomes import Outcome
 from tests.harness.processes import Processes
@@ -29,8 +29,8 @@ settings.load_profile("repeatable")
 # The slowest modules, slowest first, then the other folders of slow tests: the neighbours', and those of the ground floor.
 SLOW = """
 tests/cluster/ tests/launching/test_started_by tests/compat/ tests/tools/test_doctor tests/faults/test_elastic
-tests/pretended_gpu/test_equal tests/recipes/test_cls_resume tests/recipes/test_copies tests/recipes/test_cls_layout
-tests/faults/test_campaign tests/faults/test_one_rank tests/recipes/test_det tests/recipes/test_cls_evaluation
+tests/pretended_gpu/test_equal tests/recipes/test_cls_resume tests/recipes/test_copies tests/recipes/test_layout
+tests/faults/test_campaign tests/faults/test_one_rank
 tests/recipes/test_refusals tests/recipes/test_cls_signals
 tests/pretended_gpu/ tests/test_readme tests/recipes/ tests/faults/ tests/test_
 """.split()
@@ -151,9 +151,9 @@ def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
     """Run a recipe's `main` for each of several named command lines, in one world of `processes` ranks.
 
     run_several(2, {"a": ["--model", "test_vit"]}, recipe="recipes/cls.py") -> {"a": Outcome}.
-    A case's run folder is <output_dir>/<its name>; without --output_dir, --tracker and --workers it is a new temporary
-    folder, none and 0. Pictures are drawn only if asked for. A run is `small`, but with
-    `as_typed`. An unexpected error in any case fails the test.
+    A case's run folder is <output_dir>/<its name>; without --output_dir it is in a new temporary folder. Pictures are drawn
+    only if asked for. A run is `small`, but with `as_typed`: that one has no tracker and no data workers unless it says so.
+    An unexpected error in any case fails the test.
     The ranks are forks, which start much sooner than a launch; `run_main` is for those of another server.
     """
 
@@ -172,7 +172,7 @@ def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
         commands, folders = [], []
         for name, words in cases.items():
             of_case = words[0] if words and str(words[0]).endswith(".py") else recipe
-            words = [*map(str, words if as_typed else small(words, task_of(of_case)))]
+            words = [*map(str, words if as_typed else small(words, of_case))]
             defaults = {"--name": name, "--output_dir": scratch / "runs", "--tracker": "none", "--workers": 0}
             for flag, value in defaults.items():
                 words += [] if flag in words else [flag, str(value)]

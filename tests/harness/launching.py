@@ -18,7 +18,6 @@ import pytest
 from tests.harness.waiting import Limit, end_with_stacks
 
 ROOT = Path(__file__).parents[2]
-NO_NETWORK = {"GLOO_SOCKET_IFNAME": "no-such-interface"}  # with which no process group can be formed
 # A test's launch inherits no world, no precision and no account from the shell it was started in.
 NOT_INHERITED = ("ACCELERATE_", "HF_", "WANDB_", "XDG_", "VISION_RECIPES_", "TORCHELASTIC_", "MASTER_", "SLURM_")
 NOT_INHERITED += ("OMPI_", "PMI_", "PMIX_", "PET_")
@@ -35,35 +34,27 @@ NOT_OF_FAMILY = {name: {"--levels", "--long_side"} for name in ("rtdetr_v2", "df
 NOT_OF_FAMILY["rf_detr"] |= {"--width"}
 
 
-def small(words: Sequence[object], recipe: str = "cls") -> list[object]:
-    """A recipe's command line with the settings of a small run where it has none: digits, and the smallest model.
+def small(words: Sequence[object], recipe: str | Path = "cls") -> list[object]:
+    """A recipe's command line with the settings of a small run where it has none: digits, the smallest model, a data worker.
 
-    A preset or the run of a model to evaluate has settings of its own.
+    A preset or the run of a model to evaluate has settings of its own. What tests make of det.py has a name that begins so.
     """
+    recipe = "det" if Path(recipe).stem.startswith("det") else "cls"
     given = {str(word).partition("=")[0] for word in words}
-    if {"--config", "--eval_only"} & given:
-        return [*words]
-    flags = SMALL[recipe].split()
+    flags = f"{'' if {'--config', '--eval_only'} & given else SMALL[recipe]} --tracker none --workers 1".split()
     left_out = given.union(*(NOT_OF_FAMILY.get(word, ()) for word in given))
     if "--init" in given and "--data" not in given:  # the weights decide
         left_out |= {"--model", "--levels", "--width", "--short_sides", "--long_side"}
-    return [
-        *words,
-        *(word for pair in zip(flags[::2], flags[1::2], strict=True) if pair[0] not in left_out for word in pair),
-    ]
+    pairs = zip(flags[::2], flags[1::2], strict=True)
+    return [*words, *(word for pair in pairs if pair[0] not in left_out for word in pair)]
 
 
 def small_command(words: Sequence[object]) -> list[object]:
     """The same for the words of any command that starts a recipe, or a script named after the one that it runs."""
     for word in map(str, words):
         if re.fullmatch(r"(cls|det)(_\w+)?\.py", Path(word).name):
-            return small(words, task_of(word))
+            return small(words, word)
     return [*words]
-
-
-def task_of(script: str | Path) -> str:
-    """Which recipe a script is, or runs: what tests make of det.py has a name that begins so."""
-    return "det" if Path(script).stem.startswith("det") else "cls"
 
 
 @dataclass

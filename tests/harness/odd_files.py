@@ -33,10 +33,6 @@ def bounded(seconds: float = 30, megabytes: int = 1024) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def link_to_fifo(path: Path) -> None:
     os.mkfifo(path.parent / ".pipe")
     path.symlink_to(".pipe")
@@ -53,7 +49,7 @@ def huge(path: Path) -> None:
 
 
 IRREGULAR: dict[str, Callable[[Path], None]] = {
-    "a FIFO": fifo,
+    "a FIFO": os.mkfifo,
     "a link to a FIFO": link_to_fifo,
     "a link to a device": link_to_device,
 }

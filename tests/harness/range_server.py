@@ -7,15 +7,46 @@ import threading
 from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Self
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
+    """Answers a request, and says nothing about it."""
+
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    server: "RangeServer"
 
     def log_message(self, *_: object) -> None:
         pass
+
+
+class Server(ThreadingHTTPServer):
+    """A web server on loopback, which runs while its block does."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128  # connections that wait: data workers come many at once
+
+    def __init__(self, handler: type[Handler]) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        self.lock, self.ended = threading.Lock(), threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, *_: object) -> None:
+        """Clients may leave, or be killed."""
+
+
+class _Ranges(Handler):
+    server: "RangeServer"
 
     def do_GET(self) -> None:
         server, path = self.server, self.path.partition("?")[0]
@@ -59,34 +90,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
-class RangeServer(ThreadingHTTPServer):
+class RangeServer(Server):
     """Answers requests for parts of `files`, first with the `faults` of a path, one each."""
 
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128  # connections that wait: data workers come many at once
-
     def __init__(self, certificate: Path | None = None):
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Ranges)
         self.files: dict[str, bytes] = {}  # by path
         self.tags: defaultdict[str, str] = defaultdict(lambda: '"first"')
         self.faults: defaultdict[str, list[str]] = defaultdict(list)
         self.asked: list[tuple[str, dict[str, str], int]] = []  # path and query, headers, the client's port
-        self.lock, self.ended = threading.Lock(), threading.Event()
-        self.url = f"{'https' if certificate else 'http'}://127.0.0.1:{self.server_port}"
         if certificate:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(certificate)
             self.socket = context.wrap_socket(self.socket, server_side=True)
-
-    def __enter__(self) -> "RangeServer":
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.ended.set()
-        self.shutdown()
-        self.server_close()
-
-    def handle_error(self, *_: object) -> None:
-        """Clients may leave."""
+            self.url = self.url.replace("http:", "https:")

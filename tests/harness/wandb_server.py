@@ -2,46 +2,29 @@
 
 import gzip
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.harness.range_server import Handler, Server
 
 _ME = {"id": "p", "name": "project", "entity": {"id": "e", "name": "me"}}
 _VIEWER = {"id": "u", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}
 
 
-class WandbServer(ThreadingHTTPServer):
+class WandbServer(Server):
     """Keeps runs as W&B does: a run by its id, a row of history at the place that the client names for it.
 
-    It runs while its block does, and takes no artifacts, so tables are not uploaded.
+    It takes no artifacts, so tables are not uploaded.
     """
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Requests)
         self.runs: dict[str, dict] = {}
         self.uploads: set[str] = set()  # names of files
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        self.environment = {
-            "WANDB_BASE_URL": self.url,
-            "WANDB_API_KEY": "a" * 40,
-        }  # with which a client uses this server
-        self.lock = threading.Lock()
-
-    def __enter__(self) -> "WandbServer":
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self.server_close()
+        # With which a client uses this server.
+        self.environment = {"WANDB_BASE_URL": self.url, "WANDB_API_KEY": "a" * 40}
 
     def history(self, run_id: str) -> list[dict]:
         """The rows of a run, in the order in which W&B keeps them."""
         return [json.loads(line) for line in self.runs[run_id]["history"]]
-
-    def handle_error(self, request, client_address) -> None:
-        """Clients that are killed are part of the tests."""
 
     def answer(self, operation: str, variables: dict) -> dict:
         """The data of a GraphQL operation."""
@@ -77,12 +60,8 @@ class WandbServer(ThreadingHTTPServer):
         return {"id": run_id, "name": run_id, "displayName": run_id} | kept | counts | tails | config
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Requests(Handler):
     server: WandbServer
-
-    def log_message(self, *_) -> None:
-        pass
 
     def do_POST(self) -> None:
         body, answer = self._body(), {}

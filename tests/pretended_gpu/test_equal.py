@@ -16,7 +16,7 @@ from common.detection.models.detectors import OF_TRANSFORMERS
 from tests.harness.launching import small
 from tests.harness.outcomes import Outcome, Tensors, identical
 from tests.recipes import copied
-from tests.recipes.test_margin_head import CHANGE, HEAD, KINDS
+from tests.recipes.test_layout import CHANGE, HEAD, KINDS
 
 pytestmark = pytest.mark.gpu
 IS_REAL = torch.cuda.is_available()

@@ -11,8 +11,7 @@ import torch
 from tests.harness.drawings import draw_scenes, draw_stripes
 from tests.harness.outcomes import Outcome, identical
 from tests.recipes.copied import copy
-from tests.recipes.test_margin_head import CHANGE, HEAD, KINDS
-from tests.recipes.test_sharded import FSDP
+from tests.recipes.test_layout import CHANGE, FSDP, HEAD, KINDS
 
 pytestmark = pytest.mark.gpu
 LENGTH = "--workers 0 --tracker none --schedule constant --log_every 1 --max_steps 4 --checkpoint_every 1 --keep_checkpoints 4"

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from tests.harness.drawings import draw_stripes
 from tests.harness.outcomes import Outcome
-from tests.recipes.test_sharded import FSDP
+from tests.recipes.test_layout import FSDP
 
 WORDS = (
     *("--image_size", 32, "--hflip", 0, "--max_steps", 2, "--eval_every", 2, "--log_every", 1, "--ema_decay", 0.9),

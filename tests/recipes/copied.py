@@ -43,12 +43,6 @@ def _cut(source: str, name: str) -> tuple[str, str, str]:
     return source[:start], source[start:end], source[end:]
 
 
-def changed_lines(diff: str) -> tuple[int, int]:
-    """How many lines come, and how many go; empty ones don't count."""
-    come, go = (sum(line.startswith(sign) and bool(line[1:].strip()) for line in diff.splitlines()) for sign in "+-")
-    return come, go
-
-
 def copy(to: Path, *diffs: str, recipe: str = "cls") -> Path:
     """A copy of recipes/<recipe>.py in the file `to`, with changes."""
     source = (ROOT / f"recipes/{recipe}.py").read_text()

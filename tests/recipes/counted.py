@@ -15,14 +15,18 @@ import torch
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.utils import counters
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from common.distributed import gradient_compression
 from common.launching import launch
 from tests.harness.several import load
 
+HOOKS = {
+    DDPCommunicationHookType.NO: default_hooks.allreduce_hook,
+    DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
+    DDPCommunicationHookType.BF16: default_hooks.bf16_compress_hook,
+}
 cls = load(Path(__file__).parents[2] / "recipes" / "cls.py")
-register = DistributedDataParallelKwargs.register_comm_hook
 compile_cut = DDPOptimizer.compile_fn
 if "COMPILE_BACKEND" in os.environ:
     torch.compile = partial(torch.compile, backend=os.environ["COMPILE_BACKEND"])
@@ -37,19 +41,11 @@ def main() -> None:
         return compiled
 
     def counting_register(self, model):
-        register_one = model.register_comm_hook
+        def send(state, bucket):
+            sent.append(bucket.buffer().numel())
+            return HOOKS[self.comm_hook](state, bucket)
 
-        def register_counted(state, hook):
-            def send(state, bucket):
-                sent.append(bucket.buffer().numel())
-                return hook(state, bucket)
-
-            register_one(state, send)
-
-        model.register_comm_hook = register_counted
-        register(self, model)
-        if self.comm_hook is DDPCommunicationHookType.NO:
-            register_counted(None, allreduce_hook)
+        model.register_comm_hook(None, send)
         parameters.append(sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad))
 
     counters.clear()

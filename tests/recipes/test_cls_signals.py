@@ -1,16 +1,18 @@
-"""A launched run that is interrupted, in any way and at any step, ends as the same run after a restart."""
+"""A launched run that is interrupted in any way, at any step, ends as the same run after a restart."""
 
-from collections.abc import Callable
+import os
+import re
+import signal
 
 import pytest
 
 from tests.harness.interrupted import Interrupted
 from tests.harness.outcomes import Outcome
-from tests.harness.resumed import assert_same_run, read
+from tests.harness.resumed import after_step, assert_same_run, read
 
 STEPS = 40
 WORDS = (
-    *("--max_steps", STEPS, "--log_every", 1, "--checkpoint_every", 7, "--eval_every", 25, "--tracker", "none"),
+    *("--max_steps", STEPS, "--log_every", 1, "--checkpoint_every", 7, "--eval_every", 25),
     *("--augment", "rand-m9-mstd0.5", "--random_erasing", 0.3, "--mixup", 0.2, "--drop_path", 0.2, "--drop", 0.2),
     *("--ema_decay", 0.99, "--clip", 1.0, "--label_smoothing", 0.1, "--max_micro_batch_size", 8),
     *("--global_batch_size", 28, "--batch_norm", "group", "--norm_batch_size", 4),
@@ -25,32 +27,12 @@ INTERRUPTIONS = {
     },
     3: {"KILL rank 0": "the loss of another process", "INT group": "Ctrl-C", "USR1 rank 1": "SIGUSR1", "KILL all": ""},
 }
-# A recipe in whose runs named asked... rank 1 alone is sent SIGUSR1, in its fifth step.
-ASKED = """
-import os, signal, sys
-from pathlib import Path
-from common.data.loader import Prefetcher
-from tests.harness.several import load
-cls = load(Path("recipes/cls.py"))
-take = Prefetcher.take
-def main():
-    taken = []
-    def take_and_signal(feed):
-        taken.append(feed)
-        if os.environ["RANK"] == "1" and len(taken) == 5:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        return take(feed)
-    Prefetcher.take = take_and_signal if "asked" in sys.argv else take
-    cls.main()
-"""
 
 
 @pytest.mark.parametrize(
     "processes", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)]
 )
-def test_interrupted_run_is_bit_equal_to_the_uninterrupted(
-    launch, run_several: Callable[..., dict[str, Outcome]], tmp_path, processes
-) -> None:
+def test_interrupted_run_is_bit_equal_to_the_uninterrupted(launch, run_several, tmp_path, processes) -> None:
     """Kills and signals leave no process behind, say how the run stands, and cost no step.
 
     The last start is a fork.
@@ -64,9 +46,7 @@ def test_interrupted_run_is_bit_equal_to_the_uninterrupted(
         code = Interrupted(started, folder).at_step(5 * number + 4).interrupt(interruption).gone()
         asked = processes > 1 and "KILL" not in interruption
         assert code == 75 if asked else code != 0, interruption
-        assert not asked or "Traceback" not in started.stderr.read_text(), (
-            "a run that was asked to stop ends without one"
-        )
+        assert not asked or "Traceback" not in started.stderr.read_text(), "it was asked to stop"
         status = read(folder, "status.json")
         if cause:
             assert status["status"] == "resumable" and cause in status["cause"], (interruption, status)
@@ -77,33 +57,28 @@ def test_interrupted_run_is_bit_equal_to_the_uninterrupted(
     assert_same_run(folder, tmp_path / "whole", STEPS)
 
 
-@pytest.fixture(scope="module")
-def of_two(run_several, tmp_path_factory) -> dict[str, Outcome]:
-    """On two processes: a run whose numbers explode, and one that is asked to stop."""
-    recipe = tmp_path_factory.mktemp("two") / "asked.py"
-    recipe.write_text(ASKED)
-    return run_several(2, {"nan": [*WORDS, "--lr", 1e6, "--checkpoint_every", 1], "asked": WORDS}, recipe=recipe)
-
-
-def test_a_loss_that_is_not_finite_ends_all_ranks_at_once(of_two):
+def test_a_loss_that_is_not_finite_ends_all_ranks_at_once(run_several) -> None:
     """The step and the positions are named, and no checkpoint of it is there."""
-    outcome = of_two["nan"]
+    outcome = run_several(2, {"nan": [*WORDS, "--lr", 1e6, "--checkpoint_every", 1]})["nan"]
     assert outcome.outcome == "refused"
-    status = read(outcome.folder, "status.json")
+    status = outcome.read("status.json")
     assert status["status"] == "failed" and status["cause"] == outcome.text
-    step = int(outcome.text.removeprefix("step ").split(":")[0])
-    assert step <= status["step"] <= step + 2
-    assert "positions" in outcome.text
-    first = int(outcome.text.partition("positions ")[2].split(",")[0])
-    assert 28 * (step - 1) <= first < 28 * step
+    step, first = map(int, re.match(r"step (\d+): .*positions (\d+),", outcome.text).groups())
+    assert step <= status["step"] <= step + 2 and 28 * (step - 1) <= first < 28 * step
     assert int(outcome.checkpoint.name.removeprefix("step_")) < step
 
 
-def test_asking_one_rank_stops_all_within_two_steps(of_two):
-    outcome = of_two["asked"]
-    assert (outcome.outcome, outcome.text) == ("exit", "75")
-    status = read(outcome.folder, "status.json")
-    assert (status["status"], status["cause"]) == ("resumable", "SIGUSR1")
-    assert 5 <= status["step"] <= 7
-    assert outcome.checkpoint.name == f"step_{status['step']:08d}"
-    assert [row["step"] for row in outcome.rows] == list(range(1, status["step"] + 1))
+def ask_the_second(rank: int) -> None:
+    """In a fork: SIGUSR1 to this rank alone, in its fifth step."""
+    if rank == 1:
+        after_step(lambda run: os.kill(os.getpid(), signal.SIGUSR1), 5, once_written=False)
+
+
+def test_asking_one_rank_stops_all_within_two_steps(forks, tmp_path) -> None:
+    ranks = forks.start_ranks(2, *WORDS, "--output_dir", tmp_path, "--name", "asked", before=ask_the_second)
+    assert [rank.end().code for rank in ranks] == [75, 75]
+    run = Outcome(folder=tmp_path / "asked")
+    status = run.read("status.json")
+    assert (status["status"], status["cause"]) == ("resumable", "SIGUSR1") and 5 <= status["step"] <= 7
+    assert run.checkpoint.name == f"step_{status['step']:08d}"
+    assert run.column("step").tolist() == [*range(1, status["step"] + 1)]

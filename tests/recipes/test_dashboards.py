@@ -1,4 +1,4 @@
-"""A dashboard has what the run folder has: each row once, through a kill and a longer run, and pictures at evaluations."""
+"""A dashboard has each row and picture of the run folder once, through a kill and a longer run."""
 
 import functools
 import json
@@ -23,7 +23,7 @@ FLAGS = {
     "cls": "--model test_vit --image_size 16 --global_batch_size 32 --layer_decay 0.8 --ema_decay 0.9",
     "det": "--short_sides 112 --width 32 --global_batch_size 8 --backbone_lr_factor 0.1 --freeze_stages stem",
 }
-COMMON = "--log_every 1 --checkpoint_every 4 --eval_every 3 --workers 1 --name run --tags a,b --group g --notes n"
+COMMON = "--log_every 1 --checkpoint_every 4 --eval_every 3 --name run --tags a,b --group g --notes n"
 COLUMNS = {
     "cls": ("train/lr_backbone_min", "train/lr_backbone_max", "train/lr_head"),
     "det": ("train/lr_backbone", "train/lr_head", "train/lr_neck", "train/loss_class", "train/loss_box"),
@@ -56,7 +56,7 @@ def live(environment: dict[str, str], rank: int) -> None:
 
 
 def die_with_all(environment: dict[str, str], folder: Path, rank: int) -> None:
-    """SIGKILL of rank 0 and all that it has started after step `LAST`, as when the machine is lost, once files are there."""
+    """Once files are there, SIGKILL of rank 0 and all that it has started, after step `LAST`."""
     live(environment, rank)
 
     def is_written() -> bool:

@@ -25,6 +25,7 @@ from common.detection.evaluation.metrics import Detections
 from common.detection.export import export
 from common.detection.models.detectors import OF_TRANSFORMERS
 from tests.harness.launching import small
+from tests.harness.photographs import exif
 from tests.harness.several import load
 
 recipe = load(Path("recipes/det.py"))
@@ -37,15 +38,14 @@ FAMILIES = {
     "deimv2": "--short_sides 96",
     "rf_detr": "--short_sides 128 --model RF_DETR --width 128",
 }
-FLAGS = "--short_sides 112 --width 64 --tracker none --workers 0"
+FLAGS = "--short_sides 112 --width 64 --workers 0"
 COUNT = 10
 LIMITS = (1, 3, 30)  # images at once
-TOLERANCE = 5e-4  # of AP
 
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory, rf_detr) -> Path:
-    """A COCO folder of digits in images of many sizes, some more than twice as large as they are evaluated at."""
+    """Digits in COCO format, in images of many sizes, up to more than twice the evaluated size."""
     folder = tmp_path_factory.mktemp("photos")
     (folder / "rf_detr").symlink_to(rf_detr)
     draws = np.random.default_rng(0)
@@ -55,15 +55,14 @@ def photos(tmp_path_factory, rf_detr) -> Path:
         images = []
         for number in range(count):
             width, height = draws.integers(70, 129, 2).tolist()
-            part_of_it = Image.fromarray(source.scene(number)[0][:height, :width])
+            photo = Image.fromarray(source.scene(number)[0][:height, :width])
             width, height = (round(side * (0.7 + 0.35 * number)) for side in (width, height))
-            photo = part_of_it.resize((width, height), Image.Resampling.BICUBIC)
-            name, options = f"{part}/{number}.png", {}
+            photo, name = photo.resize((width, height), Image.Resampling.BICUBIC), f"{part}/{number}.png"
             if number % 5 == 1:  # stored lying on its side, as cameras do
-                photo, name = photo.transpose(Image.Transpose.ROTATE_90), f"{part}/{number}.jpg"
-                options["exif"] = Image.Exif()
-                options["exif"][0x0112] = 6
-            photo.save(folder / name, **options)
+                name = f"{part}/{number}.jpg"
+                photo.transpose(Image.Transpose.ROTATE_90).save(folder / name, exif=exif(6))
+            else:
+                photo.save(folder / name)
             images.append({"id": number, "file_name": name, "width": width, "height": height})
         category = [{"id": number + 1, "name": name} for number, name in enumerate(source.classes)]
         box = [{"id": 1, "image_id": 0, "category_id": 1, "bbox": [2, 2, 9, 9]}]
@@ -104,7 +103,7 @@ class Case:
         return recipe.evaluate(self.model, loader, accelerator, self.normalize, self.val)
 
     def with_objects(self):
-        """The images with objects where the detector finds some: every third detection of each, moved a little."""
+        """The images, with every third detection of each, moved a little, as its objects."""
         images, rows = self.evaluate(COUNT)[1].columns()
         chosen = np.concatenate([np.flatnonzero(images == index)[:30:3] for index in range(COUNT)])
         images, rows = images[chosen], rows[chosen]
@@ -122,41 +121,24 @@ class Case:
         )
 
 
-# ---- on any layout
-
-
-def evaluations(family: str, data: str, val, limits: tuple[int, ...]) -> list[tuple]:
-    """For each micro-batch limit, on rank 0: the results, and what was found."""
-    case = Case(family, data, "float64")
-    case.val = val
-    return [(results, *found.columns()) for results, found in map(case.evaluate, limits)]
-
-
-@pytest.mark.parametrize("most", [1, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("family", ["fcos", "faster_rcnn", "rtdetr_v2", "rf_detr"])
-def test_ap_and_every_detection_are_the_same_on_any_layout(family, most, photos, processes) -> None:
-    """In float64, for 1 to 30 images at once, and on 2 and 3 processes."""
-    val = Case(family, str(photos), "float64").with_objects()
-    (results, images, rows), *others = evaluations(family, str(photos), val, LIMITS)
+def test_ap_and_every_detection_are_the_same_for_1_to_30_images_at_once(family, photos) -> None:
+    """In float64."""
+    case = Case(family, str(photos), "float64")
+    case.val = case.with_objects()
+    (results, found), *others = map(case.evaluate, LIMITS)
+    images, rows = found.columns()
     assert 0.1 < results["AP"] < 0.95 and len(np.unique(images)) == COUNT
-    for ranks in range(2, most + 1):
-        others += processes.run(evaluations, family, str(photos), val, LIMITS, ranks=ranks)[0]
-    for place, (their_results, their_images, their_rows) in enumerate(others):
-        assert their_results == results, place
+    for limit, (their_results, theirs) in zip(LIMITS[1:], others, strict=True):
+        their_images, their_rows = theirs.columns()
+        assert their_results == results, limit
         np.testing.assert_array_equal(their_images, images)
         np.testing.assert_allclose(their_rows, rows, rtol=1e-6, atol=1e-6)
 
 
-# ---- as it is used
-
-
-def ap_of(source, found: list[dict]) -> float:
-    detections = Detections()
-    detections.update(range(len(found)), found)
-    return detections.results(source)["AP"]
-
-
-def by_name(source, labels, scores, boxes) -> dict[str, torch.Tensor]:
+def by_name(source, rows: list[tuple]) -> dict[str, torch.Tensor]:
+    """Detections of an image, of rows (label, score, box)."""
+    labels, scores, boxes = zip(*rows, strict=True) if rows else ((), (), ())
     numbers = torch.tensor([source.classes.index(label) for label in labels])
     return {"labels": numbers, "scores": torch.tensor(scores), "boxes": torch.tensor(boxes).reshape(-1, 4)}
 
@@ -171,8 +153,7 @@ def by_pipeline(best: Path, photos: Path, source) -> list[dict]:
     pipeline = pytest.importorskip("transformers").pipeline("object-detection", model=str(best), device="cpu")
     pipeline._get_bounding_box = torch.Tensor.tolist
     found = [pipeline(file, threshold=0.0) for file in files(photos)]
-    columns = [[[one[key] for one in of_image] for key in ("label", "score", "box")] for of_image in found]
-    return [by_name(source, *of_image) for of_image in columns]
+    return [by_name(source, [(one["label"], one["score"], one["box"]) for one in of_image]) for of_image in found]
 
 
 def by_script(best: Path, photos: Path, source, monkeypatch, capsys) -> list[dict]:
@@ -181,12 +162,12 @@ def by_script(best: Path, photos: Path, source, monkeypatch, capsys) -> list[dic
     monkeypatch.setattr(sys, "argv", ["detect.py", str(best), *names])
     capsys.readouterr()
     runpy.run_path("docs/detect.py")
-    columns = {name: ([], [], []) for name in names}
+    rows = {name: [] for name in names}
     for line in capsys.readouterr().out.splitlines():
-        name, label, score, *box = line.split()
-        for column, value in zip(columns[name], (label, float(score), [*map(float, box)]), strict=True):
-            column.append(value)
-    return [by_name(source, *columns[name]) for name in names]
+        name, label, *numbers = line.split()
+        score, *box = map(float, numbers)
+        rows[name].append((label, score, box))
+    return [by_name(source, rows[name]) for name in names]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -200,4 +181,6 @@ def test_users_of_best_get_the_ap_that_the_evaluation_gave(family, photos, tmp_p
         found = by_pipeline(tmp_path / "best", photos, case.val)
     else:
         found = by_script(tmp_path / "best", photos, case.val, monkeypatch, capsys)
-    assert ap_of(case.val, found) == pytest.approx(results["AP"], abs=TOLERANCE)
+    detections = Detections()
+    detections.update(range(COUNT), found)
+    assert detections.results(case.val)["AP"] == pytest.approx(results["AP"], abs=5e-4)

@@ -15,14 +15,14 @@ from tests.harness.resumed import assert_same_run, kill_at_step
 # No weight moves, so nothing gets better than the first evaluation.
 WORDS = (
     *("--model", "test_vit", "--image_size", 16, "--global_batch_size", 8, "--lr", 1e-9, "--max_steps", 40),
-    *("--eval_every", 4, "--checkpoint_every", 3, "--log_every", 1, "--tracker", "none", "--workers", 1),
+    *("--eval_every", 4, "--checkpoint_every", 3, "--log_every", 1),
 )
 WHY = "--patience 2: no better top-1 since step 4"
 
 
 @pytest.fixture(scope="module")
 def runs(run_several, stripes) -> dict[str, Outcome]:
-    """Runs on two processes that end early, the same again, and with larger flags; and one on one process."""
+    """Runs that end early, again, and with larger flags, on two processes; and one on one process."""
     words = [*WORDS, "--data", stripes]
     waiting, timed = ([*words, "--name", name] for name in ("waiting", "timed"))
     cases = {
@@ -68,7 +68,7 @@ def test_a_run_ends_when_its_hours_are_used_up(runs) -> None:
 
 
 def count_seconds(rank: int, each=(1.0, 1000.0), kill: int = 0) -> None:
-    """Let each step take as many seconds as `each` has for the rank, and end the process after step `kill`."""
+    """Let each step of a rank take `each[rank]` seconds, and end the process after step `kill`."""
     from common.run.progress import Progress
 
     take_in = Progress.take_in
@@ -78,7 +78,7 @@ def count_seconds(rank: int, each=(1.0, 1000.0), kill: int = 0) -> None:
 
 
 def test_a_killed_run_waits_and_counts_its_hours_as_an_undisturbed_one(forks, stripes, tmp_path) -> None:
-    """Killed between evaluations, after one without a better result; and when some hours were used up."""
+    """Killed between evaluations, after one that was no better; and when some hours were used up."""
     words = [*WORDS, "--data", stripes, "--output_dir", tmp_path]
     for flags, kills, steps in ((("--patience", 2), (5, 10), 12), (("--max_hours", 6.5 / 3600), (5, 7), 8)):
         name = flags[0].strip("-")

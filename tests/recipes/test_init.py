@@ -4,7 +4,6 @@ The weights are random ones of torchvision's FCOS, the data have one class that 
 """
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,26 +19,12 @@ from tests.harness.detections import of_pycocotools
 SIDE = 96  # of the images, which are evaluated at scale 1
 
 
-@pytest.fixture(scope="module")
-def theirs():
-    model = random_model("fcos_resnet50_fpn")
+def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision_scored_by_pycocotools(forks, tmp_path) -> None:
+    theirs, file, data = random_model("fcos_resnet50_fpn"), tmp_path / "x.pth", tmp_path / "data"
     with torch.no_grad():
-        model.head.classification_head.cls_logits.bias[[1, 47]] += 3  # person and cup are what it finds
-    return model
-
-
-@pytest.fixture(scope="module")
-def file(theirs, tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("weights") / "x.pth"
-    torch.save(theirs.state_dict(), path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    """One image to train on, four to evaluate on: parts of photographs, boxes of `Person` and `mug`."""
-    root, random = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    photo = load_sample_images().images[0]
+        theirs.head.classification_head.cls_logits.bias[[1, 47]] += 3  # person and cup are what it finds
+    torch.save(theirs.state_dict(), file)
+    photo, random = load_sample_images().images[0], np.random.default_rng(0)
     for part, numbers in (("train", [1]), ("val", range(9, 13))):
         boxes = [
             annotation(n, [*random.uniform(0, 40, 2), *random.uniform(20, 50, 2)], 1 + k, id=10 * n + k, area=900)
@@ -47,19 +32,12 @@ def data(tmp_path_factory) -> Path:
             for k in range(2)
         ]
         size = {"width": SIDE + 16, "height": SIDE}
-        coco(root, part, [*numbers], boxes, [{"id": 1, "name": "Person"}, {"id": 2, "name": "mug"}], **size)
+        coco(data, part, [*numbers], boxes, [{"id": 1, "name": "Person"}, {"id": 2, "name": "mug"}], **size)
         for n in numbers:
             top, left = random.integers(0, 300, 2)
-            Image.fromarray(photo[top : top + SIDE, left : left + SIDE + 16]).save(
-                root / part / f"{n}.jpg", quality=100
-            )
-    return root
-
-
-def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision_scored_by_pycocotools(
-    forks, data, file, theirs
-) -> None:
-    words = f"--eval_only {file} --data {data} --init_classes mug=cup --short_sides {SIDE} --long_side 1000 --workers 0"
+            crop = Image.fromarray(photo[top : top + SIDE, left : left + SIDE + 16])
+            crop.save(data / part / f"{n}.jpg", quality=100)
+    words = f"--eval_only {file} --data {data} --init_classes mug=cup --short_sides {SIDE} --long_side 1000"
     content = json.loads((data / "val.json").read_text())
     theirs.transform.min_size, theirs.transform.max_size = (SIDE,), 1000
     rows = []

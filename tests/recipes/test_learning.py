@@ -17,10 +17,10 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture
 def learn(launch, tmp_path):
-    """The last evaluation of a run with two processes: learn("run", "--data", ...) -> {"eval/top1": ...}."""
+    """The last evaluation on two processes: learn("run", "--data", ...) -> {"eval/top1": ...}."""
 
     def learn(name: str, *words: object) -> dict[str, float]:
-        flags = [*words, "--output_dir", tmp_path / "runs", "--name", name, "--tracker", "none"]
+        flags = [*words, "--output_dir", tmp_path / "runs", "--name", name]
         done = launch("multi_cpu", "recipes/cls.py", *flags, timeout=1800)
         assert done.returncode == 0, done.stderr
         return json.loads((tmp_path / "runs" / name / "summary.json").read_text())["last"]

@@ -11,18 +11,15 @@ from common.config.fields import RunConfig
 from common.config.parsing import parse
 from common.errors import Refused
 
-FLAGS = ["--tracker", "none", "--workers", 0]
-
 
 @pytest.mark.parametrize("text", ["x", "9-3", "0-3", "3-4-5", "1-101"])
 def test_steps_that_are_none_are_refused(text: str) -> None:
-    limit = "more than 100 steps" if text == "1-101" else "must be FIRST-LAST"
-    with pytest.raises(Refused, match=rf"^--profile {re.escape(text)}: .*{limit}"):
+    with pytest.raises(Refused, match=rf"^--profile {text}: .*(must be FIRST-LAST|more than 100 steps)"):
         parse(RunConfig, [f"--profile={text}"])
 
 
 def test_every_rank_leaves_a_trace(forks, tmp_path) -> None:
-    flags = [*FLAGS, "--max_steps", 7, "--eval_every", 4, "--profile", "3-6", "--output_dir", tmp_path, "--name", "a"]
+    flags = ["--max_steps", 7, "--eval_every", 4, "--profile", "3-6", "--output_dir", tmp_path, "--name", "a"]
     done, other = (rank.end() for rank in forks.start_ranks(2, *flags))
     assert done.code == other.code == 0, done.stderr
     assert "gpuGetDeviceCount" not in done.stderr and "profiler_start" not in done.stderr

@@ -1,4 +1,4 @@
-"""`--eval_only` gives the numbers that the run recorded, or says what it evaluates instead.
+"""An evaluation counts every image once on any layout; `--eval_only` gives what the run recorded, or says what it evaluates.
 
 Each command is typed as a user would: the folder, and the one flag that the test is about.
 """
@@ -13,16 +13,18 @@ import timm
 from safetensors.torch import load_file
 
 from common.training import timm_models
-from tests.harness.drawings import draw_stripes
+from tests.harness.drawings import draw_stripes, save_colours
 from tests.harness.forked import Ended, Forks
-from tests.harness.runs import rows_of
+from tests.harness.outcomes import Outcome
+from tests.harness.runs import read, rows_of
 
+PARTS = "--data {root}/parts --model test_vit --max_steps 4 --lr 1e-3"
 STUFFS = [f"stuff_{number}" for number in range(5)]
 
 
-def printed(ended: Ended) -> tuple[dict, str]:
+def printed(ended: Ended | Outcome) -> tuple[dict, str]:
     """The results that an evaluation prints, and what it says before them."""
-    assert ended.code == 0, ended.stderr
+    assert ended.stdout, ended
     *said, results = ended.stdout.splitlines()
     return json.loads(results), "\n".join(said)
 
@@ -33,9 +35,8 @@ def refusal(ended: Ended) -> str:
 
 
 def recorded(best: Path) -> dict:
-    """What the run recorded for the weights that it exports; without the `raw_...` of those that it trained."""
-    results = json.loads((best / "results.json").read_text())
-    return {key: value for key, value in results.items() if not key.startswith("raw_")}
+    """What the run recorded for the weights that it exports; not the `raw_...` results of the others."""
+    return {key: value for key, value in read(best / "results.json").items() if not key.startswith("raw_")}
 
 
 def assert_same(found: dict, wanted: dict) -> None:
@@ -48,7 +49,7 @@ def assert_same(found: dict, wanted: dict) -> None:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Data: a flat folder, one with three parts, one with the classes in another order, one with fewer, one with others."""
+    """Folders: flat, with three parts, with classes in another order, with fewer, and with others."""
     root = tmp_path_factory.mktemp("eval_only")
     draw_stripes(root / "flat", (20, 16, 14, 12, 10))
     for seed, part in enumerate(("train", "val", "test")):
@@ -68,7 +69,7 @@ def train(forks: Forks, root: Path):
 
     def run(name: str, words: str, recipe: str = "cls") -> Path:
         if not (root / "runs" / name).exists():
-            common = f"--name {name} --output_dir {root}/runs --tracker none --workers 0"
+            common = f"--name {name} --output_dir {root}/runs"
             ended = forks(*words.split(), *common.split(), recipe=recipe)
             assert ended.code == 0, ended.stderr
         return root / "runs" / name
@@ -86,30 +87,74 @@ def odd(train, root: Path) -> Path:
     )
 
 
+@pytest.fixture(scope="module")
+def labels(train, root: Path) -> Path:
+    """A run of images with several labels, or none."""
+    save_colours(root / "labels")
+    words = "--model test_vit --lr 2e-3 --loss bce --max_steps 15 --mixup 0.2 --ema_decay 0.7"
+    return train("of_labels", f"--data {root}/labels {words}")
+
+
 @pytest.mark.smoke
 def test_an_exported_model_has_the_numbers_of_its_run_wherever_it_was_copied(odd, forks, tmp_path) -> None:
     shutil.copytree(odd / "best", tmp_path / "model")
     for best in (odd / "best", tmp_path / "model"):
-        results, said = printed(forks("--eval_only", best, "--workers", 0))
+        results, said = printed(forks("--eval_only", best))
         assert_same(results, recorded(best))
         assert 0 < results["top1"] < 1, "numbers worth comparing"
         assert f"evaluating {best} of the run odd, step " in said and "where the run had" not in said
         assert "30 % held out of the folder, 22 images of 5 classes, those of the model" in said
-    of_run = json.loads((odd / "best/run.json").read_text())
+    of_run = read(odd / "best/run.json")
     assert (of_run["name"], of_run["recipe"], of_run["config"]["image_size"]) == ("odd", "cls", 48)
-    assert of_run["step"] in (3, 6) and of_run["commit"] == json.loads((odd / "environment.json").read_text())["commit"]
+    assert of_run["step"] in (3, 6) and of_run["commit"] == read(odd / "environment.json")["commit"]
     assert list(recorded(best)["per_class"]) == STUFFS
-    results, said = printed(forks("--eval_only", odd / "checkpoints/step_00000003", "--workers", 0))
-    assert results["loss"] == pytest.approx(rows_of(odd / "metrics.jsonl")[0]["eval/ema_loss"], rel=1e-6)
+    results, said = printed(forks("--eval_only", odd / "checkpoints/step_00000003"))
+    row = rows_of(odd / "metrics.jsonl")[0]
+    assert results["loss"] == pytest.approx(row["eval/ema_loss"], rel=1e-6) != row["eval/loss"]
     assert "of the run odd, step 3" in said
 
 
+def test_two_processes_count_every_image_once(run_several, odd, labels, root, forks) -> None:
+    """Also where they are more than images."""
+    for name in ("stuff_1", "stuff_3"):
+        (root / "tiny" / name).mkdir(parents=True)
+        shutil.copy(root / "flat" / name / "0.png", root / "tiny" / name)
+    cases = {
+        "best": [odd / "best", "--max_micro_batch_size", 7],
+        "checkpoint": [odd / "checkpoints/step_00000003"],
+        "tiny": [odd / "best", "--data", root / "tiny"],
+        "labels": [labels / "best"],
+    }
+    runs = run_several(2, {name: ["--eval_only", *words] for name, words in cases.items()})
+    for name, words in cases.items():
+        wanted, _ = printed(forks("--eval_only", *words))
+        assert_same(printed(runs[name])[0], {key: value for key, value in wanted.items() if key != "eval_only"})
+        assert wanted["count"] == {"tiny": 2, "labels": 23}.get(name, 22) and not runs[name].folder.exists()
+    assert_same(printed(runs["best"])[0], recorded(odd / "best"))
+
+
+def test_averaged_weights_are_evaluated_beside_the_others_and_choose_the_best(odd, train, root) -> None:
+    parts = train("parts", PARTS.format(root=root))
+    row, without = (rows_of(run / "metrics.jsonl")[-1] for run in (odd, parts))
+    assert {f"eval/{key}" for key in ("ema_loss", "ema_top1", "loss", "top1")} <= row.keys()
+    assert row["eval/loss"] != row["eval/ema_loss"] and not any("ema" in key for key in without)
+    leading = [read(run / "summary.json")["leading"] for run in (odd, parts)]
+    assert leading == ["eval/ema_top1", "eval/top1"], "the result of the weights that are exported"
+
+
+def test_images_of_several_labels_are_learnt_and_judged_by_f1(labels, root, forks) -> None:
+    results, _ = printed(forks("--eval_only", labels / "best"))
+    assert_same(results, recorded(labels / "best"))
+    assert results["f1"] > 0.9 > results["loss"] and len(results["per_class"]) == 3 and "top1" not in results
+    assert "--loss bce" in refusal(forks("--data", root / "labels", "--max_steps", 2))
+
+
 def test_what_a_flag_or_a_preset_overrides_is_said_and_used(odd, forks, tmp_path) -> None:
-    plain, _ = printed(forks("--eval_only", odd / "best", "--workers", 0))
+    plain, _ = printed(forks("--eval_only", odd / "best"))
     preset = tmp_path / "preset.yaml"
     preset.write_text("crop_pct: 1.0\nimage_size: 32\n")
     words = ["--config", preset, "--eval_only", odd / "best", "--image_size", 64, "--max_micro_batch_size", 7]
-    results, said = printed(forks(*words, "--workers", 0))
+    results, said = printed(forks(*words))
     assert "; --image_size 64, where the run had 48; --crop_pct 1.0, where the run had 0.7" in said
     assert results["loss"] != plain["loss"]
     word = refusal(forks("--eval_only", odd / "best", "--model", "test_resnet"))
@@ -117,18 +162,18 @@ def test_what_a_flag_or_a_preset_overrides_is_said_and_used(odd, forks, tmp_path
 
 
 def test_a_part_is_evaluated_by_its_name_and_a_folder_whole_unless_it_was_trained_on(odd, train, root, forks) -> None:
-    run = train("parts", f"--data {root}/parts --model test_vit --image_size 32 --max_steps 4 --lr 1e-3")
+    run = train("parts", PARTS.format(root=root))
     for words, part in (([], "val/, 60"), (["--split", "test"], "test/, 60"), (["--split", "train"], "train/, 60")):
-        results, said = printed(forks("--eval_only", run / "best", *words, "--workers", 0))
+        results, said = printed(forks("--eval_only", run / "best", *words))
         assert f"{root}/parts: {part} images of 5 classes, those of the model" in said
         assert results["count"] == 60 and list(results["per_class"]) == STUFFS
-    results, said = printed(forks("--eval_only", odd / "best", "--data", root / "parts/test", "--workers", 0))
+    results, said = printed(forks("--eval_only", odd / "best", "--data", root / "parts/test"))
     assert results["count"] == 60 and f"--data {root}/parts/test, where the run had {root}/flat" in said
     assert "the folder, 60 images" in said and "val_share" not in said
 
 
 def test_classes_are_matched_by_name_whatever_their_order_and_number(odd, root, forks) -> None:
-    everything, _ = printed(forks("--eval_only", odd / "best", "--split", "all", "--workers", 0))
+    everything, _ = printed(forks("--eval_only", odd / "best", "--split", "all"))
     best = root / "renamed best"
     shutil.copytree(odd / "best", best)
     content = json.loads((best / "config.json").read_text())
@@ -137,7 +182,7 @@ def test_classes_are_matched_by_name_whatever_their_order_and_number(odd, root, 
         for number, name in enumerate(STUFFS)
     ]
     (best / "config.json").write_text(json.dumps(content))
-    results, said = printed(forks("--eval_only", best, "--data", root / "renamed", "--workers", 0))
+    results, said = printed(forks("--eval_only", best, "--data", root / "renamed"))
     assert "5 classes, those of the model, which has them in another order" in said
     assert list(results["per_class"].values()) == list(everything["per_class"].values())[::-1]
     assert list(results["per_class"]) == sorted(content["label_names"])
@@ -148,7 +193,7 @@ def test_classes_are_matched_by_name_whatever_their_order_and_number(odd, root, 
     best, worst = max(accuracies, key=accuracies.get), min(accuracies, key=accuracies.get)
     for name in (best, worst):
         shutil.copytree(root / "flat" / name, root / "two" / name)
-    results, said = printed(forks("--eval_only", odd / "best", "--data", root / "two", "--workers", 0))
+    results, said = printed(forks("--eval_only", odd / "best", "--data", root / "two"))
     assert "2 classes, of the 5 that the model knows" in said
     assert results["per_class"] == {name: accuracies[name] for name in sorted((best, worst))}
     assert results["top1"] < 1, "what is taken for a class that the data do not have is wrong"
@@ -168,7 +213,7 @@ def test_a_folder_without_class_names_is_evaluated_in_the_order_of_the_data(odd,
     del content["label_names"]
     (folder / "config.json").write_text(json.dumps(content))
     assert refusal(forks("--eval_only", folder)).endswith("does not say which data it was trained on; add --data")
-    results, said = printed(forks("--eval_only", folder, "--data", root / "flat", "--workers", 0))
+    results, said = printed(forks("--eval_only", folder, "--data", root / "flat"))
     assert "72 images of 5 classes, taken to be the model's, which have no names, in this order" in said
     assert results["count"] == 72 and f"{folder}, which names no run\n" in said
     word = refusal(forks("--eval_only", folder, "--data", root / "some"))
@@ -191,21 +236,21 @@ def test_what_is_no_weights_is_refused_before_anything_is_read(odd, forks, tmp_p
 DET = "--short_sides 96 --long_side 112 --eval_short_side 128 --levels 3-5 --width 32 --convolutions 1 --model test_convnext"
 
 
-def test_a_detector_has_the_numbers_of_its_run(train, scenes, root, forks) -> None:
-    words = f"--data {scenes} {DET} --opt muon --lr 5e-3 --max_steps 30 --eval_every 30 --ema_decay 0.5"
-    run = train("detector", words, recipe="det")
+def test_a_detector_has_the_numbers_of_its_run(train, scenes, root, forks, run_several) -> None:
+    words = "--opt muon --lr 5e-3 --max_steps 30 --eval_every 30 --ema_decay 0.5 --max_micro_batch_size 3"
+    run = train("detector", f"--data {scenes} {DET} {words}", recipe="det")
     wanted = recorded(run / "best")
     assert wanted["AP"] > 0, "numbers worth comparing"
     for weights in (run / "best", run / "checkpoints/step_00000030"):
-        results, said = printed(forks("--eval_only", weights, "--workers", 0, recipe="det"))
+        results, said = printed(forks("--eval_only", weights, recipe="det"))
         assert_same(results, wanted)
         assert f"evaluating {weights} of the run detector, step 30\n{scenes}: val.json, 7 images of 10 classes" in said
-        other, said = printed(forks("--eval_only", weights, "--eval_short_side", 64, "--workers", 0, recipe="det"))
+        other, said = printed(forks("--eval_only", weights, "--eval_short_side", 64, recipe="det"))
         assert "; --eval_short_side 64, where the run had 128" in said and other["AP"] != wanted["AP"]
-    common = f"--max_steps 1 --workers 0 --tracker none --dry_run --output_dir {root}/nothing".split()
+    two = run_several(2, {"two": ["recipes/det.py", "--eval_only", run / "best"]})["two"]
+    assert_same(printed(two)[0], wanted)
+    common = f"--max_steps 1 --dry_run --output_dir {root}/nothing".split()
     ended = forks("--data", scenes, *DET.split(), "--init", run / "best", *common, recipe="det")
     assert ended.code == 0, ended.stderr
     everything = len(load_file(run / "best/model.safetensors"))
-    assert re.search(
-        rf"begins with +{everything} of {everything} tensors of {re.escape(str(run))}/best\n", ended.stdout
-    )
+    assert re.search(rf"begins with +{everything} of {everything} tensors of {run}/best\n", ended.stdout)

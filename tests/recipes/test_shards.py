@@ -1,35 +1,56 @@
-"""The classification recipe trains on shards as on files: on any layout, from a disk or a web server, killed and resumed."""
+"""Both recipes train on shards as on files: on any layout, from a disk or a web server, also resumed."""
 
-import functools
 import json
 import os
-import signal
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.harness.range_server import RangeServer
-from tests.harness.resumed import assert_same_run, kill_at_step
-from tests.harness.shards import COUNTS, draw_noise, write_parquet, write_tars
+from tests.harness.shards import COUNTS, add, draw_noise, write_parquet, write_tars
 
 STEPS = 12  # of 32 samples: an epoch of 349 samples, and some of the next
-WORDS = (
-    f"--model test_vit --dtype float64 --global_batch_size 32 --max_steps {STEPS} --log_every 1 --eval_every 6".split()
-)
-WORDS += ["--schedule", "constant"]
-KILLED = "--checkpoint_every 3 --shard_memory 1 --tracker none --workers 1".split()
+WORDS = f"--model test_vit --dtype float64 --global_batch_size 32 --max_steps {STEPS} --schedule constant".split()
+WORDS += "--log_every 1 --eval_every 6".split()
 CLOSE = 1e-9
 KEY = {"SHARDS_KEY": "Signature=s3cr3t"}
 FAULTS = ("", "", "status 503", "", "reset", "short", "", "other", "", "status 429 1")  # of answers about each shard
+BOXES = (
+    "--model test_resnet --levels 3-4 --convolutions 1 --short_sides 80 --long_side 128 --width 32 --batch_norm frozen "
+    "--global_batch_size 6 --max_steps 4 --log_every 1 --eval_every 4 --dtype float64"
+).split()
+XYWH = ["--box_format", "xywh"]
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    """The same images as files, tars and Parquet, with parts to train on and to evaluate."""
+def data(scenes, tmp_path_factory) -> Path:
+    """The same images as files, tars and Parquet, in parts train and val; and `scenes` in `boxes`."""
     root = tmp_path_factory.mktemp("shards")
+    (root / "boxes").mkdir()
+    for part, counts in (("train", (1, 7, 17)), ("val", (7,))):
+        content = json.loads((scenes / f"{part}.json").read_text())
+        names, rows = {one["id"]: int(one["name"]) for one in content["categories"]}, []
+        for image in content["images"]:
+            its = [one for one in content["annotations"] if one["image_id"] == image["id"]]
+            objects = [{"bbox": one["bbox"], "category": names[one["category_id"]]} for one in its]
+            file = (scenes / image["file_name"]).read_bytes()
+            rows.append({"image": file, "objects": objects, "image_id": image["id"]})
+        schema = pa.Table.from_pylist(rows).schema
+        for number, count in enumerate(counts):
+            shard, rows = rows[:count], rows[count:]
+            with tarfile.open(root / f"boxes/{part}-{number:03}.tar", "w") as tar:
+                for place, row in enumerate(shard):
+                    add(tar, f"{place:03}.png", row["image"])
+                    described = {"objects": row["objects"], "image_id": row["image_id"], "caption": "no matter"}
+                    add(tar, f"{place:03}.json", json.dumps(described).encode())
+            table = pa.Table.from_pylist(shard, schema)
+            pq.write_table(table, root / f"boxes/{part}-{number:03}.parquet", row_group_size=4)
     for part, counts, of_shards in (("train", (130, 110, 109), COUNTS), ("val", (9, 8, 7), (5, 19))):
         folder = draw_noise(root / "files" / part, counts)
         write_tars(folder, root / "tars", part, of_shards)
@@ -46,14 +67,14 @@ def server(data):
 
 def from_server(server, kind: str) -> str:
     """The shards of both parts as `--data` names them."""
-    tars = kind == "tars"
-    base, suffix = f"{server.url}/{kind}", "tar" if tars else "parquet"
-    return f"{base}/train-{{000..002}}.{suffix}?$SHARDS_KEY,{base}/val-{{000..001}}.{suffix}?$SHARDS_KEY"
+    base, suffix = f"{server.url}/{kind}", "tar" if kind == "tars" else "parquet"
+    val = "000" if kind == "boxes" else "{000..001}"
+    return f"{base}/train-{{000..002}}.{suffix}?$SHARDS_KEY,{base}/val-{val}.{suffix}?$SHARDS_KEY"
 
 
 @pytest.fixture(scope="module")
-def runs(run_several, data, server, tmp_path_factory):
-    """Outcomes on one process and, from a server with faults, on three, which also end what the first one has begun."""
+def runs(run_several, scenes, data, server, tmp_path_factory):
+    """Runs on one process and, from a server with faults, on three, which also end what one has begun."""
     blocks = ["--data", from_server(server, "parquet"), "--shard_memory", 1]
     begun = ["--name", "begun", "--output_dir", tmp_path_factory.mktemp("begun")]
     one = {
@@ -67,11 +88,18 @@ def runs(run_several, data, server, tmp_path_factory):
     three = {
         "tars": ["--data", data / "tars", "--workers", 2],
         "blocks": [*blocks, "--workers", 3],
-        "second half": [*blocks, *begun, "--workers", 1],
+        "second half": [*blocks, *begun],
         "evaluated": ["--data", data / "tars", "--eval_only", "BEST", "--split", "val"],
         "tried": ["--data", from_server(server, "tars"), "--dry_run"],
     }
-    found = {1: run_several(1, {name: [*WORDS, *map(str, words)] for name, words in one.items()}, env=KEY)}
+    cases = {name: [*WORDS, *words] for name, words in one.items()}
+    boxes = {
+        "folder": [scenes],
+        "tars": [data / "boxes/*.tar", *XYWH],
+        "parquet": [from_server(server, "boxes"), *XYWH],
+    }
+    cases |= {f"boxes of {kind}": ["recipes/det.py", *BOXES, "--data", *words] for kind, words in boxes.items()}
+    found = {1: run_several(1, cases, env=KEY)}
     server.faults |= {path: [*FAULTS] for path in server.files if path.startswith("/parquet/train")}
     best = found[1]["tars"].folder / "best"
     words = {name: [str(word).replace("BEST", str(best)) for word in words] for name, words in three.items()}
@@ -87,6 +115,28 @@ def test_shards_train_as_their_files_bit_for_bit(runs, kind):
     for key in KEYS:
         assert np.array_equal(runs[1][kind].column(key), runs[1]["files"].column(key)), key
     assert (runs[1][kind].folder / "suspicious.csv").exists()
+
+
+@pytest.mark.parametrize("kind", ["tars", "parquet"])
+def test_shards_of_boxes_train_as_their_folder_bit_for_bit(runs, kind):
+    folder, shards = runs[1]["boxes of folder"], runs[1][f"boxes of {kind}"]
+    assert len(folder.column("train/loss")) == 4
+    for key in ("train/loss", "eval/ap"):
+        assert np.array_equal(shards.column(key), folder.column(key)), key
+
+
+@pytest.mark.long
+def test_shards_of_boxes_train_the_same_on_three_processes(runs, run_several, data, server):
+    """Of blocks also with mosaics, whose other images come from the same step."""
+    words, det = [*BOXES, *XYWH, "--data"], {"recipe": "recipes/det.py", "env": KEY}
+    tars = [*words, data / "boxes/*.tar"]
+    blocks = [*words, from_server(server, "boxes"), "--shard_memory", 1, "--mosaic", 1, "--mixup", 0.5]
+    one = {"tars": runs[1]["boxes of tars"]} | run_several(1, {"blocks": [*blocks, "--workers", 2]}, **det)
+    three = {"tars": tars, "blocks": blocks, "evaluated": [*tars, "--eval_only", one["tars"].folder / "best"]}
+    found = run_several(3, three, **det)
+    for kind in ("tars", "blocks"):
+        np.testing.assert_allclose(found[kind].column("train/loss"), one[kind].column("train/loss"), rtol=1e-9)
+    assert found["evaluated"].outcome == "ok"
 
 
 @pytest.mark.parametrize("kind", ["tars", "blocks"])
@@ -140,13 +190,3 @@ def test_a_step_on_blocks_is_replayed(runs, server, tmp_path):
     assert all(sample["image"].startswith(f"{server.url}/parquet/train-") for sample in samples)
     mean = sum(sample["loss"] for sample in samples) / 32
     assert abs(mean - runs[1]["blocks"].column("train/loss")[4]) < 1e-6
-
-
-@pytest.mark.long
-def test_a_killed_run_on_blocks_goes_on_bit_for_bit(forks, server, tmp_path):
-    words = ["--data", from_server(server, "parquet"), "--output_dir", tmp_path, *WORDS, *KILLED]
-    assert forks(*words, "--name", "whole").code == 0
-    died = forks(*words, "--name", "killed", before=functools.partial(kill_at_step, 7))
-    assert died.code == -signal.SIGKILL
-    assert forks(*words, "--name", "killed").code == 0
-    assert_same_run(tmp_path / "killed", tmp_path / "whole", STEPS)
