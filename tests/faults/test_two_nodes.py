@@ -18,10 +18,18 @@ from tests.harness.outcomes import Outcome
 
 STEPS = 12
 WORDS = (
-    *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 8, "--workers", 0, "--tracker", "none"),
+    *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 8, "--workers", 1, "--tracker", "none"),
     *("--max_steps", STEPS, "--log_every", 1, "--eval_every", 6, "--checkpoint_every", 6, "--dtype", "float64"),
     *("--batch_norm", "group", "--norm_batch_size", 4, "--mixup", 0.2, "--drop_path", 0.2, "--hflip", 0.5),
 )
+# A recipe whose process with one rank takes long to end, as on a busy machine.
+LATE = """
+import atexit, os, runpy, sys, time
+if os.environ["RANK"] == os.environ["LATE_RANK"]:
+    atexit.register(time.sleep, 4)
+sys.argv[0] = "recipes/cls.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 JOIN_S = 15  # how long a launcher of these tests waits for the others
 START_S = 45  # what starting takes on a busy machine
 
@@ -31,11 +39,13 @@ def start(
     *words: object,
     flags: Sequence[object] = (),
     lines: Sequence[Sequence] = ((), ()),
+    recipe: str | Path = "recipes/cls.py",
+    env: dict[str, str] | None = None,
 ) -> list[Started]:
     """The command of the README on each machine; `lines` are the words that only one of them is given."""
     flags = ["--main_process_ip", nodes[0].address, *flags]
     return [
-        node.start("2node_cpu", "recipes/cls.py", *small(words), *line, flags=flags)
+        node.start("2node_cpu", recipe, *small(words), *line, flags=flags, env=env)
         for node, line in zip(nodes, lines, strict=True)
     ]
 
@@ -141,17 +151,19 @@ def test_a_checkpoint_that_a_machine_lacks_is_not_gone_on_from(nodes, forks, tmp
     words = (*WORDS, "--output_dir", runs, "--name", "run")
     assert forks(*words, "--max_steps", 6).code == 0
     first, second = nodes(2, own={1: {runs: empty}})
-    done = finish(start((first, second), *words))
+    (recipe := tmp_path / "cls_late.py").write_text(LATE)
+    done = finish(start((first, second), *words, recipe=recipe, env={"LATE_RANK": "0"}))
     path = runs / "run" / "checkpoints" / "step_00000006"
     for each in done:
-        assert each.returncode == 2
+        assert each.returncode == 2, each.stderr
         assert f"cls.py: {path}: {second.name} does not have the one that {first.name} resumes from" in each.stderr
     assert (
         "run is not seen from node1: to go on from its checkpoints, name an --output_dir that all see" in done[0].stdout
     )
     assert not list(empty.iterdir())
     shutil.rmtree(runs / "run")  # and the other way round, where processes may be restarted
-    done = finish(start((first, second), *words, flags=["--max_restarts", 2]))
+    again = start((first, second), *words, recipe=recipe, flags=["--max_restarts", 2], env={"LATE_RANK": "1"})
+    done = finish(again)
     for each in done:
         assert each.returncode == 2, each.stderr
         assert each.stderr.count("is not seen from node1") == 1, "what is refused is not tried again"
