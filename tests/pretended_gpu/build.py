@@ -19,7 +19,7 @@ ASKED = re.compile(r"^(cu[A-Z]|cuda[A-Z]|cublas|cudnn|cusparse|cusolver|curand|c
 OWN = re.compile(r"^(cu[A-Z]|cuda[A-Z]|nccl)")  # CUDA itself and NCCL; the other libraries compute
 REAL = re.compile(r"Version|GetError|GetLastError|Property")  # need no device
 # Functions of the runtime, the driver and NCCL whose stubs may do nothing. A call of any other is an error.
-HARMLESS = re.compile(r"Destroy|Release|Profiler|EnablePeerAccess|SetAttribute|MemPool|GraphMem")
+HARMLESS = re.compile(r"Destroy|Release|Profiler|EnablePeerAccess|SetAttribute|MemPool|GraphMem|CaptureMode|ncclGroup")
 # Functions of the libraries that compute nothing. All others count as kernels.
 PREPARES = re.compile(r"Create|Destroy|Set|Get|Init|Size|Descriptor|Check|Finalize|MakePlan")
 STUBS = "#include <stdlib.h>\nint pretended_computed(const char *), pretended_missing(const char *);\n"

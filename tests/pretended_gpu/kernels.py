@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torchvision  # noqa: F401 (registers its operators)
+from torch._decomp import decomposition_table
 from torch._functorch import config as functorch
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -269,7 +270,8 @@ def fill(func, results: Any, computed: Any) -> None:
 # ---- What the CPU computes in place of operators for which it has no kernel, by name
 
 
-INSTEAD: dict[str, Callable] = {}
+SOFTMAX = [aten._softmax, aten._softmax_backward_data, aten._log_softmax, aten._log_softmax_backward_data]
+INSTEAD: dict[str, Callable] = {each.__name__: decomposition_table[each.default] for each in SOFTMAX}
 
 
 def instead(func) -> Callable:
@@ -354,26 +356,6 @@ def batch_norm_backward_elemt(gradient, x, mean, inverse_deviation, weight, tota
     slope = per_channel(slope / count * inverse_deviation.square(), x)
     scale = inverse_deviation if weight is None else inverse_deviation * weight
     return (widened(gradient) - per_channel(total / count, x) - centred * slope) * per_channel(scale, x)
-
-
-@kernel
-def _softmax(x, dim, half_to_float):
-    return aten._softmax(x.float() if half_to_float else x, dim, False)
-
-
-@kernel
-def _log_softmax(x, dim, half_to_float):
-    return aten._log_softmax(x.float() if half_to_float else x, dim, False)
-
-
-@kernel
-def _softmax_backward_data(gradient, output, dim, input_dtype):
-    return aten._softmax_backward_data(gradient, output, dim, gradient.dtype)
-
-
-@kernel
-def _log_softmax_backward_data(gradient, output, dim, input_dtype):
-    return aten._log_softmax_backward_data(gradient, output, dim, gradient.dtype)
 
 
 @announced()  # Inductor times kernels while it compiles
