@@ -169,7 +169,7 @@ def worker_cpu(make: Callable[[Path, int], Iterable], folder: Path, side: int, b
         return sum(time.user + time.system for time in times)
 
     running = iter(make(folder, side))
-    for _ in range(10):  # start, and what is read ahead
+    for _ in range(10):  # the start, and batches that are read ahead
         next(running)
     before = spent()
     for _ in range(batches):

@@ -72,7 +72,7 @@ def train(way: str, size: Size, folder: Path) -> None:
     """Runs the recipe until it is stopped."""
     flags = {"data": folder, "val_share": 0.05, "image_size": size.image_size, "crop_scale": CROP_SCALE, "hflip": HFLIP}
     flags |= {"workers": size.workers}
-    # Colours of the resident batch stay, as those of the step written by hand.
+    # Colours of the resident batch stay, as in the step written by hand.
     flags |= {"color_jitter": 0 if way == "resident" else JITTER}
     flags |= {"cache": int(CACHE * size.image_size)} if way == "cache" else {}
     flags |= {"compile": True} if size.compiled else {}

@@ -5,7 +5,7 @@
 
 The bytes of all images of an epoch are read in a random order, and nothing is decoded. On a disk one process reads; ours is the
 full permutation, and the peers shuffle a window of samples. The shards have 1 to 700 samples of about 40 kB, in the system's
-cache. What is done once, the index of tars and the conversion of Parquet, is not part of the rates.
+cache. The index of tars and the conversion of Parquet, which are made once, are not part of the rates.
 
 Then a server on loopback answers after 0, 20 or 100 ms. Ours reads blocks of neighbours as training does, in one process with
 one thread per connection; webdataset reads whole tars through `pipe:curl`, in a data worker per connection. All take turns; a
