@@ -219,22 +219,11 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
     case cudaDevAttrComputeCapabilityMajor: *value = 8; break;
     case cudaDevAttrComputeCapabilityMinor: *value = 0; break;
     case cudaDevAttrMultiProcessorCount: *value = 108; break;
-    case cudaDevAttrMaxThreadsPerBlock:
-    case cudaDevAttrMaxBlockDimX:
-    case cudaDevAttrMaxBlockDimY: *value = 1024; break;
-    case cudaDevAttrMaxBlockDimZ: *value = 64; break;
+    case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;
     case cudaDevAttrMaxGridDimX: *value = 2147483647; break;
-    case cudaDevAttrMaxGridDimY:
-    case cudaDevAttrMaxGridDimZ: *value = 65535; break;
-    case cudaDevAttrMaxSharedMemoryPerBlock: *value = 49152; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = 166912; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = 166912; break;
     case cudaDevAttrWarpSize: *value = 32; break;
     case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; break;
-    case cudaDevAttrMaxRegistersPerBlock:
-    case cudaDevAttrMaxRegistersPerMultiprocessor: *value = 65536; break;
-    case cudaDevAttrL2CacheSize: *value = 40 << 20; break;
-    case cudaDevAttrClockRate: *value = 1410000; break;
     case 102: *value = 1; break; /* CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED */
     default: *value = 0;
   }
@@ -251,15 +240,12 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *is, int device) {
   is->maxThreadsPerBlock = is->maxThreadsDim[0] = is->maxThreadsDim[1] = 1024;
   is->maxThreadsDim[2] = 64;
   is->maxThreadsPerMultiProcessor = 2048;
-  is->maxBlocksPerMultiProcessor = 32;
-  is->maxGridSize[0] = is->memPitch = 2147483647;
+  is->maxGridSize[0] = 2147483647;
   is->maxGridSize[1] = is->maxGridSize[2] = 65535;
-  is->regsPerBlock = is->regsPerMultiprocessor = 65536;
+  is->regsPerMultiprocessor = 65536;
   is->sharedMemPerBlock = 49152;
   is->sharedMemPerMultiprocessor = is->sharedMemPerBlockOptin = 166912;
   is->l2CacheSize = 40 << 20;
-  is->textureAlignment = 512;
-  is->unifiedAddressing = is->concurrentKernels = 1;
   return 0;
 }
 
@@ -395,22 +381,18 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) { return cudaDev
 int cuDevicePrimaryCtxRetain(void **retained, int device) { *retained = &context; return 0; }
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *flags = 0; *active = 1; return 0; }
 int cuCtxGetCurrent(void **is) { *is = &context; return 0; }
-int cuCtxSetCurrent(void *context) { return 0; }
 int cuCtxGetDevice(int *device) { *device = current; return 0; }
 int cuCtxGetLimit(size_t *value, int limit) { *value = 0; return 0; }
 int cuCtxSetLimit(int limit, size_t value) { return 0; }
 int cuPointerGetAttribute(void *value, int attribute, size_t pointer) { *(size_t *)value = pointer; return 0; }
 int cuModuleLoad(void **module, const char *file) { *module = pretended_handle(); return 0; }
 int cuModuleLoadData(void **module, const void *image) { *module = pretended_handle(); return 0; }
-int cuModuleUnload(void *module) { return 0; }
 int cuModuleGetFunction(char **function, void *module, const char *name) { *function = strdup(name); return 0; }
 int cuFuncGetAttribute(int *value, int attribute, void *function) {
   enum { MAX_THREADS_PER_BLOCK = 0, NUM_REGS = 4 };
   *value = attribute == MAX_THREADS_PER_BLOCK ? 1024 : attribute == NUM_REGS ? 32 : 0;
   return 0;
 }
-int cuFuncSetAttribute(void *function, int attribute, int value) { return 0; }
-int cuFuncSetCacheConfig(void *function, int preferred) { return 0; }
 int cuLaunchKernel(const char *function) { return pretended_computed(function) ? 0 : cudaErrorNotSupported; }
 int cuLaunchKernelEx(void *how, const char *function) { return pretended_computed(function) ? 0 : cudaErrorNotSupported; }
 int cuGetErrorString(int error, const char **text) { *text = "an error of the pretended driver"; return 0; }
