@@ -16,7 +16,7 @@ from pathlib import Path
 
 import timm
 import torch
-from table import Row, script
+from table import Row, compare, script
 
 from common.checkpoints.state import TrainingState
 from common.checkpoints.store import Checkpoints
@@ -79,8 +79,8 @@ class Training:
             torch.cuda.synchronize()
 
 
-def measure(quick: bool, brief: bool) -> dict:
-    """Saves in the order ABBA; returns and prints what it took."""
+def measure(quick: bool, brief: bool) -> tuple[list[Row], dict]:
+    """Saves in the order ABBA; also prints what it took."""
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
     model, quartets = ("test_vit", 1) if quick else ("vit_base_patch16_224", 1 if brief else 4)
@@ -97,17 +97,10 @@ def measure(quick: bool, brief: bool) -> dict:
         f"in the background: stop {median(stops):.3f} s ({min(stops):.2f} to {max(stops):.2f}; the first "
         f"{first['stop_s']:.2f}), writing {median(writing):.2f} s, slower steps {median(slower):.2f} s"
     )
-    return {"model": model, "bytes": training.bytes, "first_stop_s": first["stop_s"], "rows": rows}
-
-
-def table(result: dict) -> list[Row]:
-    """Rows for the common table."""
-    beside, waiting = (
-        statistics.median(row["stop_s"] for row in result["rows"] if row["beside"] == kind) for kind in (True, False)
-    )
-    what = f"stop for a checkpoint of {result['bytes'] / 1e9:.2g} GB"
-    return [Row(what, "s", beside, "training waits", waiting, waiting / beside, goal=GOAL)]
+    taken = {"ours": stops, "training waits": [row["stop_s"] for row in rows if not row["beside"]]}
+    what = f"stop for a checkpoint of {training.bytes / 1e9:.2g} GB"
+    return [compare(what, "s", taken, "training waits", goal=GOAL)], {"first_stop_s": first["stop_s"], "saves": rows}
 
 
 if __name__ == "__main__":
-    script(__doc__, measure, table)
+    script(__doc__, measure)

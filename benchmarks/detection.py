@@ -14,22 +14,20 @@ import contextlib
 import gc
 import itertools
 import json
-import math
-import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import psutil
 import torch
 import torchvision
-from paired import LR, TOTAL_STEPS, WEIGHT_DECAY, Setting, recipe, report, rows_of_loops
+from paired import TOTAL_STEPS, Setting, compare_loops, recipe, train_by_hand
 from PIL import Image
 from sklearn.datasets import load_sample_images
-from table import Row, script
-from timm.optim import create_optimizer_v2
+from table import Row, compare, script, take_turns
 from torch.utils.data import DataLoader, Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
@@ -105,32 +103,20 @@ def bare(setting: Setting) -> None:
         collate_fn=collate,
         pin_memory=device.type == "cuda",
     )
-    optimizer = create_optimizer_v2(model, "adamw", lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-    parameters = list(model.parameters())
-    numbers = torch.zeros(2)
-    model.train()
-    for step, (images, targets) in enumerate(loader):
-        for group in optimizer.param_groups:
-            group["lr"] = LR * (1 + math.cos(math.pi * step / TOTAL_STEPS)) / 2
+
+    def loss_of(images: torch.Tensor, targets: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         images = images.to(device, non_blocking=True).to(torch.float32).sub_(mean).div_(std)
         targets = [{key: value.to(device, non_blocking=True) for key, value in one.items()} for one in targets]
-        losses, _ = model.losses(images, targets, model.counts(targets, images.shape[2:]))
-        loss = losses.sum()
-        loss.backward()
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
-        optimizer.step()
-        optimizer.zero_grad()
-        late = numbers.tolist()  # of the previous step
-        if not all(map(math.isfinite, late)):
-            raise FloatingPointError(f"step {step}: {late}")
-        numbers = torch.stack([loss.detach(), norm])
+        return model.losses(images, targets, model.counts(targets, images.shape[2:]))[0].sum()
+
+    train_by_hand(model, loader, loss_of)
 
 
 # ---- reading
 
 
-def make_photographs(folder: Path, count: int) -> int:
-    """COCO's format: parts of scikit-learn's photographs as JPEGs of 640 x 480 with 7 boxes each; returns bytes per image."""
+def make_photographs(folder: Path, count: int) -> None:
+    """Writes COCO's format: parts of scikit-learn's photographs as JPEGs of 640 x 480 with 7 boxes each."""
     random, photographs = np.random.default_rng(0), [Image.fromarray(pixels) for pixels in load_sample_images().images]
     folder.mkdir()
     images, boxes = [], []
@@ -149,7 +135,6 @@ def make_photographs(folder: Path, count: int) -> int:
     content = {"images": images, "annotations": boxes, "categories": categories}
     for part in ("train", "val"):
         (folder / f"{part}.json").write_text(json.dumps(content))
-    return round(statistics.mean(file.stat().st_size for file in folder.glob("*.jpg")))
 
 
 def our_loader(folder: Path, side: int):
@@ -176,15 +161,15 @@ def as_lists(samples: list) -> tuple:
     return tuple(zip(*samples, strict=True))
 
 
-def worker_cpu(loader, skipped: int, batches: int) -> float:
+def worker_cpu(make: Callable[[Path, int], Iterable], folder: Path, side: int, batches: int) -> float:
     """CPU milliseconds of the loader's worker per image, handing over included."""
 
     def spent() -> float:
         times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
         return sum(time.user + time.system for time in times)
 
-    running = iter(loader)
-    for _ in range(skipped):  # start, and what is read ahead
+    running = iter(make(folder, side))
+    for _ in range(10):  # the start, and batches that are read ahead
         next(running)
     before = spent()
     for _ in range(batches):
@@ -195,35 +180,21 @@ def worker_cpu(loader, skipped: int, batches: int) -> float:
     return 1e3 * (after - before) / (READ_BATCH * batches)
 
 
-def measure_reading(count: int, batches: int, turns: int) -> list[dict]:
+def rows_of_reading(count: int, batches: int, turns: int) -> list[Row]:
     """The CPU time per image of both ways, at two sizes."""
-    results = []
+    rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "coco"
-        size = make_photographs(folder, count)
+        make_photographs(folder, count)
         for side in (480, 800):
-            ways = {"ours": our_loader, "torchvision": torchvision_loader}
-            times = {way: [] for way in ways}
-            for turn in range(turns):
-                for way in list(ways)[:: 1 if turn % 2 else -1]:
-                    times[way].append(worker_cpu(ways[way](folder, side), 10, batches))
-            medians = {way: statistics.median(values) for way, values in times.items()}
-            ratio = statistics.median(a / b for a, b in zip(times["torchvision"], times["ours"], strict=True))
-            results.append({"short_side": side, "bytes": size, "medians": medians, "ratio": ratio})
-    return results
-
-
-def table(results: dict) -> list[Row]:
-    """Rows for the common table."""
-    rows = rows_of_loops("det", results["loops"])
-    for result in results["reading"]:
-        ours, theirs = (result["medians"][way] for way in ("ours", "torchvision"))
-        what = f"CPU of an image with boxes, short side {result['short_side']}"
-        rows.append(Row(what, "ms", ours, "torchvision", theirs, result["ratio"], None, READING))
+            loaders = {"ours": our_loader, "torchvision": torchvision_loader}
+            ways = {way: partial(worker_cpu, make, folder, side, batches) for way, make in loaders.items()}
+            what = f"CPU of an image with boxes, short side {side}"
+            rows.append(compare(what, "ms", take_turns(ways, turns), "torchvision", goal=READING))
     return rows
 
 
-def measure(quick: bool, brief: bool) -> dict:
+def measure(quick: bool, brief: bool) -> tuple[list[Row], list]:
     """The loops in three settings, as loop.py's, and the reading at two sizes."""
     gpu = torch.cuda.is_available()
     if not gpu:
@@ -237,8 +208,9 @@ def measure(quick: bool, brief: bool) -> dict:
     if quick:
         settings = tuple(Setting("test_resnet", 64, batch_size, 3) for batch_size in (4, 2, 6))
         quartets, reading = 1, (16, 4, 1)
-    return {"loops": report(recipe("det", flags), bare, settings, quartets), "reading": measure_reading(*reading)}
+    rows, figures = compare_loops("det", recipe("det", flags), bare, settings, quartets)
+    return rows + rows_of_reading(*reading), figures
 
 
 if __name__ == "__main__":
-    script(__doc__, measure, table)
+    script(__doc__, measure)

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,23 +24,23 @@ import torch
 from table import Row, show
 
 FOLDER = Path(__file__).resolve().parent
-SCRIPTS = {  # script: its flags; in the order of docs/results.md
-    "input_pipeline": ["--brief"],
-    "loop": ["--brief"],
-    "detection": ["--brief"],
-    "startup": ["--brief"],
-    "checkpoint": ["--brief"],
-    "shards": ["--brief"],
-    "shards_http": ["--brief"],
-}
-PEERS = {"shards": "webdataset", "shards_http": "webdataset"}  # packages that a script needs beside ours
+SCRIPTS = (
+    "input_pipeline",
+    "loop",
+    "detection",
+    "startup",
+    "checkpoint",
+    "shards",
+    "shards_http",
+)  # as in docs/results.md
 PACKAGES = ("torch", "torchvision", "timm", "accelerate", "datasets", "pillow", "simplejpeg")
 
 
 def machine() -> dict:
     """Hardware and package versions."""
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    cores = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)", cores.read_text() if cores.exists() else "", re.M)
     return {
         "processor": names[0] if names else platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -60,35 +59,30 @@ def name_of(facts: dict) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
-
-
-def measure(script: str, flags: list[str]) -> dict:
+def measure(script: str, flag: str) -> dict:
     """Runs a script; returns its rows of the table, its figures and its duration in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         output, began = Path(folder) / "figures.json", time.perf_counter()
-        command = [sys.executable, str(FOLDER / f"{script}.py"), *flags, "--output", str(output)]
+        command = [sys.executable, str(FOLDER / f"{script}.py"), flag, "--output", str(output)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"benchmarks/{script}.py ended with {done.returncode}:\n{done.stderr.strip()}")
-        figures = json.loads(output.read_text())
-    rows = importlib.import_module(script).table(figures)
-    return {"rows": [asdict(row) for row in rows], "figures": figures, "seconds": time.perf_counter() - began}
+        result = json.loads(output.read_text())
+    return result | {"seconds": time.perf_counter() - began}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help="scripts to run")
+    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=SCRIPTS, help="scripts to run")
     parser.add_argument("--quick", action="store_true", help="only check that it works")
     parser.add_argument("--output", type=Path, default=FOLDER / "results", help="folder for the results")
     arguments = parser.parse_args()
     facts, began, results = machine(), time.perf_counter(), {}
     for script in arguments.only:
-        if script in PEERS and not importlib.util.find_spec(PEERS[script]):
-            print(f"benchmarks/{script}.py: left out; pip install {PEERS[script]}", file=sys.stderr, flush=True)
+        if script == "shards" and not importlib.util.find_spec("webdataset"):
+            print("benchmarks/shards.py: left out; pip install webdataset", file=sys.stderr, flush=True)
             continue
-        results[script] = measure(script, ["--quick"] if arguments.quick else SCRIPTS[script])
+        results[script] = measure(script, "--quick" if arguments.quick else "--brief")
         print(f"benchmarks/{script}.py: {results[script]['seconds']:.0f} s", file=sys.stderr, flush=True)
     rows = [Row(**row) for result in results.values() for row in result["rows"]]
     gpus = ", ".join(facts["gpus"]) or "no GPU"

@@ -8,23 +8,18 @@ the device, and on JPEGs of 500 x 375 pixels, decoded by the workers or once (`-
 with its prefetcher, as many workers and the same augmentation, in front of the step written by hand.
 
 The ways take turns in one process, forwards and backwards. The first steps of a turn, for which batches were read ahead, are
-not measured; clocks are read once the device is idle. A ratio is a ratio of medians. Without a GPU only --quick runs.
+not measured; clocks are read once the device is idle. Without a GPU only --quick runs.
 """
 
 import argparse
-import contextlib
-import importlib
-import io
 import itertools
 import json
 import os
-import shutil
 import statistics
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -32,10 +27,9 @@ import timm.data
 import torch
 import torch.nn.functional as F
 from input_pipeline import make_photographs
-from paired import LR, ROOT, TOTAL_STEPS, WEIGHT_DECAY, Enough
-from table import Row, show
+from paired import LR, WEIGHT_DECAY, Setting, recipe, timed
+from table import Row, compare, show, take_turns
 from timm.optim import create_optimizer_v2
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchvision.datasets import ImageFolder
 
 from common.data.loader import Prefetcher, worker_count
@@ -77,21 +71,14 @@ class Resident(Prefetcher):
 def train(way: str, size: Size, folder: Path) -> None:
     """Runs the recipe until it is stopped."""
     flags = {"data": folder, "val_share": 0.05, "image_size": size.image_size, "crop_scale": CROP_SCALE, "hflip": HFLIP}
-    flags |= {"model": size.model, "global_batch_size": size.batch_size, "max_micro_batch_size": size.batch_size}
-    flags |= dict.fromkeys(("max_steps", "eval_every", "checkpoint_every"), TOTAL_STEPS)
-    flags |= {"lr": LR, "weight_decay": WEIGHT_DECAY, "tracker": "none", "workers": size.workers}
-    # Colours of the resident batch stay, as those of the step written by hand.
-    flags |= {"color_jitter": 0} if way == "resident" else {"color_jitter": JITTER}
+    flags |= {"workers": size.workers}
+    # Colours of the resident batch stay, as in the step written by hand.
+    flags |= {"color_jitter": 0 if way == "resident" else JITTER}
     flags |= {"cache": int(CACHE * size.image_size)} if way == "cache" else {}
-    switches = ["--compile"] * size.compiled + ["--channels_last"] * (size.layout is torch.channels_last)
-    flags["output_dir"] = runs = tempfile.mkdtemp()
-    words = ["cls.py", *switches, *(f"--{flag}={value}" for flag, value in flags.items())]
-    feed = Resident if way == "resident" else Prefetcher
-    try:
-        with patch.object(sys, "argv", words), patch.object(training_step, "Prefetcher", feed):
-            importlib.import_module("recipes.cls").main()
-    finally:
-        shutil.rmtree(runs, ignore_errors=True)
+    flags |= {"compile": True} if size.compiled else {}
+    flags |= {"channels_last": True} if size.layout is torch.channels_last else {}
+    with patch.object(training_step, "Prefetcher", Resident if way == "resident" else Prefetcher):
+        recipe("cls", lambda _: flags)(Setting(size.model, size.image_size, size.batch_size, size.steps))
 
 
 def by_hand(way: str, size: Size, folder: Path) -> None:
@@ -123,50 +110,23 @@ def of_timm(size: Size, folder: Path, device: torch.device) -> Iterator:
     return iter(timm.data.create_loader(files, shape, size.batch_size, is_training=True, **options, **pinned))
 
 
-def speed(loop: Callable[[], None], size: Size) -> float:
-    """Images per second of a loop, after the steps for which batches were read ahead."""
-    skipped, made, stamps = 3 + 4 * size.workers, itertools.count(1), []
-
-    def stamp(*_) -> None:
-        number = next(made)
-        if number in (skipped, skipped + size.steps):
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            stamps.append(time.perf_counter())
-        if len(stamps) == 2:
-            raise Enough
-
-    quiet, hook = io.StringIO(), register_optimizer_step_post_hook(stamp)
+def speed(way: str, size: Size, folder: Path) -> float:
+    """Images per second, after the steps for which batches were read ahead."""
+    loop = by_hand if way in ("by hand", "timm") else train
     own = torch.backends.cudnn.benchmark
     try:
-        with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), contextlib.suppress(Enough):
-            loop()
+        return 1e3 * size.batch_size / timed(partial(loop, way, size, folder), 3 + 4 * size.workers, size.steps)[0]
     finally:
-        hook.remove()
         torch.backends.cudnn.benchmark = own
-    began, end = stamps
-    return size.batch_size * size.steps / (end - began)
-
-
-def measure(size: Size, folder: Path) -> dict[str, list[float]]:
-    """Images per second in each turn of each way."""
-    speeds = {way: [] for way in WAYS}
-    for way in (*WAYS, *WAYS[::-1]):
-        loop = by_hand if way in ("by hand", "timm") else train
-        speeds[way].append(speed(lambda loop=loop, way=way: loop(way, size, folder), size))
-    return speeds
 
 
 def rows_of(speeds: dict[str, list[float]]) -> list[Row]:
-    median = {way: statistics.median(of_way) for way, of_way in speeds.items()}
-    limit, theirs = median["by hand"], median["timm"]
-    ours, peer = median["resident"], "the step by hand"
-    rows = [Row("on the device", "images/s", ours, peer, limit, ours / limit, limit, OF_LIMIT)]
-    goal, peer = min(OF_TIMM, OF_LIMIT * limit / theirs), "timm's loader, the step by hand"
-    for way in ("worker", "cache"):
-        ours = median[way]
-        rows.append(Row(f"JPEG, {way}", "images/s", ours, peer, theirs, ours / theirs, limit, goal))
-    return rows
+    limit, theirs = (statistics.median(speeds[way]) for way in ("by hand", "timm"))
+    options = {"limit": limit, "goal": min(OF_TIMM, OF_LIMIT * limit / theirs)}
+    return [
+        compare("on the device", "images/s", speeds, "by hand", "resident", limit=limit, goal=OF_LIMIT),
+        *(compare(f"JPEG, {way}", "images/s", speeds, "timm", way, **options) for way in ("worker", "cache")),
+    ]
 
 
 def main() -> None:
@@ -184,7 +144,6 @@ def main() -> None:
     if not gpu:
         os.environ["ACCELERATE_USE_CPU"] = "1"
         torch.set_num_threads(1)
-    sys.path.insert(0, str(ROOT))
     size = Size(arguments.model, arguments.compile, 224, 256, 256, 100, worker_count(-1))
     if arguments.quick:
         size = Size("test_resnet", arguments.compile, 64, 8, 16, 2, 1)
@@ -193,7 +152,7 @@ def main() -> None:
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
     with tempfile.TemporaryDirectory() as folder:
         make_photographs(Path(folder), 500, 375, size.photographs)
-        speeds = measure(size, Path(folder))
+        speeds = take_turns({way: partial(speed, way, size, Path(folder)) for way in WAYS}, 2)
     rows = rows_of(speeds)
     show(rows)
     if arguments.output:

@@ -56,7 +56,7 @@ def step(model: str, ours: bool) -> float:
 
 
 def checkpoint(model: str) -> tuple[float, float]:
-    """Seconds that training stops, and until the file is complete; of the second one, whose memory is there."""
+    """Seconds that training stops, and until the file is complete; of the second one, which needs no new memory."""
     with tempfile.TemporaryDirectory() as folder:
         training = Training(model, 1, Path(folder))
         training.step()
@@ -188,7 +188,7 @@ def exponent(times: dict[int, float]) -> float:
 
 
 def draw(tables: dict[str, dict[int, float]], path: Path) -> None:
-    """A chart of all parts by what they grow with."""
+    """A chart of all parts by what they grow with: docs/pictures/growth.png."""
     figure = plots.new_figure(10, 3.6)
     kinds = [*dict.fromkeys(name.rpartition(", ")[2] for name in tables)]
     for axes, kind in zip(figure.subplots(1, len(kinds), sharey=True), kinds, strict=True):

@@ -14,11 +14,12 @@ All take turns in one run; a ratio is the median of the ratios of turns.
 """
 
 import gc
+import itertools
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +30,7 @@ import torch.nn.functional as F
 from PIL import Image
 from simplejpeg import decode_jpeg
 from sklearn.datasets import load_sample_images
-from table import Row, script
+from table import Row, compare, script, take_turns
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
@@ -48,6 +49,7 @@ SIZE, BATCH = 224, 32
 CONFIG = SimpleNamespace(crop_scale=0.08, hflip=0.5, vflip=0.0, augment="")
 DATA = {"input_size": (3, SIZE, SIZE), "interpolation": "bilinear", "mean": (0.485, 0.456, 0.406), "std": (0.229,) * 3}
 CACHE = 336
+FROM_JPEG = "ours from JPEG"
 
 
 def make_photographs(folder: Path, width: int, height: int, count: int) -> None:
@@ -103,22 +105,12 @@ def bare_image(path: str) -> torch.Tensor:
     return F.interpolate(part, (SIZE, SIZE), mode="bilinear", antialias=True)[0]
 
 
-def cpu_of_image(ways: dict[str, Callable[[str], object]], paths: list[str], turns: int) -> dict[str, list[float]]:
-    """CPU milliseconds per image, one value per turn; turns go through the ways forwards and backwards."""
-    times = {name: [] for name in ways}
-    for way in ways.values():
-        way(paths[0])
-    for turn in range(turns):
-        for name in list(ways)[:: 1 if turn % 2 else -1]:
-            began = time.process_time()
-            for path in paths:
-                ways[name](path)
-            times[name].append(1e3 * (time.process_time() - began) / len(paths))
-    return times
-
-
-def ratio(theirs: list[float], ours: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
+def cpu_of_image(way: Callable[[str], object], paths: list[str]) -> float:
+    """CPU milliseconds per image."""
+    began = time.process_time()
+    for path in paths:
+        way(path)
+    return 1e3 * (time.process_time() - began) / len(paths)
 
 
 def rows_of_images(folder: Path, count: int, turns: int) -> list[Row]:
@@ -128,24 +120,20 @@ def rows_of_images(folder: Path, count: int, turns: int) -> list[Row]:
         paths = [str(path) for path in sorted((folder / name).rglob("*.jpg"))]
         cache = open_cache(len(paths), CACHE, "")
         ways = {
-            "ours": our_image(),
+            FROM_JPEG: our_image(),
             "from the cache": our_image(cache),
             "timm, as it comes": timm_image(0.4),
             "timm without jitter": timm_image(None),
             "torchvision": torchvision_image(),
             "limit": bare_image,
         }
-        for path in paths:
-            ways["from the cache"](path)  # fills it
-        times = cpu_of_image(ways, paths, turns)
-        medians = {way: statistics.median(values) for way, values in times.items()}
-        limit, what = medians["limit"] if width < 1000 else None, f"CPU of an image, {name}"
+        for way in ways.values():
+            cpu_of_image(way, paths)  # also fills the cache
+        times = take_turns({name: partial(cpu_of_image, way, paths) for name, way in ways.items()}, turns)
+        limit, what = statistics.median(times["limit"]) if width < 1000 else None, f"CPU of an image, {name}"
         for way, of_way in (("timm, as it comes", goal), ("timm without jitter", None), ("torchvision", None)):
-            times_as_long = ratio(times[way], times["ours"])
-            rows.append(Row(what, "ms", medians["ours"], way, medians[way], times_as_long, limit, of_way))
-        cached, times_as_long = medians["from the cache"], ratio(times["ours"], times["from the cache"])
-        what = f"CPU of a cached image, {name}"
-        rows.append(Row(what, "ms", cached, "ours from JPEG", medians["ours"], times_as_long, None, 5.0))
+            rows.append(compare(what, "ms", times, way, FROM_JPEG, limit=limit, goal=of_way))
+        rows.append(compare(f"CPU of a cached image, {name}", "ms", times, FROM_JPEG, "from the cache", goal=5.0))
     return rows
 
 
@@ -157,17 +145,16 @@ def our_samples(folder: Path) -> TrainingSamples:
     return TrainingSamples(train, Stream(len(train), BATCH, 0), TrainingTransform(CONFIG, DATA), 0)
 
 
-def our_loader(folder: Path, workers: int, steps: int) -> Iterator:
+def our_loader(folder: Path, workers: int) -> Iterator:
     """Ours, normalised like the others; the recipe does that on the device."""
     mean, std = (255 * torch.tensor(DATA[key])[:, None, None] for key in ("mean", "std"))
-    for batch in training_loader(our_samples(folder), BatchPlan(BATCH, 1, BATCH), 0, steps, workers):
+    for batch in training_loader(our_samples(folder), BatchPlan(BATCH, 1, BATCH), 0, 10**9, workers):
         yield batch.images.to(torch.float32, memory_format=torch.contiguous_format).sub_(mean).div_(std), batch.labels
 
 
-def endless(loader: DataLoader) -> Iterator:
+def epochs(loader: DataLoader) -> Iterator:
     """Epoch after epoch, as in a usual training script."""
-    while True:
-        yield from loader
+    return itertools.chain.from_iterable(itertools.repeat(loader))
 
 
 def timm_loader(folder: Path, workers: int) -> Iterator:
@@ -180,42 +167,34 @@ def timm_loader(folder: Path, workers: int) -> Iterator:
         persistent_workers=workers > 0,
         device=torch.device("cpu"),  # where its prefetcher normalises
     )
-    return endless(loader)
+    return epochs(loader)
 
 
 def torchvision_loader(folder: Path, workers: int) -> Iterator:
     dataset = ImageFolder(folder, torchvision_transform())
-    return endless(DataLoader(dataset, BATCH, shuffle=True, num_workers=workers, drop_last=True))
+    return epochs(DataLoader(dataset, BATCH, shuffle=True, num_workers=workers, drop_last=True))
 
 
 def rows_of_loaders(folder: Path, batches: int, turns: int) -> list[Row]:
     workers = max(1, worker_count(-1))
-    makers = {
-        "ours": lambda: our_loader(folder, workers, 10**9),
-        "timm, as it comes": lambda: timm_loader(folder, workers),
-        "torchvision": lambda: torchvision_loader(folder, workers),
-    }
-    speeds = {name: [] for name in makers}
-    for turn in range(turns):
-        for name in list(makers)[:: 1 if turn % 2 else -1]:
-            loader = makers[name]()
-            for _ in range(4 * workers + 1):  # skip what the workers had prefetched
-                next(loader)
-            began = time.perf_counter()
-            for _ in range(batches):
-                next(loader)
-            speeds[name].append(BATCH * batches / (time.perf_counter() - began))
-            del loader
-            gc.collect()
-    medians = {name: statistics.median(values) for name, values in speeds.items()}
-    what, ours = f"loader, {workers} worker{'s' * (workers > 1)}", medians["ours"]
-    return [
-        Row(what, "images/s", ours, name, medians[name], ratio(speeds["ours"], speeds[name]))
-        for name in list(makers)[1:]
-    ]
+
+    def speed(make: Callable[[Path, int], Iterator]) -> float:
+        gc.collect()  # the loader before
+        loader = make(folder, workers)
+        for _ in range(4 * workers + 1):  # skip what the workers had prefetched
+            next(loader)
+        began = time.perf_counter()
+        for _ in range(batches):
+            next(loader)
+        return BATCH * batches / (time.perf_counter() - began)
+
+    makers = {"ours": our_loader, "timm, as it comes": timm_loader, "torchvision": torchvision_loader}
+    speeds = take_turns({name: partial(speed, make) for name, make in makers.items()}, turns)
+    what = f"loader, {workers} worker{'s' * (workers > 1)}"
+    return [compare(what, "images/s", speeds, peer) for peer in list(makers)[1:]]
 
 
-def measure(quick: bool, brief: bool) -> list[dict]:
+def measure(quick: bool, brief: bool) -> tuple[list[Row], None]:
     """All rows; with `brief` in about 90 seconds."""
     count, turns, batches = (2, 1, 1) if quick else (64, 4 if brief else 6, 12)
     torch.set_num_threads(1)
@@ -224,13 +203,8 @@ def measure(quick: bool, brief: bool) -> list[dict]:
         loaded = Path(folder) / "loaded"
         make_photographs(loaded, 500, 375, max(count * 2, BATCH))
         rows += rows_of_loaders(loaded, batches, max(1, turns - 2))
-    return [asdict(row) for row in rows]
-
-
-def table(measured: list[dict]) -> list[Row]:
-    """Rows for the common table."""
-    return [Row(**row) for row in measured]
+    return rows, None
 
 
 if __name__ == "__main__":
-    script(__doc__, measure, table)
+    script(__doc__, measure)

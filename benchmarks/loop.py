@@ -8,19 +8,22 @@ training process (workers 0), so that no part of the input pipeline is hidden. `
 torch uses one thread, so that waiting is not hidden by other threads' work.
 """
 
-import math
+import itertools
+import os
 from collections.abc import Callable
 
 import timm
 import torch
 import torch.nn.functional as F
-from paired import LR, TOTAL_STEPS, WEIGHT_DECAY, Setting, recipe, report, rows_of_loops
+from accelerate.state import PartialState
+from paired import Setting, compare_loops, recipe, train_by_hand
 from table import Row, script
 from timm.data import create_transform, resolve_model_data_config
-from timm.optim import create_optimizer_v2
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from common.classification import sources
+from common.distributed.collectives import world_size
 
 CROP_SCALE = 0.7
 
@@ -48,11 +51,11 @@ class Images(Dataset):
         return self.transform(self.source.image(index)), self.labels[index]
 
 
-def bare(setting: Setting) -> None:
-    """The loop written by hand."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def bare(setting: Setting, cut: Callable[[nn.Module], object] | None = None, **options: object) -> None:
+    """The loop written by hand on this process's part of a batch; the model has `options`, and `cut` may cut it into shards."""
+    device = PartialState().device  # the recipe ran before
     source, _ = sources.load(sources.Spec("digits", seed=0, val_share=0.2))
-    model = timm.create_model(setting.model, num_classes=len(source.classes)).to(device)
+    model = timm.create_model(setting.model, num_classes=len(source.classes), **options).to(device)
     data = resolve_model_data_config(model, {"input_size": (3, setting.image_size, setting.image_size)})
     transform = create_transform(
         data["input_size"],
@@ -64,31 +67,22 @@ def bare(setting: Setting) -> None:
         interpolation=data["interpolation"],
     )
     mean, std = (255 * torch.tensor(data[key], device=device)[:, None, None] for key in ("mean", "std"))
-    loader = DataLoader(
-        Images(source, transform), setting.batch_size, shuffle=True, drop_last=True, pin_memory=device.type == "cuda"
-    )
-    optimizer = create_optimizer_v2(model, "adamw", lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-    parameters = list(model.parameters())
-    step, numbers = 0, torch.zeros(2)
-    model.train()
-    while True:
-        for images, labels in loader:
-            for group in optimizer.param_groups:
-                group["lr"] = LR * (1 + math.cos(math.pi * step / TOTAL_STEPS)) / 2
-            images = images.to(device, non_blocking=True).to(torch.float32).sub_(mean).div_(std)
-            loss = F.cross_entropy(model(images), labels.to(device, non_blocking=True))
-            loss.backward()
-            norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
-            optimizer.step()
-            optimizer.zero_grad()
-            late = numbers.tolist()  # of the previous step
-            if not all(map(math.isfinite, late)):
-                raise FloatingPointError(f"step {step}: {late}")
-            numbers = torch.stack([loss.detach(), norm])
-            step += 1
+    if cut:
+        cut(model)
+    size = setting.batch_size // world_size()
+    loader = DataLoader(Images(source, transform), size, shuffle=True, drop_last=True, pin_memory=device.type == "cuda")
+    half = torch.autocast(device.type, torch.bfloat16, os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16")
+
+    def loss_of(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        images = images.to(device, non_blocking=True).to(torch.float32).sub_(mean).div_(std)
+        with half:
+            logits = model(images)
+        return F.cross_entropy(logits.float(), labels.to(device, non_blocking=True))
+
+    train_by_hand(model, itertools.chain.from_iterable(itertools.repeat(loader)), loss_of)
 
 
-def measure(quick: bool, brief: bool) -> list[dict]:
+def measure(quick: bool, brief: bool) -> tuple[list[Row], list]:
     """A usual setting, and two with short steps, of few and of many samples."""
     gpu = torch.cuda.is_available()
     if not gpu:
@@ -100,13 +94,8 @@ def measure(quick: bool, brief: bool) -> list[dict]:
     )
     if quick:
         settings = tuple(Setting("test_resnet", 32, size, 3) for size in (16, 8, 24))
-    return report(recipe("cls", flags), bare, settings, 1 if quick else 3 if brief else 5)
-
-
-def table(results: list[dict]) -> list[Row]:
-    """Rows for the common table."""
-    return rows_of_loops("cls", results)
+    return compare_loops("cls", recipe("cls", flags), bare, settings, 1 if quick else 3 if brief else 5)
 
 
 if __name__ == "__main__":
-    script(__doc__, measure, table)
+    script(__doc__, measure)

@@ -7,16 +7,24 @@ import contextlib
 import gc
 import importlib.util
 import io
+import itertools
+import math
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
-from table import Row
+import torch
+from table import Row, compare, take_turns
+from timm.optim import create_optimizer_v2
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from common.distributed.collectives import is_main
@@ -26,6 +34,7 @@ LR, WEIGHT_DECAY = 1e-3, 0.05
 TOTAL_STEPS = 100_000  # of the schedule; a block ends much earlier
 WARM_UP = 3  # steps at the start of a block that are not measured
 THROUGHPUT = 0.97  # goal
+BARE = "a bare loop"
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,7 @@ def recipe(name: str, flags: Callable[[Setting], dict], folder_of_runs: Callable
 
     def loop(setting: Setting) -> None:
         folder = folder_of_runs()
-        everything = flags(setting) | {
+        everything = {
             "model": setting.model,
             "global_batch_size": setting.batch_size,
             "max_micro_batch_size": setting.batch_size,
@@ -70,79 +79,93 @@ def recipe(name: str, flags: Callable[[Setting], dict], folder_of_runs: Callable
             "tracker": "none",
             "resume": "never",
             "output_dir": folder,
+            **flags(setting),
         }
-        own = sys.argv
-        sys.argv = [path.name, *(f"--{flag}={value}" for flag, value in everything.items())]
+        words = [f"--{flag}" if value is True else f"--{flag}={value}" for flag, value in everything.items()]
         try:
-            module.main()
+            with patch.object(sys, "argv", [path.name, *words]):
+                module.main()
         finally:
-            sys.argv = own
             if is_main():  # which writes until it ends
                 shutil.rmtree(folder, ignore_errors=True)
 
     return loop
 
 
-def measure(loop: Loop, setting: Setting) -> tuple[float, float]:
-    """Wall and CPU milliseconds per step of `loop`, taken at the optimizer steps."""
-    stamps = []
+def timed(loop: Callable[[], None], skipped: int, steps: int) -> tuple[float, float]:
+    """Wall and CPU milliseconds per step of `loop`, over `steps` steps after the first `skipped`, which then ends."""
+    made, stamps = itertools.count(1), []
 
     def stamp(*_) -> None:
-        stamps.append((time.perf_counter(), time.process_time()))
-        if len(stamps) == WARM_UP + setting.steps:
+        number = next(made)
+        if number in (skipped, skipped + steps):
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            stamps.append((time.perf_counter(), time.process_time()))
+        if number == skipped + steps:
             raise Enough
 
     gc.collect()
     quiet, hook = io.StringIO(), register_optimizer_step_post_hook(stamp)
     try:
         with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), contextlib.suppress(Enough):
-            loop(setting)
+            loop()
     finally:
         hook.remove()
-    (wall, cpu), (wall_end, cpu_end) = stamps[WARM_UP - 1], stamps[-1]
-    return 1e3 * (wall_end - wall) / setting.steps, 1e3 * (cpu_end - cpu) / setting.steps
+    (wall, cpu), (wall_end, cpu_end) = stamps
+    return 1e3 * (wall_end - wall) / steps, 1e3 * (cpu_end - cpu) / steps
 
 
-def compare(recipe: Loop, bare: Loop, setting: Setting, quartets: int) -> dict:
-    """Runs blocks in the order recipe, bare, bare, recipe, `quartets` times; returns medians of times, ratios and overhead."""
-    rows = []
-    for _ in range(quartets):
-        a, b, b_again, a_again = (measure(loop, setting) for loop in (recipe, bare, bare, recipe))
-        for kind, name in enumerate(("wall", "cpu")):
-            ours, theirs = a[kind] + a_again[kind], b[kind] + b_again[kind]
-            row = {"clock": name, "recipe_ms": ours / 2, "bare_ms": theirs / 2}
-            rows.append(row | {"overhead_ms": (ours - theirs) / 2, "throughput": theirs / ours})
-    result = {"setting": asdict(setting), "quartets": quartets}
-    for name in ("wall", "cpu"):
-        mine = [row for row in rows if row["clock"] == name]
-        result[name] = {key: statistics.median(row[key] for row in mine) for key in mine[0] if key != "clock"}
-    return result
+def measure(loop: Loop, setting: Setting) -> tuple[float, float]:
+    """Wall and CPU milliseconds per step of a block."""
+    return timed(partial(loop, setting), WARM_UP, setting.steps)
 
 
-def overhead(small: dict, large: dict, clock: str) -> tuple[float, float]:
-    """Milliseconds per step and microseconds per sample that the recipe adds, from two batch sizes of one model."""
-    few, many = small["setting"]["batch_size"], large["setting"]["batch_size"]
-    a_sample = (large[clock]["overhead_ms"] - small[clock]["overhead_ms"]) / (many - few)
-    return small[clock]["overhead_ms"] - few * a_sample, 1e3 * a_sample
+def train_by_hand(model: nn.Module, batches: Iterable[tuple], loss_of: Callable[..., torch.Tensor]) -> None:
+    """The loop written by hand, until it is stopped: `loss_of(*batch)` is the mean loss of a batch."""
+    optimizer = create_optimizer_v2(model, "adamw", lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    parameters = list(model.parameters())
+    numbers = torch.zeros(2)
+    model.train()
+    for step, batch in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = LR * (1 + math.cos(math.pi * step / TOTAL_STEPS)) / 2
+        loss = loss_of(*batch)
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        optimizer.step()
+        optimizer.zero_grad()
+        late = numbers.tolist()  # of the previous step
+        if not all(map(math.isfinite, late)):
+            raise FloatingPointError(f"step {step}: {late}")
+        numbers = torch.stack([loss.detach(), norm])
 
 
-def rows_of_loops(name: str, results: list[dict]) -> list[Row]:
-    """Rows for the common table; the bare loop is both peer and bound."""
-    rows = []
-    for result in results:
-        wall, what = result["wall"], f"{name}.py, {Setting(**result['setting'])}"
-        ours, theirs, goal = wall["recipe_ms"], wall["bare_ms"], None if rows else THROUGHPUT
-        rows.append(Row(what, "ms per step", ours, "a bare loop", theirs, wall["throughput"], theirs, goal))
-    return rows
+def compare_loops(
+    name: str, recipe: Loop, bare: Loop, settings: Sequence[Setting], quartets: int
+) -> tuple[list[Row], list[dict[str, list[tuple[float, float]]]]]:
+    """A row per setting, whose peer and bound is the bare loop; and of each the milliseconds (wall, CPU) of all blocks.
 
-
-def report(recipe: Loop, bare: Loop, settings: tuple[Setting, ...], quartets: int) -> list[dict]:
-    """The comparison in a usual setting, and in two with short steps (few and many samples), whose overhead it prints."""
-    results = []
+    Of three settings the last two have short steps, with few and many samples: it prints what the recipe adds to them.
+    """
+    rows, figures = [], []
     for setting in settings:
-        measure(recipe, setting), measure(bare, setting)  # warm up both
-        results.append(compare(recipe, bare, setting, quartets))
-    for name in ("wall", "cpu"):
-        a_step, a_sample = overhead(*results[1:], name)
-        print(f"overhead ({name}): {a_step:.2f} ms per step + {a_sample:.1f} µs per sample (goal: 1 ms + 10 µs)")
-    return results
+        ways = {BARE: partial(measure, bare, setting), "ours": partial(measure, recipe, setting)}
+        take_turns(ways, 1)  # warm up both
+        figures.append(taken := take_turns(ways, 2 * quartets))
+        wall = {way: [times[0] for times in of_way] for way, of_way in taken.items()}
+        options = {"limit": statistics.median(wall[BARE]), "goal": None if rows else THROUGHPUT}
+        rows.append(compare(f"{name}.py, {setting}", "ms per step", wall, BARE, **options))
+    for clock, of_clock in enumerate(("wall", "cpu") if len(settings) == 3 else ()):
+        few, many = (setting.batch_size for setting in settings[1:])
+        small, large = (
+            statistics.median(a[clock] - b[clock] for a, b in zip(taken["ours"], taken[BARE], strict=True))
+            for taken in figures[1:]
+        )
+        a_sample = (large - small) / (many - few)
+        a_step = small - few * a_sample
+        print(
+            f"overhead ({of_clock}): {a_step:.2f} ms per step + {1e3 * a_sample:.1f} µs per sample (goal: 1 ms + 10 µs)"
+        )
+    return rows, figures

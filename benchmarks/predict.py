@@ -1,4 +1,4 @@
-"""Measures `tools.predict` beside a plain loop around timm's loader and beside transformers' pipeline; and the ONNX file.
+"""Measures `tools.predict` beside a plain loop around timm's loader and beside transformers' pipeline.
 
     python benchmarks/predict.py [--quick] [--brief] [--output FILE]
 
@@ -6,33 +6,29 @@
 processes, with a data worker per core in total and one thread per process. Whole commands are timed, from their start to a
 complete CSV file. The peers are commands, too: timm's loader, as its inference script uses it, and transformers' pipeline with
 the batch size that is its fastest on 500 images. On two processes each peer takes every second image and writes a file of its
-own. Then resnet18 at 224 pixels, exported by `tools.export`, runs in onnxruntime and in torch, a picture at a time, resizing
-included. All take turns; a ratio is the median of the ratios of turns.
+own. All take turns; a ratio is the median of the ratios of turns.
 """
 
 import csv
 import json
 import os
-import statistics
 import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import timm
 import torch
 from input_pipeline import make_photographs
-from PIL import Image
-from table import Row, script
+from table import Row, compare, script, take_turns
 from timm.data import create_dataset, create_loader, resolve_data_config
 from timm.models import save_for_hf
-from torch.utils.data import Dataset
 from whole_run import seconds
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL, SIZE, GOAL = "test_resnet", 64, 2.0
 CLASSES = ["flower", "temple"]
+PIPELINE = "transformers' pipeline"
 BATCH_SIZES = 8, 32, 128  # of the pipeline; timm's loop has the middle one
 
 
@@ -46,19 +42,6 @@ def make_model(name: str, size: int, folder: Path) -> None:
 
 
 # ---- the peers
-
-
-class Paths(Dataset):
-    """The paths of images, for the pipeline, which opens them in its data workers."""
-
-    def __init__(self, files: list[str]):
-        self.files = files
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, index: int) -> str:
-        return self.files[index]
 
 
 def by_timm(model: str, photographs: str, rank: int, world_size: int) -> list[tuple]:
@@ -88,7 +71,7 @@ def by_transformers(model: str, photographs: str, rank: int, world_size: int, ba
 
     files = sorted(map(str, Path(photographs).rglob("*.jpg")))[rank::world_size]
     classify = pipeline("image-classification", model, batch_size=batch_size, num_workers=workers(world_size))
-    found = classify(Paths(files), top_k=1)
+    found = classify(files, top_k=1)
     return [(file, best["label"], best["score"]) for file, (best,) in zip(files, found, strict=True)]
 
 
@@ -128,70 +111,32 @@ def whole_commands(scratch: Path, images: int, turns: int) -> list[Row]:
     make_photographs(few, 500, 375, min(250, images // 2))
     tried = {size: command("transformers", 1, model, few, scratch / "try", size) for size in BATCH_SIZES}
     fastest = min(BATCH_SIZES, key=lambda size: seconds(tried[size]))
-    print(f"transformers' pipeline is the fastest with batches of {fastest}", flush=True)
+    print(f"{PIPELINE} is the fastest with batches of {fastest}", flush=True)
     rows = []
     for processes in (1, 2):
-        times: dict[str, list[float]] = {"ours": [], "timm": [], "transformers": []}
-        for turn in range(turns):
-            for way in [*times][:: 1 if turn % 2 else -1]:
-                output = scratch / f"{way}-{processes}-{turn}"
-                words = [model, photographs, output, *([fastest] if way == "transformers" else [])]
-                times[way].append(seconds(command(way, processes, *words)))
-                written = sum(len(file.read_text().splitlines()) - 1 for file in scratch.glob(f"{output.name}*.csv"))
-                if written != images:
-                    raise SystemExit(f"{way}: {written} of {images} images are in its output")
-        speeds = {way: images / statistics.median(of_way) for way, of_way in times.items()}
-        for way, peer in (("timm", "timm's loader"), ("transformers", "transformers' pipeline")):
-            ratio = statistics.median(a / b for a, b in zip(times[way], times["ours"], strict=True))
-            what = f"tools.predict, {processes} process{'es' * (processes > 1)}"
-            rows.append(Row(what, "images/s", speeds["ours"], peer, speeds[way], ratio, goal=GOAL))
+
+        def speed(way: str, *batch_size: int, processes: int = processes) -> float:
+            output = Path(tempfile.mkdtemp(dir=scratch)) / "rows"
+            taken = seconds(command(way, processes, model, photographs, output, *batch_size))
+            written = sum(len(file.read_text().splitlines()) - 1 for file in output.parent.iterdir())
+            if written != images:
+                raise SystemExit(f"{way}: {written} of {images} images are in its output")
+            return images / taken
+
+        peers = {"timm's loader": partial(speed, "timm"), PIPELINE: partial(speed, "transformers", fastest)}
+        speeds = take_turns({"ours": partial(speed, "ours")} | peers, turns)
+        what = f"tools.predict, {processes} process{'es' * (processes > 1)}"
+        rows += [compare(what, "images/s", speeds, peer, goal=GOAL) for peer in peers]
     return rows
 
 
-def exported(scratch: Path, model: str, size: int, turns: int) -> Row:
-    """Milliseconds per picture of the ONNX file and of the same module in torch."""
-    sys.path.insert(0, str(ROOT))  # tools are not installed
-    from tools.export.__main__ import load
-    from tools.export.proof import export
-    from tools.export.verify import open_model
-
-    photographs = scratch / "proof"
-    make_model(model, size, scratch / model)
-    make_photographs(photographs, 500, 375, 8)
-    task = load(str(scratch / model), ["--data", str(photographs)], 0)
-    export(task, "onnx", scratch / "onnx")
-    torch.set_num_threads(len(os.sched_getaffinity(0)))  # as onnxruntime takes
-    session = open_model(scratch / "onnx", "onnx", "model.onnx", ["probabilities"])
-    picture = np.array(Image.open(next(photographs.rglob("*.jpg")))).transpose(2, 0, 1)[None].copy()
-    times: dict[str, list[float]] = {"torch": [], "onnx": []}
-    with torch.inference_mode():
-        ways = {"torch": lambda: task.module(torch.from_numpy(picture)), "onnx": lambda: session(picture)}
-        for way in ("torch", "onnx"):
-            ways[way]()
-        for _ in range(turns):
-            for way, run in ways.items():
-                began = time.perf_counter()
-                run()
-                times[way].append(1e3 * (time.perf_counter() - began))
-    ratio = statistics.median(a / b for a, b in zip(times["torch"], times["onnx"], strict=True))
-    ours, theirs = (statistics.median(times[way]) for way in ("onnx", "torch"))
-    return Row(f"a picture by ONNX, {model}, {size} px", "ms", ours, "torch", theirs, ratio)
-
-
-def measure(quick: bool, brief: bool) -> list[Row]:
+def measure(quick: bool, brief: bool) -> tuple[list[Row], None]:
     with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder)
-        rows = whole_commands(scratch, 40 if quick else 10_000, 1 if quick or brief else 3)
-        return [*rows, exported(scratch, *(("test_resnet", 64, 2) if quick else ("resnet18", 224, 100)))]
-
-
-def table(results: list) -> list[Row]:
-    """Rows for the common table."""
-    return [row if isinstance(row, Row) else Row(**row) for row in results]
+        return whole_commands(Path(folder), 40 if quick else 10_000, 1 if quick or brief else 3), None
 
 
 if __name__ == "__main__":
     if "--peer" in sys.argv:
         run_peer(*sys.argv[2:])
     else:
-        script(__doc__, measure, table)
+        script(__doc__, measure)

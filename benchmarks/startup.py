@@ -10,14 +10,14 @@ less.
 
 import os
 import runpy
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
-from table import Row, script
+from table import Row, compare, script, take_turns
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "test_resnet"
@@ -48,7 +48,7 @@ def command(row: str, scratch: Path) -> list[str]:
     return [str(word) for word in words[row]]
 
 
-def measure(row: str) -> float:
+def seconds(row: str) -> float:
     """Seconds of one fresh start, until the end of the first step."""
     with tempfile.TemporaryDirectory() as folder:
         # PYTHONPATH: for a checkout that is not the installed one.
@@ -57,16 +57,6 @@ def measure(row: str) -> float:
         if done.returncode:
             raise RuntimeError(f"{row}: {done.stderr.decode()}")
         return float(Path(folder, "seconds").read_text())
-
-
-def compare(quick: bool, brief: bool) -> dict[str, list[float]]:
-    """Seconds of every row, in turn, again and again."""
-    rows = [BARE, PROCESS, LAUNCH, SHORT_LAUNCH]
-    taken = {row: [] for row in rows}
-    for number in range(1 if quick else 2 if brief else 3):
-        for row in rows[:: -1 if number % 2 else 1]:
-            taken[row].append(measure(row))
-    return taken
 
 
 def bare(output: Path) -> None:
@@ -94,14 +84,11 @@ def _leave(output: Path) -> None:
     os._exit(0)
 
 
-def table(taken: dict[str, list[float]]) -> list[Row]:
-    """Rows for the common table: the bare import is the peer, so that the goal is 1 / GOAL."""
-    median = {row: statistics.median(seconds) for row, seconds in taken.items()}
-    bare = median.pop(BARE)
-    return [
-        Row(name, "s to the first step", seconds, BARE, bare, bare / seconds, goal=1 / GOAL)
-        for name, seconds in median.items()
-    ]
+def measure(quick: bool, brief: bool) -> tuple[list[Row], dict]:
+    """Every way in turn; the bare import is the peer, so that the goal is 1 / GOAL."""
+    ours = (PROCESS, LAUNCH, SHORT_LAUNCH)
+    taken = take_turns({row: partial(seconds, row) for row in (BARE, *ours)}, 1 if quick else 2 if brief else 3)
+    return [compare(row, "s to the first step", taken, BARE, row, goal=1 / GOAL) for row in ours], taken
 
 
 if __name__ == "__main__":
@@ -110,4 +97,4 @@ if __name__ == "__main__":
     elif sys.argv[1:2] == ["--first_step"]:
         first_step(Path(sys.argv[2]), sys.argv[3:])
     else:
-        script(__doc__, compare, table)
+        script(__doc__, measure)

@@ -1,8 +1,10 @@
-"""The table that all benchmarks share: one `Row` per comparison, and `show`, which prints them; and their command line."""
+"""What all benchmarks share: turns of several ways, the table with a `Row` per comparison, and the command line."""
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
+import os
+import statistics
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,23 @@ class Row:
     goal: float | None = None  # for the ratio
 
 
+def take_turns(ways: Mapping[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
+    """What each way returns in each turn. Turns go through the ways forwards and backwards."""
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(turns):
+        for name in list(ways)[:: 1 if turn % 2 else -1]:
+            taken[name].append(ways[name]())
+    return taken
+
+
+def compare(what: str, unit: str, taken: Mapping[str, list[float]], peer: str, ours: str = "ours", **more: Any) -> Row:
+    """The row of two ways: their medians, and the median of the ratios of turns. Of a speed (unit ".../s"), more is better."""
+    mine, theirs = taken[ours], taken[peer]
+    pairs = zip(mine, theirs, strict=True)
+    ratio = statistics.median(a / b if unit.endswith("/s") else b / a for a, b in pairs)
+    return Row(what, unit, statistics.median(mine), peer, statistics.median(theirs), ratio, **more)
+
+
 def show(rows: Iterable[Row]) -> None:
     """Prints the rows; `!` marks a missed goal."""
     print(f"{'':50}{'ours':>10}{'peer':>10}{'bound':>10}{'ratio':>9}{'goal':>8}  peer")
@@ -35,14 +54,20 @@ def show(rows: Iterable[Row]) -> None:
         )
 
 
-def script(docstring: str, measure: Callable[[bool, bool], Any], table: Callable[[Any], list[Row]]) -> None:
-    """The command line of a script: prints `table` of what `measure(quick, brief)` gives, and writes that to --output."""
+def script(docstring: str, measure: Callable[[bool, bool], tuple[list[Row], Any]]) -> None:
+    """The command line of a script: prints the rows that `measure(quick, brief)` gives.
+
+    With --output it writes them and the other figures that it gives to a JSON file: {"rows": ..., "figures": ...}.
+    """
     parser = argparse.ArgumentParser(description=docstring.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="only check that it works: little of everything")
     parser.add_argument("--brief", action="store_true", help="fewer repetitions, as for `make bench`")
     parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
     arguments = parser.parse_args()
-    result = measure(arguments.quick, arguments.brief)
-    show(table(result))
+    rows, figures = measure(arguments.quick, arguments.brief)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    show(rows)
     if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=2, default=asdict) + "\n")
+        result = {"rows": [asdict(row) for row in rows], "figures": figures}
+        arguments.output.write_text(json.dumps(result, indent=2) + "\n")

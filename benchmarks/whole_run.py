@@ -10,12 +10,12 @@ the ratios of turns.
 """
 
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import timm
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from input_pipeline import make_photographs
-from table import Row, script
+from table import Row, compare, script, take_turns
 from timm.data import create_dataset, create_loader, resolve_data_config
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
@@ -41,7 +41,7 @@ SETTINGS = (("test_resnet", 64, 2.0), ("resnet18", 64, 1.0))
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 
-def ours(folder: Path, model: str, size: int, output: Path) -> list[object]:
+def ours(folder: Path, model: str, size: int, output: str) -> list[object]:
     """The command of a run."""
     flags = {
         "data": folder,
@@ -60,7 +60,7 @@ def ours(folder: Path, model: str, size: int, output: Path) -> list[object]:
     return [*launch, ROOT / "recipes/cls.py", *(f"--{flag}={value}" for flag, value in flags.items())]
 
 
-def theirs(peer: str, folder: Path, model: str, size: int, output: Path) -> list[object]:
+def theirs(peer: str, folder: Path, model: str, size: int, output: str) -> list[object]:
     """The command of a peer's run."""
     launch = ["torchrun", "--nproc_per_node", 2, "--standalone", Path(__file__).resolve()]
     return [*launch, "--peer", peer, folder, model, size, output]
@@ -162,7 +162,7 @@ def seconds(command: list[object]) -> float:
     return time.perf_counter() - began
 
 
-def measure(quick: bool, brief: bool) -> list[Row]:
+def measure(quick: bool, brief: bool) -> tuple[list[Row], None]:
     turns, images = (1, 40) if quick else (1 if brief else 3, 2000)
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -170,28 +170,19 @@ def measure(quick: bool, brief: bool) -> list[Row]:
         make_photographs(folder / "train", 500, 375, images)
         make_photographs(folder / "val", 500, 375, max(8, images // 10))
         for model, size, goal in SETTINGS[: 1 if quick else None]:
-            times: dict[str, list[float]] = {"ours": [], "timm": [], "torchvision": []}
-            for turn in range(turns):
-                for way in [*times][:: 1 if turn % 2 else -1]:
-                    output = Path(scratch) / f"{way}-{model}-{turn}"
-                    words = folder, model, size, output
-                    command = ours(*words) if way == "ours" else theirs(way, *words)
-                    times[way].append(seconds(command))
-            medians = {way: statistics.median(of_way) for way, of_way in times.items()}
-            for peer in ("timm", "torchvision"):
-                ratio = statistics.median(a / b for a, b in zip(times[peer], times["ours"], strict=True))
-                what = f"a run of cls.py, {model}, {size} px"
-                rows.append(Row(what, "s", medians["ours"], f"{peer}'s parts", medians[peer], ratio, None, goal))
-    return rows
 
+            def run(command: Callable[..., list[object]], model: str = model, size: int = size) -> float:
+                return seconds(command(folder, model, size, tempfile.mkdtemp(dir=scratch)))
 
-def table(results: list) -> list[Row]:
-    """Rows for the common table."""
-    return [row if isinstance(row, Row) else Row(**row) for row in results]
+            peers = {f"{peer}'s parts": partial(run, partial(theirs, peer)) for peer in ("timm", "torchvision")}
+            times = take_turns({"ours": partial(run, ours)} | peers, turns)
+            what = f"a run of cls.py, {model}, {size} px"
+            rows += [compare(what, "s", times, peer, goal=goal) for peer in peers]
+    return rows, None
 
 
 if __name__ == "__main__":
     if "--peer" in sys.argv:
         train_peer(*sys.argv[2:])
     else:
-        script(__doc__, measure, table)
+        script(__doc__, measure)

@@ -54,7 +54,7 @@ SILENCE_S = 60  # a machine counts as lost if it has not done so for this time
 ELASTIC_SILENCE_S = 15  # the same if the others then continue without it
 POLL_S = 0.1
 ANSWER = timedelta(seconds=30)  # if the main machine does not answer for so long, it counts as gone
-LATE_EXIT_S = 3.0  # how long after the main machine's end the processes of this one may announce that they leave too
+LATE_EXIT_S = 3.0  # how long after the end of another launcher the processes of this one may announce theirs
 
 
 def create(parameters: RendezvousParameters) -> "Machines":
@@ -279,11 +279,20 @@ class Machines(RendezvousHandler):
             again = {number for number in members & waiting if present[number].round == self._round.number}
             return len(again) or (len(members) < self._most and len(waiting - members))
 
+    def _await_announcement(self) -> None:
+        """End as the processes of this machine intend to, if they soon announce it: all processes may end on purpose."""
+        until = time.monotonic() + LATE_EXIT_S
+        while not self._joining and self._leavers() is None and time.monotonic() < until:
+            if announced := announced_exit(self._exits):
+                sys.exit(announced[0])
+            time.sleep(0.1)
+
     @contextmanager
     def _in_words(self) -> Iterator[None]:
         try:
             yield
         except RendezvousClosedError:
+            self._await_announcement()
             _give_up(
                 "the launcher of another machine has given up, see what it said: start the command on all of them again"
             )
@@ -295,9 +304,7 @@ class Machines(RendezvousHandler):
             )
         except DistError:
             self._cut_off = True
-            until = time.monotonic() + LATE_EXIT_S
-            while not self._joining and self._leavers() is None and time.monotonic() < until:
-                time.sleep(0.1)
+            self._await_announcement()
             _give_up(
                 f"the main machine at {self._host}:{self._port} is gone, or has ended, see what it said: start the command on "
                 "all machines again, and the run resumes from its last checkpoint"

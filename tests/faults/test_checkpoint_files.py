@@ -1,5 +1,6 @@
 """Damage, a full disk or a forged file costs a run at most the steps since its last good checkpoint. No file executes code.
 
+A run whose folder is lost writes nothing into the folder that has taken its place.
 More of this: tests/checkpoints/test_store.py, tests/recipes/test_cls_resume.py, tests/recipes/test_refusals.py.
 """
 
@@ -10,6 +11,7 @@ import os
 import pickle
 import shutil
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -71,15 +73,11 @@ def test_a_flipped_bit_costs_the_steps_since_the_checkpoint_before(forks, data, 
 
 
 def fill(run) -> None:
-    """Something else takes all of the disk but what some rows need."""
+    """Something else takes all of the disk but the space for some rows."""
     with (run.path.parent / "else").open("wb", buffering=0) as file, suppress(OSError):
         while file.write(bytes(2**16)):
             pass
     os.truncate(file.name, os.stat(file.name).st_size - 200_000)
-
-
-def make_room(folder: Path) -> None:
-    (folder.parent / "else").unlink()
 
 
 def make_read_only(run) -> None:
@@ -88,18 +86,18 @@ def make_read_only(run) -> None:
     mount("mount", "-o", "remount,ro,bind", folder)
 
 
-def make_writable(folder: Path) -> None:
-    mount("umount", "-l", folder / "checkpoints")
-
-
 FAILURES = {
-    "a full disk": (fill, "No space left on device", make_room),
-    "a read-only folder": (make_read_only, "Read-only file system", make_writable),
+    "a full disk": (fill, "No space left on device", lambda folder: (folder.parent / "else").unlink()),
+    "a read-only folder": (
+        make_read_only,
+        "Read-only file system",
+        lambda folder: mount("umount", "-l", folder / "checkpoints"),
+    ),
 }
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_what_can_not_be_written_beside_the_training_stops_it(forks, data, whole, tmp_path, failure):
+def test_a_checkpoint_that_can_not_be_written_stops_the_run(forks, data, whole, tmp_path, failure):
     """Within a few steps, in one line; what was there stays, and once it can be written the same command goes on."""
     act, says, mend = FAILURES[failure]
     with disk(tmp_path / "disk", "24m") as root:
@@ -116,6 +114,54 @@ def test_what_can_not_be_written_beside_the_training_stops_it(forks, data, whole
         ended = train(forks, data, folder)
         assert ended.code == 0 and "resuming from step 4 of 12" in ended.stdout, ended
         assert_same_run(folder, whole)
+
+
+# --- a run folder that is removed, renamed or replaced while the run is at work in it
+
+LOST = "was removed, renamed or replaced while this run was at work in it: nothing more is written; put it back"
+
+
+def replace(folder: Path) -> None:
+    """It was renamed, and the same command was started again, which has come to its first step."""
+    folder.rename(folder.with_name("elsewhere"))
+    folder.mkdir()
+    (folder / ".lock").write_text("process 1 on another machine")
+    (folder / "status.json").write_text('{"status": "running"}')
+
+
+def lose_after_step_6(lose: Callable[[Path], None], rank: int) -> None:
+    """In a fork: `lose` the run folder; each step that is done is told."""
+    from common.launching import launch
+
+    def tell_and_lose(run) -> None:
+        os.write(1, f"done {run.step}\n".encode())
+        if rank == 0 and run.step == 6:
+            lose(run.path)
+
+    launch.REFUSAL_DELAY_S = 0  # no launcher ends the others here
+    after_step(tell_and_lose)
+
+
+@pytest.mark.parametrize("lose", [shutil.rmtree, replace])
+def test_all_ranks_end_within_two_steps_and_leave_what_stands_there_alone(forks, data, tmp_path, lose):
+    folder = tmp_path / "run"
+    words = (*WORDS, "--data", data, "--output_dir", tmp_path, "--name", "run")
+    ends = [fork.end() for fork in forks.start_ranks(2, *words, before=functools.partial(lose_after_step_6, lose))]
+    for end in ends:
+        assert end.code == 2 and "done 6\n" in end.stdout and "done 9\n" not in end.stdout, end
+    said = ends[0].stderr.partition("cls.py: ")[2]  # before, a library may warn
+    assert said.startswith(f"{folder} {LOST}") and said.count("\n") == 1, ends[0].stderr
+    assert "Traceback" not in ends[0].stderr, ends[0].stderr
+    if lose is not replace:
+        assert not folder.exists()
+        return
+    there = {path.name: path.read_text() for path in folder.iterdir()}
+    assert there == {".lock": "process 1 on another machine", "status.json": '{"status": "running"}'}
+    shutil.rmtree(folder)
+    (tmp_path / "elsewhere").rename(folder)  # as it was told to
+    assert [verify(path).step for path in Checkpoints(folder / "checkpoints").paths()] == [4]
+    back = train(forks, data, folder)
+    assert back.code == 0 and f"resuming from step 4 of {STEPS}" in back.stdout, back
 
 
 # --- files that were made to execute something
@@ -135,21 +181,25 @@ def as_yaml(marker: Path) -> bytes:
 
 
 def test_a_payload_in_the_run_folder_or_the_exported_model_never_executes(run_several, data, whole, killed, tmp_path):
-    """The run resumes from its checkpoint; an exported model is refused, or read without what is forged."""
+    """The run resumes from its checkpoint; an exported model is refused, or read without the forged file."""
     marker, cases = tmp_path / "executed", {}
     small = ["--data", data, "--image_size", 16, "--workers", 1]
+    files = (
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "summary.json",
+        "status.json",
+        "tracker.json",
+        "log.txt",
+    )
     for payload in (as_pickle, as_yaml):
         folder = tmp_path / payload.__name__
         shutil.copytree(killed, folder)
-        for file in ("config.yaml", "environment.json", "metrics.jsonl", "summary.json", "status.json", "tracker.json"):
+        for file in files:
             (folder / file).write_bytes(payload(marker))
-        (folder / "log.txt").write_bytes(payload(marker))
         cases[folder.name] = [*WORDS, "--data", data, "--output_dir", tmp_path, "--name", folder.name]
-    for file, payload in (
-        ("config.json", as_pickle),
-        ("results.json", as_pickle),
-        ("model.safetensors", as_torch),
-    ):
+    for file, payload in {"config.json": as_pickle, "results.json": as_pickle, "model.safetensors": as_torch}.items():
         exported = tmp_path / f"{payload.__name__} {file}"
         shutil.copytree(whole / "best", exported)
         (exported / file).write_bytes(payload(marker))
@@ -160,12 +210,12 @@ def test_a_payload_in_the_run_folder_or_the_exported_model_never_executes(run_se
             assert "\n" not in outcome.text
         else:
             assert outcome.outcome == "ok" and "resuming from step 8 of 12" in outcome.stdout, outcome
-            assert identical(*(Outcome("ok", "", "", 0.0, path).tensors() for path in (outcome.folder, whole)))
+            assert identical(*(Outcome(folder=path).tensors() for path in (outcome.folder, whole)))
     assert not marker.exists()
-    for load in (
-        lambda: pickle.loads(as_pickle(marker)),
-        lambda: torch.load(io.BytesIO(as_torch(marker)), weights_only=False),
-        lambda: yaml.unsafe_load(as_yaml(marker)),
+    for load, payload in (
+        (pickle.load, as_pickle),
+        (functools.partial(torch.load, weights_only=False), as_torch),
+        (yaml.unsafe_load, as_yaml),
     ):
-        load()  # the payloads of this test would execute
+        load(io.BytesIO(payload(marker)))  # the payloads of this test would execute
         marker.rmdir()

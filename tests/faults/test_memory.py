@@ -51,11 +51,11 @@ def undisturbed(forks, tmp_path_factory) -> Outcome:
     folder = tmp_path_factory.mktemp("runs")
     done = forks(*WORDS, "--output_dir", folder, "--name", "run")
     assert done.code == 0, done.stderr
-    return Outcome("ok", "", "", 0.0, folder / "run")
+    return Outcome(folder=folder / "run")
 
 
 def assert_same_run(folder: Path, undisturbed: Outcome) -> None:
-    run = Outcome("ok", "", "", 0.0, folder)
+    run = Outcome(folder=folder)
     assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))
     np.testing.assert_allclose(run.column("train/loss"), undisturbed.column("train/loss"), rtol=1e-8)
     assert json.loads((folder / "status.json").read_text())["status"] == "finished"
@@ -67,14 +67,14 @@ def test_the_largest_micro_batch_that_fits_is_found_before_the_first_step(forks,
     whole = forks(*words, "--name", "whole")
     assert whole.code == 0 and "32 = 1 process x 1 micro-step x 32 samples" in whole.stdout
     said = ""
-    for _ in range(5):  # what was tried before the first step may be a little less than what is needed then
+    for _ in range(5):  # the trial before the first step may need a little less than the step
         less = forks(*words, "--name", "less", before=functools.partial(allow, 300))
         said += less.stdout
         if less.code != 99:
             break
     assert less.code == 0, less.stderr
     assert "do not fit into memory: 32 = 1 process x " in said and "x 1 micro-step " not in said
-    one, other = (Outcome("ok", "", "", 0.0, tmp_path / name) for name in ("whole", "less"))
+    one, other = (Outcome(folder=tmp_path / name) for name in ("whole", "less"))
     np.testing.assert_allclose(other.column("train/loss"), one.column("train/loss"), rtol=1e-8)
     np.testing.assert_allclose(other.column("eval/loss"), one.column("eval/loss"), rtol=1e-8)
 

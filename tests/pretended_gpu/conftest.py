@@ -8,10 +8,11 @@ from subprocess import CompletedProcess
 import pytest
 import torch
 
+from tests.harness.drawings import draw_scenes, draw_stripes
 from tests.harness.forked import Forks
 from tests.harness.launching import ROOT, Launcher, Started
 from tests.pretended_gpu.build import build, why_not
-from tests.pretended_gpu.run import run_in_fork, run_script
+from tests.pretended_gpu.run import run_in_fork
 
 
 class Gpus:
@@ -32,10 +33,6 @@ class Gpus:
             script, words = ROOT / "tests/pretended_gpu/run.py", (script, *words)
         env = self.environment | self._variables(devices, 16) | (env or {})
         return self.launch.start(config, script, *words, flags=flags, env=env)
-
-    def fork(self, script: str | Path, *words: object, devices: int = 1) -> CompletedProcess[str]:
-        """Runs `script` to its end in forks, one per GPU."""
-        return self.run_main(devices, functools.partial(run_script, [*map(str, (script, *words))]))
 
     def run_main(
         self,
@@ -67,7 +64,7 @@ class Gpus:
 
 @pytest.fixture(scope="session")
 def gpus(launch: Launcher, tmp_path_factory) -> Gpus:
-    """`gpus.start("multi_gpu", "recipes/cls.py", *words, devices=2)` launches a recipe; `gpus.fork`."""
+    """`gpus.start("multi_gpu", "recipes/cls.py", *words, devices=2)` launches a recipe."""
     scratch = tmp_path_factory.mktemp("gpus")
     if torch.cuda.is_available():
         return Gpus(launch, torch.cuda.device_count(), {"PYTHONPATH": str(ROOT)}, scratch)
@@ -81,6 +78,17 @@ def _pretended(request: pytest.FixtureRequest) -> None:
     """Tests without the marker `gpu` are of pretended GPUs themselves."""
     if torch.cuda.is_available() and not request.node.get_closest_marker("gpu"):
         pytest.skip("there is a real GPU")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A new folder with small data sets: cls/, det/."""
+    folder = tmp_path_factory.mktemp("data")
+    draw_stripes(folder / "cls" / "train", (6, 5, 4))
+    draw_stripes(folder / "cls" / "val", (2, 2, 2), seed=1)
+    (folder / "det").mkdir()
+    draw_scenes(folder / "det")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torchvision  # noqa: F401 (registers its operators)
+from torch._decomp import decomposition_table
 from torch._functorch import config as functorch
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -224,26 +225,25 @@ def drawn_from(args: tuple, kwargs: dict, device: torch.device) -> int:
 def compute(func, args: tuple, kwargs: dict, seed: int | None = None) -> Any:
     """Runs `func` on the CPU, on the memory of its CUDA tensors; in-place operators write there."""
     memory = tree.tree_map(lambda x: host(x) if is_cuda(x) else on_cpu(x), (tuple(args), kwargs))
-    state = None if seed is None else torch.default_generator.get_state()
-    try:
+
+    def run(args: tuple, kwargs: dict) -> Any:
         if seed is not None:
             torch.default_generator.manual_seed(seed)
-        return instead(func)(*memory[0], **memory[1])
-    except RuntimeError as error:  # some CPU kernels exist only in single and double precision
-        wide = tree.tree_map(widened, memory)
-        if all(x is y for x, y in zip(tree.tree_leaves(memory), tree.tree_leaves(wide), strict=True)):
-            raise NoKernel(f"no kernel for {func}: {str(error).splitlines()[0]}") from error
-        if seed is not None:
-            torch.default_generator.manual_seed(seed)
-        result = instead(func)(*wide[0], **wide[1])
-        if func._schema.is_mutable:
-            for narrow, x in zip(tree.tree_leaves(memory), tree.tree_leaves(wide), strict=True):
+        return instead(func)(*args, **kwargs)
+
+    with torch.random.fork_rng([], enabled=seed is not None):
+        try:
+            return run(*memory)
+        except RuntimeError as error:  # some CPU kernels exist only in single and double precision
+            wide = tree.tree_map(widened, memory)
+            pairs = [*zip(tree.tree_leaves(memory), tree.tree_leaves(wide), strict=True)]
+            if all(x is y for x, y in pairs):
+                raise NoKernel(f"no kernel for {func}: {str(error).splitlines()[0]}") from error
+            result = run(*wide)
+            for narrow, x in pairs if func._schema.is_mutable else ():
                 if x is not narrow:
                     narrow.copy_(x)
-        return result
-    finally:
-        if state is not None:
-            torch.default_generator.set_state(state)
+            return result
 
 
 def on_cpu(x: Any) -> Any:
@@ -269,7 +269,8 @@ def fill(func, results: Any, computed: Any) -> None:
 # ---- What the CPU computes in place of operators for which it has no kernel, by name
 
 
-INSTEAD: dict[str, Callable] = {}
+SOFTMAX = [aten._softmax, aten._softmax_backward_data, aten._log_softmax, aten._log_softmax_backward_data]
+INSTEAD: dict[str, Callable] = {each.__name__: decomposition_table[each.default] for each in SOFTMAX}
 
 
 def instead(func) -> Callable:
@@ -356,26 +357,6 @@ def batch_norm_backward_elemt(gradient, x, mean, inverse_deviation, weight, tota
     return (widened(gradient) - per_channel(total / count, x) - centred * slope) * per_channel(scale, x)
 
 
-@kernel
-def _softmax(x, dim, half_to_float):
-    return aten._softmax(x.float() if half_to_float else x, dim, False)
-
-
-@kernel
-def _log_softmax(x, dim, half_to_float):
-    return aten._log_softmax(x.float() if half_to_float else x, dim, False)
-
-
-@kernel
-def _softmax_backward_data(gradient, output, dim, input_dtype):
-    return aten._softmax_backward_data(gradient, output, dim, gradient.dtype)
-
-
-@kernel
-def _log_softmax_backward_data(gradient, output, dim, input_dtype):
-    return aten._log_softmax_backward_data(gradient, output, dim, gradient.dtype)
-
-
 @announced()  # Inductor times kernels while it compiles
 def compiler(wrapper, model, inputs):
     """`torch.compile`: Inductor and Triton compile for the GPU, but the operators of the same graph are computed."""
@@ -411,7 +392,7 @@ compile_with_inductor = torch._TorchCompileInductorWrapper.__call__
 
 
 def setup() -> None:
-    """Replaces what the runtime can't pretend: compiled kernels, and those of attention by plain operators."""
+    """Replaces what the runtime can't pretend: compiled kernels, and fused attention by plain operators."""
     runtime.pretended_strict()
     torch._TorchCompileInductorWrapper.__call__ = compiler
     for kind in ("cudnn", "flash", "mem_efficient"):

@@ -26,6 +26,8 @@ static int one_algorithm(int *count, performance *found) {
   found->determinism = 1;
   return 0;
 }
+#define NO_WORKSPACE(name, ...) \
+  int name(__VA_ARGS__, size_t *size) { *size = 0; return 0; }
 #define ALGORITHM(direction)                                                                                            \
   int cudnnGetConvolution##direction##Algorithm_v7(void *h, void *a, void *b, void *c, void *d, int wanted, int *count, \
                                                    performance *found) {                                                \
@@ -36,27 +38,12 @@ static int one_algorithm(int *count, performance *found) {
                                                    size_t size) {                                                       \
     return one_algorithm(count, found);                                                                                 \
   }                                                                                                                     \
-  int cudnnGetConvolution##direction##WorkspaceSize(void *h, void *a, void *b, void *c, void *d, int algorithm,         \
-                                                    size_t *size) {                                                     \
-    *size = 0;                                                                                                          \
-    return 0;                                                                                                           \
-  }
+  NO_WORKSPACE(cudnnGetConvolution##direction##WorkspaceSize, void *h, void *a, void *b, void *c, void *d, int algorithm)
 ALGORITHM(Forward)
 ALGORITHM(BackwardData)
 ALGORITHM(BackwardFilter)
-
-int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void *h, int mode, int operation, void *x, void *z, void *y,
-                                                             void *b, void *activation, size_t *size) {
-  *size = 0;
-  return 0;
-}
-int cudnnGetBatchNormalizationBackwardExWorkspaceSize(void *h, int mode, int operation, void *x, void *y, void *dy, void *dz,
-                                                      void *dx, void *b, void *activation, size_t *size) {
-  *size = 0;
-  return 0;
-}
-int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *h, int mode, int operation, void *activation, void *x,
-                                                         size_t *size) {
-  *size = 0;
-  return 0;
-}
+NO_WORKSPACE(cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize, void *h, int mode, int ops, void *x, void *z, void *y, void *b,
+             void *activation)
+NO_WORKSPACE(cudnnGetBatchNormalizationBackwardExWorkspaceSize, void *h, int mode, int ops, void *x, void *y, void *dy, void *dz,
+             void *dx, void *b, void *activation)
+NO_WORKSPACE(cudnnGetBatchNormalizationTrainingExReserveSpaceSize, void *h, int mode, int ops, void *activation, void *x)

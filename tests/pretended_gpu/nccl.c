@@ -18,15 +18,15 @@ enum { ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER };
 static const size_t width[TYPES] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
 static const char *const calls[] = {"AllReduce", "Broadcast", "AllGather", "ReduceScatter"};
 
-enum { CHUNK = 4 << 20 }; /* bytes per round of a collective */
+static const size_t ROOM = 1ul << 30; /* bytes of a rank that the others see; the system provides pages as they are written */
 
-/* What one rank shows the others: its current call. */
-typedef struct {
+typedef struct { /* a call */
   int call, type, op, root;
   size_t count;
 } card;
-typedef struct { /* start of the shared memory; cards and the ranks' chunks follow */
+typedef struct { /* start of the shared memory; the ranks' cards follow, and from ROOM on what each of them gives */
   atomic_uint arrived, turn;
+  card cards[];
 } meeting;
 
 typedef struct { char text[128]; } unique_id;
@@ -42,11 +42,7 @@ typedef struct job {
 
 typedef struct comm {
   int rank, size, device;
-  char *memory;
-  size_t bytes;
   meeting *meeting;
-  card *cards;
-  char *chunks;
   pthread_t worker;
   pthread_mutex_t lock;
   pthread_cond_t changed;
@@ -79,126 +75,67 @@ static int meet(comm *c) {
 }
 
 /* ---- arithmetic, in the type of the tensor and rank by rank, which rounds as NCCL's rings do */
-static unsigned bits_of(float value) {
-  unsigned bits;
-  memcpy(&bits, &value, 4);
-  return bits;
-}
-static float of_bits(unsigned bits) {
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
-}
-static float from_bfloat(unsigned short half) { return of_bits((unsigned)half << 16); }
+typedef union { unsigned bits; float value; } word;
+static float from_bfloat(unsigned short half) { return ((word){(unsigned)half << 16}).value; }
 static unsigned short to_bfloat(float value) {
-  unsigned bits = bits_of(value);
-  int is_nan = (bits & 0x7fffffff) > 0x7f800000;
-  return is_nan ? bits >> 16 | 64 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-static float from_half(unsigned short half) {
-  _Float16 value;
-  memcpy(&value, &half, 2);
-  return value;
-}
-static unsigned short to_half(float value) {
-  _Float16 half = value;
-  unsigned short bits;
-  memcpy(&bits, &half, 2);
-  return bits;
+  unsigned bits = ((word){.value = value}).bits;
+  return value != value ? bits >> 16 | 64 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 #define SAME(x) (x)
-#define COMBINE(name, stored, computed, to_type, from_type)                           \
-  static void combine_##name(stored *out, const stored *in, size_t count, int op) {   \
-    for (size_t i = 0; i < count; i++) {                                              \
-      computed a = from_type(out[i]), b = from_type(in[i]);                           \
-      if (op == MAX) a = a != a || a > b ? a : b;                                     \
-      else if (op == MIN) a = a != a || a < b ? a : b;                                \
-      else a += b;                                                                    \
-      out[i] = to_type(a);                                                            \
-    }                                                                                 \
-  }                                                                                   \
-  static void scale_##name(stored *out, const stored *in, size_t count, double by) {  \
-    computed factor = from_type((stored)to_type((computed)by));                       \
-    for (size_t i = 0; i < count; i++) out[i] = to_type(from_type(in[i]) * factor);   \
-  }
-COMBINE(int8, signed char, int, SAME, SAME)
-COMBINE(uint8, unsigned char, int, SAME, SAME)
-COMBINE(int32, int, int, SAME, SAME)
-COMBINE(int64, long, long, SAME, SAME)
-COMBINE(float16, unsigned short, float, to_half, from_half)
-COMBINE(float32, float, float, SAME, SAME)
-COMBINE(float64, double, double, SAME, SAME)
-COMBINE(bfloat16, unsigned short, float, to_bfloat, from_bfloat)
-
-#define EACH_TYPE(DO)                                                                                    \
-  DO(INT8, int8) DO(UINT8, uint8) DO(INT32, int32) DO(INT64, int64)                                      \
-  DO(FLOAT16, float16) DO(FLOAT32, float32) DO(FLOAT64, float64) DO(BFLOAT16, bfloat16)
-static void combine(void *out, const void *in, size_t count, int type, int op) {
+#define COMBINE(number, stored, computed, to_type, from_type)                          \
+  case number:                                                                         \
+    for (size_t i = 0; i < count; i++) {                                               \
+      computed a = from_type(((stored *)out)[i]), b = from_type(((stored *)in)[i]);     \
+      if (op == AVG) a = b * from_type((stored)to_type((computed)factor));             \
+      else if (op == MAX) a = a != a || a > b ? a : b;                                 \
+      else if (op == MIN) a = a != a || a < b ? a : b;                                 \
+      else a += b;                                                                     \
+      ((stored *)out)[i] = to_type(a);                                                 \
+    }                                                                                  \
+    break;
+/* Takes `in` into `out`; with AVG, which is no sum since that could overflow, `out` becomes `in` times the factor. */
+static void combine(void *out, const void *in, size_t count, int type, int op, double factor) {
   switch (type) {
-#define DO(number, name) case number: combine_##name(out, in, count, op); break;
-    EACH_TYPE(DO)
-#undef DO
-  }
-}
-static void scale(void *out, const void *in, size_t count, int type, double factor) {
-  switch (type) {
-#define DO(number, name) case number: scale_##name(out, in, count, factor); break;
-    EACH_TYPE(DO)
-#undef DO
+    COMBINE(INT8, signed char, int, SAME, SAME)
+    COMBINE(UINT8, unsigned char, int, SAME, SAME)
+    COMBINE(INT32, int, int, SAME, SAME)
+    COMBINE(INT64, long, long, SAME, SAME)
+    COMBINE(FLOAT16, _Float16, float, SAME, SAME)
+    COMBINE(FLOAT32, float, float, SAME, SAME)
+    COMBINE(FLOAT64, double, double, SAME, SAME)
+    COMBINE(BFLOAT16, unsigned short, float, to_bfloat, from_bfloat)
   }
 }
 
 /* ---- collectives */
-static char *chunk(comm *c, int rank) { return c->chunks + (size_t)rank * CHUNK; }
+static char *room(comm *c, int rank) { return (char *)c->meeting + (1 + rank) * ROOM; }
 
-/* Reduces `bytes` of the chunks of all ranks, from byte `from` on, into `to`. */
-static void reduce(comm *c, job *j, char *to, size_t from, size_t bytes) {
-  size_t count = bytes / width[j->is.type];
-  memcpy(to, chunk(c, 0) + from, bytes);
-  for (int rank = 1; rank < c->size; rank++) combine(to, chunk(c, rank) + from, count, j->is.type, j->is.op);
-}
-
-/* The part of bytes [at, at + bytes) that belongs to `rank` if each rank has `part` bytes: its length and its beginning. */
-static size_t share(size_t at, size_t bytes, size_t part, int rank, size_t *begin) {
-  size_t from = part * rank > at ? part * rank : at, to = part * (rank + 1) < at + bytes ? part * (rank + 1) : at + bytes;
-  *begin = from;
-  return to > from ? to - from : 0;
-}
-
-/* Each rank writes its bytes in chunks, and each reads its result from them. */
+/* Each rank shows what it calls and gives, and each takes its result. */
 static void collective(comm *c, job *j) {
-  c->cards[c->rank] = j->is;
+  card is = c->meeting->cards[c->rank] = j->is;
+  size_t part = is.count * width[is.type], bytes = is.call == REDUCE_SCATTER ? part * c->size : part;
+  char *mine = room(c, c->rank);
+  if (is.op == AVG) combine(mine, j->from, bytes / width[is.type], is.type, AVG, 1.0 / c->size);
+  else if (is.call != BROADCAST || c->rank == is.root) memcpy(mine, j->from, bytes);
   if (!meet(c)) return;
   for (int rank = 0; rank < c->size; rank++) {
-    card *other = &c->cards[rank];
-    if (other->call == j->is.call && other->count == j->is.count && other->type == j->is.type && other->root == j->is.root) continue;
-    fprintf(stderr, "NCCL: rank %d calls %s of %zu numbers of type %d, rank %d %s of %zu of type %d\n", c->rank, calls[j->is.call],
-            j->is.count, j->is.type, rank, calls[other->call], other->count, other->type);
+    card other = c->meeting->cards[rank];
+    if (!memcmp(&other, &is, sizeof is)) continue;
+    fprintf(stderr, "NCCL: rank %d calls %s of %zu numbers of type %d, rank %d %s of %zu of type %d\n", c->rank, calls[is.call],
+            is.count, is.type, rank, calls[other.call], other.count, other.type);
     c->error = INVALID_USAGE;
     return;
   }
-  size_t part = j->is.count * width[j->is.type], bytes = j->is.call == REDUCE_SCATTER ? part * c->size : part;
-  int sends = j->is.call != BROADCAST || c->rank == j->is.root;
-  for (size_t at = 0; at < bytes; at += CHUNK) {
-    size_t size = bytes - at < CHUNK ? bytes - at : CHUNK, begin, length;
-    if (j->is.op == AVG) /* like NCCL, which avoids overflow of the sum */
-      scale(chunk(c, c->rank), j->from + at, size / width[j->is.type], j->is.type, 1.0 / c->size);
-    else if (sends) memcpy(chunk(c, c->rank), j->from + at, size);
-    if (!meet(c)) return;
-    switch (j->is.call) {
-      case ALL_REDUCE: reduce(c, j, j->to + at, 0, size); break;
-      case BROADCAST:
-        if (j->to != j->from || !sends) memcpy(j->to + at, chunk(c, j->is.root), size);
-        break;
-      case ALL_GATHER:
-        for (int rank = 0; rank < c->size; rank++) memcpy(j->to + rank * part + at, chunk(c, rank), size);
-        break;
-      case REDUCE_SCATTER:
-        length = share(at, size, part, c->rank, &begin);
-        if (length) reduce(c, j, j->to + begin - part * c->rank, begin - at, length);
-    }
-    if (!meet(c)) return; /* before the next chunk is written */
+  size_t begin = is.call == REDUCE_SCATTER ? part * c->rank : 0;
+  if (is.call == BROADCAST) memcpy(j->to, room(c, is.root), bytes);
+  else if (is.call == ALL_GATHER)
+    for (int rank = 0; rank < c->size; rank++) memcpy(j->to + rank * part, room(c, rank), bytes);
+  else {
+    memcpy(j->to, room(c, 0) + begin, part);
+    for (int rank = 1; rank < c->size; rank++)
+      combine(j->to, room(c, rank) + begin, is.count, is.type, is.op == AVG ? SUM : is.op, 0);
   }
+  meet(c); /* before the next call is shown */
 }
 
 /* ---- the thread of a communicator */
@@ -223,18 +160,8 @@ static void *work(void *communicator) {
   pthread_mutex_unlock(&c->lock);
   return NULL;
 }
-static void wait_for_all(comm *c) {
-  pthread_mutex_lock(&c->lock);
-  while (c->first) pthread_cond_wait(&c->changed, &c->lock);
-  pthread_mutex_unlock(&c->lock);
-}
 
 /* ---- communicators */
-static size_t whole_pages(size_t bytes) { return (bytes + 4095) & ~4095ul; }
-
-/* A file without a name, which other processes open by process and file number. */
-static int nameless(void) { return memfd_create("pretended-nccl", MFD_CLOEXEC); }
-
 static int join(comm **made, int size, int process, int file, int rank) {
   char path[64];
   snprintf(path, sizeof path, "/proc/%d/fd/%d", process, file);
@@ -244,18 +171,13 @@ static int join(comm **made, int size, int process, int file, int rank) {
     return SYSTEM_ERROR;
   }
   comm *c = calloc(1, sizeof *c);
-  size_t cards = whole_pages(sizeof(meeting)), chunks = cards + whole_pages(size * sizeof(card));
   c->rank = rank;
   c->size = size;
   cudaGetDevice(&c->device);
-  c->bytes = chunks + (size_t)size * CHUNK;
-  int sized = ftruncate(opened, c->bytes); /* every rank sets the same size; pages are provided as they are written */
-  c->memory = mmap(NULL, c->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, opened, 0);
+  int sized = ftruncate(opened, (1 + size) * ROOM); /* every rank sets the same size */
+  c->meeting = mmap(NULL, (1 + size) * ROOM, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, opened, 0);
   close(opened);
-  if (sized || c->memory == MAP_FAILED) return SYSTEM_ERROR;
-  c->meeting = (meeting *)c->memory;
-  c->cards = (card *)(c->memory + cards);
-  c->chunks = c->memory + chunks;
+  if (sized || c->meeting == MAP_FAILED) return SYSTEM_ERROR;
   pthread_mutex_init(&c->lock, NULL);
   pthread_cond_init(&c->changed, NULL);
   meet(c);
@@ -266,7 +188,7 @@ static int join(comm **made, int size, int process, int file, int rank) {
 }
 int ncclGetUniqueId(unique_id *id) {
   memset(id, 0, sizeof *id);
-  snprintf(id->text, sizeof id->text, "%d %d", getpid(), nameless());
+  snprintf(id->text, sizeof id->text, "%d %d", getpid(), memfd_create("pretended-nccl", MFD_CLOEXEC));
   return SUCCESS;
 }
 int ncclCommInitRankScalable(comm **made, int size, int rank, int id_count, unique_id *ids, void *config) {
@@ -285,7 +207,7 @@ static int end(comm *c) {
   pthread_mutex_unlock(&c->lock);
   if (was_closing) return SUCCESS;
   pthread_join(c->worker, NULL);
-  munmap(c->memory, c->bytes); /* the communicator is kept: torch asks an aborted one for its state */
+  munmap(c->meeting, (1 + c->size) * ROOM); /* the communicator is kept: torch asks an aborted one for its state */
   return SUCCESS;
 }
 int ncclCommDestroy(comm *c) { return end(c); } /* after the queued work */
@@ -294,20 +216,18 @@ int ncclCommAbort(comm *c) {
   return end(c);
 }
 int ncclCommFinalize(comm *c) {
-  wait_for_all(c);
+  pthread_mutex_lock(&c->lock);
+  while (c->first) pthread_cond_wait(&c->changed, &c->lock);
+  pthread_mutex_unlock(&c->lock);
   return SUCCESS;
 }
-int ncclCommCount(comm *c, int *size) { *size = c->size; return SUCCESS; }
-int ncclCommUserRank(comm *c, int *rank) { *rank = c->rank; return SUCCESS; }
-int ncclCommCuDevice(comm *c, int *device) { *device = c->device; return SUCCESS; }
 int ncclCommGetAsyncError(comm *c, int *error) { *error = c->error; return SUCCESS; }
-/* ---- calls; a group only keeps them together */
-int ncclGroupStart(void) { return SUCCESS; }
-int ncclGroupEnd(void) { return SUCCESS; }
+
+/* ---- calls; a group of them only keeps them together */
 static int call(comm *c, card is, const void *from, void *to, cudaStream_t stream) {
   int has_type = (unsigned)is.type < TYPES && is.type != UINT32 && is.type != UINT64;
   int has_op = is.op == AVG ? is.type >= FLOAT16 : is.op == SUM || is.op == MAX || is.op == MIN;
-  if (!has_type || !has_op) return INVALID_ARGUMENT;
+  if (!has_type || !has_op || is.count * width[is.type] * (is.call == REDUCE_SCATTER ? c->size : 1) > ROOM) return INVALID_ARGUMENT;
   job *j = calloc(1, sizeof *j);
   *j = (job){.is = is, .from = from, .to = to, .stream = stream};
   pthread_mutex_lock(&c->lock);

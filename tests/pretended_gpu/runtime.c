@@ -6,7 +6,6 @@
    PRETENDED_GIB       memory of each (16); "16,0.35": of device 0, and of all others */
 #include "pretended.h"
 #include <sys/mman.h>
-#include <time.h>
 
 static __thread int current;
 static __thread cudaError_t last;
@@ -117,65 +116,47 @@ static block *blocks;
 static size_t used[64];
 
 /* Read once, and by a fork again: getenv may fail in a thread while a program changes its environment. */
-static int device_count = 1;
+static int devices = 1;
 static double first_gib = 16, other_gib = 16;
 __attribute__((constructor)) void pretended_read_environment(void) {
   const char *count = getenv("PRETENDED_GPUS"), *gib = getenv("PRETENDED_GIB");
-  if (count) device_count = atoi(count);
+  if (count) devices = atoi(count);
   if (!gib) return;
   const char *others = strchr(gib, ',');
   first_gib = atof(gib);
   other_gib = others ? atof(others + 1) : first_gib;
 }
-static int devices(void) { return device_count; }
 static size_t capacity(int device) { return (size_t)((device ? other_gib : first_gib) * (1ull << 30)); }
-static void note(void *at, size_t size, int where) {
-  block *noted = malloc(sizeof *noted);
-  pthread_mutex_lock(&lock);
-  *noted = (block){at, size, where, blocks};
-  blocks = noted;
-  pthread_mutex_unlock(&lock);
-}
-/* Removes and returns a noted block; its size is 0 if there is none. */
-static block forget(void *at) {
-  block was = {0};
-  pthread_mutex_lock(&lock);
-  for (block **each = &blocks; *each; each = &(*each)->next)
-    if ((*each)->at == at) {
-      block *gone = *each;
-      was = *gone;
-      *each = gone->next;
-      free(gone);
-      break;
-    }
-  pthread_mutex_unlock(&lock);
-  return was;
-}
-/* Takes `size` bytes of a device's memory; 0 if it has too little. */
-static int occupy(int device, size_t size) {
-  pthread_mutex_lock(&lock);
-  int fits = used[device] + size <= capacity(device);
-  if (fits) used[device] += size;
-  pthread_mutex_unlock(&lock);
-  return fits;
-}
-static void vacate(int device, size_t size) {
-  pthread_mutex_lock(&lock);
-  used[device] -= size;
-  pthread_mutex_unlock(&lock);
-}
+
 /* The host provides pages as they are written. Unwritten device memory is NaN in every floating point type. */
-static void *pages(size_t size, int is_device) {
-  void *at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (is_device && strict) memset(at, 0xff, size);
-  return at;
-}
 static cudaError_t take(void **at, size_t size, int where) {
   *at = NULL;
   if (!size) return cudaSuccess;
   size = (size + 4095) & ~4095ul;
-  if (where >= 0 && !occupy(where, size)) return said(cudaErrorMemoryAllocation);
-  note(*at = pages(size, where >= 0), size, where);
+  pthread_mutex_lock(&lock);
+  if (where < 0 || used[where] + size <= capacity(where)) {
+    *at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    block *taken = malloc(sizeof *taken);
+    *taken = (block){*at, size, where, blocks};
+    blocks = taken;
+    if (where >= 0) used[where] += size;
+  }
+  pthread_mutex_unlock(&lock);
+  if (*at && where >= 0 && strict) memset(*at, 0xff, size);
+  return *at ? cudaSuccess : said(cudaErrorMemoryAllocation);
+}
+static cudaError_t give(void *at) {
+  pthread_mutex_lock(&lock);
+  for (block **each = &blocks; *each; each = &(*each)->next)
+    if ((*each)->at == at) {
+      block *gone = *each;
+      *each = gone->next;
+      munmap(at, gone->size);
+      if (gone->where >= 0) used[gone->where] -= gone->size;
+      free(gone);
+      break;
+    }
+  pthread_mutex_unlock(&lock);
   return cudaSuccess;
 }
 static int where_is(const void *at) {
@@ -188,12 +169,6 @@ static int where_is(const void *at) {
     }
   pthread_mutex_unlock(&lock);
   return where;
-}
-static cudaError_t give(void *at) {
-  block was = forget(at);
-  if (was.size) munmap(at, was.size);
-  if (was.size && was.where >= 0) vacate(was.where, was.size);
-  return cudaSuccess;
 }
 cudaError_t cudaMalloc(void **at, size_t size) { return take(at, size, current); }
 cudaError_t cudaHostAlloc(void **at, size_t size, unsigned flags) { return take(at, size, PINNED); }
@@ -214,24 +189,11 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found, const 
   return 0;
 }
 
-static void copy(const char *how, void *to, const void *from, size_t size, cudaStream_t stream) {
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
   int source = where_is(from), target = where_is(to);
-  if (heard && ((source == PAGEABLE && target >= 0) || (source >= 0 && target == PAGEABLE))) {
-    char text[80];
-    const char *way = target >= 0 ? "pageable -> device" : "device -> pageable";
-    snprintf(text, sizeof text, "%s %zu bytes %s", how, size, way);
-    waits(text);
-  }
+  if ((source == PAGEABLE && target >= 0) || (source >= 0 && target == PAGEABLE)) waits("cudaMemcpyAsync");
   wait_for(stream);
   memmove(to, from, size);
-}
-cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) {
-  waits("cudaMemcpy");
-  memmove(to, from, size);
-  return 0;
-}
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
-  copy("cudaMemcpyAsync", to, from, size, stream);
   return 0;
 }
 cudaError_t cudaMemsetAsync(void *at, int value, size_t size, cudaStream_t stream) {
@@ -242,38 +204,26 @@ cudaError_t cudaMemsetAsync(void *at, int value, size_t size, cudaStream_t strea
 
 /* ---- devices, with the properties of an A100 */
 cudaError_t cudaGetDeviceCount(int *count) {
-  *count = devices();
+  *count = devices;
   return *count ? cudaSuccess : cudaErrorNoDevice;
 }
 cudaError_t cudaGetDevice(int *device) { *device = current; return 0; }
 cudaError_t cudaSetDevice(int device) {
-  if (device < 0 || device >= devices()) return said(cudaErrorInvalidDevice);
+  if (device < 0 || device >= devices) return said(cudaErrorInvalidDevice);
   current = device;
   return 0;
 }
-cudaError_t cudaDriverGetVersion(int *version) { *version = 13000; return 0; }
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return 0; }
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device) {
   switch ((int)attribute) {
     case cudaDevAttrComputeCapabilityMajor: *value = 8; break;
     case cudaDevAttrComputeCapabilityMinor: *value = 0; break;
     case cudaDevAttrMultiProcessorCount: *value = 108; break;
-    case cudaDevAttrMaxThreadsPerBlock:
-    case cudaDevAttrMaxBlockDimX:
-    case cudaDevAttrMaxBlockDimY: *value = 1024; break;
-    case cudaDevAttrMaxBlockDimZ: *value = 64; break;
+    case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;
     case cudaDevAttrMaxGridDimX: *value = 2147483647; break;
-    case cudaDevAttrMaxGridDimY:
-    case cudaDevAttrMaxGridDimZ: *value = 65535; break;
-    case cudaDevAttrMaxSharedMemoryPerBlock: *value = 49152; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = 166912; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = 166912; break;
     case cudaDevAttrWarpSize: *value = 32; break;
     case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; break;
-    case cudaDevAttrMaxRegistersPerBlock:
-    case cudaDevAttrMaxRegistersPerMultiprocessor: *value = 65536; break;
-    case cudaDevAttrL2CacheSize: *value = 40 << 20; break;
-    case cudaDevAttrClockRate: *value = 1410000; break;
     case 102: *value = 1; break; /* CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED */
     default: *value = 0;
   }
@@ -290,15 +240,12 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *is, int device) {
   is->maxThreadsPerBlock = is->maxThreadsDim[0] = is->maxThreadsDim[1] = 1024;
   is->maxThreadsDim[2] = 64;
   is->maxThreadsPerMultiProcessor = 2048;
-  is->maxBlocksPerMultiProcessor = 32;
-  is->maxGridSize[0] = is->memPitch = 2147483647;
+  is->maxGridSize[0] = 2147483647;
   is->maxGridSize[1] = is->maxGridSize[2] = 65535;
-  is->regsPerBlock = is->regsPerMultiprocessor = 65536;
+  is->regsPerMultiprocessor = 65536;
   is->sharedMemPerBlock = 49152;
   is->sharedMemPerMultiprocessor = is->sharedMemPerBlockOptin = 166912;
   is->l2CacheSize = 40 << 20;
-  is->textureAlignment = 512;
-  is->unifiedAddressing = is->concurrentKernels = 1;
   return 0;
 }
 
@@ -315,7 +262,6 @@ static cudaError_t new_stream(cudaStream_t *stream) {
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) { return new_stream(stream); }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) { return new_stream(stream); }
-cudaError_t cudaStreamDestroy(cudaStream_t stream) { return 0; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *is) { *is = cudaStreamCaptureStatusNone; return 0; }
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *is, unsigned long long *id, cudaGraph_t *graph,
                                      const cudaGraphNode_t **nodes,
@@ -328,7 +274,6 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCapture
   if (count) *count = 0;
   return 0;
 }
-cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) { return 0; }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
   wait_until(event->stream, event->queued);
   return 0;
@@ -430,50 +375,41 @@ int cuInit(unsigned flags) { return 0; }
 int cuLogsRegisterCallback(void *function, void *data, void **handle) { return 0; }
 int cuLogsUnregisterCallback(void *handle) { return 0; }
 int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
-int cuDeviceGetCount(int *count) { *count = devices(); return 0; }
+int cuDeviceGetCount(int *count) { *count = devices; return 0; }
 int cuDeviceGet(int *device, int number) { *device = number; return 0; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) { return cudaDeviceGetAttribute(value, attribute, device); }
 int cuDevicePrimaryCtxRetain(void **retained, int device) { *retained = &context; return 0; }
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *flags = 0; *active = 1; return 0; }
 int cuCtxGetCurrent(void **is) { *is = &context; return 0; }
-int cuCtxSetCurrent(void *context) { return 0; }
 int cuCtxGetDevice(int *device) { *device = current; return 0; }
 int cuCtxGetLimit(size_t *value, int limit) { *value = 0; return 0; }
 int cuCtxSetLimit(int limit, size_t value) { return 0; }
 int cuPointerGetAttribute(void *value, int attribute, size_t pointer) { *(size_t *)value = pointer; return 0; }
 int cuModuleLoad(void **module, const char *file) { *module = pretended_handle(); return 0; }
 int cuModuleLoadData(void **module, const void *image) { *module = pretended_handle(); return 0; }
-int cuModuleUnload(void *module) { return 0; }
 int cuModuleGetFunction(char **function, void *module, const char *name) { *function = strdup(name); return 0; }
 int cuFuncGetAttribute(int *value, int attribute, void *function) {
   enum { MAX_THREADS_PER_BLOCK = 0, NUM_REGS = 4 };
   *value = attribute == MAX_THREADS_PER_BLOCK ? 1024 : attribute == NUM_REGS ? 32 : 0;
   return 0;
 }
-int cuFuncSetAttribute(void *function, int attribute, int value) { return 0; }
-int cuFuncSetCacheConfig(void *function, int preferred) { return 0; }
 int cuLaunchKernel(const char *function) { return pretended_computed(function) ? 0 : cudaErrorNotSupported; }
 int cuLaunchKernelEx(void *how, const char *function) { return pretended_computed(function) ? 0 : cudaErrorNotSupported; }
 int cuGetErrorString(int error, const char **text) { *text = "an error of the pretended driver"; return 0; }
 
-/* torch looks up functions of the driver by name. Looking up a missing one succeeds; calling it is an error. */
-static const char *lacking[64]; /* numbered in octal below */
-#define EIGHT(first) LACK(first##0) LACK(first##1) LACK(first##2) LACK(first##3) LACK(first##4) LACK(first##5) LACK(first##6) LACK(first##7)
-#define ALL EIGHT(0) EIGHT(01) EIGHT(02) EIGHT(03) EIGHT(04) EIGHT(05) EIGHT(06) EIGHT(07)
-#define LACK(number) static int lacks_##number() { return pretended_missing(lacking[number]); }
-ALL
-#undef LACK
-#define LACK(number) lacks_##number,
-static int (*const lacks[])() = {ALL};
+/* torch looks up functions of the driver by name. Looking up a missing one succeeds; calling one is an error. */
+static char lacking[4096] = "one of these driver functions:";
+static int lacks() { return pretended_missing(lacking); }
 cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, unsigned long long flags,
                                              enum cudaDriverEntryPointQueryResult *result) {
   *function = dlsym(dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD), name);
-  pthread_mutex_lock(&lock);
-  for (int i = 0; i < 64 && !*function; i++) {
-    if (!lacking[i]) lacking[i] = strdup(name);
-    if (!strcmp(lacking[i], name)) *function = lacks[i];
+  if (!*function) {
+    pthread_mutex_lock(&lock);
+    size_t length = strlen(lacking);
+    snprintf(lacking + length, sizeof lacking - length, " %s", name);
+    pthread_mutex_unlock(&lock);
+    *function = lacks;
   }
-  pthread_mutex_unlock(&lock);
-  if (result) *result = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  if (result) *result = cudaDriverEntryPointSuccess;
   return 0;
 }

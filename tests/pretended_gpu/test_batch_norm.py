@@ -1,11 +1,11 @@
-"""Batch norm computes on CUDA what it computes on the CPU, with few kernels and little memory.
-
-This file is also the script that the test runs on two GPUs: it compares each mode of batch norm with the CPU, and counts.
-"""
+"""Batch norm computes on CUDA what it computes on the CPU, with few kernels and little memory."""
 
 import ctypes
+import functools
+import itertools
 import json
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -76,43 +76,37 @@ def cost(mode: str, groups: int, channels_last: bool) -> dict:
     return {"launches": launches.value - launched, "peak": round(peak, 2)}
 
 
-def main() -> None:
+def compare_all(file: Path) -> None:
+    """On each of two ranks: every mode with the CPU, and what it costs."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    errors, costs = {}, {}
-    for mode in ("group", "node", "global"):
-        for dtype in TOLERANCES:
-            for shape, last in (("maps", False), ("maps", True), ("rows", False), ("tokens", False)):
-                errors[f"{mode} {dtype} {shape}{' channels_last' * last}"] = compare(mode, dtype, shape, last)
-        for groups, last in (
-            ((2, False), (8, False), (2, True), (8, True)) if mode == "group" else ((1, False), (1, True))
-        ):
-            costs[f"{mode} {groups}{' channels_last' * last}"] = cost(mode, groups, last)
+    layouts = (("maps", ""), ("maps", " channels_last"), ("rows", ""), ("tokens", ""))
+    cases = itertools.product(("group", "node", "global"), TOLERANCES, layouts)
+    errors = {
+        f"{mode} {dtype} {shape}{last}": compare(mode, dtype, shape, bool(last)) for mode, dtype, (shape, last) in cases
+    }
+    cases = itertools.product((("group", 2), ("group", 8), ("node", 1), ("global", 1)), ("", " channels_last"))
+    costs = {f"{mode} {groups}{last}": cost(mode, groups, bool(last)) for (mode, groups), last in cases}
     if dist.get_rank() == 0:
-        print(json.dumps({"errors": errors, "costs": costs}))
+        file.write_text(json.dumps({"errors": errors, "costs": costs}))
     dist.destroy_process_group()
 
 
-def test_all_modes_equal_the_cpu_and_neither_kernels_nor_memory_grow(gpus) -> None:
+def test_all_modes_equal_the_cpu_and_neither_kernels_nor_memory_grow(gpus, tmp_path) -> None:
     """Outputs, gradients and statistics on two GPUs with unequal micro-batches, for all types and memory formats.
 
     The number of kernels does not grow with the number of groups, and shared statistics make no float32 copies.
     """
-    done = gpus.fork("tests/pretended_gpu/test_batch_norm.py", devices=2)
+    done = gpus.run_main(2, functools.partial(compare_all, tmp_path / "found.json"))
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.strip())
+    found = json.loads((tmp_path / "found.json").read_text())
     assert len(found["errors"]) == 3 * 4 * 4
     for case, error in found["errors"].items():
         assert error < TOLERANCES[case.split()[1]], f"{case}: {error}"
     launches, peaks = ({case: cost[key] for case, cost in found["costs"].items()} for key in ("launches", "peak"))
     for last in ("", " channels_last"):
-        assert (
-            launches[f"group 2{last}"] == launches[f"group 8{last}"] < 20
-        )  # one group after the other: four per group
+        # One group after the other would take four per group.
+        assert launches[f"group 2{last}"] == launches[f"group 8{last}"] < 20
         assert launches[f"global 1{last}"] == launches[f"node 1{last}"] < 16  # 40 with plain operators
         assert peaks[f"global 1{last}"] <= 2.1  # output and gradient; 11.3 with plain operators
         assert peaks[f"group 8{last}"] <= 4.1
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.harness.drawings import draw_scenes, draw_stripes
 from tests.harness.outcomes import Outcome, identical
 from tests.recipes.copied import copy
 from tests.recipes.test_layout import CHANGE, FSDP, HEAD, KINDS
@@ -25,19 +24,9 @@ CASES = {
     "head": "head --model test_vit --opt adamw --ema_decay 0.9 --clip 1",  # cut by class
     "detected": f"det --opt momentum {SMALL}",
 }
-SMALL_HEAD = KINDS["sampled"].replace("16.0", "2.0")  # whose own gradients overflow at no scale here
+SMALL_HEAD = KINDS["sampled"].replace("16.0", "2.0")  # its own gradients overflow at no scale here
 # The same run on two GPUs, sharded or not; all weights of this model are trained by plain matrices and norms.
 SHARDED = "cls --model test_vit --opt adamw --ema_decay 0.9 --max_micro_batch_size 2"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("fp16")
-    draw_stripes(folder / "cls" / "train", (6, 5, 4))
-    draw_stripes(folder / "cls" / "val", (2, 2, 2), seed=1)
-    (folder / "det").mkdir()
-    draw_scenes(folder / "det")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +79,7 @@ def test_an_overflow_on_one_gpu_skips_the_step_on_all(runs, name):
     skipped = [norm is None for norm in run.column("train/grad_norm")]
     assert skipped[:3] == [True, False, True] and np.isfinite(run.column("train/loss")).all()
     norm = run.column("train/grad_norm")[1]
-    assert 0 < norm < 100, "what is clipped and logged is without the loss scale, which here is 32,768"
+    assert 0 < norm < 100, "gradients are clipped and logged without the loss scale, which here is 32,768"
     assert run.column("train/skipped_steps").tolist() == np.cumsum(skipped).tolist()
     assert run.column("train/loss_scale").tolist() == [2.0 ** (16 - often) for often in np.cumsum(skipped)]
     assert not any(tensor.isnan().any() for file in ("model", "optimizer") for tensor in run.tensors(file).values())

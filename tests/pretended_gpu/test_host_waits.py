@@ -1,15 +1,13 @@
 """How often the host waits for the GPU in a step of each recipe is an exact number, on real GPUs and on pretended ones.
 
-What counts is what `torch.cuda.set_sync_debug_mode` sees: the host stops until a stream has done all that it was asked to do.
-That is so when a number is read, when a shape depends on numbers, and when memory that is not pinned is copied from or to. It
-does not see the waiting for an event, which may have passed long ago, nor copies that are told not to wait, but may, since
-memory is not pinned. A pretended GPU hears these, too.
-
-This file is also the script that the tests run on every rank, with a list of [precision, recipe, word, ...]: no, fp16 or bf16,
-and a command line. Each of these runs trains until `STEPS` of its steps are counted. WAITS.<rank>.json has its `Step`s.
+The host waits until a stream has done all that it was asked to do when a number is read, when a shape depends on numbers, and
+when memory that is not pinned is copied from or to. On a real GPU `torch.cuda.set_sync_debug_mode` reports that. A pretended
+GPU also hears waiting for an event, which may have passed long ago, and copies that are told not to wait, but may, since memory
+is not pinned.
 """
 
 import ctypes
+import functools
 import json
 import os
 import re
@@ -19,7 +17,6 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -33,10 +30,13 @@ from tests.harness.several import load
 from tests.recipes.copied import CHANGES, copy
 
 pytestmark = pytest.mark.gpu
-IS_REAL = torch.cuda.is_available()
+IS_REAL = (
+    "LD_PRELOAD" not in os.environ and torch.cuda.is_available()
+)  # in this order, or a fork would count its GPUs too early
+WAIT = "cudaStreamSynchronize"
 
 FIRST, STEPS = 3, 2  # steps that are made before, in which much happens once; and steps that are counted
-# What is counted of `recipes/cls.py`: precision and words. It waits for nothing.
+# Runs of `recipes/cls.py`, precision and words, whose steps wait for nothing.
 CLS = {
     "varied": (
         "bf16",
@@ -57,7 +57,7 @@ IMAGES, MICRO_STEPS, LEVELS = 4, 2, 2  # of a step of `recipes/det.py`, on one d
 _SUPPRESSION = {"models/boxes.py, ops/boxes.py": IMAGES}
 _ROI_LEVELS = {"models/rcnn.py, ops/poolers.py": MICRO_STEPS * LEVELS}
 _MATCHER = {"models/queries.py": MICRO_STEPS}
-# What is counted of `recipes/det.py`: precision, words, and how often a step waits for what.
+# Runs of `recipes/det.py`: precision, words, and how often a step waits at which place.
 DET = {
     "fcos": ("bf16", "--ema_decay 0.9 --clip 1 --workers 1", {}),
     "retinanet": ("no", "--batch_norm group", {}),
@@ -76,20 +76,15 @@ _OF = {
 _OTHERS = (sysconfig.get_path("stdlib"), str(Path(__file__).resolve().parent))
 
 
-@dataclass
-class Step:
-    """How often the host waits from the end of one call of the optimizer to the end of the next, by place."""
-
-    torch: Counter = field(default_factory=Counter)  # as torch sees it
-    runtime: Counter = field(default_factory=Counter)  # as a pretended runtime hears it: function and place
-
-
 class _Enough(BaseException):
     """Ends a run."""
 
 
-def counted_steps(main: Callable[[], None]) -> list[Step]:
-    """Run `main` until its optimizer has made `FIRST` + `STEPS` steps, and tell where the host waited in the last ones."""
+def counted_steps(main: Callable[[], None]) -> list[Counter[str]]:
+    """Run `main` until its optimizer has made `FIRST` + `STEPS` steps; how often the host waited in each of the last ones.
+
+    A step lasts from the end of one call of the optimizer to the end of the next. Names are a function of CUDA and a place.
+    """
     made, counted, counting = 0, [], False
 
     def end_step(*_) -> None:
@@ -99,17 +94,17 @@ def counted_steps(main: Callable[[], None]) -> list[Step]:
             counting = False
             raise _Enough
         if made >= FIRST:
-            counted.append(Step())
+            counted.append(Counter())
             counting = True
-            torch.cuda.set_sync_debug_mode("warn")
+            torch.cuda.set_sync_debug_mode("warn" if IS_REAL else "default")
 
     def warned(message: Warning | str, *_) -> None:
         if counting and "synchronizing CUDA operation" in str(message):
-            counted[-1].torch[_place()] += 1
+            counted[-1][f"{WAIT} {_place()}"] += 1
 
-    def heard(what: bytes) -> None:
+    def heard(function: bytes) -> None:
         if counting:
-            counted[-1].runtime[f"{what.decode().split()[0]} {_place()}"] += 1
+            counted[-1][f"{function.decode()} {_place()}"] += 1
 
     listen = getattr(ctypes.CDLL(None), "pretended_listen", lambda _: None)
     listener = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(heard)  # kept as long as the runtime may call it
@@ -130,7 +125,7 @@ def counted_steps(main: Callable[[], None]) -> list[Step]:
 
 
 def _place() -> str:
-    """The line of the recipe or of `common`, and that of a library that it calls; in a backward pass the operator's name."""
+    """The line of the recipe or of `common`, and the line of the library that it calls; in a backward pass the operator."""
     stack = traceback.extract_stack()
     frames = [frame for frame in stack if not os.path.abspath(frame.filename).startswith(_OTHERS)]
     names = [f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno}" for frame in frames]
@@ -148,12 +143,13 @@ def command(name: str, recipe: str | Path, precision: str, words: str, folder: P
 
 
 def main(cases: Path) -> None:
+    """On every rank: the runs of a file of [precision, recipe, word, ...], whose counted steps go into WAITS.<rank>.json."""
     results = []
     for precision, recipe, *words in json.loads(cases.read_text()):
         AcceleratorState._reset_state()  # it would keep the precision of the case before
         os.environ["ACCELERATE_MIXED_PRECISION"] = precision
         sys.argv = [recipe, *words]
-        results.append([vars(step) for step in counted_steps(load(Path(recipe)).main)])
+        results.append(counted_steps(load(Path(recipe)).main))
     rank = os.environ.get("RANK", "0")
     cases.with_name(f"WAITS.{rank}.json").write_text(json.dumps(results, indent=2))
     leave_process_group()
@@ -176,15 +172,14 @@ REPORT = {"cudaEventSynchronize run/step_reports.py": 1}
 
 @pytest.fixture(scope="module")
 def count(gpus, tmp_path_factory):
-    """Runs cases by name."""
+    """`count(cases, devices=1)` gives for each case, by name, the counted steps of all ranks."""
     folder = tmp_path_factory.mktemp("waits")
 
     def run(cases, devices=1):
-        """Returns for each case, by name, the counted steps of all ranks."""
         commands = [command(name, recipe, *words, folder) for name, (recipe, *words) in cases.items()]
         file = folder / "CASES.json"
         file.write_text(json.dumps(commands))
-        done = gpus.fork("tests/pretended_gpu/test_host_waits.py", file, devices=devices)
+        done = gpus.run_main(devices, functools.partial(main, file))
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         ranks = [json.loads((folder / f"WAITS.{rank}.json").read_text()) for rank in range(devices)]
         return {
@@ -195,32 +190,21 @@ def count(gpus, tmp_path_factory):
     return run
 
 
-def both(step):
-    """The waits of a step that torch reports, and those that only the runtime reports; without line numbers."""
-    hidden = Counter()
-    for heard, often in step["runtime"].items():
-        what, place = heard.split(" ", 1)
-        if what == "cudaStreamSynchronize":  # one for each wait that torch reports
-            often -= step["torch"].get(place, 0)
-        if often and not (what == "cudaMemcpyAsync" and place in step["torch"]):
-            hidden[heard] += often
-    return without_lines(step["torch"]), without_lines(hidden)
-
-
-def without_lines(places):
-    result = Counter()
-    for place, often in places.items():
-        result[re.sub(r":\d+", "", place)] += often
-    return result
-
-
 def check(steps, waits, hidden=None):
-    """Every step has exactly these waits; `hidden`: those that only the pretended runtime reports."""
+    """Every step has exactly these waits, by place; `hidden`: those that only the pretended runtime hears, by function, too."""
     assert steps
     for step in steps:
-        of_torch, of_runtime = both(step)
-        assert of_torch == waits, step
-        assert IS_REAL or of_runtime == REPORT | (hidden or {}), step
+        found, others = Counter(), Counter()
+        for name, often in step.items():
+            function, place = name.split(" ", 1)
+            if function == WAIT:
+                found[re.sub(r":\d+", "", place)] += often
+            elif (
+                function != "cudaMemcpyAsync" or f"{WAIT} {place}" not in step
+            ):  # else the copy is waited for, as counted
+                others[re.sub(r":\d+", "", name)] += often
+        assert found == waits, step
+        assert IS_REAL or others == REPORT | (hidden or {}), step
 
 
 def of_cls(*names):
@@ -261,7 +245,3 @@ def test_a_head_that_is_cut_by_class_waits_for_nothing(count, tmp_path):
 @pytest.mark.long
 def test_no_option_and_no_detector_makes_a_step_wait_for_more(count):
     check_all(count(of_cls(*CLS) | of_det(*DET)))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

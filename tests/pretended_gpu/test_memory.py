@@ -14,11 +14,12 @@ WORDS = ("--tracker", "none", "--log_every", 1, "--eval_every", 100)
 SEGMENTS = "from common.launching.launch import let_segments_grow as let; let(found := {}); print(found)"
 
 
-def assert_predicted(run: Outcome, least: float = 0.9) -> None:
-    """Peak memory of training, with optimizer, gradients and moving average, is what the start table predicted."""
+def assert_predicted(run: Outcome, least: float = 0.9) -> tuple[float, float]:
+    """The start table predicted the peak memory of training, with optimizer, gradients and moving average; both, in GiB."""
     predicted, room = map(float, re.search("memory +(.+) of (.+) GiB at the peak of a step", run.stdout).groups())
     peak = run.column("perf/gpu_memory_gb")[0]  # before the evaluation
     assert least * predicted < peak < (1.02 if IS_REAL else 1.01) * predicted < room
+    return predicted, peak
 
 
 @pytest.mark.gpu
@@ -29,7 +30,7 @@ def test_a_micro_batch_that_one_of_two_gpus_has_no_room_for_is_made_smaller_on_b
     cases = {
         "global": [*words, "--batch_norm", "global", "--image_size", 128],
         "local": [*words, "--ema_decay", 0.9, "--mixup", 0.2, "--random_erasing", 0.5],
-        # A frozen backbone keeps no activations, so that mixing and erasing take the most.
+        # A frozen backbone keeps no activations, so that mixing and erasing take most of the memory.
         "frozen": [*words, "--freeze_stages", "all", "--mixup", 0.2, "--cutmix", 0.2, "--random_erasing", 0.5],
     }
     done = run_on_gpus(2, cases, precision="fp16", gib="16,0.06")
