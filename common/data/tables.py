@@ -194,7 +194,7 @@ def read_labels(
         if other.class_names[name] != first.class_names[name]:
             both = f"splits {first.name} and {other.name} name other classes in {name}"
             raise Refused(f"--data {first.data}: {both}; make them the same")
-    classes, values = _vocabulary(first.cells(name), first.class_names[name])
+    classes, values = vocabulary(first.cells(name), first.class_names[name])
     if len(classes) < (least := 1 if is_list(first.kinds[name]) else min_classes):
         found = f"only the class {classes[0]}" if classes else "no class"
         raise Refused(f"--data {first.title}: {found} in column {name}; needs {least} or more")
@@ -251,7 +251,7 @@ def _zeros_and_ones(split: Split, names: Sequence[str]) -> np.ndarray:
     return matrix
 
 
-def _vocabulary(cells: pa.Array, names: list[str] | None) -> tuple[tuple[str, ...], pa.Array]:
+def vocabulary(cells: pa.Array, names: list[str] | None) -> tuple[tuple[str, ...], pa.Array]:
     """Class names and their values in a column: `names`, or else the values found, sorted."""
     if names:
         return tuple(names), pa.array(range(len(names)), pa.int64())
