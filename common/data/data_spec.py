@@ -157,7 +157,7 @@ def data_rows(data: str, train, val, samples: str = "images") -> dict[str, str]:
     }
     if counts is not None:
         few, many = int(counts.argmin()), int(counts.argmax())
-        rows[f"{samples} a class"] = f"{counts[few]:,} ({classes[few]}) to {counts[many]:,} ({classes[many]})"
+        rows[f"{samples} per class"] = f"{counts[few]:,} ({classes[few]}) to {counts[many]:,} ({classes[many]})"
     if len(never := np.flatnonzero(val.class_counts == 0)):
         rows["not evaluated"] = f"{_names([classes[place] for place in never])}: no {samples} to evaluate"
     others = [note for note in val.notes if note not in train.notes]

@@ -101,7 +101,7 @@ def held_out(numbers: np.ndarray, strata: np.ndarray | None, share: float) -> tu
     """
     if not 0 < share < 1:
         raise Refused(f"--val_share {share}: must lie between 0 and 1, since the data has no part to evaluate on")
-    of = "{} images" if strata is None else "at most {} images a class"
+    of = "{} images" if strata is None else "at most {} images per class"
     strata = np.zeros(len(numbers), np.int64) if strata is None else strata
     counts = np.bincount(strata)
     by_stratum = np.lexsort((numbers, strata))

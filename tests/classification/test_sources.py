@@ -148,7 +148,7 @@ BAD_FOLDERS = [
     (BOTH, {}, "train/ and heldout/ both have the folders cat/ and dog/, so they seem to be parts"),
     (NO_TRAIN, {}, "no part to train on, only test, val; rename one to train"),
     (FLAT, {"label_column": "label"}, "is no table, so leave out --image_column"),
-    (FLAT, {"val_share": 0.01}, "--val_share 0.01 of at most 12 images a class holds out none"),
+    (FLAT, {"val_share": 0.01}, "--val_share 0.01 of at most 12 images per class holds out none"),
     *((FLAT, {"val_share": part}, f"--val_share {part}: must lie between 0 and 1") for part in (0, 1, NAN)),
     ({"000.tar": ""}, {}, "FOLDER/000.tar: the member at byte 0: empty file"),
 ]

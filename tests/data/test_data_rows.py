@@ -30,7 +30,7 @@ def test_the_part_that_is_evaluated_is_named_and_what_is_not_evaluated(tmp_path)
         "classes": "cat, dog, emu 0, emu 1, emu 2 and 1 more",
         "trained on": "train/",
         "evaluated": "Val/; test/: for --split test",
-        "images a class": "1 (emu 0) to 5 (dog)",
+        "images per class": "1 (emu 0) to 5 (dog)",
         "not evaluated": "emu 0, emu 1, emu 2, emu 3: no images to evaluate",
     }
 
@@ -42,6 +42,6 @@ def test_boxes_are_counted_and_a_class_without_any_is_named(tmp_path):
         coco(tmp_path, part, annotations=its, categories=categories)
     for _ in range(2):  # read, and from the index
         found = data_rows("here", *detection.load(detection.Spec(str(tmp_path), seed=0, val_share=0.2)), "boxes")
-        assert found["boxes a class"] == "0 (birds) to 3 (owl)"
+        assert found["boxes per class"] == "0 (birds) to 3 (owl)"
         assert found["not evaluated"] == "birds, tit: no boxes to evaluate"
         assert found["evaluated"] == "valid.json"
