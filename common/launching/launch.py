@@ -35,7 +35,7 @@ from common.launching.meeting import meet
 REFUSAL_DELAY_S = 20.0  # how long the other processes of a machine wait for the first one to print the refusal
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # if set, a person has chosen
 _VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-MARGIN = timedelta(minutes=1)  # see `last_resort`
+MARGIN = timedelta(minutes=1)  # of the timeout of collectives, beyond twice the watchdog's
 NOTICE_S = 10.0  # how long a process waits until its launcher has read the announced exit code
 _PARENT = os.getppid()  # read early, while the launcher is certainly alive
 # notebook_launcher forks its processes from one that has imported this.
@@ -72,7 +72,11 @@ def start(config: RunConfig | None = None) -> Accelerator:
     determinism.choose(settings.deterministic and not on_cpu)
     torch.manual_seed(settings.seed)  # for the initial weights of a custom module; all else draws from keys
     patience, store = settings.collective_timeout, meet(os.environ, launch, config)
-    collectives.give_up_after(timeout := last_resort(patience, os.environ))
+    # Collectives, and torch's NCCL watchdog, which ends a process whose driver does not answer, wait until long after our
+    # watchdog has named the culprit: a process may note progress while its device still waits for an earlier step.
+    timeout = timedelta(seconds=2 * patience) + MARGIN
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")
+    collectives.give_up_after(timeout)
     # Accelerate looks on disk for this package twice in each step, which takes about a millisecond.
     sys.modules.setdefault("lomo_optim", None)  # type: ignore[arg-type]
     with _as_data_parallel(os.environ):
@@ -98,17 +102,6 @@ def start(config: RunConfig | None = None) -> Accelerator:
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
     return accelerator
-
-
-def last_resort(patience: float, environ: MutableMapping[str, str]) -> timedelta:
-    """The timeout of collectives themselves and of torch's NCCL watchdog, long after our watchdog has named the culprit.
-
-    It has to be much longer than `patience`: a process may still note progress while its device waits in a collective of an
-    earlier step. The NCCL watchdog ends a process whose driver does not answer.
-    """
-    timeout = timedelta(seconds=2 * patience) + MARGIN
-    environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")
-    return timeout
 
 
 def run(main: Callable[[], None]) -> None:
@@ -156,7 +149,7 @@ def orphaned() -> bool:
 
     Nobody waits for such a process any more, and it keeps its device and run folder from the next start.
     """
-    return os.getppid() != _PARENT and not complete(os.environ).launcher.startswith("python")
+    return os.getppid() != _PARENT and complete(os.environ).launcher != "python"
 
 
 def machine() -> int:
