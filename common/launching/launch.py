@@ -1,4 +1,4 @@
-"""Launch: joins the processes that a launcher started into one run, after checking that the launch is what was asked for."""
+"""Launch: joins the processes that a launcher started into one run, after checks of the launch."""
 
 import atexit
 import contextlib
@@ -45,13 +45,10 @@ os.register_at_fork(after_in_child=lambda: globals().update(_PARENT=os.getppid()
 def start(config: RunConfig | None = None) -> Accelerator:
     """Join the processes that a launcher started (see launchers.py), and return the Accelerator.
 
-    The processes compare code, package versions and, if given, the configuration before they form a group. Then the
-    watchdog starts: a process without progress for `config.collective_timeout` seconds ends the run.
+    The processes compare code, package versions and, if given, the configuration. Then the watchdog starts.
 
-    Must be called first: an Accelerator, a PartialState or an accelerate logger made earlier would form the group without
-    these checks. The launch sets device and precision.
-
-    Raises `Refused`; if the environment shows the reason, before a process group is formed.
+    Must be called first: an Accelerator, a PartialState or an accelerate logger made earlier would form the
+    group without these checks. The launch sets device and precision. Raises `Refused`.
     """
     # torch 2.14 recommends a replacement that 2.11 does not have.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
@@ -72,8 +69,8 @@ def start(config: RunConfig | None = None) -> Accelerator:
     determinism.choose(settings.deterministic and not on_cpu)
     torch.manual_seed(settings.seed)  # for the initial weights of a custom module; all else draws from keys
     patience, store = settings.collective_timeout, meet(os.environ, launch, config)
-    # Collectives, and torch's NCCL watchdog, which ends a process whose driver does not answer, wait until long after our
-    # watchdog has named the culprit: a process may note progress while its device still waits for an earlier step.
+    # Collectives and torch's NCCL watchdog wait until long after our watchdog has named the culprit: a process
+    # may note progress while its device still waits for an earlier step.
     timeout = timedelta(seconds=2 * patience) + MARGIN
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")
     collectives.give_up_after(timeout)
@@ -147,7 +144,7 @@ def say(text: str) -> None:
 def orphaned() -> bool:
     """True if the launcher of this process is gone: killed, or ended by a signal that it does not forward.
 
-    Nobody waits for such a process any more, and it keeps its device and run folder from the next start.
+    Such a process keeps its device and run folder from the next start.
     """
     return os.getppid() != _PARENT and complete(os.environ).launcher != "python"
 
@@ -160,8 +157,7 @@ def machine() -> int:
 def leavers(asked: bool) -> list[int]:
     """The machines that leave a run whose processes have agreed to stop; `asked`: this one was asked to. A collective.
 
-    Those that were asked, if the others may continue without them (`--rdzv_conf at_least`), else all.
-    One process that was asked: [0]; two machines of which the second was asked: [1] or [0, 1]; neither was asked: [].
+    One process that was asked: [0]; two machines of which the second was asked: [1] or [0, 1]; neither: [].
     """
     machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
     are_asked = {number for number, is_asked in gather_objects((machine(), asked)) if is_asked}
@@ -209,9 +205,9 @@ def precision(accelerator: Accelerator, dtype: str) -> str:
 def share_cores(environ: MutableMapping[str, str], launch: Launch) -> None:
     """Divide this machine's cores among its processes, unless a person or the launcher has done so.
 
-    By default, `accelerate launch` and torchrun set OMP_NUM_THREADS to 1; a number that a person has set is in their own
-    environment or flags. mpirun and srun set nothing, but may bind each process to cores of its own. Without OMP_NUM_THREADS
-    Accelerate would divide the cores itself, bound or not, and print advice at each start.
+    By default, `accelerate launch` and torchrun set OMP_NUM_THREADS to 1; a person's number is in their own
+    environment or flags. mpirun and srun set nothing, but may bind each process to cores. Without the variable
+    Accelerate would divide the cores itself, bound or not.
     """
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process(os.getppid())
@@ -272,9 +268,9 @@ def _refuse_shared_devices(device: torch.device) -> None:
 def _print_once_per_machine(text: str) -> None:
     """Print `text` if this is the first process of its machine, or if the first one does not print the same in time.
 
-    Until then, this process waits: most launchers end all processes as soon as one has ended, and the first one may have
-    to remove what it began. It tells the others by a file, since MPICH and srun do not end them. The file is not in a folder
-    that users share: there, its name could be another user's FIFO.
+    Until then, this process waits, since most launchers end all processes as soon as one has ended. The first
+    one tells the others by a file, since MPICH and srun do not. It is in no folder that users share: there, its
+    name could be another user's FIFO.
     """
     folder = Path(os.path.expanduser("~"), ".cache", "recipes")
     said, text_of_job = folder / f"refusal-{socket.gethostname()}", f"{os.getppid()} {text}"
