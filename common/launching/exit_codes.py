@@ -1,7 +1,7 @@
-"""Exit codes: how a launcher and its processes tell each other about an intended end, so that it does not count as a crash.
+"""Exit codes: a launcher and its processes tell each other about an intended end, which is no crash.
 
-They exchange small files in a temporary folder of the launcher: processes announce their exit code there, and the launcher
-its reason for ending them.
+In a temporary folder of the launcher, processes announce their exit code, and the launcher its reason for
+ending them.
 """
 
 import contextlib
@@ -11,10 +11,10 @@ import signal
 from collections.abc import Collection
 from pathlib import Path
 
-EXIT_FOLDER = "RECIPES_EXIT_FOLDER"  # environment variable with the folder's path; set by the launcher, see rendezvous
-AT_LEAST = "RECIPES_AT_LEAST"  # environment variable with the number of machines that the run needs; set by the same
-RESUMABLE = 75  # exit code of a run that was asked to stop and has saved: EX_TEMPFAIL of sysexits.h, "try again"
-RESTART, END = "restart", "end"  # why a launcher ends its processes: to start them again, or to end as well
+# Variables that the launcher sets: the folder's path, and the number of machines that the run needs.
+EXIT_FOLDER, AT_LEAST = "RECIPES_EXIT_FOLDER", "RECIPES_AT_LEAST"
+RESUMABLE = 75  # asked to stop, and saved: EX_TEMPFAIL of sysexits.h, "try again"
+RESTART, END = "restart", "end"  # a launcher ends its processes to start them again, or ends as well
 _ANNOUNCEMENT, _NOTICE = "exit", "notice"  # files in the folder
 
 

@@ -1,4 +1,4 @@
-"""Launch: joins the processes that a launcher started into one run, after checking that the launch is what was asked for."""
+"""Launch: joins the processes that a launcher started into one run, after checks of the launch."""
 
 import atexit
 import contextlib
@@ -35,7 +35,7 @@ from common.launching.meeting import meet
 REFUSAL_DELAY_S = 20.0  # how long the other processes of a machine wait for the first one to print the refusal
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # if set, a person has chosen
 _VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-MARGIN = timedelta(minutes=1)  # see `last_resort`
+MARGIN = timedelta(minutes=1)  # of the timeout of collectives, beyond twice the watchdog's
 NOTICE_S = 10.0  # how long a process waits until its launcher has read the announced exit code
 _PARENT = os.getppid()  # read early, while the launcher is certainly alive
 # notebook_launcher forks its processes from one that has imported this.
@@ -45,13 +45,10 @@ os.register_at_fork(after_in_child=lambda: globals().update(_PARENT=os.getppid()
 def start(config: RunConfig | None = None) -> Accelerator:
     """Join the processes that a launcher started (see launchers.py), and return the Accelerator.
 
-    The processes compare code, package versions and, if given, the configuration before they form a group. Then the
-    watchdog starts: a process without progress for `config.collective_timeout` seconds ends the run.
+    The processes compare code, package versions and, if given, the configuration. Then the watchdog starts.
 
-    Must be called first: an Accelerator, a PartialState or an accelerate logger made earlier would form the group without
-    these checks. The launch sets device and precision.
-
-    Raises `Refused`; if the environment shows the reason, before a process group is formed.
+    Must be called first: an Accelerator, a PartialState or an accelerate logger made earlier would form the
+    group without these checks. The launch sets device and precision. Raises `Refused`.
     """
     # torch 2.14 recommends a replacement that 2.11 does not have.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
@@ -72,7 +69,11 @@ def start(config: RunConfig | None = None) -> Accelerator:
     determinism.choose(settings.deterministic and not on_cpu)
     torch.manual_seed(settings.seed)  # for the initial weights of a custom module; all else draws from keys
     patience, store = settings.collective_timeout, meet(os.environ, launch, config)
-    collectives.give_up_after(timeout := last_resort(patience, os.environ))
+    # Collectives and torch's NCCL watchdog wait until long after our watchdog has named the culprit: a process
+    # may note progress while its device still waits for an earlier step.
+    timeout = timedelta(seconds=2 * patience) + MARGIN
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")
+    collectives.give_up_after(timeout)
     # Accelerate looks on disk for this package twice in each step, which takes about a millisecond.
     sys.modules.setdefault("lomo_optim", None)  # type: ignore[arg-type]
     with _as_data_parallel(os.environ):
@@ -98,17 +99,6 @@ def start(config: RunConfig | None = None) -> Accelerator:
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
     return accelerator
-
-
-def last_resort(patience: float, environ: MutableMapping[str, str]) -> timedelta:
-    """The timeout of collectives themselves and of torch's NCCL watchdog, long after our watchdog has named the culprit.
-
-    It has to be much longer than `patience`: a process may still note progress while its device waits in a collective of an
-    earlier step. The NCCL watchdog ends a process whose driver does not answer.
-    """
-    timeout = timedelta(seconds=2 * patience) + MARGIN
-    environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")
-    return timeout
 
 
 def run(main: Callable[[], None]) -> None:
@@ -154,9 +144,9 @@ def say(text: str) -> None:
 def orphaned() -> bool:
     """True if the launcher of this process is gone: killed, or ended by a signal that it does not forward.
 
-    Nobody waits for such a process any more, and it keeps its device and run folder from the next start.
+    Such a process keeps its device and run folder from the next start.
     """
-    return os.getppid() != _PARENT and not complete(os.environ).launcher.startswith("python")
+    return os.getppid() != _PARENT and complete(os.environ).launcher != "python"
 
 
 def machine() -> int:
@@ -167,8 +157,7 @@ def machine() -> int:
 def leavers(asked: bool) -> list[int]:
     """The machines that leave a run whose processes have agreed to stop; `asked`: this one was asked to. A collective.
 
-    Those that were asked, if the others may continue without them (`--rdzv_conf at_least`), else all.
-    One process that was asked: [0]; two machines of which the second was asked: [1] or [0, 1]; neither was asked: [].
+    One process that was asked: [0]; two machines of which the second was asked: [1] or [0, 1]; neither: [].
     """
     machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
     are_asked = {number for number, is_asked in gather_objects((machine(), asked)) if is_asked}
@@ -216,9 +205,9 @@ def precision(accelerator: Accelerator, dtype: str) -> str:
 def share_cores(environ: MutableMapping[str, str], launch: Launch) -> None:
     """Divide this machine's cores among its processes, unless a person or the launcher has done so.
 
-    By default, `accelerate launch` and torchrun set OMP_NUM_THREADS to 1; a number that a person has set is in their own
-    environment or flags. mpirun and srun set nothing, but may bind each process to cores of its own. Without OMP_NUM_THREADS
-    Accelerate would divide the cores itself, bound or not, and print advice at each start.
+    By default, `accelerate launch` and torchrun set OMP_NUM_THREADS to 1; a person's number is in their own
+    environment or flags. mpirun and srun set nothing, but may bind each process to cores. Without the variable
+    Accelerate would divide the cores itself, bound or not.
     """
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process(os.getppid())
@@ -279,9 +268,9 @@ def _refuse_shared_devices(device: torch.device) -> None:
 def _print_once_per_machine(text: str) -> None:
     """Print `text` if this is the first process of its machine, or if the first one does not print the same in time.
 
-    Until then, this process waits: most launchers end all processes as soon as one has ended, and the first one may have
-    to remove what it began. It tells the others by a file, since MPICH and srun do not end them. The file is not in a folder
-    that users share: there, its name could be another user's FIFO.
+    Until then, this process waits, since most launchers end all processes as soon as one has ended. The first
+    one tells the others by a file, since MPICH and srun do not. It is in no folder that users share: there, its
+    name could be another user's FIFO.
     """
     folder = Path(os.path.expanduser("~"), ".cache", "recipes")
     said, text_of_job = folder / f"refusal-{socket.gethostname()}", f"{os.getppid()} {text}"

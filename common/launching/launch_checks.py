@@ -175,8 +175,8 @@ def check_sharded(config: RunConfig) -> None:
 def wants_cpu(environ: Mapping[str, str]) -> bool:
     """True if the launch asked for the CPU: by use_cpu with one process, or by hiding the GPUs as -1.
 
-    `accelerate launch` does not pass use_cpu on to several ranks. So the CPU files of accelerate_configs/ hide the GPUs by
-    gpu_ids, which it does pass on. An empty CUDA_VISIBLE_DEVICES does not ask for the CPU: a scheduler sets it for a job
+    `accelerate launch` passes gpu_ids on to several ranks, but not use_cpu, so the CPU files have gpu_ids.
+    An empty CUDA_VISIBLE_DEVICES does not ask for the CPU: a scheduler sets it for a job
     that got no GPU.
     """
     return _is_on(environ, "ACCELERATE_USE_CPU") or environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] == "-1"
@@ -196,7 +196,7 @@ def processes_asked(command: Sequence[str]) -> tuple[int | None, int] | None:
     names = [Path(word).name for word in program[:2]]
     launcher = next((launcher for launcher in _ACCELERATE if names[: len(launcher)] == launcher), None)
     if names[:1] in (["torchrun"], ["torch.distributed.run"]):
-        from torch.distributed.run import get_args_parser  # it reads PET_* from this process's environment, too
+        from torch.distributed.run import get_args_parser  # also reads PET_*
 
         return None, int(get_args_parser().parse_known_args(program[1:])[0].nnodes.partition(":")[0])
     if launcher is None:

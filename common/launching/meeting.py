@@ -1,4 +1,4 @@
-"""Meeting: the processes of a run find rank 0's store, use one network interface, and agree, before they form a group."""
+"""Meeting: before they form a group, processes find rank 0's store, and agree."""
 
 import errno
 import threading

@@ -1,9 +1,9 @@
-"""Membership: the machines of a run write into the store of the main machine that they are there, and read who else is.
+"""Membership: the records of a run's machines in the store of the main machine.
 
-The launcher of each machine has a record, which it renews every few seconds. A machine counts as lost when its record has not
-changed for some time. The reader measures that time by its own monotonic clock, so the clocks of the machines need not agree.
+The launcher of each machine renews its record every few seconds. A machine counts as lost when its record
+has not changed for some time by the reader's monotonic clock, so clocks need not agree.
 
-What lies in the store is JSON and is checked when it is read, since anybody who reaches the port can write to it.
+Records are JSON, and checked: anybody who reaches the port can write to the store.
 """
 
 import json
@@ -60,7 +60,7 @@ class Membership:
     def present(self) -> dict[int, Record]:
         """The records of the machines that take part or want to, by number; neither lost ones nor those that have left.
 
-        Raises RendezvousClosedError if a machine has closed the run, RendezvousStateError if a stranger wrote to the store.
+        Raises RendezvousClosedError if a machine has closed the run, RendezvousStateError for a stranger's text.
         """
         if self.is_closed():
             raise RendezvousClosedError

@@ -1,4 +1,4 @@
-"""Network: addresses and interfaces of this machine that lead to other machines, and waiting for them to listen."""
+"""Network: addresses and interfaces that lead to other machines, and waiting for them to listen."""
 
 import socket
 import time

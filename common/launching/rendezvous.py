@@ -1,16 +1,14 @@
-"""Rendezvous `machines`: how the launchers of a run find each other, start together, and handle lost and leaving machines.
+"""Rendezvous `machines`: the launchers of a run find each other, start together, and handle lost and leaving machines.
 
-`accelerate launch` and torchrun wait for the other machines before they start a recipe. With `--rdzv_backend machines`, as in
-the files of accelerate_configs/, this module does the waiting; pyproject.toml registers it as a plug-in of torchrun.
+`accelerate launch` and torchrun use it with `--rdzv_backend machines`, as in the files of accelerate_configs/.
 
-- The machine that has the given address is machine 0. So no machine needs a number, and the main process stays there.
+- The machine that has the given address is machine 0. So no machine needs a number.
 - A run starts when all machines are there, whatever their clocks say.
-- A wait is reported after ten seconds, with its cause, and ends after `join_timeout` seconds (`--rdzv_conf join_timeout=60`).
+- A wait is reported after ten seconds, with its cause, and ends after `join_timeout` seconds.
 - It listens only at the given address, a single machine only on its loopback.
-- With `--rdzv_conf at_least=1` and `--max_restarts`, machines may leave and come back. A machine that is asked to leave does
-  so after a checkpoint, and the others continue at once.
-- Processes that refuse their command, or stop because they were asked to, are not restarted. The launcher then ends with
-  their exit code and no message. After a crash it prints one line with the failed process, and no traceback of its own.
+- With `at_least` and `--max_restarts`, machines may leave, after a checkpoint, and come back.
+- Processes that refuse their command, or were asked to stop, are not restarted: the launcher ends with
+  their exit code. After a crash it prints one line with the failed process, and no traceback.
 - When the launcher of one machine gives up, the others give up too.
 """
 
@@ -54,7 +52,7 @@ SILENCE_S = 60  # a machine counts as lost if it has not done so for this time
 ELASTIC_SILENCE_S = 15  # the same if the others then continue without it
 POLL_S = 0.1
 ANSWER = timedelta(seconds=30)  # if the main machine does not answer for so long, it counts as gone
-LATE_EXIT_S = 3.0  # how long after the end of another launcher the processes of this one may announce theirs
+LATE_EXIT_S = 3.0  # after another launcher's end, for processes that end on purpose, too
 
 
 def create(parameters: RendezvousParameters) -> "Machines":
@@ -116,7 +114,7 @@ class Machines(RendezvousHandler):
             self._team.become(RUNNING, self._round)
             self._joining = False
             rank = self._round.machines.index(self._team.number)
-            # A connection of its own: torch's agent may wait in this store, and the records must still be renewed.
+            # A connection of its own: torch's agent may wait in it, and records must still be renewed.
             store = PrefixStore(f"round {self._round.number}", self._store.clone())
             if not self._hosting:
                 network.bound_silence(self._port, ANSWER)
@@ -225,7 +223,7 @@ class Machines(RendezvousHandler):
 
     def _forward_request(self) -> None:
         """Ask the processes to stop if this launcher was asked; kill them if they don't stop in time."""
-        patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))  # torch's variable and default
+        patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))  # as torch
         if self._asked and self._asked_since == math.inf:
             self._asked_since = time.monotonic()
             exit_codes.notify(self._exits, self._asked)
@@ -242,7 +240,7 @@ class Machines(RendezvousHandler):
         if self._round.machines.index(self._team.number) in leavers:
             if len(leavers) == len(self._round.machines):
                 again = "the run stops; the same command on all machines resumes from the last checkpoint"
-                self._leave(again if self._most > 1 else "")  # on one machine the main process has already printed it
+                self._leave(again if self._most > 1 else "")  # one machine's main process has printed it
             self._leave("this machine leaves, the others continue; the same command lets it join again")
         return leavers
 
@@ -348,7 +346,7 @@ def _reach(host: str, port: int, patience: float) -> tuple[TCPStore, bool]:
     except Refused as refusal:
         _give_up(str(refusal))
     found: list[TCPStore] = []
-    # In a thread, since TCPStore waits for ever if another program listens there and does not answer.
+    # In a thread: TCPStore waits for ever for another program that does not answer.
     joining = threading.Thread(target=lambda: found.append(TCPStore(host, port, timeout=ANSWER)), daemon=True)
     joining.start()
     joining.join(ANSWER.total_seconds())

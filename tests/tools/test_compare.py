@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,7 +73,7 @@ def test_intervals_hold_the_true_difference_as_often_as_they_say_and_equal_model
 
 def test_resamples_are_always_the_same(monkeypatch) -> None:
     first = np.concatenate([*bootstrap.resampled(37, 50)])
-    assert (first.sum(1) == 37).all()
+    assert (first.sum(1) == 37).all() and abs((first == 0).mean() - math.exp(-1)) < 0.03
     monkeypatch.setattr(bootstrap, "_CELLS", 37 * 20)  # in parts, which take less memory
     parts = [*bootstrap.resampled(37, 50)]
     assert [len(part) for part in parts] == [20, 20, 10] and (np.concatenate(parts) == first).all()

@@ -296,18 +296,25 @@ def test_what_cannot_be_done_is_refused_in_one_line(trained_classifier, trained_
     for run, words, text in (
         (trained_classifier, [], "no images are named"),
         (trained_classifier, [image, "--data", "a.tar"], "--data a.tar: names shards, and "),
+        (trained_classifier, ["--data", tmp_path / "no-{0..1}.tar"], "no-0.tar: byte 0: No such file or directory"),
         (trained_classifier, ["--data", digits], "names no shard; give a file, a folder, or a pattern"),
         (trained_classifier, [image, "--top", 0], "--top 0: must be at least 1"),
         (trained_classifier, [image, *coco, old], "for detectors"),
         (trained_detector, [image, "--format", "coco"], "with --images_of JSON"),
+        (trained_classifier, [image, "--learning_rate", 3], "unknown flag --learning_rate"),
         (trained_classifier, [image, "-o", old], "old: exists; name another, or add --overwrite"),
         (trained_classifier, [image, "--draw", "/dev/null/x"], "--draw /dev/null/x: "),
         (trained_detector, [image, *coco, old], "not COCO's annotations"),
         (trained_detector, [image, *coco, empty], "is none of the 0 images"),
         (trained_detector, [image, *coco, other], "has no category 1, 2"),
-        (trained_detector, [image, *coco, other, "-o", other, "--overwrite"], "is the file of --images_of; name"),
+        (
+            trained_detector,
+            [image, *coco, other, "-o", other, "--overwrite"],
+            "is the file of --images_of; name another",
+        ),
+        (tmp_path, [image], "neither config.json nor manifest.json"),
     ):
-        assert text in refusal(main, run, *words, "--workers", 0)
+        assert text in refusal(main, run, *words, *([] if "--learning_rate" in words else ["--workers", 0]))
         assert sorted(os.listdir(tmp_path)) == ["empty", "old", "other"], words
     assert old.read_text() == "old"
 

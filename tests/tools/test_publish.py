@@ -170,7 +170,9 @@ def test_what_cannot_be_published_is_refused_in_one_line(trained_classifier, tmp
     new = ("--dry_run", tmp_path / "new")
     assert "no run folder" in refused(trained_classifier / "best", *new)
     assert "must be OWNER/NAME" in refused(trained_classifier, *new, "--to", "digits")
-    assert "is there already" in refused(trained_classifier, "--dry_run", trained_classifier / "best")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "file").touch()
+    assert "is there already" in refused(trained_classifier, "--dry_run", tmp_path / "old")
     assert refused(trained_classifier, "--dry_run", "/dev/null/x").startswith("--dry_run /dev/null/x: ")
     run = tmp_path / "run"
     shutil.copytree(trained_classifier, run)
