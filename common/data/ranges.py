@@ -146,7 +146,7 @@ def _patiently(patience: float, name: str, start: int, stop: int, tag: str | Non
 
 @lru_cache
 def _tell_once(text: str) -> None:
-    print(printable(text), file=sys.stderr, flush=True)
+    print(f"{printable(text)}\n", end="", file=sys.stderr, flush=True)  # in one piece: threads speak at once
 
 
 def _ask_by_fsspec(name: str, start: int, stop: int, tag: str | None) -> Answer:

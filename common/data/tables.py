@@ -134,7 +134,7 @@ class Table(Columns):
     rows: np.ndarray  # int64[N]
     title: str
     folder: str  # relative paths start here
-    sizes: np.ndarray | None = None  # int64[N] bytes of files, -1 for a missing one; None if the table has all images
+    sizes: np.ndarray | None = None  # int64[N] bytes of files, -1 for a missing one; None if the table has bytes
 
     def name(self, index: int) -> str:
         if self.sizes is not None and isinstance(content := self._cell(index), str):
@@ -163,7 +163,7 @@ class Table(Columns):
         contents, paths = _contents(self.column)
         if self.sizes is not None:  # otherwise a path is only where the bytes once came from
             return fingerprint_of(self.classes, self.labels, self.sizes, paths and paths.take(self.rows))
-        return fingerprint_of(self.classes, self.labels, pc.binary_length(contents).to_numpy()[self.rows])
+        return fingerprint_of(self.classes, self.labels, pc.binary_length(contents).fill_null(-1).to_numpy()[self.rows])
 
     def random_numbers(self, key: int) -> np.ndarray:
         return mix(self.rows, key)
@@ -218,18 +218,12 @@ def _contents(column: "datasets.Dataset") -> tuple[pa.ChunkedArray | None, pa.Ch
 
 
 def _file_sizes(column: "datasets.Dataset", folder: str) -> np.ndarray | None:
-    """int64[N]: bytes of each image, -1 if it has neither bytes nor a file; None if all have bytes."""
+    """int64[N]: bytes of each file, -1 for a missing one; None if the column has bytes."""
     contents, paths = _contents(column)
-    if contents is not None and not contents.null_count:
+    if paths is None or (contents is not None and contents.null_count < len(contents)):
         return None
-    sizes = np.full(len(column), -1)
-    if contents is not None:
-        sizes = pc.binary_length(contents).fill_null(-1).to_numpy().astype(np.int64)
-    if paths is not None:
-        without = np.flatnonzero(sizes < 0)
-        names = (name for chunk in paths.take(pa.array(without)).chunks for name in chunk.to_pylist())
-        sizes[without] = sizes_of(os.path.join(folder, name) if name else "" for name in names)
-    return sizes
+    names = (name for chunk in paths.chunks for name in chunk.to_pylist())
+    return np.array(sizes_of(os.path.join(folder, name) if name else "" for name in names), np.int64)
 
 
 # ---- labels
