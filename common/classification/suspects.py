@@ -37,9 +37,7 @@ class Suspects(NamedTuple):
     others: np.ndarray  # int64[n]: the class that is suggested, or for multi-label data to be added or taken away
     others_probabilities: np.ndarray  # float64[n]
     likely: int  # how many of the first are likely wrong; the others are worth a look
-    classes: list[
-        tuple[int, int, int, int]
-    ]  # classes that were not learnt: class, suggested class, images like others, images
+    classes: list[tuple[int, int, int, int]]  # not learnt: class, suggested class, images like others, images
     looked_at: int  # images
 
     def verdict(self, place: int) -> str:

@@ -33,9 +33,7 @@ class FoundBoxes:
     images: Any  # `Files`, `Table` or `Shards`
     classes: tuple[str, ...]
     rows: np.ndarray  # int64[M] the image of each box
-    boxes: (
-        np.ndarray
-    )  # float64[M, 4] left, top, width, height in pixels, or in shares of the upright image if `relative`
+    boxes: np.ndarray  # float64[M, 4] left, top, width, height in pixels, or in shares of the image if `relative`
     labels: np.ndarray  # int64[M]
     category_ids: np.ndarray = field(default_factory=_unknown)  # int64[K]; default: from 0 up
     image_ids: np.ndarray = field(default_factory=_unknown)  # int64[N]; default: from 0 up
