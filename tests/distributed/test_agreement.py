@@ -54,6 +54,6 @@ def test_code_packages_and_settings_are_facts(tmp_path: Path, monkeypatch) -> No
         return facts(Config(lr))
 
     before = of("here", "a = 1", 0.1)
-    names = "Python torch timm mine.py loss.py common/data/batch_plan.py common/detection/models/fcos.py"
+    names = "Python torch timm mine.py loss.py common/data/batch_plan.py common/detection/models/rcnn.py"
     assert before["--lr"] == "0.1" and {*names.split()} <= before.keys()
     assert differences(of("there", "a = 2", 0.2), before) == "--lr 0.2 instead of 0.1, loss.py is another file"

@@ -37,9 +37,7 @@ class DETR(Detector):
         self.model, self.pretrained_cfg = build_model(spec)
         self.config, self.begins_with, self.seed = self.model.config, self.model.begins_with, spec.seed
         self.classes, self.queries = spec.classes, self.config.num_queries
-        self.strides = [*self.config.feat_strides]
-        while len(self.strides) < self.config.num_feature_levels:  # coarser maps are made from the backbone's last
-            self.strides.append(2 * self.strides[-1])
+        self.strides = self.config.feat_strides
         self.stride = max(self.strides)
         costs = "alpha", "gamma", "class_cost", "bbox_cost", "giou_cost"
         self.costs = {name: getattr(self.config, f"matcher_{name}") for name in costs}
