@@ -19,7 +19,7 @@ from tests.harness.drawings import draw_stripes, save_colours
 from tests.harness.outcomes import Outcome, assert_same_training, distance, identical, parameters, start_of, statistics
 from tests.recipes.copied import CHANGES, copy
 
-STEPS, OFTEN, CLASSES = 9, 3, 40  # steps of a run, and between checkpoints; classes of a head that is cut
+STEPS, CLASSES = 9, 40  # steps of a run, with a checkpoint after each third; classes of a head that is cut
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
 HYBRID = FSDP | {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
@@ -56,6 +56,7 @@ class Case:
     long: str = ""  # those that are left to the long tests
     batch: int = 44
     recipe: str = "cls"
+    steps: int = STEPS
 
 
 VARIED = "--augment rand-m5-n1 --random_erasing 0.25 --drop_path 0.1 --mixup 0.2 --cutmix 0.2 --ema_decay 0.9"
@@ -72,6 +73,7 @@ CASES = {
         f"--model test_vit --lr 2e-3 {VARIED} --layer_decay 0.8 --clip 1 --label_smoothing 0.1",
         "3x16, 2x12 shards, 2x22 from 2x12 shards, 1x44 from 2x12 shards, 3x16 shards from 1x44, 3x16 shards from 2x12 shards",
         "1x12, 2x22, 2x8, 3x16 shards, 2x12 zero2, 4x6 hybrid, 5x5 shards",
+        steps=30,
     ),
     "resnet-group": Case(f"{GROUP} {VARIED}", "2x8, 2x12 shards", "1x12, 2x22, 3x16, 3x16 shards"),
     "resnet-global": Case(
@@ -188,8 +190,8 @@ def runs(run_several, stripes, scenes, rf_detr, tmp_path_factory, request) -> di
     data = {"cls": stripes, "det": scenes, "several labels": folder / "labels"}
     for world in WORLDS:
         processes, _, kind = world.partition(" ")
-        common = f"--log_every 1 --eval_every {STEPS} --checkpoint_every {OFTEN} --keep_checkpoints 9"
-        common = [*common.split(), "--workers", int(processes) - 1, "--output_dir", folder / "runs"]
+        common = ["--log_every", 1, "--keep_checkpoints", 9, "--workers", int(processes) - 1]
+        common += ["--output_dir", folder / "runs"]
         commands = more(world, recipes, folder / "runs/sampled: 2x3", stripes, common)
         for run in sorted(wanted):
             if world_of(run) == world:
@@ -197,7 +199,8 @@ def runs(run_several, stripes, scenes, rf_detr, tmp_path_factory, request) -> di
                 name = run.partition(": ")[0]
                 case = CASES[name]
                 sizes = f"--global_batch_size {case.batch} --max_micro_batch_size {most}"
-                words = f"{case.flags} {sizes} --max_steps {STEPS} --dtype float64".replace("RF_DETR", str(rf_detr))
+                lengths = f"--max_steps {case.steps} --eval_every {case.steps} --checkpoint_every {case.steps // 3}"
+                words = f"{case.flags} {sizes} {lengths} --dtype float64".replace("RF_DETR", str(rf_detr))
                 commands[run] = [recipes[case.recipe], *words.split(), *common]
                 commands[run] += ["--data", data.get(name, data.get(case.recipe, folder / "identities"))]
                 if origin:  # the first checkpoint that it made
@@ -219,10 +222,11 @@ def test_every_layout_is_the_same_run(name: str, runs: dict[str, Outcome]) -> No
     case = name.partition(":")[0]
     whole, cut = runs[f"{case}: 1x{CASES[case].batch}"], runs[name]
     losses, start = whole.column("train/loss"), start_of(whole)
-    assert len(losses) == STEPS
+    steps = CASES[case].steps
+    assert len(losses) == steps
     # With few boxes, or a tenth of the classes as negatives, losses are too noisy in a few steps.
     assert CASES[case].recipe in ("sampled", "det") or losses[-3:].mean() < losses[:3].mean(), "the compared run learns"
-    assert cut.column("step").tolist() == [*range(1 + OFTEN * name.count(" from "), STEPS + 1)]
+    assert cut.column("step").tolist() == [*range(1 + steps // 3 * name.count(" from "), steps + 1)]
     assert_same_training(whole, cut, start)
     for key in ("epoch", "samples", "train/lr", "eval/count", "eval/top1", "eval/ema_top1"):
         mine = cut.column(key).tolist()
