@@ -100,9 +100,6 @@ def test_each_row_and_picture_is_shown_once_through_a_kill_and_a_longer_run(
     rows = {row["step"]: row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
     assert list(rows) == [*range(1, STEPS + 1)]
     assert all({"train/weight_norm", "train/update_ratio", *COLUMNS[recipe]} <= row.keys() for row in rows.values())
-    assert all(
-        ("perf/slowest_rank" in row) == ("perf/slowest_rank_lag" in row) == (processes > 1) for row in rows.values()
-    )
     if of_wandb:
         ((run_id, run),) = server.runs.items()
         shown = {row["_step"]: row for row in server.history(run_id)}
