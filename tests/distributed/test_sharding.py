@@ -137,11 +137,15 @@ def test_the_main_process_alone_gets_a_whole_copy_and_weights_are_its_own(proces
     assert processes.run(rank_copies, ranks=2) == [expected, {}]
 
 
-class View(nn.Sequential):
+class View(nn.Module):
     """A block whose output is a view."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8))
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x)[:, :4]
+        return self.layers(x)[:, :4]
 
 
 class InPlace(nn.Module):
@@ -150,7 +154,7 @@ class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(View(nn.Linear(4, 4), nn.Linear(4, 8)) for _ in range(3))
+        self.blocks = nn.ModuleList(View() for _ in range(3))
         self.head = nn.Linear(4, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
