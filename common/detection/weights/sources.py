@@ -58,6 +58,9 @@ def origin(source: str) -> Origin:
 def read(source: str, peeking: bool = False) -> Weights:
     """The weights of `source`; with `peeking` perhaps without tensors. Raises `Refused`."""
     path = Path(source)
+    if (path / "config.yaml").is_file() and (path / "best").is_dir():  # a run folder
+        path = path / "best"
+        source = str(path)
     try:
         if source.startswith(torchvision_weights.PREFIX):
             source_name, _, file = source.partition("=")
