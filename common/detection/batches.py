@@ -1,8 +1,8 @@
 """Batches of images with boxes, padded to one canvas.
 
-All micro-batches of a step have the same canvas: padding changes features, so it must not depend on how the step is
-split. The canvas is a function of the sizes of the step's images, which every worker knows without decoding them. In an
-evaluation each image has the canvas that it would have alone.
+All micro-batches of a step have the same canvas: padding changes features, so it must not depend on
+how the step is split. The canvas follows from the sizes of the step's images, which every worker
+knows without decoding them. In an evaluation each image has the canvas that it would have alone.
 """
 
 import math
@@ -39,8 +39,8 @@ class DetectionBatch(DeviceBatch):
     """A micro-batch of B images with their boxes."""
 
     images: torch.Tensor  # uint8[B, 3, H, W], each at the top left of the canvas
-    # One dict per image: boxes float32[n, 4] in pixels of the canvas, labels int64[n], crowd bool[n], position, size, regions
-    # (list of the rows that are crowd regions); from some sources also masks uint8[n, H, W].
+    # One dict per image: boxes float32[n, 4] in pixels of the canvas, labels int64[n], crowd bool[n],
+    # position, size, regions (rows that are crowd regions); with masks also masks uint8[n, H, W].
     targets: list[dict]
     positions: torch.Tensor  # int64[B], of the stream; image indices in evaluation
     sizes: torch.Tensor  # int64[B, 2] width and height on the canvas
@@ -114,7 +114,7 @@ class TrainingImages(Dataset):
         return batch
 
     def blank(self, count: int) -> DetectionBatch:
-        """`count` images of noise on the largest canvas of the first hundred steps, with as many boxes as can occur."""
+        """`count` images of noise on the largest canvas of the first 100 steps, with as many boxes as can occur."""
         height, width = max((self.canvas(step) for step in range(100)), key=math.prod)
         samples = []
         for boxes in self._most_boxes(count).tolist():
@@ -137,7 +137,7 @@ class TrainingImages(Dataset):
         return found
 
     def _most_boxes(self, count: int) -> np.ndarray:
-        """int64[count]: the largest numbers of boxes of an image; sums if positions may show several images."""
+        """int64[count]: largest numbers of boxes, summed if a position may show several images."""
         ways = self.augmentation
         parts = 1 + 3 * (ways.mosaic > 0) + (ways.mixup > 0)
         if self.source.fresh:  # each position has an image of its own
@@ -161,7 +161,7 @@ class TrainingImages(Dataset):
         return self.augmentation.sizes(positions, sizes)
 
     def _augmented(self, places: list[tuple[int, int]], broken: list[str]) -> Sample:
-        """The sample of the image at the first of `places` (index, position), with the others as its partners."""
+        """The sample at the first of `places` (index, position), with the others as its partners."""
         position = places[0][1]
         try:
             return self.augmentation([self.source.sample(*place, self.cache) for place in places], position, self.fill)
@@ -171,14 +171,14 @@ class TrainingImages(Dataset):
             return self.augmentation([*parts], position, self.fill)
 
     def _partner(self, position: int, draw: int) -> int:
-        """The index of an image to be shown with that at `position`: of blocks one of the same step, which are being read."""
+        """Index of a partner for `position`: of blocks one of the same step, which are being read."""
         if not self.stream.blocks:
             return draw % len(self.source)
         place = position - position % self.stream.global_batch_size + draw % self.stream.global_batch_size
         return int(self.stream.indices(np.array([place]))[0])
 
     def _decoded(self, index: int, position: int) -> tuple[Sample, str]:
-        """The sample, decoded whole, and ""; or an empty scene of its size, so that the step's canvas stays, and the reason."""
+        """The sample, decoded whole, and ""; or an empty scene of its size, and the reason."""
         try:
             sample = self.source.sample(index, position, self.cache)
             return sample._replace(image=Picture(sample.image.whole())), ""
@@ -212,7 +212,7 @@ class EvaluationScenes(Dataset):
         export(model, train, self.augmentation, results, folder)
 
     def batches(self, limit: int) -> list[np.ndarray]:
-        """The indices of all images, in batches of up to `limit` images with the same canvas, large ones first."""
+        """All indices, in batches of up to `limit` images with the same canvas, large ones first."""
         canvases = _multiples(self._sizes(np.arange(len(self.source))), self.stride)
         order = np.lexsort((*canvases.T, -canvases.prod(1)))
         alike = np.split(order, np.flatnonzero(np.diff(canvases[order], axis=0).any(1)) + 1)
@@ -237,7 +237,7 @@ class EvaluationScenes(Dataset):
         return self.augmentation.sizes(indices, self.source.sizes[indices])
 
     def in_originals(self, found: list[dict[str, torch.Tensor]], batch: DetectionBatch) -> list[dict]:
-        """The detections of a batch in pixels of the originals instead of the canvas; masks become `rles`."""
+        """Detections of a batch in pixels of the originals instead of the canvas; masks become `rles`."""
         images = []
         for place, index in enumerate(batch.positions.tolist()):
             original = self.source.sizes[index]
@@ -257,7 +257,7 @@ def fill_of(model: Detector) -> tuple[int, int, int]:
 
 
 def blank_padding(images: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Set normalised images [B, 3, H, W] to 0 outside their `sizes` int64[B, 2] (width, height), in place, on the device."""
+    """Set normalised images [B, 3, H, W] to 0 outside their `sizes` int64[B, 2] (width, height), in place."""
     height, width = (torch.arange(side, device=images.device) for side in images.shape[2:])
     inside = (height[:, None] < sizes[:, 1, None, None]) & (width < sizes[:, 0, None, None])
     return images.mul_(inside[:, None])

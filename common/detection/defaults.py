@@ -18,7 +18,7 @@ _MISSING = {
 
 
 def describe(config) -> dict[str, str]:
-    """Rows of the start table: the settings that the weights of `--init` decided, or a hint at pretrained weights."""
+    """Rows of the start table: settings that the weights of `--init` decided, or a hint at weights."""
     of_weights = settings(config.init) if config.init else {}
     chosen = [f"{name} {value}" for name, value in of_weights.items() if getattr(config, name) == value]
     return {"as the weights": ", ".join(chosen)} if chosen else defaults.describe(config)

@@ -16,10 +16,10 @@ from common.detection.transforms import BoxAugmentation
 
 
 def export(detector: Detector, source: Annotated, plain: BoxAugmentation, results: dict, folder: Path) -> None:
-    """Write a folder of weights, `config.json` with all that is needed to detect with them, and `results.json`.
+    """Write a folder of weights, `config.json` with all settings to detect with them, and `results.json`.
 
-    `source` has the classes that it was trained on, `plain` is how images were resized to evaluate it. A detector with an
-    `export(folder, classes, side)` of its own, as transformers' have, writes the first two itself. The folder must not exist.
+    `source` has its classes, `plain` resized images for its evaluation. A detector with an `export` of its
+    own, as transformers' have, writes the first two itself. The folder must not exist.
     """
     folder.mkdir(parents=True)
     if hasattr(detector, "export"):

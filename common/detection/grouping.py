@@ -1,4 +1,4 @@
-"""Which image stands at which position: rare classes more often, similar shapes in one step, with less padding."""
+"""Order of the images: rare classes more often, similar shapes in one step, with less padding."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,11 +48,11 @@ def repeat_weights(source: Annotated, threshold: float) -> np.ndarray | None:
 
 @dataclass(frozen=True)
 class GroupedStream(Stream):
-    """A stream whose images are reordered within windows of `window` global batches, so that batches hold similar shapes.
+    """A stream reordered within windows of `window` global batches, so that batches hold similar shapes.
 
-    Images stay in their epoch: it still holds each exactly once, or as often as the stream's weights say. Random access
-    stays, at the cost of a window's indices. Which batch of a window gets which shapes is random, so that the order of the
-    steps does not depend on shapes.
+    Images stay in their epoch: it still holds each once, or as often as the stream's weights say. Random
+    access costs a window's indices. Which batch of a window gets which shapes is random, so that the
+    order of the steps does not depend on shapes.
     """
 
     aspects: np.ndarray = field(kw_only=True)  # float[size]: width / height of each image

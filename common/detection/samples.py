@@ -35,7 +35,7 @@ def nothing(width: int, height: int, fill: tuple[int, int, int], masks: bool) ->
 
 
 def crop(sample: Sample, inside: np.ndarray, size: tuple[int, int], rows: np.ndarray) -> Sample:
-    """The part `inside` int[4] (left, top, right, bottom) of a source's image, resized to `size` (height, width), as tensors.
+    """The part `inside` int[4] (left, top, right, bottom) of an image, resized to `size` (height, width).
 
     Of the objects only `rows` int[n]. If the image is decoded at a reduced resolution, or kept
     smaller in a cache, the edges are moved to whole pixels of it; boxes and masks follow.
@@ -99,7 +99,7 @@ def joined(image: torch.Tensor, samples: list[Sample]) -> Sample:
 
 
 def finished(sample: Sample) -> Sample:
-    """A sample without objects whose mask has no pixel left, and boxes within the image: scaling may round up."""
+    """Without objects whose mask has no pixel left, and with boxes within the image: scaling may round up."""
     edges = torch.tensor(sample.image.shape[:0:-1])[FIRST]
     sample = sample._replace(boxes=torch.minimum(sample.boxes.clamp(min=0), edges))
     if sample.masks is None:

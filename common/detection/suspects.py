@@ -17,9 +17,9 @@ from common.detection.evaluation.matching import IN_CROWD, IOU, Matches
 from common.detection.evaluation.plots import read_image
 from common.run.plots import BLUE, ORANGE, Cell, run_of, sheet, short
 
-SAME, APART = 0.7, 0.2  # overlap from which a detection is at the place of a box; below which it is of something else
+SAME, APART = 0.7, 0.2  # overlap: at the place of a box from here on; below of something else
 LEAST = {"missing": 0.2, "moved": 0.2, "relabelled": 0.1}  # weight from which a finding is worth a look
-LIKELY = {"missing": 0.2, "moved": 0.35, "relabelled": 0.4}  # and from which it is likely wrong: docs/after_training.md
+LIKELY = {"missing": 0.2, "moved": 0.35, "relabelled": 0.4}  # likely wrong: docs/after_training.md
 SHOWN = 24  # on the sheet
 _BOX = ("left", "top", "right", "bottom")
 COLUMNS = ("rank", "verdict", "image", "kind", "label", *_BOX, "suggested", *(f"suggested_{side}" for side in _BOX))
@@ -34,7 +34,7 @@ class Finding(NamedTuple):
     object: int  # row of the source's columns of boxes; -1: missing
     detection: int  # row of the columns of detections, which suggests another box or class
     overlap: float  # of both
-    weight: float  # the detection's score, less where it and the box nearly agree, or as the box's own class scores too
+    weight: float  # the detection's score, less where it nearly agrees with the box
 
     @property
     def is_likely(self) -> bool:
@@ -43,7 +43,7 @@ class Finding(NamedTuple):
 
 
 def findings(matches: Matches) -> list[Finding]:
-    """Boxes that the good detections of `matches` contradict, one for each object at most; likely wrong ones first."""
+    """Boxes that good detections contradict, at most one for each object; likely wrong ones first."""
     source, found = matches.source, []
     for image in range(len(source)):
         rows = matches.of_image(image, good=False)
@@ -61,7 +61,7 @@ def findings(matches: Matches) -> list[Finding]:
         overlaps, alike, boxes = overlaps[:good], alike[:good], boxes[:good]
         confirmed = (overlaps * alike >= SAME).any(0)
         told: set[int] = set()
-        first = ~np.triu(box_iou(boxes, boxes).numpy() >= IOU, 1).any(0)  # not there already with another class
+        first = ~np.triu(box_iou(boxes, boxes).numpy() >= IOU, 1).any(0)  # not there with another class
         for row, overlap, same, best in zip(rows[:good].tolist(), overlaps, alike, first, strict=True):
             score, largest = float(matches.rows[row, 4]), float(overlap.max(initial=0))
             place = int(overlap.argmax()) if len(overlap) else -1

@@ -37,9 +37,9 @@ _WIDEST = 4.0  # zoom-out: largest side of the canvas, as a multiple of the imag
 class BoxAugmentation:
     """Augmentation of training images: a pure function of (seed, position).
 
-    The result is never larger than `sizes`, a function of metadata alone: every process knows the canvas of a whole step
-    without decoding it. Any part of one or several images is fitted into the size that the position's own image would
-    have as a whole.
+    The result is never larger than `sizes`, a function of metadata alone: every process knows the canvas
+    of a step without decoding it. Parts of images are fitted into the size that the position's own image
+    would have as a whole.
 
     Sources: Liu et al. 2016, SSD (zoom-out, IoU crop, photometric); Ge et al. 2021, YOLOX (mosaic, then MixUp in equal
     parts, both without weights in the loss).
@@ -69,7 +69,7 @@ class BoxAugmentation:
         return np.repeat(np.minimum(short / sizes.min(1), self.long_side / sizes.max(1))[:, None], 2, axis=1)
 
     def sizes(self, positions: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """int64[n, 2]: the largest width and height that `__call__` returns for images of `sizes` at `positions`."""
+        """int64[n, 2]: largest width and height that `__call__` returns for images of `sizes` at `positions`."""
         return _rounded(sizes * self.scales(positions, sizes))
 
     def partners(self, position: int) -> np.ndarray:
@@ -78,7 +78,7 @@ class BoxAugmentation:
         return mix(np.arange(count), key_of(self.seed, "partners", position))
 
     def __call__(self, samples: list[Sample], position: int, fill: tuple[int, int, int]) -> Sample:
-        """The samples of a position and of its partners -> one sample of tensors: image uint8[3, h, w], boxes float32[m, 4].
+        """The samples of a position and its partners -> one of tensors: image uint8[3, h, w], boxes float32[m, 4].
 
         `fill` is the colour where no image is.
         """
@@ -114,7 +114,7 @@ class BoxAugmentation:
         return self._shown(sample, _part(view, limit, scale), limit, scale, position, fill, kept)
 
     def _mosaic(self, samples: list[Sample], position: int, fill: tuple[int, int, int]) -> Sample:
-        """Four images around a point, each cut to its corner, at 0.5 to 1 times the scale that it would have alone."""
+        """Four images around a point, each cut to its corner, at 0.5 to 1 times its own scale."""
         where = np.array([position])
         width, height = self.sizes(where, size_of(samples[0])[None])[0].tolist()
         self._seed(position, "mosaic")
@@ -138,7 +138,7 @@ class BoxAugmentation:
     def _shown(
         self, sample: Sample, view: np.ndarray, limit: np.ndarray, scale: np.ndarray, position: int, fill, kept=True
     ) -> Sample:
-        """The part of a sample in `view` (left, top, right, bottom; may exceed the image), resized, mirrored and coloured."""
+        """The part in `view` (left, top, right, bottom; may exceed the image), resized, mirrored, coloured."""
         out = np.minimum(_rounded((view[2:] - view[:2]) * scale), limit)
         width, height = out.tolist()
         inside = view.clip(0, size_of(sample)[FIRST])
@@ -203,7 +203,7 @@ def _corner(free: np.ndarray) -> np.ndarray:
 
 
 def _part(view: np.ndarray, limit: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """The largest part of a view that fits into `limit` at these scales of width and height, at a random place in it."""
+    """The largest part of a view that fits into `limit` at these scales, at a random place in it."""
     size = view[2:] - view[:2]
     shown = np.minimum(size, np.ceil(limit / scale - 1e-6)).clip(min=1).astype(int)
     shown = np.where(_rounded(size * scale) <= limit, size, shown)  # rounding down cuts nothing off

@@ -144,6 +144,13 @@ def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return [*found.values()]
 
 
+def from_local(shard: Tensor, like: DTensor) -> DTensor:
+    """A tensor cut as `like` is, of which this rank has `shard`. No communication."""
+    return DTensor.from_local(
+        shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     """The L2 norm of all tensors together, whole or in shards; without a wait. A collective if some are in shards."""
     norms = [whole(torch.nn.utils.get_total_norm(part)) for part in alike(tensors) or [[]]]

@@ -1,7 +1,7 @@
 """What a step does to the weights: their norm, the norm of their change, and the learning rate of each part.
 
 It is computed only for steps that are logged, on the device, and nothing waits for it. In between there is no copy of the
-weights.
+weights. The copy of shards lies on the host during the step, as their devices have no memory to spare.
 """
 
 from collections.abc import Sequence
@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from common.distributed.sharding import local, total_norm
+from common.distributed import devices
+from common.distributed.sharding import from_local, local, total_norm
 from common.errors import Refused
 from common.training.parts import parts
 
@@ -29,22 +31,23 @@ class UpdateSize:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._model, self._optimizers, self._parameters = model, optimizers, list(model.parameters())
         self._groups: dict[str, list[dict]] | None = None  # parameter groups by part, once their rates are set
-        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []  # weights and their copies
+        self._weights: list[torch.Tensor] = []
+        self._before: list[torch.Tensor] = []
 
     @torch.no_grad()
     def begin(self) -> None:
         """Copy the weights that have a gradient, which the step trains. Called before the optimizers' steps."""
-        if not self._copied:
-            trained = [weight for weight in self._parameters if weight.grad is not None]
-            self._copied = [(weight, weight.detach().clone()) for weight in trained]
+        if not self._before:
+            self._weights = [weight for weight in self._parameters if weight.grad is not None]
+            self._before = [_copy(weight.detach()) for weight in self._weights]
 
     @torch.no_grad()
     def end(self) -> Update:
         """The step that was made since `begin`; without norms if that was not called. Frees the copy."""
-        if not self._copied:
+        before, weights, self._before, self._weights = self._before, self._weights, [], []
+        if not before:
             return Update(self._rates())
-        weights, before = zip(*self._copied, strict=True)
-        self._copied = []
+        before = [_back(copy, weight) for copy, weight in zip(before, weights, strict=True)]
         size = total_norm(before)
         torch._foreach_sub_([*map(local, before)], [*map(local, weights)])
         return Update(self._rates(), torch.stack([size, total_norm(before)]))
@@ -75,3 +78,16 @@ class UpdateSize:
             for part in dict.fromkeys(part_of.get(id(weight), "") for weight in group["params"]):
                 found.setdefault(part, []).append(group)
         return found
+
+
+def _copy(weight: torch.Tensor) -> torch.Tensor:
+    if not isinstance(weight, DTensor):
+        return weight.clone()
+    shard = local(weight)
+    host = torch.empty_like(shard, device="cpu", pin_memory=devices.has_streams(shard.device))
+    return host.copy_(shard, non_blocking=True)
+
+
+def _back(copy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The copy on the device of `weight`. Gradients are gone by now, so there is room."""
+    return from_local(copy.to(weight.device, non_blocking=True), weight) if isinstance(weight, DTensor) else copy

@@ -32,7 +32,9 @@ def make(family, backbone="test_resnet", levels=(3, 5), classes=10, **options):
     width = {"width": 32, "drop_path": 0.0} | options
     spec = DetectorSpec(family, backbone, classes, levels=levels, seed=3, **width)
     detector = build_detector(spec)
-    detector.flags = flags(spec)
+    words = {name: getattr(spec, name) for name in ("width", "convolutions", "variant")}
+    named = {"detector": family, "levels": f"{levels[0]}-{levels[1]}", "init_classes": "", "eval_only": ""}
+    detector.flags = SimpleNamespace(**words, **named)  # of the command line
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in detector.named_parameters():
@@ -43,17 +45,6 @@ def make(family, backbone="test_resnet", levels=(3, 5), classes=10, **options):
             if name.endswith("bbox_reg.bias") and family == "fcos":  # boxes with an area
                 parameter.copy_(2 + 0.5 * torch.randn(parameter.shape, generator=generator))
     return detector.eval()
-
-
-def flags(spec):
-    """What the command line says of a detector."""
-    levels = spec.levels and f"{spec.levels[0]}-{spec.levels[1]}"
-    words = {name: getattr(spec, name) for name in ("width", "convolutions", "variant")}
-    return SimpleNamespace(detector=spec.family, levels=levels, init_classes="", eval_only="", **words)
-
-
-def begin(detector, folder, names, **others):
-    return begin_with(detector, read(str(folder)), SimpleNamespace(**vars(detector.flags) | others), names)
 
 
 def leave(detector, folder, short_side=128, long_side=256, source=SOURCE):
@@ -161,7 +152,7 @@ def test_a_new_run_begins_with_what_the_old_one_knows_of_its_classes(family, tmp
     for names, (count, new) in NEW_CLASSES.items():
         fresh, names = make(family, classes=count, **options), names.split()
         before = {name: tensor.clone() for name, tensor in fresh.state_dict().items()}
-        said = begin(fresh, folder, names)
+        said = begin_with(fresh, read(str(folder)), fresh.flags, names)
         for name, tensor in fresh.state_dict().items():
             if name not in heads:
                 assert torch.equal(tensor, theirs[name]), name

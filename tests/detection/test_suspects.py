@@ -39,22 +39,24 @@ def test_a_class_that_scores_nearly_as_well_as_the_given_one_is_no_finding() -> 
     assert kinds(objects, found) == []
 
 
-def test_the_table_names_the_box_and_what_is_suggested() -> None:
-    matches = one_image([(moved(A, 15), 0, False), (B, 2, False)], [(A, 0.9, 0), (B, 0.8, 1), (DOWN, 0.95, 2)])
-    object.__setattr__(matches.source, "name", lambda index: f"{index}.png")
-    header, *rows = suspects.rows(matches, suspects.findings(matches))
-    assert [dict(zip(header, row, strict=True))["kind"] for row in rows] == ["missing", "relabelled", "moved"]
-    missing, relabelled, shifted = (dict(zip(header, row, strict=True)) for row in rows)
+def test_the_table_names_the_box_and_the_suggestion_and_less_sure_ones_stand_last() -> None:
+    found = [(A, 0.9, 0), (B, 0.8, 1), (DOWN, 0.95, 2)]
+    wide = one_image([(moved(A, 15), 0, False), (B, 2, False)], found)
+    near = one_image([(moved(A, 8), 0, False), (moved(B, 10), 1, False)], [(A, 0.9, 0), (B, 0.9, 1), (DOWN, 0.9, 2)])
+    tables = []
+    for matches in (wide, near):
+        object.__setattr__(matches.source, "name", lambda index: f"{index}.png")
+        header, *rows = suspects.rows(matches, suspects.findings(matches))
+        tables.append([dict(zip(header, row, strict=True)) for row in rows])
+    missing, relabelled, shifted = tables[0]
+    assert [row["kind"] for row in tables[0]] == ["missing", "relabelled", "moved"]
     assert (missing["label"], missing["left"], missing["suggested"]) == ("", "", "cow")
     assert (relabelled["label"], relabelled["suggested"]) == ("cow", "dog")
     assert (shifted["left"], shifted["suggested_left"], shifted["overlap"]) == ("25.00", "10.00", "0.4545")
-
-
-def test_what_is_less_sure_is_only_worth_a_look_and_stands_last() -> None:
-    objects = [(moved(A, 8), 0, False), (moved(B, 10), 1, False)]  # they overlap by 0.67 and 0.33
-    matches = one_image(objects, [(A, 0.9, 0), (B, 0.9, 1), (DOWN, 0.9, 2)])
-    object.__setattr__(matches.source, "name", lambda index: f"{index}.png")
-    found = suspects.findings(matches)
-    assert [(finding.object, finding.is_likely) for finding in found] == [(-1, True), (1, True), (0, False)]
-    header, *rows = suspects.rows(matches, found)
-    assert [row[header.index("verdict")] for row in rows] == ["likely wrong", "likely wrong", "worth a look"]
+    expected = [
+        ("missing", "likely wrong"),
+        ("moved", "likely wrong"),
+        ("moved", "worth a look"),
+    ]  # overlaps 0.33, 0.67
+    assert [(row["kind"], row["verdict"]) for row in tables[1]] == expected
+    assert [row["left"] for row in tables[1]] == ["", "70.00", "18.00"]

@@ -146,6 +146,8 @@ def test_a_mosaic_shows_four_images_and_mixup_two():
     for one in result:
         corners = one.image[0, [1, 1, -2, -2], [1, -2, 1, -2]].tolist()
         assert all(corner in (9, 50 + 30 * place) for place, corner in enumerate(corners))
+        rows = [row.nonzero() for row in one.image[0] != FILL[0] if row.any()]
+        assert all(len(row) == row.max() - row.min() + 1 for row in rows)  # they meet, without a gap
     mixed = vary(build(mixup=1.0), 3, own, others)
     assert mixed.labels.tolist() == [0, 1] and mixed.image[0, 30, 20] == (50 + 80) // 2
     assert len(build(mosaic=1.0, mixup=1.0).partners(3)) == 4

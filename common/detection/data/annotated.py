@@ -1,7 +1,7 @@
 """Sources of images with boxes, and the columns of annotations that all of them share.
 
-The boxes of all images stand one after another in columns: of a Python object for each image or box, every data worker would
-copy the memory.
+The boxes of all images stand one after another in columns: every data worker would copy the memory
+of Python objects.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Sample(NamedTuple):
     labels: Any  # int64[n]
     crowd: Any  # bool[n]
     masks: Any = None  # uint8[n, H, W] of 0 and 1, if the source was loaded with masks
-    size: np.ndarray | None = None  # of a source: int[2] width and height that boxes are of; None: the picture's
+    size: np.ndarray | None = None  # int[2] width and height that boxes are of; None: the picture's
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,16 +45,16 @@ class Annotated:
     category_ids: np.ndarray  # int64[K]: ids of the classes in the data; -1 for a class that it does not have
     image_ids: np.ndarray  # int64[N], unique: ids of the images in the data
     sizes: np.ndarray  # int32[N, 2] width and height in pixels, upright
-    offsets: np.ndarray  # int64[N + 1]: boxes of image i are rows offsets[i] to offsets[i + 1] of the columns below
+    offsets: np.ndarray  # int64[N + 1]: rows offsets[i] to offsets[i + 1] below are boxes of image i
     boxes: np.ndarray  # float32[M, 4] left, top, right, bottom in pixels of the upright image
     labels: np.ndarray  # int64[M] class ids
-    crowd: np.ndarray  # bool[M]: regions of several objects, or difficult objects: neither objects nor background
+    crowd: np.ndarray  # bool[M]: crowds or difficult objects: neither objects nor background
     areas: np.ndarray  # float64[M] in square pixels: of the mask if the data has it, else of the box
     truth: np.ndarray = field(default_factory=lambda: np.zeros(0), kw_only=True)
-    """float64[M, 4] left, top, width, height as the data say, not clipped: detections are compared with these. The default
-    is `boxes`, which are rounded: an overlap on a threshold could then count otherwise than in COCO's own evaluation."""
+    """float64[M, 4] left, top, width, height as in the data, not clipped: for the evaluation. The default is
+    `boxes`, which are rounded: an overlap on a threshold may then count otherwise than in COCO's."""
     masks: Masks | None = field(default=None, kw_only=True)  # of the M objects, if masks were asked for
-    notes: tuple[str, ...] = field(default=(), kw_only=True)  # corrections and omissions on loading, in sentences
+    notes: tuple[str, ...] = field(default=(), kw_only=True)  # what loading has corrected or left out
     part: str = field(default="", kw_only=True)  # for people: "val.json" or "20 % held out of train.json"
 
     fresh = False  # True if each position of the stream has a new scene instead of an image of the list
@@ -99,7 +99,7 @@ class Annotated:
         return replace(self, **images, **boxes, offsets=offsets, masks=masks)
 
     def image(self, index: int) -> Image.Image:
-        """The image, RGB and upright, of `sizes[index]`. Raises `images.BrokenImage` if it can't be decoded."""
+        """The image, RGB and upright, of `sizes[index]`. Raises `images.BrokenImage`."""
         return self._of_its_size(index, open_rgb(self.content(index)))
 
     def picture(self, index: int) -> Picture:
@@ -107,7 +107,7 @@ class Annotated:
         return self._of_its_size(index, Picture(self.content(index)))
 
     def _of_its_size(self, index: int, image: T) -> T:
-        """The image. Raises `BrokenImage` if it has another size than the one that its boxes were read for."""
+        """The image. Raises `BrokenImage` if its size has changed since its boxes were read."""
         width, height = self.sizes[index].tolist()
         if (image.width, image.height) != (width, height):
             raise BrokenImage(
@@ -116,7 +116,7 @@ class Annotated:
         return image
 
     def sample(self, index: int, position: int, cache: Cache | None = None) -> Sample:
-        """The training sample at `position` of the stream, which holds `index`. Raises `images.BrokenImage`."""
+        """The training sample `index` at `position` of the stream. Raises `images.BrokenImage`."""
         rows = slice(self.offsets[index], self.offsets[index + 1])
         read = partial(self.picture, index)
         picture = cache.picture(index, read) if cache else read()
@@ -125,7 +125,7 @@ class Annotated:
         return Sample(picture, boxes, labels, crowd, masks, self.sizes[index])
 
     def rles(self, index: int) -> list[dict]:
-        """The masks of an image's objects as COCO's packed run lengths; none if the source was loaded without masks."""
+        """Masks of an image's objects as COCO's packed run lengths; none if not loaded."""
         rows = slice(self.offsets[index], self.offsets[index + 1])
         return self.masks.rles(index, rows, self.sizes[index], self.boxes[rows]) if self.masks else []
 

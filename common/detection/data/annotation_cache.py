@@ -1,4 +1,4 @@
-"""Annotation cache: annotations that an earlier start has read, if nothing in their folder has changed since.
+"""Annotation cache: what an earlier start has read, if nothing in the folder has changed since.
 
 Reading COCO's annotations takes many seconds and gigabytes. The resulting columns are kept in a file of
 Arrow, which later starts and the other processes of a machine map. A file that is incomplete, or was
@@ -39,31 +39,24 @@ Parts = tuple[AnnotatedImages, ...]  # to train on and to evaluate on, or only t
 def file_of(what: object, origin: Path) -> Path | None:
     """The cache of data; None without a home, or without source code to compare.
 
-    `repr(what)` says which data are read and how; `origin` is the file or folder with the annotations.
+    `repr(what)` says which data are read and how; `origin` is the file or folder with the annotations. Its
+    stamps are part of the name: machines that share a home may have different copies.
     """
+    looks = stamps_of("/", pa.array([os.fsencode(origin)], pa.large_binary())).tolist()
+    words = [repr(what), looks, np.__version__, pa.__version__, PIL.__version__, os.geteuid()]
+    digest = hashlib.blake2b(json.dumps(words).encode(), digest_size=16)
     with suppress(OSError, RuntimeError):
-        return files.cache_folder() / f"{_key(what, origin)}.arrow"
+        for file in _CODE:
+            digest.update(file.read_bytes())
+        return files.cache_folder() / f"{digest.hexdigest()}.arrow"
     return None
 
 
 def keep(file: Path, parts: Parts, seen: Stamps) -> None:
-    """Write a cache of `parts`, for which the files in `seen` were looked at, unless they have changed just now."""
+    """Write a cache of `parts`, made from the files in `seen`, unless these have changed just now."""
     if seen.settled:
-        with suppress(OSError, pa.ArrowException):  # such as a full disk: the data have been read all the same
+        with suppress(OSError, pa.ArrowException):  # such as a full disk: the run goes on
             _write(file, parts, seen)
-
-
-def _key(what: object, origin: Path) -> str:
-    """Name of the file. The stamps of `origin` are part of it: machines that share a home may have different copies."""
-    looks = stamps_of("/", pa.array([os.fsencode(origin)], pa.large_binary())).tolist()
-    words = [repr(what), looks, np.__version__, pa.__version__, PIL.__version__, os.geteuid()]
-    digest = hashlib.blake2b(json.dumps(words).encode(), digest_size=16)
-    for file in _CODE:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-# ---- the file
 
 
 def _write(file: Path, parts: Parts, seen: Stamps) -> None:
@@ -112,7 +105,7 @@ def load(file: Path) -> Parts | None:
 
 
 def _part(columns: dict[str, Any], number: int, facts: dict[str, Any]) -> AnnotatedImages:
-    """One source from the columns. Shapes stay in the mapped file, which processes share; the rest is small, and copied."""
+    """One source from the columns. Only shapes stay in the mapped file: the rest is small."""
 
     def array(name: str) -> np.ndarray:
         values = columns[f"{number} {name}"].to_numpy(zero_copy_only=False).copy()

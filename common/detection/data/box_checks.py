@@ -20,7 +20,7 @@ from common.detection.data.stamps import Stamps
 from common.errors import Refused
 
 _ROUNDING = 1.0  # pixels beyond the image that are rounding errors
-_SUSPICIOUS = 0.5  # share of boxes beyond their image, or of unreadable images, from which the data are refused
+_SUSPICIOUS = 0.5  # share of boxes beyond their image, or unreadable images, to refuse data
 _STAND_IN = 640  # pixels: sides of an image whose size is unknown
 _unknown: Any = partial(np.zeros, 0)
 
@@ -33,7 +33,7 @@ class FoundBoxes:
     images: Any  # `Files`, `Table` or `Shards`
     classes: tuple[str, ...]
     rows: np.ndarray  # int64[M] the image of each box
-    boxes: np.ndarray  # float64[M, 4] left, top, width, height in pixels, or in shares of the image if `relative`
+    boxes: np.ndarray  # float64[M, 4] left, top, width, height in pixels, or in shares if `relative`
     labels: np.ndarray  # int64[M]
     category_ids: np.ndarray = field(default_factory=_unknown)  # int64[K]; default: from 0 up
     image_ids: np.ndarray = field(default_factory=_unknown)  # int64[N]; default: from 0 up
@@ -41,7 +41,7 @@ class FoundBoxes:
     crowd: np.ndarray = field(default_factory=_unknown)  # bool[M]; default: none is
     areas: np.ndarray = field(default_factory=_unknown)  # float64[M]; NaN if unknown
     upright: bool = False  # True if boxes are of the upright image where sizes can't tell
-    relative: bool = False
+    relative: bool = False  # True if boxes are shares of the upright image
     shapes: pa.StructArray | None = None  # M shapes in the same coordinates, if masks are asked for
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class FoundBoxes:
 
 
 def class_ids(title: str, images: Any, rows: np.ndarray, values: pa.Array, known: pa.Array) -> np.ndarray:
-    """int64[M]: the place in `known` of the class of each box, `values`. Raises `Refused` for a class that is not there."""
+    """int64[M]: the place in `known` of each box's class in `values`. Raises `Refused` for others."""
     found = pc.fill_null(pc.index_in(values, value_set=known), -1).to_numpy().astype(np.int64)
     if (unknown := found < 0).any():
         box = int(unknown.argmax())
@@ -84,9 +84,9 @@ def check_files(found: FoundBoxes, stamps: Stamps) -> AnnotatedImages:
 def check(found: FoundBoxes, headers: np.ndarray) -> AnnotatedImages:
     """The annotations of the upright images.
 
-    `headers` int64[N, 4] as `image_headers` reads them. Raises `Refused` for boxes that are not finite or upside down, for
-    sizes that differ from the images', for boxes in another format, and if there are no images, no boxes, or no outlines
-    although masks are asked for.
+    `headers` int64[N, 4] as `image_headers` reads them. Raises `Refused` for boxes that are not finite,
+    upside down or in another format, for sizes that differ from the images', and if there are no images,
+    no boxes, or no outlines although masks are asked for.
     """
     if not len(found.images):
         raise Refused(f"{found.title}: no images in it; it needs at least one")
@@ -153,7 +153,7 @@ def check(found: FoundBoxes, headers: np.ndarray) -> AnnotatedImages:
 def _shapes(
     found: FoundBoxes, shapes: pa.StructArray, kept: np.ndarray, frames: np.ndarray, notes: list[str]
 ) -> pa.StructArray:
-    """The shapes of the boxes `kept`, null if one can't be drawn in its image of `frames` (width, height)."""
+    """The shapes of the boxes `kept`, null if one can't be drawn. `frames`: sizes of their images."""
     shapes, wrong = checked(shapes, frames)
     if wrong.all():
         raise Refused(
@@ -186,8 +186,8 @@ def _without_gaps(found: FoundBoxes, headers: np.ndarray, notes: list[str]) -> n
 def _refer_to_upright(found: FoundBoxes, headers: np.ndarray, notes: list[str]) -> np.ndarray:
     """bool[N]: True if an image's boxes refer to the upright image and not to the stored one.
 
-    The annotated size of an image that lies on its side says it. If it can't (no size, a square, an image upside down), the
-    other images of the data decide.
+    The annotated size of an image that lies on its side says it. If it can't (no size, a square, an image
+    upside down), the other images of the data decide.
     """
     as_stored = (headers[:, :2] == found.sizes).all(axis=1)
     as_upright = (upright_sizes(headers) == found.sizes).all(axis=1)

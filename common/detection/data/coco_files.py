@@ -37,7 +37,7 @@ _KINDS = {
 }
 _LIMIT = 2**34  # bytes of a file, many times what any published set has
 _OPTIONAL = {"width", "height", "area", "iscrowd", *KIND}
-# A segmentation is a list or an object, and its counts are a list or a text. A column has one type: each gets its own name.
+# Segmentations are lists or objects, counts are lists or texts: columns of their own, with own names.
 _RENAMED = {rb'"segmentation"(\s*:\s*\{)': rb'"rle"\1', rb'"counts"(\s*:\s*")': rb'"packed"\1'}
 _WRONG_TYPE = (pa.ArrowException, TypeError, OverflowError)
 _PLACES = ("*.json", "annotations/*.json", "*/_annotations.coco.json")
@@ -115,7 +115,7 @@ def _numbers(column: pa.Array, missing: float | None = None) -> np.ndarray:
 
 
 def _image_folder(root: Path, file: Path, paths: pa.LargeBinaryArray, stamps: Stamps) -> str:
-    """The folder of the images: beside the file or named after it; the first one that has the first or the last image."""
+    """The first folder, beside the file or named after it, that has the first or the last image."""
     stem = file.stem.removeprefix("instances_")
     part = stem.rstrip("0123456789")
     names = [file.parent, *(root / above / name for name in (stem, part, "") for above in ("", "images"))]
@@ -167,7 +167,7 @@ def _read_json(file: Path, masks: bool) -> dict[str, dict[str, pa.Array]]:
 
 
 def _read_slowly(file: Path, text: bytes, kinds: dict[str, pa.DataType]) -> dict[str, pa.Array]:
-    """As Arrow reads them, with true and false as numbers. Raises `Refused` that names the first entry of a wrong type."""
+    """As Arrow reads them, with true as 1. Raises `Refused` with the first entry of a wrong type."""
     with refusing(file, "JSON"):
         content = json.loads(text)
     if not isinstance(content, dict):

@@ -16,7 +16,7 @@ from common.files import MEDIUM, read_text
 
 @dataclass
 class Folder:
-    """A folder in a known format: named parts, each of which can be read. See `common.data.data_spec.Parts`."""
+    """A folder in a known format: named parts that can be read, see `common.data.data_spec.Parts`."""
 
     what: object  # its `repr` names everything that the annotations depend on, besides the files
     labels: dict[str, str]  # name of each part -> how messages call it

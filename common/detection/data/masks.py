@@ -1,4 +1,4 @@
-"""Masks of objects: COCO's polygons, or run lengths of pixels. They stay columns until an image needs them."""
+"""Masks of objects: COCO's polygons or run lengths, in columns until an image needs them."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ import torch
 from common.data.images import BrokenImage
 
 KIND = {
-    "segmentation": pa.list_(pa.list_(pa.float64())),  # polygons x, y, x, y, ...; several where a part hides another
+    "segmentation": pa.list_(pa.list_(pa.float64())),  # polygons x, y, x, y, ..., one per visible part
     "rle": pa.struct(
         {"counts": pa.list_(pa.int64()), "packed": pa.string(), "size": pa.list_(pa.int64())}  # height, width
     ),
 }
 _CORNERS = 6  # a polygon has at least so many numbers
-_FAR = 2.0  # a corner further out than this many sides of the image is a mistake: drawing it would take gigabytes
+_FAR = 2.0  # sides of the image: a corner further out is a mistake that would take gigabytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class Masks:
 
 
 def checked(shapes: pa.StructArray, sizes: np.ndarray) -> tuple[pa.StructArray, np.ndarray]:
-    """The shapes, null if one can't be drawn, and bool[M]: which these are. `sizes` int[M, 2] of their images."""
+    """The shapes, null if one can't be drawn, and bool[M] for these. `sizes` int[M, 2] of their images."""
     polygons, rle = (pc.struct_field(shapes, name) for name in KIND)
     rings = polygons.flatten()  # all objects' polygons
     owners = pc.list_parent_indices(polygons).to_numpy()
@@ -99,7 +99,7 @@ def encode(masks: np.ndarray) -> list[dict]:
 
 
 def decode(rles: list[dict], size: np.ndarray) -> np.ndarray:
-    """COCO's packed run lengths -> uint8[n, H, W] of 0 and 1; `size` is (width, height). Raises `BrokenImage`."""
+    """Packed run lengths -> uint8[n, H, W] of 0 and 1; `size`: width, height. Raises `BrokenImage`."""
     from faster_coco_eval.core import mask as coco_mask
 
     if not rles:
@@ -111,7 +111,7 @@ def decode(rles: list[dict], size: np.ndarray) -> np.ndarray:
 
 
 def pasted(masks: torch.Tensor, boxes: torch.Tensor, size: np.ndarray) -> list[dict]:
-    """Masks [n, m, m] in 0..1 on the grids of their boxes [n, 4] -> packed run lengths in an image of `size`."""
+    """Masks [n, m, m] in 0..1 on the grids of boxes [n, 4] -> packed run lengths for an image of `size`."""
     from torchvision.models.detection.roi_heads import paste_masks_in_image
 
     width, height = size.tolist()

@@ -40,7 +40,7 @@ class ShardRows(Split):
 
 
 def shard_rows(objects: str) -> Rows:
-    """The columns of shards that are kept: the objects, and those that `_read_split` reads beside them."""
+    """The columns of shards that are kept: the objects, and others that `_read_split` reads."""
 
     def find(split: Split, _image: str) -> list[str]:
         return [find_objects(split, objects), *(name for name in _BESIDE if name in split.kinds)]
@@ -49,7 +49,7 @@ def shard_rows(objects: str) -> Rows:
 
 
 def object_parts(splits: Mapping[str, Split], image: str, objects: str, box_format: str) -> Parts[AnnotatedImages]:
-    """The splits of a table. The first one that is read decides on columns, box format and classes. Raises `Refused`.
+    """The splits of a table; the first one decides on columns, box format and classes. Raises `Refused`.
 
     Data sets do not say what the four numbers of a box mean. Without `box_format`, the boxes of the first
     split must leave one choice: as left, top, width, height some would exceed their image, or as corners
@@ -85,7 +85,7 @@ def find_objects(split: Split, named: str) -> str:
 
 
 def _fields_of(kind: pa.DataType) -> dict[str, str]:
-    """{"boxes": field name, "labels": ..., "crowd": ..., "area": ...} of a list of objects or an object of lists; else {}."""
+    """Field names by the keys of `_FIELDS`, of a list of objects or an object of lists; else {}."""
     inner = kind.value_type if tables.is_list(kind) else kind
     there = inner.names if pa.types.is_struct(inner) else []
     found = {key: name for key, names in _FIELDS.items() for name in reversed(names) if name in there}
@@ -95,7 +95,7 @@ def _fields_of(kind: pa.DataType) -> dict[str, str]:
 def _read_split(
     split: Split, image: str, objects: str, box_format: str, classes: tuple[tuple[str, ...], pa.Array] | None
 ) -> tuple[AnnotatedImages, str, tuple[tuple[str, ...], pa.Array]]:
-    """The split, the format of its boxes, and its classes: names and the values that the column has for them."""
+    """The split, the format of its boxes, and its classes: names and their values in the column."""
     title = f"--data {split.title}"
     rows, columns = _objects(title, split.cells(objects))
     images, headers = _images(split, image)
@@ -153,7 +153,7 @@ def _images(split: Split, image: str) -> tuple[Any, np.ndarray]:
 
 
 def _objects(title: str, cells: pa.Array) -> tuple[np.ndarray, dict[str, pa.Array]]:
-    """The row of each object, and the columns of all objects; a cell is a list of objects or an object of lists."""
+    """The row of each object, and columns of all objects; cells are lists of objects or objects of lists."""
     names = _fields_of(cells.type)
     if tables.is_list(cells.type):
         flat = cells.flatten()
@@ -201,7 +201,7 @@ def _as_xywh(boxes: np.ndarray, box_format: str) -> np.ndarray:
 def _only_format(title: str, boxes: np.ndarray, sizes: np.ndarray) -> str:
     """xywh or xyxy, if the other is impossible. Raises `Refused` if both or neither are possible."""
     if not len(boxes):
-        return "xywh"  # as good as any: that there are no boxes is refused elsewhere
+        return "xywh"  # no boxes are refused later
     if boxes.max() <= 1:
         raise Refused(f"{title}: boxes are in shares of the image (0 to 1); give them in pixels")
     is_readable = (sizes > 0).all(axis=1)

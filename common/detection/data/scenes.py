@@ -28,7 +28,7 @@ _RECIPE = "1"  # part of the fingerprint: to be raised when scenes change
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Scenes(Annotated):
-    """Scenes of one to eight digits of several sizes and colours on a noisy background: pure functions of (key, position).
+    """Scenes of one to eight digits on a noisy background: pure functions of (key, position).
 
     In training, every position of the stream is a new scene: an epoch is 1,024 of them, and no column has
     a box. In evaluation they are a fixed list of 256.
@@ -94,7 +94,7 @@ class Scenes(Annotated):
 
 
 def load(seed: int, masks: bool = False) -> tuple[Scenes, Scenes]:
-    """New scenes to train on, and fixed ones to evaluate on: the same for every seed, of the held-out fifth of the digits."""
+    """New scenes to train on; fixed ones of the held-out fifth of the digits, the same for every seed."""
     of_train, of_val = load_digits()
     train = _scenes(of_train, _NOMINAL_EPOCH, "fresh scenes", key_of(seed, "scenes"), True, masks)
     val = _scenes(of_val, _VALIDATION, "fixed scenes of held-out digits", key_of("validation scenes"), False, masks)
@@ -120,7 +120,7 @@ def _scenes(digits: Digits, count: int, part: str, key: int, fresh: bool, masks:
 
 
 def _background(random: np.random.Generator) -> np.ndarray:
-    """float32[128, 128, 3] of soft dark clouds, 0..110: with digits below 225, noise up to 31 fits into 8 bits."""
+    """float32[128, 128, 3]: dark clouds, 0..110. With digits below 225, noise up to 31 fits into 8 bits."""
     clouds = Image.fromarray(random.integers(0, 111, (5, 5, 3), np.uint8))
     return np.asarray(clouds.resize((SIDE, SIDE), Image.Resampling.BILINEAR)).astype(np.float32)
 

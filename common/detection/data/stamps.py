@@ -20,13 +20,13 @@ class Stamps:
         self.settled = True  # True if all had been unchanged for so long that any later change will be seen
 
     def take(self, folder: str, paths: pa.LargeBinaryArray) -> None:
-        """Add `paths` below `folder`. To be called before they are read, so that a change meanwhile is seen, too."""
+        """Add `paths` below `folder`, before they are read: so a change meanwhile is seen, too."""
         stamps, now = stamps_of(folder, paths), time.time_ns()
         self.groups.append((folder, paths, stamps))
         self.settled &= bool((stamps[:, 2] <= now - int(1e9 * _COARSEST)).all())
 
     def take_files(self, files: Iterable[str | Path]) -> None:
-        """As `take`, for absolute paths of files or folders. A folder's stamp changes with the names in it."""
+        """The same for absolute paths. A folder's stamp changes with the names in it."""
         self.take("/", pa.array([os.fsencode(file) for file in files], pa.large_binary()))
 
     def hold(self) -> bool:

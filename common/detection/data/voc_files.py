@@ -1,4 +1,4 @@
-"""Folders in the format of Pascal VOC: JPEGImages/NAME.jpg, Annotations/NAME.xml, lists of names in ImageSets/Main.
+"""Folders of Pascal VOC: JPEGImages/NAME.jpg, Annotations/NAME.xml, lists of names in ImageSets/Main.
 
 Source: Everingham et al., "The Pascal Visual Object Classes Challenge", 2010, and its development kit.
 """
@@ -25,7 +25,7 @@ _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 def voc_folder(root: Path) -> Folder | None:
     """The folder `root`, if it has Annotations/ and JPEGImages/.
 
-    Its parts are the lists in ImageSets/Main, such as train, val, trainval, test; if there are none, one part of all images.
+    Its parts are the lists in ImageSets/Main, such as train or val; without lists, one part of all images.
     """
     if not ((root / "Annotations").is_dir() and (root / "JPEGImages").is_dir()):
         return None
@@ -81,7 +81,7 @@ def _read(
 
 
 def _read_xml(file: Path) -> tuple[tuple[int, int], list[tuple[str, list[float], bool]]]:
-    """Width and height (0 if unknown) and the objects of a file: class, corners, and whether each is difficult."""
+    """Width and height (0 if unknown); class, corners and True if difficult, of each object of a file."""
     try:
         with refusing(file, "XML"):
             content = read_bytes(file, SMALL)

@@ -35,7 +35,7 @@ class _Yolo(NamedTuple):
 
 
 def yolo_folder(root: Path) -> Folder | None:
-    """The data set that `data.yaml` in `root` (or the only YAML file there) describes, or else images/ beside labels/."""
+    """The data set that the only YAML file, or data.yaml, describes; or else images/ beside labels/."""
     files = [root / "data.yaml"]
     if not files[0].exists():
         files = [file for pattern in ("*.yaml", "*.yml") for file in root.glob(pattern)]
@@ -57,7 +57,7 @@ def _undescribed(root: Path) -> _Yolo | None:
 
 
 def _part_folders(root: Path) -> dict[str, list[Path]]:
-    """images/train beside labels/train, or train/images beside train/labels, and so on; or all of images/ beside labels/."""
+    """images/train beside labels/train, train/images beside train/labels, ...; or images/ beside labels/."""
     if (root / "images").is_dir() and (root / "labels").is_dir():
         folders = [folder for folder in sorted((root / "images").iterdir()) if folder.is_dir()]
         is_parted = any(kind_of(folder.name) for folder in folders)
@@ -91,7 +91,7 @@ def _described(root: Path, file: Path) -> _Yolo | None:
 
 
 def _place(file: Path, root: Path, starts: list[Path], key: str, entry: str) -> Path:
-    """Paths are relative to the file's own folder or to `path` in it, or (Roboflow) have one `../` too many."""
+    """Paths are relative to the file's folder or to `path` in it, or (Roboflow) have one `../` too many."""
     places = [root / start / entry for start in starts] + [root / entry.removeprefix("../")]
     for place in places:
         if place.exists():
@@ -100,7 +100,7 @@ def _place(file: Path, root: Path, starts: list[Path], key: str, entry: str) -> 
 
 
 def _read(folder: _Yolo, part: str, classes: tuple[str, ...] | None, stamps: Stamps) -> AnnotatedImages:
-    """A part, with these classes if the data name none. Boxes are of the upright image, as YOLO's own readers take them."""
+    """A part, with these classes if the data name none. Boxes are of upright images, as YOLO reads them."""
     names, places = folder.names or classes or (), folder.parts[part]
     files = sorted({file for place in places for file in _images(place, stamps)})
     if not files:
@@ -140,7 +140,7 @@ def _images(place: Path, stamps: Stamps) -> list[str]:
 
 
 def _labels_of(image: str) -> str:
-    """The label file: the last folder named images in the path becomes labels; if there is none, it lies beside the image."""
+    """The label file: the last folder images/ in the path becomes labels/; else it lies beside the image."""
     stem = os.path.splitext(image)[0]
     above, found, below = stem.rpartition("/images/")
     return f"{above}/labels/{below}.txt" if found else f"{stem}.txt"

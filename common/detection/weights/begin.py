@@ -1,4 +1,4 @@
-"""Beginning with trained weights: all tensors are loaded, and of the class heads the rows of classes that both know."""
+"""Beginning with trained weights: all tensors, and of the class heads the rows of known classes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ _DECIDED = ("detector", "levels", "width", "convolutions", "variant")
 
 
 def read_once(source: str) -> Weights:
-    """The weights of a source. A collective: the first process of each machine goes ahead, and downloads them."""
+    """The weights of a source. A collective: one process of each machine downloads them first."""
     with main_process_first(f"reading {source}"):
         return read(source)
 
@@ -31,7 +31,13 @@ def begin_with(detector: Detector, weights: Weights, config: Any, names: Sequenc
     classes, as many are taken to be the same in the same order. Images are normalised as they were for the
     weights. Returns in words which weights were loaded. Raises `Refused` for another architecture.
     """
-    _refuse_other_flags(detector, weights, config)
+    there = {name: weights.settings[name] for name in _DECIDED if name in weights.settings}
+    here = {name: getattr(config, name) for name in there}
+    if config.detector == there["detector"] in FAMILIES:
+        there["model"], here["model"] = weights.settings["model"], describe(detector)["model"]
+    others = [f"--{name} {there[name]} there, {here[name]} here" for name in there if there[name] != here[name]]
+    if others:
+        raise Refused(f"{weights.source} is of another detector: {'; '.join(others)}; leave these flags out")
     called = called_by_weights(config.init_classes, names)
     first = list(weights.row_names[: weights.has_background])
     rows: list[str] = first + [called.get(name, name) for name in names]
@@ -40,10 +46,10 @@ def begin_with(detector: Detector, weights: Weights, config: Any, names: Sequenc
     if weights.is_unnamed and 0 <= (extra := len(known) - len(rows)) <= (not first):
         known = [*known[:extra], *rows]
     mine, theirs = detector.state_dict(), weights.tensors
-    head, trained = class_rows(mine, len(rows)), class_rows(theirs, len(known))
+    head, trained = class_rows(mine, len(rows)), theirs | class_rows(theirs, len(known))
     differing = sorted(mine.keys() ^ theirs.keys())
     for name, tensor in (mine | head).items():
-        other, start = (theirs | trained).get(name, tensor), int(name in head)  # numbers of rows may differ
+        other, start = trained.get(name, tensor), int(name in head)  # numbers of rows may differ
         if tensor.shape[start:] != other.shape[start:] or tensor.is_floating_point() != other.is_floating_point():
             differing.append(name)
     if differing:
@@ -67,13 +73,3 @@ def begin_with(detector: Detector, weights: Weights, config: Any, names: Sequenc
     said = begins_with(len(mine) - len(head) * bool(new), len(mine), weights.source, new, names)
     unnamed = ", its classes in this order, which it does not name" if weights.is_unnamed and not new else ""
     return "".join([said, unnamed, *weights.notes])
-
-
-def _refuse_other_flags(detector: Detector, weights: Weights, config: Any) -> None:
-    there = {name: weights.settings[name] for name in _DECIDED if name in weights.settings}
-    here = {name: getattr(config, name) for name in there}
-    if "detector" in there and config.detector == there["detector"] in FAMILIES:
-        there["model"], here["model"] = weights.settings["model"], describe(detector)["model"]
-    differing = [f"--{name} {there[name]} there, {here[name]} here" for name in there if there[name] != here[name]]
-    if differing:
-        raise Refused(f"{weights.source} is of another detector: {'; '.join(differing)}; leave these flags out")

@@ -29,7 +29,7 @@ from common.detection.weights.weights import Weights
 from common.errors import Refused
 from common.files import SMALL, check_regular, open_regular, read_text
 
-# Keys of training programs for the weights in a file, and a note; else the file itself is a state dict.
+# Keys for the weights in a file, and a note; without them the file is a state dict.
 _PLACES = {"model_ema": ", its moving average", "model": "", "state_dict": ""}
 _FITTING = (
     f"a run's best/, {torchvision_weights.PREFIX}NAME, files of torchvision's detectors, and models of transformers "
@@ -58,6 +58,9 @@ def origin(source: str) -> Origin:
 def read(source: str, peeking: bool = False) -> Weights:
     """The weights of `source`; with `peeking` perhaps without tensors. Raises `Refused`."""
     path = Path(source)
+    if (path / "config.yaml").is_file() and (path / "best").is_dir():  # a run folder
+        path = path / "best"
+        source = str(path)
     try:
         if source.startswith(torchvision_weights.PREFIX):
             source_name, _, file = source.partition("=")
@@ -177,12 +180,12 @@ def _of_file(path: Path, is_published: bool) -> Weights:
 
 
 def _content(path: Path) -> dict:
-    """The content of a file of torch.save or safetensors; tensors of newer files are read when they are used."""
+    """The content of a file of torch.save or safetensors; most tensors are read when they are used."""
     try:
         open_regular(path).close()
         if path.suffix == ".safetensors":
             return load_file(path)
-        # The arguments that torchvision's references keep in their checkpoints: a class with nothing but values.
+        # Checkpoints of torchvision's references have their arguments, a class of values.
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings(action="ignore"):
             load = partial(torch.load, path, map_location="cpu", weights_only=True)
             try:

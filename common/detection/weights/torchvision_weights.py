@@ -1,4 +1,4 @@
-"""Weights of torchvision's detectors: the published ones by name, and files with a state dict of the same modules."""
+"""Weights of torchvision's detectors: published ones by name, and files with a state dict."""
 
 import hashlib
 import re
@@ -30,7 +30,7 @@ _COMMON = {"model": "resnet50", "width": 256, "batch_norm": "frozen", "short_sid
 _WITHOUT_EPSILON = ("retinanet_resnet50_fpn", "fasterrcnn_resnet50_fpn", "maskrcnn_resnet50_fpn")
 _EPSILON = 1e-5  # of our batch norm
 _CATEGORIES = 91  # COCO's, with the background and ten ids without a class
-# Tensors that tell the models apart, in this order: name of a tensor -> a name of `SETTINGS`, without its version.
+# Tensors that tell the models apart, in this order -> a name of `SETTINGS`, without its version.
 _SIGNS = {
     "roi_heads.mask_predictor.mask_fcn_logits.weight": "maskrcnn_resnet50_fpn",
     "roi_heads.box_predictor.cls_score.weight": "fasterrcnn_resnet50_fpn",
@@ -111,7 +111,7 @@ def convert(state: dict[str, Tensor], path: Path, is_published: bool) -> Weights
 
 
 def _is_published(path: Path) -> bool:
-    """True if a file is one of the published ones without an epsilon; its name ends with the beginning of its hash."""
+    """True if a file is published without an epsilon: published names end with the start of a hash."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return any(digest.startswith(_hash_of(name)) for name in _WITHOUT_EPSILON)

@@ -10,13 +10,13 @@ from torch import Tensor
 class Weights:
     """Weights of a trained detector, and which flags of `recipes/det.py` make a detector that they fit."""
 
-    settings: dict[str, Any]  # flag -> value: detector, model, levels, width, ..., and short_sides as it was trained
-    tensors: dict[str, Tensor]  # by the names of our module's state dict; class heads have a row per item of `classes`
-    classes: tuple[str | None, ...]  # name of each row of the class heads; None: background, or an id without a class
+    settings: dict[str, Any]  # flag -> value: detector, model, levels, width, short_sides, ...
+    tensors: dict[str, Tensor]  # our state dict; class heads have a row per item of `classes`
+    classes: tuple[str | None, ...]  # of the rows of the heads; None: background, or no class
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)  # that images of pixels in 0..1 were normalised with
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     source: str = ""  # as the user named it
-    score_threshold: float | None = None  # of their authors' own evaluation, if it is another than our family's
+    score_threshold: float | None = None  # of their authors, if it is another than ours
     notes: tuple[str, ...] = ()  # for the start table
 
     @property
