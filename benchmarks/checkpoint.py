@@ -99,7 +99,7 @@ def measure(quick: bool, brief: bool) -> tuple[list[Row], dict]:
     )
     taken = {"ours": stops, "training waits": [row["stop_s"] for row in rows if not row["beside"]]}
     what = f"stop for a checkpoint of {training.bytes / 1e9:.2g} GB"
-    return [compare(what, "s", taken, "training waits", goal=GOAL)], {"first_stop_s": first["stop_s"], "saves": rows}
+    return [compare(what, "s", taken, "training waits", goal=GOAL)], [first, *rows]
 
 
 if __name__ == "__main__":

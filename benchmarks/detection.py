@@ -15,7 +15,7 @@ import gc
 import itertools
 import json
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -116,7 +116,7 @@ def bare(setting: Setting) -> None:
 
 
 def make_photographs(folder: Path, count: int) -> None:
-    """Writes COCO's format: parts of scikit-learn's photographs as JPEGs of 640 x 480 with 7 boxes each."""
+    """Parts of scikit-learn's photographs as JPEGs of 640 x 480 with 7 boxes each, in COCO's format."""
     random, photographs = np.random.default_rng(0), [Image.fromarray(pixels) for pixels in load_sample_images().images]
     folder.mkdir()
     images, boxes = [], []
@@ -161,7 +161,7 @@ def as_lists(samples: list) -> tuple:
     return tuple(zip(*samples, strict=True))
 
 
-def worker_cpu(make: Callable[[Path, int], Iterable], folder: Path, side: int, batches: int) -> float:
+def worker_cpu(make: Callable, folder: Path, side: int, batches: int) -> float:
     """CPU milliseconds of the loader's worker per image, handing over included."""
 
     def spent() -> float:
@@ -187,8 +187,10 @@ def rows_of_reading(count: int, batches: int, turns: int) -> list[Row]:
         folder = Path(name) / "coco"
         make_photographs(folder, count)
         for side in (480, 800):
-            loaders = {"ours": our_loader, "torchvision": torchvision_loader}
-            ways = {way: partial(worker_cpu, make, folder, side, batches) for way, make in loaders.items()}
+            ways = {
+                "ours": partial(worker_cpu, our_loader, folder, side, batches),
+                "torchvision": partial(worker_cpu, torchvision_loader, folder, side, batches),
+            }
             what = f"CPU of an image with boxes, short side {side}"
             rows.append(compare(what, "ms", take_turns(ways, turns), "torchvision", goal=READING))
     return rows

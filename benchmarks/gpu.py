@@ -115,7 +115,8 @@ def speed(way: str, size: Size, folder: Path) -> float:
     loop = by_hand if way in ("by hand", "timm") else train
     own = torch.backends.cudnn.benchmark
     try:
-        return 1e3 * size.batch_size / timed(partial(loop, way, size, folder), 3 + 4 * size.workers, size.steps)[0]
+        step_ms, _ = timed(partial(loop, way, size, folder), 3 + 4 * size.workers, size.steps)
+        return 1e3 * size.batch_size / step_ms
     finally:
         torch.backends.cudnn.benchmark = own
 

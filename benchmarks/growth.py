@@ -56,7 +56,7 @@ def step(model: str, ours: bool) -> float:
 
 
 def checkpoint(model: str) -> tuple[float, float]:
-    """Seconds that training stops, and until the file is complete; of the second one, which needs no new memory."""
+    """Seconds that training stops, and until the file is complete; of the second checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         training = Training(model, 1, Path(folder))
         training.step()

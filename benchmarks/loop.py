@@ -19,7 +19,6 @@ from accelerate.state import PartialState
 from paired import Setting, compare_loops, recipe, train_by_hand
 from table import Row, script
 from timm.data import create_transform, resolve_model_data_config
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from common.classification import sources
@@ -51,8 +50,8 @@ class Images(Dataset):
         return self.transform(self.source.image(index)), self.labels[index]
 
 
-def bare(setting: Setting, cut: Callable[[nn.Module], object] | None = None, **options: object) -> None:
-    """The loop written by hand on this process's part of a batch; the model has `options`, and `cut` may cut it into shards."""
+def bare(setting: Setting, cut: Callable | None = None, **options: object) -> None:
+    """The loop written by hand, on this process's part of a batch; `cut` may cut the model into shards."""
     device = PartialState().device  # the recipe ran before
     source, _ = sources.load(sources.Spec("digits", seed=0, val_share=0.2))
     model = timm.create_model(setting.model, num_classes=len(source.classes), **options).to(device)
@@ -71,7 +70,8 @@ def bare(setting: Setting, cut: Callable[[nn.Module], object] | None = None, **o
         cut(model)
     size = setting.batch_size // world_size()
     loader = DataLoader(Images(source, transform), size, shuffle=True, drop_last=True, pin_memory=device.type == "cuda")
-    half = torch.autocast(device.type, torch.bfloat16, os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16")
+    is_half = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
+    half = torch.autocast(device.type, torch.bfloat16, is_half)
 
     def loss_of(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         images = images.to(device, non_blocking=True).to(torch.float32).sub_(mean).div_(std)

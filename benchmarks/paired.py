@@ -93,7 +93,7 @@ def recipe(name: str, flags: Callable[[Setting], dict], folder_of_runs: Callable
 
 
 def timed(loop: Callable[[], None], skipped: int, steps: int) -> tuple[float, float]:
-    """Wall and CPU milliseconds per step of `loop`, over `steps` steps after the first `skipped`, which then ends."""
+    """Wall and CPU milliseconds of a step of `loop`: of `steps` steps after the first `skipped`."""
     made, stamps = itertools.count(1), []
 
     def stamp(*_) -> None:
@@ -121,8 +121,8 @@ def measure(loop: Loop, setting: Setting) -> tuple[float, float]:
     return timed(partial(loop, setting), WARM_UP, setting.steps)
 
 
-def train_by_hand(model: nn.Module, batches: Iterable[tuple], loss_of: Callable[..., torch.Tensor]) -> None:
-    """The loop written by hand, until it is stopped: `loss_of(*batch)` is the mean loss of a batch."""
+def train_by_hand(model: nn.Module, batches: Iterable[tuple], loss_of: Callable) -> None:
+    """The loop written by hand, without an end: `loss_of(*batch)` is the mean loss of a batch."""
     optimizer = create_optimizer_v2(model, "adamw", lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
     parameters = list(model.parameters())
     numbers = torch.zeros(2)
@@ -145,9 +145,10 @@ def train_by_hand(model: nn.Module, batches: Iterable[tuple], loss_of: Callable[
 def compare_loops(
     name: str, recipe: Loop, bare: Loop, settings: Sequence[Setting], quartets: int
 ) -> tuple[list[Row], list[dict[str, list[tuple[float, float]]]]]:
-    """A row per setting, whose peer and bound is the bare loop; and of each the milliseconds (wall, CPU) of all blocks.
+    """A row per setting, with the bare loop as peer and bound; and the milliseconds of all blocks.
 
-    Of three settings the last two have short steps, with few and many samples: it prints what the recipe adds to them.
+    It prints what the recipe adds to short steps: to the last two of three settings, of few and many
+    samples.
     """
     rows, figures = [], []
     for setting in settings:

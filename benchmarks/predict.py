@@ -1,4 +1,4 @@
-"""Measures `tools.predict` beside a plain loop around timm's loader and beside transformers' pipeline.
+"""Measures `tools.predict` beside a loop around timm's loader and transformers' pipeline.
 
     python benchmarks/predict.py [--quick] [--brief] [--output FILE]
 

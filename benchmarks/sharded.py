@@ -1,11 +1,11 @@
-"""Measures what `recipes/cls.py` adds to a sharded step (FSDP2), on two processes or more, of a CPU or with a GPU each.
+"""Measures what `recipes/cls.py` adds to a sharded step (FSDP2), on CPU processes or several GPUs.
 
-    accelerate launch --config_file accelerate_configs/fsdp_cpu.yaml benchmarks/sharded.py [--quick] [--brief] [--output FILE]
+    accelerate launch --config_file accelerate_configs/fsdp_cpu.yaml benchmarks/sharded.py [--output FILE]
 
 On several GPUs take fsdp_bf16.yaml.
 
-The recipe's own `main` is compared with the loop of loop.py around torch's `fully_shard` of the same parts of the model.
-`paired.py` explains the comparison.
+The recipe's own `main` is compared with the loop of loop.py, whose model torch's `fully_shard` cuts into
+the same parts. `paired.py` explains the comparison.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Measures reading of training images from shards: tars beside webdataset, Parquet beside `datasets` in streaming.
+"""Measures reading of images from shards: tars beside webdataset, Parquet beside `datasets`.
 
     pip install webdataset
     python benchmarks/shards.py [--quick] [--brief] [--output FILE]
@@ -38,13 +38,13 @@ from common.data import Stream, block_cache, shards
 COUNTS = (1, 17, 331, 500, 250, 700, 64, 137)  # samples of each shard on the disk
 WINDOW = 512  # samples that the peers shuffle
 LATENCIES = (0, 20, 100)  # ms until an answer begins
-CASES = ((1, 1024), (4, 1024), (4, 128))  # connections, and MiB as --shard_memory: all images in the window, or a fifth
+CASES = ((1, 1024), (4, 1024), (4, 128))  # connections; MiB of memory: for all images, or a fifth
 BATCH = 256  # samples
 TARS, PEER = 8, "webdataset"  # tars on the server
 
 
 def write(folder: Path, counts: tuple[int, ...], size: float, parquet: bool = False) -> None:
-    """Writes tars of random bytes of about exp(`size`) per image, and Parquet with the same samples."""
+    """Writes tars of random bytes, about exp(`size`) per image; and Parquet with the same samples."""
     generator, number = np.random.default_rng(0), 0
     for shard, count in enumerate(counts):
         rows = {"image": [], "label": []}
@@ -63,7 +63,7 @@ def write(folder: Path, counts: tuple[int, ...], size: float, parquet: bool = Fa
 
 
 class Server(BaseHTTPRequestHandler):
-    """Serves files of a folder, whole or in part, each answer after some time: /<milliseconds>/<file>."""
+    """Serves files of a folder, whole or in part, after some time: /<milliseconds>/<file>."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -99,7 +99,7 @@ def serve() -> None:
 
 
 def ours(source: sources.Source, connections: int, memory: int, epoch: int) -> int:
-    """In the order of an epoch of training; over http with so many connections, and a new cache of so many MiB."""
+    """In the order of training; over http with so many connections and a new cache of so many MiB."""
     stream, found = Stream(len(source), BATCH, 0), 0
     if connections:
         block_cache.IN_FLIGHT = connections
@@ -140,7 +140,8 @@ def rate(read: Callable[[int], int], epochs: Iterator[int], count: int) -> float
 
 
 def rates(ways: dict[str, Callable[[int], int]], count: int, turns: int) -> dict[str, list[float]]:
-    return take_turns({name: partial(rate, read, itertools.count(), count) for name, read in ways.items()}, turns)
+    each = {name: partial(rate, read, itertools.count(), count) for name, read in ways.items()}
+    return take_turns(each, turns)
 
 
 # ---- rows
@@ -168,7 +169,8 @@ def rows_of_disk(folder: Path, turns: int) -> list[Row]:
 def rows_of_http(folder: Path, samples: int, turns: int) -> list[Row]:
     write(folder, (samples,) * TARS, 10.65)
     rows = []
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parent), *sys.path])}
+    paths = os.pathsep.join([str(Path(__file__).resolve().parent), *sys.path])
+    environ = os.environ | {"PYTHONPATH": paths}
     command = [sys.executable, "-c", "import shards; shards.serve()"]
     with subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -194,7 +196,8 @@ def measure(quick: bool, brief: bool) -> tuple[list[Row], None]:
     with tempfile.TemporaryDirectory() as disk, tempfile.TemporaryDirectory() as served:
         os.environ |= {"HF_HOME": disk, "VISION_RECIPES_CACHE": f"{disk}/index", "HF_HUB_OFFLINE": "1"}
         rows = rows_of_disk(Path(disk), 1 if quick else 3 if brief else 7)
-        return rows + rows_of_http(Path(served), 10 if quick else 500, 1 if quick else 3 if brief else 5), None
+        samples, turns = (10, 1) if quick else (500, 3 if brief else 5)
+        return rows + rows_of_http(Path(served), samples, turns), None
 
 
 if __name__ == "__main__":

@@ -87,8 +87,10 @@ def _leave(output: Path) -> None:
 def measure(quick: bool, brief: bool) -> tuple[list[Row], dict]:
     """Every way in turn; the bare import is the peer, so that the goal is 1 / GOAL."""
     ours = (PROCESS, LAUNCH, SHORT_LAUNCH)
-    taken = take_turns({row: partial(seconds, row) for row in (BARE, *ours)}, 1 if quick else 2 if brief else 3)
-    return [compare(row, "s to the first step", taken, BARE, row, goal=1 / GOAL) for row in ours], taken
+    ways = {row: partial(seconds, row) for row in (BARE, *ours)}
+    taken = take_turns(ways, 1 if quick else 2 if brief else 3)
+    unit = "s to the first step"
+    return [compare(row, unit, taken, BARE, row, goal=1 / GOAL) for row in ours], taken
 
 
 if __name__ == "__main__":

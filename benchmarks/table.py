@@ -1,4 +1,4 @@
-"""What all benchmarks share: turns of several ways, the table with a `Row` per comparison, and the command line."""
+"""For all benchmarks: turns of several ways, the table with a `Row` per comparison, the command line."""
 
 import argparse
 import json
@@ -33,8 +33,8 @@ def take_turns(ways: Mapping[str, Callable[[], float]], turns: int) -> dict[str,
     return taken
 
 
-def compare(what: str, unit: str, taken: Mapping[str, list[float]], peer: str, ours: str = "ours", **more: Any) -> Row:
-    """The row of two ways: their medians, and the median of the ratios of turns. Of a speed (unit ".../s"), more is better."""
+def compare(what: str, unit: str, taken: Mapping[str, list], peer: str, ours: str = "ours", **more: Any) -> Row:
+    """The row of two ways: their medians, and the median ratio of a turn. More is better of units ".../s"."""
     mine, theirs = taken[ours], taken[peer]
     pairs = zip(mine, theirs, strict=True)
     ratio = statistics.median(a / b if unit.endswith("/s") else b / a for a, b in pairs)
@@ -57,7 +57,7 @@ def show(rows: Iterable[Row]) -> None:
 def script(docstring: str, measure: Callable[[bool, bool], tuple[list[Row], Any]]) -> None:
     """The command line of a script: prints the rows that `measure(quick, brief)` gives.
 
-    With --output it writes them and the other figures that it gives to a JSON file: {"rows": ..., "figures": ...}.
+    With --output it writes them and its other figures to a JSON file: {"rows": ..., "figures": ...}.
     """
     parser = argparse.ArgumentParser(description=docstring.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="only check that it works: little of everything")

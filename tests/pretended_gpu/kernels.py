@@ -1,9 +1,8 @@
 """Kernels of the pretended GPU: whatever torch launches on it, the CPU computes in the same memory.
 
-Use `with Kernels():` around a program. torch does everything else as on a GPU: dispatch, shapes, allocation, streams, autograd,
-DDP. Each operator on a CUDA tensor first runs unchanged, which launches kernels that do nothing and allocates the results; then
-the CPU computes the same operator on the same memory, and its results are copied there. `INSTEAD` has the operators that the
-CPU has no kernel for. An operator that is missing there too raises an error, and so does a difference in shape.
+Use `with Kernels():` around a program. Each operator on a CUDA tensor first runs unchanged, which launches kernels that do
+nothing and allocates the results; then the CPU computes the same operator, and its results are copied there. `INSTEAD` has the
+operators for which the CPU has no kernel. A missing operator raises an error, and so does a difference in shape.
 """
 
 import contextlib
@@ -269,8 +268,8 @@ def fill(func, results: Any, computed: Any) -> None:
 # ---- What the CPU computes in place of operators for which it has no kernel, by name
 
 
-SOFTMAX = [aten._softmax, aten._softmax_backward_data, aten._log_softmax, aten._log_softmax_backward_data]
-INSTEAD: dict[str, Callable] = {each.__name__: decomposition_table[each.default] for each in SOFTMAX}
+SOFTMAX = ("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data")
+INSTEAD: dict[str, Callable] = {name: decomposition_table[getattr(aten, name).default] for name in SOFTMAX}
 
 
 def instead(func) -> Callable:
@@ -392,7 +391,7 @@ compile_with_inductor = torch._TorchCompileInductorWrapper.__call__
 
 
 def setup() -> None:
-    """Replaces what the runtime can't pretend: compiled kernels, and fused attention by plain operators."""
+    """Replaces compiled kernels, and fused attention by plain operators: the runtime can't pretend them."""
     runtime.pretended_strict()
     torch._TorchCompileInductorWrapper.__call__ = compiler
     for kind in ("cudnn", "flash", "mem_efficient"):

@@ -18,13 +18,13 @@ enum { ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER };
 static const size_t width[TYPES] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
 static const char *const calls[] = {"AllReduce", "Broadcast", "AllGather", "ReduceScatter"};
 
-static const size_t ROOM = 1ul << 30; /* bytes of a rank that the others see; the system provides pages as they are written */
+static const size_t ROOM = 1ul << 30; /* bytes of a rank that the others see, a page at a time as they are written */
 
 typedef struct { /* a call */
   int call, type, op, root;
   size_t count;
 } card;
-typedef struct { /* start of the shared memory; the ranks' cards follow, and from ROOM on what each of them gives */
+typedef struct { /* the shared memory begins with it; from ROOM on each rank has its bytes */
   atomic_uint arrived, turn;
   card cards[];
 } meeting;
@@ -93,7 +93,7 @@ static unsigned short to_bfloat(float value) {
       ((stored *)out)[i] = to_type(a);                                                 \
     }                                                                                  \
     break;
-/* Takes `in` into `out`; with AVG, which is no sum since that could overflow, `out` becomes `in` times the factor. */
+/* Adds `in` to `out`. With AVG, whose sum could overflow, `out` becomes `in` times the factor. */
 static void combine(void *out, const void *in, size_t count, int type, int op, double factor) {
   switch (type) {
     COMBINE(INT8, signed char, int, SAME, SAME)
@@ -121,8 +121,8 @@ static void collective(comm *c, job *j) {
   for (int rank = 0; rank < c->size; rank++) {
     card other = c->meeting->cards[rank];
     if (!memcmp(&other, &is, sizeof is)) continue;
-    fprintf(stderr, "NCCL: rank %d calls %s of %zu numbers of type %d, rank %d %s of %zu of type %d\n", c->rank, calls[is.call],
-            is.count, is.type, rank, calls[other.call], other.count, other.type);
+    fprintf(stderr, "NCCL: rank %d calls %s of %zu numbers of type %d, ", c->rank, calls[is.call], is.count, is.type);
+    fprintf(stderr, "rank %d %s of %zu of type %d\n", rank, calls[other.call], other.count, other.type);
     c->error = INVALID_USAGE;
     return;
   }
@@ -207,7 +207,7 @@ static int end(comm *c) {
   pthread_mutex_unlock(&c->lock);
   if (was_closing) return SUCCESS;
   pthread_join(c->worker, NULL);
-  munmap(c->meeting, (1 + c->size) * ROOM); /* the communicator is kept: torch asks an aborted one for its state */
+  munmap(c->meeting, (1 + c->size) * ROOM); /* not *c: torch asks an aborted one for its state */
   return SUCCESS;
 }
 int ncclCommDestroy(comm *c) { return end(c); } /* after the queued work */
@@ -227,7 +227,8 @@ int ncclCommGetAsyncError(comm *c, int *error) { *error = c->error; return SUCCE
 static int call(comm *c, card is, const void *from, void *to, cudaStream_t stream) {
   int has_type = (unsigned)is.type < TYPES && is.type != UINT32 && is.type != UINT64;
   int has_op = is.op == AVG ? is.type >= FLOAT16 : is.op == SUM || is.op == MAX || is.op == MIN;
-  if (!has_type || !has_op || is.count * width[is.type] * (is.call == REDUCE_SCATTER ? c->size : 1) > ROOM) return INVALID_ARGUMENT;
+  size_t parts = is.call == REDUCE_SCATTER ? c->size : 1;
+  if (!has_type || !has_op || is.count * width[is.type] * parts > ROOM) return INVALID_ARGUMENT;
   job *j = calloc(1, sizeof *j);
   *j = (job){.is = is, .from = from, .to = to, .stream = stream};
   pthread_mutex_lock(&c->lock);

@@ -128,14 +128,15 @@ __attribute__((constructor)) void pretended_read_environment(void) {
 }
 static size_t capacity(int device) { return (size_t)((device ? other_gib : first_gib) * (1ull << 30)); }
 
-/* The host provides pages as they are written. Unwritten device memory is NaN in every floating point type. */
+/* Pages are provided as they are written. Unwritten device memory is NaN in all floating point types. */
 static cudaError_t take(void **at, size_t size, int where) {
   *at = NULL;
   if (!size) return cudaSuccess;
   size = (size + 4095) & ~4095ul;
   pthread_mutex_lock(&lock);
   if (where < 0 || used[where] + size <= capacity(where)) {
-    *at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    *at = mmap(NULL, size, PROT_READ | PROT_WRITE, flags, -1, 0);
     block *taken = malloc(sizeof *taken);
     *taken = (block){*at, size, where, blocks};
     blocks = taken;
@@ -191,7 +192,8 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found, const 
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
   int source = where_is(from), target = where_is(to);
-  if ((source == PAGEABLE && target >= 0) || (source >= 0 && target == PAGEABLE)) waits("cudaMemcpyAsync");
+  int is_pageable = source == PAGEABLE || target == PAGEABLE;
+  if (is_pageable && (source >= 0 || target >= 0)) waits("cudaMemcpyAsync");
   wait_for(stream);
   memmove(to, from, size);
   return 0;
@@ -264,11 +266,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) { re
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) { return new_stream(stream); }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *is) { *is = cudaStreamCaptureStatusNone; return 0; }
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *is, unsigned long long *id, cudaGraph_t *graph,
-                                     const cudaGraphNode_t **nodes,
-#if CUDART_VERSION >= 13000
-                                     const cudaGraphEdgeData **edges,
-#endif
-                                     size_t *count) {
+                                     const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *count) {
   *is = cudaStreamCaptureStatusNone;
   if (id) *id = 0;
   if (count) *count = 0;
@@ -397,7 +395,7 @@ int cuLaunchKernel(const char *function) { return pretended_computed(function) ?
 int cuLaunchKernelEx(void *how, const char *function) { return pretended_computed(function) ? 0 : cudaErrorNotSupported; }
 int cuGetErrorString(int error, const char **text) { *text = "an error of the pretended driver"; return 0; }
 
-/* torch looks up functions of the driver by name. Looking up a missing one succeeds; calling one is an error. */
+/* torch looks up functions of the driver by name. A missing one is found, and is an error when it is called. */
 static char lacking[4096] = "one of these driver functions:";
 static int lacks() { return pretended_missing(lacking); }
 cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, unsigned long long flags,

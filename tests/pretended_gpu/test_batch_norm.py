@@ -85,7 +85,8 @@ def compare_all(file: Path) -> None:
     errors = {
         f"{mode} {dtype} {shape}{last}": compare(mode, dtype, shape, bool(last)) for mode, dtype, (shape, last) in cases
     }
-    cases = itertools.product((("group", 2), ("group", 8), ("node", 1), ("global", 1)), ("", " channels_last"))
+    modes = (("group", 2), ("group", 8), ("node", 1), ("global", 1))
+    cases = itertools.product(modes, ("", " channels_last"))
     costs = {f"{mode} {groups}{last}": cost(mode, groups, bool(last)) for (mode, groups), last in cases}
     if dist.get_rank() == 0:
         file.write_text(json.dumps({"errors": errors, "costs": costs}))

@@ -81,7 +81,7 @@ class _Enough(BaseException):
 
 
 def counted_steps(main: Callable[[], None]) -> list[Counter[str]]:
-    """Run `main` until its optimizer has made `FIRST` + `STEPS` steps; how often the host waited in each of the last ones.
+    """Run `main` for `FIRST` + `STEPS` steps; how often the host waited in each of the last ones.
 
     A step lasts from the end of one call of the optimizer to the end of the next. Names are a function of CUDA and a place.
     """
@@ -125,7 +125,7 @@ def counted_steps(main: Callable[[], None]) -> list[Counter[str]]:
 
 
 def _place() -> str:
-    """The line of the recipe or of `common`, and the line of the library that it calls; in a backward pass the operator."""
+    """The line of the recipe or of `common`, and of the library that it calls; in a backward pass the operator."""
     stack = traceback.extract_stack()
     frames = [frame for frame in stack if not os.path.abspath(frame.filename).startswith(_OTHERS)]
     names = [f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno}" for frame in frames]
@@ -143,7 +143,7 @@ def command(name: str, recipe: str | Path, precision: str, words: str, folder: P
 
 
 def main(cases: Path) -> None:
-    """On every rank: the runs of a file of [precision, recipe, word, ...], whose counted steps go into WAITS.<rank>.json."""
+    """The runs of a file of [precision, recipe, word, ...]; counted steps go into WAITS.<rank>.json."""
     results = []
     for precision, recipe, *words in json.loads(cases.read_text()):
         AcceleratorState._reset_state()  # it would keep the precision of the case before
@@ -191,7 +191,7 @@ def count(gpus, tmp_path_factory):
 
 
 def check(steps, waits, hidden=None):
-    """Every step has exactly these waits, by place; `hidden`: those that only the pretended runtime hears, by function, too."""
+    """Every step has exactly these waits; `hidden`: waits that only the pretended runtime hears."""
     assert steps
     for step in steps:
         found, others = Counter(), Counter()

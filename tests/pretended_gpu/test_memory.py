@@ -15,7 +15,7 @@ SEGMENTS = "from common.launching.launch import let_segments_grow as let; let(fo
 
 
 def assert_predicted(run: Outcome, least: float = 0.9) -> tuple[float, float]:
-    """The start table predicted the peak memory of training, with optimizer, gradients and moving average; both, in GiB."""
+    """The start table predicted the peak memory of a step with all states; both, in GiB."""
     predicted, room = map(float, re.search("memory +(.+) of (.+) GiB at the peak of a step", run.stdout).groups())
     peak = run.column("perf/gpu_memory_gb")[0]  # before the evaluation
     assert least * predicted < peak < (1.02 if IS_REAL else 1.01) * predicted < room
