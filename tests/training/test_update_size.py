@@ -29,7 +29,7 @@ def test_norms_are_of_the_weights_that_a_step_trains_with_several_optimizers() -
     size = UpdateSize(model, optimizers)
     rates, norms = step(size, optimizers, 0.5)
     assert rates == {} and norms == pytest.approx([5.0, 0.5 * 2**0.5])
-    assert first.item() == 2.5 and not size._copied, "the copy is freed"
+    assert first.item() == 2.5 and not size._before, "the copy is freed"
     assert size.end().norms is None, "nothing was begun"
 
 
