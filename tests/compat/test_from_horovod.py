@@ -3,7 +3,6 @@
 With the whole training set as the batch the order of samples does not matter, so the weights must agree.
 """
 
-import json
 import re
 from pathlib import Path
 
@@ -68,12 +67,3 @@ def test_with_the_whole_set_as_the_batch_weights_are_those_of_the_plain_script(l
         assert weights.keys() == expected.keys()
         furthest = max((weights[key] - expected[key]).abs().max().item() for key in expected)
         assert furthest < (1e-3 if name == "compressed" else 1e-5), (name, furthest)
-
-
-@pytest.mark.alone
-@pytest.mark.long
-def test_a_step_takes_at_most_a_tenth_longer_than_ddp(launch) -> None:
-    done = launch("multi_cpu", "benchmarks/horovod_optimizer.py", timeout=300)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result["difference of weights"] == 0.0 and result["ratio"] <= 1.1, result
