@@ -188,7 +188,7 @@ def test_each_mistake_is_answered_by_one_line_on_all_ranks_and_leaves_nothing_be
 
 LAUNCHES = {  # words of a launch, and the line that the recipe says
     "-m accelerate.commands.launch --config_file accelerate_configs/multi_cpu.yaml recipes/det.py --data inverted": (
-        "det.py: ...train.json: 1 boxes end before they begin ..."
+        "det.py: ...train.json: 1 of 58 boxes end before they begin ..."
     ),
     # Without a file of accelerate_configs/, Accelerate's own words stand around the line.
     "-m accelerate.commands.launch recipes/cls.py": (
