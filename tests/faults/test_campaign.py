@@ -30,7 +30,7 @@ from tests.harness.forked import Fork, Forks
 from tests.harness.launching import small
 from tests.harness.outcomes import Outcome, assert_same_training
 from tests.harness.resumed import assert_same_run, read
-from tests.recipes.test_sharded import FSDP
+from tests.recipes.test_layout import FSDP
 
 STEPS = 16
 WORDS = (
