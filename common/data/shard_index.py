@@ -56,7 +56,7 @@ _AT_ONCE = 8  # shards that a rank reads in one turn; after each turn all ranks 
 _PATIENCE = 10.0  # seconds until progress is shown, and between two times
 _UNUSED = 30 * 86_400  # seconds after which an index that was not used is removed
 _BLOCK = 2**22  # bytes of neighbouring samples that are read at once, if they are not in local files
-_BLOCKS = 2**22  # limit of blocks: their order is computed anew for each epoch
+_BLOCKS = 2**22  # the largest number of blocks, whose order is computed again for each epoch
 
 
 class Rows(NamedTuple):

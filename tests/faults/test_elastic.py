@@ -187,7 +187,7 @@ def test_a_machine_whose_cable_is_out_is_noticed_by_its_silence(nodes, start, tm
 @pytest.mark.long
 @pytest.mark.alone
 def test_loss_of_the_main_machine_ends_the_others_and_loses_nothing(nodes, forks, start, tmp_path):
-    """The machine that is left says so; the same command, with another machine's address, goes on from the last checkpoint."""
+    """The other machine reports it. The same command with another machine's address resumes from the last checkpoint."""
     first, second = nodes(2)
     run = both_train(tmp_path, [start(node, first, *ELASTIC) for node in (first, second)])
     run.until(lambda: run.step() >= 25, "both train")

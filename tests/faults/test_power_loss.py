@@ -102,7 +102,7 @@ def made_so_far(folder: Path) -> int:
 
 
 def assert_promises(said: dict, found: Path) -> int:
-    """Nothing is torn, and what was said to be there is there; the step that the next start goes on from."""
+    """No file is torn, and every file that was reported as saved exists. Returns the step that the next start resumes from."""
     for name in TEXTS:
         if (found / name).exists():
             content = yaml.safe_load((found / name).read_text())
@@ -150,7 +150,7 @@ def assert_goes_on(forks, data: Path, found: Path, whole: Path, *more: object, b
 
 
 def developed_and_checked(album: Path, scratch: Path) -> tuple[list[Path], list[int]]:
-    """The run folders that the machine's next start finds after each power loss, and the steps that it goes on from."""
+    """After each power loss: the run folder that the next start finds, and the step that it resumes from."""
     developed, steps = [], []
     for image in sorted(album.glob("*.image")):
         said, found = json.loads(image.with_suffix(".json").read_text()), scratch / image.stem / "run"
