@@ -15,7 +15,6 @@ from pathlib import Path
 
 import psutil
 
-from common.launching import launch
 from tests.harness.drawings import draw_stripes
 from tests.harness.forked import Ended, Fork
 from tests.harness.waiting import Limit
@@ -53,7 +52,6 @@ def status(folder: Path) -> dict:
 
 def on_rank(number: int, change, rank: int) -> None:
     """For `before`: change something on that rank alone."""
-    launch.REFUSAL_DELAY_S = 0.5
     if rank == number:
         change()
 
