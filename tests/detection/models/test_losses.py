@@ -13,6 +13,7 @@ from common.detection.models.spec import DetectorSpec
 from tests.detection.models.pieces import CANVAS, scene
 
 EVERYTHING = 20_000  # more than there are anchors and proposals: nothing is left to chance
+PROPOSALS = 200  # of an image; each is a mask to compute
 NAMES = {
     "fcos": {"class": "classification", "box": "bbox_regression", "centerness": "bbox_ctrness"},
     "retinanet": {"class": "classification", "box": "bbox_regression"},
@@ -43,8 +44,10 @@ def test_losses_are_torchvisions_on_one_whole_batch(family):
     """R-CNNs: up to the divisor, where torchvision takes the number that it drew. Masks: of one image, as ours are."""
     two_stages = "rcnn" in family
     options = {"min_size": CANVAS[0], "max_size": CANVAS[1], "image_mean": [0.0] * 3, "image_std": [1.0] * 3}
-    for stage in ("rpn", "box") if two_stages else ():
-        options |= {f"{stage}_batch_size_per_image": EVERYTHING, f"{stage}_positive_fraction": 1.0}
+    if two_stages:
+        options |= dict.fromkeys(("rpn_batch_size_per_image", "box_batch_size_per_image"), EVERYTHING)
+        options |= dict.fromkeys(("rpn_positive_fraction", "box_positive_fraction"), 1.0)
+        options |= dict.fromkeys(("rpn_pre_nms_top_n_train", "rpn_post_nms_top_n_train"), PROPOSALS)
     make = get_model_builder(f"{family.replace('_', '')}_resnet50_fpn")
     torch.manual_seed(0)
     theirs = make(weights=None, weights_backbone=None, num_classes=4 + two_stages, **options).double().train()
@@ -53,7 +56,7 @@ def test_losses_are_torchvisions_on_one_whole_batch(family):
     for model in (ours, theirs):
         model.backbone.eval()  # batch norms stay as they are
     for part in (ours, ours.rpn) if two_stages else ():
-        part.drawn, part.foreground_share = EVERYTHING, 1.0
+        part.drawn, part.foreground_share, part.candidates = EVERYTHING, 1.0, {True: PROPOSALS}
     counts = {"mask_rcnn": (2,), "faster_rcnn": (3, 0, 6)}.get(family, (3, 0, 9, 1))
     images = torch.randn(len(counts), 3, *CANVAS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     targets = [scene(count) for count in counts]
