@@ -10,6 +10,11 @@ Status = Literal["ok", "warning", "failed", "not run"]
 GIB = 2**30
 
 
+def speed(gbit: float) -> str:
+    """In words: 10 Gbit/s, 50 Mbit/s."""
+    return f"{gbit:.3g} Gbit/s" if gbit >= 0.1 else f"{1000 * gbit:.3g} Mbit/s"
+
+
 @dataclass(frozen=True)
 class Finding:
     """One row of the table.
