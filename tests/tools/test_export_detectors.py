@@ -131,20 +131,13 @@ ALIKE = {"rtdetr_v2", "mask_rcnn"}
 @pytest.mark.parametrize(
     "family", [pytest.param(family, marks=[pytest.mark.long] * (family in ALIKE)) for family in SPECS]
 )
-def test_the_module_finds_what_the_evaluation_finds(family) -> None:
-    detector, plain = built(family)
-    module = Exportable(copy.deepcopy(detector), plain)
-    check_photographs(detector, plain, {"torch": (lambda pixels: found_by(module, pixels), 1e-3)})
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("family", SPECS)
-def test_every_format_of_every_family_finds_what_the_evaluation_finds(family, tmp_path) -> None:
+def test_what_is_exported_finds_what_the_evaluation_finds(family, thorough, tmp_path) -> None:
+    """The module; among long tests its files, too."""
     detector, plain = built(family)
     module = Exportable(copy.deepcopy(detector), plain)
     outputs = outputs_of(family)
-    sessions = {}
-    for name in EVERYWHERE:
+    sessions = {"torch": (lambda pixels: found_by(module, pixels), 1e-3)}
+    for name in EVERYWHERE if thorough else ():
         formats.write(name, module, False, outputs, tmp_path)
         sessions[name] = verify.open_model(tmp_path, name, formats.FORMATS[name].file, outputs), 0.05
     check_photographs(detector, plain, sessions)
