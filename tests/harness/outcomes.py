@@ -24,7 +24,6 @@ class Outcome:
     outcome: str = "ok"  # or refused, exit, failed: see several.py
     text: str = ""
     stdout: str = ""
-    seconds: float = 0.0
     folder: Path = Path()
 
     def read(self, name: str) -> dict:
