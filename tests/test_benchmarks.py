@@ -84,10 +84,3 @@ def test_a_step_in_shards_is_measured_on_two_processes(launch: Launcher, tmp_pat
     assert done.returncode == 0, done.stderr
     [row] = json.loads(output.read_text())["rows"]
     assert row["goal"] == 0.97 and 0 < row["ratio"] < 50 and done.stdout.count("a bare loop") == 1
-
-
-@pytest.mark.long
-def test_whole_runs_are_measured_beside_loops_of_other_libraries(launch: Launcher, tmp_path: Path) -> None:
-    rows = run(launch, "whole_run.py", tmp_path / "runs.json")[1]["rows"]
-    assert [row["peer"] for row in rows] == ["timm's parts", "torchvision's parts"]
-    assert all(row["ratio"] > 0 and row["ours"] > 0 and row["theirs"] > 0 for row in rows)
