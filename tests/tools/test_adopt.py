@@ -367,14 +367,11 @@ def test_what_can_t_become_a_preset_is_refused_in_one_line(tmp_path) -> None:
 
 ATTACKS = [  # each would make the file `mark`, or never end, if it were executed
     "import os\nos.system('touch {mark}')",
-    "x = __import__('os').system('touch {mark}')",
     "dict = eval\nx = dict('open({mark!r}, \"w\")')",
     "x = dict(a=open({mark!r}, 'w'))",
-    "x = [open({mark!r}, 'w')]",
     "x = f'{{open({mark!r}, 1)}}'",
     "x: open({mark!r}, 'w') = 1",
     "x = 9**9**9",
-    "x = [0] * 10**9",
     "x = " + "[" * 90 + "open({mark!r}, 'w')" + "]" * 90,
     "x = " + "-" * 10_000 + "1",
     "_base_ = ['bad.py']",

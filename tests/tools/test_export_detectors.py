@@ -7,9 +7,6 @@ photographs for every family of detectors, with and without the runtimes. What d
 import contextlib
 import copy
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,6 +23,7 @@ from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
 from tests.harness import small_rf_detr
 from tests.harness.runs import copied, read
+from tests.tools.test_export import check
 from tools.export import formats, verify
 from tools.export.__main__ import load, main
 from tools.export.detector import MOVED_SCORE, compare
@@ -163,7 +161,7 @@ def test_a_picture_may_show_one_object_or_none(family, thorough, tmp_path) -> No
 
 
 def test_an_export_of_a_run_has_its_average_precision_and_is_verified_without_torch(trained_detector, tmp_path) -> None:
-    run, hidden = copied(trained_detector, tmp_path / "run"), tmp_path / "hidden"
+    run = copied(trained_detector, tmp_path / "run")
     main([str(run), "--to", "onnx", "--workers", "0"])
     folder = run / "export" / "onnx"
     about = read(folder / "export.json")
@@ -173,19 +171,15 @@ def test_an_export_of_a_run_has_its_average_precision_and_is_verified_without_to
     assert figures["images"] == recorded["count"] and figures["differing"] == 0
     assert figures["largest_boxes_difference"] < 0.01 and len(about["vectors"]) == 10
 
-    hidden.mkdir()
-    for package in ("torch", "torchvision", "common", "tools"):
-        (hidden / f"{package}.py").write_text(f"raise ImportError('{package} is not there')\n")
-    check = [sys.executable, folder / "verify.py"]
-    environment = os.environ | {"PYTHONPATH": str(hidden)}
-    assert subprocess.run(check, cwd=folder, env=environment, capture_output=True).returncode == 0
+    blocked = ("torch", "torchvision", "common", "tools")
+    assert check(folder, blocked).returncode == 0
     with np.load(folder / "vectors.npz") as vectors:
         arrays = dict(vectors)
     arrays["boxes_3"][0] += 1
     np.savez_compressed(folder / "vectors.npz", **arrays)
     del about["files"]["vectors.npz"]
     (folder / "export.json").write_text(json.dumps(about))
-    done = subprocess.run(check, cwd=folder, env=environment, capture_output=True, text=True)
+    done = check(folder, blocked)
     assert done.returncode == 1 and f"{about['vectors'][3]}: missing: " in done.stdout
 
     # Other sizes than the training's, by both runtimes that read the file.

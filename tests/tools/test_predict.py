@@ -25,7 +25,6 @@ from common.launching import launch as launching
 from common.run import eval_only
 from tests.harness.drawings import save_colours
 from tests.harness.launching import ROOT, inherited
-from tests.harness.range_server import RangeServer
 from tests.harness.runs import read, refusal, rows_of, start_tool
 from tests.harness.shards import in_order, write_parquet, write_tars
 from tools.predict.__main__ import main
@@ -120,8 +119,8 @@ def test_top1_is_that_of_the_run_and_of_timm_to_the_last_image_on_any_layout(
 
 
 @pytest.mark.parametrize("recipe", ["cls", "det"])
-def test_images_in_shards_give_the_rows_of_their_files(request, launch, recipe, digits, of_boxes, tmp_path) -> None:
-    """From tars, Parquet and a web server; an image that can't be read is a row with its reason."""
+def test_images_in_shards_give_the_rows_of_their_files(request, recipe, digits, of_boxes, tmp_path) -> None:
+    """From tars and Parquet; an image that can't be read is a row with its reason."""
     run = request.getfixturevalue({"cls": "trained_classifier", "det": "trained_detector"}[recipe])
     folder = tmp_path / "images"
     shutil.copytree(
@@ -150,15 +149,6 @@ def test_images_in_shards_give_the_rows_of_their_files(request, launch, recipe, 
     in_rows = rows("--data", f"{tmp_path}/*.parquet", "--workers", 0)
     assert in_rows[0]["file"] == f"{tmp_path}/train-000.parquet: row 0 of row group 0"
     assert [row | {"file": ""} for row in in_rows] == [row | {"file": ""} for row in of_files]
-    if recipe == "det":
-        return
-    with RangeServer() as server:
-        server.files = {f"/{file.name}": file.read_bytes() for file in tmp_path.glob("train-*")}
-        words = [run, "--data", f"{server.url}/train-{{000..002}}.tar", "--format", "csv", "-o", tmp_path / "two.csv"]
-        done = launch("multi_cpu", "-m", "tools.predict", *words, "--workers", 1)
-        assert done.returncode == 0, done.stderr
-        served = list(csv.DictReader(io.StringIO((tmp_path / "two.csv").read_text())))
-    assert [row | {"file": row["file"].replace(server.url, str(tmp_path))} for row in served] == in_tars
 
 
 def test_pycocotools_finds_the_recorded_ap_in_the_coco_output(forks, trained_detector, of_boxes, tmp_path) -> None:
