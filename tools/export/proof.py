@@ -65,7 +65,7 @@ class Task:
     module: torch.nn.Module  # uint8[N, 3, H, W] -> a tensor or a tuple of tensors, on the CPU and in float32
     outputs: dict[str, str]  # names of these tensors in order, with what they are
     about: Mapping  # preprocessing, classes and so on, for export.json
-    batched = False  # whether N may be more than 1: then the outputs have this dimension first
+    batched = False  # True if N may be more than 1: then the outputs have this dimension first
     limit = 1.0  # largest difference of a result
     most_differing = 0.0  # how many images may differ
 
