@@ -349,7 +349,7 @@ REFUSED = {  # what a file holds: what is said
     "batch_size: 8\nmodel: resnet50\nopt: sgd\n": "batch_size 8 is per GPU.*give --gpus N",
     "batch_size: 8\nmodel: resnext1\nopt: sgd\nworld_size: 2\n": "model resnext1 is not one of timm",
     "batch_size: 8\nmodel: resnet50\nlr: [1, 2]\nworld_size: 2\n": "a value of another kind than its tool",
-    "task: detect\nimgsz: 640\nlr0: 0.1\n": "not args.yaml of timm",  # Ultralytics'
+    "model: yolo11n.pt\nepochs: 9\nbatch: 8\nimgsz: 640\nlr0: 0.1\n": "not args.yaml of timm",  # Ultralytics'
     "MODEL: {META_ARCHITECTURE: RetinaNet}\nSOLVER: {MAX_ITER: 9}\nVERSION: 2\n": "not args.yaml of timm",  # detectron2's
     "path: x\ntrain: a\nval: b\nnames: [cat]\n": "not args.yaml of timm",
     "- 1\n": "must hold `key: value` lines",
