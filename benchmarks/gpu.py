@@ -82,7 +82,7 @@ def train(way: str, size: Size, folder: Path) -> None:
 
 
 def by_hand(way: str, size: Size, folder: Path) -> None:
-    """The step written by hand, without an end: on one batch, or on those of timm's loader."""
+    """The step written by hand, without an end: on one batch, or on the batches of timm's loader."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cudnn.benchmark = True
     torch.manual_seed(0)

@@ -26,7 +26,7 @@ from tests.harness.processes import Processes
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
-# The slowest modules, slowest first, then the other folders of slow tests: the neighbours', and those of the ground floor.
+# The slowest modules, slowest first, then the other folders of slow tests: of neighbours, and of the ground floor.
 SLOW = """
 tests/cluster/ tests/launching/test_started_by tests/compat/ tests/tools/test_doctor tests/faults/test_elastic
 tests/pretended_gpu/test_equal tests/recipes/test_cls_resume tests/recipes/test_copies tests/recipes/test_layout
@@ -83,7 +83,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What tests read in this process leaves no index behind; those of the index name a place.
+    """What tests read in this process leaves no index behind; tests of the index name a place.
 
     One thread per process: tests run two at a time, and threads that wait for each other on a busy core cost several times
     what they compute.
@@ -154,7 +154,7 @@ def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
     A case's run folder is <output_dir>/<its name>; without --output_dir it is in a new temporary folder. Pictures are drawn
     only if asked for. A run is `small`, but with `as_typed`: that one has no tracker and no data workers unless it says so.
     An unexpected error in any case fails the test.
-    The ranks are forks, which start much sooner than a launch; `run_main` is for those of another server.
+    The ranks are forks, which start much sooner than a launch; `run_main` takes the forks of another server.
     """
 
     def run(
@@ -195,7 +195,7 @@ def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
 
 @pytest.fixture(scope="session")
 def thorough(request) -> bool:
-    """Whether long tests are among those that run: fixtures then make the runs that only these look at."""
+    """True if long tests are among those that run: fixtures then make the runs that only long tests look at."""
     return any(item.get_closest_marker("long") for item in request.session.items)
 
 

@@ -116,8 +116,8 @@ def test_a_cpu_file_starts_ranks_that_hear_each_other(launch, probe, tmp_path, c
     assert worlds(tmp_path) == {"rank0.json": layout, "rank1.json": layout}
 
 
-def test_a_rehearsal_of_two_machines_makes_one_world(launch, probe, tmp_path) -> None:
-    port = free_port()
+def test_a_rehearsal_of_two_machines_makes_one_world_and_a_forgotten_address_is_named(launch, probe, tmp_path) -> None:
+    forgotten, port = launch.start("2node_cpu", probe, tmp_path), free_port()
     flags = ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
     first = launch.start("2node_cpu", probe, tmp_path, flags=flags)
     await_listener("127.0.0.1", port, patience=60)  # before that it looks whether the port is free
@@ -126,11 +126,6 @@ def test_a_rehearsal_of_two_machines_makes_one_world(launch, probe, tmp_path) ->
     assert [node.returncode for node in nodes] == [0, 0], nodes
     layout = [2, 3, "2 processes on 2 nodes, cpu (gloo), fp32, started by accelerate launch"]
     assert worlds(tmp_path) == {"rank0.json": layout, "rank1.json": layout}
-
-
-def test_a_forgotten_address_of_several_machines_is_named_at_once(launch, probe, tmp_path) -> None:
-    done = launch("2node_cpu", probe, tmp_path, timeout=60)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].endswith(
-        "pass --main_process_ip or export MASTER_ADDR, the address of the first machine"
-    )
+    done = forgotten.finish()
+    way_out = "pass --main_process_ip or export MASTER_ADDR, the address of the first machine"
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].endswith(way_out)

@@ -1,6 +1,6 @@
 """The Horovod API on torch.distributed: `import compat.horovod as hvd` in a script written for Horovod.
 
-compat/aliases/ has the spellings `horovod.torch` and `perseus.torch.horovod`. The names and their meaning are those of
+compat/aliases/ has the spellings `horovod.torch` and `perseus.torch.horovod`. Names have the meaning that they have in
 `horovod.torch` 0.28.1. Nothing is started at import; `init()` does.
 """
 

@@ -71,7 +71,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """End a process set, whose object can be registered again. All ranks of the world call it alike.
 
-    Returns whether there was something to end: False for the global process set and for
+    Returns True if there was something to end: False for the global process set and for
     one that is not registered.
     """
     number = process_set.process_set_id

@@ -7,7 +7,6 @@ import yaml
 
 from tests.cluster.two_machines import WORDS, assert_same_losses
 from tests.harness.launching import ROOT
-from tests.harness.machines import Node
 
 FILE = ROOT / "cluster/kubernetes/indexed_job.yaml"
 
@@ -43,15 +42,10 @@ def test_a_pod_has_time_memory_and_rights():
     assert pod["securityContext"]["runAsNonRoot"] and not container["securityContext"]["allowPrivilegeEscalation"]
 
 
-@pytest.fixture
-def pods(nodes, tmp_path) -> list[Node]:
-    """Two machines that know the name that a headless service gives to the first pod."""
-    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 train-0.train\n")
-    return nodes(2, own={1: {Path("/etc/hosts"): tmp_path / "hosts"}})
-
-
-def test_its_command_trains_on_two_machines(pods, alone, tmp_path):
+def test_its_command_trains_on_two_machines(nodes, alone, tmp_path):
     """The losses are one process's. tests/cluster/test_stop.py deletes a pod."""
+    hosts = tmp_path / "hosts"  # with the name that a headless service gives to the first pod
+    hosts.write_text("127.0.0.1 localhost\n10.77.0.1 train-0.train\n")
     [container] = documents()["Job"]["spec"]["template"]["spec"]["containers"]
     flags = [flag for flag in container["args"] if not flag.startswith(("--config", "--data"))]  # marked EDIT
     command = [str(word).replace("/runs", str(tmp_path)) for word in (*container["command"], *flags, *WORDS)]
@@ -60,7 +54,7 @@ def test_its_command_trains_on_two_machines(pods, alone, tmp_path):
     env |= {"CUDA_VISIBLE_DEVICES": "-1", "CONFIG": "2node_cpu", "GPUS": "1"}
     started = [
         pod.start_command(*command, env=env | {"POD_IP": pod.address, "JOB_COMPLETION_INDEX": str(index)})
-        for index, pod in enumerate(pods)
+        for index, pod in enumerate(nodes(2, own={1: {Path("/etc/hosts"): hosts}}))
     ]
     done = [each.finish() for each in started]
     assert [each.returncode for each in done] == [0, 0], done

@@ -36,7 +36,7 @@ def train(hosts, tmp_path):
 
 
 def test_a_lost_host_comes_back(hosts, train, forks, tmp_path):
-    """The losses are those of one undisturbed process."""
+    """Its losses are the losses of one undisturbed process."""
     _, second = hosts.nodes
     run = Watched(tmp_path / "run", [train()])
     for event, size in ((None, 2), (second.kill, 1), (lambda: hosts.serve(second), 2)):

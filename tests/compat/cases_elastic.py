@@ -38,7 +38,7 @@ def restored_as_committed() -> None:
     state.epoch, rate = 4, state.optimizer.param_groups[0]["lr"]
     state.history.append(2)
     state.commit()
-    for _ in range(2):  # what is restored once is not changed by what is trained after that
+    for _ in range(2):  # training after a restore does not change the commit
         after = train(state)
         state.scaler.load_state_dict({**state.scaler.state_dict(), "scale": 1.0})
         state.epoch += 1

@@ -71,7 +71,7 @@ class Forks:
         self.context = multiprocessing.get_context("forkserver")
         self.server = multiprocessing.forkserver.ForkServer()
         self.server.set_forkserver_preload(IMPORTED_ONCE)
-        with pytest.MonkeyPatch.context() as patch:  # the server's environment is that of its forks
+        with pytest.MonkeyPatch.context() as patch:  # its forks inherit the server's environment
             for name in os.environ.keys() - inherited().keys() - {CACHE}:
                 patch.delenv(name)
             for name, value in {"HOME": str(scratch), **(environment or {})}.items():

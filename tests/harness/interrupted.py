@@ -43,7 +43,7 @@ class Watched:
         return rows.stat().st_ino if rows.exists() else 0
 
     def beyond(self, start: int, step: int = 0) -> bool:
-        """Whether a later start than `start` has made steps, and has come to `step`."""
+        """True if a later start than `start` has made steps, and has come to `step`."""
         return self.start_number() != start and self.step() > step
 
     def world_size(self) -> int:
@@ -65,7 +65,7 @@ class Interrupted(Watched):
         return self
 
     def rank(self, number: int) -> psutil.Process:
-        # The launcher's own children come first. MPICH's ranks are those of its proxy.
+        # The launcher's own children come first. MPICH's ranks are children of its proxy.
         for process in [*self.launcher.children(), *self.launcher.children(recursive=True)]:
             environ = process.environ()
             names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -102,7 +102,7 @@ class Interrupted(Watched):
         return code
 
     def _is_mine(self, process: psutil.Process) -> bool:
-        """By its command line: a rank's workers have that of their rank."""
+        """By its command line, which a rank's workers have, too."""
         try:
             return str(self.folder.parent) in process.cmdline()
         except psutil.Error:

@@ -19,7 +19,7 @@ _CAPTURED = {"check": True, "capture_output": True, "text": True}
 class Node(Launcher):
     """A machine: it has its own network, name and hosts file, and on the paths in `own` files of its own.
 
-    Other files, processes and the clock are those of this machine.
+    It shares all other files, the processes and the clock with this machine.
     """
 
     def __init__(self, space: str, number: int, home: Path, hosts: Path, own: Mapping[Path, Path]) -> None:

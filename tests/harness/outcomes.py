@@ -24,7 +24,6 @@ class Outcome:
     outcome: str = "ok"  # or refused, exit, failed: see several.py
     text: str = ""
     stdout: str = ""
-    seconds: float = 0.0
     folder: Path = Path()
 
     def read(self, name: str) -> dict:
@@ -85,7 +84,7 @@ def assert_same_training(whole: Outcome, cut: Outcome, start: Tensors | None = N
     """`cut` made the steps of `whole`, the last of them if it was resumed: numbers and tensors agree within 1e-8.
 
     These are losses, gradient norms, results, and the last checkpoint's model, moving average and optimizer. With the weights
-    `start` of the first step, those of models are compared with how far they have moved since.
+    `start` of the first step, differences of weights are compared with how far the weights have moved since.
     """
     numbers = {key for row in whole.rows for key, value in row.items() if isinstance(value, (int, float))}
     compared = {key for key in numbers if key.startswith(("train/", "eval/"))}
@@ -108,7 +107,7 @@ def assert_same_training(whole: Outcome, cut: Outcome, start: Tensors | None = N
 
 
 def identical(one: Tensors, other: Tensors) -> bool:
-    """Whether two states have the same names, types and bits."""
+    """True if two states have the same names, types and bits."""
     return one.keys() == other.keys() and all(
         tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]) for name, tensor in one.items()
     )
@@ -121,7 +120,7 @@ def best_files(run: Path) -> dict[str, bytes | dict]:
 
 
 def keeps_best(run: Path, record: dict) -> bool:
-    """Whether the best model that a checkpoint's record names is whole, in `best/` or where the next start looks for it."""
+    """True if the best model that a checkpoint's record names is whole, in `best/` or where the next start looks for it."""
     for name in ("best", ".best.tmp", ".best.old"):
         with contextlib.suppress(Damaged, OSError):
             compare(run / name, record["best"]["files"])
@@ -130,7 +129,7 @@ def keeps_best(run: Path, record: dict) -> bool:
 
 
 def seal(checkpoint: Path) -> None:
-    """Make the manifest fit what is there now."""
+    """Make the manifest fit the files that are there now."""
     files = [path for path in checkpoint.iterdir() if path.name != "manifest.json"]
     stamps = {
         path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}

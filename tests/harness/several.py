@@ -5,7 +5,7 @@ as a copy). On every rank the recipe's own `main` runs once for each, in one pro
 beside it is rewritten after each case, a list of
 
     {"outcome": "ok" | "refused" | "exit" | "failed", "text": what was refused, the exit code or the traceback,
-     "stdout": what the main process printed, "seconds": how long it took}
+     "stdout": what the main process printed}
 
 A case that ends otherwise on another rank than on rank 0 is "failed", and after a failed one none is started: its ranks may
 wait for each other no longer. Then the exit code is 1; else it is 0, whatever was refused.
@@ -17,7 +17,6 @@ import io
 import json
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -66,15 +65,14 @@ def main(recipe: Path, cases: Path, pictures: bool) -> None:
         other = Path(words[0]) if words[0].endswith(".py") else None
         module = load(other) if other else original
         sys.argv = [*([] if other else [str(recipe)]), *map(str, words)]
-        printed, start = io.StringIO(), time.perf_counter()
+        printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             outcome, text = run(module.main)
         if outcome != "failed":  # else the others are somewhere in the case, and this would be one more wait
             of_ranks = gather_objects((outcome, text))
             if len(set(map(tuple, of_ranks))) > 1:
                 outcome, text = "failed", f"the ranks disagree: {of_ranks}"
-        seconds = round(time.perf_counter() - start, 2)
-        outcomes.append({"outcome": outcome, "text": text, "stdout": printed.getvalue(), "seconds": seconds})
+        outcomes.append({"outcome": outcome, "text": text, "stdout": printed.getvalue()})
         if os.environ.get("RANK", "0") == "0":  # also before there is a process group
             cases.with_name("OUTCOMES.json").write_text(json.dumps(outcomes, indent=2))
         if outcome == "failed":

@@ -84,5 +84,5 @@ class Hosts:
         return found
 
     def nothing_is_left(self) -> bool:
-        """Whether the machines soon run nothing but sshd."""
+        """True if the machines soon run nothing but sshd."""
         return any(not self.left_over() for _ in Limit(30).turns(0.1))

@@ -29,11 +29,9 @@ def test_equal_rows_are_one_and_others_name_ranks_or_hosts() -> None:
     assert folded("8888", HERE, (2, Finding("gpu", "failed", "hot", place=HERE)))[1] == ("rank 2 (b)", "hot")
 
 
-def test_the_table_is_short_and_says_what_was_not_checked() -> None:
+def test_the_table_is_short() -> None:
     many = [Finding("net", "ok", f"10.0.0.{number}", place=f"node{number}") for number in range(60)]
     assert len(show(many).splitlines()) < 10
-    idle = show([Finding(name, "not run", "needs a process group") for name in ("speed", "clock")])
-    assert idle.count("needs a process group: speed, clock") == 1 and "not everything was checked: " in idle
 
 
 def test_limits_are_judged_by_what_a_run_needs(monkeypatch, tmp_path) -> None:
@@ -67,10 +65,6 @@ def test_limits_are_judged_by_what_a_run_needs(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(limits, "cores", lambda: 4)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert found()["cores"][0] == "ok" and found(World(world_size=2, local_world_size=2))["cores"][0] == "warning"
-    for share, status in ((0.03, "ok"), (0.97, "warning")):
-        monkeypatch.setattr(limits, "used_by_others", lambda share=share: share)
-        (row,) = limits.other_work(World())
-        assert row.status == status and f" {share:.0%} of the cores" in row.measured
 
 
 def test_gpus_that_torch_does_not_see_or_that_others_use_are_named(monkeypatch, tmp_path) -> None:
@@ -113,7 +107,7 @@ def test_slow_links_and_long_ways_are_told_from_good_ones() -> None:
 
 
 def test_an_interface_that_is_absent_down_or_slower_is_named(monkeypatch, tmp_path) -> None:
-    links = {"eth0": (True, 1000), "ib0": (True, 100000), "eth1": (False, 1000)}
+    links = {"eth0": (True, 1.0), "ib0": (True, 100.0), "eth1": (False, 1.0)}
     monkeypatch.setattr(interfaces, "addresses", lambda: {name: ["10.0.0.1"] for name in links})
     monkeypatch.setattr(interfaces, "link_speed", lambda name: links[name][1])
     stats = {name: SimpleNamespace(isup=up, mtu=1500) for name, (up, _) in links.items()}

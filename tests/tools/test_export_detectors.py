@@ -7,9 +7,6 @@ photographs for every family of detectors, with and without the runtimes. What d
 import contextlib
 import copy
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,6 +23,7 @@ from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
 from tests.harness import small_rf_detr
 from tests.harness.runs import copied, read
+from tests.tools.test_export import check
 from tools.export import formats, verify
 from tools.export.__main__ import load, main
 from tools.export.detector import MOVED_SCORE, compare
@@ -131,20 +129,13 @@ ALIKE = {"rtdetr_v2", "mask_rcnn"}
 @pytest.mark.parametrize(
     "family", [pytest.param(family, marks=[pytest.mark.long] * (family in ALIKE)) for family in SPECS]
 )
-def test_the_module_finds_what_the_evaluation_finds(family) -> None:
-    detector, plain = built(family)
-    module = Exportable(copy.deepcopy(detector), plain)
-    check_photographs(detector, plain, {"torch": (lambda pixels: found_by(module, pixels), 1e-3)})
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("family", SPECS)
-def test_every_format_of_every_family_finds_what_the_evaluation_finds(family, tmp_path) -> None:
+def test_what_is_exported_finds_what_the_evaluation_finds(family, thorough, tmp_path) -> None:
+    """The module; among long tests its files, too."""
     detector, plain = built(family)
     module = Exportable(copy.deepcopy(detector), plain)
     outputs = outputs_of(family)
-    sessions = {}
-    for name in EVERYWHERE:
+    sessions = {"torch": (lambda pixels: found_by(module, pixels), 1e-3)}
+    for name in EVERYWHERE if thorough else ():
         formats.write(name, module, False, outputs, tmp_path)
         sessions[name] = verify.open_model(tmp_path, name, formats.FORMATS[name].file, outputs), 0.05
     check_photographs(detector, plain, sessions)
@@ -170,7 +161,7 @@ def test_a_picture_may_show_one_object_or_none(family, thorough, tmp_path) -> No
 
 
 def test_an_export_of_a_run_has_its_average_precision_and_is_verified_without_torch(trained_detector, tmp_path) -> None:
-    run, hidden = copied(trained_detector, tmp_path / "run"), tmp_path / "hidden"
+    run = copied(trained_detector, tmp_path / "run")
     main([str(run), "--to", "onnx", "--workers", "0"])
     folder = run / "export" / "onnx"
     about = read(folder / "export.json")
@@ -180,19 +171,15 @@ def test_an_export_of_a_run_has_its_average_precision_and_is_verified_without_to
     assert figures["images"] == recorded["count"] and figures["differing"] == 0
     assert figures["largest_boxes_difference"] < 0.01 and len(about["vectors"]) == 10
 
-    hidden.mkdir()
-    for package in ("torch", "torchvision", "common", "tools"):
-        (hidden / f"{package}.py").write_text(f"raise ImportError('{package} is not there')\n")
-    check = [sys.executable, folder / "verify.py"]
-    environment = os.environ | {"PYTHONPATH": str(hidden)}
-    assert subprocess.run(check, cwd=folder, env=environment, capture_output=True).returncode == 0
+    blocked = ("torch", "torchvision", "common", "tools")
+    assert check(folder, blocked).returncode == 0
     with np.load(folder / "vectors.npz") as vectors:
         arrays = dict(vectors)
     arrays["boxes_3"][0] += 1
     np.savez_compressed(folder / "vectors.npz", **arrays)
     del about["files"]["vectors.npz"]
     (folder / "export.json").write_text(json.dumps(about))
-    done = subprocess.run(check, cwd=folder, env=environment, capture_output=True, text=True)
+    done = check(folder, blocked)
     assert done.returncode == 1 and f"{about['vectors'][3]}: missing: " in done.stdout
 
     # Other sizes than the training's, by both runtimes that read the file.

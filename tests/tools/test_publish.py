@@ -13,12 +13,13 @@ import yaml
 from huggingface_hub import HfApi, ModelCard
 from PIL import Image
 
-from common.run import report
 from common.run.folder import read_rows
+from common.run.report import FILE
 from tests.harness.launching import inherited
 from tests.harness.runs import copied, read, refusal
 from tools.compare.__main__ import main as compare
 from tools.publish.__main__ import main
+from tools.report import main as write_report
 
 
 def published(run: Path, folder: Path, *words: str) -> tuple[ModelCard, str]:
@@ -78,7 +79,9 @@ def test_every_number_of_a_run_with_a_moving_average_is_that_of_the_file_it_expo
     rows = dict(re.findall(r"^  (\S.*?) {2,}(\S+(?: %)?)", said, re.MULTILINE))
     assert rows["top-1"] == f"{100 * true['top1']:.2f} %" and rows["top-1 (without EMA)"] == f"{100 * raw:.2f} %"
     assert found["best"]["top1"] == pytest.approx(true["top1"], abs=1e-12)
-    page = re.sub("<[^>]+>", " ", html.unescape(report.write(run).read_text()))
+    write_report([str(run)])
+    assert capsys.readouterr().out == f"{run / FILE}\n"
+    page = re.sub("<[^>]+>", " ", html.unescape((run / FILE).read_text()))
     page = " ".join(page[page.index("Results") :].split())
     assert re.search(rf"^Results Of the exported weights, .*? top-1 {100 * true['top1']:.2f} %", page)
     assert f"top-1 (without EMA) {100 * raw:.2f} %" in page

@@ -2,8 +2,8 @@
 
     python -m tools.adopt output/train/run/args.yaml --gpus 8
 
-Reads what runs of other tools leave: args.yaml of timm and Ultralytics, and the config in MMDetection's work_dir. Nothing in
-these files is executed.
+Reads what runs of other tools leave: timm's args.yaml, and the config in MMDetection's work_dir. Nothing in these files is
+executed.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from tools.command_line import parser_of, run
 def arguments() -> argparse.ArgumentParser:
     """The parser of the command line."""
     parser = parser_of("adopt", __doc__)
-    parser.add_argument("file", type=Path, help="args.yaml, or a config of MMDetection")
+    parser.add_argument("file", type=Path, help="args.yaml of timm, or a config of MMDetection")
     parser.add_argument("-o", "--output", type=Path, help="the preset (default: FILE's name, here)")
     parser.add_argument("--overwrite", action="store_true", help="replace the preset if it exists")
     of_run = "GPUs of the original run, where its batch size is per GPU"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from common.config.parsing import nearest_path
 from common.errors import Refused
-from tools.adopt import mmengine_config, timm_train, ultralytics_run
+from tools.adopt import mmengine_config, timm_train
 from tools.adopt.adoption import Adoption, known, read_settings
 
 
@@ -20,10 +20,8 @@ def read(file: Path, gpus: int = 0, images: int = 0) -> Adoption:
         if file.suffix == ".py":
             return mmengine_config.read(file, gpus, images)
         values = read_settings(file)
-        if {"imgsz", "lr0", "close_mosaic"} & values.keys():
-            return ultralytics_run.read(values, file)
         if len(values.keys() & known("timm_train").keys()) * 2 > len(values):
             return timm_train.read(values, file, gpus)
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
         raise Refused(f"{file}: a setting has a value of another kind than its tool writes ({error})") from None
-    raise Refused(f"{file}: not args.yaml of timm or Ultralytics, nor the config that MMDetection writes")
+    raise Refused(f"{file}: not args.yaml of timm, nor the config that a run of MMDetection writes")

@@ -40,17 +40,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if flags and words.recorded:
         raise Refused(f"--recorded evaluates nothing, so it has no use for {' '.join(flags)}")
     runs = [PastRun(path) for path in words.run]
-    predictions = []
+    measured = []
     if not words.recorded:
         candidates = evaluation.find(words.run, flags)
         accelerator = launch.start(candidates[0].trained.config)
-        predictions = [evaluation.measure(candidate, accelerator) for candidate in candidates]
+        measured = [(candidate, evaluation.measure(candidate, accelerator)) for candidate in candidates]
     if not is_main():
         return
     lines = tables.describe(runs)
     found: dict = {"runs": [tables.facts(run) for run in runs]}
-    if predictions:
-        more, found["differences"] = _differences(predictions)
+    if measured:
+        more, found["differences"] = _differences(measured)
         lines += more
     if words.output:
         try:
@@ -64,28 +64,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         launch.say(line)
 
 
-def _differences(predictions: Sequence) -> tuple[list[str], list[dict]]:
-    """Each model against the first: text, and the same for comparison.json."""
+def _differences(measured: Sequence[tuple]) -> tuple[list[str], list[dict]]:
+    """Each (candidate, measure) against the first: text, and the same for comparison.json."""
     from common.run.progress import display_name
     from common.run.report import in_words
     from tools.compare import bootstrap
 
-    first, found = predictions[0], []
-    lines = ["", f"is it more than noise? {display_name(first.metric)} on {first.candidate.part}"]
-    for other in predictions[1:]:
-        of = bootstrap.compare(first.result, other.result, len(first.candidate.val))
+    (first, of_first), found = measured[0], []
+    lines = ["", f"is it more than noise? {display_name(first.metric)} on {first.part}"]
+    for other, of_other in measured[1:]:
+        of = bootstrap.compare(of_first, of_other, len(first.val))
         verdict = "larger than noise" if of.is_larger_than_noise else "no difference beyond noise"
         difference, low, high = (f"{100 * value:+.2f} points" for value in (of.value, of.low, of.high))
         lines += [
-            f"  {first.candidate.path} {in_words(of.first)}, {other.candidate.path} {in_words(of.second)}: {verdict}",
+            f"  {first.path} {in_words(of.first)}, {other.path} {in_words(of.second)}: {verdict}",
             f"    difference {difference}, 95 % interval {low} to {high}; 0 or of the other sign in {of.sign_changes:.1%} of "
             f"{of.resamples:,} resamples",
         ]
         found.append(
             {
                 "metric": first.metric,
-                "first": str(first.candidate.path),
-                "second": str(other.candidate.path),
+                "first": str(first.path),
+                "second": str(other.path),
                 "results": [of.first, of.second],
                 "difference": of.value,
                 "interval": [of.low, of.high],

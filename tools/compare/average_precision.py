@@ -19,8 +19,8 @@ _CELLS = 2**22  # numbers of an array at once
 @dataclass(frozen=True)
 class _OfClass:
     images: np.ndarray  # int64[n] of the detections, best first
-    hits: np.ndarray  # bool[T, n]: whether a detection shows an object of its class
-    ignored: np.ndarray  # bool[T, n]: whether it shows a crowd region, where detections are not judged
+    hits: np.ndarray  # bool[T, n]: True if a detection shows an object of its class
+    ignored: np.ndarray  # bool[T, n]: True if it shows a crowd region, where detections are not judged
     objects: np.ndarray  # int64[N] in each image
 
 

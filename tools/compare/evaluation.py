@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,11 @@ class Candidate:
     def part(self) -> str:
         return splits.describe(self.trained.config.data, self.val)
 
+    @property
+    def metric(self) -> str:
+        """The key of the result that a run is chosen by: AP, f1, or top1."""
+        return "AP" if self.trained.is_detector else "f1" if self.val.multi_label else "top1"
+
 
 def find(runs: Sequence[Path], flags: Sequence[str]) -> list[Candidate]:
     """The models of the runs with their validation images. Raises `Refused` unless these are the same images for all."""
@@ -54,37 +58,19 @@ def find(runs: Sequence[Path], flags: Sequence[str]) -> list[Candidate]:
     return found
 
 
-@dataclass(frozen=True)
-class Predictions:
-    """What one model predicts for each of N images."""
+def f1(counts: np.ndarray) -> Measure:
+    """F1 of all decisions together; `counts` int64[N, 2]: of each image the right positive and the wrong decisions."""
+    right, wrong = counts.astype(np.float64).T
 
-    candidate: Candidate
-    counts: Any = None  # int64[N, 2]: right and wrong decisions of a classifier
-    detections: Any = None  # of a detector, see `Detections.columns`
+    def measured(weights: np.ndarray) -> np.ndarray:
+        hits, misses = 2 * weights @ right, weights @ wrong
+        return hits / np.maximum(hits + misses, 1e-12)
 
-    @property
-    def metric(self) -> str:
-        """The key of the result that a run is chosen by: AP, f1, or top1."""
-        return "AP" if self.candidate.trained.is_detector else "f1" if self.candidate.val.multi_label else "top1"
-
-    @cached_property
-    def result(self) -> Measure:
-        """The result as a function of how often each image counts, [R, N] -> [R]."""
-        if self.detections is not None:
-            return AveragePrecision(self.candidate.val, *self.detections)
-        right, wrong = self.counts.astype(np.float64).T
-        if self.metric == "top1":
-            return lambda weights: weights @ right / weights.sum(1)
-
-        def f1(weights: np.ndarray) -> np.ndarray:
-            hits, misses = 2 * weights @ right, weights @ wrong
-            return hits / np.maximum(hits + misses, 1e-12)
-
-        return f1
+    return measured
 
 
-def measure(candidate: Candidate, accelerator) -> Predictions | None:
-    """The predictions for every image, on the main process; None on the others. A collective."""
+def measure(candidate: Candidate, accelerator) -> Measure | None:
+    """Evaluate: the model's result as a function of how often each image counts; None but on the main process. A collective."""
     if candidate.trained.is_detector:
         return _detect(candidate, accelerator)
     val, (model, normalize, loader) = candidate.val, candidate.trained.build(candidate.val, accelerator.device)
@@ -95,8 +81,8 @@ def measure(candidate: Candidate, accelerator) -> Predictions | None:
             found, true = (logits > 0) & batch.readable[:, None], batch.labels.bool()
             decisions = torch.stack([(found & true).sum(1), (found ^ true).sum(1)], 1)
         else:
-            right = (logits.argmax(1) == batch.labels) & batch.readable & ~logits.isnan().any(1)
-            decisions = torch.stack([right, ~right], 1).long()
+            correct = (logits.argmax(1) == batch.labels) & batch.readable & ~logits.isnan().any(1)
+            decisions = torch.stack([correct, ~correct], 1).long()
         positions.append(batch.positions.cpu().numpy())
         counts.append(decisions.cpu().numpy())
     gathered = gather_to_main([np.concatenate(positions), np.concatenate(counts)])
@@ -105,17 +91,18 @@ def measure(candidate: Candidate, accelerator) -> Predictions | None:
     places, rows = (np.concatenate(column) for column in zip(*gathered, strict=True))
     places, first = np.unique(places, return_index=True)
     _check_count(len(places), candidate)
-    return Predictions(candidate, counts=rows[first])
+    right = rows[first, 0].astype(np.float64)
+    return f1(rows[first]) if val.multi_label else lambda weights: weights @ right / weights.sum(1)
 
 
-def _detect(candidate: Candidate, accelerator) -> Predictions | None:
+def _detect(candidate: Candidate, accelerator) -> Measure | None:
     model, normalize, loader = candidate.trained.build(candidate.val, accelerator.device)
     recipe, found = candidate.trained.recipe, Detections()
     model = Matched(model, candidate.places)
     for batch, detections in recipe.predict(model, loader, accelerator, normalize):
         found.update(batch.positions.tolist(), [{key: one[key] for key in _BOXES} for one in detections])
     _check_count(found.results(candidate.val)["count"], candidate)  # also gathers them
-    return Predictions(candidate, detections=found.columns()) if is_main() else None
+    return AveragePrecision(candidate.val, *found.columns()) if is_main() else None
 
 
 def _check_count(count: int, candidate: Candidate) -> None:

@@ -29,13 +29,6 @@ def describe(runs: Sequence[PastRun]) -> list[str]:
             f"recipe source, {names[0]} and {name}: {what}".rstrip(),
             *(f"  {line}" for line in changed or ()),
         ]
-    known = [run.fingerprint for run in runs]
-    parts = zip(*(fingerprint.partition("-")[::2] for fingerprint in known), strict=True)
-    rows = [(name, list(values)) for name, values in zip(("training", "validation"), parts, strict=True)]
-    differ = layout(names, [row for row in rows if len({*row[1]}) > 1])
-    are_same = "the same" if len({*known}) == 1 else "differs in"
-    lines += ["", f"data fingerprint: {are_same if all(known) else 'not recorded by all'}"]
-    lines += differ if all(known) and len({*known}) > 1 else []
     lines += ["", "results of the best models", *layout(names, results(runs))]
     return [*lines, "", "cost", *layout(names, cost(runs))]
 
@@ -51,9 +44,10 @@ def layout(head: Sequence[str], rows: Sequence[Row], nothing: str = "") -> list[
 
 
 def configuration(runs: Sequence[PastRun]) -> list[Row]:
-    """The flags that differ."""
+    """The flags and fingerprints of the data that differ."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in OF_THE_FOLDER)
     rows = [(f"--{key}", [listed(run.config[key]) if key in run.config else "-" for run in runs]) for key in keys]
+    rows.append(("data, training-validation", [run.fingerprint or "-" for run in runs]))
     return [row for row in rows if len(set(row[1])) > 1]
 
 

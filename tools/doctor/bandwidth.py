@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from common.distributed.collectives import give_up_after, leave_process_group, subgroup
-from tools.doctor.finding import Finding, judged
+from tools.doctor.finding import Finding, judged, speed
 from tools.doctor.interfaces import addresses, chosen, infiniband, link_speed
 from tools.doctor.world import World
 
@@ -56,8 +56,8 @@ def of_link(check: str, backend: str, slowest: list[dict], nominal: float | None
     """The row for what was measured. `nominal`: what the link should do."""
     smallest, *_, largest = slowest
     measured = (
-        f"{backend} all-reduce {_gbit(largest['gbit'])} ({largest['bytes'] / 2**20:.3g} MiB in {largest['ms']:.3g} ms), "
-        f"latency {smallest['ms']:.2g} ms{host}" + (f"; the link has {_gbit(nominal)}" if nominal else "")
+        f"{backend} all-reduce {speed(largest['gbit'])} ({largest['bytes'] / 2**20:.3g} MiB in {largest['ms']:.3g} ms), "
+        f"latency {smallest['ms']:.2g} ms{host}" + (f"; the link has {speed(nominal)}" if nominal else "")
     )
     expected = FAIR[backend] * (min(nominal or 0, GLOO_GBIT) if backend == "gloo" else nominal or 0)
     traffic = (
@@ -67,7 +67,7 @@ def of_link(check: str, backend: str, slowest: list[dict], nominal: float | None
     return judged(
         check,
         measured,
-        (largest["gbit"] < expected, "warning", f"less than {_gbit(expected)}, a fair share of the link: {traffic}"),
+        (largest["gbit"] < expected, "warning", f"less than {speed(expected)}, a fair share of the link: {traffic}"),
         (smallest["ms"] > SLOW_MS, "warning", f"latency above {SLOW_MS:.0f} ms: every all-reduce waits so long; {far}"),
         figures={"all-reduce": slowest},
     )
@@ -98,9 +98,4 @@ def _link(world: World) -> float | None:
     """Nominal Gbit/s of what the backend takes on this machine; None if unknown."""
     if world.device.type == "cuda" and (devices := infiniband()):
         return float(max(devices.values()))
-    mbit = link_speed(chosen(addresses()) or "")
-    return mbit / 1000 if mbit else None
-
-
-def _gbit(value: float) -> str:
-    return f"{value:.3g} Gbit/s" if value >= 0.1 else f"{1000 * value:.3g} Mbit/s"
+    return link_speed(chosen(addresses()) or "")

@@ -22,14 +22,13 @@ ASIDE_S = 5.0  # how long a network file system may take to show a new file
 
 
 def run_folder(world: World) -> list[Finding]:
-    """The row of the run folder: one machine writes, the others look. Raises `Refused`."""
+    """The row of the run folder, or of where it will be made: one machine writes, the others look. Raises `Refused`."""
     folder = Path(config_of(world).output_dir)
-    token = folder / f".doctor-{os.getpid()}-{time.time_ns()}"
-    made = [path for path in [folder, *folder.parents] if not path.exists()] if world.is_main else []
-    written: dict[str, Any] = {}
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    token, written = there / f".doctor-{os.getpid()}-{time.time_ns()}", dict[str, Any]()
     try:
         if world.is_main:
-            written = _written(folder, token)
+            written = _written(token)
         path = Path(world.exchange(str(token))[0])
         is_blind = world.is_local_main and not _is_seen(path)
         blind = [world.name(rank) for rank, one in enumerate(world.exchange(is_blind)) if one]
@@ -39,14 +38,11 @@ def run_folder(world: World) -> list[Finding]:
         if world.is_main:
             with contextlib.suppress(OSError):
                 token.unlink(missing_ok=True)
-                for path in made:  # deepest first
-                    path.rmdir()
     return [judged_run_folder(folder, written, blind, world.name(0))] if world.is_main else []
 
 
-def _written(folder: Path, token: Path) -> dict:
-    """How fast the disk of `folder` writes; leaves the file `token`."""
-    folder.mkdir(parents=True, exist_ok=True)
+def _written(token: Path) -> dict:
+    """How fast the disk writes; leaves the file `token`."""
     block, times = os.urandom(2**20), []
     with token.open("wb", buffering=0) as file:
         for blocks in [WRITTEN // len(block), *[0] * 5]:
@@ -57,7 +53,7 @@ def _written(folder: Path, token: Path) -> dict:
             os.fsync(file.fileno())
             times.append(time.perf_counter() - began)
         file.truncate(8)
-    free = psutil.disk_usage(str(folder)).free
+    free = psutil.disk_usage(str(token)).free
     rate, sync = WRITTEN / times[0], statistics.median(times[1:])
     return {"bytes_per_s": rate, "sync_s": sync, "free": free}
 

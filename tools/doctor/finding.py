@@ -10,6 +10,11 @@ Status = Literal["ok", "warning", "failed", "not run"]
 GIB = 2**30
 
 
+def speed(gbit: float) -> str:
+    """In words: 10 Gbit/s, 50 Mbit/s."""
+    return f"{gbit:.3g} Gbit/s" if gbit >= 0.1 else f"{1000 * gbit:.3g} Mbit/s"
+
+
 @dataclass(frozen=True)
 class Finding:
     """One row of the table.
@@ -42,14 +47,11 @@ def differing(world: World, check: str, status: Status, way_out: str, value: dic
     by_texts: dict[str, list[int]] = {}
     usual = {name: Counter(theirs.get(name) for theirs in of_ranks).most_common(1)[0][0] for name in names}
     for rank, theirs in enumerate(of_ranks):
-        odd = [name for name in names if theirs.get(name) != usual[name]]
-        if odd:
-            texts = [
-                f"{name} {theirs.get(name) or '(absent)'} instead of {usual[name] or '(absent)'}"
-                for name in odd[:NAMED]
-            ]
-            rest = f" and {len(odd) - NAMED} more" if len(odd) > NAMED else ""
-            by_texts.setdefault(", ".join(texts) + rest, []).append(rank)
+        pairs = [(name, theirs.get(name), usual[name]) for name in names if theirs.get(name) != usual[name]]
+        if pairs:
+            texts = [f"{name} {own or '(absent)'} instead of {most or '(absent)'}" for name, own, most in pairs]
+            rest = f" and {len(pairs) - NAMED} more" if len(pairs) > NAMED else ""
+            by_texts.setdefault(", ".join(texts[:NAMED]) + rest, []).append(rank)
     return [
         Finding(check, status, text, way_out, places(ranks, range(world.world_size), world.hosts))
         for text, ranks in by_texts.items()

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from common.launching.network import LOOPBACK
-from tools.doctor.finding import Finding, differing, judged
+from tools.doctor.finding import Finding, differing, judged, speed
 from tools.doctor.world import World
 
 PORTS = 4  # system-chosen ports that each machine tries at each other
@@ -33,13 +33,13 @@ def interfaces(world: World) -> list[Finding]:
     stats = psutil.net_if_stats().get(taken)
     if not stats or not stats.isup:
         return [Finding(name, "failed", f"{taken} is down", f"ip link set {taken} up")]
-    speed = link_speed(taken)
-    words = [*present[taken], *([_speed(speed)] if speed else []), f"MTU {stats.mtu}"]
+    words = [*present[taken], *([speed(own)] if (own := link_speed(taken)) else []), f"MTU {stats.mtu}"]
     fast = [f"InfiniBand {device} {rate} Gbit/s" for device, rate in infiniband().items()]
     measured = "; ".join([f"{taken} ({', '.join(words)})", *fast])
     best = max(present, key=lambda each: link_speed(each) or 0)
-    is_slower = not world.is_one_machine and (link_speed(best) or 0) > (speed or 10**9)
-    export = f"{best} has {_speed(link_speed(best))}: export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}"
+    fastest = link_speed(best) or 0.0
+    is_slower = not world.is_one_machine and fastest > (own or 1e9)
+    export = f"{best} has {speed(fastest)}: export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}"
     return [judged(name, measured, (is_slower, "warning", f"{export} if it joins the machines"))]
 
 
@@ -113,13 +113,13 @@ def chosen(present: dict[str, list[str]]) -> str | None:
     return next((name for name in present if name in named), None)
 
 
-def link_speed(name: str) -> int | None:
-    """Nominal speed of an interface in Mbit/s; None if it has none, as the loopback, or does not tell."""
+def link_speed(name: str) -> float | None:
+    """Nominal speed of an interface in Gbit/s; None if it has none, as the loopback, or does not tell."""
     try:
         mbit = int((_NET / name / "speed").read_text())
     except (OSError, ValueError):
         return None
-    return mbit if mbit > 0 else None
+    return mbit / 1000 if mbit > 0 else None
 
 
 def infiniband() -> dict[str, int]:
@@ -130,7 +130,3 @@ def infiniband() -> dict[str, int]:
             if "ACTIVE" in (port / "state").read_text():
                 found[port.parents[1].name] = int(float((port / "rate").read_text().split()[0]))
     return found
-
-
-def _speed(mbit: int | None) -> str:
-    return f"{mbit / 1000:g} Gbit/s" if mbit else "unknown speed"

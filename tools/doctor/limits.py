@@ -1,4 +1,4 @@
-"""Limits of this machine or container: cores, other work, memory, open files, locked memory and /dev/shm."""
+"""Limits of this machine or container: cores, memory, open files, locked memory and /dev/shm."""
 
 import os
 import re
@@ -16,7 +16,6 @@ MEMORY_PER_PROCESS = 2 * GIB  # Python and torch take 0.5 to 1 GiB, its data wor
 FEW_FILES = 1024  # pipes of data workers, sockets to other ranks, files of the data set; a small run needs some 60
 NO_SHM = 4 * 2**20  # locks of data workers take 4 KiB each, some 10 of them a worker
 SMALL_SHM = GIB  # NCCL joins the GPUs of a machine there; Docker's default is 64 MiB
-BUSY = 0.25  # share of the cores that other programs use
 _CGROUP = Path("/sys/fs/cgroup")
 _SHM = Path("/dev/shm")
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -25,30 +24,6 @@ _INFINIBAND = Path("/sys/class/infiniband")
 def limits(world: World) -> list[Finding]:
     """Rows about this machine."""
     return [_cores(world), _memory(world), *_ulimits(world), _shm(world)]
-
-
-def other_work(world: World) -> list[Finding]:
-    """A row for each machine on which other programs keep the cores busy, while the ranks wait here."""
-    world.exchange(None)
-    shares = world.exchange(used_by_others() if world.is_local_main else 0.0)
-    way_out = "what is measured here, and each step, is slower by that: end them, or take another machine"
-    busy = {world.hosts[rank]: share for rank, share in enumerate(shares) if share > BUSY}
-    check = "limits: other work"
-    measured = f"other programs use at most {max(shares):.0%} of the cores"
-    rows = [Finding(check, "warning", said_busy(share), way_out, host) for host, share in busy.items()]
-    return rows or [Finding(check, "ok", measured)]
-
-
-def used_by_others() -> float:
-    """The share of this process's cores that is in use now, while it waits."""
-    shares = psutil.cpu_percent(0.5, percpu=True)
-    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(shares))
-    return sum(shares[core] for core in mine if core < len(shares)) / len(mine) / 100
-
-
-def said_busy(share: float) -> str:
-    """In words: what other programs use."""
-    return f"other programs use {share:.0%} of the cores (load {os.getloadavg()[0]:.0f})"
 
 
 def _cores(world: World) -> Finding:

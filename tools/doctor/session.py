@@ -59,7 +59,6 @@ CHECKS = [
     Check("limits", limits.limits, exchanges=False, once_per_machine=True),
     Check("gpu", gpus.gpus, exchanges=False, limit=25.0),
     Check("network: interfaces", interfaces.interfaces, exchanges=False, once_per_machine=True),
-    Check("limits: other work", limits.other_work),
     Check("versions", versions.versions),
     Check("network: MTU", interfaces.same_mtu),
     Check("network: ports", interfaces.ports),

@@ -48,13 +48,16 @@ def _word(check: str) -> str:
 def show(findings: Sequence[Finding], partly: bool = False) -> str:
     """The table: a line per finding, with the way out below it, and a last line that counts them.
 
-    `partly`: only some checks were asked for.
+    Of a check that is well in many places only some are shown. `partly`: only some checks were asked for.
     """
-    findings = _shorten(findings)
-    width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
-    first = max([len(finding.check) for finding in findings] + [5])
-    lines = []
+    shown: list[Finding] = []
     for finding in findings:
+        if finding.status != "ok" or sum(one.check == finding.check for one in shown) < NAMED:
+            shown.append(finding)
+    width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+    first = max([len(finding.check) for finding in shown] + [5])
+    lines = []
+    for finding in shown:
         place = "" if finding.place == "all" else f"{finding.place}: "
         room = max(30, width - first - 11)
         text = textwrap.wrap(place + finding.measured, room) or [""]
@@ -62,27 +65,10 @@ def show(findings: Sequence[Finding], partly: bool = False) -> str:
         lines.append(f"{finding.status:<7}  {finding.check:<{first}}  {text[0]}")
         lines += [f"{'':{first + 11}}{line}" for line in text[1:]]
     counts = {status: sum(finding.status == status for finding in findings) for status in _STATUS}
-    verdict = "what was checked is well" if partly else "a run will work here"
+    verdict = "what was checked will work" if partly else "a run will work here"
     if counts["failed"]:
         verdict = "a run will fail here"
     elif counts["not run"]:
         verdict = "not everything was checked"
-    elif partly and counts["warning"]:
-        verdict = "what was checked will work"
     said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     return "\n".join([*lines, "", f"{verdict}: {said}"])
-
-
-def _shorten(findings: Sequence[Finding]) -> list[Finding]:
-    """Rows to show: one for all checks that did not run for one reason, few of many places where all is well."""
-    shown: list[Finding] = []
-    idle: dict[str, list[str]] = {}  # reason -> checks
-    for finding in findings:
-        if finding.status == "not run" and not finding.way_out:
-            idle.setdefault(finding.measured, []).append(finding.check)
-        elif finding.status != "ok" or sum(one.check == finding.check for one in shown) < NAMED:
-            shown.append(finding)
-    for reason, checks in idle.items():
-        several = Finding("other checks", "not run", f"{reason}: {', '.join(dict.fromkeys(checks))}")
-        shown.append(several if len(checks) > 1 else Finding(checks[0], "not run", reason))
-    return shown

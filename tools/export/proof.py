@@ -5,8 +5,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +25,6 @@ from tools.trained import Trained
 
 VECTORS = 10  # test vectors
 _NAMED = 5  # differing images in a message
-_AT_ONCE = 16  # pictures in memory
 # verify.py tolerates these differences on other machines, or so many times what was measured.
 _FLOOR, _SPARE = {"probabilities": 1e-4, "boxes": 1e-2, "scores": 1e-4}, 4.0
 
@@ -67,7 +65,7 @@ class Task:
     module: torch.nn.Module  # uint8[N, 3, H, W] -> a tensor or a tuple of tensors, on the CPU and in float32
     outputs: dict[str, str]  # names of these tensors in order, with what they are
     about: Mapping  # preprocessing, classes and so on, for export.json
-    batched = False  # whether N may be more than 1: then the outputs have this dimension first
+    batched = False  # True if N may be more than 1: then the outputs have this dimension first
     limit = 1.0  # largest difference of a result
     most_differing = 0.0  # how many images may differ
 
@@ -101,12 +99,12 @@ def judge(task: Task, session: Session) -> Verdict:
     count, verdict = len(task.val), Verdict()
     keep = set(np.linspace(0, count - 1, min(VECTORS, count)).astype(int).tolist())
     apart: list[tuple[Apart, str]] = []
-    both = zip(task.expected(), pictures_of(task.picture, count), strict=True)
-    for index, (expected, picture) in enumerate(tqdm(both, "proof", count, unit=" images", leave=False, disable=None)):
+    images = zip(range(count), task.expected(), strict=True)
+    for index, expected in tqdm(images, "proof", count, unit=" images", leave=False, disable=None):
         name, found = task.val.name(index), None
         if expected is None:
             continue
-        if picture is not None:
+        if (picture := read(task, index)) is not None:
             found = {key: column[0] if task.batched else column for key, column in session(picture).items()}
             if odd := [key for key, column in found.items() if not np.isfinite(column).all()]:
                 raise Refused(f"{name}: {odd[0]} of the exported model are not finite numbers")
@@ -135,21 +133,12 @@ def judge(task: Task, session: Session) -> Verdict:
     return verdict
 
 
-def pictures_of(image: Callable[[int], Any], count: int) -> Iterator[np.ndarray | None]:
-    """Each of `count` images, uint8[1, 3, H, W], None if it can't be read; `image` gives RGB and upright ones, [H, W, 3].
-
-    They are decoded ahead, beside the model.
-    """
-
-    def read(index: int) -> np.ndarray | None:
-        try:
-            return np.ascontiguousarray(np.asarray(image(index)).transpose(2, 0, 1)[None])
-        except BrokenImage:
-            return None
-
-    with ThreadPoolExecutor(1) as pool:
-        for start in range(0, count, _AT_ONCE):
-            yield from pool.map(read, range(start, min(start + _AT_ONCE, count)))
+def read(task: Task, index: int) -> np.ndarray | None:
+    """The picture uint8[1, 3, H, W]; None if it can't be read."""
+    try:
+        return np.ascontiguousarray(task.picture(index).transpose(2, 0, 1)[None])
+    except BrokenImage:
+        return None
 
 
 def check_folder(folder: Path) -> Path:

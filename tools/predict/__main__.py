@@ -94,6 +94,7 @@ def write(words: argparse.Namespace, trained, accelerator, plan: dict, shards, f
     import torch
     from tqdm import tqdm
 
+    from common.detection.data.annotated import no_boxes
     from common.distributed import broadcast_object, gather_to_main
     from tools.predict import images, pictures
     from tools.predict.rows import Rows
@@ -102,7 +103,7 @@ def write(words: argparse.Namespace, trained, accelerator, plan: dict, shards, f
     files = shards or images.file_list(files)
     source: images.Images | images.Scenes
     if trained.is_detector:
-        source = images.scenes(files, np.array(plan.pop("sizes")), trained.classes)
+        source = images.Scenes(**no_boxes(trained.classes, np.array(plan.pop("sizes"))), files=files)
     else:
         source = images.images(files, trained.classes, several)
     del files  # `source` has them
@@ -117,7 +118,7 @@ def write(words: argparse.Namespace, trained, accelerator, plan: dict, shards, f
         numbers, texts, broken = [], [], []
         for index, row in made.of(*batch) if batch else ():
             numbers.append(index)
-            texts.append(form.text(index, row).encode())
+            texts.append(form.text(index, row).encode(errors="backslashreplace"))  # bytes of a name that are no text
             broken.append("error" in row)
             if "error" in row and words.format == "coco":  # which has no place for it
                 say(f"{row['file']}: {row['error']}", everywhere=True)

@@ -10,7 +10,7 @@ import pyarrow as pa
 from common.data.images import BrokenImage, opened, orientation_of
 from common.data.shards import Shards
 from common.data.source import Source, path_of
-from common.detection.data.annotated import Annotated, no_boxes
+from common.detection.data.annotated import Annotated
 from common.detection.data.image_headers import headers_of_files, upright_sizes
 
 _PLACEHOLDER = 32, 32  # size of an image that can't be read
@@ -66,7 +66,7 @@ class Images(Numbered, Source):
 
 @dataclass(frozen=True, eq=False)
 class Scenes(Numbered, Annotated):
-    """Images in which to detect."""
+    """Images in which to detect, with their sizes from `sizes_of`."""
 
     files: FileList | Shards = field(kw_only=True)
 
@@ -74,11 +74,6 @@ class Scenes(Numbered, Annotated):
 def images(files: FileList | Shards, classes: tuple[str, ...], multi_label: bool) -> Images:
     shape, kind = ((len(files), len(classes)), np.bool_) if multi_label else ((len(files),), np.int64)
     return Images(classes, files, np.broadcast_to(np.zeros((), kind), shape))
-
-
-def scenes(files: FileList | Shards, sizes: np.ndarray, classes: tuple[str, ...]) -> Scenes:
-    """`sizes` int[N, 2] come from `sizes_of`."""
-    return Scenes(**no_boxes(classes, sizes), files=files)
 
 
 def sizes_of(files: FileList | Shards) -> np.ndarray:

@@ -3,7 +3,6 @@
 import glob
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -11,8 +10,6 @@ from pathlib import Path
 from common.data.images import SUFFIXES
 from common.errors import Refused
 from common.files import walk
-
-_KINDS = 5  # skipped extensions that a note names
 
 
 def listing(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -22,14 +19,12 @@ def listing(words: Sequence[str]) -> tuple[list[str], list[str]]:
     or folder per line, or separated by NUL, as `find -print0` writes it. Of a folder, the files with an image's extension are
     taken; a file that is named is always taken. Raises `Refused` if there is nothing to predict.
     """
-    skipped: Counter[str] = Counter()
+    skipped: list[str] = []
     found = [file for word in words for file in _of_word(word, skipped)]
     files = [*dict.fromkeys(found)]
     notes = []
     if skipped:
-        kinds = ", ".join(f"{kind} {count:,}" for kind, count in skipped.most_common(_KINDS))
-        more = ", ..." if len(skipped) > _KINDS else ""
-        notes.append(f"{skipped.total():,} files without an image's extension were left out: {kinds}{more}")
+        notes.append(f"{len(skipped):,} files without an image's extension were left out, such as {skipped[0]}")
     if not files:
         raise Refused(f"{' '.join(words):.200}: no image is there{'; '.join(['', *notes])}")
     if len(files) < len(found):
@@ -37,7 +32,7 @@ def listing(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return files, notes
 
 
-def _of_word(word: str, skipped: Counter) -> Iterator[str]:
+def _of_word(word: str, skipped: list[str]) -> Iterator[str]:
     if word == "-" or (word.startswith("@") and not os.path.lexists(word)):
         yield from _of_list(word.removeprefix("@"), skipped)
     elif os.path.lexists(word) or not glob.has_magic(word):
@@ -50,7 +45,7 @@ def _of_word(word: str, skipped: Counter) -> Iterator[str]:
             yield from _of_path(match, skipped)
 
 
-def _of_list(name: str, skipped: Counter) -> Iterator[str]:
+def _of_list(name: str, skipped: list[str]) -> Iterator[str]:
     try:
         content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:
@@ -60,18 +55,17 @@ def _of_list(name: str, skipped: Counter) -> Iterator[str]:
         yield from _of_path(os.fsdecode(line), skipped)
 
 
-def _of_path(path: str, skipped: Counter) -> Iterator[str]:
+def _of_path(path: str, skipped: list[str]) -> Iterator[str]:
     if not os.path.isdir(path):
         yield path
         return
     try:
         for entry in chain.from_iterable(entries for _, entries in walk(path)):
-            kind = os.path.splitext(entry.name)[1].lower()
             if entry.is_dir():
                 continue
-            if kind in SUFFIXES:
+            if os.path.splitext(entry.name)[1].lower() in SUFFIXES:
                 yield entry.path
             else:
-                skipped[kind or "no extension"] += 1
+                skipped.append(entry.path)
     except OSError as error:
         raise Refused(f"{error.filename}: {error.strerror}; make it readable, or name other folders") from None

@@ -71,9 +71,7 @@ def choose(weights: str, classes: Sequence[str], asked: float | None, default: f
     values = np.array([found.get(name, default) for name in classes], np.float32)
     if not found:
         return values, f"{default}; no evaluation has chosen one for each class"
-    lacking = sum(name not in found for name in classes)
-    words = f"of each class, {values.min():.2f} to {values.max():.2f}, from {file}"
-    return values, words + (f"; it lacks {lacking} classes, which have {default}" if lacking else "")
+    return values, f"of each class, {values.min():.2f} to {values.max():.2f}, from {file}, or else {default}"
 
 
 def ids_of(file: str, files: Sequence[str], classes: Sequence[str]) -> tuple[list[int], dict[str, int], list[str]]:
@@ -114,8 +112,5 @@ def _is_multi_label(folder: Path) -> bool:
     """True if the weights were trained on images with several labels each."""
     if (folder / "record.json").is_file():  # a checkpoint
         return "eval/exact_match" in json.loads(read_text(folder / "record.json", MEDIUM))["ledger"]["last"]
-    return _config(folder).get("problem_type") == "multi_label_classification"
-
-
-def _config(folder: Path) -> dict:
-    return json.loads(read_text(folder / "config.json", MEDIUM)) if (folder / "config.json").is_file() else {}
+    file = folder / "config.json"
+    return file.is_file() and json.loads(read_text(file, MEDIUM)).get("problem_type") == "multi_label_classification"

@@ -71,6 +71,11 @@ class Rows:
         return found
 
 
+def as_json(value: dict) -> str:
+    """One line, in which letters of all scripts are themselves."""
+    return json.dumps(value, ensure_ascii=False)
+
+
 def short(value: np.float32) -> float:
     """The number with as few digits as give the same float32."""
     return float(str(value))
@@ -90,11 +95,10 @@ def _csv_lines(columns: Sequence[str], row: dict) -> str:
     """One line per prediction, and one for an image without any, so that each image has a line."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore")
-    file = row["file"].encode(errors="backslashreplace").decode()
     for one in row.get("predictions") or [{}]:
-        values = {"file": file, "error": row.get("error", "")} | one
+        values = {"file": row["file"], "error": row.get("error", "")} | one
         values |= dict(zip(_SIDES, one.get("box", ()), strict=False))
-        values |= {"mask": _json(one["mask"])} if "mask" in one else {}
+        values |= {"mask": as_json(one["mask"])} if "mask" in one else {}
         writer.writerow({key: csv_cell(value) for key, value in values.items()})
     return text.getvalue()
 
@@ -114,24 +118,10 @@ def format_of(name: str, is_detector: bool, image_ids: Sequence[int], category_i
 
         def objects(index: int, row: dict) -> str:
             found = [(category_ids[one["class"]], one) for one in row.get("predictions", ())]
-            return ",\n".join(_json(_coco_result(image_ids[index], of_class, one)) for of_class, one in found)
+            return ",\n".join(as_json(_coco_result(image_ids[index], of_class, one)) for of_class, one in found)
 
         return Format(objects, "[\n", ",\n", "\n]\n")
     if name == "csv":
         columns = ("file", "class", "score", *((*_SIDES, "mask") if is_detector else ()), "error")
         return Format(lambda _, row: _csv_lines(columns, row), ",".join(columns) + "\n")
-    return Format(lambda _, row: _json(row) + "\n")
-
-
-def _json(value: dict) -> str:
-    """One line; characters of any script as they are, unless a file's name is invalid text."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if text.isascii() or _is_text(text) else json.dumps(value)
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return "\u2028" not in text and "\u2029" not in text and "\x85" not in text  # which some readers take for line ends
+    return Format(lambda _, row: as_json(row) + "\n")

@@ -22,8 +22,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = parser_of("replay", __doc__)
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--step", type=int, required=True, help="as in metrics.jsonl; the first is 1")
-    parser.add_argument("-o", "--output", type=Path, help="folder to write (default: replay-RUN-STEP, here)")
-    parser.add_argument("--overwrite", action="store_true", help="replace that folder if it exists")
+    parser.add_argument("-o", "--output", type=Path, help="new folder to write (default: replay-RUN-STEP, here)")
     parser.add_argument("--from_start", action="store_true", help="make all steps again, without a checkpoint")
     return parser
 
@@ -35,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
 
     sys.argv[0] = str(Path(__file__).parent)  # its name begins messages
     output = words.output or Path(f"replay-{words.run.resolve().name}-{words.step}")
-    launch.run(partial(replay, words.run, words.step, output, flags, words.from_start, words.overwrite))
+    launch.run(partial(replay, words.run, words.step, output, flags, words.from_start))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def write(made: Any, rows: Sequence[dict], run: Path, output: Path) -> None:
     """Write the folder `output`, and print what was found. `made` is the `Replay`, `rows` come from metrics.jsonl."""
     row = next((row for row in rows if row["step"] == made.wanted), {})
     here = {
-        "train/loss": made.loss,
+        "train/loss": made.report.loss,
         "train/lr": made.rate,
         "train/grad_norm": made.report.grad_norm,
         **made.report.logged,
@@ -47,7 +47,7 @@ def write(made: Any, rows: Sequence[dict], run: Path, output: Path) -> None:
     finally:
         remove(draft)
     print(f"{run}, step {made.wanted}: {len(made.rows)} samples in {output}: sheet.png, samples.jsonl, step.json")
-    print(f"  train/loss  {made.loss:.17g} replayed, {compared(made.loss, row.get('train/loss'))}")
+    print(f"  train/loss  {made.report.loss:.17g} replayed, {compared(made.report.loss, row.get('train/loss'))}")
     if row and row["train/lr"] != made.rate:
         print(f"  train/lr    {made.rate:.6g} replayed, {row['train/lr']:.6g} logged: the run had another length then")
 

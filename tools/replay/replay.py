@@ -49,14 +49,10 @@ class Replay(Run):
 
     def _make_plan(self, samples):
         plan = super()._make_plan(samples)
-        ranks, micro_steps = self.layout.get("world_size", 1), self.layout.get("micro_steps", 1)
-        self._recorded = plan
-        if plan.units >= ranks * micro_steps and not plan.undivided_for:
-            most = plan.unit * -(-plan.units // (ranks * micro_steps))
-            self._recorded = dataclasses.replace(plan, world_size=ranks, max_micro_batch_size=most)
-            if world_size() == 1:
-                plan = dataclasses.replace(plan, max_micro_batch_size=most)
-        return plan
+        pieces = self.layout.get("world_size", 1) * self.layout.get("micro_steps", 1)
+        if world_size() > 1 or plan.units < pieces or plan.undivided_for:
+            return plan
+        return dataclasses.replace(plan, max_micro_batch_size=plan.unit * -(-plan.units // pieces))
 
     def _keep(self, name: str, value: Any) -> None:
         if self._started and self.step + 1 == self.wanted:
@@ -106,15 +102,6 @@ class Replay(Run):
         pictures = np.concatenate([*map(self._pictures, seen["batch"], seen["input"])])
         self.rows = [row for theirs in gather_objects(rows) for row in theirs]
         self.pictures = np.concatenate([theirs for (theirs,) in gather_to_main([pictures]) or [[pictures]]])
-        assert self.report
-        self.loss = self.report.loss
-        if world_size() == 1:  # each rank of the run summed its own samples, then they summed over ranks
-            plan = self._recorded
-            spans = [
-                (plan.span(rank, 0)[0], plan.span(rank, plan.micro_steps - 1)[1]) for rank in range(plan.world_size)
-            ]
-            sums = [losses[low:high].sum(dtype=torch.float64).item() for low, high in spans]
-            self.loss = sum(sums) / plan.global_batch_size
 
     def _rows_of(self, batch, guess) -> list[dict]:
         """Of each sample of a micro-batch: where it is from, with its boxes, or its label and the model's guess."""
@@ -143,11 +130,10 @@ class Replay(Run):
         return (images * std + mean).round().clamp(0, 255).byte().cpu().numpy()
 
 
-def replay(run: Path, step: int, output: Path, flags: Sequence[str], from_start: bool, overwrite: bool) -> None:
+def replay(run: Path, step: int, output: Path, flags: Sequence[str], from_start: bool) -> None:
     """Make `step` of the run in the folder `run` again, and write what it saw to the folder `output`. Raises `Refused`."""
-    if output.exists() and not (overwrite and (output / "step.json").is_file()):
-        way = "add --overwrite, or " if (output / "step.json").is_file() else ""
-        raise Refused(f"{output} exists: {way}name another folder by -o")
+    if output.exists():
+        raise Refused(f"{output} exists: name another folder by -o")
     checkpoint = begin_with(run, step, from_start)
     recipe = recipe_of(run)
     Replay.wanted, Replay.layout = step, layout_of(run, step)
