@@ -11,6 +11,12 @@ from tests.harness.forked import Forks
 from tests.harness.runs import read, rows_of, start_tool
 from tools.replay.replay import replay
 
+EXACT = (
+    "--dtype float64 --schedule constant --log_every 1 --eval_every 1000 --global_batch_size 30 --max_steps 9 "
+    "--model test_resnet --batch_norm group --norm_batch_size 2 --mixup 0.2 --cutmix 0.5 --random_erasing 0.25 "
+    "--checkpoint_every 6 --max_micro_batch_size 6"
+)
+
 
 def replayed(forks: Forks, *words: object, ranks: int = 1) -> str:
     """What `python -m tools.replay` prints on so many ranks."""
@@ -61,6 +67,12 @@ def test_a_step_of_a_detector_is_replayed_from_the_first_one(trained_detector, f
     assert numbers["train/loss"]["replayed"] == row["train/loss"]
     samples = rows_of(tmp_path / "out/samples.jsonl")
     assert all(sample["boxes"] and sample["boxes"][0]["label"] in "0123456789" for sample in samples)
+
+
+def test_a_step_of_another_layout_agrees_in_float64(run_several, forks, tmp_path) -> None:
+    (run,) = run_several(3, {"three": [*EXACT.split(), "--output_dir", tmp_path]}).values()
+    replayed(forks, run.folder, "--step", 9, "-o", tmp_path / "out")
+    assert abs(read(tmp_path / "out/step.json")["numbers"]["train/loss"]["difference"]) < 1e-8
 
 
 def test_what_can_not_be_replayed_is_refused_in_one_line(trained_classifier, forks, tmp_path) -> None:
