@@ -1,7 +1,4 @@
-"""Export of a trained detector to a folder that others can load.
-
-docs/detect.py loads a folder without this project.
-"""
+"""Export of a trained detector to a folder that others can load, such as docs/detect.py."""
 
 import json
 from pathlib import Path

@@ -1,8 +1,7 @@
-"""Operations on one image with its boxes: cropping, padding, joining.
+"""Operations on one image with its boxes; `common.detection.transforms` draws their arguments.
 
-Nothing is random here: `common.detection.transforms` draws the arguments. `crop` turns a sample of a
-source into one of tensors: image uint8[3, H, W], boxes float32[n, 4], labels int64[n], crowd
-bool[n], masks uint8[n, H, W]. The other functions take and return such samples.
+`crop` turns a sample of a source into one of tensors: image uint8[3, H, W], boxes float32[n, 4],
+labels int64[n], crowd bool[n], masks uint8[n, H, W]. The others take and return such samples.
 """
 
 from typing import Any
@@ -37,8 +36,7 @@ def nothing(width: int, height: int, fill: tuple[int, int, int], masks: bool) ->
 def crop(sample: Sample, inside: np.ndarray, size: tuple[int, int], rows: np.ndarray) -> Sample:
     """The part `inside` int[4] (left, top, right, bottom) of an image, resized to `size` (height, width).
 
-    Of the objects only `rows` int[n]. If the image is decoded at a reduced resolution, or kept
-    smaller in a cache, the edges are moved to whole pixels of it; boxes and masks follow.
+    Of the objects only `rows` int[n]. Edges are moved to whole pixels of what is decoded.
     """
     picture = sample.image
     whole = np.array([picture.width, picture.height])

@@ -37,9 +37,7 @@ _WIDEST = 4.0  # zoom-out: largest side of the canvas, as a multiple of the imag
 class BoxAugmentation:
     """Augmentation of training images: a pure function of (seed, position).
 
-    The result is never larger than `sizes`, a function of metadata alone: every process knows the canvas
-    of a step without decoding it. Parts of images are fitted into the size that the position's own image
-    would have as a whole.
+    The result is never larger than `sizes`, which needs no decoding.
 
     Sources: Liu et al. 2016, SSD (zoom-out, IoU crop, photometric); Ge et al. 2021, YOLOX (mosaic, then MixUp in equal
     parts, both without weights in the loss).
@@ -78,10 +76,7 @@ class BoxAugmentation:
         return mix(np.arange(count), key_of(self.seed, "partners", position))
 
     def __call__(self, samples: list[Sample], position: int, fill: tuple[int, int, int]) -> Sample:
-        """The samples of a position and its partners -> one of tensors: image uint8[3, h, w], boxes float32[m, 4].
-
-        `fill` is the colour where no image is.
-        """
+        """The samples of a position and its partners -> one of tensors; `fill` is around the images."""
         if self._happens("mosaic", position):
             result = self._mosaic(samples[:4], position, fill)
         else:

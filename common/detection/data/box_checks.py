@@ -1,8 +1,4 @@
-"""Checks of boxes: which can be trained on, and where they lie in the upright images.
-
-Boxes are checked once, on loading. Corrected boxes and omitted ones are counted and named; boxes that
-seem to be in another format are refused.
-"""
+"""Checks of boxes on loading: which can be trained on, and where they lie in the upright images."""
 
 from dataclasses import dataclass, field
 from functools import partial

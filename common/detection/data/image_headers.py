@@ -71,8 +71,7 @@ def upright_sizes(headers: np.ndarray) -> np.ndarray:
 def turned(boxes: np.ndarray, headers: np.ndarray) -> np.ndarray:
     """Boxes [M, 4] (left, top, width, height) in stored pixels -> in pixels of the upright image.
 
-    `headers` [M, 4] of each box's image. Orientations as in EXIF: 2 to 4 mirror and turn by 180 degrees,
-    5 to 8 also exchange the axes.
+    `headers` [M, 4] are of each box's image. EXIF's orientations 5 to 8 also exchange the axes.
     """
     orientation = headers[:, 2]
     boxes = np.where(orientation[:, None] >= 5, boxes[:, [1, 0, 3, 2]], boxes)

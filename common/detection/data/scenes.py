@@ -30,8 +30,7 @@ _RECIPE = "1"  # part of the fingerprint: to be raised when scenes change
 class Scenes(Annotated):
     """Scenes of one to eight digits on a noisy background: pure functions of (key, position).
 
-    In training, every position of the stream is a new scene: an epoch is 1,024 of them, and no column has
-    a box. In evaluation they are a fixed list of 256.
+    In training, each position is a new scene, and no column has a box. In evaluation there is a list.
     """
 
     pixels: np.ndarray  # uint8[digits, 32, 32], ink on 0

@@ -30,11 +30,10 @@ class Mistake(NamedTuple):
 
 @dataclass(eq=False)
 class Matches:
-    """Detections matched with the objects of a source; properties are computed when first read.
+    """Detections matched with the objects of a source, in the order of their scores.
 
-    Detections are matched in the order of their scores: first with objects of their own class, as COCO does
-    at this `iou`; then the others with objects of other classes. Each object is shown at most once. Crowd
-    regions are neither objects nor background.
+    First with objects of their own class, as COCO does at this `iou`; then the others with objects of
+    other classes. Each object is shown at most once. Crowd regions are neither objects nor background.
     """
 
     source: Annotated
@@ -44,7 +43,7 @@ class Matches:
 
     @classmethod
     def of_counted(cls, source: Annotated, images: np.ndarray, rows: np.ndarray) -> Self:
-        """Matches of the best 100 detections of each class and image, as COCO's evaluation counts them."""
+        """Matches of the best 100 detections of each class and image, as COCO counts them."""
         order = np.lexsort((-rows[:, 4], rows[:, 5], images))
         starts = np.flatnonzero(np.diff(images[order], prepend=-1) | np.diff(rows[order, 5], prepend=-1).astype(bool))
         ranks = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
@@ -65,10 +64,7 @@ class Matches:
 
     @cached_property
     def classes(self) -> list[dict[str, float | None]]:
-        """The objects of each class, the score that gives the best F1, and precision, recall and F1 from there on.
-
-        Without a right detection, only recall is known: 0; without objects nothing.
-        """
+        """Of each class: objects, the score of the best F1, and precision, recall and F1 from there on."""
         found = []
         objects = np.bincount(self.source.labels[~self.source.crowd], minlength=len(self.source.classes))
         for label, count in enumerate(objects.tolist()):
@@ -161,11 +157,9 @@ class Matches:
 
     @cached_property
     def _by_image(self) -> np.ndarray:
-        """int64[n]: detections image by image, the best of each first."""
         return self._best_first[np.argsort(self.images[self._best_first], kind="stable")]
 
     def _marked(self, objects: np.ndarray) -> np.ndarray:
-        """bool[M]: True for these objects."""
         marked = np.zeros(len(self.source.labels), bool)
         marked[objects[objects >= 0]] = True
         return marked
@@ -220,10 +214,7 @@ class Matches:
 
 
 def best_f1(scores: np.ndarray, right: np.ndarray, objects: int) -> tuple[int, float]:
-    """The last of detections, best first, that gives the best F1 over so many objects, and this F1.
-
-    Both are 0 if none is right.
-    """
+    """The last of detections, best first, that gives the best F1 over so many objects, and it; else 0."""
     f1 = 2 * np.cumsum(right) / (np.arange(1, len(right) + 1) + objects)
     f1[:-1][scores[1:] == scores[:-1]] = 0  # equal scores belong together
     return (int(f1.argmax()), float(f1.max())) if f1.any() else (0, 0.0)

@@ -19,10 +19,7 @@ NAMED_CLASSES = 100
 
 @dataclass
 class Detections:
-    """Detections in the images that this rank evaluated, as columns on the host.
-
-    After `results`, the main process has the detections of all ranks; the others have none.
-    """
+    """Detections in the images of this rank; after `results` the main process has all, the others none."""
 
     images: list[np.ndarray] = field(default_factory=list)  # int64: image of the source that each row belongs to
     rows: list[np.ndarray] = field(default_factory=list)  # float32[n, 6]: left, top, right, bottom, score, class id
@@ -49,8 +46,7 @@ class Detections:
         """The twelve COCO numbers in 0..1 (None: no objects), `per_class` AP, and `count`, on every rank. A collective.
 
         Up to 100 classes that occur have `AP_class/<name>`, and masks have the twelve again as `mask_AP` and so on.
-        `thresholds` has the score of the best F1 of each class. The main process evaluates all ranks' detections.
-        Source: Lin et al., "Microsoft COCO", 2014.
+        `thresholds` has the score of the best F1 of each class. Source: Lin et al., "Microsoft COCO", 2014.
         """
         masks = [np.concatenate(self.masks)] if self.masks else []
         gathered = gather_to_main((np.array([self.count]), *self.columns(), *masks))
