@@ -177,7 +177,8 @@ class TrainingImages(Dataset):
             width, height = self.source.sizes[index].tolist()
             none = np.zeros((0, height, width), np.uint8) if self.source.has_masks else None
             boxes = np.zeros((0, 4), np.float32), np.zeros(0, np.int64), np.zeros(0, bool)
-            return Sample(Picture(blank(width, height, (0, 0, 0))), *boxes, none), f"{self.source.name(index)}: {error}"
+            picture, size = Picture(blank(width, height, (0, 0, 0))), np.array([width, height])
+            return Sample(picture, *boxes, none, size), f"{self.source.name(index)}: {error}"
 
 
 @dataclass

@@ -17,11 +17,6 @@ from common.detection.data.annotated import Sample
 FIRST, LAST = [0, 1, 0, 1], [2, 3, 2, 3]
 
 
-def size_of(sample: Sample) -> np.ndarray:
-    """int64[2]: width and height that the boxes of a source's sample are of."""
-    return np.array([sample.image.width, sample.image.height]) if sample.size is None else sample.size.astype(np.int64)
-
-
 def areas_of(boxes: Any) -> Any:
     return (boxes[:, 2:] - boxes[:, :2]).prod(1)
 
@@ -40,7 +35,7 @@ def crop(sample: Sample, inside: np.ndarray, size: tuple[int, int], rows: np.nda
     """
     picture = sample.image
     whole = np.array([picture.width, picture.height])
-    kept = whole / size_of(sample)  # 1, or less in a cache
+    kept = whole / sample.size  # 1, or less in a cache
     width, height = ((inside[2:] - inside[:2]) * kept).tolist()
     reduction = picture.reduction(height, width, size)
     factors, limits = (kept / reduction)[FIRST], -(-whole // reduction)

@@ -23,7 +23,6 @@ from common.detection.samples import (
     mirrored,
     nothing,
     padded,
-    size_of,
 )
 from common.errors import Refused
 from common.randomness import key_of, mix, seed_generators, uniforms
@@ -93,7 +92,7 @@ class BoxAugmentation:
         self, sample: Sample, position: int, number: int, fill: tuple[int, int, int], limit: np.ndarray | None = None
     ) -> Sample:
         """One image, a part of it, or it on a larger canvas; at most `limit` int[2] in size."""
-        size = size_of(sample)
+        size = sample.size
         room = size * self.scales(np.array([position]), size[None])[0]  # size of the whole image
         limit = _rounded(room) if limit is None else np.minimum(limit, _rounded(room))
         self._seed(position, number)
@@ -111,7 +110,7 @@ class BoxAugmentation:
     def _mosaic(self, samples: list[Sample], position: int, fill: tuple[int, int, int]) -> Sample:
         """Four images around a point, each cut to its corner, at 0.5 to 1 times its own scale."""
         where = np.array([position])
-        width, height = self.sizes(where, size_of(samples[0])[None])[0].tolist()
+        width, height = self.sizes(where, samples[0].size[None])[0].tolist()
         self._seed(position, "mosaic")
         x, y = (np.array([width, height]) * np.random.uniform(0.25, 0.75, 2)).astype(int).tolist()
         image, parts = blank(width, height, fill), []
@@ -121,8 +120,8 @@ class BoxAugmentation:
             if not limit.all():  # an image of one pixel does not have four corners
                 continue
             self._seed(position, number)
-            scale = self.scales(where, size_of(sample)[None])[0] * np.random.uniform(0.5, 1)
-            view = _part(np.concatenate([np.zeros(2, int), size_of(sample)]), limit, scale)
+            scale = self.scales(where, sample.size[None])[0] * np.random.uniform(0.5, 1)
+            view = _part(np.concatenate([np.zeros(2, int), sample.size]), limit, scale)
             part = self._shown(sample, view, limit, scale, position, fill)
             h, w = part.image.shape[1:]
             left, top = x if right else x - w, y if below else y - h
@@ -136,7 +135,7 @@ class BoxAugmentation:
         """The part in `view` (left, top, right, bottom; may exceed the image), resized, mirrored, coloured."""
         out = np.minimum(_rounded((view[2:] - view[:2]) * scale), limit)
         width, height = out.tolist()
-        inside = view.clip(0, size_of(sample)[FIRST])
+        inside = view.clip(0, sample.size[FIRST])
         low, high = np.rint((inside.reshape(2, 2) - view[:2]) * out / (view[2:] - view[:2])).astype(int)
         low, high = np.minimum(low, out - 1), np.maximum(high, low + 1).clip(max=out)
         span = inside[2:] - inside[:2]

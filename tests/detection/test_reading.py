@@ -99,7 +99,7 @@ def test_samples_are_those_of_decoding_everything(size, short_side, most, mean, 
     masks = np.zeros((6, size[1], size[0]), np.uint8)
     for mask, (left, top, right, bottom) in zip(masks, np.rint(boxes).astype(int), strict=True):
         mask[top:bottom, left:right] = 1
-    columns = boxes, np.arange(6), np.zeros(6, bool), masks
+    columns = boxes, np.arange(6), np.zeros(6, bool), masks, np.array(size)
     augmentation, means = BoxAugmentation(0, (short_side,), 2 * short_side, **GEOMETRY), []
     for position in range(24):
         one, other = (augmentation([Sample(picture, *columns)], position, FILL) for picture in (lazy, whole))

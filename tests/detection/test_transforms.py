@@ -47,7 +47,8 @@ def painted(size, count, seed=0, crowd=()) -> Sample:
         boxes[number] = left, top, right, top + span[1]
         masks[number, top : top + span[1], left:right] = 1
         pixels[top : top + span[1], left:right] = 60 + 40 * number
-    return Sample(Picture(pixels_of(pixels)), boxes, np.arange(count), np.isin(np.arange(count), crowd), masks)
+    crowds = np.isin(np.arange(count), crowd)
+    return Sample(Picture(pixels_of(pixels)), boxes, np.arange(count), crowds, masks, np.array(size))
 
 
 def vary(augmentation, position, own, others=None) -> Sample:

@@ -25,7 +25,7 @@ class Sample(NamedTuple):
     labels: Any  # int64[n]
     crowd: Any  # bool[n]
     masks: Any = None  # uint8[n, H, W] of 0 and 1, if the source was loaded with masks
-    size: np.ndarray | None = None  # int[2] width and height that boxes are of; None: the picture's
+    size: Any = None  # of a source's sample: int64[2] width and height that boxes are of
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +113,7 @@ class Annotated:
         picture = cache.picture(index, read) if cache else read()
         masks = decode(self.rles(index), self.sizes[index]) if self.masks else None
         boxes, labels, crowd = (column[rows].copy() for column in (self.boxes, self.labels, self.crowd))
-        return Sample(picture, boxes, labels, crowd, masks, self.sizes[index])
+        return Sample(picture, boxes, labels, crowd, masks, self.sizes[index].astype(np.int64))
 
     def rles(self, index: int) -> list[dict]:
         """Masks of an image's objects as COCO's packed run lengths; none if not loaded."""

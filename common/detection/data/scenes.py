@@ -75,7 +75,8 @@ class Scenes(Annotated):
     def sample(self, index: int, position: int, cache: Cache | None = None) -> Sample:
         image, boxes, labels, masks = self.scene(position if self.fresh else index)
         picture = Picture(torch.from_numpy(image).permute(2, 0, 1))
-        return Sample(picture, boxes, labels, np.zeros(len(labels), bool), masks if self.has_masks else None)
+        none, size = np.zeros(len(labels), bool), np.array([SIDE, SIDE])
+        return Sample(picture, boxes, labels, none, masks if self.has_masks else None, size)
 
     def rles(self, index: int) -> list[dict]:
         return encode(self.scene(index)[3])
