@@ -78,12 +78,7 @@ def check_files(found: FoundBoxes, stamps: Stamps) -> AnnotatedImages:
 
 
 def check(found: FoundBoxes, headers: np.ndarray) -> AnnotatedImages:
-    """The annotations of the upright images.
-
-    `headers` int64[N, 4] as `image_headers` reads them. Raises `Refused` for boxes that are not finite,
-    upside down or in another format, for sizes that differ from the images', and if there are no images,
-    no boxes, or no outlines although masks are asked for.
-    """
+    """The annotations of the upright images; `headers` int64[N, 4] as `image_headers` reads them. Raises `Refused`."""
     if not len(found.images):
         raise Refused(f"{found.title}: no images in it; it needs at least one")
     if not len(found.boxes):

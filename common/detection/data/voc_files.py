@@ -43,8 +43,7 @@ def _read(
 ) -> AnnotatedImages:
     """The images of a list, or all of them. The classes are these, or else the sorted names found.
 
-    Objects marked difficult become `crowd`: they are neither learnt nor asked for. Corners are of pixels counted from 1,
-    unless one is 0. Raises `Refused`.
+    Objects marked difficult become `crowd`. Corners are of pixels counted from 1, unless one is 0.
     """
     names_file = lists[part]
     stamps.take_files([root / "Annotations", root / "JPEGImages", *([names_file] if names_file else [])])

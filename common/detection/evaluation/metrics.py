@@ -38,9 +38,7 @@ class Detections:
             self.images.append(np.full(len(self.rows[-1]), index))
             self.count += 1
             if "rles" in of_image:
-                packed = [rle["counts"] for rle in of_image["rles"]]
-                # With None, since numpy would turn texts alone into one array.
-                self.masks.append(np.array([*packed, None], object)[:-1])
+                self.masks.append(np.array([rle["counts"] for rle in of_image["rles"]], object))
 
     def results(self, source: Annotated) -> dict:
         """The twelve COCO numbers in 0..1 (None: no objects), `per_class` AP, and `count`, on every rank. A collective.

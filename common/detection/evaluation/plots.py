@@ -144,11 +144,8 @@ def _objects(source: Annotated, rows: Sequence[int] | np.ndarray, colours: Itera
 
 
 def _detections(matches: Matches, rows: Sequence[int] | np.ndarray, colours: Iterable[str]) -> list[Mark]:
-    columns = zip(matches.rows[rows].tolist(), colours, strict=True)
-    return [
-        _mark(corners, matches.source.classes[int(label)], colour, score)
-        for (*corners, score, label), colour in columns
-    ]
+    classes, found = matches.source.classes, zip(matches.rows[rows].tolist(), colours, strict=True)
+    return [_mark(box, classes[int(label)], colour, score) for (*box, score, label), colour in found]
 
 
 def _mark(corners: Sequence[float], name: str, colour: str, score: float | None = None) -> Mark:

@@ -78,14 +78,10 @@ def draws_of(ids: Tensor, key: int) -> Tensor:
 
 
 def sample(foreground: Tensor, background: Tensor, draws: Tensor, size: int, share: float) -> tuple[Tensor, Tensor]:
-    """Sample `size` of n places by their random numbers; foreground comes first, up to a `share`.
+    """Sample `size` of n places by their `draws` int64[n] in [0, 2^61); foreground comes first, up to a `share`.
 
-    Args:
-        foreground, background: bool[n], never both; other places are not sampled.
-        draws: int64[n] in [0, 2^61).
-
-    Returns:
-        indices int64[k], k = min(size, n), and bool[k], False for surplus ones.
+    `foreground`, `background`: bool[n], never both; other places are not sampled. Returns indices int64[k],
+    k = min(size, n), and bool[k], False for surplus ones.
     """
     limit = int(size * share)
     of_foreground = torch.where(foreground, draws, -1)
