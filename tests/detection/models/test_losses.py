@@ -45,6 +45,7 @@ def test_losses_are_torchvisions_on_one_whole_batch(family):
     options = {"min_size": CANVAS[0], "max_size": CANVAS[1], "image_mean": [0.0] * 3, "image_std": [1.0] * 3}
     for stage in ("rpn", "box") if two_stages else ():
         options |= {f"{stage}_batch_size_per_image": EVERYTHING, f"{stage}_positive_fraction": 1.0}
+    options |= {f"rpn_{place}_nms_top_n_train": 200 for place in ("pre", "post") if two_stages}
     make = get_model_builder(f"{family.replace('_', '')}_resnet50_fpn")
     torch.manual_seed(0)
     theirs = make(weights=None, weights_backbone=None, num_classes=4 + two_stages, **options).double().train()
@@ -53,7 +54,7 @@ def test_losses_are_torchvisions_on_one_whole_batch(family):
     for model in (ours, theirs):
         model.backbone.eval()  # batch norms stay as they are
     for part in (ours, ours.rpn) if two_stages else ():
-        part.drawn, part.foreground_share = EVERYTHING, 1.0
+        part.drawn, part.foreground_share, part.candidates = EVERYTHING, 1.0, {True: 200}
     counts = {"mask_rcnn": (5,), "faster_rcnn": (3, 0, 6)}.get(family, (3, 0, 9, 1))
     images = torch.randn(len(counts), 3, *CANVAS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     targets = [scene(count) for count in counts]
