@@ -4,8 +4,6 @@
 labels int64[n], crowd bool[n], masks uint8[n, H, W]. The others take and return such samples.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -15,10 +13,6 @@ from common.detection.data.annotated import Sample
 
 # For each edge of a box the first, or the last one on its axis; quicker than np.tile.
 FIRST, LAST = [0, 1, 0, 1], [2, 3, 2, 3]
-
-
-def areas_of(boxes: Any) -> Any:
-    return (boxes[:, 2:] - boxes[:, :2]).prod(1)
 
 
 def nothing(width: int, height: int, fill: tuple[int, int, int], masks: bool) -> Sample:

@@ -15,7 +15,6 @@ from common.detection.data.annotated import Sample
 from common.detection.samples import (
     FIRST,
     LAST,
-    areas_of,
     blank,
     crop,
     finished,
@@ -143,8 +142,9 @@ class BoxAugmentation:
             return nothing(width, height, fill, sample.masks is not None)
 
         cut = sample.boxes.clip(inside[FIRST], inside[LAST])
-        share = areas_of(cut) / areas_of(sample.boxes).clip(min=1e-9)
-        seen = ((cut[:, 2:] - cut[:, :2]) * ((high - low) / span) >= _SMALLEST).all(1)
+        sides, whole = (boxes[:, 2:] - boxes[:, :2] for boxes in (cut, sample.boxes))
+        share = sides.prod(1) / whole.prod(1).clip(min=1e-9)
+        seen = (sides * ((high - low) / span) >= _SMALLEST).all(1)
         rows = np.flatnonzero(seen & (sample.crowd | kept & (share >= _VISIBLE)))
         shown = crop(sample, inside, tuple((high - low)[::-1].tolist()), rows)
         if self._is_strong(position) and self.photometric:
