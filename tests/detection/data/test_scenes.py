@@ -22,6 +22,7 @@ def test_scenes_to_train_on_differ_by_seed_and_position_and_those_to_evaluate_ar
     train, val = scenes.load(seed=0)
     varied, other = scenes.load(seed=5, masks=True)
     shows = [source.scene(position)[0].tobytes() for source in (train, varied) for position in (0, 7, 10**12)]
+    assert train.sample(3, 7).size.tolist() == [scenes.SIDE] * 2
     assert len({*shows}) == 6 and same(shown(train.sample(3, 7)), train.scene(7)[:3])
     assert len(val) == 256 and val.fingerprint == other.fingerprint != train.fingerprint
     assert same(shown(val.sample(9, position=0)), shown(other.sample(9, position=12345)))
