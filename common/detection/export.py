@@ -35,7 +35,7 @@ def export(detector: Detector, source: Annotated, plain: BoxAugmentation, result
 
 
 def describe(detector: Detector) -> dict:
-    """The arguments of timm and torchvision for the same detector; `options` have torchvision's names."""
+    """Arguments of timm and torchvision for the same detector; `options` have torchvision's names."""
     family = next(name for name, kind in FAMILIES.items() if type(detector) is kind)
     backbone, two_stages = detector.backbone, family.endswith("rcnn")
     generator = (detector.rpn if two_stages else detector).anchors.generator

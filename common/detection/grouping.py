@@ -42,7 +42,7 @@ def repeat_weights(source: Annotated, threshold: float) -> np.ndarray | None:
 
 @dataclass(frozen=True)
 class GroupedStream(Stream):
-    """A stream reordered within windows of `window` global batches, so that batches hold similar shapes.
+    """A stream reordered within `window` global batches, so that batches hold similar shapes.
 
     Images stay in their epoch. Which batch of a window gets which shapes is random.
     """

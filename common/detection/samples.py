@@ -86,7 +86,7 @@ def joined(image: torch.Tensor, samples: list[Sample]) -> Sample:
 
 
 def finished(sample: Sample) -> Sample:
-    """Without objects whose mask has no pixel left, and with boxes within the image: scaling may round up."""
+    """Without objects whose mask is empty, and with boxes within the image: scaling may round up."""
     edges = torch.tensor(sample.image.shape[:0:-1])[FIRST]
     sample = sample._replace(boxes=torch.minimum(sample.boxes.clamp(min=0), edges))
     if sample.masks is None:

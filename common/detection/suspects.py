@@ -42,7 +42,7 @@ class Finding(NamedTuple):
 
 
 def findings(matches: Matches) -> list[Finding]:
-    """Boxes that good detections contradict, at most one for each object; likely wrong ones first."""
+    """Boxes that good detections contradict, one for each object; likely wrong ones first."""
     source, found = matches.source, []
     for image in range(len(source)):
         rows = matches.of_image(image, good=False)

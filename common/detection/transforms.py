@@ -131,7 +131,7 @@ class BoxAugmentation:
     def _shown(
         self, sample: Sample, view: np.ndarray, limit: np.ndarray, scale: np.ndarray, position: int, fill, kept=True
     ) -> Sample:
-        """The part in `view` (left, top, right, bottom; may exceed the image), resized, mirrored, coloured."""
+        """The part in `view` (corners; may exceed the image), resized, mirrored, coloured."""
         out = np.minimum(_rounded((view[2:] - view[:2]) * scale), limit)
         width, height = out.tolist()
         inside = view.clip(0, sample.size[FIRST])
@@ -171,7 +171,7 @@ class BoxAugmentation:
 
 
 def read_sides(config: Any, stride: int, square: bool) -> tuple[tuple[int, ...], int]:
-    """Short sides in training and evaluation; of squares, multiples of `stride`. Raises `Refused`."""
+    """Short sides in training and evaluation; squares' are multiples of `stride`. Raises `Refused`."""
     short_sides = whole_numbers(config.short_sides, ",")
     if not short_sides or min(short_sides) < 1 or max(short_sides) > 8192:
         raise Refused(

@@ -1,4 +1,4 @@
-"""Batches of detection are a function of their positions, for any worker and split; all of a step share one canvas."""
+"""Batches of detection are a function of their positions; all of a step share one canvas."""
 
 import numpy as np
 import pytest

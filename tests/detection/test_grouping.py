@@ -1,4 +1,4 @@
-"""Rare classes are drawn more often, as in LVIS; steps hold similar shapes, an epoch each image once."""
+"""Rare classes are drawn more often; steps hold similar shapes, an epoch each image once."""
 
 import numpy as np
 import pytest

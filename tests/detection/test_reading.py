@@ -1,4 +1,4 @@
-"""Images with boxes are read as quickly as can be, and show what decoding all of them shows: lazily or at once."""
+"""Images with boxes that are decoded in part show what decoding all of them shows."""
 
 import io
 
@@ -129,7 +129,7 @@ def test_every_kind_of_file_is_upright_and_an_evaluation_decodes_all_of_it() -> 
 
 
 def test_a_broken_image_is_an_empty_scene_and_named() -> None:
-    """Found in its header, or not before its pixels are decoded. The canvas and the other images stay as they are."""
+    """Found in its header, or when its pixels are decoded. Other images stay as they are."""
     files = FILES | BROKEN
     *whole, none = batches(samples_of(source(FILES | dict.fromkeys(BROKEN, FILES["plain"]))))
     *seen, broken = batches(samples_of(source(files)))

@@ -1,4 +1,4 @@
-"""Under any augmentation, boxes stay on their objects and sizes within what metadata say, and it is repeatable."""
+"""Under any augmentation, boxes stay on their objects, and sizes within what metadata say."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def build(seed=0, **ways) -> BoxAugmentation:
 
 
 def painted(size, count, seed=0, crowd=()) -> Sample:
-    """A black image whose object number k has the colour 60 + 40 k on all of its box, the last on top."""
+    """A black image whose object number k has the colour 60 + 40 k on all of its box."""
     draws = np.random.default_rng(seed)
     width, height = size
     pixels = np.zeros((height, width, 3), np.uint8)
@@ -61,10 +61,7 @@ def same(one: Sample, other: Sample) -> bool:
 @pytest.mark.smoke
 @pytest.mark.parametrize("way", WAYS)
 def test_boxes_and_masks_stay_on_the_pixels_of_their_objects(way):
-    """Each object's colour fills its box, as long as resizing has blurred its edges by two pixels at most.
-
-    That all of it is a function of seed and position is held by tests/recipes/test_layout.py.
-    """
+    """Each object's colour fills its box, but for edges of two pixels that resizing may blur."""
     augmentation, looked = build(**WAYS[way] | ({"mixup": 0.0} if way == "everything" else {})), 0
     for position in range(40):
         result = vary(augmentation, position, painted((100, 80), 3, seed=position))

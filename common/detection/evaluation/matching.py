@@ -57,14 +57,14 @@ class Matches:
 
     @cached_property
     def threshold(self) -> float:
-        """The minimum score that gives the best F1 over all objects; 0.5 if no detection is right."""
+        """The minimum score of the best F1 over all objects; 0.5 if no detection is right."""
         scores, _, right = self._judged
         place, f1 = best_f1(scores, right, self.object_count)
         return float(scores[place]) if f1 else 0.5
 
     @cached_property
     def classes(self) -> list[dict[str, float | None]]:
-        """Of each class: objects, the score of the best F1, and precision, recall and F1 from there on."""
+        """Of each class: objects, score of the best F1, and precision, recall and F1 from there on."""
         found = []
         objects = np.bincount(self.source.labels[~self.source.crowd], minlength=len(self.source.classes))
         for label, count in enumerate(objects.tolist()):
@@ -127,7 +127,7 @@ class Matches:
         return [Mistake("missed", image, row, score=scores.get(row, 0.0)) for image, row in places]
 
     def false_alarms(self, limit: int) -> list[Mistake]:
-        """Detections that hit no object of their class, best first; only the first around one object."""
+        """Detections that hit no object of their class, best first; one around each object."""
         alarms: list[Mistake] = []
         for row in self._best_first[(self.good & (self.hits == NONE))[self._best_first]].tolist():
             if len(alarms) == limit:
@@ -200,7 +200,7 @@ class Matches:
         return np.nan_to_num(mask.iou(found, np.asarray(self.source.truth)[objects], crowd.tolist()))
 
     def _explained(self, row: int) -> Mistake:
-        """Why a detection is no hit: it is the second, of another class, badly placed, or shows nothing."""
+        """Why a detection is no hit: second, of another class, badly placed, or of nothing."""
         image = int(self.images[row])
         objects = self._objects(image)
         objects = objects[~self.source.crowd[objects]]
@@ -214,7 +214,7 @@ class Matches:
 
 
 def best_f1(scores: np.ndarray, right: np.ndarray, objects: int) -> tuple[int, float]:
-    """The last of detections, best first, that gives the best F1 over so many objects, and it; else 0."""
+    """Index in detections, best first, up to which F1 is best, and this F1; 0 if none is right."""
     f1 = 2 * np.cumsum(right) / (np.arange(1, len(right) + 1) + objects)
     f1[:-1][scores[1:] == scores[:-1]] = 0  # equal scores belong together
     return (int(f1.argmax()), float(f1.max())) if f1.any() else (0, 0.0)

@@ -19,7 +19,7 @@ NAMED_CLASSES = 100
 
 @dataclass
 class Detections:
-    """Detections in the images of this rank; after `results` the main process has all, the others none."""
+    """Detections of this rank; after `results` the main process has all, the others none."""
 
     images: list[np.ndarray] = field(default_factory=list)  # int64: image of the source that each row belongs to
     rows: list[np.ndarray] = field(default_factory=list)  # float32[n, 6]: left, top, right, bottom, score, class id
@@ -66,7 +66,7 @@ class Detections:
         return broadcast_object(results)
 
     def details(self) -> dict:
-        """Figures for a report beside `results`: the score of the best F1, in all and of each class."""
+        """For a report beside `results`: the score of the best F1, in all and of each class."""
         return {"threshold": self.matches.threshold, "classes": self.matches.classes}
 
     def columns(self) -> tuple[np.ndarray, np.ndarray]:

@@ -38,12 +38,12 @@ _READABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, Recursion
 
 
 def settings(source: str) -> dict:
-    """The settings that the weights of `source` decide, by flag. Raises `Refused` for no such source."""
+    """The settings that the weights of `source` decide, by flag. Raises `Refused`."""
     return read(source, peeking=True).settings
 
 
 def origin(source: str) -> Origin:
-    """As `common.config.origin.read_origin` for runs' folders, and the same for all other sources."""
+    """As `common.config.origin.read_origin` for runs' folders; the same for other sources."""
     folder = Path(source)
     if (folder.is_dir() and not _is_of_transformers(folder)) or (folder / RUN_FILE).is_file():
         return read_origin(source)

@@ -40,7 +40,7 @@ _LOGITS = ("roi_heads.box_predictor.cls_score.weight", "head.classification_head
 
 
 def published(source: str) -> str:
-    """The model's name in `torchvision:NAME`. Raises `Refused` for one that none of our families matches."""
+    """The model's name in `torchvision:NAME`. Raises `Refused` for one that no family matches."""
     name = source.removeprefix(PREFIX)
     if name in SETTINGS:
         return name
@@ -54,10 +54,7 @@ def peek(name: str) -> Weights:
 
 
 def file_of(name: str) -> Path:
-    """The file of the published weights of `name`, downloaded to torchvision's cache if it is not there.
-
-    Raises `Refused` without a network.
-    """
+    """The file of published weights in torch.hub's cache, downloaded if needed. Raises `Refused`."""
     url, path = get_model_weights(name).DEFAULT.url, Path(torch.hub.get_dir()) / "checkpoints" / _file_name(name)
     if not path.exists():
         try:

@@ -1,4 +1,4 @@
-"""The annotation cache holds what the data hold or is not used: after changes, damage, kills and concurrent starts."""
+"""The annotation cache holds what the data hold, or is not used."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""COCO, VOC, YOLO and Hugging Face data become columns of upright boxes; problems are refused in one line or counted."""
+"""COCO, VOC, YOLO and Hugging Face data become columns; problems are refused or counted."""
 
 import io
 import json
@@ -62,7 +62,7 @@ def check_columns(source):
 
 @pytest.mark.smoke
 def test_coco_boxes_become_columns_by_image_with_ids_mapped_both_ways(tmp_path, monkeypatch):
-    """By Arrow alone, also where segmentations are lists here and objects there, and with keys that nobody needs."""
+    """By Arrow alone, also with segmentations of both kinds, and with keys that nobody needs."""
     monkeypatch.setattr(coco_files, "_read_slowly", lambda *_: pytest.fail("Python's reader: minutes for COCO"))
     other = [{"id": 1, "name": "bird"}, {"id": 2, "name": "cat"}]
     coco(tmp_path, change=lambda c: c["images"][0].update(coco_url="http://x", date_captured="2013"))

@@ -1,4 +1,4 @@
-"""Pictures of a detector are drawn in every case: no detections, one class, hundreds, odd names, crowds, grey images."""
+"""Pictures of a detector are drawn in every case: one class, hundreds, odd names, grey images."""
 
 from pathlib import Path
 

@@ -40,7 +40,7 @@ class Counting:
 
 @pytest.mark.parametrize("family", NAMES)
 def test_losses_are_torchvisions_on_one_whole_batch(family):
-    """R-CNNs: up to the divisor, where torchvision takes the number that it drew. Masks: of one image, as ours are."""
+    """R-CNNs: up to the divisor, the number that torchvision drew. Masks: of one image."""
     two_stages = "rcnn" in family
     options = {"min_size": CANVAS[0], "max_size": CANVAS[1], "image_mean": [0.0] * 3, "image_std": [1.0] * 3}
     for stage in ("rpn", "box") if two_stages else ():
@@ -100,7 +100,7 @@ def test_a_sample_has_foreground_first_up_to_its_share_and_background_for_the_re
 
 
 def test_rounding_errors_do_not_decide_which_of_equal_proposals_stay():
-    """In a plain area all anchors have one score in exact arithmetic; the rest depends on the size of the micro-batch."""
+    """In a plain area all anchors have one score, up to errors that depend on the micro-batch."""
     rpn = build_detector(DetectorSpec("faster_rcnn", "test_resnet", 4, levels=(3, 4), width=32, hidden=32)).rpn
     anchors = rpn.anchors((256, 256), torch.float64, torch.device("cpu"))
     errors = 1e-12 * torch.randn(2, len(anchors), dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""A detector that begins with torchvision's weights is torchvision's detector; other files are refused in one line.
+"""A detector that begins with torchvision's weights is torchvision's; other files are refused.
 
 torchvision's own models get random weights, ours their file. Both then see the same photographs.
 """
@@ -135,7 +135,7 @@ def test_classes_keep_their_rows_by_name(fcos, tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_training_programs_are_read_with_their_moving_average_first(fcos, tmp_path: Path) -> None:
-    """torchvision's references keep the command line in a checkpoint; others have names with module. before them."""
+    """torchvision's references keep the command line in a checkpoint; DDP adds module. to names."""
     state, older = fcos.state_dict(), {name: tensor + 1 for name, tensor in fcos.state_dict().items()}
     wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
     program = {"optimizer": {"state": {}}, "args": argparse.Namespace(data="coco"), "epoch": 3}
@@ -150,7 +150,7 @@ def test_checkpoints_of_training_programs_are_read_with_their_moving_average_fir
 
 
 def test_published_batch_norm_has_no_epsilon(tmp_path: Path) -> None:
-    """A published file has none, as its name or the user says. Other files are taken to have one, and a note says so."""
+    """A published file has none, as its name or the user says; for other files a note says so."""
     theirs = random_model("retinanet_resnet50_fpn", frozen=True)
     with torch.no_grad():
         for module in theirs.modules():
