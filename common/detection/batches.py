@@ -1,8 +1,7 @@
-"""Batches of images with boxes, padded to one canvas.
+"""Batches of images with boxes, padded to one canvas per step.
 
-All micro-batches of a step have the same canvas: padding changes features, so it must not depend on
-how the step is split. The canvas follows from the sizes of the step's images, which every worker
-knows without decoding them. In an evaluation each image has the canvas that it would have alone.
+Padding changes features, so it must not depend on how the step is split. The canvas follows from
+the sizes of the step's images. In an evaluation each image has the canvas that it would have alone.
 """
 
 import math
@@ -28,7 +27,6 @@ from common.detection.export import export
 from common.detection.models.detectors import Detector
 from common.detection.samples import blank, nothing
 from common.detection.transforms import BoxAugmentation
-from common.errors import Refused
 from common.training import drop_path
 
 _FRESH = 2**62  # first position that no step has: from here on, partners are drawn as fresh scenes
@@ -51,7 +49,7 @@ class DetectionBatch(DeviceBatch):
 
 @dataclass
 class TrainingImages(Dataset):
-    """Positions of the stream -> `DetectionBatch`: a pure function, which any worker may compute."""
+    """Positions of the stream -> `DetectionBatch`: a pure function."""
 
     source: Annotated
     stream: Stream
@@ -82,14 +80,7 @@ class TrainingImages(Dataset):
             defaults.describe(config),
         )
 
-    def __post_init__(self) -> None:
-        if self.cache and self.source.fresh:
-            raise Refused(
-                "--cache: every position has an image of its own, so a cache would never be read; leave it out"
-            )
-
     def describe(self) -> dict[str, str]:
-        """Rows of the start table."""
         padding = np.mean([self.padding(step) for step in range(100)])
         return {
             **self.rows,
@@ -186,15 +177,15 @@ class TrainingImages(Dataset):
             width, height = self.source.sizes[index].tolist()
             none = np.zeros((0, height, width), np.uint8) if self.source.has_masks else None
             boxes = np.zeros((0, 4), np.float32), np.zeros(0, np.int64), np.zeros(0, bool)
-            return Sample(Picture(blank(width, height, (0, 0, 0))), *boxes, none), f"{self.source.name(index)}: {error}"
+            picture, size = Picture(blank(width, height, (0, 0, 0))), np.array([width, height])
+            return Sample(picture, *boxes, none, size), f"{self.source.name(index)}: {error}"
 
 
 @dataclass
 class EvaluationScenes(Dataset):
-    """Image indices -> `DetectionBatch`, resized without augmentation; an unreadable image is black.
+    """Image indices of one of `batches` -> `DetectionBatch`, resized; an unreadable image is black.
 
-    Images are decoded at their full resolution, as users of an exported detector do. A batch must be one of
-    `batches`: padding changes detections, so all images of a batch have the same canvas.
+    Images are decoded at their full resolution, as users of an exported detector do.
     """
 
     source: Annotated
@@ -204,7 +195,6 @@ class EvaluationScenes(Dataset):
 
     @classmethod
     def of(cls, source: Annotated, augmentation: BoxAugmentation, model: Detector) -> Self:
-        """For this detector."""
         return cls(source, augmentation, model.stride, fill_of(model))
 
     def export(self, model: Detector, train: Annotated, results: dict, folder: Path) -> None:
@@ -264,7 +254,6 @@ def blank_padding(images: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
 
 
 def _multiples(sizes: np.ndarray, stride: int) -> np.ndarray:
-    """`sizes` rounded up to multiples of `stride`."""
     return -(-sizes // stride) * stride
 
 

@@ -1,4 +1,4 @@
-"""Settings of a detector that its weights decide, and a refusal of settings that its family does not have."""
+"""Settings that a detector's weights decide, and a refusal of settings that its family lacks."""
 
 import dataclasses
 

@@ -1,7 +1,4 @@
-"""Export of a trained detector to a folder that others can load.
-
-docs/detect.py loads a folder without this project.
-"""
+"""Export of a trained detector to a folder that others can load, such as docs/detect.py."""
 
 import json
 from pathlib import Path
@@ -38,14 +35,10 @@ def export(detector: Detector, source: Annotated, plain: BoxAugmentation, result
 
 
 def describe(detector: Detector) -> dict:
-    """The arguments of timm and torchvision for the same detector; `options` have torchvision's names."""
+    """Arguments of timm and torchvision for the same detector; `options` have torchvision's names."""
     family = next(name for name, kind in FAMILIES.items() if type(detector) is kind)
     backbone, two_stages = detector.backbone, family.endswith("rcnn")
-    if family == "fcos":
-        anchors = {"sizes": [[2**level] for level in backbone.levels], "aspect_ratios": [[1.0]] * len(backbone.levels)}
-    else:
-        generator = (detector.rpn if two_stages else detector).anchors.generator
-        anchors = {"sizes": generator.sizes, "aspect_ratios": generator.aspect_ratios}
+    generator = (detector.rpn if two_stages else detector).anchors.generator
     thresholds = {"score_thresh": detector.score_threshold, "nms_thresh": detector.nms_threshold}
     thresholds["detections_per_img"] = detector.limit
     return {
@@ -57,7 +50,7 @@ def describe(detector: Detector) -> dict:
         "width": backbone.width,
         "convolutions": getattr(detector, "convolutions", None),
         "variant": detector.variant,
-        "anchors": anchors,
+        "anchors": {"sizes": generator.sizes, "aspect_ratios": generator.aspect_ratios},
         "options": {
             "num_classes": detector.classes + two_stages,  # 0 is background
             "image_mean": list(detector.pretrained_cfg["mean"]),

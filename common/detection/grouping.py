@@ -7,7 +7,6 @@ import numpy as np
 
 from common.data.stream import Stream
 from common.detection.data.annotated import Annotated
-from common.errors import Refused
 from common.randomness import key_of, uniforms
 
 
@@ -24,17 +23,12 @@ def build_stream(config: Any, source: Annotated) -> Stream:
 def repeat_weights(source: Annotated, threshold: float) -> np.ndarray | None:
     """Weights of the images for `Stream`, float64[N]; None for a threshold of 0: all equally often.
 
-    A class in a share f of the images has the weight max(1, sqrt(threshold / f)). An image has the
-    weight of its rarest class, and 1 without objects. Crowd regions do not count. An epoch stays N
-    positions, so common images become rarer. Raises `Refused` for scenes that are new at each
-    position. Source: Gupta et al. 2019, "LVIS" (arXiv:1908.03195), where the threshold is 0.001.
+    A class in a share f of the images has the weight max(1, sqrt(threshold / f)), an image the weight
+    of its rarest class, and 1 without objects. Crowd regions do not count. An epoch stays N positions.
+    Source: Gupta et al. 2019, "LVIS" (arXiv:1908.03195), where the threshold is 0.001.
     """
     if not threshold:
         return None
-    if source.fresh:
-        raise Refused(
-            f"--repeat_threshold {threshold:g}: scenes are made afresh for each position, none can be drawn more often; set 0"
-        )
     rows = np.repeat(np.arange(len(source)), np.diff(source.offsets))[~source.crowd]
     labels = source.labels[~source.crowd]
     once = np.unique(rows * len(source.classes) + labels)  # each class once per image
@@ -48,11 +42,9 @@ def repeat_weights(source: Annotated, threshold: float) -> np.ndarray | None:
 
 @dataclass(frozen=True)
 class GroupedStream(Stream):
-    """A stream reordered within windows of `window` global batches, so that batches hold similar shapes.
+    """A stream reordered within `window` global batches, so that batches hold similar shapes.
 
-    Images stay in their epoch: it still holds each once, or as often as the stream's weights say. Random
-    access costs a window's indices. Which batch of a window gets which shapes is random, so that the
-    order of the steps does not depend on shapes.
+    Images stay in their epoch. Which batch of a window gets which shapes is random.
     """
 
     aspects: np.ndarray = field(kw_only=True)  # float[size]: width / height of each image

@@ -1,11 +1,8 @@
-"""Operations on one image with its boxes: cropping, padding, joining.
+"""Operations on one image with its boxes; `common.detection.transforms` draws their arguments.
 
-Nothing is random here: `common.detection.transforms` draws the arguments. `crop` turns a sample of a
-source into one of tensors: image uint8[3, H, W], boxes float32[n, 4], labels int64[n], crowd
-bool[n], masks uint8[n, H, W]. The other functions take and return such samples.
+`crop` turns a sample of a source into one of tensors: image uint8[3, H, W], boxes float32[n, 4],
+labels int64[n], crowd bool[n], masks uint8[n, H, W]. The others take and return such samples.
 """
-
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,15 +15,6 @@ from common.detection.data.annotated import Sample
 FIRST, LAST = [0, 1, 0, 1], [2, 3, 2, 3]
 
 
-def size_of(sample: Sample) -> np.ndarray:
-    """int64[2]: width and height that the boxes of a source's sample are of."""
-    return np.array([sample.image.width, sample.image.height]) if sample.size is None else sample.size.astype(np.int64)
-
-
-def areas_of(boxes: Any) -> Any:
-    return (boxes[:, 2:] - boxes[:, :2]).prod(1)
-
-
 def nothing(width: int, height: int, fill: tuple[int, int, int], masks: bool) -> Sample:
     """A sample of tensors without an image or boxes."""
     image = blank(width, height, fill)
@@ -37,12 +25,11 @@ def nothing(width: int, height: int, fill: tuple[int, int, int], masks: bool) ->
 def crop(sample: Sample, inside: np.ndarray, size: tuple[int, int], rows: np.ndarray) -> Sample:
     """The part `inside` int[4] (left, top, right, bottom) of an image, resized to `size` (height, width).
 
-    Of the objects only `rows` int[n]. If the image is decoded at a reduced resolution, or kept
-    smaller in a cache, the edges are moved to whole pixels of it; boxes and masks follow.
+    Of the objects only `rows` int[n]. Edges are moved to whole pixels of what is decoded.
     """
     picture = sample.image
     whole = np.array([picture.width, picture.height])
-    kept = whole / size_of(sample)  # 1, or less in a cache
+    kept = whole / sample.size  # 1, or less in a cache
     width, height = ((inside[2:] - inside[:2]) * kept).tolist()
     reduction = picture.reduction(height, width, size)
     factors, limits = (kept / reduction)[FIRST], -(-whole // reduction)
@@ -99,7 +86,7 @@ def joined(image: torch.Tensor, samples: list[Sample]) -> Sample:
 
 
 def finished(sample: Sample) -> Sample:
-    """Without objects whose mask has no pixel left, and with boxes within the image: scaling may round up."""
+    """Without objects whose mask is empty, and with boxes within the image: scaling may round up."""
     edges = torch.tensor(sample.image.shape[:0:-1])[FIRST]
     sample = sample._replace(boxes=torch.minimum(sample.boxes.clamp(min=0), edges))
     if sample.masks is None:

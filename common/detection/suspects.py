@@ -1,8 +1,7 @@
 """Report of boxes that are likely wrong, or worth a look: missing, moved, or of another class.
 
-After a quarter of a run the model looks at its training images once more, and its confident
-detections are compared with their boxes. Later it would have memorised wrong boxes. Losses would
-not do: a wrong box is one of many in its image.
+After a quarter of a run, before it has memorised wrong boxes, the model's confident detections in
+its training images are compared with their boxes.
 """
 
 from collections.abc import Sequence
@@ -43,7 +42,7 @@ class Finding(NamedTuple):
 
 
 def findings(matches: Matches) -> list[Finding]:
-    """Boxes that good detections contradict, at most one for each object; likely wrong ones first."""
+    """Boxes that good detections contradict, one for each object; likely wrong ones first."""
     source, found = matches.source, []
     for image in range(len(source)):
         rows = matches.of_image(image, good=False)

@@ -15,7 +15,6 @@ from common.detection.data.annotated import Sample
 from common.detection.samples import (
     FIRST,
     LAST,
-    areas_of,
     blank,
     crop,
     finished,
@@ -23,7 +22,6 @@ from common.detection.samples import (
     mirrored,
     nothing,
     padded,
-    size_of,
 )
 from common.errors import Refused
 from common.randomness import key_of, mix, seed_generators, uniforms
@@ -37,9 +35,7 @@ _WIDEST = 4.0  # zoom-out: largest side of the canvas, as a multiple of the imag
 class BoxAugmentation:
     """Augmentation of training images: a pure function of (seed, position).
 
-    The result is never larger than `sizes`, a function of metadata alone: every process knows the canvas
-    of a step without decoding it. Parts of images are fitted into the size that the position's own image
-    would have as a whole.
+    The result is never larger than `sizes`, which needs no decoding.
 
     Sources: Liu et al. 2016, SSD (zoom-out, IoU crop, photometric); Ge et al. 2021, YOLOX (mosaic, then MixUp in equal
     parts, both without weights in the loss).
@@ -78,10 +74,7 @@ class BoxAugmentation:
         return mix(np.arange(count), key_of(self.seed, "partners", position))
 
     def __call__(self, samples: list[Sample], position: int, fill: tuple[int, int, int]) -> Sample:
-        """The samples of a position and its partners -> one of tensors: image uint8[3, h, w], boxes float32[m, 4].
-
-        `fill` is the colour where no image is.
-        """
+        """The samples of a position and its partners -> one of tensors; `fill` is around the images."""
         if self._happens("mosaic", position):
             result = self._mosaic(samples[:4], position, fill)
         else:
@@ -98,7 +91,7 @@ class BoxAugmentation:
         self, sample: Sample, position: int, number: int, fill: tuple[int, int, int], limit: np.ndarray | None = None
     ) -> Sample:
         """One image, a part of it, or it on a larger canvas; at most `limit` int[2] in size."""
-        size = size_of(sample)
+        size = sample.size
         room = size * self.scales(np.array([position]), size[None])[0]  # size of the whole image
         limit = _rounded(room) if limit is None else np.minimum(limit, _rounded(room))
         self._seed(position, number)
@@ -116,7 +109,7 @@ class BoxAugmentation:
     def _mosaic(self, samples: list[Sample], position: int, fill: tuple[int, int, int]) -> Sample:
         """Four images around a point, each cut to its corner, at 0.5 to 1 times its own scale."""
         where = np.array([position])
-        width, height = self.sizes(where, size_of(samples[0])[None])[0].tolist()
+        width, height = self.sizes(where, samples[0].size[None])[0].tolist()
         self._seed(position, "mosaic")
         x, y = (np.array([width, height]) * np.random.uniform(0.25, 0.75, 2)).astype(int).tolist()
         image, parts = blank(width, height, fill), []
@@ -126,8 +119,8 @@ class BoxAugmentation:
             if not limit.all():  # an image of one pixel does not have four corners
                 continue
             self._seed(position, number)
-            scale = self.scales(where, size_of(sample)[None])[0] * np.random.uniform(0.5, 1)
-            view = _part(np.concatenate([np.zeros(2, int), size_of(sample)]), limit, scale)
+            scale = self.scales(where, sample.size[None])[0] * np.random.uniform(0.5, 1)
+            view = _part(np.concatenate([np.zeros(2, int), sample.size]), limit, scale)
             part = self._shown(sample, view, limit, scale, position, fill)
             h, w = part.image.shape[1:]
             left, top = x if right else x - w, y if below else y - h
@@ -138,10 +131,10 @@ class BoxAugmentation:
     def _shown(
         self, sample: Sample, view: np.ndarray, limit: np.ndarray, scale: np.ndarray, position: int, fill, kept=True
     ) -> Sample:
-        """The part in `view` (left, top, right, bottom; may exceed the image), resized, mirrored, coloured."""
+        """The part in `view` (corners; may exceed the image), resized, mirrored, coloured."""
         out = np.minimum(_rounded((view[2:] - view[:2]) * scale), limit)
         width, height = out.tolist()
-        inside = view.clip(0, size_of(sample)[FIRST])
+        inside = view.clip(0, sample.size[FIRST])
         low, high = np.rint((inside.reshape(2, 2) - view[:2]) * out / (view[2:] - view[:2])).astype(int)
         low, high = np.minimum(low, out - 1), np.maximum(high, low + 1).clip(max=out)
         span = inside[2:] - inside[:2]
@@ -149,8 +142,9 @@ class BoxAugmentation:
             return nothing(width, height, fill, sample.masks is not None)
 
         cut = sample.boxes.clip(inside[FIRST], inside[LAST])
-        share = areas_of(cut) / areas_of(sample.boxes).clip(min=1e-9)
-        seen = ((cut[:, 2:] - cut[:, :2]) * ((high - low) / span) >= _SMALLEST).all(1)
+        sides, whole = (boxes[:, 2:] - boxes[:, :2] for boxes in (cut, sample.boxes))
+        share = sides.prod(1) / whole.prod(1).clip(min=1e-9)
+        seen = (sides * ((high - low) / span) >= _SMALLEST).all(1)
         rows = np.flatnonzero(seen & (sample.crowd | kept & (share >= _VISIBLE)))
         shown = crop(sample, inside, tuple((high - low)[::-1].tolist()), rows)
         if self._is_strong(position) and self.photometric:
@@ -177,7 +171,7 @@ class BoxAugmentation:
 
 
 def read_sides(config: Any, stride: int, square: bool) -> tuple[tuple[int, ...], int]:
-    """Short sides in training and evaluation; of squares, multiples of `stride`. Raises `Refused`."""
+    """Short sides in training and evaluation; squares' are multiples of `stride`. Raises `Refused`."""
     short_sides = whole_numbers(config.short_sides, ",")
     if not short_sides or min(short_sides) < 1 or max(short_sides) > 8192:
         raise Refused(

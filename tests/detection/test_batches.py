@@ -1,11 +1,10 @@
-"""Batches of detection are a function of their positions, for any worker and split; all of a step share one canvas."""
+"""Batches of detection are a function of their positions; all of a step share one canvas."""
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from common.data.images import BrokenImage
 from common.data.stream import Stream
 from common.detection.batches import EvaluationScenes, TrainingImages
 from common.detection.data.annotated import Annotated
@@ -13,20 +12,14 @@ from common.detection.data.masks import decode
 from common.detection.transforms import BoxAugmentation
 from tests.harness.detections import columns
 
-EVERYTHING = dict.fromkeys(("hflip", "photometric", "iou_crop", "zoom_out", "mosaic", "mixup"), 0.5)
-
 
 class Painted(Annotated):
     """Grey images of many sizes; their objects are white."""
-
-    broken = frozenset()
 
     def name(self, index):
         return f"painted[{index}]"
 
     def content(self, index):
-        if index in self.broken:
-            raise BrokenImage("cut off")
         width, height = self.sizes[index].tolist()
         pixels = np.full((height, width, 3), 40 + index, np.uint8)
         for left, top, right, bottom in self.boxes[self.offsets[index] : self.offsets[index + 1]].astype(int).tolist():
@@ -45,31 +38,28 @@ def source(count=23, seed=0) -> Painted:
     return Painted(**columns([[next(objects) for _ in range(number)] for number in counts], sizes))
 
 
-def samples_of(data, size=6, ways=EVERYTHING, **options) -> TrainingImages:
-    augmentation = BoxAugmentation(0, (32, 48), 80, **ways)
-    return TrainingImages(data, Stream(len(data), size, 0), augmentation, 16, (7, 8, 9), 0, **options)
-
-
-def test_a_canvas_is_the_metadatas_alone_and_broken_images_do_not_change_it():
-    data, step = source(), 0
-    samples = samples_of(data)
-    whole = samples.__getitems__(np.arange(6))
-    for size, canvas in zip(whole.sizes, [whole.images.shape[2:]] * 6, strict=True):
-        assert size[0] <= canvas[1] and size[1] <= canvas[0]
-    assert tuple(whole.images.shape[2:]) == samples.canvas(step) and not any(side % 16 for side in samples.canvas(step))
-    data.__dict__["broken"] = frozenset(range(len(data)))  # its own image and every partner
-    dark = samples.__getitems__(np.arange(6))
-    assert dark.images.shape == whole.images.shape
-    indices = samples.stream.indices(np.arange(6)).tolist()
-    assert list(dark.broken) == [f"painted[{index}]: cut off" for index in indices]  # partners count in their own turn
-    assert all(len(target["boxes"]) == 0 for target in dark.targets)
+def samples_of(data, size=6, ways=None) -> TrainingImages:
+    augmentation = BoxAugmentation(0, (32, 48), 80, **ways or {})
+    return TrainingImages(data, Stream(len(data), size, 0), augmentation, 16, (7, 8, 9), 0)
 
 
 def test_padding_is_the_share_of_the_pixels_that_no_image_has():
-    samples = samples_of(source(), ways={})
+    samples = samples_of(source())
+    assert not any(side % 16 for side in samples.canvas(1))
     batch = samples.__getitems__(np.arange(6, 12))
     covered = batch.sizes.prod(1).sum().item() / batch.images[:, 0].numel()
     assert 0.05 < samples.padding(1) == pytest.approx(1 - covered)
+
+
+def test_broken_images_and_partners_leave_the_canvas_as_it_is():
+    data = source()
+    samples = samples_of(data, ways={"mosaic": 0.5, "mixup": 0.5})
+    whole = samples.__getitems__(np.arange(6))
+    vars(data)["content"] = lambda index: b"no image"
+    dark = samples.__getitems__(np.arange(6))
+    assert dark.images.shape == whole.images.shape and not any(len(target["boxes"]) for target in dark.targets)
+    indices = samples.stream.indices(np.arange(6)).tolist()  # partners count in their own turn
+    assert [text.split(":")[0] for text in dark.broken] == [f"painted[{index}]" for index in indices]
 
 
 def test_a_trial_has_as_many_boxes_as_a_batch_can_have():

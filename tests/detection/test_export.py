@@ -1,10 +1,9 @@
 """An exported detector is loaded by others and by us; any other folder is refused."""
 
 import json
-import os
 import re
+import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,41 +51,30 @@ def leave(detector, folder, short_side=128, long_side=256, source=SOURCE):
     return folder
 
 
-TWICE = """
-import runpy, sys
-for folder in ("fcos", "mask_rcnn"):
-    sys.argv = ["detect.py", folder, "photo.png"]
-    runpy.run_path("detect.py")
-    print("end")
-"""
-
-
-def test_the_script_detects_without_this_project(tmp_path) -> None:
+@pytest.mark.parametrize(
+    "family, backbone, levels",
+    [("fcos", "test_mambaout", (3, 7)), ("mask_rcnn", "test_efficientnet", (3, 4))],  # the first: channels last
+)
+def test_the_script_detects_without_this_project(family, backbone, levels, tmp_path, monkeypatch, capsys) -> None:
     """Other sizes and families are compared in tests/recipes/test_det_evaluation.py."""
-    detectors = (
-        make("fcos", "test_mambaout", (3, 7)),
-        make("mask_rcnn", "test_efficientnet", (3, 4)),
-    )  # the first: channels last
-    for detector, family in zip(detectors, ("fcos", "mask_rcnn"), strict=True):
-        leave(detector, tmp_path / family)
-    shutil.copy(SCRIPT, tmp_path)
+    assert not re.search(r"(import|from) (common|recipes|tools)\b", SCRIPT.read_text())
+    detector = make(family, backbone, levels)
     blocks = np.random.default_rng(0).integers(0, 256, (8, 10, 3), dtype=np.uint8)
     image = Image.fromarray(blocks).resize((160, 128), Image.Resampling.NEAREST)
     image.save(tmp_path / "photo.png")
-    environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
-    words, options = [sys.executable, "-I", "-c", TWICE], {"capture_output": True, "text": True, "timeout": 120}
-    done = subprocess.run(words, cwd=tmp_path, env=environment, **options)
-    assert done.returncode == 0, done.stderr
-    for detector, printed in zip(detectors, done.stdout.split("end\n"), strict=False):
-        mean, std = (torch.tensor(detector.pretrained_cfg[name])[:, None, None] for name in ("mean", "std"))
-        pixels = ((torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255 - mean) / std)[None]
-        (found,) = detector.detect(pixels, torch.tensor([[160, 128]]))
-        _, names, scores, *sides = zip(*(line.split() for line in printed.splitlines()), strict=True)
-        assert len(names) >= 20, "a comparison of next to nothing"
-        np.testing.assert_allclose(np.array(scores, float), found["scores"], atol=2e-4)
-        same = np.array([SOURCE.classes.index(name) for name in names]) == found["labels"].numpy()
-        apart = np.abs(np.array(sides, float).T - found["boxes"].numpy()).max(1)
-        assert same.mean() > 0.95 and np.quantile(apart[same], 0.95) < 0.05  # boxes of equal score may change places
+    words = ["detect.py", str(leave(detector, tmp_path / "best")), str(tmp_path / "photo.png")]
+    monkeypatch.setattr(sys, "argv", words)
+    runpy.run_path(str(SCRIPT))
+    mean, std = (torch.tensor(detector.pretrained_cfg[name])[:, None, None] for name in ("mean", "std"))
+    pixels = ((torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255 - mean) / std)[None]
+    (found,) = detector.detect(pixels, torch.tensor([[160, 128]]))
+    printed = (line.split() for line in capsys.readouterr().out.splitlines())
+    _, names, scores, *sides = zip(*printed, strict=True)
+    assert len(names) >= 20, "a comparison of next to nothing"
+    np.testing.assert_allclose(np.array(scores, float), found["scores"], atol=2e-4)
+    same = np.array([SOURCE.classes.index(name) for name in names]) == found["labels"].numpy()
+    apart = np.abs(np.array(sides, float).T - found["boxes"].numpy()).max(1)
+    assert same.mean() > 0.95 and np.quantile(apart[same], 0.95) < 0.05  # boxes of equal score may change places
 
 
 @pytest.fixture(scope="module")

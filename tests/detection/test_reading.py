@@ -1,4 +1,4 @@
-"""Images with boxes are read as quickly as can be, and show what decoding all of them shows: lazily or at once."""
+"""Images with boxes that are decoded in part show what decoding all of them shows."""
 
 import io
 
@@ -15,10 +15,8 @@ from common.data.images import BrokenImage, open_rgb
 from common.data.loader import Prefetcher, training_loader
 from common.data.stream import Stream
 from common.detection.batches import EvaluationScenes, TrainingImages
-from common.detection.data import scenes
 from common.detection.data.annotated import Annotated, Sample
 from common.detection.transforms import BoxAugmentation
-from common.errors import Refused
 from tests.harness.detections import columns, extents
 
 CHINA = Image.fromarray(load_sample_image("china.jpg"))  # 640 x 427
@@ -101,7 +99,7 @@ def test_samples_are_those_of_decoding_everything(size, short_side, most, mean, 
     masks = np.zeros((6, size[1], size[0]), np.uint8)
     for mask, (left, top, right, bottom) in zip(masks, np.rint(boxes).astype(int), strict=True):
         mask[top:bottom, left:right] = 1
-    columns = boxes, np.arange(6), np.zeros(6, bool), masks
+    columns = boxes, np.arange(6), np.zeros(6, bool), masks, np.array(size)
     augmentation, means = BoxAugmentation(0, (short_side,), 2 * short_side, **GEOMETRY), []
     for position in range(24):
         one, other = (augmentation([Sample(picture, *columns)], position, FILL) for picture in (lazy, whole))
@@ -131,7 +129,7 @@ def test_every_kind_of_file_is_upright_and_an_evaluation_decodes_all_of_it() -> 
 
 
 def test_a_broken_image_is_an_empty_scene_and_named() -> None:
-    """Found in its header, or not before its pixels are decoded. The canvas and the other images stay as they are."""
+    """Found in its header, or when its pixels are decoded. Other images stay as they are."""
     files = FILES | BROKEN
     *whole, none = batches(samples_of(source(FILES | dict.fromkeys(BROKEN, FILES["plain"]))))
     *seen, broken = batches(samples_of(source(files)))
@@ -169,8 +167,3 @@ def test_a_cache_shows_nearly_the_same() -> None:
             for one, other in zip(theirs.targets, mine.targets, strict=True):
                 assert one["labels"].tolist() == other["labels"].tolist()
                 assert not len(one["boxes"]) or (one["boxes"] - other["boxes"]).abs().max() <= 1
-
-
-def test_a_cache_is_refused_for_scenes_that_are_never_shown_again() -> None:
-    with pytest.raises(Refused, match="--cache: every position has an image of its own"):
-        samples_of(scenes.load(0)[0], cache=open_cache(8, 32, ""))

@@ -1,4 +1,4 @@
-"""Boxes that are missing, moved or relabelled are told from right ones by confident detections, the surest first."""
+"""Boxes that are missing, moved or relabelled are found by confident detections."""
 
 from common.detection import suspects
 from tests.harness.detections import A, B, moved, one_image
@@ -15,7 +15,7 @@ def test_boxes_that_are_as_the_model_sees_them_are_no_findings() -> None:
     objects = [(A, 0, False), (B, 1, False)]
     assert kinds(objects, [(A, 0.9, 0), (moved(B, 2), 0.8, 1)]) == []
     assert kinds(objects, []) == []
-    # A second detection of another class at a confirmed box, and one in a crowd region, say nothing about boxes.
+    # Another class at a confirmed box, and a detection in a crowd region, say nothing about boxes.
     assert kinds(objects, [(A, 0.9, 0), (A, 0.8, 2), (B, 0.9, 1)]) == []
     assert kinds([*objects, (DOWN, 2, True)], [(A, 0.9, 0), (B, 0.9, 1), (DOWN, 0.9, 2)]) == []
 

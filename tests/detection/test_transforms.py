@@ -1,6 +1,4 @@
-"""Under any augmentation, boxes stay on their objects and sizes within what metadata say, and it is repeatable."""
-
-import random
+"""Under any augmentation, boxes stay on their objects, and sizes within what metadata say."""
 
 import numpy as np
 import pytest
@@ -34,7 +32,7 @@ def build(seed=0, **ways) -> BoxAugmentation:
 
 
 def painted(size, count, seed=0, crowd=()) -> Sample:
-    """A black image whose object number k has the colour 60 + 40 k on all of its box, the last on top."""
+    """A black image whose object number k has the colour 60 + 40 k on all of its box."""
     draws = np.random.default_rng(seed)
     width, height = size
     pixels = np.zeros((height, width, 3), np.uint8)
@@ -47,7 +45,8 @@ def painted(size, count, seed=0, crowd=()) -> Sample:
         boxes[number] = left, top, right, top + span[1]
         masks[number, top : top + span[1], left:right] = 1
         pixels[top : top + span[1], left:right] = 60 + 40 * number
-    return Sample(Picture(pixels_of(pixels)), boxes, np.arange(count), np.isin(np.arange(count), crowd), masks)
+    crowds = np.isin(np.arange(count), crowd)
+    return Sample(Picture(pixels_of(pixels)), boxes, np.arange(count), crowds, masks, np.array(size))
 
 
 def vary(augmentation, position, own, others=None) -> Sample:
@@ -61,23 +60,8 @@ def same(one: Sample, other: Sample) -> bool:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("way", WAYS)
-def test_what_happens_is_a_function_of_seed_and_position(way):
-    own = painted((100, 80), 3)
-    augmentation = build(**WAYS[way], photometric=1.0)
-    before = own.boxes.copy(), own.image.whole().clone()
-    first = [vary(augmentation, position, own) for position in range(6)]
-    random.seed(5), np.random.seed(6), torch.manual_seed(7)
-    for position in reversed(range(6)):
-        assert same(vary(augmentation, position, own), first[position])
-    assert np.array_equal(own.boxes, before[0]) and torch.equal(own.image.whole(), before[1])
-    assert len({one.image.numpy().tobytes() for one in first}) == 6
-    other = [vary(build(1, **WAYS[way], photometric=1.0), position, own) for position in range(6)]
-    assert not any(same(*pair) for pair in zip(first, other, strict=True))
-
-
-@pytest.mark.parametrize("way", WAYS)
 def test_boxes_and_masks_stay_on_the_pixels_of_their_objects(way):
-    """Each object's colour fills its box, as long as resizing has blurred its edges by two pixels at most."""
+    """Each object's colour fills its box, but for edges of two pixels that resizing may blur."""
     augmentation, looked = build(**WAYS[way] | ({"mixup": 0.0} if way == "everything" else {})), 0
     for position in range(40):
         result = vary(augmentation, position, painted((100, 80), 3, seed=position))

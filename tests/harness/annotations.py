@@ -1,4 +1,4 @@
-"""Annotated images in COCO's, VOC's and YOLO's formats, as small as can be, and their comparison."""
+"""Small annotated images in COCO's, VOC's and YOLO's formats, and their comparison."""
 
 import copy
 import dataclasses
@@ -28,7 +28,7 @@ def check_same(part: AnnotatedImages, other: AnnotatedImages):
 
 
 def picture(path: Path, size=(40, 30), box=None, orientation=1) -> Path:
-    """Grey with a red box, saved in the orientation that a camera could have held; box and size are of the stored pixels."""
+    """Grey with a red box, saved in an EXIF orientation; box and size are of the stored pixels."""
     image = Image.new("RGB", size, (90, 90, 90))
     if box:
         left, top, right, bottom = box

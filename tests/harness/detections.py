@@ -1,4 +1,4 @@
-"""Annotations and detections as columns: given, or awkward to evaluate; and pycocotools' judgement of detections."""
+"""Annotations and detections as columns, and pycocotools' judgement of detections."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ A, B = (10, 10, 50, 50), (60, 60, 80, 80)  # boxes in an image of 100 x 100
 
 
 def columns(images: Sequence[Sequence[tuple]], sizes=((100, 100),), classes=("cat", "dog", "cow")) -> dict:
-    """The arguments of `Annotated`: `images` has the objects of each image, (box, class, whether it is a crowd)."""
+    """The arguments of `Annotated`; `images` has the objects of each image: box, class, crowd or not."""
     objects = [(*row, False)[:3] for of_image in images for row in of_image]
     boxes = np.array([box for box, *_ in objects], np.float32).reshape(-1, 4)
     return {
@@ -51,7 +51,7 @@ def one_image(objects: list, found: list) -> Matches:
 
 
 def awkward(seed: int) -> tuple[Annotated, list[dict]]:
-    """Ids with gaps, images without boxes, crowds, a class that is absent, tied scores, and more detections than count."""
+    """Ids with gaps, images without boxes, crowds, an absent class, tied scores, many detections."""
     random = np.random.default_rng(seed)
     counts = random.integers(0, 6, 21) * (random.random(21) < 0.8)
     offsets = np.concatenate([[0], np.cumsum(counts)])
@@ -89,7 +89,7 @@ def awkward(seed: int) -> tuple[Annotated, list[dict]]:
 
 
 def of_pycocotools(content: dict, found: list[dict], kind: str = "bbox"):
-    """pycocotools' evaluation, summarised: `stats`, and `evalImgs` with its matches. `content` is a file of annotations."""
+    """pycocotools' evaluation of `content`, a file of annotations: `stats`, and matches in `evalImgs`."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
@@ -105,7 +105,7 @@ def of_pycocotools(content: dict, found: list[dict], kind: str = "bbox"):
 
 
 def boxes_in_coco(ids: np.ndarray, images: np.ndarray, rows: np.ndarray) -> list[dict]:
-    """Detections (image, and left, top, right, bottom, score, class) in COCO's form; `ids` are those of the images."""
+    """Detections (left, top, right, bottom, score, class) of `images` with these `ids` in COCO's form."""
     return [
         {
             "image_id": image,

@@ -12,7 +12,7 @@ from common.detection.data import sources
 
 
 def draw_stripes(folder: Path, counts: Sequence[int], seed: int = 0) -> None:
-    """A folder a class, each with that many 32 x 32 PNGs of stripes in a direction and a colour of the class's own."""
+    """A folder per class, each with `counts` 32 x 32 PNGs of stripes in its direction and colour."""
     generator = np.random.default_rng(seed)
     y, x = np.mgrid[:32, :32] / 32
     for number, count in enumerate(counts):
@@ -27,7 +27,7 @@ def draw_stripes(folder: Path, counts: Sequence[int], seed: int = 0) -> None:
 
 
 def draw_scenes(folder: Path) -> None:
-    """Into a folder that is there: train.json, val.json with outlines, and the images of each in a folder beside it."""
+    """Into an existing folder: train.json, val.json with outlines, and their images in folders."""
     train, val = sources.load(sources.Spec("digits", seed=0, val_share=0.2, masks=True))
     for part, source, count in (("train", train, 25), ("val", val, 7)):
         (folder / part).mkdir()
@@ -52,7 +52,7 @@ def draw_scenes(folder: Path) -> None:
 
 
 def save_colours(folder: Path) -> None:
-    """A Hugging Face data set of 80 + 23 images that are bright in none, some or all of three colours, which are the labels."""
+    """A Hugging Face data set of 80 + 23 images whose labels are the colours that are bright."""
     import datasets
 
     def rows(count: int, seed: int) -> dict:

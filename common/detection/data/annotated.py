@@ -1,13 +1,9 @@
-"""Sources of images with boxes, and the columns of annotations that all of them share.
-
-The boxes of all images stand one after another in columns: every data worker would copy the memory
-of Python objects.
-"""
+"""Sources of images with boxes, in columns: data workers would copy the memory of objects."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -15,12 +11,10 @@ from PIL import Image
 
 from common.data.cache import Cache
 from common.data.decoding import Picture
-from common.data.images import BrokenImage, open_rgb
+from common.data.images import BrokenImage
 from common.data.source import Files, fingerprint_of
 from common.data.stream import Blocks
 from common.detection.data.masks import Masks, decode
-
-T = TypeVar("T", Image.Image, Picture)
 
 
 class Sample(NamedTuple):
@@ -31,7 +25,7 @@ class Sample(NamedTuple):
     labels: Any  # int64[n]
     crowd: Any  # bool[n]
     masks: Any = None  # uint8[n, H, W] of 0 and 1, if the source was loaded with masks
-    size: np.ndarray | None = None  # int[2] width and height that boxes are of; None: the picture's
+    size: Any = None  # of a source's sample: int64[2] width and height that boxes are of
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,20 +94,17 @@ class Annotated:
 
     def image(self, index: int) -> Image.Image:
         """The image, RGB and upright, of `sizes[index]`. Raises `images.BrokenImage`."""
-        return self._of_its_size(index, open_rgb(self.content(index)))
+        return Image.fromarray(self.picture(index).whole().permute(1, 2, 0).numpy())
 
     def picture(self, index: int) -> Picture:
         """The same image, decoded only where it is used. Raises `images.BrokenImage`."""
-        return self._of_its_size(index, Picture(self.content(index)))
-
-    def _of_its_size(self, index: int, image: T) -> T:
-        """The image. Raises `BrokenImage` if its size has changed since its boxes were read."""
+        picture = Picture(self.content(index))
         width, height = self.sizes[index].tolist()
-        if (image.width, image.height) != (width, height):
+        if (picture.width, picture.height) != (width, height):
             raise BrokenImage(
-                f"is {image.width} x {image.height} pixels large, and was {width} x {height} when its boxes were read"
+                f"is {picture.width} x {picture.height} pixels large, and was {width} x {height} when its boxes were read"
             )
-        return image
+        return picture
 
     def sample(self, index: int, position: int, cache: Cache | None = None) -> Sample:
         """The training sample `index` at `position` of the stream. Raises `images.BrokenImage`."""
@@ -122,7 +113,7 @@ class Annotated:
         picture = cache.picture(index, read) if cache else read()
         masks = decode(self.rles(index), self.sizes[index]) if self.masks else None
         boxes, labels, crowd = (column[rows].copy() for column in (self.boxes, self.labels, self.crowd))
-        return Sample(picture, boxes, labels, crowd, masks, self.sizes[index])
+        return Sample(picture, boxes, labels, crowd, masks, self.sizes[index].astype(np.int64))
 
     def rles(self, index: int) -> list[dict]:
         """Masks of an image's objects as COCO's packed run lengths; none if not loaded."""

@@ -1,8 +1,6 @@
-"""Annotation cache: what an earlier start has read, if nothing in the folder has changed since.
+"""Annotation cache: the columns that an earlier start has read, in a file of Arrow that is mapped.
 
-Reading COCO's annotations takes many seconds and gigabytes. The resulting columns are kept in a file of
-Arrow, which later starts and the other processes of a machine map. A file that is incomplete, or was
-made from other data or by other code, is not used. If no file can be written, there is no cache.
+A file that is incomplete, or was made from other data or by other code, is not used.
 """
 
 import hashlib
@@ -60,7 +58,6 @@ def keep(file: Path, parts: Parts, seen: Stamps) -> None:
 
 
 def _write(file: Path, parts: Parts, seen: Stamps) -> None:
-    """Write the cache to `file`, completely or not at all."""
     columns: dict[str, Any] = {}
     for number, part in enumerate(parts):
         columns |= {f"{number} {name}": getattr(part, name) for name in _ARRAYS}

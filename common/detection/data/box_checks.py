@@ -1,8 +1,4 @@
-"""Checks of boxes: which can be trained on, and where they lie in the upright images.
-
-Boxes are checked once, on loading. Corrected boxes and omitted ones are counted and named; boxes that
-seem to be in another format are refused.
-"""
+"""Checks of boxes on loading: which can be trained on, and where they lie in the upright images."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -82,12 +78,7 @@ def check_files(found: FoundBoxes, stamps: Stamps) -> AnnotatedImages:
 
 
 def check(found: FoundBoxes, headers: np.ndarray) -> AnnotatedImages:
-    """The annotations of the upright images.
-
-    `headers` int64[N, 4] as `image_headers` reads them. Raises `Refused` for boxes that are not finite,
-    upside down or in another format, for sizes that differ from the images', and if there are no images,
-    no boxes, or no outlines although masks are asked for.
-    """
+    """The annotations of the upright images; `headers` int64[N, 4] as `image_headers` reads them. Raises `Refused`."""
     if not len(found.images):
         raise Refused(f"{found.title}: no images in it; it needs at least one")
     if not len(found.boxes):

@@ -1,7 +1,6 @@
-"""Folders with annotations in COCO's format: https://cocodataset.org/#format-data.
+"""Folders with annotations in COCO's format, see https://cocodataset.org/#format-data.
 
-There is one JSON file per part. Arrow reads it without a Python object per row, in seconds for COCO
-itself; Python's reader takes five times as long, and gigabytes.
+Arrow reads COCO itself in seconds; Python's reader takes five times as long, and gigabytes.
 """
 
 import io

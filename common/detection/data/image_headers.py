@@ -21,8 +21,8 @@ _HEAD = 8_192  # bytes in which nearly every JPEG has its size
 def headers_of_files(folder: str, paths: pa.Array, *, may_miss: bool = False) -> np.ndarray:
     """int64[N, 4]: width and height as stored, EXIF orientation 1 to 8, bytes of files below `folder`.
 
-    Width 0 if the file is no readable image. Takes about 20 µs per file. If files are missing, raises
-    `Refused`, or with `may_miss` gives width 0 and size -1 for them.
+    Width 0 if the file is no readable image. If files are missing, raises `Refused`, or with `may_miss`
+    gives width 0 and size -1 for them.
     """
     headers = each_of(folder, paths, _header_of_file, 4)
     if not may_miss and (missing := np.flatnonzero(headers[:, 3] < 0)).size:
@@ -71,8 +71,7 @@ def upright_sizes(headers: np.ndarray) -> np.ndarray:
 def turned(boxes: np.ndarray, headers: np.ndarray) -> np.ndarray:
     """Boxes [M, 4] (left, top, width, height) in stored pixels -> in pixels of the upright image.
 
-    `headers` [M, 4] of each box's image. Orientations as in EXIF: 2 to 4 mirror and turn by 180 degrees,
-    5 to 8 also exchange the axes.
+    `headers` [M, 4] are of each box's image. EXIF's orientations 5 to 8 also exchange the axes.
     """
     orientation = headers[:, 2]
     boxes = np.where(orientation[:, None] >= 5, boxes[:, [1, 0, 3, 2]], boxes)

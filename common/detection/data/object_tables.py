@@ -49,12 +49,7 @@ def shard_rows(objects: str) -> Rows:
 
 
 def object_parts(splits: Mapping[str, Split], image: str, objects: str, box_format: str) -> Parts[AnnotatedImages]:
-    """The splits of a table; the first one decides on columns, box format and classes. Raises `Refused`.
-
-    Data sets do not say what the four numbers of a box mean. Without `box_format`, the boxes of the first
-    split must leave one choice: as left, top, width, height some would exceed their image, or as corners
-    some would have no positive size.
-    """
+    """The splits of a table; the first one decides on columns, format and classes. Raises `Refused`."""
 
     def read(names: Sequence[str]) -> list[AnnotatedImages]:
         chosen = [splits[name] for name in names]

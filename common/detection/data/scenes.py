@@ -30,8 +30,7 @@ _RECIPE = "1"  # part of the fingerprint: to be raised when scenes change
 class Scenes(Annotated):
     """Scenes of one to eight digits on a noisy background: pure functions of (key, position).
 
-    In training, every position of the stream is a new scene: an epoch is 1,024 of them, and no column has
-    a box. In evaluation they are a fixed list of 256.
+    In training, each position is a new scene, and no column has a box. In evaluation there is a list.
     """
 
     pixels: np.ndarray  # uint8[digits, 32, 32], ink on 0
@@ -76,7 +75,8 @@ class Scenes(Annotated):
     def sample(self, index: int, position: int, cache: Cache | None = None) -> Sample:
         image, boxes, labels, masks = self.scene(position if self.fresh else index)
         picture = Picture(torch.from_numpy(image).permute(2, 0, 1))
-        return Sample(picture, boxes, labels, np.zeros(len(labels), bool), masks if self.has_masks else None)
+        none, size = np.zeros(len(labels), bool), np.array([SIDE, SIDE])
+        return Sample(picture, boxes, labels, none, masks if self.has_masks else None, size)
 
     def rles(self, index: int) -> list[dict]:
         return encode(self.scene(index)[3])

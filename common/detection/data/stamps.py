@@ -35,10 +35,7 @@ class Stamps:
 
 
 def stamps_of(folder: str, paths: pa.LargeBinaryArray) -> np.ndarray:
-    """int64[n, 3]: size in bytes, mtime and ctime in ns; zeros for a missing file.
-
-    A program can't set the ctime, so a copy that keeps the mtime is seen as a change.
-    """
+    """int64[n, 3]: bytes, mtime, and ctime, which no program can set, in ns; zeros for a missing file."""
     return each_of(folder, paths, _stamp, 3)
 
 

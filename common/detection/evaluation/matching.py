@@ -30,11 +30,10 @@ class Mistake(NamedTuple):
 
 @dataclass(eq=False)
 class Matches:
-    """Detections matched with the objects of a source; properties are computed when first read.
+    """Detections matched with the objects of a source, in the order of their scores.
 
-    Detections are matched in the order of their scores: first with objects of their own class, as COCO does
-    at this `iou`; then the others with objects of other classes. Each object is shown at most once. Crowd
-    regions are neither objects nor background.
+    First with objects of their own class, as COCO does at this `iou`; then the others with objects of
+    other classes. Each object is shown at most once. Crowd regions are neither objects nor background.
     """
 
     source: Annotated
@@ -44,7 +43,7 @@ class Matches:
 
     @classmethod
     def of_counted(cls, source: Annotated, images: np.ndarray, rows: np.ndarray) -> Self:
-        """Matches of the best 100 detections of each class and image, as COCO's evaluation counts them."""
+        """Matches of the best 100 detections of each class and image, as COCO counts them."""
         order = np.lexsort((-rows[:, 4], rows[:, 5], images))
         starts = np.flatnonzero(np.diff(images[order], prepend=-1) | np.diff(rows[order, 5], prepend=-1).astype(bool))
         ranks = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
@@ -58,17 +57,14 @@ class Matches:
 
     @cached_property
     def threshold(self) -> float:
-        """The minimum score that gives the best F1 over all objects; 0.5 if no detection is right."""
+        """The minimum score of the best F1 over all objects; 0.5 if no detection is right."""
         scores, _, right = self._judged
         place, f1 = best_f1(scores, right, self.object_count)
         return float(scores[place]) if f1 else 0.5
 
     @cached_property
     def classes(self) -> list[dict[str, float | None]]:
-        """The objects of each class, the score that gives the best F1, and precision, recall and F1 from there on.
-
-        Without a right detection, only recall is known: 0; without objects nothing.
-        """
+        """Of each class: objects, score of the best F1, and precision, recall and F1 from there on."""
         found = []
         objects = np.bincount(self.source.labels[~self.source.crowd], minlength=len(self.source.classes))
         for label, count in enumerate(objects.tolist()):
@@ -131,7 +127,7 @@ class Matches:
         return [Mistake("missed", image, row, score=scores.get(row, 0.0)) for image, row in places]
 
     def false_alarms(self, limit: int) -> list[Mistake]:
-        """Detections that hit no object of their class, best first; only the first around one object."""
+        """Detections that hit no object of their class, best first; one around each object."""
         alarms: list[Mistake] = []
         for row in self._best_first[(self.good & (self.hits == NONE))[self._best_first]].tolist():
             if len(alarms) == limit:
@@ -161,11 +157,9 @@ class Matches:
 
     @cached_property
     def _by_image(self) -> np.ndarray:
-        """int64[n]: detections image by image, the best of each first."""
         return self._best_first[np.argsort(self.images[self._best_first], kind="stable")]
 
     def _marked(self, objects: np.ndarray) -> np.ndarray:
-        """bool[M]: True for these objects."""
         marked = np.zeros(len(self.source.labels), bool)
         marked[objects[objects >= 0]] = True
         return marked
@@ -206,7 +200,7 @@ class Matches:
         return np.nan_to_num(mask.iou(found, np.asarray(self.source.truth)[objects], crowd.tolist()))
 
     def _explained(self, row: int) -> Mistake:
-        """Why a detection is no hit: it is the second, of another class, badly placed, or shows nothing."""
+        """Why a detection is no hit: second, of another class, badly placed, or of nothing."""
         image = int(self.images[row])
         objects = self._objects(image)
         objects = objects[~self.source.crowd[objects]]
@@ -220,10 +214,7 @@ class Matches:
 
 
 def best_f1(scores: np.ndarray, right: np.ndarray, objects: int) -> tuple[int, float]:
-    """The last of detections, best first, that gives the best F1 over so many objects, and this F1.
-
-    Both are 0 if none is right.
-    """
+    """Index in detections, best first, up to which F1 is best, and this F1; 0 if none is right."""
     f1 = 2 * np.cumsum(right) / (np.arange(1, len(right) + 1) + objects)
     f1[:-1][scores[1:] == scores[:-1]] = 0  # equal scores belong together
     return (int(f1.argmax()), float(f1.max())) if f1.any() else (0, 0.0)

@@ -19,10 +19,7 @@ NAMED_CLASSES = 100
 
 @dataclass
 class Detections:
-    """Detections in the images that this rank evaluated, as columns on the host.
-
-    After `results`, the main process has the detections of all ranks; the others have none.
-    """
+    """Detections of this rank; after `results` the main process has all, the others none."""
 
     images: list[np.ndarray] = field(default_factory=list)  # int64: image of the source that each row belongs to
     rows: list[np.ndarray] = field(default_factory=list)  # float32[n, 6]: left, top, right, bottom, score, class id
@@ -41,16 +38,13 @@ class Detections:
             self.images.append(np.full(len(self.rows[-1]), index))
             self.count += 1
             if "rles" in of_image:
-                packed = [rle["counts"] for rle in of_image["rles"]]
-                # With None, since numpy would turn texts alone into one array.
-                self.masks.append(np.array([*packed, None], object)[:-1])
+                self.masks.append(np.array([rle["counts"] for rle in of_image["rles"]], object))
 
     def results(self, source: Annotated) -> dict:
         """The twelve COCO numbers in 0..1 (None: no objects), `per_class` AP, and `count`, on every rank. A collective.
 
         Up to 100 classes that occur have `AP_class/<name>`, and masks have the twelve again as `mask_AP` and so on.
-        `thresholds` has the score of the best F1 of each class. The main process evaluates all ranks' detections.
-        Source: Lin et al., "Microsoft COCO", 2014.
+        `thresholds` has the score of the best F1 of each class. Source: Lin et al., "Microsoft COCO", 2014.
         """
         masks = [np.concatenate(self.masks)] if self.masks else []
         gathered = gather_to_main((np.array([self.count]), *self.columns(), *masks))
@@ -72,7 +66,7 @@ class Detections:
         return broadcast_object(results)
 
     def details(self) -> dict:
-        """Figures for a report beside `results`: the score of the best F1, in all and of each class."""
+        """For a report beside `results`: the score of the best F1, in all and of each class."""
         return {"threshold": self.matches.threshold, "classes": self.matches.classes}
 
     def columns(self) -> tuple[np.ndarray, np.ndarray]:

@@ -49,8 +49,8 @@ def predictions(matches: Matches, path: Path) -> None:
 def precision_recall(precision: np.ndarray, class_names: Sequence[str], path: Path) -> None:
     """Draw precision over recall at IoU 0.5, float[classes, 101], and the mean; -1: no objects."""
     present = np.flatnonzero((precision > -1).any(1))
-    precision = precision.clip(0)
-    ap = 100 * precision.mean(1)
+    precision = 100 * precision.clip(0)
+    recalls, ap = np.linspace(0, 100, precision.shape[1]), precision.mean(1)
     figure = plots.new_figure(8.5, 5.6)
     axes = figure.subplots()
     axes.set(xlim=(0, 101), ylim=(0, 101), xlabel="recall (%)", ylabel="precision (%)")
@@ -61,14 +61,14 @@ def precision_recall(precision: np.ndarray, class_names: Sequence[str], path: Pa
     if len(present):
         headline = f"AP50 {ap[present].mean():.2f} %"
         of_all = f"{ap[present].mean():5.1f} %  mean of {len(present):,}"
-        axes.plot(*_curve(precision[present].mean(0)), color=INK, linewidth=3, label=of_all, zorder=3)
+        axes.plot(recalls, precision[present].mean(0), color=INK, linewidth=3, label=of_all, zorder=3)
         best_first = present[np.argsort(-ap[present], kind="stable")]
         for row, (style, colour) in zip(best_first, product(STYLES, COLOURS), strict=False):
             if len(present) <= NAMED_CURVES:
                 label = f"{ap[row]:5.1f} %  {short(class_names[row], 24)}"
-                axes.plot(*_curve(precision[row]), color=colour, linestyle=style, linewidth=1.3, label=label)
+                axes.plot(recalls, precision[row], color=colour, linestyle=style, linewidth=1.3, label=label)
         for row in present if len(present) > NAMED_CURVES else ():
-            axes.plot(*_curve(precision[row]), color=GREY, alpha=0.25, linewidth=0.8)
+            axes.plot(recalls, precision[row], color=GREY, alpha=0.25, linewidth=0.8)
         outside = {"loc": "upper left", "bbox_to_anchor": (1.02, 1)}
         legend = axes.legend(title="AP50", frameon=False, fontsize=9, handlelength=2.8, **outside)
         for text in legend.get_texts():
@@ -144,22 +144,12 @@ def _objects(source: Annotated, rows: Sequence[int] | np.ndarray, colours: Itera
 
 
 def _detections(matches: Matches, rows: Sequence[int] | np.ndarray, colours: Iterable[str]) -> list[Mark]:
-    columns = zip(matches.rows[rows].tolist(), colours, strict=True)
-    return [
-        _mark(corners, matches.source.classes[int(label)], colour, score)
-        for (*corners, score, label), colour in columns
-    ]
+    classes, found = matches.source.classes, zip(matches.rows[rows].tolist(), colours, strict=True)
+    return [_mark(box, classes[int(label)], colour, score) for (*box, score, label), colour in found]
 
 
 def _mark(corners: Sequence[float], name: str, colour: str, score: float | None = None) -> Mark:
     return corners, short(name, 16) + ("" if score is None else f" {score:.2f}".replace("0.", ".")), colour
-
-
-def _curve(precision: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Recall and precision in per cent, up to where precision falls to zero."""
-    recalls = np.linspace(0, 100, len(precision))
-    end = len(precision) if precision[-1] > 0 else int((precision > 0).sum()) + 1
-    return recalls[:end], 100 * precision[:end]
 
 
 def _crop(matches: Matches, case: Mistake) -> Cell:

@@ -17,8 +17,7 @@ _BITS = 61  # of a random number, so that one more bit can put some numbers firs
 class Anchors:
     """Boxes of a few shapes around each cell of a feature pyramid, with torchvision's centres and sizes.
 
-    `scales` are the sides of a square anchor in strides of its level; `ratios` are height over
-    width. Anchors are never of half precision: bf16 would move a quarter of the finest ones.
+    `scales` are the sides of a square anchor in strides of its level; `ratios` are height over width.
     """
 
     def __init__(
@@ -79,15 +78,10 @@ def draws_of(ids: Tensor, key: int) -> Tensor:
 
 
 def sample(foreground: Tensor, background: Tensor, draws: Tensor, size: int, share: float) -> tuple[Tensor, Tensor]:
-    """Sample `size` of n places by their random numbers; foreground comes first, up to a `share`.
+    """Sample `size` of n places by their `draws` int64[n] in [0, 2^61); foreground comes first, up to a `share`.
 
-    Args:
-        foreground, background: bool[n], never both; other places are not sampled.
-        draws: int64[n] in [0, 2^61).
-
-    Returns:
-        indices int64[k], k = min(size, n), and bool[k], False for surplus ones: there may be too few
-        of both kinds, and the host need not wait for their number.
+    `foreground`, `background`: bool[n], never both; other places are not sampled. Returns indices int64[k],
+    k = min(size, n), and bool[k], False for surplus ones.
     """
     limit = int(size * share)
     of_foreground = torch.where(foreground, draws, -1)

@@ -41,8 +41,7 @@ class BoxCoder(_utils.BoxCoder):
 def overlaps(boxes: Tensor, others: Tensor, eps: float = 0.0) -> tuple[Tensor, Tensor]:
     """Intersection over union [...], plain and generalised, of pairs of boxes [..., 4] (corners).
 
-    With `eps` 1e-7, one minus the second is torchvision's `generalized_box_iou_loss`, its gradient
-    included.
+    With `eps` 1e-7, one minus the second is torchvision's `generalized_box_iou_loss`.
     Source: Rezatofighi et al. 2019, "Generalized Intersection over Union" (arXiv:1902.09630).
     """
     low, high = boxes.split(2, -1)

@@ -17,11 +17,10 @@ Losses = tuple[Tensor, dict[str, Tensor]]  # the loss of each image [B], and its
 class Detector(nn.Module):
     """A module whose losses do not depend on how a global batch is split. Its classes are 0..K-1.
 
-    `targets` has one dict per image: boxes [n, 4] left, top, right, bottom in pixels of the
-    canvas; labels int64[n]; crowd bool[n]; position in the stream, int; if known, size int64[2],
-    the true width and height on the canvas, and regions, a list of the rows that are crowd
-    regions, so that the host need not ask the device. n may be 0. Crowd regions are neither
-    foreground nor background; other boxes inside them still count.
+    `targets` has one dict per image: boxes [n, 4] left, top, right, bottom in pixels of the canvas;
+    labels int64[n]; crowd bool[n]; position in the stream, int; if known, size int64[2], the true
+    width and height on the canvas, and regions, a list of the rows that are crowd regions. n may
+    be 0. Crowd regions are neither foreground nor background; other boxes inside them still count.
     """
 
     stride: int  # sides of the canvas are multiples of this, in pixels
@@ -37,18 +36,13 @@ class Detector(nn.Module):
     def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> Losses:
         """Losses that are already divided: their *sum* over the global batch is its loss.
 
-        `images` [B, 3, H, W] are normalised, `totals` int64[C] is the sum of `counts` over the
-        global batch. Every parameter gets a gradient, with boxes or without. Parts carry gradients,
-        too, and the loss is their sum.
+        `images` [B, 3, H, W] are normalised, `totals` int64[C] is the sum of `counts` over the global
+        batch. Every parameter gets a gradient, with boxes or without. The loss is the sum of its parts.
         """
         raise NotImplementedError
 
     def forward(self, images: Tensor, targets: list[dict], totals: Tensor) -> Losses:
-        """As `losses`, but the *mean* over the global batch is its loss.
-
-        `totals` int64[C + 1] has the sums of `counts` over the global batch, and then the number
-        of its images.
-        """
+        """As `losses`, but their *mean* is the loss; `totals` int64[C + 1] ends with the number of images."""
         losses, parts = self.losses(images, targets, totals[:-1])
         return totals[-1] * losses, {name: totals[-1] * part for name, part in parts.items()}
 
@@ -77,11 +71,7 @@ class Suppressing(Detector):
         self.pretrained_cfg, self.stride = backbone.pretrained_cfg, backbone.stride
 
     def best_of(self, boxes: Tensor, scores: Tensor, labels: Tensor, size: Tensor) -> dict[str, Tensor]:
-        """The best detections of an image, best first: boxes [n, 4], scores [n], labels int64[n].
-
-        They are selected from boxes [m, 4] in pixels of the canvas with a score [m] and a label [m]
-        each, and clipped to `size` [2], the true width and height of the image on its canvas.
-        """
+        """The best of boxes [m, 4] in pixels of the canvas, best first, clipped to `size` [2]."""
         boxes = clip(boxes, size)
         good = (scores > self.score_threshold) & (boxes[:, 2:] - boxes[:, :2] >= self.least_side).all(1)
         good = good.nonzero().squeeze(1)

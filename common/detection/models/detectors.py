@@ -34,10 +34,7 @@ class Matched(nn.Module):
 
 
 def build_detector(spec: DetectorSpec) -> Detector:
-    """A detector on a timm backbone, or one of transformers.
-
-    Raises `Refused` for an unknown backbone, weights out of reach, and levels that it can't have.
-    """
+    """A detector on a timm backbone, or one of transformers. Raises `Refused`."""
     if spec.width % 32:
         raise Refused(f"--width {spec.width}: the heads normalise 32 groups of channels; take a multiple of 32")
     if spec.family in OF_TRANSFORMERS:

@@ -88,8 +88,7 @@ def empty_model(config: Any, queries: int, classes: Sequence[str]) -> nn.Module:
 def save_model(whole: nn.Module, normalization: dict, folder: Path, side: int) -> None:
     """Write a folder that transformers' `AutoModelForObjectDetection` and `AutoImageProcessor` load.
 
-    The processor resizes images to squares of `side` pixels. It is RT-DETR's, which resizes with
-    antialiasing, as training and evaluation do.
+    The processor is RT-DETR's, which resizes to squares of `side` pixels with antialiasing, as we do.
     """
     whole.save_pretrained(folder)
     mean, std = (list(normalization[key]) for key in ("mean", "std"))

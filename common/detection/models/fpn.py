@@ -1,4 +1,4 @@
-"""Backbone with a feature pyramid. Level `l` has one cell for each 2^l x 2^l pixels of the canvas."""
+"""Backbone with a feature pyramid. Level `l` has a cell for each 2^l x 2^l pixels."""
 
 import math
 from collections import OrderedDict

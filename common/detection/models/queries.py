@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torchvision.ops import box_convert
 
 from common.detection.models.boxes import filled, overlaps, to_device
@@ -110,9 +111,7 @@ def hits(match: Tensor, labels: Tensor, classes: int) -> Tensor:
 
 
 def best_pairs(logits: Tensor, boxes: Tensor, images: Tensor) -> list[dict[str, Tensor]]:
-    """The best pairs of a query and a class, best first; the score is the class's probability.
-
-    There are as many as queries, as image processors of transformers select them.
+    """The best pairs of a query and a class, best first, as many as queries.
 
     Args:
         logits, boxes: [B, Q, K] and [B, Q, 4] (centre x, centre y, width, height in 0..1).
@@ -155,9 +154,8 @@ def noised(
     """Groups with a positive for each box, which is to be restored, and a negative, which is no object.
 
     Different from the source, an image is the same in any batch: there, the image with the most
-    boxes decides on the number of groups, and padding is visible and learnt as background.
-    Source: Zhang et al. 2022, "DINO: DETR with Improved DeNoising Anchor Boxes" (arXiv:2203.03605),
-    section 3.3.
+    boxes decides on the number of groups, and padding is learnt as background.
+    Source: Zhang et al. 2022, "DINO: DETR with Improved DeNoising Anchor Boxes", section 3.3.
 
     Args:
         boxes, labels: for each image [n, 4] (centre x, centre y, width, height in 0..1) and int64[n]; n may be 0.
@@ -202,8 +200,5 @@ def noised(
 
 def padded(rows: list[Tensor], value: float) -> Tensor:
     """B tensors [n_i, ...] -> [B, n + 1, ...], padded with `value`, which index -1 always finds."""
-    longest = max(map(len, rows)) + 1
-    result = rows[0].new_full((len(rows), longest, *rows[0].shape[1:]), value)
-    for place, row in enumerate(rows):
-        result[place, : len(row)] = row
-    return result
+    longest = rows[0].new_zeros(max(map(len, rows)) + 1, *rows[0].shape[1:])
+    return pad_sequence([*rows, longest], batch_first=True, padding_value=value)[:-1]

@@ -74,8 +74,7 @@ class RegionProposalNetwork(nn.Module):
     ) -> list[tuple[Tensor, Tensor]]:
         """Proposals of each image [n, 4] within its true size, best first, and their anchors int64[n].
 
-        Logits are rounded first: in plain areas they differ only by rounding errors, which depend on the
-        micro-batch and must not decide which anchor suppresses another. Of equal ones the first comes first.
+        Logits are rounded first: rounding errors depend on the micro-batch and must not decide.
         """
         objectness, deltas, anchors = outputs
         objectness = objectness.round(decimals=self.decimals)

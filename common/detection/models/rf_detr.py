@@ -195,8 +195,8 @@ def _prepared(whole: nn.Module, drop_path: float) -> nn.Module:
 def _positions(embeddings: nn.Module, tokens: Tensor, height: int, width: int) -> Tensor:
     """Position embeddings [1, 1 + patches, C] of images of (height, width) pixels.
 
-    In training by products of matrices: transformers interpolates in float32 under float64, too. In an
-    evaluation by transformers: rounding can change the order of the selected queries.
+    In training by products of matrices, in the model's precision; in an evaluation by transformers, in
+    float32: rounding can change the order of the selected queries.
     """
     trained, patch = embeddings.position_embeddings, embeddings.patch_size
     side = math.isqrt(trained.shape[1] - 1)

@@ -12,9 +12,9 @@ from common.errors import Refused
 class DetectorSpec:
     """What a detector is built of. Its initial weights are a function of `seed`, or loaded.
 
-    The variant torchvision spreads the places of coarse levels evenly over the canvas, and its RetinaNet
-    has no GroupNorm and keeps 300 detections. The second versions are RetinaNet with GroupNorm and a P6
-    from C5, and R-CNNs with batch norm, one more convolution for proposals, and four more for boxes.
+    The variant torchvision spreads the places of coarse levels evenly over the canvas; its RetinaNet
+    has no GroupNorm and keeps 300 detections. The second versions are RetinaNet with GroupNorm and a
+    P6 from C5, and R-CNNs with batch norm and one and four convolutions more.
     """
 
     family: str  # fcos, retinanet, faster_rcnn, mask_rcnn, or one of `detr_models.FAMILIES`

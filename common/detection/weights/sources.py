@@ -12,7 +12,6 @@ import pickle
 import re
 import warnings
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,12 +38,12 @@ _READABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, Recursion
 
 
 def settings(source: str) -> dict:
-    """The settings that the weights of `source` decide, by flag. Raises `Refused` for no such source."""
+    """The settings that the weights of `source` decide, by flag. Raises `Refused`."""
     return read(source, peeking=True).settings
 
 
 def origin(source: str) -> Origin:
-    """As `common.config.origin.read_origin` for runs' folders, and the same for all other sources."""
+    """As `common.config.origin.read_origin` for runs' folders; the same for other sources."""
     folder = Path(source)
     if (folder.is_dir() and not _is_of_transformers(folder)) or (folder / RUN_FILE).is_file():
         return read_origin(source)
@@ -180,20 +179,14 @@ def _of_file(path: Path, is_published: bool) -> Weights:
 
 
 def _content(path: Path) -> dict:
-    """The content of a file of torch.save or safetensors; most tensors are read when they are used."""
+    """The content of a file of torch.save or safetensors."""
     try:
         open_regular(path).close()
         if path.suffix == ".safetensors":
             return load_file(path)
         # Checkpoints of torchvision's references have their arguments, a class of values.
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings(action="ignore"):
-            load = partial(torch.load, path, map_location="cpu", weights_only=True)
-            try:
-                content = load(mmap=True)
-            except RuntimeError as error:
-                if "mmap can only be used" not in str(error):
-                    raise
-                content = load()
+            content = torch.load(path, map_location="cpu", weights_only=True)
         return content if isinstance(content, dict) else {}
     except (pickle.UnpicklingError, EOFError, RuntimeError, OSError, ValueError, SafetensorError) as error:
         if found := re.search(r"GLOBAL (\S+)", str(error)):

@@ -1,7 +1,5 @@
 """Weights of torchvision's detectors: published ones by name, and files with a state dict."""
 
-import hashlib
-import re
 import urllib.error
 from pathlib import Path
 
@@ -42,7 +40,7 @@ _LOGITS = ("roi_heads.box_predictor.cls_score.weight", "head.classification_head
 
 
 def published(source: str) -> str:
-    """The model's name in `torchvision:NAME`. Raises `Refused` for one that none of our families matches."""
+    """The model's name in `torchvision:NAME`. Raises `Refused` for one that no family matches."""
     name = source.removeprefix(PREFIX)
     if name in SETTINGS:
         return name
@@ -56,16 +54,11 @@ def peek(name: str) -> Weights:
 
 
 def file_of(name: str) -> Path:
-    """The file of the published weights of `name`, downloaded to torchvision's cache if it is not there.
-
-    Raises `Refused` without a network.
-    """
-    url = get_model_weights(name).DEFAULT.url
-    path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
+    """The file of published weights in torch.hub's cache, downloaded if needed. Raises `Refused`."""
+    url, path = get_model_weights(name).DEFAULT.url, Path(torch.hub.get_dir()) / "checkpoints" / _file_name(name)
     if not path.exists():
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.hub.download_url_to_file(url, str(path), hash_prefix=_hash_of(name), progress=False)
+            torch.hub.load_state_dict_from_url(url, progress=False, check_hash=True, weights_only=True)
         except (OSError, RuntimeError, urllib.error.URLError) as error:
             raise Refused(
                 f"{PREFIX}{name}: can't be downloaded ({error}); fetch {url} on a machine with a network, and name the file "
@@ -77,9 +70,8 @@ def file_of(name: str) -> Path:
 def convert(state: dict[str, Tensor], path: Path, is_published: bool) -> Weights | None:
     """The weights in a state dict from the file `path`; None if it is of no detector of torchvision.
 
-    `is_published` (else the file's hash says it) matters for frozen batch norm: torchvision's published one
-    has no epsilon, so variances become smaller by ours. Raises `Refused` for a detector that none of our
-    families matches.
+    `is_published` (else the file's name says it) matters for frozen batch norm: torchvision's published
+    one has no epsilon, so variances become smaller by ours. Raises `Refused` for another detector.
     """
     sign = next((name for sign, name in _SIGNS.items() if sign in state), None)
     if sign is None:
@@ -97,7 +89,7 @@ def convert(state: dict[str, Tensor], path: Path, is_published: bool) -> Weights
     notes: tuple[str, ...] = ()
     is_frozen = not any(key.endswith("num_batches_tracked") for key in state)
     if name in _WITHOUT_EPSILON and is_frozen:
-        if is_published or _is_published(path):
+        if is_published or path.name == _file_name(name):
             for key in [key for key in tensors if key.endswith("running_var")]:
                 tensors[key] = (tensors[key].double() - _EPSILON).to(tensors[key].dtype)
         else:
@@ -110,15 +102,8 @@ def convert(state: dict[str, Tensor], path: Path, is_published: bool) -> Weights
     return Weights(SETTINGS[name] | _COMMON, tensors, classes, notes=notes, score_threshold=threshold)
 
 
-def _is_published(path: Path) -> bool:
-    """True if a file is published without an epsilon: published names end with the start of a hash."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return any(digest.startswith(_hash_of(name)) for name in _WITHOUT_EPSILON)
-
-
-def _hash_of(name: str) -> str:
-    return re.findall(r"-([0-9a-f]{8,})[.]pth$", get_model_weights(name).DEFAULT.url)[0]
+def _file_name(name: str) -> str:
+    return get_model_weights(name).DEFAULT.url.rpartition("/")[2]
 
 
 def _coco_classes(name: str) -> tuple[str | None, ...]:

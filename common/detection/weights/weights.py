@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of a trained detector, and which flags of `recipes/det.py` make a detector that they fit."""
+    """Weights of a detector, and the flags of `recipes/det.py` that make one that they fit."""
 
     settings: dict[str, Any]  # flag -> value: detector, model, levels, width, short_sides, ...
     tensors: dict[str, Tensor]  # our state dict; class heads have a row per item of `classes`

@@ -1,4 +1,4 @@
-"""Masks equal those of pycocotools and turn with their image; outlines that can't be drawn are counted."""
+"""Masks are pycocotools' and turn with their image; outlines that can't be drawn are counted."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ IMAGES = [{"id": 5, "file_name": "5.jpg", "width": WIDTH, "height": HEIGHT}]
 
 
 def written(root, segmentations, orientation=1, boxes=None):
-    """A data set of one image with a box for each segmentation; its training part is also what is evaluated on."""
+    """A data set of one image with a box for each segmentation, to train and to evaluate on."""
     boxes = boxes or [[2, 3, 30, 20]] * len(segmentations)
     objects = [
         annotation(5, box, 1, iscrowd=int(isinstance(shape, dict))) | ({} if shape is None else {"segmentation": shape})

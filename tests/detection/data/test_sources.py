@@ -1,4 +1,4 @@
-"""COCO, VOC, YOLO and Hugging Face data become columns of upright boxes; problems are refused in one line or counted."""
+"""COCO, VOC, YOLO and Hugging Face data become columns; problems are refused or counted."""
 
 import io
 import json
@@ -62,7 +62,7 @@ def check_columns(source):
 
 @pytest.mark.smoke
 def test_coco_boxes_become_columns_by_image_with_ids_mapped_both_ways(tmp_path, monkeypatch):
-    """By Arrow alone, also where segmentations are lists here and objects there, and with keys that nobody needs."""
+    """By Arrow alone, also with segmentations of both kinds, and with keys that nobody needs."""
     monkeypatch.setattr(coco_files, "_read_slowly", lambda *_: pytest.fail("Python's reader: minutes for COCO"))
     other = [{"id": 1, "name": "bird"}, {"id": 2, "name": "cat"}]
     coco(tmp_path, change=lambda c: c["images"][0].update(coco_url="http://x", date_captured="2013"))
@@ -378,9 +378,7 @@ NUMBERS = {"label": datasets.Value("int64"), "labels": [[8, 3], [], [3], [3]]}
 NEW = table(label=NUMBERS["label"], labels=[[8, 5], [], [3], [3]])
 OTHER = table(label=datasets.ClassLabel(names=["dog", "cat"]))
 SHARES, EITHER = [[[0.1, 0.2, 0.3, 0.4]]] * 2, [[[2, 3, 5, 6]], [[2, 3, 9, 9]]]
-NEITHER = [[[20, 10, 35, 20], [9, 9, 3, 3]], [[1, 2, 30, 30]]]
 BAD = [
-    (partial(coco, change=lambda content: content.pop("categories")), "lacks the key categories"),
     (partial(coco, change=lambda content: content["images"][1].pop("file_name")), "1 entries of images lack"),
     (partial(second_image, file_name="gone.jpg"), "gone.jpg: 1 of 3 annotated images are missing"),
     (partial(second_image, id=10), "2 images with the id 10; give each its own"),
@@ -391,19 +389,15 @@ BAD = [
     (partial(first_box, category_id=5), "4.jpg: category_id 5; the classes are cat, dog, bird"),
     (partial(first_box, image_id=1.5), "annotations[0]: Float value 1.500000 was truncated"),
     (partial(first_box, image_id=5), "1 annotations of images that are not in it"),
-    (partial(coco, annotations=[]), "no boxes in its 3 images"),
     (partial(coco, annotations=[annotation(4, [25, 20, 39, 29])]), "1 of 1 boxes reach beyond their"),
     (partial(written, make=coco, name="train.json", text='{"images": ['), "train.json: not readable as JSON"),
     (new_class, "4.jpg: cow; the classes are cat, dog, bird"),
     (partial(voc, c=[("cow", (2, 3, 4, 5), 0)]), "c.jpg: cow; the classes are cat, dog"),
     (partial(voc, a=[("dog", ("x", 3, 4, 5), 0)]), "a.xml: a size or corner is no number"),
-    (partial(voc, a="<annotation><obj"), "a.xml: not readable as XML"),
     (partial(voc, a="<a><object><name>dog</name></object></a>"), "a.xml: an object lacks its name or"),
     (partial(yolo, labels={"train/a": "5 .5 .5 .1 .1"}), "a.txt:1: unknown class 5; there are 2 from 0"),
-    (partial(yolo, labels={"train/a": "1.5 .5 .5 .1 .1"}), "a.txt:1: '1.5 .5 .5 .1 .1' are no numbers"),
     (partial(yolo, labels={"train/a": "0 .5 .5 .1 .1 .9"}), "a.txt:1: 6 numbers; needs 5, or"),
     (partial(written, make=yolo, name="data.yaml", text="train: images/train"), "lacks the key names"),
-    (partial(written, make=yolo, name="data.yaml", text="train: ["), "data.yaml: not readable as YAML"),
     (partial(yolo, content={"train": "nowhere", "names": ["a"]}), "train: nowhere is not there"),
     (partial(yolo, content={"train": "labels/train", "names": ["a"]}), "no images in train"),
     (lambda root: saved(root, table().remove_columns("objects")), "no column with boxes and their classes"),
@@ -414,7 +408,6 @@ BAD = [
     (partial(stored, val=NEW, **NUMBERS), "validation[0]: 5; the classes are 3, 8"),
     (partial(stored, boxes=SHARES), "in shares of the image"),
     (partial(stored, boxes=EITHER), "could be either of xywh (left, top, width, height) and xyxy"),
-    (partial(stored, boxes=NEITHER), "fit neither of"),
     (lambda root: root / "nowhere", "nothing is there"),
     (lambda root: root, "of a kind that is not known; expected digits, a folder with train.json"),
 ]

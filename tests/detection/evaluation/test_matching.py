@@ -1,4 +1,4 @@
-"""Misses and false alarms are what a person would call them. That hits are COCO's is tested in test_metrics.py."""
+"""Misses and false alarms are told apart; that hits are COCO's is tested in test_metrics.py."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""The twelve numbers equal those of pycocotools, on awkward data and with overlaps on a threshold."""
+"""The twelve numbers are pycocotools', on awkward data and with overlaps on a threshold."""
 
 import json
 

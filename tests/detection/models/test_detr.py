@@ -27,7 +27,7 @@ NAMES = ("one", "two", "three", "four")
 
 
 def make(family, dtype=torch.float64):
-    """A small detector that has moved off its initial weights, where many distributions are alike."""
+    """A small detector, moved off its initial weights, where many distributions are alike."""
     detector = build_detector(DetectorSpec(family, "test_resnet", 4, width=64, seed=1))
     move(detector)
     batch_norm.convert(detector, "frozen")
@@ -95,7 +95,7 @@ PRECISE = {"rtdetr_v2": (torch.float64, 1e-12), "dfine": (torch.float32, 2e-5), 
 
 @pytest.fixture(autouse=True)
 def stable(monkeypatch):
-    """Of several boxes that a query of DEIMv2 has equally often, transformers takes any; here the first."""
+    """Of boxes that a query of DEIMv2 has equally often, transformers takes any; here the first."""
     monkeypatch.setattr(torch, "argsort", functools.partial(torch.argsort, stable=True))
 
 
@@ -136,7 +136,7 @@ def test_the_losses_of_rf_detr_add_up_to_those_of_transformers(side, tolerance):
 
 @pytest.mark.parametrize("family", PRECISE)
 def test_with_the_same_noise_the_losses_of_denoising_are_those_of_transformers(family, monkeypatch):
-    """Where all images have as many boxes: else its groups, and what its padding costs, depend on the batch."""
+    """Of images with equally many boxes: transformers' groups depend on the batch."""
     dtype, tolerance = PRECISE[family]
     detector = make(family, dtype)
     images, targets = batch([5, 5, 5], dtype)
@@ -215,7 +215,7 @@ def test_an_exported_folder_is_one_of_transformers_and_one_of_ours(family, tmp_p
 
 @pytest.mark.parametrize("name", ["rtdetr_v2_r18vd", "dfine_n", "deimv2_s", "rf_detr"])
 def test_on_photographs_boxes_and_scores_are_those_of_transformers(name, tmp_path):
-    """A portrait, a tiny one and a strip, with equal random weights; in float64, but for norms of transformers."""
+    """A portrait, a tiny one and a strip; in float64, but for norms of transformers."""
     side, (first, second) = 128, load_sample_images().images
     if name == "rf_detr":
         detector = make_rf_detr()

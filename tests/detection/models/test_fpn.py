@@ -1,4 +1,4 @@
-"""Any timm backbone gives the levels that a detector asks for. Refusals are tested in tests/recipes/test_refusals.py."""
+"""Any timm backbone gives the levels that a detector asks for."""
 
 import pytest
 import torch

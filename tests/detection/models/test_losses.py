@@ -13,7 +13,6 @@ from common.detection.models.spec import DetectorSpec
 from tests.detection.models.pieces import CANVAS, scene
 
 EVERYTHING = 20_000  # more than there are anchors and proposals: nothing is left to chance
-PROPOSALS = 200  # of an image; each is a mask to compute
 NAMES = {
     "fcos": {"class": "classification", "box": "bbox_regression", "centerness": "bbox_ctrness"},
     "retinanet": {"class": "classification", "box": "bbox_regression"},
@@ -41,13 +40,12 @@ class Counting:
 
 @pytest.mark.parametrize("family", NAMES)
 def test_losses_are_torchvisions_on_one_whole_batch(family):
-    """R-CNNs: up to the divisor, where torchvision takes the number that it drew. Masks: of one image, as ours are."""
+    """R-CNNs: up to the divisor, the number that torchvision drew. Masks: of one image."""
     two_stages = "rcnn" in family
     options = {"min_size": CANVAS[0], "max_size": CANVAS[1], "image_mean": [0.0] * 3, "image_std": [1.0] * 3}
-    if two_stages:
-        options |= dict.fromkeys(("rpn_batch_size_per_image", "box_batch_size_per_image"), EVERYTHING)
-        options |= dict.fromkeys(("rpn_positive_fraction", "box_positive_fraction"), 1.0)
-        options |= dict.fromkeys(("rpn_pre_nms_top_n_train", "rpn_post_nms_top_n_train"), PROPOSALS)
+    for stage in ("rpn", "box") if two_stages else ():
+        options |= {f"{stage}_batch_size_per_image": EVERYTHING, f"{stage}_positive_fraction": 1.0}
+    options |= {f"rpn_{place}_nms_top_n_train": 200 for place in ("pre", "post") if two_stages}
     make = get_model_builder(f"{family.replace('_', '')}_resnet50_fpn")
     torch.manual_seed(0)
     theirs = make(weights=None, weights_backbone=None, num_classes=4 + two_stages, **options).double().train()
@@ -56,8 +54,8 @@ def test_losses_are_torchvisions_on_one_whole_batch(family):
     for model in (ours, theirs):
         model.backbone.eval()  # batch norms stay as they are
     for part in (ours, ours.rpn) if two_stages else ():
-        part.drawn, part.foreground_share, part.candidates = EVERYTHING, 1.0, {True: PROPOSALS}
-    counts = {"mask_rcnn": (2,), "faster_rcnn": (3, 0, 6)}.get(family, (3, 0, 9, 1))
+        part.drawn, part.foreground_share, part.candidates = EVERYTHING, 1.0, {True: 200}
+    counts = {"mask_rcnn": (5,), "faster_rcnn": (3, 0, 6)}.get(family, (3, 0, 9, 1))
     images = torch.randn(len(counts), 3, *CANVAS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     targets = [scene(count) for count in counts]
     for target, count in zip(targets, counts, strict=True):
@@ -102,7 +100,7 @@ def test_a_sample_has_foreground_first_up_to_its_share_and_background_for_the_re
 
 
 def test_rounding_errors_do_not_decide_which_of_equal_proposals_stay():
-    """In a plain area all anchors have one score in exact arithmetic; the rest depends on the size of the micro-batch."""
+    """In a plain area all anchors have one score, up to errors that depend on the micro-batch."""
     rpn = build_detector(DetectorSpec("faster_rcnn", "test_resnet", 4, levels=(3, 4), width=32, hidden=32)).rpn
     anchors = rpn.anchors((256, 256), torch.float64, torch.device("cpu"))
     errors = 1e-12 * torch.randn(2, len(anchors), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
