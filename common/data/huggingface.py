@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.config.parsing import nearest_path
@@ -88,10 +87,8 @@ def _open_parquet(files: list[str]) -> dict[str, Any]:
 
 
 def _open_csv(files: list[str]) -> dict[str, Any]:
-    datasets, groups = _datasets(), by_part(sorted(files))
-    tables = read_csv([file for its in groups.values() for file in its])
-    joined = {name: pa.concat_tables(tables[file] for file in its) for name, its in groups.items()}
-    return {name: datasets.Dataset(datasets.table.InMemoryTable(table)) for name, table in joined.items()}
+    datasets, tables = _datasets(), read_csv(by_part(sorted(files)))
+    return {name: datasets.Dataset(datasets.table.InMemoryTable(table)) for name, table in tables.items()}
 
 
 # ---- the Hub

@@ -31,8 +31,6 @@ _GAP = 2**20  # bytes between two images up to which they are read as one range
 _FEWEST = 8  # blocks in a cache
 _SEEN = 1_000_000  # samples whose classes show whether shards are sorted by them
 _SHARDS = re.compile(r"\.tar($|[,?])|^\w+://")
-_PACKED = re.compile(r"\.(tgz|tar\.\w+)($|[,?])|::|^(\w+-)?streaming:|^(pipe|wds|webdataset):", re.IGNORECASE)
-_UNPACK = "can't be read at any place, as training does; give uncompressed tars by their paths or URLs, or Parquet"
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,19 +210,15 @@ def _open(names: Sequence[str], image: str, label: str, rows: Rows | None) -> Sh
 
 def find(data: str) -> list[str]:
     """The names of the shards that `data` names; none if it names other data. Raises `Refused`."""
-    if _PACKED.search(data):
-        raise Refused(f"--data {printable_name(data)}: {_UNPACK}")
-    path = Path(data).expanduser()
+    path = Path(data).expanduser().absolute()
     if not path.is_dir():
         if "$" not in data and printable_name(data) != printable(data):  # `data` is printed and recorded
             way_out = "name an environment variable that holds it, such as '?$SIGNATURE', or use ~/.netrc"
             raise Refused(f"--data {printable_name(data)}: a password or signature would be recorded; {way_out}")
         return expand(os.path.expandvars(data) if is_remote(data) else data) if _SHARDS.search(data) else []
-    folders = [path, *sorted(folder for folder in path.iterdir() if folder.is_dir() and folder.name[0] != ".")]
-    having = [folder for folder in folders if any(folder.glob("*.tar"))]
-    if having == [path] and len(folders) > 1:  # folders of classes, and a tar beside them
-        return []
-    return [name for folder in having for name in expand(str(folder)) if name.endswith(".tar")]
+    beside, below = ({*map(str, path.glob(pattern))} for pattern in ("*.tar", "[!.]*/*.tar"))
+    has_classes = beside and not below and any(path.glob("[!.]*/"))  # folders of images, and a tar beside them
+    return [] if has_classes else sorted(beside | below)
 
 
 def _with_classes(source: Shards, first: Shards, label: str) -> Shards:

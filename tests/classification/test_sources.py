@@ -157,11 +157,6 @@ def test_folder_refusals_name_the_folder_and_the_way_out(tmp_path, folders, flag
     assert text.replace("FOLDER", str(tmp_path)) in refusal(tree(tmp_path, folders), **flags)
 
 
-@pytest.mark.parametrize("data", "photos.TGZ photos-{0..9}.tar.gz hf-streaming:owner/name pipe:cat".split())
-def test_shards_that_cant_be_read_at_any_place_are_told_what_to_do_instead(data):
-    assert refusal(data).startswith(f"--data {data}: can't be read at any place, as training does; give uncompressed")
-
-
 def test_paths_of_nothing_are_refused(tmp_path, monkeypatch):
     assert f"--data {tmp_path}/missing: nothing is there; expected" in refusal(tmp_path / "missing")
     assert "nothing is there" in refusal(tmp_path / "missing.parquet")
