@@ -39,25 +39,29 @@ class Shards(Columns):
 
     entries: np.ndarray  # shard_index.ENTRY[N]
     index: Index
-    whole: bool = True  # True if these are all samples of the index, with its classes
-    blocks: Blocks | None = None  # in local tars None: no order is cheaper than another
+    numbers: np.ndarray | None = None  # int64[N], of these samples in the index; None if they are all of it
+    blocks: Blocks | None = (
+        None  # the index's blocks, of these samples; in local tars None: no order is cheaper than another
+    )
     cache: BlockCache | None = None
-    origin: "Shards | None" = None  # the source with a cache that these samples were selected from,
-    places: np.ndarray | None = None  # and their indices there, int64[N]
 
     @cached_property
     def fingerprint(self) -> str:
-        if self.whole:
+        if self._is_whole:
             return self.index.fingerprint
         return shard_index.fingerprint(self.classes, self.labels, self.entries)
 
     @property
     def class_counts(self) -> np.ndarray:
-        return np.array(self.index.counts) if self.whole else super().class_counts
+        return np.array(self.index.counts) if self._is_whole else super().class_counts
+
+    @property
+    def _is_whole(self) -> bool:
+        return self.numbers is None and self.classes == self.index.classes
 
     def select(self, rows: np.ndarray) -> Self:
-        chosen = replace(super().select(rows), whole=False, blocks=self.blocks and self.blocks.select(rows))
-        return replace(chosen, cache=None, origin=self, places=rows) if self.cache else chosen
+        numbers = rows if self.numbers is None else self.numbers[rows]
+        return replace(super().select(rows), numbers=numbers, blocks=self.blocks and self.blocks.select(rows))
 
     def name(self, index: int) -> str:
         start, _, _, head, number = self.entries[index].item()
@@ -77,11 +81,9 @@ class Shards(Columns):
         return self._sample(index)[head:]
 
     def expect(self, indices: np.ndarray) -> None:
-        if self.origin and self.places is not None:
-            self.origin.expect(self.places[indices])
-        elif self.cache and self.blocks:
+        if self.cache and self.blocks:
             blocks = np.unique(self.blocks.of(indices))
-            shards = self.entries["shard"][self.blocks.edges[blocks]]
+            shards = self.index.entries["shard"][self.index.edges[blocks]]
             self.cache.expect(dict(zip(blocks.tolist(), shards.tolist(), strict=True)), self._fetch)
 
     def random_numbers(self, key: int) -> np.ndarray:
@@ -89,17 +91,16 @@ class Shards(Columns):
 
     def _sample(self, index: int) -> bytes:
         """A sample's headers and image, from its block if there is a cache of blocks."""
-        if self.origin and self.places is not None:
-            return self.origin._sample(int(self.places[index]))
         if not self.cache or not self.blocks:
             return bytes(next(self._read(self.entries[index : index + 1])))
+        number = index if self.numbers is None else int(self.numbers[index])
         block = int(self.blocks.of(np.array([index]))[0])
-        return self.cache.sample(block, index - int(self.blocks.edges[block]), self._fetch)
+        return self.cache.sample(block, number - int(self.index.edges[block]), self._fetch)
 
     def _fetch(self, blocks: list[int]) -> list[list]:
-        assert self.blocks
-        edges = self.blocks.edges
-        groups = [self.entries[edges[block] : edges[block + 1]] for block in blocks]
+        """All samples of each block, also those that were not selected."""
+        edges = self.index.edges
+        groups = [self.index.entries[edges[block] : edges[block + 1]] for block in blocks]
         found = self._read(np.concatenate(groups))
         return [[*islice(found, len(group))] for group in groups]
 
@@ -235,4 +236,4 @@ def _with_classes(source: Shards, first: Shards, label: str) -> Shards:
         labels[:, places] = source.labels
     else:
         labels = places[source.labels]
-    return replace(source, labels=labels, classes=first.classes, whole=False)
+    return replace(source, labels=labels, classes=first.classes)
