@@ -54,9 +54,7 @@ def test_the_way_out_that_a_refusal_names_is_a_way_out(arguments: tuple[int, int
     assert int(value) == arguments[PLACES[flag]]  # the value that was given
     multiple, other_flag, way = ADVICE.search(text).groups()
     changed = list(arguments)
-    changed[PLACES[other_flag or flag]] = int(way) * (
-        arguments[1] if multiple else 1
-    )  # a multiple with a share for all
+    changed[PLACES[other_flag or flag]] = int(way) * (arguments[1] + 1 if multiple else 1)  # with a share for all
     try:
         BatchPlan(*changed)
     except Refused as next_refusal:  # there was a second thing wrong, and it is about the other flag

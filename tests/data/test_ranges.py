@@ -138,7 +138,7 @@ def test_ranges_of_fsspec(quick, monkeypatch):
     Flaky.left = 10**6
     monkeypatch.setattr(ranges, "PATIENCE_S", 0.1)
     with pytest.raises(
-        Refused, match=r"memory:///kept/a\.tar: byte 0: OSError; \d+ attempts, the limit is 0 s"
+        Refused, match=r"memory:///kept/a\.tar: byte 0: OSError; [1-9]\d* attempts, the limit is 0 s"
     ) as error:
         read(a, 0, 100, tags[a])
     assert "s3cr3t" not in str(error.value)
