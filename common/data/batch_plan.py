@@ -28,10 +28,8 @@ class BatchPlan:
         if limit < unit:
             raise Refused(f"--max_micro_batch_size {limit} is less than {together}: take at least {2 * unit}")
         if size % unit:
-            fitting = unit if limit >= 2 * unit else unit * world  # a multiple of this can be cut
-            below, above = size // fitting * fitting, -(-size // fitting) * fitting
-            take = " or ".join(map(str, sorted({max(size, unit * world) for size in (below, above)})))
-            raise Refused(f"--global_batch_size {size} does not divide into {together}: take {take}")
+            fitting = unit if limit >= 2 * unit else unit * world
+            raise Refused(f"--global_batch_size {size} does not divide into {together}: take a multiple of {fitting}")
         if size // unit < world:
             raise Refused(
                 f"--global_batch_size {size} leaves some of {world} processes without a sample "

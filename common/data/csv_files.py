@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import pyarrow as pa
@@ -18,17 +18,16 @@ _WHOLE_NUMBER = r"^(0|-?[1-9][0-9]{0,17})(\.0+)?$"  # 007 is a name
 _MAX_BYTES = 2**32
 
 
-def read_csv(files: Sequence[str]) -> dict[str, pa.Table]:
-    """The rows of each file, in the same columns: int64 where all are whole numbers, else text. Raises `Refused`."""
-    tables = {file: _read(file) for file in files}
-    for file, table in tables.items():
-        if table.column_names != tables[files[0]].column_names:
-            names = ", ".join(table.column_names)
-            raise Refused(f"{file}: has other columns than {files[0]}, {names}; make them the same")
+def read_csv(parts: Mapping[str, Sequence[str]]) -> dict[str, pa.Table]:
+    """The rows of each part's files, in the same columns: int64 where all are whole numbers, else text.
+
+    Raises `Refused`, and `pa.ArrowInvalid` if files have different columns.
+    """
+    tables = {part: pa.concat_tables(map(_read, files)) for part, files in parts.items()}
     joined = pa.concat_tables(tables.values())
     typed = pa.table({name: as_numbers(joined[name]) for name in joined.column_names})
     starts = accumulate(map(len, tables.values()), initial=0)
-    return {file: typed.slice(start, len(table)) for (file, table), start in zip(tables.items(), starts, strict=False)}
+    return {part: typed.slice(start, len(table)) for (part, table), start in zip(tables.items(), starts, strict=False)}
 
 
 def _read(file: str) -> pa.Table:

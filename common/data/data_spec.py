@@ -1,8 +1,4 @@
-"""Opening of data, the steps that all formats share.
-
-A format recognises a path and gives named parts; a `DataSpec` says which of them are used; these are read, and if no part
-is there to evaluate on, the one to train on is divided.
-"""
+"""Opening of data: a format gives named parts, a `DataSpec` says which are read, and one to train on may be divided."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -2,15 +2,13 @@
 
 import glob
 import logging
-import os
 import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.config.parsing import nearest_path
@@ -20,12 +18,7 @@ from common.data.tables import Split, is_text, listed
 from common.errors import Refused
 from common.files import check_regular
 
-if TYPE_CHECKING:
-    import pyarrow.parquet as pq
-
 _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[\w.-]+))?")
-_HUB_TIMEOUT = 5.0  # seconds until the Hub counts as unreachable; `datasets` would retry for 23 s
-_ROOM, _TIMES = 2**30, 100  # bytes that a file's rows may always take, and how many times the file's own size
 
 
 def open_table(data: str) -> dict[str, Split] | None:
@@ -38,7 +31,8 @@ def open_table(data: str) -> dict[str, Split] | None:
     except Exception as error:  # `datasets` and the formats below it raise almost anything
         cause = error.__cause__ or error
         reason = " ".join(f"{type(cause).__name__}: {cause}".split())
-        raise Refused(f"--data {data}: can't be read as a Hugging Face data set: {reason}") from error
+        near = nearest_path(Path(data))
+        raise Refused(f"--data {data}: can't be read as a Hugging Face data set: {reason}{near}") from error
 
 
 def _open(data: str) -> dict[str, Any] | None:
@@ -55,7 +49,7 @@ def _open(data: str) -> dict[str, Any] | None:
         files = glob.glob(str(path))
         return opener(files) if files else None
     hub = None if path.exists() else _HUB_NAME.fullmatch(data)
-    return _open_hub(hub["name"], hub["config"]) if hub else None
+    return _datasets().load_dataset(hub["name"], hub["config"]) if hub else None
 
 
 def _datasets() -> ModuleType:
@@ -87,28 +81,14 @@ def _by_column(splits: dict[str, Split]) -> dict[str, Split]:
 
 
 def _open_parquet(files: list[str]) -> dict[str, Any]:
-    import pyarrow.parquet as pq
-
     for file in files:
         check_regular(file)
-        check_room(file, os.path.getsize(file), pq.read_metadata(file))
     return _datasets().load_dataset("parquet", data_files=by_part(sorted(files)))
 
 
 def _open_csv(files: list[str]) -> dict[str, Any]:
-    datasets, groups = _datasets(), by_part(sorted(files))
-    tables = read_csv([file for its in groups.values() for file in its])
-    joined = {name: pa.concat_tables(tables[file] for file in its) for name, its in groups.items()}
-    return {name: datasets.Dataset(datasets.table.InMemoryTable(table)) for name, table in joined.items()}
-
-
-def check_room(name: str, size: int, facts: "pq.FileMetaData") -> None:
-    """Raise `Refused` if the rows of a file of `size` bytes take far more, as its footer says, or as 8 bytes per row."""
-    sizes = [facts.row_group(number).total_byte_size for number in range(facts.num_row_groups)]
-    needed = max(sum(sizes), 8 * facts.num_rows) if min(sizes, default=0) >= 0 else 2**63
-    if needed > max(_ROOM, _TIMES * size):
-        found = f"its rows take {needed / 2**30:,.1f} GiB or more, and the file {size / 2**20:,.1f} MiB"
-        raise Refused(f"{name}: {found}: images don't shrink so much; write one image into each row")
+    datasets, tables = _datasets(), read_csv(by_part(sorted(files)))
+    return {name: datasets.Dataset(datasets.table.InMemoryTable(table)) for name, table in tables.items()}
 
 
 # ---- the Hub
@@ -134,29 +114,3 @@ def hub_shards(data: str) -> dict[str, list[str]]:
         has = listed(sorted(kinds)) or "no files"
         raise Refused(f"--streaming: --data {data} has {has}, not Parquet or tars; leave it out to download them")
     return found
-
-
-def _open_hub(name: str, config: str | None) -> dict[str, Any]:
-    """The splits of a data set on the Hub, or in the local cache if the Hub does not answer soon."""
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    datasets, before, why = _datasets(), constants.HF_HUB_OFFLINE, ""
-    start = f"--data {name}: nothing of this name is here or"
-    try:
-        HfApi().dataset_info(name, timeout=_HUB_TIMEOUT)
-    except RepositoryNotFoundError as error:
-        advice = "check the spelling, or run `hf auth login` if it is private"
-        raise Refused(f"{start} on the Hugging Face Hub; {advice}") from error
-    except Exception as error:  # the client's HTTP library raises errors of its own
-        why = " ".join(str(error).split()) or type(error).__name__
-        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
-    try:
-        return datasets.load_dataset(name, config)
-    except (ConnectionError, FileNotFoundError) as error:
-        raise Refused(
-            f"{start} in the cache of the Hugging Face Hub, which can't be reached ({why}); give an existing folder, "
-            f"or download the data set first{nearest_path(Path(name))}"
-        ) from error
-    finally:
-        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = before

@@ -1,7 +1,4 @@
-"""Data loaders: batches of a task's samples, made by data workers, on the device.
-
-For each micro-step the batch sampler yields this rank's positions of the stream. A data worker makes a batch of them.
-"""
+"""Data loaders: for each micro-step, a data worker makes a batch of this rank's positions of the stream."""
 
 import atexit
 import contextlib

@@ -8,7 +8,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.data import ranges, tables
-from common.data.huggingface import check_room
 from common.data.ranges import RangeFile, Stamp
 from common.data.shard_names import printable_name
 from common.errors import Refused
@@ -47,7 +46,6 @@ def opened(name: str, stamp: Stamp, image: str) -> tuple[pq.FileMetaData, tables
     if size < 12 or end[4:] != b"PAR1" or int.from_bytes(end[:4], "little") > min(size - 12, _FOOTER):
         raise ValueError("no Parquet file: cut off, or its footer is damaged")
     facts = pq.ParquetFile(RangeFile(name, stamp)).metadata
-    check_room(printable_name(name), size, facts)
     none = datasets.table.InMemoryTable(facts.schema.to_arrow_schema().empty_table())
     split = tables.Split(printable_name(name), "", datasets.Dataset(none))
     column = tables.find_image(split, image)

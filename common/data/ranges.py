@@ -1,10 +1,7 @@
 """Reads ranges of bytes from shards: local files, http(s), and what fsspec names.
 
 After a fault that may pass, such as an answer of 503 or a reset connection, a range is asked for again for `PATIENCE_S`. Then
-the run ends in one line that names shard, offset and cause.
-
-Over http, credentials come from the URL or ~/.netrc, proxies and certificate authorities from the environment, and a redirect
-to another host does not get them: all as `requests` does it. No error holds credentials or a URL's query.
+the run ends in one line that names shard, offset and cause. No error holds credentials or a URL's query.
 """
 
 import http.client
@@ -12,24 +9,20 @@ import io
 import os
 import random
 import re
-import ssl
-import sys
 import time
-from contextlib import closing
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from common.data.shard_names import file_system, is_http, is_remote, printable_name
-from common.errors import Refused, printable
+from common.errors import Refused
 from common.files import open_regular
 
 if TYPE_CHECKING:
     import requests  # imported late, with urllib3: it takes a while
 
-PATIENCE_S = 180.0  # from the first fault of a range to the last attempt
+PATIENCE_S = 180.0  # for all attempts at a range
 START_PATIENCE_S = 30.0  # the same for `stat`, since a name may be mistyped
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0
-SPEAK_S = 5.0  # of waiting until the reason is printed
 CONNECT_S = 10.0  # until a server counts as gone
 SILENCE_S = 20.0  # between two pieces of an answer
 _CHECK_S = 60.0  # how often a file is compared with its tag if that takes a request of its own
@@ -54,11 +47,6 @@ def _changed(name: str, start: int, now: str, before: str) -> Refused:
 
 class Fault(Exception):
     """A fault that may pass: the range is asked for again. Its text holds no secret."""
-
-    def __init__(self, cause: str, wait: float = 0.0):
-        """`wait`: seconds that the server asks to wait."""
-        super().__init__(cause)
-        self.wait = wait
 
 
 def stat(name: str) -> Stamp:
@@ -126,27 +114,16 @@ def _opened(name: str, _tag: str) -> BinaryIO:
 def _patiently(patience: float, name: str, start: int, stop: int, tag: str | None) -> Answer:
     """The bytes `[start, stop)`, asked for until there is no `Fault`. Raises `Refused` after `patience` seconds."""
     ask = _ask_by_http if is_http(name) else _ask_by_fsspec
-    began, tries = 0.0, 0
+    end, tries = time.monotonic() + patience, 0
     while True:
         try:
             return ask(name, start, stop, tag)
         except Fault as error:
-            fault = error
-        now, tries = time.monotonic(), tries + 1
-        began = began or now
-        wait = fault.wait + _jitter.uniform(0.5, 1) * min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (tries - 1))
-        if now + wait > began + patience:
-            asked = f"; it asks to wait {fault.wait:,.0f} s" if fault.wait else ""
-            limit = f"{tries} attempts in {now - began:.0f} s, the limit is {patience:.0f} s"
-            raise _unreadable(name, start, f"{fault}{asked}; {limit}")
-        if now + wait > began + SPEAK_S and os.environ.get("RANK", "0") == "0":
-            _tell_once(f"data: {printable_name(name)}: {fault}; trying again for {patience:.0f} s")
+            wait, tries = _jitter.uniform(0.5, 1) * min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**tries), tries + 1
+            if time.monotonic() + wait > end:
+                cause = f"{error}; {tries} attempts, the limit is {patience:.0f} s"
+                raise _unreadable(name, start, cause) from None
         time.sleep(wait)
-
-
-@lru_cache
-def _tell_once(text: str) -> None:
-    print(f"{printable(text)}\n", end="", file=sys.stderr, flush=True)  # in one piece: threads speak at once
 
 
 def _ask_by_fsspec(name: str, start: int, stop: int, tag: str | None) -> Answer:
@@ -189,44 +166,37 @@ def _ask_by_http(name: str, start: int, stop: int, tag: str | None) -> Answer:
 
     headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
     try:
-        answer = _session(os.getpid()).get(name, headers=headers, timeout=(CONNECT_S, SILENCE_S), stream=True)
-        with closing(answer):
+        with _session(os.getpid()).get(name, headers=headers, timeout=(CONNECT_S, SILENCE_S), stream=True) as answer:
             size, now = _check(name, start, stop, tag, answer)
             found = answer.raw.read(stop - start)
-        if len(found) < stop - start:
-            raise Fault("the answer ended early")
-        return found, size, now
     except (HTTPError, OSError) as error:
         cause: BaseException = error
-    while inner := cause.__cause__ or cause.__context__:  # the texts of errors that follow the first may hold the URL
-        cause = inner
-    if isinstance(cause, ssl.SSLCertVerificationError):
-        way_out = "name the file of its authority in REQUESTS_CA_BUNDLE"
-        raise _unreadable(name, start, f"certificate: {cause.verify_message}; {way_out}")
-    if isinstance(cause, ValueError):  # of the URL
-        raise _unreadable(name, start, type(cause).__name__)
-    raise Fault((isinstance(cause, OSError) and cause.strerror) or type(cause).__name__)
+        while (
+            inner := cause.__cause__ or cause.__context__
+        ):  # the texts of errors that follow the first may hold the URL
+            cause = inner
+        if isinstance(cause, ValueError):  # of the URL
+            raise _unreadable(name, start, type(cause).__name__) from None
+        raise Fault((isinstance(cause, OSError) and cause.strerror) or type(cause).__name__) from None
+    if len(found) < stop - start:
+        raise Fault("the answer ended early")
+    return found, size, now
 
 
 def _check(name: str, start: int, stop: int, tag: str | None, answer: "requests.Response") -> Stamp:
     """Size and tag of the file if the answer brings the bytes `[start, stop)` of it, else raises why not."""
-    from urllib3 import Retry
-
     status, sent = answer.status_code, answer.headers.get("Content-Range", "")
     said = f"{status} {http.client.responses.get(status, '')}".rstrip()
-    if name.startswith("https:") and not answer.url.startswith("https:"):
-        raise _unreadable(name, start, "redirected from https to http, where nothing is checked")
-    if status in (401, 403) and answer.history:  # each redirect brings a new signature
-        raise Fault(f"{said}, after a redirect")
-    if status in (408, 425, 429) or status >= 500:
-        raise Fault(said, Retry().get_retry_after(answer.raw) or 0.0)
-    if status == 416 and tag:
-        raise _changed(name, start, sent or "shorter", f"{stop} bytes or more")
+    denied = status in (401, 403)
+    if (
+        status in (408, 425, 429) or status >= 500 or (denied and answer.history)
+    ):  # each redirect brings a new signature
+        raise Fault(said)
     if status >= 300:
-        raise _unreadable(name, start, said + _WAY_IN * (status in (401, 403)))
+        raise _unreadable(name, start, said + _WAY_IN * denied)
     found = re.fullmatch(f"bytes {start}-{stop - 1}/([0-9]+)", sent)
     if status != 206 or not found or answer.headers.get("Content-Encoding", "identity") != "identity":
-        sent = "the whole file" if status == 200 else sent[:80] or "something else"
+        sent = sent[:80] or "the whole file"
         raise Fault(f"asked for bytes {start}-{stop - 1}, the server sends {sent}; it has to serve ranges")
     now = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or f"{found[1]} bytes"
     if tag not in (None, now):

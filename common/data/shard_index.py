@@ -8,12 +8,11 @@ import hashlib
 import io
 import json
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -33,7 +32,6 @@ from common.data.source import fingerprint_of
 from common.distributed import watchdog
 from common.distributed.collectives import (
     all_or_none,
-    barrier,
     gather_objects,
     is_local_main,
     is_main,
@@ -118,9 +116,9 @@ def open_index(shards: ShardList) -> Index:
         index = _load(place, shards)
     if all(gather_objects(index is not None)) and index:
         return index
-    with all_or_none("making room for the index of shards"):
-        draft = _make_draft(place) if is_local_main() else None
-    try:
+    with ExitStack() as stack:
+        with all_or_none("making room for the index of shards"):
+            draft = Path(stack.enter_context(_draft(place))) if is_local_main() else None
         found = _read_all(shards, keep=draft is not None)
         with all_or_none("writing the index of shards"):
             if draft:
@@ -128,17 +126,13 @@ def open_index(shards: ShardList) -> Index:
         drafts = gather_objects((node_rank(), str(draft or "")))
         with all_or_none("reading the index of shards"):
             index = _load(next(Path(path) for node, path in drafts if node == node_rank() and path), shards)
-            if index is None:
-                raise Refused(f"the index of {shards} is gone: is another program clearing {tempfile.gettempdir()}?")
-        barrier()  # all have mapped it: from here on it needs no name
+            assert index
+        # All have mapped it: from here on it needs no name.
         if draft and place:
             with suppress(OSError):
                 sync_folder(draft)
                 replace_folder(place, draft)
         return index
-    finally:
-        if draft:
-            shutil.rmtree(draft, ignore_errors=True)
 
 
 # ---- reading of shards
@@ -299,7 +293,7 @@ def fingerprint(classes: tuple[str, ...], labels: np.ndarray, entries: np.ndarra
     return fingerprint_of(classes, labels, np.stack([entries["key"], entries["size"]]))
 
 
-def _make_draft(place: Path | None) -> Path:
+def _draft(place: Path | None) -> tempfile.TemporaryDirectory:
     """An empty folder beside `place`, or elsewhere if nothing can be written there."""
     if place:
         with suppress(OSError):
@@ -307,8 +301,8 @@ def _make_draft(place: Path | None) -> Path:
             for old in [*place.parent.glob("shards-*"), *place.parent.glob("unfinished-*/")]:
                 if old.stat().st_mtime < time.time() - _UNUSED:
                     remove(old)
-            return Path(tempfile.mkdtemp(dir=place.parent, prefix="unfinished-"))
-    return Path(tempfile.mkdtemp())
+            return tempfile.TemporaryDirectory(dir=place.parent, prefix="unfinished-", ignore_cleanup_errors=True)
+    return tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 
 
 def _load(folder: Path, shards: ShardList) -> Index | None:

@@ -31,8 +31,6 @@ _GAP = 2**20  # bytes between two images up to which they are read as one range
 _FEWEST = 8  # blocks in a cache
 _SEEN = 1_000_000  # samples whose classes show whether shards are sorted by them
 _SHARDS = re.compile(r"\.tar($|[,?])|^\w+://")
-_PACKED = re.compile(r"\.(tgz|tar\.\w+)($|[,?])|::|^(\w+-)?streaming:|^(pipe|wds|webdataset):", re.IGNORECASE)
-_UNPACK = "can't be read at any place, as training does; give uncompressed tars by their paths or URLs, or Parquet"
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,25 +39,29 @@ class Shards(Columns):
 
     entries: np.ndarray  # shard_index.ENTRY[N]
     index: Index
-    whole: bool = True  # True if these are all samples of the index, with its classes
-    blocks: Blocks | None = None  # in local tars None: no order is cheaper than another
+    numbers: np.ndarray | None = None  # int64[N], of these samples in the index; None if they are all of it
+    blocks: Blocks | None = (
+        None  # the index's blocks, of these samples; in local tars None: no order is cheaper than another
+    )
     cache: BlockCache | None = None
-    origin: "Shards | None" = None  # the source with a cache that these samples were selected from,
-    places: np.ndarray | None = None  # and their indices there, int64[N]
 
     @cached_property
     def fingerprint(self) -> str:
-        if self.whole:
+        if self._is_whole:
             return self.index.fingerprint
         return shard_index.fingerprint(self.classes, self.labels, self.entries)
 
     @property
     def class_counts(self) -> np.ndarray:
-        return np.array(self.index.counts) if self.whole else super().class_counts
+        return np.array(self.index.counts) if self._is_whole else super().class_counts
+
+    @property
+    def _is_whole(self) -> bool:
+        return self.numbers is None and self.classes == self.index.classes
 
     def select(self, rows: np.ndarray) -> Self:
-        chosen = replace(super().select(rows), whole=False, blocks=self.blocks and self.blocks.select(rows))
-        return replace(chosen, cache=None, origin=self, places=rows) if self.cache else chosen
+        numbers = rows if self.numbers is None else self.numbers[rows]
+        return replace(super().select(rows), numbers=numbers, blocks=self.blocks and self.blocks.select(rows))
 
     def name(self, index: int) -> str:
         start, _, _, head, number = self.entries[index].item()
@@ -79,11 +81,9 @@ class Shards(Columns):
         return self._sample(index)[head:]
 
     def expect(self, indices: np.ndarray) -> None:
-        if self.origin and self.places is not None:
-            self.origin.expect(self.places[indices])
-        elif self.cache and self.blocks:
+        if self.cache and self.blocks:
             blocks = np.unique(self.blocks.of(indices))
-            shards = self.entries["shard"][self.blocks.edges[blocks]]
+            shards = self.index.entries["shard"][self.index.edges[blocks]]
             self.cache.expect(dict(zip(blocks.tolist(), shards.tolist(), strict=True)), self._fetch)
 
     def random_numbers(self, key: int) -> np.ndarray:
@@ -91,17 +91,16 @@ class Shards(Columns):
 
     def _sample(self, index: int) -> bytes:
         """A sample's headers and image, from its block if there is a cache of blocks."""
-        if self.origin and self.places is not None:
-            return self.origin._sample(int(self.places[index]))
         if not self.cache or not self.blocks:
             return bytes(next(self._read(self.entries[index : index + 1])))
+        number = index if self.numbers is None else int(self.numbers[index])
         block = int(self.blocks.of(np.array([index]))[0])
-        return self.cache.sample(block, index - int(self.blocks.edges[block]), self._fetch)
+        return self.cache.sample(block, number - int(self.index.edges[block]), self._fetch)
 
     def _fetch(self, blocks: list[int]) -> list[list]:
-        assert self.blocks
-        edges = self.blocks.edges
-        groups = [self.entries[edges[block] : edges[block + 1]] for block in blocks]
+        """All samples of each block, also those that were not selected."""
+        edges = self.index.edges
+        groups = [self.index.entries[edges[block] : edges[block + 1]] for block in blocks]
         found = self._read(np.concatenate(groups))
         return [[*islice(found, len(group))] for group in groups]
 
@@ -212,19 +211,15 @@ def _open(names: Sequence[str], image: str, label: str, rows: Rows | None) -> Sh
 
 def find(data: str) -> list[str]:
     """The names of the shards that `data` names; none if it names other data. Raises `Refused`."""
-    if _PACKED.search(data):
-        raise Refused(f"--data {printable_name(data)}: {_UNPACK}")
-    path = Path(data).expanduser()
+    path = Path(data).expanduser().absolute()
     if not path.is_dir():
         if "$" not in data and printable_name(data) != printable(data):  # `data` is printed and recorded
             way_out = "name an environment variable that holds it, such as '?$SIGNATURE', or use ~/.netrc"
             raise Refused(f"--data {printable_name(data)}: a password or signature would be recorded; {way_out}")
         return expand(os.path.expandvars(data) if is_remote(data) else data) if _SHARDS.search(data) else []
-    folders = [path, *sorted(folder for folder in path.iterdir() if folder.is_dir() and folder.name[0] != ".")]
-    having = [folder for folder in folders if any(folder.glob("*.tar"))]
-    if having == [path] and len(folders) > 1:  # folders of classes, and a tar beside them
-        return []
-    return [name for folder in having for name in expand(str(folder)) if name.endswith(".tar")]
+    beside, below = ({*map(str, path.glob(pattern))} for pattern in ("*.tar", "[!.]*/*.tar"))
+    has_classes = beside and not below and any(path.glob("[!.]*/"))  # folders of images, and a tar beside them
+    return [] if has_classes else sorted(beside | below)
 
 
 def _with_classes(source: Shards, first: Shards, label: str) -> Shards:
@@ -241,4 +236,4 @@ def _with_classes(source: Shards, first: Shards, label: str) -> Shards:
         labels[:, places] = source.labels
     else:
         labels = places[source.labels]
-    return replace(source, labels=labels, classes=first.classes, whole=False)
+    return replace(source, labels=labels, classes=first.classes)

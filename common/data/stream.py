@@ -75,8 +75,8 @@ class Blocks:
         return np.searchsorted(self.edges, samples, side="right") - 1
 
     def select(self, rows: np.ndarray) -> Self:
-        """The blocks of these samples alone, which are in ascending order."""
-        return replace(self, edges=np.unique(np.searchsorted(rows, self.edges)))
+        """The blocks of these samples alone, which are in ascending order; some blocks may be empty."""
+        return replace(self, edges=np.searchsorted(rows, self.edges))
 
     def order(self, places: np.ndarray, seed: int, epoch: int, batch: int) -> np.ndarray:
         """The samples at `places` of an epoch, in a stream of batches of `batch`: int64[n] -> int64[n]."""

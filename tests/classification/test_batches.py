@@ -20,7 +20,7 @@ from common.data import loader
 from common.data.batch_plan import BatchPlan
 from common.data.decoding import Picture
 from common.data.images import BrokenImage
-from common.data.loader import Prefetcher, evaluation_loader, training_loader
+from common.data.loader import Prefetcher, training_loader
 from common.data.stream import Stream
 from common.distributed import environment
 from common.randomness import key_of, mix, seed_generators
@@ -100,41 +100,12 @@ def test_a_sample_is_the_same_in_whatever_batch_worker_or_layout(monkeypatch: py
             monkeypatch.setattr(loader, "rank", lambda rank=rank: rank)
             plan = BatchPlan(12, world_size, limit, 2)
             batches = list(training_loader(samples(source, **LAYERS), plan, 3, 11, workers))
-            assert len(batches) == 8 * plan.micro_steps
+            assert len(batches) == 8 * plan.micro_steps and batches[0].images.dtype == torch.uint8
             for batch in batches:
                 of_layout |= each_sample(batch)
         seen.append(of_layout)
     assert list(seen[0]) == list(range(36, 36 + 96))
     assert seen[0] == seen[1] == seen[2]
-
-
-def test_ranks_evaluate_everything_once_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Places(torch.utils.data.Dataset):
-        def batches(self, limit: int) -> list[list[int]]:
-            return [[place] for place in range(7)]
-
-        def __getitems__(self, places: list[int]) -> list[int]:
-            return places
-
-    for world_size in (1, 2, 3):
-        monkeypatch.setattr(loader, "world_size", lambda world_size=world_size: world_size)
-        seen = []
-        for rank in range(world_size):
-            monkeypatch.setattr(loader, "rank", lambda rank=rank: rank)
-            seen += [place for places in evaluation_loader(Places(), 1, 0) for place in places]
-        assert sorted(seen) == list(range(7))
-
-
-def test_a_loader_begins_at_any_step_at_once() -> None:
-    plan, source = BatchPlan(12, 1, 6, 2), Numbers(40)
-    whole = [*training_loader(samples(source, **LAYERS), plan, 0, 6, 0)]
-    rest = [*training_loader(samples(source, **LAYERS), plan, 4, 6, 2)]
-    assert len(whole) == 12 and [*map(each_sample, whole[8:])] == [*map(each_sample, rest)]
-    far = next(iter(training_loader(samples(source), plan, 10**12, 10**12 + 5, 0)))
-    assert far.positions.tolist() == list(range(12 * 10**12, 12 * 10**12 + 6))
-    first = whole[0]
-    assert first.images.shape == (6, 3, 16, 16) and first.images.dtype == torch.uint8
-    assert first.positions.tolist() == list(range(6)) and first.labels.dtype == torch.int64
 
 
 def test_the_seed_and_the_epoch_vary_an_image() -> None:

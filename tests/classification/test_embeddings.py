@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.classification.embeddings import EmbeddingEvaluation, best_threshold, pairs
+from common.classification.embeddings import EmbeddingEvaluation, pairs
 from common.distributed.collectives import rank, world_size
 
 
@@ -80,14 +80,6 @@ def test_pairs_are_of_the_same_class_and_of_others() -> None:
     assert (first != second).all() and same.tolist() == [True] * 499 + [False] * 500
     assert len(np.unique(second[same])) == 499 and len(np.unique(second[~same])) > 250
     assert all(np.array_equal(one, other) for one, other in zip((first, second), pairs(labels), strict=True))
-
-
-def test_the_threshold_has_the_most_right_decisions() -> None:
-    generator = np.random.default_rng(1)
-    for size in (1, 2, 3, 30, 300):
-        scores, same = generator.integers(12, size=size) / 4, generator.random(size) < 0.5
-        right = [((scores >= edge) == same).sum() for edge in (best_threshold(scores, same), best(scores, same))]
-        assert right[0] == right[1]
 
 
 def test_one_class_has_no_verification() -> None:

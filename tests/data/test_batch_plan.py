@@ -38,7 +38,7 @@ def test_a_plan_keeps_all_its_promises(arguments: tuple[int, int, int, int]) -> 
     assert str(plan).startswith(f"{size} = {world_size} {process} x {plan.micro_steps} {step} x ")
 
 
-ADVICE = re.compile(r"take (?:at least )?(?:--(\w+) )?(\d+)(?: or (\d+))?")
+ADVICE = re.compile(r"take (?:at least |(a multiple of ))?(?:--(\w+) )?(\d+)")
 PLACES = {"global_batch_size": 0, "max_micro_batch_size": 2}
 
 
@@ -52,14 +52,13 @@ def test_the_way_out_that_a_refusal_names_is_a_way_out(arguments: tuple[int, int
     assert "\n" not in text
     flag, value = re.match(r"--(\w+) (\d+)", text).groups()
     assert int(value) == arguments[PLACES[flag]]  # the value that was given
-    other_flag, *ways = ADVICE.search(text).groups()
-    for way in filter(None, ways):
-        changed = list(arguments)
-        changed[PLACES[other_flag or flag]] = int(way)
-        try:
-            BatchPlan(*changed)
-        except Refused as next_refusal:  # there was a second thing wrong, and it is about the other flag
-            assert flag == "max_micro_batch_size" and str(next_refusal).startswith("--global_batch_size")
+    multiple, other_flag, way = ADVICE.search(text).groups()
+    changed = list(arguments)
+    changed[PLACES[other_flag or flag]] = int(way) * (arguments[1] + 1 if multiple else 1)  # with a share for all
+    try:
+        BatchPlan(*changed)
+    except Refused as next_refusal:  # there was a second thing wrong, and it is about the other flag
+        assert flag == "max_micro_batch_size" and str(next_refusal).startswith("--global_batch_size")
 
 
 def test_a_share_at_once_can_be_had_with_the_limit_that_the_refusal_names() -> None:

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import signal
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -101,14 +100,3 @@ def test_the_processes_of_a_machine_share_it(processes: Processes) -> None:
     """And their data workers, also if these are not forked: then it is pickled."""
     (first, seen_by_first), (second, seen_by_second) = processes.run(fill_and_read, 7, ranks=2)
     assert (first, second) == (7, 0) and seen_by_first == seen_by_second
-
-
-def test_a_kill_leaves_nothing_behind(tmp_path: Path) -> None:
-    before = os.statvfs(tmp_path).f_bavail
-    child = os.fork()
-    if child == 0:
-        cache = open_cache(1000, 512, str(tmp_path))
-        os.posix_fallocate(cache._file.fileno(), 0, 1000 * 512 * 512)
-        os.kill(os.getpid(), signal.SIGKILL if before - os.statvfs(tmp_path).f_bavail > 50_000 else signal.SIGTERM)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    assert not list(tmp_path.iterdir()) and before - os.statvfs(tmp_path).f_bavail < 50_000  # blocks of 250 MB

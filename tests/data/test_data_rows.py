@@ -7,8 +7,6 @@ import pytest
 
 from common.classification import sources
 from common.data.data_spec import data_rows
-from common.detection.data import sources as detection
-from tests.harness.annotations import annotation, coco
 from tests.harness.drawings import pets, picture
 
 
@@ -33,15 +31,3 @@ def test_the_part_that_is_evaluated_is_named_and_what_is_not_evaluated(tmp_path)
         "images per class": "1 (emu 0) to 5 (dog)",
         "not evaluated": "emu 0, emu 1, emu 2, emu 3: no images to evaluate",
     }
-
-
-def test_boxes_are_counted_and_a_class_without_any_is_named(tmp_path):
-    categories = [{"id": number, "name": name} for number, name in enumerate(("birds", "owl", "tit"))]
-    boxes = [annotation(4, [1, 2, 3, 4], 1)] * 3 + [annotation(10, [1, 2, 3, 4], 2)]
-    for part, its in (("train", boxes), ("valid", boxes[:1])):
-        coco(tmp_path, part, annotations=its, categories=categories)
-    for _ in range(2):  # read, and from the index
-        found = data_rows("here", *detection.load(detection.Spec(str(tmp_path), seed=0, val_share=0.2)), "boxes")
-        assert found["boxes per class"] == "0 (birds) to 3 (owl)"
-        assert found["not evaluated"] == "birds, tit: no boxes to evaluate"
-        assert found["evaluated"] == "valid.json"

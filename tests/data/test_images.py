@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile, ImageOps
 
-from common.data import images
 from common.data.images import MAX_PIXELS, SUFFIXES, BrokenImage, open_rgb
 from tests.harness.launching import ROOT
 from tests.harness.photographs import encoded, exif
@@ -190,23 +189,15 @@ def test_scripts_that_stand_alone_open_every_kind_of_file_as_the_recipes_do():
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP", "BMP", "GIF"])
-def test_a_damaged_file_is_broken_where_it_is_cut_and_gives_an_image_or_broken_wherever_a_byte_flips(kind, monkeypatch):
-    monkeypatch.setattr(images, "MAX_PIXELS", 10_000)  # the size may be what flips
+def test_a_file_that_is_cut_off_is_broken(kind):
     assert not ImageFile.LOAD_TRUNCATED_IMAGES  # nothing imported so far may have switched it on
-    random = np.random.default_rng(0)
-    data = encoded(Image.fromarray(random.integers(0, 256, (32, 32, 3), dtype=np.uint8)), kind, exif=exif(6))
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    data = encoded(Image.fromarray(pixels), kind, exif=exif(6))
     open_rgb(data)
     for share in (0.1, 0.5, 0.9):
         with pytest.raises(BrokenImage) as broken:
             open_rgb(data[: int(len(data) * share)])
         assert str(broken.value) and "\n" not in str(broken.value)
-    for place in random.integers(0, len(data), 100):
-        changed = bytearray(data)
-        changed[place] ^= int(random.integers(1, 256))
-        try:
-            assert open_rgb(bytes(changed)).mode == "RGB"
-        except BrokenImage as broken:
-            assert str(broken)
 
 
 def test_a_bomb_is_refused_from_its_header_with_the_value_and_the_limit():

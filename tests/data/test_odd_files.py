@@ -21,13 +21,13 @@ from common.detection.data import sources as detection
 from common.detection.data.image_headers import headers_of_files
 from common.detection.weights.sources import read as read_weights
 from common.errors import Refused
-from common.run.folder import RunFolder, read_json
+from common.run.folder import read_json
 from common.training import timm_models
 from tests.harness.drawings import tree
-from tests.harness.odd_files import IRREGULAR, bounded, huge
+from tests.harness.odd_files import bounded, huge, link_to_fifo
 
 Place = Callable[[Path], None]
-KINDS = IRREGULAR | {"a huge file": huge}
+KINDS = {"a link to a FIFO": link_to_fifo, "a huge file": huge}
 
 
 def at(file: str, read: Callable[[str], object]) -> Callable[[Path, Place], None]:
@@ -82,17 +82,6 @@ def checkpoint(file: str) -> Callable[[Path, Place], None]:
     return read
 
 
-def rows(root: Path, put: Place) -> None:
-    folder = RunFolder(root / "run")
-    put(root / "run/metrics.jsonl")
-    try:
-        folder.rewind(3)
-    except OSError as error:
-        raise Refused(str(error)) from error  # as `writing` does around it
-    finally:
-        folder.close()
-
-
 def annotation(file: str, content: dict) -> Callable[[Path, Place], None]:
     """A file of a folder with annotations."""
 
@@ -118,7 +107,6 @@ READERS = {
     "weights of a detector": at("weights.pth", read_weights),
     "config.json of a detector": config_of_a_detector,
     **{f"{file} of a checkpoint": checkpoint(file) for file in ("manifest.json", "record.json", "model.safetensors")},
-    "metrics.jsonl": rows,
     "train.json of COCO": at("train.json", lambda file: annotated(Path(file).parent)),
     "an XML file of VOC": annotation("Annotations/0.xml", VOC),
     "a list of VOC": annotation("ImageSets/Main/train.txt", VOC),
@@ -134,16 +122,15 @@ def test_a_file_that_is_none_is_refused_in_one_line(tmp_path: Path, monkeypatch,
     monkeypatch.setenv("VISION_RECIPES_CACHE", str(tmp_path / "index"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     (tmp_path / "data").mkdir()
-    if kind == "a huge file" and reader in ("metrics.jsonl", "weights of a model"):
-        pytest.skip("has no limit: a row is a line, which here has 1 TiB, and weights are mapped into memory")
+    if kind == "a huge file" and reader == "weights of a model":
+        pytest.skip("has no limit: weights are mapped into memory")
     with bounded(), pytest.raises((Refused, BrokenImage, Damaged)) as raised:
         READERS[reader](tmp_path / "data", KINDS[kind])
     assert str(raised.value).strip() and "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("kind", IRREGULAR)
-def test_small_files_of_a_run_count_as_absent_and_annotated_images_as_unreadable(tmp_path: Path, kind: str) -> None:
-    IRREGULAR[kind](tmp_path / "a.jpg")
+def test_small_files_of_a_run_count_as_absent_and_annotated_images_as_unreadable(tmp_path: Path) -> None:
+    link_to_fifo(tmp_path / "a.jpg")
     with bounded():
         assert read_json(tmp_path / "a.jpg") == {}
         assert headers_of_files(str(tmp_path), pa.array([b"a.jpg"], pa.large_binary())).tolist() == [[0, 0, 1, 0]]

@@ -4,7 +4,7 @@ import contextlib
 import os
 import resource
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -38,21 +38,10 @@ def link_to_fifo(path: Path) -> None:
     path.symlink_to(".pipe")
 
 
-def link_to_device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
 def huge(path: Path) -> None:
     """2**40 bytes that take no room on the disk."""
     path.touch()
     os.truncate(path, 2**40)
-
-
-IRREGULAR: dict[str, Callable[[Path], None]] = {
-    "a FIFO": os.mkfifo,
-    "a link to a FIFO": link_to_fifo,
-    "a link to a device": link_to_device,
-}
 
 
 class Malicious:

@@ -1,12 +1,10 @@
 """A web server of byte ranges on loopback, which does wrong whatever a test asks it to do."""
 
 import socket
-import ssl
 import struct
 import threading
 from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Self
 
 
@@ -56,7 +54,7 @@ class _Ranges(Handler):
         if fault in ("short", "silent", "reset"):
             self.close_connection = True
         if fault == "status":
-            self._answer(int(words[0]), b"no", {"Retry-After": words[1]} if words[1:] else {})
+            self._answer(int(words[0]), b"no", {})
         elif fault == "redirect":
             self._answer(302, b"", {"Location": words[0]})
         elif fault == "silent":
@@ -93,14 +91,9 @@ class _Ranges(Handler):
 class RangeServer(Server):
     """Answers requests for parts of `files`, first with the `faults` of a path, one each."""
 
-    def __init__(self, certificate: Path | None = None):
+    def __init__(self):
         super().__init__(_Ranges)
         self.files: dict[str, bytes] = {}  # by path
         self.tags: defaultdict[str, str] = defaultdict(lambda: '"first"')
         self.faults: defaultdict[str, list[str]] = defaultdict(list)
         self.asked: list[tuple[str, dict[str, str], int]] = []  # path and query, headers, the client's port
-        if certificate:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(certificate)
-            self.socket = context.wrap_socket(self.socket, server_side=True)
-            self.url = self.url.replace("http:", "https:")

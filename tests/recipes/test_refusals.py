@@ -54,7 +54,7 @@ cls --global_batch_size 1 --batch_norm local
 cls --global_batch_size 2 --batch_norm local
     the model can't make a step: Expected more than 1 value per channel ...; look at --image_size, ...
 cls --global_batch_size 7 --mixup 0.2 --batch_norm local
-    --global_batch_size 7 does not divide into the 2 samples that belong together (...): take 6 or 8
+    --global_batch_size 7 does not divide into the 2 samples that belong together (...): take a multiple of 2
 cls --model test_vit --image_size 33
     the model can't make a step: Input height (33) should be divisible by patch size (16); look at --image_size, ...
 cls --crop_pct 1e-9
