@@ -87,8 +87,7 @@ def runs(run_several, gpus, run_on_gpus, words, thorough) -> dict[str, dict[str,
     """
     many = gpus.at_most(2)
     cases = {name: f"{flags} --dtype float64" for name, flags in FLOAT64.items() if thorough or name not in LONG}
-    compiled = {"compiled": f"{cases['group']} --compile"} if thorough else {}
-    compressed = {"compressed": f"{cases['vit']} --max_steps 2 --comm_hook bf16"}
+    compiled = {"compiled": f"{cases['group']} --compile"} if thorough and IS_REAL else {}
 
     def all_of(place: str, more: dict[str, str]) -> dict[str, list[object]]:
         return {name: words(name, flags, place) for name, flags in (cases | more).items()}
@@ -96,7 +95,7 @@ def runs(run_several, gpus, run_on_gpus, words, thorough) -> dict[str, dict[str,
     half = words("global", cases["global"], "gpus")[-1] / "global" / "checkpoints" / f"step_{HALF:08d}"
     resumed = {"from gpus": f"{cases['global']} --resume {half}"}
     options = {"as_typed": True, "timeout": 1800 if thorough else 300}
-    results = {"gpus": run_on_gpus(many, all_of("gpus", resumed | compressed | compiled), **options)}
+    results = {"gpus": run_on_gpus(many, all_of("gpus", resumed | compiled), **options)}
     results["cpu"] = run_several(1, all_of("cpu", resumed), **options)
     if thorough and many > 1:
         sharded = {name: words(name, cases[name], "shards") for name in SHARDED}
@@ -158,6 +157,7 @@ def test_a_device_without_streams_trains_what_the_cpu_does(runs, run_on_gpus, wo
 
 
 @pytest.mark.long
+@pytest.mark.skipif(not IS_REAL, reason="compiled kernels run on real GPUs alone")
 def test_a_compiled_model_trains_what_the_cpu_trains_without(runs) -> None:
     """Model, augmentation and loss, in graphs that are split where DDP sends gradients."""
     assert_equal(runs["cpu"]["group"], runs["gpus"]["compiled"])
@@ -170,13 +170,6 @@ def test_a_run_resumes_bit_equal_where_it_was_and_equal_elsewhere(runs) -> None:
     for file in ("model", "ema", "optimizer"):
         assert identical(whole.tensors(file), resumed.tensors(file)), file
     assert_equal(runs["cpu"]["global"], runs["cpu"]["from gpus"], HALF)
-
-
-def test_gradients_that_are_compressed_on_their_way_train_nearly_the_same(runs) -> None:
-    """In bf16, up to its rounding; fp16 is in test_fp16.py."""
-    plain, compressed = (runs["gpus"][case].column("train/loss")[:2] for case in ("vit", "compressed"))
-    np.testing.assert_allclose(compressed, plain, rtol=2**-8)
-    assert np.isfinite(compressed).all() and not np.allclose(compressed, plain, rtol=1e-12, atol=0)
 
 
 @pytest.mark.long

@@ -50,8 +50,9 @@ CLS = {
     ),
     "momentum": ("fp16", "--opt momentum --loss bce --class_weights balanced --batch_norm frozen --ema_decay 0.9"),
     "lamb": ("bf16", "--opt lamb --batch_norm node --drop_path 0.1"),
-    "compiled": ("bf16", "--mixup 0.2 --color_jitter 0.3 --compile"),
 }
+if IS_REAL:
+    CLS["compiled"] = ("bf16", "--mixup 0.2 --color_jitter 0.3 --compile")
 IMAGES, MICRO_STEPS, LEVELS = 4, 2, 2  # of a step of `recipes/det.py`, on one device
 # How many proposals of an image are left; which of them belong to each level; scipy matches queries and boxes on the host.
 _SUPPRESSION = {"models/boxes.py, ops/boxes.py": IMAGES}
