@@ -33,8 +33,6 @@ _FSDP_SETTINGS = {
         ("", "no_wrap"),
         "fsdp_auto_wrap_policy: the run finds the blocks of the model itself; leave it out",
     ),
-    "FSDP_RESHARD_AFTER_FORWARD": ((*_OFF, "true"), "fsdp_reshard_after_forward: FSDP2 takes true or false"),
-    "FSDP_IGNORED_MODULES": (("",), "fsdp_ignored_modules: all weights are sharded; leave it out"),
 }
 _DEEPSPEED_SETTINGS = {
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file: give zero_stage in Accelerate's own file",
