@@ -16,7 +16,7 @@ from common.detection.models.detectors import OF_TRANSFORMERS
 from tests.harness.launching import small
 from tests.harness.outcomes import Outcome, Tensors, identical
 from tests.recipes import copied
-from tests.recipes.test_layout import CHANGE, FSDP, HEAD, KINDS
+from tests.recipes.test_layout import CHANGE, HEAD, KINDS
 
 pytestmark = pytest.mark.gpu
 IS_REAL = torch.cuda.is_available()
@@ -49,7 +49,6 @@ FLOAT64 = {
     "mask_rcnn": f"{DET} --lr 2e-3 --detector mask_rcnn --global_batch_size 2 --max_steps 1 --eval_every 1",
 }
 LONG = set(list(FLOAT64)[4:])
-SHARDED = ("vit", "group", "fcos")  # again with shards, in the long tests
 HEAD_IN_PARTS = CHANGE.replace(HEAD, KINDS["sampled"])
 # A copy for which the device has no streams, as Apple's GPUs.
 STREAMLESS = """\
@@ -97,9 +96,6 @@ def runs(run_several, gpus, run_on_gpus, words, thorough) -> dict[str, dict[str,
     options = {"as_typed": True, "timeout": 1800 if thorough else 300}
     results = {"gpus": run_on_gpus(many, all_of("gpus", resumed | compiled), **options)}
     results["cpu"] = run_several(1, all_of("cpu", resumed), **options)
-    if thorough and many > 1:
-        sharded = {name: words(name, cases[name], "shards") for name in SHARDED}
-        results["shards"] = run_on_gpus(many, sharded, env=FSDP, **options)
     for outcomes in results.values():
         assert not {name: outcome.text for name, outcome in outcomes.items() if outcome.outcome != "ok"}
     return results
@@ -133,17 +129,6 @@ def assert_equal(one: Outcome, other: Outcome, from_step: int = 0) -> None:
 def test_two_gpus_train_and_evaluate_what_the_cpu_does(name: str, runs, record_property) -> None:
     record_property("weights apart", apart(*(runs[place][name].tensors() for place in ("cpu", "gpus"))))
     assert_equal(runs["cpu"][name], runs["gpus"][name])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", SHARDED)
-def test_two_gpus_with_a_shard_each_train_what_they_do_with_whole_models(name: str, runs, record_property) -> None:
-    if "shards" not in runs:
-        pytest.skip("needs 2 GPUs")
-    whole, shards = runs["gpus"][name], runs["shards"][name]
-    assert "FSDP2: " in shards.stdout and "FSDP2" not in whole.stdout
-    record_property("weights apart", apart(whole.tensors(), shards.tensors()))
-    assert_equal(whole, shards)
 
 
 @pytest.mark.long
