@@ -9,7 +9,6 @@ from common.distributed.collectives import world_size
 # Optimizers of timm whose step does not shrink with the gradient. All cautious ones belong here too: they count signs.
 _SCALE_FREE = ("lion", "laprop", "adafactor")
 _SIGNIFICANT_BITS = {"fp16": 11, "bf16": 8}
-_ELSEWHERE = ("bnb", "fused")  # bitsandbytes and apex, which need CUDA
 
 
 def describe(config: Any) -> dict[str, str]:
@@ -21,9 +20,7 @@ def describe(config: Any) -> dict[str, str]:
         rows["gradients"] = alone if world_size() == 1 else text
     if getattr(config, "drop", 0):
         rows["dropout"] = "masks depend on the layout: layouts agree only statistically"
-    if config.opt.lower().startswith(_ELSEWHERE):
-        rows["optimizer"] = f"{config.opt}: whether layouts agree was not measured"
-    elif moves_by_noise(config.opt):
+    if moves_by_noise(config.opt):
         rows["optimizer"] = (
             f"{config.opt} takes full steps where a gradient is only rounding noise, as of the bias of an attention's keys: "
             "layouts of such a model agree only roughly"
