@@ -21,13 +21,13 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from common.config.fields import RunConfig
 from common.distributed import collectives, determinism, devices, sharding, watchdog
 from common.distributed.collectives import gather_objects
-from common.distributed.environment import cores
+from common.distributed.environment import cores, parent_command
 from common.durable import replace_file
 from common.errors import Refused, RestartNeeded, printable
 from common.files import SMALL, read_text
 from common.launching import launch_checks, launchers
 from common.launching.exit_codes import AT_LEAST, END, EXIT_FOLDER, RESTART, announce_exit, leaving, notice
-from common.launching.launch_checks import parent_command, wants_cpu
+from common.launching.launch_checks import wants_cpu
 from common.launching.launchers import EXPORTED, Launch, complete
 from common.launching.meeting import meet
 

@@ -4,7 +4,6 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import psutil
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import str_to_bool
@@ -205,14 +204,6 @@ def processes_asked(command: Sequence[str]) -> tuple[int | None, int] | None:
         file = load_config_from_file(arguments.config_file)
         processes, machines = processes or file.num_processes, machines or file.num_machines
     return (processes, machines or 1) if processes else None
-
-
-def parent_command() -> list[str]:
-    """The command line of the parent process; empty if the system does not show it."""
-    try:
-        return psutil.Process(os.getppid()).cmdline()
-    except psutil.Error:
-        return []
 
 
 def _is_on(environ: Mapping[str, str], variable: str) -> bool:
