@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from common.errors import Refused
-from common.launching import network
+from common.launching import network, rendezvous
 from common.launching.network import (
     LOOPBACK,
     address_towards,
@@ -56,6 +56,14 @@ def test_a_store_listens_at_one_address_and_is_the_one_that_torch_finds_there() 
     with pytest.raises(OSError) as raised:
         keep_store("192.0.2.1", 0, timedelta(seconds=20))
     assert raised.value.errno == errno.EADDRNOTAVAIL
+
+
+def test_a_name_that_only_this_machine_knows_as_its_loopback_is_refused(monkeypatch) -> None:
+    """As on Debian. The launcher would listen where the others can't reach it."""
+    monkeypatch.setattr(network, "is_own", lambda host: True)
+    monkeypatch.setattr(network, "address_towards", {"first": "127.0.1.1"}.get)
+    with pytest.raises(SystemExit, match=r"first is 127.0.1.1 here, .*: give its address as a number everywhere"):
+        rendezvous._reach("first", 1, 0)
 
 
 def test_a_late_listener_is_waited_for_and_the_reason_of_a_failed_connection_is_given() -> None:
