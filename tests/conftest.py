@@ -41,9 +41,7 @@ ROOM_OF = {
     "pretended_gpu": "recipes",
     "test_accelerate_configs.py": "launching",
     **dict.fromkeys(("test_benchmarks.py", "test_coming_from.py", "test_readme.py"), "tools"),
-    "pretended_gpu/test_doctor.py": "tools",
     **dict.fromkeys(("faults/test_elastic.py", "faults/test_strangers.py", "faults/test_two_nodes.py"), "cluster"),
-    **dict.fromkeys(("pretended_gpu/test_launchers.py", "pretended_gpu/test_two_machines.py"), "cluster"),
     "launching/test_started_by.py": "cluster",
 }
 

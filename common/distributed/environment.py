@@ -63,11 +63,17 @@ def packages() -> dict[str, str | None]:
     return found
 
 
+def parent_command() -> list[str]:
+    """The command line of the parent process; empty if the system does not show it."""
+    try:
+        return psutil.Process(os.getppid()).cmdline()
+    except psutil.Error:
+        return []
+
+
 def _launch_command() -> str:
     """The whole command as it was typed, quoted for a shell: the launcher's; without one, this process's."""
-    words: list[str] = []
-    with suppress(psutil.Error):
-        words = psutil.Process(os.getppid()).cmdline()
+    words = parent_command()
     place = next((place for place, word in enumerate(words[:2]) if Path(word).name in _LAUNCHERS), None)
     if place is None and not any("accelerate" in word or "torch.distributed" in word for word in words[:3]):
         place, words = 0, sys.orig_argv

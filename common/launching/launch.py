@@ -16,19 +16,18 @@ from typing import NoReturn
 import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
 from common.config.fields import RunConfig
 from common.distributed import collectives, determinism, devices, sharding, watchdog
 from common.distributed.collectives import gather_objects
-from common.distributed.environment import cores
-from common.distributed.gradient_compression import data_parallel
+from common.distributed.environment import cores, parent_command
 from common.durable import replace_file
 from common.errors import Refused, RestartNeeded, printable
 from common.files import SMALL, read_text
 from common.launching import launch_checks, launchers
 from common.launching.exit_codes import AT_LEAST, END, EXIT_FOLDER, RESTART, announce_exit, leaving, notice
-from common.launching.launch_checks import parent_command, wants_cpu
+from common.launching.launch_checks import wants_cpu
 from common.launching.launchers import EXPORTED, Launch, complete
 from common.launching.meeting import meet
 
@@ -76,12 +75,17 @@ def start(config: RunConfig | None = None) -> Accelerator:
     collectives.give_up_after(timeout)
     # Accelerate looks on disk for this package twice in each step, which takes about a millisecond.
     sys.modules.setdefault("lomo_optim", None)  # type: ignore[arg-type]
+    ddp = DistributedDataParallelKwargs(
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,  # the recipes synchronise running statistics themselves
+        comm_hook=DDPCommunicationHookType({"none": "no"}.get(settings.comm_hook, settings.comm_hook)),
+    )
     with _as_data_parallel(os.environ):
         accelerator = Accelerator(
             cpu=on_cpu,
             gradient_accumulation_steps=1,
             step_scheduler_with_optimizer=False,
-            kwargs_handlers=[data_parallel(settings), InitProcessGroupKwargs(timeout=timeout)],
+            kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=timeout)],
         )
     if store:
         watchdog.begin(store, accelerator.process_index, accelerator.num_processes, patience, Path(sys.argv[0]).name)

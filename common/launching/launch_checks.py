@@ -4,7 +4,6 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import psutil
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import str_to_bool
@@ -33,8 +32,6 @@ _FSDP_SETTINGS = {
         ("", "no_wrap"),
         "fsdp_auto_wrap_policy: the run finds the blocks of the model itself; leave it out",
     ),
-    "FSDP_RESHARD_AFTER_FORWARD": ((*_OFF, "true"), "fsdp_reshard_after_forward: FSDP2 takes true or false"),
-    "FSDP_IGNORED_MODULES": (("",), "fsdp_ignored_modules: all weights are sharded; leave it out"),
 }
 _DEEPSPEED_SETTINGS = {
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file: give zero_stage in Accelerate's own file",
@@ -207,14 +204,6 @@ def processes_asked(command: Sequence[str]) -> tuple[int | None, int] | None:
         file = load_config_from_file(arguments.config_file)
         processes, machines = processes or file.num_processes, machines or file.num_machines
     return (processes, machines or 1) if processes else None
-
-
-def parent_command() -> list[str]:
-    """The command line of the parent process; empty if the system does not show it."""
-    try:
-        return psutil.Process(os.getppid()).cmdline()
-    except psutil.Error:
-        return []
 
 
 def _is_on(environ: Mapping[str, str], variable: str) -> bool:

@@ -21,11 +21,10 @@ EXPORTED = "exported variables"
 DEFAULT_PORT = 29500  # torch's and accelerate's, for processes that no job number joins
 _MPI = {  # the variables of rank, number of processes, and the same on this machine
     "Open MPI": [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
-    "MVAPICH2": [f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
     "MPICH": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],  # and Intel MPI, started by Hydra
 }
 _PORTS = range(20000, 30000)  # below the ports that systems give to outgoing connections
-_STARTERS = ("hydra_pmi_proxy", "mpiexec.hydra", "mpispawn", "mpirun", "mpiexec")  # parents of MPICH's processes
+_STARTERS = ("hydra_pmi_proxy", "mpiexec.hydra", "mpirun", "mpiexec")  # parents of MPICH's processes
 
 
 @dataclass(frozen=True)

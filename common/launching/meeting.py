@@ -1,7 +1,6 @@
 """Meeting: before they form a group, processes find rank 0's store, and agree."""
 
 import errno
-import threading
 from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
 
@@ -12,7 +11,7 @@ from common.distributed.agreement import agree, facts
 from common.errors import Refused
 from common.launching import network
 from common.launching.launch_checks import wants_cpu
-from common.launching.launchers import EXPORTED, Launch
+from common.launching.launchers import Launch
 
 MEETING = timedelta(minutes=5)  # how much later than the first process the last one may arrive
 
@@ -26,15 +25,8 @@ def meet(environ: MutableMapping[str, str], launch: Launch, config) -> Store | N
         return None
     device = "cpu" if wants_cpu(environ) or not torch.accelerator.is_available() else "accelerator"
     computing = {"device": device, "precision": environ.get("ACCELERATE_MIXED_PRECISION", "no")}
-    stale = f"WORLD_SIZE={launch.world_size} is exported: waiting for other processes; unset it to train with this one alone"
-    reminder = threading.Timer(network.QUIET_S, print, [stale], {"flush": True})
-    if launch.launcher == EXPORTED:
-        reminder.start()
-    try:
-        store = reach(environ, launch, MEETING)
-        agree(store, launch.rank, launch.world_size, facts(config) | computing, MEETING)
-    finally:
-        reminder.cancel()
+    store = reach(environ, launch, MEETING)
+    agree(store, launch.rank, launch.world_size, facts(config) | computing, MEETING)
     return store
 
 

@@ -4,21 +4,23 @@ from typing import Any
 
 import timm.optim
 
-from common.distributed import gradient_compression
+from common.distributed.collectives import world_size
 
 # Optimizers of timm whose step does not shrink with the gradient. All cautious ones belong here too: they count signs.
 _SCALE_FREE = ("lion", "laprop", "adafactor")
-_ELSEWHERE = ("bnb", "fused")  # bitsandbytes and apex, which need CUDA
+_SIGNIFICANT_BITS = {"fp16": 11, "bf16": 8}
 
 
 def describe(config: Any) -> dict[str, str]:
     """Rows of the start table; none if all is exact."""
-    rows = gradient_compression.describe(config)
+    rows = {}
+    if (hook := config.comm_hook) != "none":
+        text = f"sent in {hook}, with {_SIGNIFICANT_BITS[hook]} significant bits: layouts agree to about these"
+        alone = f"one process sends none: --comm_hook {hook} does nothing here"
+        rows["gradients"] = alone if world_size() == 1 else text
     if getattr(config, "drop", 0):
         rows["dropout"] = "masks depend on the layout: layouts agree only statistically"
-    if config.opt.lower().startswith(_ELSEWHERE):
-        rows["optimizer"] = f"{config.opt}: whether layouts agree was not measured"
-    elif moves_by_noise(config.opt):
+    if moves_by_noise(config.opt):
         rows["optimizer"] = (
             f"{config.opt} takes full steps where a gradient is only rounding noise, as of the bias of an attention's keys: "
             "layouts of such a model agree only roughly"

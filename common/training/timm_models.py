@@ -1,6 +1,5 @@
 """Classifiers and backbones of timm: building one from its name, and exporting a trained one."""
 
-import contextlib
 import copy
 import json
 import math
@@ -26,7 +25,7 @@ from common.config.parsing import nearest
 from common.data.images import MAX_PIXELS
 from common.distributed.collectives import is_main
 from common.errors import Refused
-from common.files import SMALL, check_regular, read_text
+from common.files import check_regular
 
 # Options that timm sets only with `pretrained=True`. Others load models that way, so they are trained with them, too.
 AS_PRETRAINED = {"fbnetc_100": {"bn_eps": 1e-3}}
@@ -131,9 +130,7 @@ def create(
     Raises `Refused` as `build_classifier` does.
     """
     local = Path(name).is_dir()
-    if local:
-        _check_folder(name)
-    elif not (name.startswith(("hf-hub:", "hf_hub:")) or timm.is_model(name.split(".")[0])):
+    if not local and not (name.startswith(("hf-hub:", "hf_hub:")) or timm.is_model(name.split(".")[0])):
         meant = f"; there is no such folder, and a model of the hub is hf-hub:{name}" if "/" in name else ""
         meant = meant or nearest(name.lower(), timm.list_models()) or "; timm.list_models() lists them"
         raise Refused(f"--model {name}: not a model of timm {timm.__version__}{meant}")
@@ -158,7 +155,8 @@ def create(
                     ) from None
     except (*_UNFIT, OSError, AttributeError, SafetensorError) as error:
         hint = " with pretrained weights (is the hub in reach?); without --pretrained they are random" * pretrained
-        hint = " with the weights in this folder; copy it again" if local else hint
+        if local:
+            hint = " of this folder, which has to be a timm model's best/, whole (a detector goes to --init or --eval_only)"
         reason = " ".join(str(error).split()) or type(error).__name__
         raise Refused(f"--model {name}: can't be made{hint}: {reason:.250}") from None
     if local:
@@ -168,18 +166,6 @@ def create(
         for key in ("tag", "license", "url", "hf_hub_id", "origin_url"):
             model.pretrained_cfg.pop(key, None)
     return model
-
-
-def _check_folder(name: str) -> None:
-    """Refuse a folder that timm can't make a model of, such as one with a detector."""
-    content = {}
-    with contextlib.suppress(OSError, ValueError):
-        content = json.loads(read_text(Path(name) / "config.json", SMALL))
-    if "architecture" not in content:
-        raise Refused(
-            f"--model {name}: no config.json there names an architecture of timm, as in the best/ of a timm model; a detector "
-            "is begun with by --init, and --eval_only of its recipe evaluates it, or a module of your own"
-        )
 
 
 def data_config(model: nn.Module, image_size: int = 0, crop_pct: float = 0.0) -> dict:

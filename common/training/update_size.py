@@ -5,6 +5,7 @@ weights. The copy of shards lies on the host during the step, as their devices h
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -30,7 +31,7 @@ class UpdateSize:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._model, self._optimizers, self._parameters = model, optimizers, list(model.parameters())
-        self._groups: dict[str, list[dict]] | None = None  # parameter groups by part, once their rates are set
+        self._part_of: dict[int, str] | None = None  # the part of each parameter, by its id
         self._weights: list[torch.Tensor] = []
         self._before: list[torch.Tensor] = []
 
@@ -53,31 +54,19 @@ class UpdateSize:
         return Update(self._rates(), torch.stack([size, total_norm(before)]))
 
     def _rates(self) -> dict[str, float]:
-        """`lr_backbone`, `lr_head`, ...; with several rates in a part `lr_backbone_min` and `lr_backbone_max`; else {}."""
-        if self._groups is None:
-            self._groups = self._groups_by_part()
-        rates: dict[str, float] = {}
-        for part, groups in self._groups.items():
-            of_part = [float(group["lr"]) for group in groups]
-            if len({group.get("lr_scale", group["lr"]) for group in groups}) > 1:
-                rates |= {f"lr{part}_min": min(of_part), f"lr{part}_max": max(of_part)}
-            else:
-                rates[f"lr{part}"] = of_part[0]
-        return rates
-
-    def _groups_by_part(self) -> dict[str, list[dict]]:
+        """`lr_backbone`, `lr_head`, ...: the highest learning rate in each part; {} if all are the same."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups if group["params"]]
         if len({group.get("lr_scale", group["lr"]) for group in groups}) < 2:
             return {}
-        try:
-            part_of = {id(weight): f"_{part}" for part, of_part in parts(self._model).items() for weight in of_part}
-        except Refused:  # a module that does not say which part is its head
-            return {"": groups}
-        found: dict[str, list[dict]] = {}
+        if self._part_of is None:
+            self._part_of = {}
+            with suppress(Refused):  # a module that does not say which part is its head
+                self._part_of = {id(weight): part for part, of in parts(self._model).items() for weight in of}
+        rates: dict[str, float] = {}
         for group in groups:
-            for part in dict.fromkeys(part_of.get(id(weight), "") for weight in group["params"]):
-                found.setdefault(part, []).append(group)
-        return found
+            for name in dict.fromkeys(f"lr_{self._part_of.get(id(weight), 'max')}" for weight in group["params"]):
+                rates[name] = max(rates.get(name, 0.0), float(group["lr"]))
+        return rates
 
 
 def _copy(weight: torch.Tensor) -> torch.Tensor:

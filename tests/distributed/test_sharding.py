@@ -118,25 +118,6 @@ def test_no_copy_of_a_matrix_in_half_precision_waits_for_the_backward_pass(proce
         assert is_equal and kept and not [shape for shape in kept if shape in matrices]
 
 
-def rank_copies() -> dict:
-    """Weights that are gathered of a model whose weights each rank draws for itself, and a copy of the model."""
-    begin()
-    torch.manual_seed(dist.get_rank())
-    model = VisionTransformer(**SIZES)
-    sharding.shard(model, torch.float64)
-    tensors = sharding.gather(model.state_dict())
-    if dist.get_rank():
-        return tensors
-    plain = sharding.unsharded(model, tensors)
-    assert not sharding.is_sharded(plain) and type(plain) is VisionTransformer
-    return {name: tensor.tolist() for name, tensor in plain.state_dict().items()}
-
-
-def test_the_main_process_alone_gets_a_whole_copy_and_weights_are_its_own(processes) -> None:
-    expected = {name: tensor.tolist() for name, tensor in vit().state_dict().items()}
-    assert processes.run(rank_copies, ranks=2) == [expected, {}]
-
-
 class View(nn.Module):
     """A block whose output is a view."""
 

@@ -1,6 +1,5 @@
 """This release of torch has what common/launching/agent.py relies on, which no public interface promises."""
 
-import ctypes
 import logging
 import os
 import signal
@@ -8,7 +7,6 @@ import sys
 
 import psutil
 import pytest
-import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
 from common.launching import agent
@@ -23,18 +21,6 @@ def handlers(monkeypatch):
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-def test_warnings_of_addresses_without_names_can_be_silenced(monkeypatch) -> None:
-    level = ctypes.c_int.in_dll(ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so"), "FLAGS_caffe2_log_level")
-    before = level.value
-    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
-    agent.silence_name_lookups()
-    assert (level.value, os.environ["TORCH_CPP_LOG_LEVEL"]) == (2, "ERROR")  # here, and in the processes
-    level.value = before
-    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")  # a person has asked for them
-    agent.silence_name_lookups()
-    assert level.value == before
 
 
 def test_the_launcher_hears_signals_reports_a_failed_process_and_waits_for_one_that_ends(

@@ -6,7 +6,6 @@ import os
 import socket
 import tempfile
 import threading
-import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -138,15 +137,6 @@ def test_another_number_of_processes_or_machines_than_asked_for_is_refused() -> 
     ):
         with pytest.raises(Refused, match="launched for 2 machines, but 1 started this run"):
             check_launch(left, complete(dict(left)), accelerators=2, asked_for=asked_for)
-
-
-def test_an_exported_world_size_that_nobody_else_joins_is_named(monkeypatch, capsys) -> None:
-    """Such as one that an earlier command has left in the shell; the process would wait for minutes without a word."""
-    monkeypatch.setattr(network, "QUIET_S", 0.01)
-    monkeypatch.setattr(meeting, "reach", lambda *_: time.sleep(0.5))
-    monkeypatch.setattr(meeting, "agree", lambda *_: None)
-    meeting.meet(environ := {**WORLD, "MASTER_PORT": "1"}, complete(environ), None)
-    assert "WORLD_SIZE=2 is exported: waiting for other processes; unset it" in capsys.readouterr().out
 
 
 def test_several_machines_use_the_interface_that_leads_to_the_main_machine(monkeypatch) -> None:

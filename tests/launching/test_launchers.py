@@ -29,8 +29,6 @@ def slurm(rank: int = 1, size: int = 2, local: int = 1, node: int = 0, tasks: st
 
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 APART = {**MPICH, "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}  # on two machines
-MVAPICH = {f"MV2_COMM_WORLD_{name}": MPICH[theirs] for name, theirs in (("RANK", "PMI_RANK"), ("SIZE", "PMI_SIZE"))}
-MVAPICH |= {"MV2_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_LOCAL_SIZE": "2"}
 EXPORTED = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 MAIN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "3"}
 AGENT = {**EXPORTED, **MAIN, "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "4", "RANK": "3"}
@@ -59,7 +57,6 @@ ACCELERATE = {"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_MIXED_PRECISION": "
         (MPICH, "MPICH", (1, 1, 2, 2, 0, 1), "127."),
         ({**MPICH, "I_MPI_HYDRA_UUID": "7c"}, "Intel MPI", (1, 1, 2, 2, 0, 1), "127."),
         ({**APART, "MASTER_ADDR": "first"}, "MPICH", (1, 0, 2, 1, None, None), "first:29500"),
-        (MVAPICH, "MVAPICH2", (1, 1, 2, 2, 0, 1), "127."),
         (slurm(), "srun", (1, 1, 2, 2, 0, 1), "127."),
         (slurm(4, 5, 1, 2, "1,2(x2)"), "srun", (4, 1, 5, 2, 2, 3), "gpu007"),
         ({**slurm(), "PMI_RANK": "1", "PMI_SIZE": "2"}, "srun", (1, 1, 2, 2, 0, 1), "127."),  # srun --mpi=pmi2

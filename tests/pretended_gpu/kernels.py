@@ -6,7 +6,6 @@ operators for which the CPU has no kernel. A missing operator raises an error, a
 """
 
 import contextlib
-import copy
 import ctypes
 import os
 from collections.abc import Callable
@@ -16,9 +15,7 @@ import torch
 import torch.distributed as dist
 import torchvision  # noqa: F401 (registers its operators)
 from torch._decomp import decomposition_table
-from torch._functorch import config as functorch
 from torch._subclasses import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,19 +40,14 @@ NO_KERNEL = {
     "record_stream",
 }
 HALF = (torch.float16, torch.bfloat16)
-TRACED = (FakeTensor, FunctionalTensor)  # tensors without memory, with which torch.compile traces a program
 
 
 class NoKernel(Exception):
     """The CPU can't compute an operator of the GPU, so that its results were never written."""
 
 
-def is_traced(values: object) -> bool:
-    return any(isinstance(x, TRACED) for x in tree.tree_leaves(values))
-
-
 def is_cuda(x: object) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_cuda and not isinstance(x, TRACED)
+    return isinstance(x, torch.Tensor) and x.is_cuda and not isinstance(x, FakeTensor)  # no memory
 
 
 def host(x: torch.Tensor) -> torch.Tensor:
@@ -110,16 +102,12 @@ def is_mask(index: object) -> bool:
 class Kernels(TorchDispatchMode):
     """While this is on, the CPU computes what torch launches on CUDA devices."""
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # otherwise torch.compile compiles nothing
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its operators on shards come here next
         device = cuda_device(args, kwargs)
-        if device is None or is_traced((args, kwargs)):
+        if device is None or any(isinstance(x, FakeTensor) for x in tree.tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         name = func._schema.name.split("::")[1]
         # NCCL's work that is queued on this stream comes first.
@@ -145,8 +133,6 @@ class Kernels(TorchDispatchMode):
         seed = drawn_from(args, kwargs, device) if torch.Tag.nondeterministic_seeded in func.tags else None
         with announced():
             results = func(*args, **kwargs)
-        if is_traced(results):
-            return results
         fill(func, results, compute(func, args, kwargs, seed))
         return results
 
@@ -356,43 +342,7 @@ def batch_norm_backward_elemt(gradient, x, mean, inverse_deviation, weight, tota
     return (widened(gradient) - per_channel(total / count, x) - centred * slope) * per_channel(scale, x)
 
 
-@announced()  # Inductor times kernels while it compiles
-def compiler(wrapper, model, inputs):
-    """`torch.compile`: Inductor and Triton compile for the GPU, but the operators of the same graph are computed."""
-    from torch._inductor import compile_fx
-    from torch._inductor.constant_folding import ConstantFolder
-
-    compile_graph, fold = compile_fx._compile_fx_inner, ConstantFolder.run
-
-    def folded(folder):
-        with Kernels():  # Inductor computes constants on the device with all modes off
-            return fold(folder)
-
-    @announced()
-    def compiled(graph, inputs, **options):
-        operators = copy.deepcopy(graph)  # Inductor rewrites it
-        compile_graph(graph, inputs, **options)
-
-        def call(arguments):
-            taken = list(arguments)
-            arguments.clear()  # as compiled code does, to free memory early
-            return operators(*taken)
-
-        call._boxed_call = True
-        return call
-
-    if not hasattr(compile_fx, "pretended"):
-        compile_fx.pretended, compile_fx._compile_fx_inner, ConstantFolder.run = True, compiled, folded
-        functorch.enable_autograd_cache = False  # it would use Inductor's code from earlier runs
-    return compile_with_inductor(wrapper, model, inputs)
-
-
-compile_with_inductor = torch._TorchCompileInductorWrapper.__call__
-
-
 def setup() -> None:
-    """Replaces compiled kernels, and fused attention by plain operators: the runtime can't pretend them."""
-    runtime.pretended_strict()
-    torch._TorchCompileInductorWrapper.__call__ = compiler
+    """Replaces fused attention by plain operators: the runtime can't pretend it."""
     for kind in ("cudnn", "flash", "mem_efficient"):
         getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)

@@ -1,4 +1,4 @@
-/* NCCL between the processes of this machine (or of several network namespaces on it), through shared memory.
+/* NCCL between the processes of this machine, through shared memory.
 
    As with NCCL, a call returns at once and its work runs in the background, in the order of the stream: here in a thread of the
    communicator. If a process dies, the others wait until they abort the communicator. The shared memory is a file without a name in the

@@ -32,17 +32,14 @@ static void waits(const char *what) {
 
 /* ---- kernels that nothing computes
    kernels.py announces each operator whose results it computes. A kernel launched at any other time (by Triton, or by C++ that calls
-   no operator) would leave its results unwritten: it fails as an unknown kernel, and its name is printed. Without kernels.py all kernels
-   do nothing, which is enough to see how much memory a run takes. */
+   no operator) would leave its results unwritten: it fails as an unknown kernel, and its name is printed. */
 unsigned long pretended_launches, pretended_unknown;
-static int strict;
 static __thread int computing;
-void pretended_strict(void) { strict = 1; }
 void pretended_compute(int on) { computing += on ? 1 : -1; }
 
 int pretended_computed(const char *kernel) {
   pretended_launches++;
-  if (!strict || computing) return 1;
+  if (computing) return 1;
   void *cpp = dlopen("libstdc++.so.6", RTLD_LAZY | RTLD_NOLOAD); /* loaded by torch */
   char *(*demangle)(const char *, char *, size_t *, int *) = cpp ? dlsym(cpp, "__cxa_demangle") : NULL;
   int status = 1;
@@ -143,7 +140,7 @@ static cudaError_t take(void **at, size_t size, int where) {
     if (where >= 0) used[where] += size;
   }
   pthread_mutex_unlock(&lock);
-  if (*at && where >= 0 && strict) memset(*at, 0xff, size);
+  if (*at && where >= 0) memset(*at, 0xff, size);
   return *at ? cudaSuccess : said(cudaErrorMemoryAllocation);
 }
 static cudaError_t give(void *at) {
@@ -330,7 +327,7 @@ void __cudaRegisterFunction(void **handle, const char *function, char *device_fu
 }
 static cudaError_t launch(const void *function, cudaStream_t stream) {
   const char *name = "a kernel without a name";
-  if (strict && !computing)
+  if (!computing)
     for (size_t i = 0; i < kernel_count; i++)
       if (kernels[i].function == function) name = kernels[i].name;
   wait_for(stream);
@@ -367,32 +364,16 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, 
   return 0;
 }
 
-/* ---- the driver, as torch and Triton use it */
-static char context;
+/* ---- the driver, as torch and the launch use it */
 int cuInit(unsigned flags) { return 0; }
 int cuLogsRegisterCallback(void *function, void *data, void **handle) { return 0; }
 int cuLogsUnregisterCallback(void *handle) { return 0; }
-int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
-int cuDeviceGetCount(int *count) { *count = devices; return 0; }
-int cuDeviceGet(int *device, int number) { *device = number; return 0; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) { return cudaDeviceGetAttribute(value, attribute, device); }
-int cuDevicePrimaryCtxRetain(void **retained, int device) { *retained = &context; return 0; }
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *flags = 0; *active = 1; return 0; }
-int cuCtxGetCurrent(void **is) { *is = &context; return 0; }
-int cuCtxGetDevice(int *device) { *device = current; return 0; }
-int cuCtxGetLimit(size_t *value, int limit) { *value = 0; return 0; }
-int cuCtxSetLimit(int limit, size_t value) { return 0; }
-int cuPointerGetAttribute(void *value, int attribute, size_t pointer) { *(size_t *)value = pointer; return 0; }
-int cuModuleLoad(void **module, const char *file) { *module = pretended_handle(); return 0; }
+int cuCtxGetCurrent(void **is) { *is = cuCtxGetCurrent; return 0; } /* any address but NULL */
 int cuModuleLoadData(void **module, const void *image) { *module = pretended_handle(); return 0; }
 int cuModuleGetFunction(char **function, void *module, const char *name) { *function = strdup(name); return 0; }
-int cuFuncGetAttribute(int *value, int attribute, void *function) {
-  enum { MAX_THREADS_PER_BLOCK = 0, NUM_REGS = 4 };
-  *value = attribute == MAX_THREADS_PER_BLOCK ? 1024 : attribute == NUM_REGS ? 32 : 0;
-  return 0;
-}
 int cuLaunchKernel(const char *function) { return pretended_computed(function) ? 0 : cudaErrorNotSupported; }
-int cuLaunchKernelEx(void *how, const char *function) { return pretended_computed(function) ? 0 : cudaErrorNotSupported; }
 int cuGetErrorString(int error, const char **text) { *text = "an error of the pretended driver"; return 0; }
 
 /* torch looks up functions of the driver by name. A missing one is found, and is an error when it is called. */

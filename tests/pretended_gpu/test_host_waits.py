@@ -50,8 +50,9 @@ CLS = {
     ),
     "momentum": ("fp16", "--opt momentum --loss bce --class_weights balanced --batch_norm frozen --ema_decay 0.9"),
     "lamb": ("bf16", "--opt lamb --batch_norm node --drop_path 0.1"),
-    "compiled": ("bf16", "--mixup 0.2 --color_jitter 0.3 --compile"),
 }
+if IS_REAL:
+    CLS["compiled"] = ("bf16", "--mixup 0.2 --color_jitter 0.3 --compile")
 IMAGES, MICRO_STEPS, LEVELS = 4, 2, 2  # of a step of `recipes/det.py`, on one device
 # How many proposals of an image are left; which of them belong to each level; scipy matches queries and boxes on the host.
 _SUPPRESSION = {"models/boxes.py, ops/boxes.py": IMAGES}
@@ -136,22 +137,17 @@ def _place() -> str:
     return ", ".join(dict.fromkeys(places))
 
 
-def command(name: str, recipe: str | Path, precision: str, words: str, folder: Path) -> list[str]:
-    """A case, whose run is in `folder`; `recipe` is a file cls.py or det.py, of this project or a copy."""
-    words = small(f"{_OF[Path(recipe).stem]} {words}".split(), Path(recipe).stem)
-    return [precision, str(recipe), *words, "--output_dir", str(folder / "runs"), "--name", name]
-
-
-def main(cases: Path) -> None:
-    """The runs of a file of [precision, recipe, word, ...]; counted steps go into WAITS.<rank>.json."""
-    results = []
-    for precision, recipe, *words in json.loads(cases.read_text()):
+def main(cases: dict[str, tuple], folder: Path) -> None:
+    """Runs of (recipe, precision, words) by name; a recipe is a file cls.py or det.py. Steps go into WAITS.<rank>.json."""
+    results = {}
+    for name, (recipe, precision, words) in cases.items():
         AcceleratorState._reset_state()  # it would keep the precision of the case before
         os.environ["ACCELERATE_MIXED_PRECISION"] = precision
-        sys.argv = [recipe, *words]
-        results.append(counted_steps(load(Path(recipe)).main))
-    rank = os.environ.get("RANK", "0")
-    cases.with_name(f"WAITS.{rank}.json").write_text(json.dumps(results, indent=2))
+        task = Path(recipe).stem
+        words = f"{_OF[task]} {words} --output_dir {folder} --name {name}"
+        sys.argv = [str(recipe), *small(words.split(), task)]
+        results[name] = counted_steps(load(Path(recipe)).main)
+    (folder / f"WAITS.{os.environ.get('RANK', '0')}.json").write_text(json.dumps(results))
     leave_process_group()
 
 
@@ -176,16 +172,10 @@ def count(gpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("waits")
 
     def run(cases, devices=1):
-        commands = [command(name, recipe, *words, folder) for name, (recipe, *words) in cases.items()]
-        file = folder / "CASES.json"
-        file.write_text(json.dumps(commands))
-        done = gpus.run_main(devices, functools.partial(main, file))
+        done = gpus.run_main(devices, functools.partial(main, cases, folder))
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         ranks = [json.loads((folder / f"WAITS.{rank}.json").read_text()) for rank in range(devices)]
-        return {
-            name: [wait for of_rank in of_ranks for wait in of_rank]
-            for name, *of_ranks in zip(cases, *ranks, strict=True)
-        }
+        return {name: [wait for of_rank in ranks for wait in of_rank[name]] for name in cases}
 
     return run
 

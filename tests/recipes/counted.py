@@ -17,7 +17,6 @@ from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from common.distributed import gradient_compression
 from common.launching import launch
 from tests.harness.several import load
 
@@ -51,7 +50,7 @@ def main() -> None:
     counters.clear()
     torch._dynamo.reset()
     DistributedDataParallelKwargs.register_comm_hook = counting_register
-    gradient_compression.DistributedDataParallelKwargs = partial(DistributedDataParallelKwargs, bucket_cap_mb=1)
+    launch.DistributedDataParallelKwargs = partial(DistributedDataParallelKwargs, bucket_cap_mb=1)
     DDPOptimizer.compile_fn = counting_compile
     cls.main()
     compiled, broken = counters["stats"].get("unique_graphs", 0), list(counters["graph_break"])

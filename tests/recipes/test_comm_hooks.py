@@ -8,8 +8,6 @@ import json
 import numpy as np
 import pytest
 
-from common.config.fields import RunConfig
-from common.distributed.gradient_compression import describe
 from tests.harness.outcomes import Outcome, identical
 
 STEPS, HALF = 12, 6
@@ -60,11 +58,6 @@ def test_half_precision_stays_close_to_gradients_sent_as_they_are(name: str, run
 
 def test_a_resumed_run_has_the_same_bits_with_half_precision(runs: dict[str, Outcome]) -> None:
     assert identical(runs["bf16 resumed"].tensors(), runs["bf16"].tensors())
-
-
-def test_a_process_alone_sends_nothing_and_says_so() -> None:
-    assert describe(RunConfig()) == {}
-    assert "one process sends none" in describe(RunConfig(comm_hook="fp16"))["gradients"]
 
 
 def test_training_compiles_once_for_each_micro_batch_size_and_in_the_parts_that_ddp_sends(runs) -> None:

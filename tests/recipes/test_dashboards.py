@@ -25,7 +25,7 @@ FLAGS = {
 }
 COMMON = "--log_every 1 --checkpoint_every 4 --eval_every 3 --name run --tags a,b --group g --notes n"
 COLUMNS = {
-    "cls": ("train/lr_backbone_min", "train/lr_backbone_max", "train/lr_head"),
+    "cls": ("train/lr_backbone", "train/lr_head"),
     "det": ("train/lr_backbone", "train/lr_head", "train/lr_neck", "train/loss_class", "train/loss_box"),
 }
 PICTURES = {"cls": ("confusion", "mistakes"), "det": ("predictions", "precision_recall", "confusion", "misses")}

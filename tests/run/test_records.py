@@ -52,7 +52,7 @@ def test_custom_numbers_are_in_the_row_and_cannot_replace_the_runs_own(records) 
     kept.log.flush()
     (step, row), *others = kept.log._tracker.rows
     assert (step, row["train/aux"], row["eval/top1"], others) == (2, 1.0, 0.5, [])
-    own = {"step", "train/loss_scale", "perf/gpu_memory_gb", "train/update_ratio", "train/lr_backbone_min"}
+    own = {"step", "train/loss_scale", "perf/gpu_memory_gb", "train/update_ratio", "train/lr_backbone"}
     for name in (row.keys() - {"train/aux"}) | own:
         with pytest.raises(Refused, match=f"^run.log: '?{name}'? is "):
             check_names([name])

@@ -24,7 +24,7 @@ def test_weights_that_are_no_numbers_are_refused_by_name(
     for run, kind, change, said in (
         (trained_classifier, "int8", lambda tensor: tensor.to(torch.int8), "int8"),
         (trained_classifier, "infinite", lambda tensor: tensor / 0, "has numbers that are not finite"),
-        (trained_classifier, "short", lambda tensor: tensor[:1], "with the weights in this folder"),
+        (trained_classifier, "short", lambda tensor: tensor[:1], "can't be made of this folder"),
         (trained_detector, "bool", lambda tensor: tensor > 0, "another detector: 1 tensors differ"),
         (trained_detector, "infinite", lambda tensor: tensor / 0, "has numbers that are not finite"),
     ):

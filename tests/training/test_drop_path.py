@@ -5,34 +5,7 @@ import torch
 from timm.layers import DropPath
 from torch import nn
 
-from common.training.drop_path import convert, draws, layers, set_draws
-
-
-class Block(nn.Module):
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.drop_path = DropPath(rate)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop_path(self.linear(x))
-
-
-def forward(model: nn.Module, positions: np.ndarray) -> torch.Tensor:
-    x = torch.from_numpy(positions).double()[:, None] + torch.arange(4)
-    set_draws(model, draws(positions, seed=3, layers=2))
-    return model(x)
-
-
-def test_a_sample_is_treated_alike_in_every_split() -> None:
-    model, positions = nn.Sequential(Block(0.0), Block(0.4), Block(0.4)).double(), np.arange(1000, 1024)
-    assert convert(model) == layers(model) == 2
-    whole = forward(model, positions)
-    for size in (1, 5, 8):
-        parts = [forward(model, positions[first : first + size]) for first in range(0, 24, size)]
-        assert torch.allclose(torch.cat(parts), whole, rtol=1e-12)
-    backwards = forward(model, positions[::-1].copy())
-    assert torch.allclose(backwards.flip(0), whole, rtol=1e-12)
+from common.training.drop_path import convert, draws, set_draws
 
 
 def test_rate_and_expectation_are_those_of_timm_in_independent_layers() -> None:

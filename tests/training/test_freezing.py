@@ -68,19 +68,6 @@ def test_what_stays_frozen_needs_no_gradient_and_keeps_its_statistics() -> None:
     assert "; 8 of 15 layers are frozen" in batch_norm.describe(model)
 
 
-def test_a_step_is_frozen_alike_whatever_came_before_it() -> None:
-    config = Config(freeze_stages="3", unfreeze_epochs="1,2")
-    model = built(config)
-    freezing = Freezing(config, model, STREAM)
-    modes = {}
-    for step in [*range(12), *reversed(range(12))]:
-        freezing.begin(step)
-        now = tuple(layer.mode for layer in model.step_batch_norms)
-        assert modes.setdefault(step, now) == now
-    assert len(set(modes.values())) == 3
-    assert freezing.describe()["frozen"].endswith("; train later: stage 3 from step 6, stem to stage 2 from step 11")
-
-
 @pytest.mark.parametrize(
     "stages, epochs, told",
     [

@@ -1,11 +1,9 @@
 """A head cut by class computes what plain PyTorch computes of whole weights, on any number of processes."""
 
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -16,10 +14,7 @@ from common.errors import Refused
 from common.training.margin_head import MarginHead
 from common.training.optimizer import clip_gradients, unscale_gradients
 
-CLASSES, FEATURES, BATCH, STEPS = 37, 6, 13, 4
-# Of each world, the sizes of the micro-batches of each rank in every micro-step.
-CUTS = {1: [[13]], 2: [[4, 3], [3, 3]], 3: [[3, 2, 2], [2, 2, 2]]}
-KINDS = [("cosface", 1.0, "adamw"), ("arcface", 1.0, "sgd"), ("cosface", 0.1, "sgd"), ("arcface", 0.1, "adamw")]
+CLASSES, FEATURES, BATCH = 37, 6, 13
 
 
 def body() -> nn.Module:
@@ -36,56 +31,6 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     draws = torch.Generator().manual_seed(step)
     images = torch.randn(BATCH, 5, generator=draws, dtype=torch.float64)
     return images, torch.randint(CLASSES, (BATCH,), generator=draws)
-
-
-def train(kind: str, share: float, name: str) -> tuple[list[float], list[float], list[list]]:
-    """Losses, gradient norms and final weights."""
-    model, cuts = body(), CUTS[world_size()]
-    network = nn.parallel.DistributedDataParallel(model) if world_size() > 1 else model
-    head = head_of(kind, share)
-    groups = [{"params": [*model.parameters()]}, {"params": [head.weight]}]
-    options = {"adamw": {"lr": 1e-2, "fused": True}, "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}}
-    optimizer = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name](groups, **options[name])
-    sizes, found, norms = [size for cut in cuts for size in cut], [], []
-    starts = [sum(sizes[:place]) for place in range(len(sizes))][rank() :: world_size()]
-    spans = [(start, start + cut[rank()]) for start, cut in zip(starts, cuts, strict=True)]
-    for step in range(STEPS):
-        images, labels = batch(step)
-        head.begin(step, torch.cat([labels[low:high] for low, high in spans]), max(sizes), len(cuts))
-        total = torch.zeros((), dtype=torch.float64)
-        for place, (low, high) in enumerate(spans):
-            is_last = place == len(spans) - 1 or world_size() == 1
-            with nullcontext() if is_last else network.no_sync():
-                losses = head(network(images[low:high]), labels[low:high])
-                (losses.sum() * world_size() / BATCH).backward()
-            total += losses.detach().sum()
-        limit, mode = (0.5, "agc") if (kind, name) == ("arcface", "sgd") else (0.5, "norm")
-        norms.append(clip_gradients([*model.parameters(), head.weight], limit, mode).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        if world_size() > 1:
-            dist.all_reduce(total)
-        found.append(total.item() / BATCH)
-    return found, norms, [whole(weight.detach()).tolist() for weight in (*model.parameters(), head.weight)]
-
-
-def rank_trains() -> list:
-    return [train(*kind) for kind in KINDS]
-
-
-def as_tensors(kinds: list) -> list[torch.Tensor]:
-    return [torch.tensor(part).double() for losses, norms, weights in kinds for part in (losses, norms, *weights)]
-
-
-def test_one_process_and_several_make_the_same_steps(processes) -> None:
-    """Unequal shares, two micro-steps, clipping; all classes and a tenth as negatives."""
-    (expected,) = processes.run(rank_trains, ranks=1)
-    for kind, (_, norms, weights) in zip(KINDS, expected, strict=True):
-        moved = torch.tensor(weights[-1]).double() - head_of(*kind[:2]).weight.detach()
-        assert min(norms) > 0.5 and moved.abs().max() > 1e-3, kind
-    for ranks in (2, 3):
-        for found in processes.run(rank_trains, ranks=ranks):
-            torch.testing.assert_close(as_tensors(found), as_tensors(expected), rtol=1e-8, atol=1e-8)
 
 
 def dense_losses(kind: str, embeddings: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -174,15 +174,15 @@ def test_a_folder_that_is_no_whole_model_is_refused_in_one_line(tmp_path: Path) 
 
     folder = tmp_path / "empty"
     folder.mkdir()
-    assert "no config.json there names an architecture of timm" in refusal()
+    assert "a timm model's best/, whole" in refusal()
     folder = tmp_path / "best"
     timm_models.export(build_classifier("test_resnet", len(CLASSES)), CLASSES, {}, False, {}, folder)
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     assert "can't be made" in refusal()
-    for content in ("{", '{"classes": ["dog"], "detector": "fcos"}'):
+    for content in ("{", "[]", '{"classes": ["dog"], "detector": "fcos"}'):
         (folder / "config.json").write_text(content)
-        assert "; a detector is begun with by --init, and --eval_only of its recipe evaluates it" in refusal()
+        assert "a detector goes to --init or --eval_only" in refusal()
     folder = tmp_path / "nowhere"
     assert f"there is no such folder, and a model of the hub is hf-hub:{folder}" in refusal()
 

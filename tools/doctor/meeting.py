@@ -9,8 +9,9 @@ from datetime import timedelta
 import torch
 from torch.distributed import PrefixStore, Store
 
+from common.distributed.environment import parent_command
 from common.errors import Refused
-from common.launching.launch_checks import check_launch, parent_command, processes_asked
+from common.launching.launch_checks import check_launch, processes_asked
 from common.launching.meeting import reach
 from tools.doctor.finding import Finding
 from tools.doctor.interfaces import addresses, said
