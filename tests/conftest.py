@@ -42,7 +42,7 @@ ROOM_OF = {
     "test_accelerate_configs.py": "launching",
     **dict.fromkeys(("test_benchmarks.py", "test_coming_from.py", "test_readme.py"), "tools"),
     **dict.fromkeys(("faults/test_elastic.py", "faults/test_strangers.py", "faults/test_two_nodes.py"), "cluster"),
-    "launching/test_started_by.py": "cluster",
+    **dict.fromkeys(("pretended_gpu/test_two_machines.py", "launching/test_started_by.py"), "cluster"),
 }
 
 
