@@ -251,7 +251,7 @@ class Records:
             "train/lr": self._schedule(report.step - 1),
             "train/grad_norm": report.grad_norm,
             **{f"train/{name}": value for name, value in report.update.items()},
-            **self.progress.pace(self._config.global_batch_size, report.ready),
+            **self.progress.pace(self._config.global_batch_size),
             "data/broken": self.progress.broken,
             **report.logged,
         }
