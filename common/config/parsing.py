@@ -129,9 +129,9 @@ def _read(path: Path) -> dict:
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         folders = path.parent, Path("recipes/presets")
         presets = [str(file) for folder in folders for file in sorted(folder.glob("*.yaml"))]
-        same = next((file for file in presets if Path(file).stem == path.stem), "")
-        near = f"; did you mean {same}?" if same else nearest(str(path), presets)
-        raise Refused(f"--config {path}: {'a folder, not a' if path.is_dir() else 'no such'} file{near}") from None
+        raise Refused(
+            f"--config {path}: {'a folder, not a' if path.is_dir() else 'no such'} file{nearest(str(path), presets)}"
+        ) from None
     except OSError as error:
         raise Refused(f"--config {path}: can't be read: {error.strerror}") from None
     except ValueError as error:
@@ -145,11 +145,11 @@ def _read(path: Path) -> dict:
 
 def _of_file(content: dict, config_class: type, where: str) -> dict[str, Any]:
     """The content of a YAML file as values by field. `where` begins messages."""
-    kinds, recipe = _kinds(config_class), _file_of(config_class)
+    kinds = _kinds(config_class)
     values: dict[str, Any] = {}
     for key, value in content.items():
         if key not in kinds:
-            raise Refused(f"{where}unknown key {key}{hint(str(key), kinds, recipe) or nearest(str(key), kinds)}")
+            raise Refused(f"{where}unknown key {key}{hint(str(key), kinds) or nearest(str(key), kinds)}")
         if isinstance(value, dict | list) or value is None:
             raise Refused(f"{where}{key} must be a single value, not {type(value).__name__}")
         if (kinds[key] is bool) != isinstance(value, bool):
@@ -161,7 +161,7 @@ def _of_file(content: dict, config_class: type, where: str) -> dict[str, Any]:
 
 def _of_words(words: Sequence[str], config_class: type) -> tuple[Path | None, dict[str, Any]]:
     """The file that --config names, and the values by field of all other flags."""
-    kinds, recipe = _kinds(config_class) | {"config": str}, _file_of(config_class)
+    kinds = _kinds(config_class) | {"config": str}
     values: dict[str, Any] = {}
     rest = [*words]
     while rest:
@@ -172,11 +172,11 @@ def _of_words(words: Sequence[str], config_class: type) -> tuple[Path | None, di
             way = "each value stands behind its flag, as in --data FOLDER"
             if assigned or flag.startswith("-"):
                 way = f"a flag begins with two dashes{f': --{name} {value}' if assigned else ''}"
-            raise Refused(f"{word}: is no flag; {way}{hint(name, kinds, recipe)}")
+            raise Refused(f"{word}: is no flag; {way}{hint(name, kinds)}")
         name = flag.removeprefix("--").replace("-", "_")
         switch = name if name in kinds else name.removeprefix("no_")
         if switch not in kinds or (switch != name and kinds[switch] is not bool):
-            near = hint(name, kinds, recipe) or nearest(name, kinds) or "; --help all lists all flags"
+            near = hint(name, kinds) or nearest(name, kinds) or "; --help all lists all flags"
             raise Refused(f"unknown flag {flag}{near}")
         if kinds[switch] is bool:
             if assigned or (rest and rest[0].lower() in ("true", "false", "0", "1")):
@@ -244,8 +244,3 @@ def _kinds(config_class: type) -> dict[str, Any]:
                 'Literal, such as a text of numbers, "8,11"'
             )
     return {field.name: hints[field.name] for field in dataclasses.fields(config_class)}
-
-
-def _file_of(config_class: type) -> Path:
-    """The file of the recipe that defines a configuration."""
-    return Path(getattr(sys.modules[config_class.__module__], "__file__", ""))
