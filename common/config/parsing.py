@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound="DataclassInstance")
 
-_MOST = 2**63 - 1  # the largest integer that torch takes
 _KINDS = {int: "a whole number", float: "a number"}
 
 
@@ -80,8 +79,6 @@ def _checked(config: C) -> C:
         if (low is not None and value < low) or (high is not None and value > high):
             limit = f"at least {low}" if high is None else f"between {low} and {high}"
             raise Refused(f"--{field.name} {value!s:.100}: must be {limit}")
-        if isinstance(value, int) and abs(value) > _MOST:
-            raise Refused(f"--{field.name} {value!s:.100}: must be at most {_MOST}")
         if wrong := field.metadata.get("check") and field.metadata["check"](value):
             raise Refused(f"--{field.name} {value:.100}: {wrong}")
     return config
@@ -126,21 +123,17 @@ def nearest_path(path: Path) -> str:
 def _read(path: Path) -> dict:
     try:
         content = read_yaml(path, SMALL)
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+    except FileNotFoundError:
         folders = path.parent, Path("recipes/presets")
         presets = [str(file) for folder in folders for file in sorted(folder.glob("*.yaml"))]
-        raise Refused(
-            f"--config {path}: {'a folder, not a' if path.is_dir() else 'no such'} file{nearest(str(path), presets)}"
-        ) from None
+        raise Refused(f"--config {path}: no such file{nearest(str(path), presets)}") from None
     except OSError as error:
         raise Refused(f"--config {path}: can't be read: {error.strerror}") from None
     except ValueError as error:
         raise Refused(f"--config {path}: not readable as YAML: {error}") from None
-    if content is None:  # a file with comments only
-        return {}
-    if not isinstance(content, dict):
+    if not isinstance(content, dict | None):
         raise Refused(f"--config {path}: must hold `key: value` lines, found a {type(content).__name__}")
-    return content
+    return content or {}  # None: only comments
 
 
 def _of_file(content: dict, config_class: type, where: str) -> dict[str, Any]:
@@ -168,11 +161,7 @@ def _of_words(words: Sequence[str], config_class: type) -> tuple[Path | None, di
         word = rest.pop(0)
         flag, assigned, value = word.partition("=")
         if not flag.startswith("--"):
-            name = flag.lstrip("-")
-            way = "each value stands behind its flag, as in --data FOLDER"
-            if assigned or flag.startswith("-"):
-                way = f"a flag begins with two dashes{f': --{name} {value}' if assigned else ''}"
-            raise Refused(f"{word}: is no flag; {way}{hint(name, kinds)}")
+            raise Refused(f"{word}: is no flag; flags are given as --FLAG VALUE{hint(flag.lstrip('-'), kinds)}")
         name = flag.removeprefix("--").replace("-", "_")
         switch = name if name in kinds else name.removeprefix("no_")
         if switch not in kinds or (switch != name and kinds[switch] is not bool):
@@ -187,8 +176,6 @@ def _of_words(words: Sequence[str], config_class: type) -> tuple[Path | None, di
             assigned, value = "=", rest.pop(0)
         if not assigned or (name == "config" and not value):
             raise Refused(f"{flag} needs {'the path of a YAML file' if name == 'config' else 'a value'}")
-        if name == "config" and name in values:
-            raise Refused("--config is given twice: name one file and set the rest by flags")
         values[name] = _typed(name, value, kinds[name])
     path = values.pop("config", None)
     return None if path is None else Path(path), values

@@ -23,10 +23,9 @@ Source = dict[str, str]  # name of a file, relative to the folder of the recipe 
 
 
 def started(config: object = None) -> Path | None:
-    """The recipe's file: the script that Python runs, else the file of the module that defines the class of `config`.
+    """The recipe's file: the script that Python runs, else the module that defines the class of `config`; None without both.
 
-    None if there is neither. Raises `Refused` for a `config` whose class is defined in a notebook, where no file tells how the
-    recipe has changed since a checkpoint.
+    Raises `Refused` for a class that is defined in cells of a notebook, whose changes no file would tell.
     """
     if hasattr(sys.modules["__main__"], "__file__") and Path(sys.argv[0]).is_file():
         return Path(sys.argv[0])

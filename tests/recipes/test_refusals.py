@@ -32,9 +32,7 @@ FIRST_DET = "det --data scenes --name boxes --short_sides 64 --long_side 64 --ma
 WORDS = """
 -- words, which the parser refuses
 cls -b 32
-    -b: is no flag; a flag begins with two dashes; here it is --global_batch_size, ...
-cls epochs=10
-    epochs=10: is no flag; a flag begins with two dashes: --epochs 10
+    -b: is no flag; flags are given as --FLAG VALUE; here it is --global_batch_size, ...
 cls --amp
     unknown flag --amp; here it is --mixed_precision bf16 of accelerate launch, before the recipe
 cls --lr 0,001
