@@ -27,6 +27,7 @@ from common.distributed import devices
 from common.distributed.collectives import all_or_none, broadcast_object, gather_objects
 from common.durable import replace_file
 from common.errors import Refused, csv_cell
+from common.run import plots
 from common.run.folder import RunFolder, writing
 from common.run.log import RunLog
 from common.run.progress import Progress
@@ -190,11 +191,8 @@ class Records:
         """See `Run.draw`; on the main process."""
         if self._folder and not self._folder.lost:
             path, began = self._path / "pictures" / f"{name}.png", time.perf_counter()
-            try:
-                function(*arguments, path)
+            if plots.attempt(path, self.log.say, function, *arguments):
                 self.log.pictures(self.progress.step or 1, {name: path})  # the first batch is step 1's
-            except Exception as error:  # a picture is not worth a run
-                self.log.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
             if self.progress.step:  # before that, data workers are starting
                 self._drawing += time.perf_counter() - began
 
@@ -205,7 +203,7 @@ class Records:
             try:
                 csv.writer(text).writerows(map(csv_cell, row) for row in function(*arguments))
                 replace_file(path, text.getvalue().encode())
-            except Exception as error:  # nor is a table
+            except Exception as error:  # a table is not worth a run
                 self.log.say(f"{path} could not be written: {type(error).__name__}: {error}")
 
     def checkpoint(self) -> dict:
