@@ -23,17 +23,20 @@ from common.config.recipe_source import difference, keep, stem
 from common.data.batch_plan import BatchPlan
 from common.data.source import Source
 from common.data.stream import Stream
-from common.distributed import devices
+from common.distributed import devices, sharding
 from common.distributed.collectives import all_or_none, broadcast_object, gather_objects
 from common.durable import replace_file
 from common.errors import Refused, csv_cell
 from common.run import plots
-from common.run.folder import RunFolder, writing
+from common.run.folder import RunFolder, read_json, writing
 from common.run.log import RunLog
 from common.run.progress import Progress
 from common.run.step_reports import StepReport
 from common.run.tracking import Tracker
+from common.training import batch_norm, timm_models
+from common.training import optimizer as optimization
 from common.training.optimizer import Schedule
+from common.training.step import Samples
 
 EXPLODED = 1_000  # a loss that rises by so much in the steps of a dry run is lost
 MOST_DRAWING = 0.02  # of the time of training, for pictures between the first step and the last
@@ -151,7 +154,7 @@ class Records:
             "none" if config.dry_run else config.tracker,
             folder=self._path,
             config=dataclasses.asdict(config) | {f"run/{key}": value for key, value in facts.items()},
-            run_id=folder.read("tracker.json").get("id"),
+            run_id=read_json(self._path / "tracker.json").get("id"),
             rows=rows,
             say=self.log.say,
         )
@@ -258,6 +261,23 @@ class Records:
         if devices.has_streams():
             row["perf/gpu_memory_gb"] = torch.accelerator.max_memory_allocated() / 2**30
         return row
+
+
+def start_rows(config: Any, model: torch.nn.Module, samples: Samples, plan: BatchPlan, steps: int) -> dict[str, str]:
+    """Rows about a run of `steps`; a row without a value is not printed."""
+    stream = samples.stream
+    least = stream.min_epoch_steps
+    longer = f", counted as {steps / least:.1f} of {least} steps each" if stream.extends_epochs else ""
+    return {
+        **timm_models.describe(config.model, model),
+        **samples.describe(),
+        "margin head": str(getattr(model, "margin_head", "")),
+        "batch norm": batch_norm.describe(model),
+        **sharding.describe(model),
+        "batch": str(plan),
+        "learning rate": optimization.describe(config, model),
+        "length": f"{steps:,} steps, {stream.epoch(steps):.1f} epochs{longer}",
+    }
 
 
 def _check_alike(results: Mapping[str, Any]) -> None:

@@ -38,10 +38,9 @@ from common.run import micro_batch, plots
 from common.run.folder import RunFolder, write_status
 from common.run.profiling import Profile
 from common.run.progress import direction_of
-from common.run.records import Records, check_names
+from common.run.records import Records, check_names, start_rows
 from common.run.saving import Saving
 from common.run.shutdown import Shutdown
-from common.run.start_table import start_rows
 from common.run.step_reports import StepReport, StepReports, first_said
 from common.run.tracking import require
 from common.training import batch_norm, exactness
