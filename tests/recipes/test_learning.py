@@ -10,7 +10,6 @@ import pytest
 
 from tests.harness import fashion_mnist
 from tests.harness.debian import require_package
-from tests.harness.imagenet_weights import save_mobilenet_v2
 
 pytestmark = pytest.mark.long
 
@@ -35,16 +34,3 @@ def test_the_preset_of_fashion_mnist_learns_it(learn, tmp_path) -> None:
     flags = ["--config", "recipes/presets/fashion_mnist.yaml", "--data", tmp_path / "clothes", "--epochs", 2]
     last = learn("preset", *flags)
     assert last["eval/count"] == 10_000 and last["eval/ema_top1"] > 0.90
-
-
-def test_a_classifier_with_imagenets_weights_beats_one_from_nothing(learn, tmp_path) -> None:
-    """2,000 small pictures three times over."""
-    require_package(fashion_mnist.PACKAGE)
-    fashion_mnist.save_fashion_mnist(tmp_path / "clothes", 2000)
-    save_mobilenet_v2(tmp_path / "mobilenet_v2")
-    flags = "--split test --image_size 96 --crop_pct 1 --crop_scale 0.7 --hflip 0.5 --batch_norm group --norm_batch_size 16 "
-    flags += "--global_batch_size 32 --lr 1e-3 --warmup_epochs 0.5 --epochs 3 --eval_every 1000"
-    flags = ["--data", tmp_path / "clothes", *flags.split()]
-    with_weights = learn("weights", "--model", tmp_path / "mobilenet_v2", *flags)["eval/top1"]
-    from_nothing = learn("nothing", "--model", "mobilenetv2_100", *flags)["eval/top1"]
-    assert with_weights > 0.75 and with_weights > from_nothing + 0.2

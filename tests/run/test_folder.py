@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import Refused
-from common.run.folder import RunFolder, read_json
+from common.run.folder import RunFolder
 
 
 @pytest.fixture
@@ -68,17 +68,6 @@ def test_a_second_run_is_refused_until_the_first_is_gone_also_if_its_workers_liv
             holder.kill()
             for worker in workers:
                 os.kill(worker, signal.SIGKILL)
-
-
-def test_files_are_replaced_and_read(folder: RunFolder) -> None:
-    assert read_json(folder.path / "summary.json") == {}
-    folder.write("summary.json", {"step": 1})
-    folder.write("summary.json", {"step": 2, "name": "Füße"})
-    assert read_json(folder.path / "summary.json") == {"step": 2, "name": "Füße"}
-    assert sorted(path.name for path in folder.path.iterdir()) == [".lock", "log.txt", "summary.json"]
-    for content in (b"", b"[]", b"\xff\xfe\x00", b"[" * 100_000, b'{"step": '):
-        (folder.path / "summary.json").write_bytes(content)
-        assert read_json(folder.path / "summary.json") == {}, "anything but a JSON object is read as empty"
 
 
 @pytest.mark.parametrize("torn", ["", '{"step": 40, "train/loss": 0.1', "\n", '{"step": 40}', "[" * 100_000])

@@ -151,5 +151,11 @@ def test_too_many_broken_images_in_a_window_stop_the_run_on_any_layout_and_after
             "step 48: 21 of the last 1,024 images could not be read (the last: the-last.png: torn), more than "
             "--max_broken_share 0.02 of each 1,024: mend the data, or raise the limit"
         )
+    assert progress.broken == 61 and progress.broken_files == 61
+    said: list[str] = []
+    for names in (["a", "a"], ["b", "a"]):
+        resumed.count_broken(49, names, config, said.append)
+    assert [line.split()[-1] for line in said] == ["a", "b"], "each is named once"
+    assert (resumed.broken, resumed.broken_files) == (65, 63)
     with pytest.raises(Refused, match="step 2: 1 of the last 4,000 "):
         Progress().count_broken(2, ["x"], RunConfig(global_batch_size=4000, max_broken_share=0.0), print)
