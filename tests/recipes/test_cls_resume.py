@@ -195,16 +195,6 @@ def test_finished_run_started_again_says_so_and_changes_nothing(train, whole, tm
     assert (status["status"], status["step"]) == ("finished", STEPS)
 
 
-def test_finished_run_goes_on_when_it_is_to_be_longer(train, whole, tmp_path):
-    """The change of the schedule is named. test_copies.py compares runs under a constant rate."""
-    shutil.copytree(whole, tmp_path / "cosine")
-    longer = train("cosine", *EVERYTHING, "--max_steps", 18)
-    assert longer.code == 0, longer.stderr
-    assert "its length was 12 steps: the schedule now has 18 steps from the start" in longer.stdout
-    status = read(tmp_path / "cosine", "status.json")
-    assert (status["status"], status["step"], status["cause"]) == ("finished", 18, "")
-
-
 # --- which checkpoint
 
 

@@ -1,0 +1,111 @@
+"""Any value of any field of both recipes' configurations ends in a run that can be planned, or in a refusal of one line.
+
+In process, through the real parser and through what is made of a configuration before a model: thousands of cases in
+seconds. What needs the run itself is in test_refusals.py.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+from common.classification.augmentation import ColorJitter, Mixing
+from common.classification.transforms import EvaluationTransform, TrainingTransform
+from common.config.parsing import identity, parse, short_hash
+from common.data.batch_plan import BatchPlan
+from common.data.stream import Stream
+from common.errors import Refused
+from common.training import timm_models
+from common.training.optimizer import build_optimizer, build_schedule
+from recipes import cls, det
+
+NUMBERS = "nan inf -inf -0.0 0 1 -1 2 0.5 1e-300 5e-324 1e-9 1e300 1e400 1_000 0x10 true ² ٣".split()
+NUMBERS += ["9" * 20, "9" * 5000, str(2**63 - 1), str(2**63), str(-(2**63)), " 1", ""]
+TEXTS = ".. . / -x --help * [.parquet ?.parquet hf-hub:a/b hf-hub: auto never".split()
+TEXTS += "rand-m9 rand-m99999 rand-m9-n0 rand-m9-mstdx augmix-m3-w0 original lion resnet50.x".split()
+TEXTS += "1-2 3-4 5-3 ²-³ 3-99 64,² 640,0 1e-320-1 1e-308,1".split()
+TEXTS += ["1" * 30, f"{'1' * 100}-{'2' * 100}"]
+TEXTS += ["\udcff", "\0", "a\nb", "\x1b[2J", "\u202e"]
+CONFIGS = {"cls": cls.Config, "det": det.Config}
+LABELS = np.arange(90) % 3
+
+
+class Images(list):
+    """As much of a source as a plan needs."""
+
+    labels, classes, multi_label, fresh = LABELS, ("a", "b", "c"), False, False
+    sizes, offsets, crowd = np.full((90, 2), 64), np.arange(91), np.zeros(90, bool)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return timm.create_model("test_vit", num_classes=3)
+
+
+def parsed_by(config_class: type, *words: str):
+    """The configuration of a command line, whose data are x if it names none."""
+    return parse(config_class, ["--data", "x", *words], "x.py")
+
+
+def one_line(call: Callable, *arguments):
+    """What it returns, or None where it is refused, which is said in one line."""
+    try:
+        return call(*arguments)
+    except Refused as refused:
+        assert str(refused).strip() and str(refused).isprintable()
+    return None
+
+
+def plan(config, model) -> None:
+    """Everything that is cheap to make of a configuration."""
+    recipe, images = (det if isinstance(config, det.Config) else cls), Images(range(len(LABELS)))
+    unit = config.norm_batch_size if config.batch_norm == "group" else 1
+    if cut := one_line(BatchPlan, config.global_batch_size, 1, config.max_micro_batch_size, max(1, unit)):
+        assert str(cut) and cut.span(0, cut.micro_steps - 1)[1] <= config.global_batch_size
+    stream = one_line(det.build_stream, config, images) if recipe is det else one_line(Stream.of, config, len(images))
+    if stream and (schedule := one_line(build_schedule, config, stream)):
+        steps = schedule.total_steps
+        assert math.isfinite(stream.epoch(steps)) and stream.positions(steps, (0, 1))[0] >= 0
+        assert all(math.isfinite(schedule(step)) for step in (0, 1, steps // 2, max(0, steps - 1)))
+    if recipe is det:
+        detector = SimpleNamespace(stride=32, pretrained_cfg={"mean": (0.5,) * 3, "std": (0.5,) * 3})
+        *augmentations, _ = one_line(det.build_augmentation, config, detector, torch.device("cpu")) or (None,)
+        for augmentation in augmentations:
+            sizes = augmentation.sizes(np.arange(3), np.array([[64, 48], [1, 1], [89_000_000, 1]]))
+            assert (sizes > 0).all() and (sizes <= 8192).all()
+    if recipe is cls:
+        shown = one_line(timm_models.data_config, model, config.image_size, config.crop_pct)
+        if shown:
+            one_line(TrainingTransform, config, shown)
+            one_line(EvaluationTransform, shown)
+            if config.mixup or config.cutmix:
+                mixing = Mixing(config.seed, config.mixup, config.cutmix, shown["input_size"][1:])
+                assert np.isfinite(mixing.sample(np.arange(4))).all()
+            assert np.isfinite(ColorJitter(config.seed, config.color_jitter).sample(np.arange(4))).all()
+        one_line(cls.class_weights, config.class_weights, LABELS, 3)
+    one_line(build_optimizer, config, model)
+    assert len(short_hash(identity(config))) == 6
+
+
+def flag(field: dataclasses.Field, word: str) -> str:
+    return f"--{field.name}={word}" if field.type is not bool else f"--{'no_' * (len(word) % 2)}{field.name}"
+
+
+@pytest.mark.parametrize("recipe", CONFIGS)
+def test_every_field_takes_or_refuses_every_odd_value(recipe: str, model) -> None:
+    shared, parsed = {field.name for field in dataclasses.fields(cls.Config)} if recipe == "det" else set(), 0
+    own = [field for field in dataclasses.fields(CONFIGS[recipe]) if field.name not in shared]
+    for place, field in enumerate(own):
+        means_much = field.type is str and field.name != "project" and not field.name.endswith("_column")
+        words = NUMBERS if field.type in (int, float) else TEXTS if means_much else TEXTS[::9]
+        for word in words[place % 3 :: 3]:  # a third for each field, for the time that it takes
+            config = one_line(parsed_by, CONFIGS[recipe], flag(field, word))
+            if config and getattr(config, field.name) != field.default:
+                parsed += 1
+                plan(config, model)
+    assert parsed > 25
