@@ -134,6 +134,8 @@ def test_pictures_carry_their_step_and_take_at_most_a_fiftieth_of_the_training(r
     kept.draw("a", lambda path: None)
     (path,) = kept.log._tracker.shown[12].values()
     assert path.name == "a.png"
+    kept.draw("b", lambda path: path.no_such_attribute)
+    assert [*kept.log._tracker.shown[12]] == ["a"], "a picture that could not be drawn is not sent"
     kept.share()  # a start that resumes has drawn nothing and trained nothing
     assert not kept.has_time_to_draw()
 
