@@ -101,7 +101,7 @@ def read_origin(path: str) -> Origin:
         else:
             content = _read(folder / "config.json")
             run = _read(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
-            names = _names(content)
+            names = label_names(content)
         config = run["config"] if run else _own(content)
         if run and not (isinstance(config, dict) and {"name", "step"} <= run.keys()):
             raise ValueError(f"{RUN_FILE} is not as a run writes it")
@@ -167,13 +167,13 @@ def _read(file: Path) -> dict:
     return content
 
 
-def _names(content: dict) -> Sequence[str]:
-    """Class names in a config.json of timm, transformers or a detector's `best/`; none if two are the same."""
+def label_names(content: Mapping) -> list[str]:
+    """Class names, by class id, in a configuration of timm, transformers or a detector; empty if it has none, or two alike."""
     own = content.get("pretrained_cfg") or {}
     names = content.get("label_names") or own.get("label_names") or content.get("classes") or content.get("id2label")
-    if isinstance(names, dict):
-        names = [names.get(str(number)) for number in range(len(names))]
-    return names if names and None not in names and len(set(names)) == len(names) else ()
+    if isinstance(names, Mapping):
+        names = [names.get(number, names.get(str(number))) for number in range(len(names))]
+    return [*names] if names and None not in names and len(set(names)) == len(names) else []
 
 
 def _own(content: dict) -> dict:

@@ -9,43 +9,47 @@ import contextlib
 import difflib
 import functools
 import hashlib
-import inspect
 import sys
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
 from common.durable import make_folder, replace_file
+from common.errors import Refused
 
 FOLDER = "source"  # in a run folder: the source of the run's newest start
-_NO_FILE = "notebook"  # stem of a recipe that is defined in a notebook
 _LINES, _WIDTH = 12, 120  # limits of a difference that is shown
 
 Source = dict[str, str]  # name of a file, relative to the folder of the recipe -> its text
 
 
 def started(config: object = None) -> Path | None:
-    """The recipe's file: the script that Python runs, else the file of the module that defines the class of `config`.
+    """The recipe's file: the script that Python runs, else the module that defines the class of `config`; None without both.
 
-    None if a notebook defines it.
+    Raises `Refused` for a class that is defined in cells of a notebook, whose changes no file would tell.
     """
     if hasattr(sys.modules["__main__"], "__file__") and Path(sys.argv[0]).is_file():
         return Path(sys.argv[0])
     file = getattr(sys.modules.get(type(config).__module__), "__file__", None) or ""
-    return Path(file) if Path(file).is_file() else None
+    if Path(file).is_file():
+        return Path(file)
+    if config is not None:
+        raise Refused(
+            "a recipe is a file: begin its cell with %%writefile mine.py, and start the main of `import mine`"
+        )
+    return None
 
 
 def stem(config: object = None) -> str:
     """The recipe's name, from which run names are made: `hard` for hard.py."""
     file = started(config)
-    return file.stem if file else _NO_FILE
+    return file.stem if file else ""
 
 
 def read(config: object = None) -> Source:
     """The recipe's source, its main file first. Each file is read once, when this module is imported."""
     file = started(config)
     if not file:
-        return {f"{_NO_FILE}.py": _typed()}
+        return {}
     file = file.resolve()
     folder, names = file.parent, [file.name]
     for name in names:  # grows in the loop
@@ -100,18 +104,6 @@ def keep(source: Source, run: Path) -> None:
     for name, text in source.items():
         make_folder((run / FOLDER / name).parent)
         replace_file(run / FOLDER / name, text.encode())
-
-
-def _typed() -> str:
-    """The source of the functions and methods that are defined in a notebook."""
-    own = [value for value in vars(sys.modules["__main__"]).values() if getattr(value, "__module__", "") == "__main__"]
-    functions = [value for value in own if inspect.isfunction(value)]
-    functions += [value for kind in own if inspect.isclass(kind) for value in vars(kind).values()]
-    texts = []
-    for function in filter(inspect.isfunction, functions):
-        with contextlib.suppress(OSError, TypeError):
-            texts.append(textwrap.dedent(inspect.getsource(function)))
-    return "\n".join(texts)
 
 
 def _plain(text: str) -> str:

@@ -29,7 +29,7 @@ def environment(precision: str, device: torch.device, config: object = None) -> 
     return {
         "command": shlex.join(sys.argv),
         "launch": _launch_command(),
-        "recipe": str(recipe.resolve()) if recipe else "a notebook",
+        "recipe": str(recipe.resolve()) if recipe else None,
         "source": recipe_source.digests(recipe_source.read(config)),
         "commit": _commit(recipe.resolve()) if recipe else None,
         "python": platform.python_version(),

@@ -13,7 +13,9 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator
@@ -31,6 +33,7 @@ from common.durable import make_folder, remove, replace_folder, sync_folder
 from common.errors import Refused
 from common.files import as_json
 from common.launching import launch
+from common.run import plots
 from common.run.folder import write_json
 
 
@@ -125,7 +128,7 @@ def report(config, origin: Origin, val: Source, results: dict, details: Mapping,
             try:
                 remove(draft)
                 make_folder(draft)
-                draw(Pictures(draft))
+                draw(SimpleNamespace(draw=partial(_draw, draft / "pictures")))
                 details = by_name(dict(details), val.classes)
                 write_json(draft / "results.json", {"evaluated": evaluated} | printed | details)
                 sync_folder(draft)
@@ -137,19 +140,8 @@ def report(config, origin: Origin, val: Source, results: dict, details: Mapping,
     launch.say(json.dumps(as_json({"eval_only": config.eval_only} | printed), allow_nan=False))
 
 
-class Pictures:
-    """Draws `pictures/` of a report."""
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-
-    def draw(self, name: str, function: Callable, *arguments) -> None:
-        """Draw `pictures/<name>.png` by `function(*arguments, path)`; a failure is logged."""
-        path = self._folder / "pictures" / f"{name}.png"
-        try:
-            function(*arguments, path)
-        except Exception as error:  # a picture is not worth the numbers
-            launch.say(f"{path.name} could not be drawn: {type(error).__name__}: {error}")
+def _draw(folder: Path, name: str, function: Callable, *arguments) -> None:
+    plots.attempt(folder / f"{name}.png", launch.say, function, *arguments)
 
 
 def _word(text: str) -> str:

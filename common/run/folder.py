@@ -82,10 +82,6 @@ class RunFolder:
         self.check()
         write_json(self.path / name, content)
 
-    def read(self, name: str) -> dict:
-        """A JSON object that `write` wrote; {} if it is missing or damaged."""
-        return read_json(self.path / name)
-
     def status(self, status: str, step: int, cause: str = "") -> None:
         """Write status.json. `status` is running, finished, resumable or failed; running without a process means killed."""
         self.check()

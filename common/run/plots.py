@@ -125,6 +125,16 @@ def confusion(matrix: Any, class_names: Sequence[str], path: Path, headline: str
     save(figure, path)
 
 
+def attempt(path: Path, say: Callable[[str], None], function: Callable, *arguments) -> bool:
+    """Draw `path` by `function(*arguments, path)`. False if that failed, which is logged: a picture is not worth a run."""
+    try:
+        function(*arguments, path)
+    except Exception as error:
+        say(f"{path} could not be drawn: {type(error).__name__}: {error}")
+        return False
+    return True
+
+
 def run_of(path: Path) -> str:
     """The run's name, from the path of a plot: `runs/<name>/pictures/...`."""
     return Path(path).resolve().parent.parent.name
@@ -233,8 +243,6 @@ def short(name: Any, limit: int, path: bool = False) -> str:
         head, tail = (head[:-1], tail) if breadth(head) > breadth(tail) else (head, tail[1:])
     if head + tail != name:
         name = f"{head}…{tail[max(0, tail.find('/')) :] if path else tail}"
-    if any(unicodedata.bidirectional(letter) in ("R", "AL") for letter in name):
-        return f"\u200e{name}\u200e"  # keeps the text before and after it in place
     return name
 
 

@@ -8,7 +8,7 @@ from torch.profiler import profile, schedule
 
 from common.config.fields import steps_between
 from common.distributed import watchdog
-from common.distributed.collectives import gather_objects, rank, world_size
+from common.distributed.collectives import rank, world_size
 from common.errors import Refused
 
 
@@ -21,7 +21,7 @@ class Profile:
 
     def __init__(self, steps: str, done: int, total_steps: int, run: Path, say: Callable[[str], None]):
         first, self._last = steps_between(steps) or (0, 0)
-        self._folder, self._say, self._failure = run / "profile", say, ""
+        self._folder, self._say, self._failed = run / "profile", say, False
         self._first = max(first, done + 1)
         self._profiler: profile | None = None
         if self._last > total_steps:
@@ -40,15 +40,13 @@ class Profile:
             self._profiler.step()
 
     def after(self, step: int, ends: bool = False) -> None:
-        """Must be called after each step, and with `ends` after the loop. A collective if it writes the trace."""
+        """Must be called after each step, and with `ends` after the loop."""
         if not self._profiler or not (step == self._last or ends):
             return
         watchdog.note("writing the profile")
         self._profiler.stop()
         self._profiler = None
-        if failures := [*filter(None, gather_objects(self._failure))]:
-            self._say(f"the profile is incomplete: {'; '.join(failures[:3])}")
-        elif step >= self._first:
+        if step >= self._first and not self._failed:
             where = self._folder / f"steps_{self._first}-{self._last}_rank{'*' if world_size() > 1 else 0}.json.gz"
             self._say(f"profile: {where} opens in ui.perfetto.dev or chrome://tracing")
 
@@ -59,4 +57,5 @@ class Profile:
             self._folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(path))
         except Exception as error:  # a failed profile must not end the run
-            self._failure = f"rank {rank()}: {type(error).__name__}: {error}"
+            self._failed = True
+            self._say(f"the profile could not be written: {type(error).__name__}: {error}")

@@ -23,16 +23,20 @@ from common.config.recipe_source import difference, keep, stem
 from common.data.batch_plan import BatchPlan
 from common.data.source import Source
 from common.data.stream import Stream
-from common.distributed import devices
+from common.distributed import devices, sharding
 from common.distributed.collectives import all_or_none, broadcast_object, gather_objects
 from common.durable import replace_file
 from common.errors import Refused, csv_cell
-from common.run.folder import RunFolder, writing
+from common.run import plots
+from common.run.folder import RunFolder, read_json, writing
 from common.run.log import RunLog
 from common.run.progress import Progress
 from common.run.step_reports import StepReport
 from common.run.tracking import Tracker
+from common.training import batch_norm, timm_models
+from common.training import optimizer as optimization
 from common.training.optimizer import Schedule
+from common.training.step import Samples
 
 EXPLODED = 1_000  # a loss that rises by so much in the steps of a dry run is lost
 MOST_DRAWING = 0.02  # of the time of training, for pictures between the first step and the last
@@ -150,7 +154,7 @@ class Records:
             "none" if config.dry_run else config.tracker,
             folder=self._path,
             config=dataclasses.asdict(config) | {f"run/{key}": value for key, value in facts.items()},
-            run_id=folder.read("tracker.json").get("id"),
+            run_id=read_json(self._path / "tracker.json").get("id"),
             rows=rows,
             say=self.log.say,
         )
@@ -190,11 +194,8 @@ class Records:
         """See `Run.draw`; on the main process."""
         if self._folder and not self._folder.lost:
             path, began = self._path / "pictures" / f"{name}.png", time.perf_counter()
-            try:
-                function(*arguments, path)
+            if plots.attempt(path, self.log.say, function, *arguments):
                 self.log.pictures(self.progress.step or 1, {name: path})  # the first batch is step 1's
-            except Exception as error:  # a picture is not worth a run
-                self.log.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
             if self.progress.step:  # before that, data workers are starting
                 self._drawing += time.perf_counter() - began
 
@@ -205,7 +206,7 @@ class Records:
             try:
                 csv.writer(text).writerows(map(csv_cell, row) for row in function(*arguments))
                 replace_file(path, text.getvalue().encode())
-            except Exception as error:  # nor is a table
+            except Exception as error:  # a table is not worth a run
                 self.log.say(f"{path} could not be written: {type(error).__name__}: {error}")
 
     def checkpoint(self) -> dict:
@@ -251,7 +252,7 @@ class Records:
             "train/lr": self._schedule(report.step - 1),
             "train/grad_norm": report.grad_norm,
             **{f"train/{name}": value for name, value in report.update.items()},
-            **self.progress.pace(self._config.global_batch_size, report.ready),
+            **self.progress.pace(self._config.global_batch_size),
             "data/broken": self.progress.broken,
             **report.logged,
         }
@@ -260,6 +261,23 @@ class Records:
         if devices.has_streams():
             row["perf/gpu_memory_gb"] = torch.accelerator.max_memory_allocated() / 2**30
         return row
+
+
+def start_rows(config: Any, model: torch.nn.Module, samples: Samples, plan: BatchPlan, steps: int) -> dict[str, str]:
+    """Rows about a run of `steps`; a row without a value is not printed."""
+    stream = samples.stream
+    least = stream.min_epoch_steps
+    longer = f", counted as {steps / least:.1f} of {least} steps each" if stream.extends_epochs else ""
+    return {
+        **timm_models.describe(config.model, model),
+        **samples.describe(),
+        "margin head": str(getattr(model, "margin_head", "")),
+        "batch norm": batch_norm.describe(model),
+        **sharding.describe(model),
+        "batch": str(plan),
+        "learning rate": optimization.describe(config, model),
+        "length": f"{steps:,} steps, {stream.epoch(steps):.1f} epochs{longer}",
+    }
 
 
 def _check_alike(results: Mapping[str, Any]) -> None:

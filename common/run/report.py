@@ -5,7 +5,6 @@ that names of classes and files can't become markup.
 """
 
 import base64
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,8 @@ _CAPTIONS = {
     "mistakes": "most confident mistakes",
     "misses": "missed objects and false detections",
 }
-_MOST_CLASSES = 1_000  # rows of the table of classes; of more, those with the lowest value
 _MOST_MESSAGES = 300  # lines of the log
-_MOST, _LARGE = 2**27, 300_000  # bytes of a picture that is read; that is stored again as JPEG, at most so wide:
-_WIDEST, _QUALITY = 1600, 85
+_MOST = 2**27  # bytes of a picture
 
 Part = dict[str, Any]  # of the page, see report.jinja: title, notes, facts, head and rows of a table, pictures, texts
 
@@ -92,16 +89,11 @@ def _head(run: PastRun) -> Part:
             facts.append((f"{which} {display_name(run.leading)}, step {run.step_of(which):,}", figure))
     of = {key: finite(value) for key, value in run.summary.items()}
     if of.get("step"):
-        facts.append(("length", f"{of['step']:,.0f} steps, {of.get('epoch') or 0:.1f} epochs"))
-        facts.append(
-            ("training", f"{duration(of.get('train_seconds'))}, {of.get('images_per_second') or 0:,.0f} images/s")
-        )
-    if of.get("broken_draws"):
-        facts.append(
-            ("broken images", f"{of.get('broken_files') or 'many'} in training, drawn {of['broken_draws']:,} times")
-        )
-    if of.get("skipped_steps"):
-        facts.append(("skipped steps", f"{of['skipped_steps']:,}, after an overflow in fp16"))
+        pace = f"{duration(of.get('train_seconds'))}, {of.get('images_per_second') or 0:,.0f} images/s"
+        facts.append(("training", f"{of['step']:,.0f} steps, {of.get('epoch') or 0:.1f} epochs, {pace}"))
+    facts += [
+        (key.replace("_", " "), of[key]) for key in ("broken_files", "broken_draws", "skipped_steps") if of.get(key)
+    ]
     return {"facts": facts}
 
 
@@ -139,12 +131,11 @@ def _classes(run: PastRun) -> Part:
         return {}
     ordered = sorted(columns, key=lambda key: key != "per_class")
     first = columns[ordered[0]]
-    names = sorted(first, key=lambda name: first[name] if first[name] is not None else 2)[:_MOST_CLASSES]
+    names = sorted(first, key=lambda name: first[name] if first[name] is not None else 2)
     leading = "AP" if "AP" in run.results else "F1" if "f1" in run.results else "accuracy"
-    left_out = f" The {len(names):,} lowest of {len(first):,} classes." * (len(first) > len(names))
     return {
         "title": "Classes",
-        "notes": [f"Of the best model, on the validation data; the lowest come first.{left_out}"],
+        "notes": ["Of the best model, on the validation data; the lowest come first."],
         "head": ["class", *(leading if key == "per_class" else key.replace("_", " ") for key in ordered)],
         "rows": [(name, *(in_words(columns[key].get(name)) for key in ordered)) for name in names],
     }
@@ -156,7 +147,7 @@ def _pictures(run: PastRun) -> Part:
     for name in sorted(found, key=lambda name: [*_CAPTIONS, name].index(name)):
         try:
             pictures.append(_picture(found[name], _CAPTIONS.get(name, name.replace("_", " "))))
-        except (OSError, ValueError) as error:
+        except OSError as error:
             notes.append(f"{found[name].name}: can't be shown: {error}")
     return {"title": "Pictures", "notes": notes, "pictures": pictures} if found else {}
 
@@ -182,17 +173,7 @@ def _environment(run: PastRun) -> Part:
 _PARTS = (_head, _curves, _results, _classes, _pictures, _messages, _repeat, _environment)
 
 
-def _picture(path: Path, caption: str) -> dict[str, Any]:
+def _picture(path: Path, caption: str) -> dict[str, str]:
     """The picture with its content as a URL. Raises OSError if it can't be read."""
-    from PIL import Image
-
-    content, kind = read_bytes(path, _MOST), "png"
-    image: Image.Image = Image.open(io.BytesIO(content))
-    if len(content) > _LARGE:
-        stored = io.BytesIO()
-        image = image.convert("RGB")
-        image.thumbnail((_WIDEST, 10 * _WIDEST))
-        image.save(stored, "jpeg", quality=_QUALITY)
-        content, kind = stored.getvalue(), "jpeg"
-    source = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
-    return {"source": source, "caption": caption, "width": image.width, "height": image.height}
+    content = base64.b64encode(read_bytes(path, _MOST)).decode()
+    return {"source": f"data:image/png;base64,{content}", "caption": caption}

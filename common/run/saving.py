@@ -16,7 +16,7 @@ from common.config.recipe_source import Source
 from common.distributed.collectives import broadcast_object
 from common.errors import Refused
 from common.run.best import Best
-from common.run.folder import RunFolder
+from common.run.folder import RunFolder, read_json
 from common.run.progress import Progress
 from common.run.records import Records
 
@@ -44,7 +44,7 @@ class Saving:
         if not found:
             return None
         nothing = {"status": "", "step": 0, "cause": ""}
-        said = broadcast_object(nothing | self._folder.read("status.json") if self._folder else None)
+        said = broadcast_object(nothing | read_json(self._path / "status.json") if self._folder else None)
         with records.writing(f"loading {found.path}"):
             state.check(found.shapes(), str(found.path))
             try:
@@ -104,5 +104,5 @@ class Saving:
         self._checkpoints.save(record, files)
         best.place()
         self._records.log.summary(summary)
-        if folder.read("status.json").get("status") == "running":  # no rank has written why it failed
+        if read_json(self._path / "status.json").get("status") == "running":  # no rank has written why it failed
             folder.status("running", record["step"])

@@ -94,7 +94,7 @@ class Shutdown:
             if self._in_order:
                 self._records.draw("curves", plots.curves, self._path)
             where = self._log.close(int(status == "failed"), patience=30.0 if status == "finished" else 5.0)
-            if status != "resumable" or not self._folder.read("status.json").get("cause"):  # why a rank was lost
+            if status != "resumable" or not read_json(self._path / "status.json").get("cause"):  # why a rank was lost
                 self._folder.status(status, progress.step, cause)
             if status == "failed":
                 self._folder.log(f"failed at step {progress.step}: {cause}")

@@ -4,7 +4,7 @@ import copy
 import json
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import nn
 
 from common.checkpoints.resume import check_weights
 from common.checkpoints.state import Tensors
-from common.config.origin import by_name, places_of, some
+from common.config.origin import by_name, label_names, places_of, some
 from common.config.parsing import nearest
 from common.data.images import MAX_PIXELS
 from common.distributed.collectives import is_main
@@ -73,14 +73,6 @@ def build_classifier(
     if names and not known and not fresh:
         model.begins_with += ", its head as it is: it does not name its classes"
     return model
-
-
-def label_names(content: Mapping) -> list[str]:
-    """The class names in a configuration, by class id; empty if it has none or two are the same."""
-    names = content.get("label_names") or ()
-    if isinstance(names, Mapping):
-        names = [names.get(number, names.get(str(number))) for number in range(len(names))]
-    return [*names] if None not in names and len(set(names)) == len(names) else []
 
 
 def begins_with(taken: int, everything: int, source: str, fresh: Sequence[str], classes: Sequence[str]) -> str:

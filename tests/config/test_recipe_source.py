@@ -1,6 +1,5 @@
 """A recipe's source is its file and its own modules; comments and formatting do not change it."""
 
-import linecache
 import sys
 import types
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.config import recipe_source
+from common.errors import Refused
 
 pytestmark = pytest.mark.smoke
 LOSS = '''"""A loss."""
@@ -79,15 +79,8 @@ def test_other_code_is_shown_in_a_few_lines() -> None:
     assert recipe_source.difference({"hard.py": "%matplotlib"}, {"hard.py": "%matplotlib inline"})
 
 
-def test_a_notebook_has_the_source_of_its_functions(monkeypatch) -> None:
-    def typed(cell: str) -> recipe_source.Source:
-        notebook, lines = types.ModuleType("__main__"), cell.splitlines(keepends=True)
-        linecache.cache["<cell>"] = len(cell), None, lines, "<cell>"
-        exec(compile(cell, "<cell>", "exec"), vars(notebook))
-        monkeypatch.setitem(sys.modules, "__main__", notebook)
-        return recipe_source.read()
-
-    assert recipe_source.difference(typed(LOSS), typed(f"# another cell\n{LOSS}")) == []
-    assert "+    return losses" in recipe_source.difference(typed(LOSS), typed("def mean(losses):\n    return losses"))
-    assert recipe_source.stem() == "notebook" and recipe_source.started() is None
-    assert recipe_source.started(linecache.cache) is None and recipe_source.started(Path()).name == "pathlib.py"
+def test_a_recipe_is_the_module_of_its_configuration_and_cells_of_a_notebook_are_refused(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    assert recipe_source.started(Path()).name == "pathlib.py"
+    with pytest.raises(Refused, match="a recipe is a file"):
+        recipe_source.read({})

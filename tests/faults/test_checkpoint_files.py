@@ -55,20 +55,6 @@ def killed(forks, data, tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_flipped_bit_costs_the_steps_since_the_checkpoint_before(forks, data, whole, killed, tmp_path):
-    """The damaged checkpoint is replaced. test_store.py has each damage to each file."""
-    folder = tmp_path / "run"
-    shutil.copytree(killed, folder)
-    file = folder / "checkpoints/step_00000008/optimizer.safetensors"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    ended = train(forks, data, folder)
-    assert ended.code == 0, ended
-    assert "step_00000008 is damaged" in ended.stdout and "resuming from step 4 of 12" in ended.stdout, ended.stdout
-    assert_same_run(folder, whole)
-
-
 # --- a disk that takes no more while training goes on
 
 

@@ -132,37 +132,6 @@ def test_all_machines_stop_where_none_can_go_on(nodes, start, tmp_path, asked):
 
 @pytest.mark.long
 @pytest.mark.alone
-def test_torchrun_and_its_own_environment_do_as_well(nodes, tmp_path):
-    """On one machine torchrun, on the other `accelerate launch` with torchrun's variables; they lose one, and take it back."""
-    first, second = nodes(2)
-    (recipe := tmp_path / "cls_paced.py").write_text(PACED)
-    words = (recipe, *WORDS, "--output_dir", tmp_path, "--name", "run")
-    options = {"NNODES": "1:2", "RDZV_ENDPOINT": f"{first.address}:29501", "RDZV_ID": "run", "RDZV_CONF": LEAST_ONE}
-    env = {"CUDA_VISIBLE_DEVICES": "-1"} | {f"PET_{name}": value for name, value in options.items()}
-    both = ["--rdzv_backend", "machines", "--max_restarts", 3]
-    flags = ["--multi_gpu", "--num_machines", 1, "--num_processes", 2, "--main_process_port", 0]
-    flags += ["--mixed_precision", "no", "--dynamo_backend", "no"]
-
-    def start(node: Node) -> Started:
-        if node is first:
-            return node.start_python("-m", "torch.distributed.run", "--nproc_per_node", 1, *both, *words, env=env)
-        return node.start_python("-m", "accelerate.commands.launch", *flags, *both, *words, env=env)
-
-    run = Watched(tmp_path / "run", [start(first), start(second)])
-    run.until(lambda: run.step() >= 12 and run.world_size() == 3, "both train")
-    with goes_on(run, "a machine lost", machines=1):
-        second.kill()
-        run.started.pop().finish()
-    run.started.append(start(second))
-    run.until(lambda: run.world_size() == 3, "it is taken back")
-    done = [each.finish() for each in run.started]
-    assert [each.returncode for each in done] == [0, 0], done
-    rows = Outcome(folder=tmp_path / "run").rows
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-
-
-@pytest.mark.long
-@pytest.mark.alone
 @pytest.mark.parametrize("flags", [(), ELASTIC], ids=["fixed", "elastic"])
 def test_a_machine_whose_cable_is_out_is_noticed_by_its_silence(nodes, start, tmp_path, flags):
     """No connection ends, so that no process notices: its launcher's heartbeats are missing."""

@@ -172,7 +172,7 @@ CASES = {  # the fault on rank 1, words of the command, the message of that proc
     ),
     "not a number": (
         make_a_loss_nan,
-        (),
+        ("--checkpoint_every", 1),
         "cls.py: step 3: the loss of the samples at positions 66, 67, 68, 69, 70, 71 is not finite",
         "step 3: the loss of the samples at positions 66, 67, 68, 69, 70, 71 is not finite",
     ),
@@ -201,6 +201,8 @@ def test_a_failure_of_one_process_ends_all_at_once_and_is_the_cause(forks, tmp_p
         assert said in (second.stderr if first.code == 1 else first.stderr), (name, ended)
         assert status(tmp_path / name)["status"] == "failed"
         assert status(tmp_path / name)["cause"].startswith(cause), (name, first.stderr)
+        if name == "not a number":
+            assert max(path.name for path in (tmp_path / name / "checkpoints").glob("step_*")) < "step_00000003"
         if first.code == 1:
             host = os.uname().nodename
             assert f"on rank 1 ({host})" in second.stderr and "Traceback" not in first.stderr

@@ -50,6 +50,7 @@ def finish(started: Sequence[Started]) -> list[subprocess.CompletedProcess[str]]
     return [each.finish() for each in started]
 
 
+@pytest.mark.long
 def test_machines_whose_clocks_differ_start_together(nodes, tmp_path):
     """As many processes as asked for, never fewer."""
     require_package("libfaketime")
@@ -157,18 +158,3 @@ def test_a_process_that_can_not_start_ends_the_launchers_of_all_machines(nodes, 
     assert done[1].stderr == "cls.py: unknown flag --no_such_flag; --help all lists all flags\n"
     assert re.fullmatch(f"{first.name}: the launcher of another machine has given up, .*\n", done[0].stderr), done[0]
     assert time.monotonic() - began < START_S
-
-
-@pytest.mark.long
-def test_the_address_may_come_from_the_environment_and_the_number_of_a_machine_from_anywhere(nodes, tmp_path):
-    """Numbers of machines mean nothing: both are called the second, and the one that has the address is the first.
-
-    The address is a name, which on its own machine is a loopback.
-    """
-    first, second = nodes(2)
-    words = (*WORDS, "--output_dir", tmp_path, "--name", "run", "--max_steps", 2)
-    env, flags = {"MASTER_ADDR": second.name, "MASTER_PORT": "30001"}, ["--machine_rank", 1]
-    started = [node.start("2node_cpu", "recipes/cls.py", *words, flags=flags, env=env) for node in (first, second)]
-    done = finish(started)
-    assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
-    assert "processes on 2 nodes" in done[1].stdout and not done[0].stdout

@@ -25,7 +25,6 @@ from common.distributed.collectives import gather_objects, leave_process_group
 from common.errors import Refused
 from common.launching.exit_codes import EXIT_FOLDER
 from common.run import plots
-from common.run.eval_only import Pictures
 from common.run.records import Records
 
 
@@ -52,7 +51,7 @@ def run(main: Callable[[], None]) -> tuple[str, str]:
 
 def draw_nothing() -> None:
     """Which takes longer than a small run."""
-    Records.draw = Pictures.draw = plots.curves = lambda *_: None
+    Records.draw = plots.attempt = plots.curves = lambda *_: None
 
 
 def main(recipe: Path, cases: Path, pictures: bool) -> None:

@@ -10,11 +10,9 @@ import os
 import re
 import shutil
 import signal
-import threading
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from common.checkpoints.store import Damaged, verify
 from tests.harness.drawings import draw_stripes
@@ -64,26 +62,6 @@ def train(forks, images, tmp_path):
         return forks(*command, before=before, **options)
 
     return run
-
-
-def _write_only_while_training_goes_on() -> None:
-    """Each checkpoint but the last is held up until two more steps are done."""
-    from common.checkpoints.store import Checkpoints
-
-    done, save, newest = threading.Condition(), Checkpoints.save, [0]
-
-    def save_late(checkpoints: Checkpoints, record: dict, files: dict) -> Path:
-        with done:
-            assert done.wait_for(lambda: newest[-1] >= min(STEPS, record["step"] + 2), timeout=60), "training waits"
-        return save(checkpoints, record, files)
-
-    def tell(run) -> None:
-        with done:
-            newest.append(run.step)
-            done.notify_all()
-
-    Checkpoints.save = save_late
-    after_step(tell, once_written=False)
 
 
 def _interrupt_at_step(step: int, times: int = 1) -> None:
@@ -202,17 +180,6 @@ def test_ctrl_c_saves_within_two_steps_and_twice_ends_at_once(train, whole, tmp_
     assert_same_run(folder, whole)
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(train, whole, tmp_path):
-    """And the checkpoint holds the step that it is of, not those made meanwhile."""
-    late = train("late", *EVERYTHING, before=_write_only_while_training_goes_on)
-    assert late.code == 0, late.stderr
-    assert_same_run(tmp_path / "late", whole)
-    assert checkpoints(tmp_path / "late") == ["step_00000004", "step_00000008", "step_00000012"]
-    for name in checkpoints(tmp_path / "late"):
-        for path in (tmp_path / "late/checkpoints" / name).glob("*.safetensors"):
-            assert identical(load_file(path), load_file(whole / "checkpoints" / name / path.name)), path
-
-
 # --- finished
 
 
@@ -226,16 +193,6 @@ def test_finished_run_started_again_says_so_and_changes_nothing(train, whole, tm
     assert content(tmp_path / "run") == before
     status = read(tmp_path / "run", "status.json")
     assert (status["status"], status["step"]) == ("finished", STEPS)
-
-
-def test_finished_run_goes_on_when_it_is_to_be_longer(train, whole, tmp_path):
-    """The change of the schedule is named. test_copies.py compares runs under a constant rate."""
-    shutil.copytree(whole, tmp_path / "cosine")
-    longer = train("cosine", *EVERYTHING, "--max_steps", 18)
-    assert longer.code == 0, longer.stderr
-    assert "its length was 12 steps: the schedule now has 18 steps from the start" in longer.stdout
-    status = read(tmp_path / "cosine", "status.json")
-    assert (status["status"], status["step"], status["cause"]) == ("finished", 18, "")
 
 
 # --- which checkpoint

@@ -12,9 +12,9 @@ from common.config.parsing import parse
 from common.errors import Refused
 
 
-@pytest.mark.parametrize("text", ["x", "9-3", "0-3", "3-4-5", "1-101"])
+@pytest.mark.parametrize("text", ["x", "9-3", "0-3", "3-4-5"])
 def test_steps_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(Refused, match=rf"^--profile {text}: .*(must be FIRST-LAST|more than 100 steps)"):
+    with pytest.raises(Refused, match=rf"^--profile {text}: .*must be FIRST-LAST"):
         parse(RunConfig, [f"--profile={text}"])
 
 
@@ -47,7 +47,7 @@ def test_steps_beyond_the_end_are_refused_and_those_made_before_are_told(run_sev
     outcomes = run_several(1, cases)
     assert outcomes["obstructed"].outcome == "ok"
     said = outcomes["obstructed"].stdout
-    assert re.search(r"^the profile is incomplete: rank 0: FileExistsError: ", said, re.MULTILINE)
+    assert re.search(r"^the profile could not be written: FileExistsError: ", said, re.MULTILINE)
     assert outcomes["beyond"].outcome == "refused" and not outcomes["beyond"].folder.exists()
     assert outcomes["beyond"].text == "--profile 5-13: the run ends with step 12; name steps up to that one"
     assert re.search(r"^profile: .*/steps_1-1_rank0", outcomes["one"].stdout, re.MULTILINE)

@@ -1,9 +1,6 @@
 """Both recipes train on shards as on files: on any layout, from a disk or a web server, also resumed."""
 
 import json
-import os
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -165,28 +162,3 @@ def test_a_signature_in_the_environment_reaches_the_server_and_stands_nowhere_el
             assert "s3cr3t" not in outcome.text + outcome.stdout
             files = [file for file in outcome.folder.rglob("*") if file.is_file()]
             assert not [file for file in files if b"s3cr3t" in file.read_bytes()]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks, workers", [(5, 0), (7, 3)])
-def test_shards_train_the_same_on_many_processes(run_several, runs, data, server, ranks, workers):
-    words = [*WORDS, "--workers", workers, "--data"]
-    cases = {"tars": [*words, data / "tars"], "blocks": [*words, from_server(server, "parquet"), "--shard_memory", 1]}
-    for kind, outcome in run_several(ranks, cases, env=KEY).items():
-        for key in KEYS:
-            assert np.abs(outcome.column(key) - runs[1][kind].column(key)).max() < CLOSE, (kind, key)
-
-
-@pytest.mark.long
-def test_a_step_on_blocks_is_replayed(runs, server, tmp_path):
-    """By the run's own recipe: the same samples, with the same losses."""
-    command = [sys.executable, "-m", "tools.replay", runs[1]["blocks"].folder, "--step", "5", "--from_start"]
-    done = subprocess.run(
-        [*command, "-o", tmp_path / "replay"], env=os.environ | KEY, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0 and "the same bits" in done.stdout, done
-    samples = [json.loads(line) for line in (tmp_path / "replay/samples.jsonl").read_text().splitlines()]
-    assert len({sample["image"] for sample in samples}) == 32
-    assert all(sample["image"].startswith(f"{server.url}/parquet/train-") for sample in samples)
-    mean = sum(sample["loss"] for sample in samples) / 32
-    assert abs(mean - runs[1]["blocks"].column("train/loss")[4]) < 1e-6

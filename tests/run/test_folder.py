@@ -70,17 +70,6 @@ def test_a_second_run_is_refused_until_the_first_is_gone_also_if_its_workers_liv
                 os.kill(worker, signal.SIGKILL)
 
 
-def test_files_are_replaced_and_read(folder: RunFolder) -> None:
-    assert folder.read("summary.json") == {}
-    folder.write("summary.json", {"step": 1})
-    folder.write("summary.json", {"step": 2, "name": "Füße"})
-    assert folder.read("summary.json") == {"step": 2, "name": "Füße"}
-    assert sorted(path.name for path in folder.path.iterdir()) == [".lock", "log.txt", "summary.json"]
-    for content in (b"", b"[]", b"\xff\xfe\x00", b"[" * 100_000, b'{"step": '):
-        (folder.path / "summary.json").write_bytes(content)
-        assert folder.read("summary.json") == {}, "anything but a JSON object is read as empty"
-
-
 @pytest.mark.parametrize("torn", ["", '{"step": 40, "train/loss": 0.1', "\n", '{"step": 40}', "[" * 100_000])
 def test_a_resume_drops_rows_beyond_its_step_and_a_torn_last_one(folder, torn: str) -> None:
     text = "".join(json.dumps({"step": step, "train/loss": 1 / step}) + "\n" for step in (10, 20, 30))

@@ -62,21 +62,18 @@ def test_custom_numbers_are_in_the_row_and_cannot_replace_the_runs_own(records) 
     check_names(["train/aux", "train/loss_box", "gan/d.loss-1", "a/b/c"])
 
 
-def test_rows_tell_the_loss_scale_the_slowest_rank_and_the_gpus_memory(records, monkeypatch) -> None:
+def test_rows_tell_the_loss_scale_and_the_gpus_memory(records, monkeypatch) -> None:
     kept = records()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: 2**31)
-    for step, ready in ((2, (1.0, 4.0, 1.0)), (3, ()), (4, (1.0,)), (6, ())):
-        told = StepReport(step, 1.0, 1.0, 0.0, (), stop=False, skipped=True, loss_scale=1 / step, ready=ready)
+    for step in (2, 3, 4, 6):
+        told = StepReport(step, 1.0, 1.0, 0.0, (), stop=False, skipped=True, loss_scale=1 / step)
         kept.take_in(dataclasses.replace(told, update={"weight_norm": 5.0, "lr_head": 0.1}), 10.0, evaluated=False)
     kept.log.flush()
     first, second, third = (row for _, row in kept.log._tracker.rows)
-    assert (first["perf/slowest_rank"], first["perf/slowest_rank_lag"]) == (1, pytest.approx(0.2))
     assert (first["train/weight_norm"], first["train/lr_head"], first["perf/gpu_memory_gb"]) == (5.0, 0.1, 2.0)
     assert [row["train/loss_scale"] for row in (first, second, third)] == [1 / 2, 1 / 4, 1 / 6]
     assert second["train/skipped_steps"] == 3, "the step without a row counts"
-    for row in (second, third):
-        assert not row.keys() & {"perf/slowest_rank", "perf/slowest_rank_lag"}
 
 
 def test_a_table_has_no_formulas(records) -> None:
@@ -137,6 +134,8 @@ def test_pictures_carry_their_step_and_take_at_most_a_fiftieth_of_the_training(r
     kept.draw("a", lambda path: None)
     (path,) = kept.log._tracker.shown[12].values()
     assert path.name == "a.png"
+    kept.draw("b", lambda path: path.no_such_attribute)
+    assert [*kept.log._tracker.shown[12]] == ["a"], "a picture that could not be drawn is not sent"
     kept.share()  # a start that resumes has drawn nothing and trained nothing
     assert not kept.has_time_to_draw()
 
@@ -154,5 +153,11 @@ def test_too_many_broken_images_in_a_window_stop_the_run_on_any_layout_and_after
             "step 48: 21 of the last 1,024 images could not be read (the last: the-last.png: torn), more than "
             "--max_broken_share 0.02 of each 1,024: mend the data, or raise the limit"
         )
+    assert progress.broken == 61 and progress.broken_files == 61
+    said: list[str] = []
+    for names in (["a", "a"], ["b", "a"]):
+        resumed.count_broken(49, names, config, said.append)
+    assert [line.split()[-1] for line in said] == ["a", "b"], "each is named once"
+    assert (resumed.broken, resumed.broken_files) == (65, 63)
     with pytest.raises(Refused, match="step 2: 1 of the last 4,000 "):
         Progress().count_broken(2, ["x"], RunConfig(global_batch_size=4000, max_broken_share=0.0), print)

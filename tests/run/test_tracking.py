@@ -3,7 +3,6 @@
 More of this: tests/faults/test_tracker_faults.py, and runs that are killed and resume in tests/recipes/test_dashboards.py.
 """
 
-import json
 import statistics
 import threading
 import time
@@ -14,66 +13,31 @@ import pytest
 
 from common.errors import Refused
 from common.run import tracking
-from tests.harness.dashboard import records
 from tests.harness.launching import Launcher, free_port
 
-# Sends a row to W&B under each of several environments; says what the tracker said.
+# Sends a row to W&B, which can't be reached.
 RUN = """
-import json, os, sys, time
+import sys, time
 from pathlib import Path
 from accelerate import PartialState
 from common.run import tracking
 
-folder, patience, *environments = Path(sys.argv[1]), float(sys.argv[2]), *map(json.loads, sys.argv[3:])
-tracking.INIT_TIMEOUT_S, ends = 60, []
+tracking.INIT_TIMEOUT_S, said = 60, []
 PartialState(cpu=True)  # which a run has by then
-for number, environment in enumerate(environments):
-    os.environ.update(environment)
-    said = []
-    tracker = tracking.Tracker("wandb", folder=folder / str(number),
-        config={"project": "p", "lr": 0.5, "data": Path("digits"), "betas": (0.9, 0.95), "mixup": None}, say=said.append)
-    tracker.log(7, {"eval/AP": 0.5})
-    began = time.perf_counter()
-    tracker.finish(timeout_s=patience)
-    ends.append({"said": said, "where": tracker.where(), "finish_s": time.perf_counter() - began})
-    if "wandb" in sys.modules and patience > 1:
-        sys.modules["wandb"].teardown()
-print(json.dumps(ends))
+tracker = tracking.Tracker("wandb", folder=Path(sys.argv[1]), config={"project": "p"}, say=said.append)
+tracker.log(7, {"eval/AP": 0.5})
+began = time.perf_counter()
+tracker.finish(timeout_s=0.5)
+assert len(said) == 1 and "0.5 s" in said[0] and time.perf_counter() - began < 2, said
 """
-
-
-def run(launch: Launcher, folder: Path, patience: float, *environments: dict[str, str]) -> list[dict]:
-    """What is said under each environment; that the process ends well and prints nothing else is part of every test."""
-    for number in range(len(environments)):
-        (folder / str(number)).mkdir()
-    ended = launch.start_python("-c", RUN, folder, patience, *map(json.dumps, environments)).finish()
-    assert (ended.returncode, ended.stderr, ended.stdout.count("\n")) == (0, "", 1), ended
-    return json.loads(ended.stdout)
-
-
-def of_kind(rows: list[dict], kind: str) -> list[dict]:
-    return [row[kind] for row in rows if row["type"] == kind]
-
-
-def test_wandb_gets_rows_and_a_wrong_key_or_mode_or_none_ends_well(launch, tmp_path) -> None:
-    environments = {}, {"WANDB_API_KEY": "not a key"}, {"WANDB_MODE": "sometimes"}, {"WANDB_MODE": "disabled"}
-    ended, wrong_key, wrong_mode, off = run(launch, tmp_path, 60, *environments)
-    (rows,) = records(tmp_path / "0")
-    assert [row["item"]["eval/AP"] for row in of_kind(rows, "history")] == [0.5]
-    for fact in ('"lr": 0.5', '"data": "digits"', '"betas": [0.9, 0.95]', '"mixup": null'):
-        assert fact in json.dumps(rows)
-    assert ended["said"] == [] and ended["where"].startswith(f"{tmp_path}/0/wandb (to upload: wandb sync ")
-    assert len(wrong_key["said"]) == 1 and len(records(tmp_path / "1")) == 1, "offline"
-    assert len(wrong_mode["said"]) == 1 and "sometimes" in wrong_mode["said"][0]
-    assert (off["said"], off["where"]) == ([], "")
 
 
 @pytest.mark.alone
 def test_a_hanging_start_is_left_behind(launch: Launcher, tmp_path: Path) -> None:
     nobody = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{free_port()}"}
     began = time.monotonic()
-    (ended,) = run(launch, tmp_path, 0.5, nobody)
-    assert len(ended["said"]) == 1 and "0.5 s" in ended["said"][0] and ended["finish_s"] < 2
+    ended = launch.start_python("-c", RUN, tmp_path, env=nobody).finish()
+    assert (ended.returncode, ended.stderr, ended.stdout) == (0, "", ""), ended
     assert time.monotonic() - began < 40, "W&B's own exit hook waits 60 s here"
 
 
