@@ -117,12 +117,20 @@ class Progress:
                 "mend the data, or raise the limit"
             )
 
-    def pace(self, samples_per_step: int) -> dict[str, float]:
-        """Since the last call: images per second over all processes, and the share of time spent waiting for data."""
+    def pace(self, samples_per_step: int, ready: Sequence[float]) -> dict[str, float]:
+        """Since the last call: images per second over all processes, and the share of time spent waiting for data.
+
+        Of several processes, which was `ready` last with its gradients (`StepReport`), and the share of time that it took
+        longer than all of them on average.
+        """
         pace = {
             "perf/images_per_second": self._steps * samples_per_step / self._seconds,
             "perf/data_wait": self._waited / self._seconds,
         }
+        if len(ready) > 1:
+            slowest = max(range(len(ready)), key=ready.__getitem__)
+            lag = (ready[slowest] - sum(ready) / len(ready)) / self._seconds
+            pace |= {"perf/slowest_rank": slowest, "perf/slowest_rank_lag": lag}
         self._steps, self._seconds, self._waited = 0, 0.0, 0.0
         return pace
 

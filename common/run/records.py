@@ -252,7 +252,7 @@ class Records:
             "train/lr": self._schedule(report.step - 1),
             "train/grad_norm": report.grad_norm,
             **{f"train/{name}": value for name, value in report.update.items()},
-            **self.progress.pace(self._config.global_batch_size),
+            **self.progress.pace(self._config.global_batch_size, report.ready),
             "data/broken": self.progress.broken,
             **report.logged,
         }

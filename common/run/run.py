@@ -41,7 +41,7 @@ from common.run.progress import direction_of
 from common.run.records import Records, check_names, start_rows
 from common.run.saving import Saving
 from common.run.shutdown import Shutdown
-from common.run.step_reports import StepReport, StepReports, first_said
+from common.run.step_reports import Lap, StepReport, StepReports, first_said
 from common.run.tracking import require
 from common.training import batch_norm, exactness
 from common.training import optimizer as optimization
@@ -278,7 +278,7 @@ class Run:
         """
         for step in range(self.step, self.last):
             self._profile.before()
-            self._began = time.perf_counter()
+            self._began, self._lap = time.perf_counter(), Lap(self._device)
             watchdog.note("training", step + 1)
             yield step
             if self._stopping or self.step >= self.last:
@@ -307,6 +307,7 @@ class Run:
 
         After the last micro-batch it is the gradient of the mean loss over the global batch, whatever the layout.
         """
+        self._lap.ready()
         self._training.backward(losses)
 
     def clip_gradients(self, limit: float, mode: str = "norm") -> torch.Tensor:
@@ -333,7 +334,7 @@ class Run:
         lost = self._folder is not None and self._folder.lost
         stop = bool(self._asked_by) or lost or self._log.failed or self._writer.failed
         update = self._update_size.end() if self._logs(step) else None
-        self._step_reports.post(step, outcome, grad_norm, stop, self._ended_by, update)
+        self._step_reports.post(step, outcome, grad_norm, stop, self._ended_by, update, self._lap)
         reports = self._step_reports.read()
         self._seconds[step] = time.perf_counter() - self._began
         self._log.advance(step)

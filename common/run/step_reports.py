@@ -6,6 +6,7 @@ not finite, how many images were broken) is sent in the same few numbers.
 """
 
 import math
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,12 +16,13 @@ import torch
 import torch.distributed as dist
 
 from common.distributed import devices
-from common.distributed.collectives import gather_objects, host_group, world_size
+from common.distributed.collectives import gather_objects, host_group, rank, world_size
 from common.errors import Refused
 from common.training.step import StepOutcome
 from common.training.update_size import Update
 
 _LATE = 2  # steps between a step and its report on an accelerator
+_MOST_NAMES = 1_000  # of custom numbers in a run
 _LEAST_SCALE = 2**-9  # fp16: a smaller scale would not help; from 65,536, it takes 26 skipped steps in a row
 
 
@@ -38,7 +40,9 @@ class StepReport:
     ended_by: str = ""  # why the recipe ends the run, if some rank does
     loss_scale: float | None = None  # fp16: the factor of the next step's loss
     logged: dict[str, float] = field(default_factory=dict)  # custom numbers: means over all values of the step
-    update: dict[str, float] = field(default_factory=dict)  # of a step that is logged: its size, and the rates of parts
+    # Only of a step that is logged: the size of its update and the rates of parts.
+    update: dict[str, float] = field(default_factory=dict)
+    ready: tuple[float, ...] = ()  # by rank, seconds of its laps since the last such step
 
 
 @dataclass
@@ -50,12 +54,43 @@ class _Posted:
     ended_by: str
     counts: dict[str, int]  # number of values of each custom number
     update: Update | None
+    lap: "Lap | None"
     copied: torch.Event | None = None
     report: dict[str, Any] = field(default_factory=dict)  # fields of `StepReport` that every rank knows by itself
     logged: dict[str, tuple[float, int]] = field(default_factory=dict)  # on the host: sum and count
     names: tuple[str, ...] = ()  # of the custom numbers that are summed over ranks
     summed: torch.Tensor | None = None
     work: Any = None
+
+
+class Lap:
+    """The time of this rank from the beginning of a step until it can send its gradients: data and forward passes.
+
+    Until then ranks don't wait for each other. On a GPU it is the device's time, which is read once the step is over.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = (
+            [torch.Event(device, enable_timing=True) for _ in range(2)] if devices.has_streams(device) else None
+        )
+        self._times = [0.0, 0.0]
+        self._mark(0)
+
+    def ready(self) -> None:
+        """Call it before every backward pass; the last one sends the gradients."""
+        self._mark(1)
+
+    def seconds(self) -> float:
+        """On a GPU the step must be over."""
+        if self._events:
+            return self._events[0].elapsed_time(self._events[1]) / 1000
+        return self._times[1] - self._times[0]
+
+    def _mark(self, place: int) -> None:
+        if self._events:
+            self._events[place].record()
+        else:
+            self._times[place] = time.perf_counter()
 
 
 @dataclass
@@ -68,6 +103,7 @@ class StepReports:
     _sums: dict[str, torch.Tensor] = field(default_factory=dict)  # of the present step
     _counts: dict[str, int] = field(default_factory=dict)
     _names: tuple[str, ...] = ()  # of custom numbers, known to all ranks
+    _laps: float = 0.0  # seconds of this rank's laps since the last step that was logged
 
     def __post_init__(self) -> None:
         self._loss_scale = self.scaler.get_scale() if self.scaler else 0.0  # of the step that is summed next
@@ -93,10 +129,11 @@ class StepReports:
         stop: bool,
         ended_by: str = "",
         update: Update | None = None,
+        lap: Lap | None = None,
     ) -> None:
         """Take the numbers of this rank's `step`; `stop`: it was asked to stop, `ended_by`: why the recipe ends the run.
 
-        `update` is given on all ranks for a step that is logged.
+        `update` is given on all ranks for a step that is logged, `lap` of each step.
         """
         losses = outcome.losses
         loss = losses.sum(dtype=devices.exact(losses.device))
@@ -110,7 +147,7 @@ class StepReports:
             for total in self._sums.values()
         ]
         on_host = torch.stack(numbers).to("cpu", non_blocking=True)
-        posted = _Posted(step, outcome, on_host, stop, ended_by, self._counts, update)
+        posted = _Posted(step, outcome, on_host, stop, ended_by, self._counts, update, lap)
         self._sums, self._counts = {}, {}
         if devices.has_streams(losses.device):
             posted.copied = devices.mark()
@@ -157,6 +194,10 @@ class StepReports:
         new = not posted.logged.keys() <= set(posted.names)
         outcome = posted.outcome
         shared = [loss, bad, outcome.data_wait, len(outcome.broken), posted.stop, bool(posted.ended_by), new]
+        self._laps += posted.lap.seconds() if posted.lap else 0.0
+        if posted.update:
+            seconds, self._laps = self._laps, 0.0
+            shared += [seconds * (place == rank()) for place in range(world_size())]
         for name in posted.names:
             shared += [*posted.logged.get(name, (0.0, 0)), name in posted.logged]
         posted.summed = torch.tensor(shared, dtype=torch.float64)
@@ -176,6 +217,7 @@ class StepReports:
                 "lower --lr, set --clip 1, or take a bf16 config"
             )
         names = tuple(name for theirs in gather_objects(posted.outcome.broken) for name in theirs) if broken else ()
+        ranks = world_size() if posted.update else 0
         return StepReport(
             step=posted.step,
             loss=loss / self.global_batch_size,
@@ -183,7 +225,8 @@ class StepReports:
             broken=names,
             stop=stop > 0,
             ended_by=first_said(posted.ended_by) if ended else "",
-            logged=self._means(posted, sums, new > 0),
+            logged=self._means(posted, sums[ranks:], new > 0),
+            ready=tuple(sums[:ranks]),
             **posted.report,
         )
 
@@ -197,6 +240,10 @@ class StepReports:
                 of_names[name] = [*map(sum, zip(*values, strict=True)), len(values)]
             self._names = tuple(dict.fromkeys((*self._names, *of_names)))
         where = f"step {posted.step}: run.log"
+        if len(self._names) > _MOST_NAMES:
+            raise Refused(
+                f"{where} got more than {_MOST_NAMES:,} names, the last {self._names[-1]}; log under fewer names"
+            )
         for name, (total, _, ranks) in of_names.items():
             if 0 < ranks < world_size():
                 raise Refused(

@@ -62,18 +62,21 @@ def test_custom_numbers_are_in_the_row_and_cannot_replace_the_runs_own(records) 
     check_names(["train/aux", "train/loss_box", "gan/d.loss-1", "a/b/c"])
 
 
-def test_rows_tell_the_loss_scale_and_the_gpus_memory(records, monkeypatch) -> None:
+def test_rows_tell_the_loss_scale_the_slowest_rank_and_the_gpus_memory(records, monkeypatch) -> None:
     kept = records()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: 2**31)
-    for step in (2, 3, 4, 6):
-        told = StepReport(step, 1.0, 1.0, 0.0, (), stop=False, skipped=True, loss_scale=1 / step)
+    for step, ready in ((2, (1.0, 4.0, 1.0)), (3, ()), (4, (1.0,)), (6, ())):
+        told = StepReport(step, 1.0, 1.0, 0.0, (), stop=False, skipped=True, loss_scale=1 / step, ready=ready)
         kept.take_in(dataclasses.replace(told, update={"weight_norm": 5.0, "lr_head": 0.1}), 10.0, evaluated=False)
     kept.log.flush()
     first, second, third = (row for _, row in kept.log._tracker.rows)
+    assert (first["perf/slowest_rank"], first["perf/slowest_rank_lag"]) == (1, pytest.approx(0.2))
     assert (first["train/weight_norm"], first["train/lr_head"], first["perf/gpu_memory_gb"]) == (5.0, 0.1, 2.0)
     assert [row["train/loss_scale"] for row in (first, second, third)] == [1 / 2, 1 / 4, 1 / 6]
     assert second["train/skipped_steps"] == 3, "the step without a row counts"
+    for row in (second, third):
+        assert not row.keys() & {"perf/slowest_rank", "perf/slowest_rank_lag"}
 
 
 def test_a_table_has_no_formulas(records) -> None:

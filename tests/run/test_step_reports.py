@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def post(state: StepReports, step: int, losses: list[float], norm: float = 1.0, 
     first = (step - 1) * state.global_batch_size + rank() * len(losses)
     positions = torch.arange(first, first + len(losses))
     outcome = StepOutcome(torch.tensor(losses), positions, options.get("wait", 0.0), options.get("broken", ()))
-    said = options.get("ended_by", ""), options.get("update")
+    said = options.get("ended_by", ""), options.get("update"), options.get("lap")
     state.post(step, outcome, torch.tensor(norm), stop, *said)
 
 
@@ -84,7 +85,7 @@ def test_under_fp16_an_overflow_is_a_skipped_step_and_each_step_tells_the_scale_
 
 
 def healthy_steps() -> list[dict]:
-    """The update is posted with every second step."""
+    """The update and the laps are posted with every second step."""
     state = StepReports(2 * world_size())
     reports = []
     for step in range(1, 5):
@@ -94,7 +95,8 @@ def healthy_steps() -> list[dict]:
         stop = step == 3 and rank() == world_size() - 1
         told = {"stop": stop, "wait": float(rank()), "broken": broken, "ended_by": ended_by}
         update = Update({"lr_head": 0.1 * step}, torch.tensor([4.0, 2.0 * step])) if step % 2 == 0 else None
-        post(state, step, mine, norm=0.5 * step, update=update, **told)
+        lap = SimpleNamespace(seconds=lambda step=step: 10.0 * step + rank())
+        post(state, step, mine, norm=0.5 * step, update=update, lap=lap, **told)
         reports += [asdict(report) for report in state.read()]
         assert len(reports) == step - 1
     return reports + [asdict(report) for report in [*state.settle(), *state.settle()]]
@@ -116,6 +118,7 @@ def test_all_ranks_get_the_same_reports_one_step_later_in_order(processes: Proce
     assert reports[2].broken == ("1.png: torn",)
     assert reports[0].update == reports[2].update == {}
     assert reports[3].update == {"lr_head": 0.4, "weight_norm": 4.0, "update_ratio": 2.0}
+    assert [[*report.ready] for report in reports] == [[], [30.0, 32.0, 34.0], [], [70.0, 72.0, 74.0]]
 
 
 def fail_on_one_rank(half: bool, norm: float) -> tuple[str, int]:
