@@ -68,3 +68,19 @@ def test_training_compiles_once_for_each_micro_batch_size_and_in_the_parts_that_
     """
     counted = counts(runs["compiled"])
     assert counted["compiled"] == 6 and counted["cut"] == [2, 2] and not counted["broken"]
+
+
+@pytest.mark.long
+def test_compiled_models_train_as_eager_ones(run_several, stripes) -> None:
+    """Three graphs for each size of a micro-batch, whatever the steps; the losses agree."""
+    flags = f"--data {stripes} --log_every 1 --eval_every 5 --lr 2e-3 --max_steps 10 --drop_path 0.1".split()
+    cases = {
+        "vit": [*flags, *"--model test_vit --global_batch_size 50 --max_micro_batch_size 15".split()],
+        "group": [*flags, *"--model test_resnet --batch_norm group --norm_batch_size 8".split()],
+    }
+    cases |= {f"{name} compiled": [*words, "--compile"] for name, words in cases.items()}
+    outcomes = run_several(2, cases, recipe="tests/recipes/counted.py", timeout=3000)
+    for name, graphs in (("vit", 6), ("group", 3)):  # the vit has two sizes
+        eager, compiled = outcomes[name], outcomes[f"{name} compiled"]
+        np.testing.assert_allclose(compiled.column("train/loss"), eager.column("train/loss"), rtol=1e-3)
+        assert counts(compiled)["compiled"] == graphs and not counts(compiled)["broken"]
