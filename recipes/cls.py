@@ -34,7 +34,7 @@ from common.classification import (
     sources,
     suspects,
 )
-from common.config import OptimizationConfig, RunConfig, option, parse
+from common.config import OptimizationConfig, RunConfig, option, parse, path_option
 from common.data import Stream
 from common.distributed import all_or_none
 from common.errors import Refused
@@ -53,7 +53,7 @@ from common.training import (
 class Config(OptimizationConfig, RunConfig):
     """Image classification with timm models. Defaults < --config file.yaml < flags."""
 
-    data: str = option(
+    data: str = path_option(
         "", heading="data", required="name your images, or train on digits: --config recipes/presets/digits.yaml"
     )
     """An image folder with one subfolder per class (or train/ and val/ of these), a CSV file of paths and labels, shards (tars
@@ -65,7 +65,7 @@ class Config(OptimizationConfig, RunConfig):
     shard_memory: int = option(1024, low=1, high=2**24)
     """Shards at a URL: MiB of a machine's memory for neighbouring images, which are read together. With more of it they are
     shuffled better, so a resumed run keeps this value."""
-    model: str = option("convnext_atto", heading="model")
+    model: str = path_option("convnext_atto", heading="model")
     """A timm model, hf-hub:owner/name, or a local timm folder such as a run's best/."""
     pretrained: bool = False
     """Start from the weights that timm publishes for the model; a head for other classes is new."""
@@ -88,7 +88,7 @@ class Config(OptimizationConfig, RunConfig):
     """Keep all channels of a pixel together in memory: faster on GPUs under fp16 and bf16."""
     compile: bool = False
     """torch.compile the model for training; evaluations run it uncompiled."""
-    eval_only: str = option("", heading="evaluation")
+    eval_only: str = path_option("", heading="evaluation")
     """Only evaluate this checkpoint or this exported model; leaves a report."""
 
     # What defines a training. --help explains the fields without a text: all recipes have them.

@@ -22,6 +22,7 @@ from common.config import (
     RunConfig,
     option,
     parse,
+    path_option,
 )
 from common.detection import (
     BoxAugmentation,
@@ -51,7 +52,7 @@ from common.training import build_optimizer, build_schedule, prepare_layers, set
 class Config(OptimizationConfig, RunConfig):
     """Object detection on timm backbones. Defaults < --config file.yaml < flags."""
 
-    data: str = option(
+    data: str = path_option(
         "", heading="data", required="name your images, or train on digits: --config recipes/presets/det_digits.yaml"
     )
     """A COCO, Pascal VOC or YOLO folder, a Hugging Face data set with an `objects` column, shards (tars of WebDataset; URLs of
@@ -73,12 +74,12 @@ class Config(OptimizationConfig, RunConfig):
         option("fcos", heading="model")
     )
     """Family of the detector; the last four need `pip install transformers`."""
-    model: str = option("convnext_atto")
+    model: str = path_option("convnext_atto")
     """Backbone: a timm model, hf-hub:owner/name, or a local timm folder. rtdetr_v2, dfine, deimv2 also, rf_detr only: a model
     of transformers."""
     pretrained: bool = False
     """Start from the backbone's weights that timm publishes."""
-    init: str = option("", decides=sources_of_weights.settings)
+    init: str = path_option("", decides=sources_of_weights.settings)
     """Begin with the weights of this detector, and its rows of classes with the same names: a run's best/, torchvision:NAME, a
     .pth of torchvision, a folder or owner/name of transformers. It sets --detector, --model, ..."""
     init_classes: str = ""
@@ -109,7 +110,7 @@ class Config(OptimizationConfig, RunConfig):
     """torch.compile the backbone and its feature pyramid."""
     eval_short_side: int = option(0, low=0, high=8192, heading="evaluation")
     """Evaluation: the short side, or the side of the square (0: the longest of --short_sides)."""
-    eval_only: str = option("", origin=sources_of_weights.origin)
+    eval_only: str = path_option("", origin=sources_of_weights.origin)
     """Only evaluate this checkpoint, or a detector that --init takes, and print the results."""
 
     # What defines a training. --help explains the fields without a text: all recipes have them.

@@ -5,10 +5,12 @@ field is its help text.
 """
 
 import dataclasses
+import os
 import re
 from dataclasses import dataclass
 from typing import Literal
 
+MOST_PROFILED = 100  # steps in a trace, which takes a few MB per step
 MOST_EPOCHS = 10**6
 
 
@@ -40,7 +42,9 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-path_option = option  # the name that copies of version 0.2.0 have for paths
+def path_option(default: str, **options):
+    """A field for a path, or for a name that may be given instead of one."""
+    return option(default, check=_wrong_with_path, **options)
 
 
 def field_names(config_class: type) -> list[str]:
@@ -63,9 +67,26 @@ def steps_between(text: str) -> tuple[int, int] | None:
     return (first, last) if 1 <= first <= last else None
 
 
+def _wrong_with_path(text: str) -> str:
+    """Why `text` can't be a path, or "" if it can."""
+    sizes = [len(os.fsencode(part)) for part in text.split("/")]
+    if max(sizes) > 255 or len(sizes) > 255 or sum(sizes) + len(sizes) > 4096:
+        return "is too long for a path: it has at most 255 names, each of 255 bytes, and 4,095 bytes in all"
+    user = text.split("/")[0]
+    if user.startswith("~") and os.path.expanduser(user) == user:
+        return f"there is no user {user[1:]}; a folder of that name is ./{user}"
+    return ""
+
+
 def _wrong_with_profile(text: str) -> str:
-    is_right = not text or steps_between(text)
-    return "" if is_right else "must be FIRST-LAST, two steps counted from 1 such as 10-14, or one step"
+    if not text:
+        return ""
+    steps = steps_between(text)
+    if not steps:
+        return "must be FIRST-LAST, two steps counted from 1 such as 10-14, or one step"
+    if steps[1] - steps[0] >= MOST_PROFILED:
+        return f"are more than {MOST_PROFILED} steps, a trace that no viewer opens: take fewer"
+    return ""
 
 
 def _wrong_with_stages(text: str) -> str:
@@ -113,8 +134,9 @@ class RunConfig(SharedFields):
     workers: int = option(-1, low=-1, high=1024, may_change=True)
     """Data-loading processes per rank (0: load in the training process; -1: all cores, divided among the ranks)."""
     cache: int = option(0, low=0, high=10**6)
-    """Cache decoded training images, scaled down to at most the area of a square with this side in pixels (0: off)."""
-    cache_folder: str = option("", may_change=True)
+    """Cache decoded training images, scaled down to at most the area of a square with this side in pixels (0: off). The
+    cache changes pixels, so a resumed run keeps this value."""
+    cache_folder: str = path_option("", may_change=True)
     """Folder with room for the --cache, kept in an unnamed file there. Default: memory."""
     global_batch_size: int = option(64, low=1, high=2**20, heading="training")
     """Samples per optimizer step, over all processes. How they are distributed is derived and does not change the result."""
@@ -132,11 +154,11 @@ class RunConfig(SharedFields):
     """Hours of training after which the run ends, over all starts, without evaluations (0: off)."""
     seed: int = option(0, low=0, high=2**63 - 1)
     """Determines initial weights, order of the samples and augmentation."""
-    output_dir: str = option("runs", may_change=True, heading="run")
+    output_dir: str = path_option("runs", may_change=True, heading="run")
     """Folder in which run folders are created."""
-    name: str = option("", may_change=True)
+    name: str = path_option("", may_change=True)
     """Name of the run folder (default: the recipe's name and a hash of the configuration, so that the same command resumes)."""
-    resume: str = option("auto", may_change=True)
+    resume: str = path_option("auto", may_change=True)
     """auto: resume from the newest intact checkpoint of the run folder; never: start a new run; or a checkpoint folder."""
     allow_changed_source: bool = option(False, may_change=True)
     """Resume although the recipe's source has changed since the checkpoint was made."""
@@ -209,7 +231,8 @@ class OptimizationConfig(SharedFields):
     freeze_stages: str = option("0", check=_wrong_with_stages)
     """Stages of the backbone that do not train, with their BatchNorm: a number (1: stem and first stage), stem, or all."""
     unfreeze_epochs: str = option("", check=_wrong_with_unfreezing)
-    """Epochs, such as 1,2, after which equal parts of the frozen stages begin to train, the last first. Default: never."""
+    """Epochs after which the frozen stages begin to train, as equal parts, from the last stage to the first (4 stages and
+    1,2: two after epoch 1, two and the stem after epoch 2). Default: never."""
     clip: float = option(0.0, low=0)
     """Gradient clipping: largest norm (0: off); see --clip_mode."""
     clip_mode: Literal["norm", "agc"] = "norm"

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound="DataclassInstance")
 
+_MOST = 2**63 - 1  # the largest integer that torch takes
 _KINDS = {int: "a whole number", float: "a number"}
 
 
@@ -79,6 +80,8 @@ def _checked(config: C) -> C:
         if (low is not None and value < low) or (high is not None and value > high):
             limit = f"at least {low}" if high is None else f"between {low} and {high}"
             raise Refused(f"--{field.name} {value!s:.100}: must be {limit}")
+        if isinstance(value, int) and abs(value) > _MOST:
+            raise Refused(f"--{field.name} {value!s:.100}: must be at most {_MOST}")
         if wrong := field.metadata.get("check") and field.metadata["check"](value):
             raise Refused(f"--{field.name} {value:.100}: {wrong}")
     return config
@@ -123,26 +126,30 @@ def nearest_path(path: Path) -> str:
 def _read(path: Path) -> dict:
     try:
         content = read_yaml(path, SMALL)
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         folders = path.parent, Path("recipes/presets")
         presets = [str(file) for folder in folders for file in sorted(folder.glob("*.yaml"))]
-        raise Refused(f"--config {path}: no such file{nearest(str(path), presets)}") from None
+        same = next((file for file in presets if Path(file).stem == path.stem), "")
+        near = f"; did you mean {same}?" if same else nearest(str(path), presets)
+        raise Refused(f"--config {path}: {'a folder, not a' if path.is_dir() else 'no such'} file{near}") from None
     except OSError as error:
         raise Refused(f"--config {path}: can't be read: {error.strerror}") from None
     except ValueError as error:
         raise Refused(f"--config {path}: not readable as YAML: {error}") from None
-    if not isinstance(content, dict | None):
+    if content is None:  # a file with comments only
+        return {}
+    if not isinstance(content, dict):
         raise Refused(f"--config {path}: must hold `key: value` lines, found a {type(content).__name__}")
-    return content or {}  # None: only comments
+    return content
 
 
 def _of_file(content: dict, config_class: type, where: str) -> dict[str, Any]:
     """The content of a YAML file as values by field. `where` begins messages."""
-    kinds = _kinds(config_class)
+    kinds, recipe = _kinds(config_class), _file_of(config_class)
     values: dict[str, Any] = {}
     for key, value in content.items():
         if key not in kinds:
-            raise Refused(f"{where}unknown key {key}{hint(str(key), kinds) or nearest(str(key), kinds)}")
+            raise Refused(f"{where}unknown key {key}{hint(str(key), kinds, recipe) or nearest(str(key), kinds)}")
         if isinstance(value, dict | list) or value is None:
             raise Refused(f"{where}{key} must be a single value, not {type(value).__name__}")
         if (kinds[key] is bool) != isinstance(value, bool):
@@ -154,18 +161,22 @@ def _of_file(content: dict, config_class: type, where: str) -> dict[str, Any]:
 
 def _of_words(words: Sequence[str], config_class: type) -> tuple[Path | None, dict[str, Any]]:
     """The file that --config names, and the values by field of all other flags."""
-    kinds = _kinds(config_class) | {"config": str}
+    kinds, recipe = _kinds(config_class) | {"config": str}, _file_of(config_class)
     values: dict[str, Any] = {}
     rest = [*words]
     while rest:
         word = rest.pop(0)
         flag, assigned, value = word.partition("=")
         if not flag.startswith("--"):
-            raise Refused(f"{word}: is no flag; flags are given as --FLAG VALUE{hint(flag.lstrip('-'), kinds)}")
+            name = flag.lstrip("-")
+            way = "each value stands behind its flag, as in --data FOLDER"
+            if assigned or flag.startswith("-"):
+                way = f"a flag begins with two dashes{f': --{name} {value}' if assigned else ''}"
+            raise Refused(f"{word}: is no flag; {way}{hint(name, kinds, recipe)}")
         name = flag.removeprefix("--").replace("-", "_")
         switch = name if name in kinds else name.removeprefix("no_")
         if switch not in kinds or (switch != name and kinds[switch] is not bool):
-            near = hint(name, kinds) or nearest(name, kinds) or "; --help all lists all flags"
+            near = hint(name, kinds, recipe) or nearest(name, kinds) or "; --help all lists all flags"
             raise Refused(f"unknown flag {flag}{near}")
         if kinds[switch] is bool:
             if assigned or (rest and rest[0].lower() in ("true", "false", "0", "1")):
@@ -176,6 +187,8 @@ def _of_words(words: Sequence[str], config_class: type) -> tuple[Path | None, di
             assigned, value = "=", rest.pop(0)
         if not assigned or (name == "config" and not value):
             raise Refused(f"{flag} needs {'the path of a YAML file' if name == 'config' else 'a value'}")
+        if name == "config" and name in values:
+            raise Refused("--config is given twice: name one file and set the rest by flags")
         values[name] = _typed(name, value, kinds[name])
     path = values.pop("config", None)
     return None if path is None else Path(path), values
@@ -231,3 +244,8 @@ def _kinds(config_class: type) -> dict[str, Any]:
                 'Literal, such as a text of numbers, "8,11"'
             )
     return {field.name: hints[field.name] for field in dataclasses.fields(config_class)}
+
+
+def _file_of(config_class: type) -> Path:
+    """The file of the recipe that defines a configuration."""
+    return Path(getattr(sys.modules[config_class.__module__], "__file__", ""))

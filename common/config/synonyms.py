@@ -6,6 +6,7 @@ transformers. Names that are similar to ours are found without a table.
 
 import re
 from collections.abc import Collection
+from pathlib import Path
 
 # The hint, which begins with a flag that the recipe must have -> names in other tools.
 HINTS = {
@@ -22,22 +23,35 @@ HINTS = {
         "gradient_accumulation_steps grad_accum_steps accum_iter accumulate"
     ),
     "--epochs": "num_train_epochs",
+    "--seed": "random_seed",
     "--output_dir": "out save_dir work_dir log_dir",
+    "--name": "experiment exp",
     "--resume, which is not needed: the same command resumes": "resume_from_checkpoint start_epoch",
     "--eval_only": "evaluate do_eval validate test",
     "--checkpoint_every": "save_freq save_every save_steps save_period save_interval",
+    "--keep_checkpoints": "save_total_limit",
     "--eval_every": "eval_steps eval_freq eval_interval val_interval",
+    "--log_every": "log_interval log_freq logging_steps print_freq",
+    "--workers": "j dataloader_num_workers",
     "--tracker": "log_wandb wandb use_wandb report_to tensorboard",
     "--opt": "optimizer",
     "--lr": "learning_rate base_lr",
+    "--schedule": "cos_lr",
     "--warmup_epochs, in epochs": "warmup warmup_steps warmup_iters warmup_ratio",
+    "--min_lr_ratio, a share of the peak": "min_lr lr_min eta_min lrf",
+    "--step_epochs, in epochs": "decay_epochs decay_milestones milestones lr_steps lr_step_size",
     "--weight_decay": "wd",
     "--clip": "clip_grad clip_grad_norm max_grad_norm gradient_clip_val",
     "--ema_decay 0.9999, a decay above 0 turns it on": "ema model_ema",
     "--batch_norm global for statistics over all processes": "sync_bn dist_bn",
+    "--patience, in evaluations": "early_stopping early_stopping_patience",
     "--image_size": "img_size imgsz img input_size resolution crop_size",
     "--short_sides": "image_size img_size imgsz img input_size resolution min_size",
+    "--long_side": "max_size",
+    "--hflip": "fliplr flip horizontal_flip",
+    "--augment": "aa",
     "--val_share": "val_split validation_split val_size val_ratio",
+    "--config": "cfg config_yaml opts cfg_options",
 }
 OF_LAUNCHER = {
     "a flag of accelerate launch, before the recipe": (
@@ -53,14 +67,18 @@ OF_LAUNCHER = {
 }
 
 
-def hint(name: str, flags: Collection[str]) -> str:
+def hint(name: str, flags: Collection[str], recipe: Path) -> str:
     """A hint about the unknown flag `name` for a recipe with these `flags`; "" if there is none.
 
-    hint("wd", ["lr", "weight_decay"]) -> "; here it is --weight_decay"
+    hint("wd", ["lr", "weight_decay"], Path("recipes/cls.py")) -> "; here it is --weight_decay"
     """
     name = name.lower().replace("-", "_")
-    known = {text: names for text, names in HINTS.items() if re.split(r"\W+", text)[1] in flags}
+    known = {text: names for text, names in HINTS.items() if re.split(r"\W+", text)[1] in (*flags, "config")}
     for text, names in (known | OF_LAUNCHER).items():
         if name in names.split():
             return f"; here it is {text}"
+    for file in sorted(recipe.parent.glob("*.py")) if name.isidentifier() and name not in flags else ():
+        text = "" if file.name == recipe.name else file.read_text(errors="replace")
+        if "\nclass Config(" in text and re.search(rf"^    {name}: ", text, re.MULTILINE):
+            return f"; it is a flag of {file.absolute().parent.name}/{file.name}"
     return ""

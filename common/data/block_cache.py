@@ -62,10 +62,8 @@ class BlockCache:
         most = max(1, min(-(-len(missing) // IN_FLIGHT), _TOGETHER // self.room))
         for _, found in groupby(missing, shards.__getitem__):
             of_shard = [*found]
-            for start in range(0, len(of_shard), most):
-                self._pool.submit(
-                    self._fill, of_shard[start : start + most], fetch
-                )  # errors come when a sample is wanted
+            for start in range(0, len(of_shard), most):  # errors come when a sample is wanted
+                self._pool.submit(self._fill, of_shard[start : start + most], fetch)
 
     def _fill(self, blocks: Sequence[int], fetch: Fetch) -> bool:
         """Read those blocks that no process or thread reads or has read; False if there is none, or no slot for one."""

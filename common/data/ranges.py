@@ -171,9 +171,7 @@ def _ask_by_http(name: str, start: int, stop: int, tag: str | None) -> Answer:
             found = answer.raw.read(stop - start)
     except (HTTPError, OSError) as error:
         cause: BaseException = error
-        while (
-            inner := cause.__cause__ or cause.__context__
-        ):  # the texts of errors that follow the first may hold the URL
+        while inner := cause.__cause__ or cause.__context__:  # texts of errors that follow the first may hold the URL
             cause = inner
         if isinstance(cause, ValueError):  # of the URL
             raise _unreadable(name, start, type(cause).__name__) from None
@@ -188,9 +186,7 @@ def _check(name: str, start: int, stop: int, tag: str | None, answer: "requests.
     status, sent = answer.status_code, answer.headers.get("Content-Range", "")
     said = f"{status} {http.client.responses.get(status, '')}".rstrip()
     denied = status in (401, 403)
-    if (
-        status in (408, 425, 429) or status >= 500 or (denied and answer.history)
-    ):  # each redirect brings a new signature
+    if status in (408, 425, 429) or status >= 500 or (denied and answer.history):  # a redirect brings a new signature
         raise Fault(said)
     if status >= 300:
         raise _unreadable(name, start, said + _WAY_IN * denied)

@@ -40,9 +40,7 @@ class Shards(Columns):
     entries: np.ndarray  # shard_index.ENTRY[N]
     index: Index
     numbers: np.ndarray | None = None  # int64[N], of these samples in the index; None if they are all of it
-    blocks: Blocks | None = (
-        None  # the index's blocks, of these samples; in local tars None: no order is cheaper than another
-    )
+    blocks: Blocks | None = None  # the index's, of these samples; in local tars None: no order is cheaper than another
     cache: BlockCache | None = None
 
     @cached_property

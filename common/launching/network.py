@@ -50,6 +50,17 @@ def is_loopback(address: str) -> bool:
     return address in ("", "localhost", "::1") or address.startswith("127.")
 
 
+def outward_addresses() -> list[str]:
+    """This machine's own IPv4 addresses by which others may reach it."""
+    states = psutil.net_if_stats()
+    return [
+        entry.address
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET and not is_loopback(entry.address) and states[name].isup
+    ]
+
+
 def keep_store(host: str, port: int, patience: timedelta) -> TCPStore:
     """A new store that listens only at this machine's address `host`; torch's own store listens on all interfaces.
 

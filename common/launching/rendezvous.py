@@ -59,8 +59,8 @@ def create(parameters: RendezvousParameters) -> "Machines":
     """Connect to the machine that the endpoint names, or be that machine. Ends the launcher with one line if it can't."""
     agent.silence_name_lookups()
     host, port = _endpoint(parameters.endpoint)
-    if parameters.max_nodes == 1 and network.is_own(host):
-        host = network.LOOPBACK
+    if network.is_own(host):
+        host = _own_address(host, parameters.max_nodes)
     store, hosting = _reach(host, port, float(parameters.get("join_timeout", JOIN_S)))
     return Machines(parameters, store, host, port, hosting)
 
@@ -320,14 +320,25 @@ def _endpoint(text: str) -> tuple[str, int]:
         _give_up(sentence)
 
 
+def _own_address(host: str, most: int) -> str:
+    """The address by which the up to `most` machines of the run reach this machine, whose name or address is `host`."""
+    if most == 1:
+        return network.LOOPBACK
+    if network.is_loopback(host) or not network.is_loopback(known_as := network.address_towards(host)):
+        return host
+    # On Debian, a machine's own name resolves to 127.0.1.1, only on that machine.
+    addresses = network.outward_addresses()
+    if len(addresses) != 1:
+        _give_up(
+            f"this machine knows its own name {host} as {known_as}, where the others can't reach it: give its address as a "
+            f"number on all machines ({' or '.join(addresses) or 'it has none yet'})"
+        )
+    return addresses[0]
+
+
 def _reach(host: str, port: int, patience: float) -> tuple[TCPStore, bool]:
     """The store at `host`:`port`, and whether this process keeps it."""
     if network.is_own(host):
-        known_as = network.address_towards(host)
-        if network.is_loopback(known_as) and not network.is_loopback(host):  # so on Debian
-            _give_up(
-                f"{host} is {known_as} here, where the others can't reach it: give its address as a number everywhere"
-            )
         with suppress(OSError):  # another launcher on this machine was first
             return network.keep_store(host, port, ANSWER), True
     try:

@@ -112,10 +112,11 @@ def test_an_error_in_a_file_is_refused_in_one_line(preset, text: str, told: str)
         (["--loss", "mse"], "--loss mse: must be one of ce, bce"),
         (["--pretrained=true"], "--pretrained takes no value: give --pretrained or --no_pretrained"),
         (["--data="], "--data is empty: give it a value, or leave it out for digits"),
-        (["--pretrained", "stray"], "stray: is no flag; flags are given as --FLAG VALUE"),
+        (["--pretrained", "stray"], "stray: is no flag; each value stands behind its flag"),
         (["--config"], "--config needs the path of a YAML file"),
+        (["--config", "a.yaml", "--config=b.yaml"], "--config is given twice"),
         (["--config", "recipes/presets/digit.yaml"], "no such file; did you mean recipes/presets/digits.yaml"),
-        (["--config", "recipes/presets"], "--config recipes/presets: can't be read: Is a directory"),
+        (["--config", "recipes/presets"], "--config recipes/presets: a folder, not a file"),
     ],
 )
 def test_an_error_on_the_command_line_is_refused_in_one_line(arguments: list, told: str) -> None:

@@ -2,12 +2,13 @@
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from common.config.parsing import parse
-from common.config.synonyms import HINTS, OF_LAUNCHER
+from common.config.synonyms import HINTS, OF_LAUNCHER, hint
 from common.errors import Refused
 from recipes import cls, det
 
@@ -28,8 +29,13 @@ def test_names_of_other_tools_lead_to_flags_of_the_recipe_and_are_no_flags(recip
 
 def test_flags_in_the_tables_exist_in_recipes_or_in_the_launcher() -> None:
     named = {*re.findall(r"--(\w+)", " ".join(HINTS))}
-    assert named <= FIELDS["cls"] | FIELDS["det"]
+    assert named <= FIELDS["cls"] | FIELDS["det"] | {"config"}
     options = {word for action in launch_command_parser()._actions for word in action.option_strings}
     first, *others = OF_LAUNCHER
     assert {f"--{name}" for name in OF_LAUNCHER[first].split()} | {*re.findall(r"--\w+", " ".join(others))} <= options
     assert not {name for names in OF_LAUNCHER.values() for name in names.split()} & named
+
+
+def test_a_flag_of_another_recipe_is_recognised() -> None:
+    assert hint("detector", FIELDS["cls"], Path(cls.__file__)) == "; it is a flag of recipes/det.py"
+    assert hint("nonsense", FIELDS["cls"], Path(cls.__file__)) == ""

@@ -34,6 +34,7 @@ def test_the_address_and_interface_of_a_route_are_found() -> None:
             assert is_own(entry.address)
             assert is_loopback(entry.address) == (name == "lo")
     assert interface_of("192.0.2.1") is None  # an address of documentation, RFC 5737
+    assert all(is_own(address) and not is_loopback(address) for address in network.outward_addresses())
     assert not is_own("192.0.2.1") and not is_own("no.such.name.invalid")
 
 
@@ -58,12 +59,16 @@ def test_a_store_listens_at_one_address_and_is_the_one_that_torch_finds_there() 
     assert raised.value.errno == errno.EADDRNOTAVAIL
 
 
-def test_a_name_that_only_this_machine_knows_as_its_loopback_is_refused(monkeypatch) -> None:
-    """As on Debian. The launcher would listen where the others can't reach it."""
-    monkeypatch.setattr(network, "is_own", lambda host: True)
-    monkeypatch.setattr(network, "address_towards", {"first": "127.0.1.1"}.get)
-    with pytest.raises(SystemExit, match=r"first is 127.0.1.1 here, .*: give its address as a number everywhere"):
-        rendezvous._reach("first", 1, 0)
+def test_a_launcher_listens_where_the_others_reach_it(monkeypatch) -> None:
+    monkeypatch.setattr(network, "address_towards", {"first": "127.0.1.1", "second": "10.0.0.2"}.get)
+    monkeypatch.setattr(network, "outward_addresses", lambda: ["10.0.0.1"])
+    assert rendezvous._own_address("second", most=1) == LOOPBACK, "a machine alone"
+    assert rendezvous._own_address("127.0.0.1", most=2) == "127.0.0.1", "a rehearsal on one machine"
+    assert rendezvous._own_address("second", most=2) == "second"
+    assert rendezvous._own_address("first", most=2) == "10.0.0.1", "a name that is a loopback on its own machine alone"
+    monkeypatch.setattr(network, "outward_addresses", lambda: ["10.0.0.1", "192.168.0.1"])
+    with pytest.raises(SystemExit, match=r"own name first as 127.0.1.1.*: give .* a number .*10.0.0.1 or 192.168.0.1"):
+        rendezvous._own_address("first", most=2)
 
 
 def test_a_late_listener_is_waited_for_and_the_reason_of_a_failed_connection_is_given() -> None:

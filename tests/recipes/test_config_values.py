@@ -26,10 +26,10 @@ from recipes import cls, det
 
 NUMBERS = "nan inf -inf -0.0 0 1 -1 2 0.5 1e-300 5e-324 1e-9 1e300 1e400 1_000 0x10 true ² ٣".split()
 NUMBERS += ["9" * 20, "9" * 5000, str(2**63 - 1), str(2**63), str(-(2**63)), " 1", ""]
-TEXTS = ".. . / -x --help * [.parquet ?.parquet hf-hub:a/b hf-hub: auto never".split()
+TEXTS = "~nosuchuser ~nosuchuser/x .. . / -x --help * [.parquet ?.parquet hf-hub:a/b hf-hub: auto never".split()
 TEXTS += "rand-m9 rand-m99999 rand-m9-n0 rand-m9-mstdx augmix-m3-w0 original lion resnet50.x".split()
 TEXTS += "1-2 3-4 5-3 ²-³ 3-99 64,² 640,0 1e-320-1 1e-308,1".split()
-TEXTS += ["1" * 30, f"{'1' * 100}-{'2' * 100}"]
+TEXTS += ["a" * 300, f"a/{'b' * 256}", "x/" * 3000, "x/" * 1500, "1" * 30, f"{'1' * 5000}-{'2' * 5000}"]
 TEXTS += ["\udcff", "\0", "a\nb", "\x1b[2J", "\u202e"]
 CONFIGS = {"cls": cls.Config, "det": det.Config}
 LABELS = np.arange(90) % 3
@@ -109,3 +109,21 @@ def test_every_field_takes_or_refuses_every_odd_value(recipe: str, model) -> Non
                 parsed += 1
                 plan(config, model)
     assert parsed > 25
+
+
+@pytest.mark.parametrize(
+    "flag, word, told",
+    [
+        ("--data", "a/" + "é" * 128, "too long for a path"),  # a name of 256 bytes
+        ("--model", "abcdefg/" * 512, "too long for a path"),  # 4,096 bytes
+        ("--resume", "x/" * 256, "too long for a path"),  # 256 folders
+        ("--eval_only", "~nosuchuser/x", "there is no user nosuchuser; a folder of that name is ./~nosuchuser"),
+        ("--output_dir", "a\udcffb", "bytes that are no text"),
+        ("--name", "a\0b", "bytes that are no text"),
+    ],
+    ids=lambda value: value[:12],
+)
+def test_what_can_be_no_path_is_refused_by_the_parser(flag: str, word: str, told: str) -> None:
+    with pytest.raises(Refused, match=told) as raised:
+        parsed_by(cls.Config, f"{flag}={word}")
+    assert str(raised.value).startswith(f"{flag} ") and len(str(raised.value)) < 300

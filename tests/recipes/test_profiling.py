@@ -12,9 +12,9 @@ from common.config.parsing import parse
 from common.errors import Refused
 
 
-@pytest.mark.parametrize("text", ["x", "9-3", "0-3", "3-4-5"])
+@pytest.mark.parametrize("text", ["x", "9-3", "0-3", "3-4-5", "1-101"])
 def test_steps_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(Refused, match=rf"^--profile {text}: .*must be FIRST-LAST"):
+    with pytest.raises(Refused, match=rf"^--profile {text}: .*(must be FIRST-LAST|more than 100 steps)"):
         parse(RunConfig, [f"--profile={text}"])
 
 
