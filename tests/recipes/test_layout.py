@@ -77,11 +77,13 @@ CASES = {
     ),
     "resnet-group": Case(f"{GROUP} {VARIED}", "2x8, 2x12 shards", "1x12, 2x22, 3x16, 3x16 shards"),
     "resnet-global": Case(
-        f"--model test_resnet --opt sgd --lr 0.1 {VARIED} --batch_norm global", "2x22", "3x16, 2x22 shards, 3x22 shards"
+        f"--model test_resnet --opt sgd --lr 0.1 {VARIED} --batch_norm global --schedule step --step_epochs 1",
+        "2x22",
+        "3x16, 2x22 shards, 3x22 shards",
     ),
     "resnet-thawing": Case(
         f"{GROUP} --freeze_stages 3 --unfreeze_epochs 0.5,1,1.5 --backbone_lr_factor 0.5 --head_lr_factor 2 --layer_decay 0.8 "
-        "--clip 1 --ema_decay 0.9",
+        "--clip 1 --ema_decay 0.9 --sampling sqrt",
         "3x16, 2x12 shards",
         "2x8",
     ),
