@@ -1,5 +1,6 @@
 """A run whose micro-batches do not fit into memory trains the same with smaller ones."""
 
+import ctypes
 import functools
 import json
 import os
@@ -42,6 +43,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def allow(megabytes: int) -> None:
     """From now on, no more than these. Where the run would start itself anew, which a fork can't, it ends with 99."""
     os.execv = lambda *_: sys.exit(99)
+    ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX: threads share one, else each may take 64 MB of addresses, or not
     used = psutil.Process().memory_info().vms
     resource.setrlimit(resource.RLIMIT_AS, (used + megabytes * 2**20, resource.RLIM_INFINITY))
 
