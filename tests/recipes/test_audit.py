@@ -33,7 +33,10 @@ def runs(run_several, tmp_path_factory) -> dict[str, Path]:
         table.append(f"{label}_{number}.png,{(label + random.integers(1, 10) * (number in changed)) % 10}")
     (folder / "data.csv").write_text("\n".join(table))
     words = ["--data", folder / "data.csv", "--output_dir", folder / "runs"]
-    cases = {"preset": [*DIGITS.split(), *words], "two": [*EXACT.split(), *words, "--max_micro_batch_size", 6]}
+    cases = {
+        "preset": [*DIGITS.split(), *words, "--epochs", 6],
+        "two": [*EXACT.split(), *words, "--max_micro_batch_size", 6],
+    }
     runs = run_several(2, cases, pictures=True, timeout=600) | run_several(1, {"one": [*EXACT.split(), *words]})
     assert not {name: run.text for name, run in runs.items() if run.outcome != "ok"}
     return {name: run.folder for name, run in runs.items()}

@@ -111,13 +111,13 @@ CASES = {
         "det",
     ),
     "faster_rcnn": Case(
-        f"--detector faster_rcnn {GROUP_OF_2} --sync_short_sides", "3x4 from 1x8", "2x2, 2x2 shards", 8, "det"
+        f"--detector faster_rcnn {GROUP_OF_2} --sync_short_sides", "3x4 from 1x8", "2x2, 2x2 shards", 8, "det", 6
     ),
     "fcos-thawing": Case(
         f"--detector fcos {GROUP_OF_2} --freeze_stages 2 --unfreeze_epochs 1,2 --backbone_lr_factor 0.5 --neck_lr_factor 2 "
         "--head_lr_factor 1.5",
-        "2x2",
-        "3x4",
+        "",
+        "2x2, 3x4",
         8,
         "det",
     ),
