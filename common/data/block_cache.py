@@ -10,9 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
+from typing import BinaryIO
 
 import numpy as np
 
@@ -51,19 +52,27 @@ class BlockCache:
                 if known == block + 1 and ready:
                     self._table["used"][slot] = time.monotonic_ns()
                     return self._sample(slot, number)
-            if known == block + 1 or not self._fill([block], fetch):
+            if known == block + 1 or block in self._asked or not self._fill([block], fetch):
                 time.sleep(_WAIT)
 
     def expect(self, shards: Mapping[int, int], fetch: Fetch) -> None:
         """Begin to read missing blocks, several of a shard at once. `shards`: block -> its shard, in ascending order."""
         self._own()
-        present = {*(self._table["block"] - 1).tolist()}
+        present = {*self._asked, *(self._table["block"] - 1).tolist()}
         missing = [block for block in shards if block not in present]
         most = max(1, min(-(-len(missing) // IN_FLIGHT), _TOGETHER // self.room))
+        self._asked.update(missing)
         for _, found in groupby(missing, shards.__getitem__):
             of_shard = [*found]
-            for start in range(0, len(of_shard), most):  # errors come when a sample is wanted
-                self._pool.submit(self._fill, of_shard[start : start + most], fetch)
+            for start in range(0, len(of_shard), most):
+                self._pool.submit(self._fill_quietly, of_shard[start : start + most], fetch)
+
+    def _fill_quietly(self, blocks: Sequence[int], fetch: Fetch) -> None:
+        try:
+            with suppress(Refused):  # raised when a sample of it is wanted
+                self._fill(blocks, fetch)
+        finally:
+            self._asked.difference_update(blocks)
 
     def _fill(self, blocks: Sequence[int], fetch: Fetch) -> bool:
         """Read those blocks that no process or thread reads or has read; False if there is none, or no slot for one."""
@@ -113,10 +122,16 @@ class BlockCache:
     def _own(self) -> None:
         """Threads and locks of this process: a forked one has none of its parent's threads."""
         if self._owner != os.getpid():
-            self._owner, self._lock = os.getpid(), threading.Lock()
+            self._owner, self._lock, self._asked = os.getpid(), threading.Lock(), set[int]()
             self._pool = ThreadPoolExecutor(IN_FLIGHT, "blocks")
 
 
 def open_blocks(slots: int, room: int) -> BlockCache:
     """One cache per machine. A collective."""
-    return BlockCache(slots, room, shared_file("the cache of blocks", unnamed_file))
+
+    def make() -> BinaryIO:
+        file = unnamed_file()
+        file.truncate(_SLOT.itemsize * slots + slots * room)
+        return file
+
+    return BlockCache(slots, room, shared_file("the cache of blocks", make))
