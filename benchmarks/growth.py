@@ -100,7 +100,7 @@ def start_of_shards(samples: int, root: Path) -> float:
 
     def start() -> None:
         index = shard_index._load(folder, listed)
-        source = shards.Shards(index.entries, listed, index, labels=index.labels, classes=index.classes)
+        source = shards.Shards(index.entries, index, labels=index.labels, classes=index.classes)
         first_batch(source, Blocks(index.edges, 300))
 
     return timed(start)

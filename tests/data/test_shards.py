@@ -391,7 +391,7 @@ def test_blocks_that_are_missing_together_come_in_few_answers(files, server, mon
     some = source.select(np.arange(3, 349, 7)).select(np.arange(2, 40))  # they share the cache
     assert [source.content(place) for place in range(349)] == contents
     assert [some.content(place) for place in range(38)] == contents[17:283:7]
-    assert len(source.blocks.edges) - 1 > 60 and len(server.asked) <= 3 + 2 * block_cache.IN_FLIGHT
+    assert len(source.blocks.edges) - 1 > 60 and len(server.asked) <= 3 + block_cache.IN_FLIGHT
 
 
 def test_a_data_set_on_the_hub_is_read_where_it_lies(server, monkeypatch):
