@@ -46,7 +46,7 @@ demo: $(RUN_STAMP) ## train on the handwritten digits of scikit-learn (TASK=cls 
 	echo "$(VENV)/bin/accelerate launch $$*" && $(RUN) -m accelerate.commands.launch --quiet "$$@"
 
 test: $(DEV_STAMP) ## run the tests of common/ and recipes/; or of a room and those that import it (ROOM=data); or of neighbours (ROOM=tools,compat)
-	@echo "The tests of common/ and recipes/ usually take about 10 minutes on two cores, those of the neighbours about 12."
+	@echo "The tests of common/ and recipes/ usually take about 12 minutes on two cores, and those of the neighbours as long."
 	@$(RUN) -m pytest $(PARALLEL) $(if $(filter tests/%,$(ARGS)),,--room=$(ROOM)) $(ARGS)
 
 test-smoke: $(DEV_STAMP) ## run the tests that are quick enough to run after every change
