@@ -27,6 +27,7 @@ from common.detection.export import export
 from common.detection.models.detectors import Detector
 from common.detection.samples import blank, nothing
 from common.detection.transforms import BoxAugmentation
+from common.errors import Refused
 from common.training import drop_path
 
 _FRESH = 2**62  # first position that no step has: from here on, partners are drawn as fresh scenes
@@ -80,7 +81,14 @@ class TrainingImages(Dataset):
             defaults.describe(config),
         )
 
+    def __post_init__(self) -> None:
+        if self.cache and self.source.fresh:
+            raise Refused(
+                "--cache: every position has an image of its own, so a cache would never be read; leave it out"
+            )
+
     def describe(self) -> dict[str, str]:
+        """Rows of the start table."""
         padding = np.mean([self.padding(step) for step in range(100)])
         return {
             **self.rows,

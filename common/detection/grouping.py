@@ -7,6 +7,7 @@ import numpy as np
 
 from common.data.stream import Stream
 from common.detection.data.annotated import Annotated
+from common.errors import Refused
 from common.randomness import key_of, uniforms
 
 
@@ -25,10 +26,15 @@ def repeat_weights(source: Annotated, threshold: float) -> np.ndarray | None:
 
     A class in a share f of the images has the weight max(1, sqrt(threshold / f)), an image the weight
     of its rarest class, and 1 without objects. Crowd regions do not count. An epoch stays N positions.
+    Raises `Refused` for scenes that are new at each position.
     Source: Gupta et al. 2019, "LVIS" (arXiv:1908.03195), where the threshold is 0.001.
     """
     if not threshold:
         return None
+    if source.fresh:
+        raise Refused(
+            f"--repeat_threshold {threshold:g}: scenes are made afresh for each position, none can be drawn more often; set 0"
+        )
     rows = np.repeat(np.arange(len(source)), np.diff(source.offsets))[~source.crowd]
     labels = source.labels[~source.crowd]
     once = np.unique(rows * len(source.classes) + labels)  # each class once per image

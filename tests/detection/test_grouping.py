@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from common.data.stream import Stream
+from common.detection.data import scenes
 from common.detection.data.annotated import Annotated
 from common.detection.grouping import GroupedStream, repeat_weights
+from common.errors import Refused
 from tests.harness.detections import columns
 
 
@@ -20,6 +22,8 @@ def test_an_image_weighs_as_its_rarest_class_which_counts_once_an_image_and_not_
     assert repeat_weights(data, 0.0) is None
     drawn = np.bincount(Stream(10, 10, 0, weights=weights).indices(np.arange(4_000)), minlength=10) / 400
     assert drawn == pytest.approx(10 * weights / weights.sum(), abs=0.1)
+    with pytest.raises(Refused, match=r"--repeat_threshold 0.001: scenes are made afresh"):
+        repeat_weights(scenes.load(0)[0], 0.001)
 
 
 def aspects(count, seed=0):

@@ -15,8 +15,10 @@ from common.data.images import BrokenImage, open_rgb
 from common.data.loader import Prefetcher, training_loader
 from common.data.stream import Stream
 from common.detection.batches import EvaluationScenes, TrainingImages
+from common.detection.data import scenes
 from common.detection.data.annotated import Annotated, Sample
 from common.detection.transforms import BoxAugmentation
+from common.errors import Refused
 from tests.harness.detections import columns, extents
 
 CHINA = Image.fromarray(load_sample_image("china.jpg"))  # 640 x 427
@@ -167,3 +169,8 @@ def test_a_cache_shows_nearly_the_same() -> None:
             for one, other in zip(theirs.targets, mine.targets, strict=True):
                 assert one["labels"].tolist() == other["labels"].tolist()
                 assert not len(one["boxes"]) or (one["boxes"] - other["boxes"]).abs().max() <= 1
+
+
+def test_a_cache_is_refused_for_scenes_that_are_never_shown_again() -> None:
+    with pytest.raises(Refused, match="--cache: every position has an image of its own"):
+        samples_of(scenes.load(0)[0], cache=open_cache(8, 32, ""))

@@ -71,7 +71,11 @@ class Suppressing(Detector):
         self.pretrained_cfg, self.stride = backbone.pretrained_cfg, backbone.stride
 
     def best_of(self, boxes: Tensor, scores: Tensor, labels: Tensor, size: Tensor) -> dict[str, Tensor]:
-        """The best of boxes [m, 4] in pixels of the canvas, best first, clipped to `size` [2]."""
+        """The best detections of an image, best first: boxes [n, 4], scores [n], labels int64[n].
+
+        They are selected from boxes [m, 4] in pixels of the canvas with a score [m] and a label [m]
+        each, and clipped to `size` [2], the true width and height of the image on its canvas.
+        """
         boxes = clip(boxes, size)
         good = (scores > self.score_threshold) & (boxes[:, 2:] - boxes[:, :2] >= self.least_side).all(1)
         good = good.nonzero().squeeze(1)

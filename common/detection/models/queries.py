@@ -155,7 +155,8 @@ def noised(
 
     Different from the source, an image is the same in any batch: there, the image with the most
     boxes decides on the number of groups, and padding is learnt as background.
-    Source: Zhang et al. 2022, "DINO: DETR with Improved DeNoising Anchor Boxes", section 3.3.
+    Source: Zhang et al. 2022, "DINO: DETR with Improved DeNoising Anchor Boxes" (arXiv:2203.03605),
+    section 3.3.
 
     Args:
         boxes, labels: for each image [n, 4] (centre x, centre y, width, height in 0..1) and int64[n]; n may be 0.
