@@ -31,7 +31,7 @@ class UpdateSize:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._model, self._optimizers, self._parameters = model, optimizers, list(model.parameters())
-        self._part_of: dict[int, str] | None = None  # the part of each parameter, by its id
+        self._groups: dict[str, list[dict]] | None = None  # by the name of their rate, once rates are set
         self._weights: list[torch.Tensor] = []
         self._before: list[torch.Tensor] = []
 
@@ -55,18 +55,22 @@ class UpdateSize:
 
     def _rates(self) -> dict[str, float]:
         """`lr_backbone`, `lr_head`, ...: the highest learning rate in each part; {} if all are the same."""
+        if self._groups is None:
+            self._groups = self._groups_by_name()
+        return {name: max(float(group["lr"]) for group in groups) for name, groups in self._groups.items()}
+
+    def _groups_by_name(self) -> dict[str, list[dict]]:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups if group["params"]]
         if len({group.get("lr_scale", group["lr"]) for group in groups}) < 2:
             return {}
-        if self._part_of is None:
-            self._part_of = {}
-            with suppress(Refused):  # a module that does not say which part is its head
-                self._part_of = {id(weight): part for part, of in parts(self._model).items() for weight in of}
-        rates: dict[str, float] = {}
+        part_of: dict[int, str] = {}
+        with suppress(Refused):  # a module that does not say which part is its head
+            part_of = {id(weight): part for part, of in parts(self._model).items() for weight in of}
+        found: dict[str, list[dict]] = {}
         for group in groups:
-            for name in dict.fromkeys(f"lr_{self._part_of.get(id(weight), 'max')}" for weight in group["params"]):
-                rates[name] = max(rates.get(name, 0.0), float(group["lr"]))
-        return rates
+            for name in dict.fromkeys(f"lr_{part_of.get(id(weight), 'max')}" for weight in group["params"]):
+                found.setdefault(name, []).append(group)
+        return found
 
 
 def _copy(weight: torch.Tensor) -> torch.Tensor:
