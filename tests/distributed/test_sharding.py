@@ -19,8 +19,8 @@ from common.errors import Refused
 SIZES = {"img_size": 8, "patch_size": 4, "embed_dim": 15, "depth": 3, "num_heads": 3, "num_classes": 5}
 
 
-def vit() -> nn.Module:
-    torch.manual_seed(0)
+def vit(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
     return VisionTransformer(**SIZES).double()
 
 
@@ -33,7 +33,7 @@ def begin(**asked) -> None:
 
 
 def sharded_vit() -> nn.Module:
-    model = vit()
+    model = vit(dist.get_rank())  # all get the weights of rank 0
     sharding.shard(model, torch.float64)
     return model
 

@@ -241,8 +241,11 @@ def test_on_photographs_boxes_and_scores_are_those_of_transformers(name, tmp_pat
         (found,) = detector.detect(pixels, torch.tensor([[side, side]]))
         torch.testing.assert_close(found["scores"], expected["scores"], rtol=0, atol=1e-5)  # as many as queries
         boxes = found["boxes"] * torch.tensor([width, height, width, height]) / side
-        torch.testing.assert_close(boxes, expected["boxes"], rtol=0, atol=0.01)
-        assert torch.equal(found["labels"], expected["labels"])
+        # Of nearly equal scores, either may come first: that differs between processors.
+        alike = (found["scores"][:, None] - expected["scores"]).abs() <= 1e-5
+        alike &= found["labels"][:, None] == expected["labels"]
+        alike &= ((boxes[:, None] - expected["boxes"]).abs() <= 0.01).all(-1)
+        assert alike.any(0).all() and alike.any(1).all()
         assert boxes.std() > 1 and found["scores"].std() > 1e-4  # not all alike
 
 
