@@ -39,6 +39,7 @@ def test_numbers_hits_and_crowds_are_those_of_pycocotools(seed: int) -> None:
     rows[:, 5] = 1  # more than count of a class in an image
     expected = hits_of(of_pycocotools(metrics._coco(source), boxes_in_coco(source.image_ids, images, rows)), len(rows))
     counted = Matches.of_counted(source, images, rows)
+    assert np.bincount(counted.images).max() == 100
     assert len(counted.rows) < len(rows) and sorted(counted.hits[counted.hits >= 0]) == sorted(expected[expected >= 0])
 
 
