@@ -1,0 +1,69 @@
+"""Notes on data: what a reader leaves out, changes or reads in another way than it is written, counted by reason.
+
+A note becomes a row of the start table. If most of the data would be left out, the start is refused instead: then the
+data are of another form than the reader takes them for.
+"""
+
+from typing import NamedTuple
+
+from common.errors import Refused
+
+_MAX_LEFT_OUT = 0.5  # largest share that a reader may leave out
+
+
+class Note(NamedTuple):
+    """How many items have the same reason, and the first of them by name."""
+
+    count: int
+    first: str
+
+
+class Notes:
+    """Counts by reason of one kind of items, such as images, boxes, files or lines.
+
+    `title` names the data in messages, `unit` the items in the plural.
+    """
+
+    def __init__(self, title: str, unit: str):
+        self.title = title
+        self.unit = unit
+        self.left_out: dict[str, Note] = {}
+        self.changed: dict[str, Note] = {}
+
+    def leave_out(self, reason: str, first: str, count: int = 1) -> None:
+        """Count items that are not used: `("smaller than 1 pixel", "a.jpg", 3)`. A `count` of 0 adds nothing."""
+        _add(self.left_out, reason, Note(int(count), first))
+
+    def change(self, change: str, first: str, count: int = 1) -> None:
+        """Count items that are used otherwise than they are written: `("are clipped at their image", "a.jpg", 3)`."""
+        _add(self.changed, change, Note(int(count), first))
+
+    def merge(self, other: "Notes") -> None:
+        """Add the counts of `other`, such as another rank's; the first by name stays the one that was first here."""
+        for reason, note in other.left_out.items():
+            _add(self.left_out, reason, note)
+        for change, note in other.changed.items():
+            _add(self.changed, change, note)
+
+    def texts(self, total: int, cause: str = "") -> tuple[str, ...]:
+        """A line for each reason. `total`: all items, also those that are left out.
+
+        Raises `Refused` if more than half of them are left out, with the likely `cause` and the way out.
+        """
+        left_out = [f"{note.count:,} ({reason}), first {note.first}" for reason, note in self.left_out.items()]
+        summary = ", ".join(left_out)
+        if sum(note.count for note in self.left_out.values()) > _MAX_LEFT_OUT * total:
+            advice = f"; {cause}" if cause else ""
+            raise Refused(f"{self.title}: most of its {total:,} {self.unit} would be left out: {summary}{advice}")
+        lines = []
+        if left_out:
+            lines.append(f"{total:,} {self.unit}, left out: {summary}")
+        for change, note in self.changed.items():
+            lines.append(f"{note.count:,} of {total:,} {self.unit} {change}, first {note.first}")
+        return tuple(lines)
+
+
+def _add(notes: dict[str, Note], reason: str, note: Note) -> None:
+    if note.count:
+        earlier = notes.get(reason)
+        notes[reason] = Note(earlier.count + note.count, earlier.first) if earlier else note
