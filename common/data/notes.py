@@ -4,14 +4,15 @@ A note becomes a row of the start table. If most of the data would be left out, 
 data are of another form than the reader takes them for.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from common.errors import Refused
 
 _MAX_LEFT_OUT = 0.5  # largest share that a reader may leave out
 
 
-class Note(NamedTuple):
+@dataclass(frozen=True)
+class Note:
     """How many items have the same reason, and the first of them by name."""
 
     count: int
