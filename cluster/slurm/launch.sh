@@ -2,7 +2,7 @@
 # Trains with one `accelerate launch` per machine, which starts a process per GPU and replaces those that die:
 #
 #   sbatch cluster/slurm/launch.sh --config_file accelerate_configs/2node_bf16.yaml recipes/cls.py --data /shared/photos
-#   sbatch --nodes=4 cluster/slurm/launch.sh --config_file accelerate_configs/4node.yaml --max_restarts 3 recipes/cls.py --data FOLDER
+#   sbatch --nodes=4 cluster/slurm/launch.sh --config_file accelerate_configs/2node.yaml --num_machines 4 --num_processes 32 recipes/cls.py --data FOLDER
 #
 # A job that is requeued resumes from its last checkpoint, since it runs the same command again.
 #SBATCH --nodes=2

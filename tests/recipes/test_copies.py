@@ -4,10 +4,7 @@ A copy never resumes a run of another source, ends well when it stops itself, an
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -77,18 +74,6 @@ def test_a_change_of_the_page_is_small_and_applies_to_the_recipe(name: str) -> N
 def test_every_change_of_the_page_is_trained() -> None:
     elsewhere = {"hundreds-of-thousands-of-classes"}  # in test_layout.py
     assert {change for changes, _ in DAYS.values() for change in changes} == CHANGES.keys() - elsewhere
-
-
-@pytest.mark.smoke
-def test_a_copy_from_before_version_020_is_refused_in_one_line_that_names_the_page(tmp_path: Path) -> None:
-    lines = "from common.config.fields import AugmentationConfig", "with Run(config, accelerator) as run:", "    ..."
-    (tmp_path / "mine.py").write_text("\n".join(lines))
-    for local_rank in (0, 1):
-        environment = os.environ | {"LOCAL_RANK": str(local_rank), "PYTHONPATH": str(ROOT)}
-        done = subprocess.run([sys.executable, tmp_path / "mine.py"], env=environment, capture_output=True, text=True)
-        assert done.returncode == 2 and done.stderr.count("\n") == (local_rank == 0)
-        assert local_rank or "in docs/change_it.md#copies-from-before-020" in done.stderr
-    assert "\n## Copies from before 0.2.0\n" in PAGE
 
 
 @pytest.fixture(scope="module")

@@ -8,20 +8,12 @@ import subprocess
 from collections.abc import Callable
 
 from tests.harness.debian import require_package
-from tests.harness.launching import ROOT, Launcher
 from tests.harness.machines import Node
 from tests.tools.test_doctor import exported, rows_of
 
 PORT = 20500  # below those that the system chooses
 # All but the rehearsal, which needs machines that are well.
-ONLY = ["--only", "launch,limits,gpu,network,versions,data"]
-# Another package.
-SICK = f"""
-import os, sys
-sys.path[:0] = [os.path.join(os.path.dirname(__file__), "packages"), {str(ROOT)!r}]
-from tools.doctor.__main__ import main
-main()
-"""
+ONLY = ["--only", "launch,network"]
 
 
 def run(*words: object) -> None:
@@ -33,42 +25,21 @@ def summary(rows: dict[tuple[str, str], dict], status: str) -> dict[str, str]:
     return {check: f"{place}: {row['measured']}" for (check, place), row in rows.items() if row["status"] == status}
 
 
-def test_a_sick_machine_is_named_with_each_of_its_troubles(nodes: Callable[..., list[Node]], tmp_path) -> None:
-    runs, theirs = tmp_path / "runs", tmp_path / "their_runs"
-    for folder in (runs, theirs):
-        (folder / "a").mkdir(parents=True)
-    well, sick = nodes(2, own={1: {runs: theirs}})
-    of_recipe = ["recipes/cls.py", "--output_dir", runs]
-    record = tmp_path / "packages" / "timm-0.9.0.dist-info" / "METADATA"
-    record.parent.mkdir(parents=True)
-    record.write_text("Metadata-Version: 2.1\nName: timm\nVersion: 0.9.0\n")
-    script, file = tmp_path / "sick.py", tmp_path / "found.json"
-    script.write_text(SICK)
+def test_a_slow_link_and_an_odd_mtu_are_named(nodes: Callable[..., list[Node]], tmp_path) -> None:
+    well, sick = nodes(2)
+    file = tmp_path / "found.json"
     run("ip", "-n", sick.space, "link", "set", "eth0", "mtu", 1400)
     slow = "root tbf rate 300mbit burst 256kb latency 50ms".split()
     run("tc", "-n", sick.space, "qdisc", "add", "dev", "eth0", *slow)
-    inside = 'ulimit -n 200 && mount -t tmpfs -o size=1m none /dev/shm && exec "$@"'
+    words = ["-m", "tools.doctor", *ONLY, "--json", file]
     started = [
-        well.start_python(
-            *("-m", "tools.doctor", *ONLY, "--json", file, *of_recipe), env=exported(0, 2, PORT, well.address)
-        ),
-        Launcher(tmp_path, [*sick.before, "sh", "-c", inside, "sh"]).start_python(
-            *(script, *ONLY, *of_recipe), env=exported(1, 2, PORT, well.address)
-        ),
+        node.start_python(*words, env=exported(rank, 2, PORT, well.address)) for rank, node in enumerate((well, sick))
     ]
     done = [each.finish() for each in started]
-    assert [each.returncode for each in done] == [1, 1], done[0].stdout + done[0].stderr + done[1].stderr
+    assert [each.returncode for each in done] == [0, 0], done[0].stdout + done[0].stderr + done[1].stderr
     rows = rows_of(file)
     failed, warned, good = (summary(rows, status) for status in ("failed", "warning", "ok"))
-    assert failed == {
-        "limits: /dev/shm": "node1: 1 of 1 MiB free",
-        "versions: packages": failed["versions: packages"],
-    }
-    assert warned["data: run folder"].startswith("all: ") and "node1" in rows["data: run folder", "all"]["way_out"]
-    assert [*runs.iterdir()] == [runs / "a"] and [*theirs.iterdir()] == [theirs / "a"], "left as they were"
-    assert failed["versions: packages"].startswith("node1: timm 0.9.0 instead of ")
-    assert warned["network: MTU"] == "node1: MTU 1400 instead of 1500"
-    assert warned["limits: open files"].startswith("node1: 200 ")
+    assert not failed and warned["network: MTU"] == "node1: MTU 1400 instead of 1500"
     links = [row for row in json.loads(file.read_text())["findings"] if row["check"] == "network: between"]
     # A busy machine has another such row, on latency.
     (link,) = [row for row in links if row["way_out"].startswith("less than 2 Gbit/s")]
@@ -77,7 +48,6 @@ def test_a_sick_machine_is_named_with_each_of_its_troubles(nodes: Callable[..., 
     # What is well is not blamed.
     assert good["network: ports"] == "all: 4 system-chosen ports open between all machines, both ways"
     assert rows["network: interfaces", "node1"]["measured"] == "eth0 (10.77.0.2, 10 Gbit/s, MTU 1400)"
-    assert rows["limits: /dev/shm", "node0"]["status"] == "ok" and "limits: cores" not in failed | warned
 
 
 def test_a_firewall_is_named_where_the_run_would_wait(nodes: Callable[..., list[Node]], tmp_path) -> None:

@@ -1,15 +1,11 @@
 """Each row of the doctor tells good from bad by its threshold, and names the odd one; no process is started."""
 
-import resource
-from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 
-from common.errors import Refused
 from common.launching.launchers import Launch
-from tools.doctor import bandwidth, data, gpus, interfaces, limits, rehearsal
+from tools.doctor import bandwidth, interfaces, rehearsal
 from tools.doctor.finding import Finding, differing
 from tools.doctor.table import HERE, ON_MACHINE, fold, show
 from tools.doctor.world import World
@@ -34,61 +30,12 @@ def test_the_table_is_short() -> None:
     assert len(show(many).splitlines()) < 10
 
 
-def test_limits_are_judged_by_what_a_run_needs(monkeypatch, tmp_path) -> None:
-    given: dict[int, int] = {}
-    monkeypatch.setattr(resource, "getrlimit", lambda what: (given.get(what, -1), -1))
-    monkeypatch.setattr(limits, "_CGROUP", tmp_path)
-
-    def found(world: World | None = None) -> dict[str, tuple[str, str]]:
-        rows = limits.limits(world or World())
-        return {row.check.removeprefix("limits: "): (row.status, row.measured) for row in rows}
-
-    assert found()["open files"][0] == "ok"
-    given[resource.RLIMIT_NOFILE] = 4000
-    assert found()["open files"][0] == "ok" and found(World(world_size=1000))["open files"][0] == "warning"
-    gpus_here = World(world_size=2, local_world_size=2, device=torch.device("cuda", 0))
-    for size, alone, joined in ((64, "ok", "warning"), (1, "failed", "failed"), (8192, "ok", "ok")):
-        disk = SimpleNamespace(f_blocks=size, f_bavail=size, f_frsize=2**20)
-        monkeypatch.setattr(limits.os, "statvfs", lambda _, disk=disk: disk)
-        assert (found()["/dev/shm"][0], found(gpus_here)["/dev/shm"][0]) == (alone, joined), size
-    given[resource.RLIMIT_MEMLOCK] = 2**16
-    assert "locked memory" not in found()
-    (tmp_path / "mlx5_0").mkdir()
-    monkeypatch.setattr(limits, "_INFINIBAND", tmp_path)
-    assert found()["locked memory"] == ("failed", "0 MiB")
-
-    # A container of 3 GiB, 2.5 of them used, 1 of these by files that were read.
-    of_group = {"memory.max": 3 * 2**30, "memory.current": 5 * 2**29, "memory.stat": "inactive_file 1073741824"}
-    for name, text in of_group.items():
-        (tmp_path / name).write_text(f"{text}\n")
-    assert found()["memory"] == ("warning", "1.5 of 3.0 GiB memory free (the container)")
-    monkeypatch.setattr(limits, "cores", lambda: 4)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert found()["cores"][0] == "ok" and found(World(world_size=2, local_world_size=2))["cores"][0] == "warning"
-
-
-def test_gpus_that_torch_does_not_see_or_that_others_use_are_named(monkeypatch, tmp_path) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'NVIDIA H100, 470.1'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    (row,) = gpus.gpus(World())
-    assert (row.status, row.measured) == ("failed", "nvidia-smi shows 1 x NVIDIA H100, torch none")
-    monkeypatch.setattr(gpus.devices, "properties", lambda device: SimpleNamespace(name="H100"))
-    for free, status in ((72, "ok"), (71, "warning")):
-        monkeypatch.setattr(gpus.devices, "memory", lambda device, free=free: (free * 2**30, 80 * 2**30))
-        (row,) = gpus.gpus(FOUR)
-        assert (row.status, row.measured) == (status, f"H100, {free}.0 of 80.0 GiB free")
-
-
 def test_the_odd_rank_is_named_by_what_most_have(monkeypatch) -> None:
     usual = {"timm": "1", "torch": "2"}
     other = {"timm": "2", "extra": "3", "torch": "2"}
     for odd, text in ((other, "extra 3 instead of (absent), timm 2 instead of 1"), (usual, "")):
         monkeypatch.setattr(World, "exchange", lambda _, value, odd=odd: [value, value, value, odd])
-        rows = differing(FOUR, "versions: packages", "failed", "install", usual)
+        rows = differing(FOUR, "network: MTU", "warning", "set it", usual)
         assert [(row.place, row.measured) for row in rows] == ([("rank 3 (b)", text)] if text else [])
 
 
@@ -128,26 +75,6 @@ def test_an_interface_that_is_absent_down_or_slower_is_named(monkeypatch, tmp_pa
     monkeypatch.setattr(interfaces, "_INFINIBAND", tmp_path)
     assert found("ib0") == "ok: ib0 (10.0.0.1, 100 Gbit/s, MTU 1500); InfiniBand mlx5_0 200 Gbit/s "
     assert found("eth9").startswith("failed: GLOO_SOCKET_IFNAME=eth9: this machine has eth0 10.0.0.1, ib0 ")
-
-
-def test_a_run_folder_is_measured_left_as_it_was_and_its_troubles_are_named(tmp_path) -> None:
-    def in_folder(folder: Path) -> World:
-        return World(recipe=Path("recipes/cls.py"), words=["--output_dir", str(folder), "--data", "digits"])
-
-    (row,) = data.run_folder(in_folder(tmp_path / "new" / "runs"))
-    assert row.status == "ok" and all(part in row.measured for part in ("MB/s written", "ms per fsync", "GiB free"))
-    assert not any(tmp_path.iterdir())
-    (tmp_path / "file").write_text("")
-    with pytest.raises(Refused, match="Not a directory: name an --output_dir that you may write to"):
-        data.run_folder(in_folder(tmp_path / "file" / "runs"))
-    well = {"bytes_per_s": 5e8, "sync_s": 0.01, "free": 1e12}
-    for change, blind, said in (
-        ({}, [], ""),
-        ({"bytes_per_s": 5e6}, [], "slow: "),
-        ({}, ["rank 1 (b)"], "rank 1 (b): the files of rank 0 (a) are not there"),
-    ):
-        row = data.judged_run_folder(tmp_path, well | change, blind, "rank 0 (a)")
-        assert row.way_out.startswith(said) and (row.status == "warning") == bool(said)
 
 
 def test_the_rehearsal_judges_waiting_lag_memory_and_disk() -> None:

@@ -2,7 +2,7 @@
 
     accelerate launch --config_file accelerate_configs/2node.yaml --main_process_ip HOST -m tools.doctor
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml -m tools.doctor recipes/cls.py --data FOLDER
-    python -m tools.doctor --only versions,limits --json found.json
+    python -m tools.doctor --only rehearsal --json found.json
 
 It shows one table: what was measured, and for each trouble the cause and the way out. Checks of a model and its data take the
 recipe and its flags, which stand last. The exit code is 0 if nothing failed, 1 if something did.

@@ -28,7 +28,7 @@ from common.errors import Refused, printable
 from common.launching.exit_codes import announce_exit
 from common.launching.launch import share_cores
 from common.launching.meeting import choose_interface
-from tools.doctor import bandwidth, data, gpus, interfaces, limits, meeting, rehearsal, versions
+from tools.doctor import bandwidth, interfaces, meeting, rehearsal
 from tools.doctor.finding import Finding, Status
 from tools.doctor.table import HERE, ON_MACHINE, fold, show
 from tools.doctor.world import LostPeer, World, this_process
@@ -56,13 +56,9 @@ class Check:
 
 CHECKS = [
     Check("launch", meeting.launch, exchanges=False),
-    Check("limits", limits.limits, exchanges=False, once_per_machine=True),
-    Check("gpu", gpus.gpus, exchanges=False, limit=25.0),
     Check("network: interfaces", interfaces.interfaces, exchanges=False, once_per_machine=True),
-    Check("versions", versions.versions),
     Check("network: MTU", interfaces.same_mtu),
     Check("network: ports", interfaces.ports),
-    Check("data: run folder", data.run_folder, limit=data.LIMIT_S),
     Check("rehearsal", rehearsal.rehearse, limit=rehearsal.LIMIT_S),
     Check("network: bandwidth", bandwidth.bandwidth, limit=40.0),
 ]
