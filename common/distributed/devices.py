@@ -58,5 +58,10 @@ def memory(device: torch.device | None = None) -> tuple[int, int]:
     return _module(device).mem_get_info(device)
 
 
+def nccl_version() -> tuple[int, ...]:
+    """Of torch's NCCL: (2, 27, 3); () if it has none."""
+    return torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
+
+
 def _module(device: torch.device | None) -> Any:
     return torch.get_device_module(device or kind())
