@@ -32,7 +32,6 @@ from common.classification import (
     plots,
     sample_weights,
     sources,
-    suspects,
 )
 from common.config import OptimizationConfig, RunConfig, option, parse, path_option
 from common.data import Stream
@@ -266,14 +265,6 @@ def draw(run: Run, val: sources.Source, found: Evaluation) -> None:
         run.draw("reliability", plots.reliability, found.calibration)
 
 
-def audit(model, loader, accelerator, normalize):
-    """Training labels that the trained model contradicts, likely wrong or worth a look, and how to draw and list them."""
-    train = loader.dataset.source
-    found = suspects.find(train, predict(model, loader, accelerator, normalize), accelerator.device)
-    model.train()
-    return suspects.draw, suspects.rows, train, found
-
-
 def main() -> None:
     config = parse(Config)
     if config.eval_only:
@@ -298,7 +289,6 @@ def main() -> None:
         # Finds the micro-batch that fits into memory, wraps the model, prints the start table, resumes.
         network, optimizer = run.prepare(model, optimizer, schedule, samples, evaluated, losses_of)
         validate = partial(evaluate, accelerator=accelerator, normalize=normalize, val=val)
-        judge = partial(audit, accelerator=accelerator, normalize=normalize)
 
         for step in run.steps():
             set_learning_rate(optimizer, schedule(step))
@@ -314,7 +304,6 @@ def main() -> None:
                 (found,) = run.evaluate(validate, leading="f1" if val.multi_label else "top1")
                 if run.should_draw():
                     draw(run, val, found)
-                run.audit(judge)
             if run.should_save():
                 run.save()
 

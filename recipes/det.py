@@ -40,7 +40,6 @@ from common.detection import (
     read_sides,
     sources,
     sources_of_weights,
-    suspects,
 )
 from common.distributed import all_or_none
 from common.launching import launch
@@ -245,12 +244,6 @@ def draw(run: Run, val: sources.Annotated, found: Detections) -> None:
     run.draw("misses", plots.misses, found.matches)
 
 
-def audit(model, loader, accelerator, normalize):
-    """Boxes that the model contradicts, likely wrong or worth a look, and how to draw and list them."""
-    _, found = evaluate(model, loader, accelerator, normalize, loader.dataset.source)
-    return suspects.draw, suspects.rows, found.matches, suspects.findings(found.matches)
-
-
 def main() -> None:
     config = parse(Config)
     if config.eval_only:
@@ -274,7 +267,6 @@ def main() -> None:
         # Finds the micro-batch that fits into memory, wraps the model, prints the start table, resumes.
         network, optimizer = run.prepare(model, optimizer, schedule, samples, evaluated, losses_of)
         validate = partial(evaluate, accelerator=accelerator, normalize=normalize, val=val)
-        judge = partial(audit, accelerator=accelerator, normalize=normalize)
 
         for step in run.steps():
             set_learning_rate(optimizer, schedule(step))
@@ -290,7 +282,6 @@ def main() -> None:
                 (found,) = run.evaluate(validate, leading="AP")
                 if run.should_draw():
                     draw(run, val, found)
-                run.audit(judge, share=0.25)  # later the model has memorised wrong boxes
             if run.should_save():
                 run.save()
 

@@ -7,7 +7,9 @@ another name, synced, given a manifest of sizes and hashes, and then renamed. So
 import contextlib
 import hashlib
 import json
+import os
 import re
+import shutil
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ from common.errors import Refused
 from common.files import MEDIUM, open_regular, read_text
 
 _MANIFEST = "manifest.json"
+AUDIT_FOLDER = "audit"  # in a run folder: the checkpoint that --keep_for_audit keeps
 
 
 class Damaged(Exception):
@@ -120,6 +123,15 @@ class Checkpoints:
             with contextlib.suppress(OSError):
                 remove(old.rename(self.folder / f".{old.name}.tmp"))  # its name never stands for half of it
         return final
+
+    def link(self, checkpoint: Path) -> None:
+        """Keep `checkpoint`, of another folder, here too: by hard links, which take no room while both exist."""
+        self.folder.mkdir(exist_ok=True)
+        draft = self.folder / f".{checkpoint.name}.tmp"
+        remove(draft)
+        shutil.copytree(checkpoint, draft, copy_function=os.link)
+        sync_folder(draft)
+        replace_folder(self.folder / checkpoint.name, draft)
 
     def sweep(self) -> None:
         """Remove unfinished checkpoints of killed processes."""

@@ -166,6 +166,9 @@ class RunConfig(SharedFields):
     """Steps between checkpoints (0: at the end of every epoch). The last step always has one."""
     keep_checkpoints: int = option(2, low=1, may_change=True)
     """Number of complete checkpoints to keep on disk."""
+    keep_for_audit: bool = option(False, may_change=True)
+    """Keep the first checkpoint after a quarter of the run in audit/, for tools.audit: later a detector has memorised wrong
+    boxes."""
     dry_run: bool = option(False, may_change=True)
     """Print the start table, then try two steps, an evaluation, and saving and loading a checkpoint, in a temporary folder."""
     eval_every: int = option(0, low=0, may_change=True, heading="evaluation")

@@ -145,14 +145,6 @@ def spread(count: int, limit: int = _TRIED) -> np.ndarray:
     return np.unique(np.linspace(0, count - 1, min(count, limit)).astype(np.int64))
 
 
-def looked_at(count: int, drawn: int) -> np.ndarray:
-    """int64[n] indices of the training images whose labels a run judges at its end.
-
-    All of `count`, or as many as a tenth of the samples that the run draws, but at least 2,000: little of the run's time.
-    """
-    return spread(count, max(2_000, drawn // 10))
-
-
 def fingerprint_of(
     classes: tuple[str, ...], labels: np.ndarray, contents: np.ndarray, names: pa.Array | pa.ChunkedArray | None = None
 ) -> str:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from common.imports import face, import_timm
 
 if TYPE_CHECKING:
-    from common.detection import defaults, suspects
+    from common.detection import defaults
     from common.detection.batches import EvaluationScenes, TrainingImages, blank_padding
     from common.detection.data import sources
     from common.detection.evaluation import plots

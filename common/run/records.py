@@ -1,9 +1,7 @@
 """Records of a run beside its checkpoints: totals, rows of metrics, results, and the environment."""
 
 import contextlib
-import csv
 import dataclasses
-import io
 import math
 import re
 import time
@@ -25,8 +23,7 @@ from common.data.source import Source
 from common.data.stream import Stream
 from common.distributed import devices, sharding
 from common.distributed.collectives import all_or_none, broadcast_object, gather_objects
-from common.durable import replace_file
-from common.errors import Refused, csv_cell
+from common.errors import Refused
 from common.run import plots
 from common.run.folder import RunFolder, read_json, writing
 from common.run.log import RunLog
@@ -198,16 +195,6 @@ class Records:
                 self.log.pictures(self.progress.step or 1, {name: path})  # the first batch is step 1's
             if self.progress.step:  # before that, data workers are starting
                 self._drawing += time.perf_counter() - began
-
-    def table(self, name: str, function: Callable, *arguments) -> None:
-        """See `Run.table`; on the main process."""
-        if self._folder and not self._folder.lost:
-            path, text = self._path / f"{name}.csv", io.StringIO()
-            try:
-                csv.writer(text).writerows(map(csv_cell, row) for row in function(*arguments))
-                replace_file(path, text.getvalue().encode())
-            except Exception as error:  # a table is not worth a run
-                self.log.say(f"{path} could not be written: {type(error).__name__}: {error}")
 
     def checkpoint(self) -> dict:
         """What a checkpoint holds beside tensors."""

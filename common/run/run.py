@@ -3,7 +3,6 @@
 Everything here is called on every rank; only the main process writes and prints.
 """
 
-import dataclasses
 import math
 import os
 import shutil
@@ -27,7 +26,6 @@ from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
 from common.data.data_spec import data_rows, fingerprint
 from common.data.loader import DeviceBatch, evaluation_loader
-from common.data.source import looked_at
 from common.distributed import determinism, devices, sharding, watchdog
 from common.distributed.collectives import all_or_none, broadcast_object, gather_objects, is_main, world_size
 from common.distributed.environment import environment
@@ -87,7 +85,6 @@ class Run:
             if is_main():
                 require(config.tracker)  # before a file is touched
             self._folder = RunFolder(self.path) if is_main() else None
-        self._suspicious = self.path / "suspicious.csv"
         self._records = Records(config, self.path, self._folder)
         self._log, self.say = self._records.log, self._records.log.say
         self._saving = Saving(config, self.path, self._folder, self._records)
@@ -197,7 +194,6 @@ class Run:
         self._update_size = UpdateSize(model, optimizers)
         steps = self.step, self.last
         self._training.begin(network, wrapped, self.plan, self.config.seed, steps, self.config.workers)
-        self._train, self._evaluated = samples.source, evaluated
         self._loader = evaluation_loader(evaluated, self.plan.max_micro_batch_size, self.config.workers)
         model.train()
         if not self.step and not self.config.dry_run:
@@ -263,8 +259,6 @@ class Run:
         with self._records.writing("writing the run folder"):
             if self._folder and self.step < self.last:
                 records.open(facts)
-                if not self.step:
-                    self._suspicious.unlink(missing_ok=True)  # of a start that left no checkpoint
         if devices.has_streams():
             torch.accelerator.reset_peak_memory_stats()  # rows have the peak of training
         self._started = True
@@ -407,26 +401,6 @@ class Run:
         """
         ends = self._ends()
         return broadcast_object(ends or self._records.has_time_to_draw())
-
-    def audit(self, judge: Callable[[torch.nn.Module, DataLoader], tuple], share: float = 1.0) -> None:
-        """Let the model look at training images once more, for `suspicious.csv` and a picture of labels that it contradicts.
-
-        That is due at the first evaluation after `share` of the run, or at its last one. `judge(model, loader)` returns
-        (draw, rows, ...): the picture is drawn by `draw(..., path)`, then the table is made by `rows(...)`. A collective, like
-        `should_draw`.
-        """
-        ends = self._ends()
-        is_due = ends or self.step >= share * self.total_steps
-        is_due &= share == 1 or not self._suspicious.exists()
-        if not getattr(self._train, "fresh", False) and broadcast_object(is_due):  # of fresh scenes, none is seen twice
-            rows = looked_at(len(self._train), self.total_steps * self.config.global_batch_size)
-            samples = dataclasses.replace(self._evaluated, source=self._train.select(rows))
-            loader = evaluation_loader(samples, self.plan.max_micro_batch_size, self.config.workers)
-            with sharding.shared_passes(self.model, loader) as shared:
-                draw, rows_of, *judged = judge(self.model, shared)
-            self.draw("suspicious", draw, *judged)
-            watchdog.note("writing suspicious.csv")
-            self._records.table("suspicious", rows_of, *judged)  # last: it says that this is done
 
     def draw(self, name: str, function: Callable, *arguments) -> None:
         """Draw `pictures/<name>.png` by `function(*arguments, path)` on the main process; a failure is logged, not raised."""

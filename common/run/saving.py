@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.checkpoints.resume import choose_together
 from common.checkpoints.state import Tensors, TrainingState
-from common.checkpoints.store import Checkpoints, verify
+from common.checkpoints.store import AUDIT_FOLDER, Checkpoints, verify
 from common.checkpoints.writer import Writer, take_part
 from common.config.fields import RunConfig
 from common.config.recipe_source import Source
@@ -21,6 +21,7 @@ from common.run.progress import Progress
 from common.run.records import Records
 
 _LONG_WAIT = 1.0  # seconds; people are told of longer ones
+_AUDIT_SHARE = 0.25  # of the run; later a detector has memorised wrong boxes (docs/after_training.md)
 
 
 class Saving:
@@ -101,7 +102,11 @@ class Saving:
         folder.sync()
         record = record | {"best": best.seal()}
         folder.check()
-        self._checkpoints.save(record, files)
+        checkpoint = self._checkpoints.save(record, files)
+        if self.config.keep_for_audit and record["step"] >= _AUDIT_SHARE * record["total_steps"]:
+            audit = Checkpoints(self._path / AUDIT_FOLDER)
+            if not audit.paths():
+                audit.link(checkpoint)
         best.place()
         self._records.log.summary(summary)
         if read_json(self._path / "status.json").get("status") == "running":  # no rank has written why it failed

@@ -1,7 +1,6 @@
 """Records of a run: custom names can't replace its own, an exploding dry run is refused, plots carry their step."""
 
 import contextlib
-import csv
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,14 +76,6 @@ def test_rows_tell_the_loss_scale_the_slowest_rank_and_the_gpus_memory(records, 
     assert second["train/skipped_steps"] == 3, "the step without a row counts"
     for row in (second, third):
         assert not row.keys() & {"perf/slowest_rank", "perf/slowest_rank_lag"}
-
-
-def test_a_table_has_no_formulas(records) -> None:
-    kept = records()
-    cells = ["=cmd|' /C calc'!A0", "+1+cmd|x", "@x", "-2.5", "a", -2.5, "\t=1"]
-    kept.table("mine", lambda: [cells])
-    text = (kept._path / "mine.csv").read_text()
-    assert next(csv.reader([text])) == ["'=cmd|' /C calc'!A0", "'+1+cmd|x", "'@x", "-2.5", "a", "-2.5", "'\t=1"]
 
 
 def test_the_best_evaluation_is_the_lowest_of_a_loss_and_finite(records) -> None:

@@ -1,7 +1,5 @@
 """Finished runs that tests of tools look at: made once per session. Copy what a test changes."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,17 +28,3 @@ def trained_detector(run_several, tmp_path_factory) -> Path:
             words += ["--output_dir", run.parent]
             run_several(2, {run.name: words}, recipe="recipes/det.py", pictures=True)
     return run
-
-
-@pytest.fixture(scope="session")
-def mmdetection_configs(tmp_path_factory) -> list[Path]:
-    """The 869 Python configs in MMDetection's package, which is downloaded."""
-    folder = tmp_path_factory.mktemp("mmdet")
-    words = ["pip", "download", "--quiet", "--no-deps", "-d", str(folder), "mmdet==3.3.0"]
-    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, timeout=300)
-    if done.returncode:
-        pytest.skip(f"MMDetection's package can't be downloaded: {done.stderr.decode()[-200:]}")
-    subprocess.run([sys.executable, "-m", "zipfile", "-e", next(folder.glob("*.whl")), folder], check=True)
-    files = sorted((folder / "mmdet" / ".mim" / "configs").rglob("*.py"))
-    assert len(files) == 869
-    return files

@@ -1,6 +1,6 @@
 """Training labels that the trained model contradicts: likely wrong, or only worth a look.
 
-At the end of a run the model predicts its training images without augmentation. A label is likely wrong if the model gives it
+The model predicts its training images without augmentation. A label is likely wrong if the model gives it
 a probability of less than 5 %, and if there are more such labels than the model's own doubt explains. If all labels are right,
 there are at most 0.4 times as many as its probabilities predict, since it has trained on them; if 5 % are wrong, 0.8 to 0.9
 times as many (measured: docs/after_training.md). Otherwise a lower threshold is tried. Source of the ranking by loss: Arazo et
@@ -44,7 +44,6 @@ class Suspects(NamedTuple):
         return "likely wrong" if place < self.likely else "worth a look"
 
 
-@torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def find(source: Source, batches: Iterable[tuple[Batch, Tensor]], device: torch.device | str) -> Suspects | None:
     """The contradicted labels of `source`, on the main process, from all its images with logits [B, K]. A collective."""

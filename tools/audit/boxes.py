@@ -1,10 +1,10 @@
-"""Report of boxes that are likely wrong, or worth a look: missing, moved, or of another class.
+"""Training boxes that the trained detector contradicts: missing, moved, or of another class.
 
-After a quarter of a run, before it has memorised wrong boxes, the model's confident detections in
-its training images are compared with their boxes.
+The model's confident detections in its training images are compared with their boxes. Later than after a quarter of a run
+it has memorised wrong boxes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +12,11 @@ import numpy as np
 import torch
 from torchvision.ops import box_iou
 
+from common.detection.data.annotated import Annotated
 from common.detection.evaluation.matching import IN_CROWD, IOU, Matches
+from common.detection.evaluation.metrics import Detections
 from common.detection.evaluation.plots import read_image
+from common.distributed import is_main
 from common.run.plots import BLUE, ORANGE, Cell, run_of, sheet, short
 
 SAME, APART = 0.7, 0.2  # overlap: at the place of a box from here on; below of something else
@@ -39,6 +42,22 @@ class Finding(NamedTuple):
     def is_likely(self) -> bool:
         """True if the box is likely wrong, not only worth a look."""
         return self.weight >= LIKELY[self.kind]
+
+
+class Findings(NamedTuple):
+    """Boxes that the model contradicts, and the matches that they refer to."""
+
+    matches: Matches
+    boxes: list[Finding]
+
+
+def find(source: Annotated, batches: Iterable[tuple], _device: torch.device) -> Findings | None:
+    """The contradicted boxes of `source`, on the main process, from all its images with detections. A collective."""
+    detections = Detections()
+    for batch, detected in batches:
+        detections.update(batch.positions.tolist(), detected)
+    detections.results(source)  # gathers and matches them
+    return Findings(detections.matches, findings(detections.matches)) if is_main() else None
 
 
 def findings(matches: Matches) -> list[Finding]:
@@ -79,11 +98,11 @@ def findings(matches: Matches) -> list[Finding]:
     return sorted(found, key=lambda finding: (not finding.is_likely, -finding.weight))
 
 
-def rows(matches: Matches, found: Sequence[Finding]) -> list[Sequence]:
+def rows(source: Annotated, suspects: Findings) -> list[Sequence]:
     """The rows of `suspicious.csv`."""
-    source = matches.source
+    matches = suspects.matches
     table: list[Sequence[Any]] = [COLUMNS]
-    for place, finding in enumerate(found):
+    for place, finding in enumerate(suspects.boxes):
         *box, score, label = matches.rows[finding.detection].tolist()
         given = [""] * 5
         if finding.object >= 0:
@@ -94,12 +113,17 @@ def rows(matches: Matches, found: Sequence[Finding]) -> list[Sequence]:
     return table
 
 
-def draw(matches: Matches, found: Sequence[Finding], path: Path) -> None:
+def draw(source: Annotated, suspects: Findings, path: Path) -> None:
     """Draw a sheet of the most suspicious boxes."""
-    likely = sum(finding.is_likely for finding in found)
-    headline = f"{likely:,} boxes are likely wrong" if likely else "no box is likely wrong"
-    headline += f", {len(found) - likely:,} are worth a look, in {len(matches.source):,} images"
-    sheet([_cell(matches, finding) for finding in found[:SHOWN]], f"{run_of(path)}, training: {headline}", path)
+    cells = [_cell(suspects.matches, finding) for finding in suspects.boxes[:SHOWN]]
+    sheet(cells, f"{run_of(path)}, training: {headline(source, suspects)}", path)
+
+
+def headline(source: Annotated, suspects: Findings) -> str:
+    """The result in a sentence."""
+    likely = sum(finding.is_likely for finding in suspects.boxes)
+    text = f"{likely:,} boxes are likely wrong" if likely else "no box is likely wrong"
+    return f"{text}, {len(suspects.boxes) - likely:,} are worth a look, in {len(source):,} images"
 
 
 def _rounded(box: list[float]) -> list[str]:

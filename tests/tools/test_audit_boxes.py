@@ -1,7 +1,7 @@
 """Boxes that are missing, moved or relabelled are found by confident detections."""
 
-from common.detection import suspects
 from tests.harness.detections import A, B, moved, one_image
+from tools.audit import boxes as suspects
 
 DOWN = (10, 60, 50, 95)
 
@@ -46,7 +46,7 @@ def test_the_table_names_the_box_and_the_suggestion_and_less_sure_ones_stand_las
     tables = []
     for matches in (wide, near):
         object.__setattr__(matches.source, "name", lambda index: f"{index}.png")
-        header, *rows = suspects.rows(matches, suspects.findings(matches))
+        header, *rows = suspects.rows(matches.source, suspects.Findings(matches, suspects.findings(matches)))
         tables.append([dict(zip(header, row, strict=True)) for row in rows])
     missing, relabelled, shifted = tables[0]
     assert [row["kind"] for row in tables[0]] == ["missing", "relabelled", "moved"]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.classification import suspects
 from common.classification.batches import Batch
+from tools.audit import labels as suspects
 
 CLASSES = tuple("abcdefghij")
 

@@ -1,0 +1,92 @@
+"""The audit finds wrong labels of a trained run, the same ones on any layout; a detector's kept checkpoint is taken."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.classification import sources
+from tests.harness.runs import refusal, start_tool
+from tools.audit.__main__ import main, write_table
+
+SHARE = 0.05  # of the labels
+DIGITS = "--config recipes/presets/digits.yaml"
+EXACT = (
+    f"{DIGITS} --model test_vit --dtype float64 --max_steps 24 --schedule constant --lr 2e-3 "
+    "--global_batch_size 48 --val_share 0.8 --eval_every 24"
+)
+
+
+def suspicious(folder: Path) -> list[dict]:
+    return list(csv.DictReader((folder / "suspicious.csv").read_text().splitlines()))
+
+
+def audit(forks, processes: int, *words: object) -> list[str]:
+    """What the tool prints on its ranks."""
+    ended = [rank.end() for rank in start_tool(forks, processes, "audit", *words, "--workers", 0)]
+    assert {rank.code for rank in ended} == {0}, ended
+    return [rank.stdout for rank in ended]
+
+
+@pytest.fixture(scope="module")
+def runs(run_several, tmp_path_factory) -> dict[str, Path]:
+    """Runs of digits, some with a wrong label; the name of each file begins with the right one."""
+    folder, random = tmp_path_factory.mktemp("spoilt"), np.random.default_rng(0)
+    parts = sources.load(sources.Spec("digits", seed=0, val_share=0.2))
+    images = [(source.image(index), source.labels[index]) for source in parts for index in range(len(source))]
+    changed, table = {*random.permutation(len(images))[: round(SHARE * len(images))].tolist()}, ["path,label"]
+    for number, (image, label) in enumerate(images):
+        image.save(folder / f"{label}_{number}.png")
+        table.append(f"{label}_{number}.png,{(label + random.integers(1, 10) * (number in changed)) % 10}")
+    (folder / "data.csv").write_text("\n".join(table))
+    words = ["--data", folder / "data.csv", "--output_dir", folder / "runs"]
+    cases = {"preset": [*DIGITS.split(), *words, "--epochs", 6], "exact": [*EXACT.split(), *words]}
+    runs = run_several(2, cases, timeout=600)
+    assert not {name: run.text for name, run in runs.items() if run.outcome != "ok"}
+    return {name: run.folder for name, run in runs.items()}
+
+
+def test_changed_labels_are_found(runs, forks) -> None:
+    """Else a user would mend what is right."""
+    printed = audit(forks, 2, runs["preset"])
+    assert "labels are likely wrong" in printed[0] and not printed[1]
+    rows = [row for row in suspicious(runs["preset"]) if row["verdict"] == "likely wrong"]
+    true = [Path(row["image"]).stem.partition("_")[0] for row in rows]
+    hits = [row["suggested"] == name for row, name in zip(rows, true, strict=True) if row["label"] != name]
+    changed = 0.8 * SHARE * 1797  # four fifths are trained on
+    assert len(hits) >= 0.9 * len(rows) and len(hits) >= 0.7 * changed and np.mean(hits) > 0.8, (len(rows), hits)
+    assert (runs["preset"] / "pictures/suspicious.png").stat().st_size > 10_000
+
+
+def test_the_verdicts_are_the_same_on_any_layout(runs, forks, tmp_path) -> None:
+    checkpoint = runs["exact"] / "checkpoints/step_00000024"
+    audit(forks, 1, checkpoint, "-o", tmp_path / "one")
+    audit(forks, 2, checkpoint, "-o", tmp_path / "two", "--max_micro_batch_size", 6)
+    one, two = (suspicious(tmp_path / name) for name in ("one", "two"))
+    assert len(one) >= 20 and not (runs["exact"] / "suspicious.csv").exists()
+    for key in ("rank", "verdict", "image", "label", "suggested"):
+        assert [row[key] for row in two] == [row[key] for row in one], key
+    numbers = [[float(row["probability"] or 0) for row in rows] for rows in (one, two)]
+    assert numbers[1] == pytest.approx(numbers[0], abs=2e-6)
+
+
+def test_a_detector_is_audited_at_a_quarter_of_its_run(run_several, scenes, forks, tmp_path) -> None:
+    words = ["--data", scenes, "--output_dir", tmp_path, "--max_steps", 8, "--checkpoint_every", 2, "--keep_for_audit"]
+    run = run_several(2, {"boxes": words}, recipe="recipes/det.py")["boxes"]
+    assert run.outcome == "ok", run.text
+    assert [path.name for path in (run.folder / "audit").iterdir()] == ["step_00000002"]
+    assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["step_00000006", "step_00000008"]
+    (printed,) = audit(forks, 1, run.folder)
+    assert "audit/step_00000002: " in printed and "are worth a look, in " in printed
+    assert suspicious(run.folder) is not None and (run.folder / "pictures/suspicious.png").exists()
+
+
+def test_what_can_not_be_audited_is_refused_in_one_line(runs, tmp_path) -> None:
+    assert "no checkpoint in its checkpoints/" in refusal(main, tmp_path)
+
+
+def test_a_table_has_no_formulas(tmp_path) -> None:
+    cells = ["=cmd|' /C calc'!A0", "+1+cmd|x", "@x", "-2.5", "a", -2.5, "\t=1"]
+    text = write_table(tmp_path / "new" / "mine.csv", [cells]).read_text()
+    assert next(csv.reader([text])) == ["'=cmd|' /C calc'!A0", "'+1+cmd|x", "'@x", "-2.5", "a", "-2.5", "'\t=1"]

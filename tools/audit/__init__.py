@@ -1,0 +1,1 @@
+"""Audit: training labels and boxes that a trained model contradicts."""
