@@ -45,16 +45,11 @@ def test_all_scripts_make_one_table(launch: Launcher, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_whole_commands_are_measured_beside_those_of_other_libraries_and_growth_has_exponents(
-    launch: Launcher, tmp_path: Path
-) -> None:
-    for script, count in (("whole_run", 2), ("predict", 4)):
-        done = launch.start_python(f"benchmarks/{script}.py", "--quick", "--output", tmp_path / script).finish(400)
-        assert done.returncode == 0, done.stderr
-        rows = json.loads((tmp_path / script).read_text())["rows"]
-        assert len(rows) == count and all(row["ratio"] > 0 for row in rows)
-    done = launch.start_python("benchmarks/growth.py", "--quick").finish(400)
-    assert done.returncode == 0 and done.stdout.count(" exponent ") == 9, done.stderr
+def test_a_whole_run_is_measured_beside_those_of_other_libraries(launch: Launcher, tmp_path: Path) -> None:
+    done = launch.start_python("benchmarks/whole_run.py", "--quick", "--output", tmp_path / "whole").finish(400)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "whole").read_text())["rows"]
+    assert len(rows) == 2 and all(row["ratio"] > 0 for row in rows)
 
 
 @pytest.mark.long
