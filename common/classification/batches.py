@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +16,7 @@ from common.classification.augmentation import Augmentation
 from common.classification.transforms import EvaluationTransform, TrainingTransform
 from common.data.cache import Cache, open_cache
 from common.data.decoding import Picture
+from common.data.eval_cache import EvalCache
 from common.data.images import BrokenImage
 from common.data.loader import DeviceBatch
 from common.data.shards import expect
@@ -157,6 +159,7 @@ class EvaluationSamples(Dataset):
     source: Source
     data_config: dict  # how the model's images are prepared, see `timm_models.data_config`
     transform: EvaluationTransform = field(init=False)
+    cache: EvalCache | None = None  # of a run, which evaluates the same images again and again
 
     def __post_init__(self) -> None:
         self.transform = EvaluationTransform(self.data_config)
@@ -176,13 +179,17 @@ class EvaluationSamples(Dataset):
         readable = torch.ones(len(indices), dtype=torch.bool)
         for place, index in enumerate(indices.tolist()):
             try:
-                image = self.transform(self.source.image(index))
+                image = self.cache.get(index, partial(self._decode, index)) if self.cache else self._decode(index)
             except BrokenImage as error:
                 broken.append(f"{self.source.name(index)}: {error}")
                 image, readable[place] = self.transform(_black()), False
             images.append(image)
         labels = torch.from_numpy(self.source.labels[indices])
         return Batch(torch.stack(images), labels, torch.from_numpy(indices), readable=readable, broken=tuple(broken))
+
+    def _decode(self, index: int) -> torch.Tensor:
+        """uint8[3, H, W]. Raises `BrokenImage`."""
+        return self.transform(self.source.image(index))
 
 
 def _black() -> Image.Image:

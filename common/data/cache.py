@@ -19,6 +19,7 @@ import torch
 
 from common.data.decoding import Picture
 from common.distributed.collectives import all_or_none, gather_objects, is_local_main, node_rank
+from common.distributed.environment import available_memory
 from common.errors import Refused
 
 _RECORD = np.dtype([("height", "<u4"), ("width", "<u4")])  # 0: not there yet
@@ -113,7 +114,7 @@ def shared_file(what: str, make: Callable[[], BinaryIO]) -> SharedFile:
 def _make(count: int, side: int, folder: str) -> BinaryIO:
     where = folder or "memory"
     try:
-        free = psutil.disk_usage(folder).free if folder else psutil.virtual_memory().available
+        free = psutil.disk_usage(folder).free if folder else available_memory()
         if needed(count, side) > free:
             sizes = f"take up to {_in_words(needed(count, side))}, and {where} has {_in_words(free)} left"
             advice = "take a smaller --cache" + ", or a file on a disk with room: --cache_folder" * (not folder)

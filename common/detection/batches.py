@@ -6,6 +6,7 @@ the sizes of the step's images. In an evaluation each image has the canvas that 
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ from torch.utils.data import Dataset
 
 from common.data.cache import Cache, open_cache
 from common.data.decoding import Picture, resized
+from common.data.eval_cache import EvalCache
 from common.data.images import BrokenImage
 from common.data.loader import DeviceBatch
 from common.data.shards import expect
@@ -200,6 +202,7 @@ class EvaluationScenes(Dataset):
     augmentation: BoxAugmentation
     stride: int
     fill: tuple[int, int, int]
+    cache: EvalCache | None = None  # of a run, which evaluates the same images again and again
 
     @classmethod
     def of(cls, source: Annotated, augmentation: BoxAugmentation, model: Detector) -> Self:
@@ -222,13 +225,18 @@ class EvaluationScenes(Dataset):
             raise ValueError("these images have different canvases: evaluate them in batches from `batches`")
         samples, broken = [], []
         for index, (width, height) in zip(indices.tolist(), sizes.tolist(), strict=True):
+            decode = partial(self._decode, index, (height, width))
             try:  # whole images are large: one at a time
-                image = self.source.picture(index).whole()
+                image = self.cache.get(index, decode) if self.cache else decode()
             except BrokenImage as error:
                 broken.append(f"{self.source.name(index)}: {error}")
                 image = blank(width, height, (0, 0, 0))
-            samples.append(nothing(1, 1, self.fill, False)._replace(image=resized(image, (height, width), "bilinear")))
+            samples.append(nothing(1, 1, self.fill, False)._replace(image=image))
         return _batch(samples, indices, _canvas(sizes, self.stride), self.fill, tuple(broken))
+
+    def _decode(self, index: int, size: tuple[int, int]) -> torch.Tensor:
+        """uint8[3, *size]. Raises `BrokenImage`."""
+        return resized(self.source.picture(index).whole(), size, "bilinear")
 
     def _sizes(self, indices: np.ndarray) -> np.ndarray:
         """int64[n, 2]: width and height of these images on their canvas."""

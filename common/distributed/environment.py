@@ -18,7 +18,8 @@ from common.distributed.collectives import gather_objects, local_world_size, wor
 
 _PACKAGES = ("accelerate", "datasets", "numpy", "pillow", "safetensors", "timm", "torch", "torchvision", "wandb")
 _LAUNCHERS = ("accelerate", "accelerate-launch", "torchrun")
-_ALLOTMENT = Path("/sys/fs/cgroup/cpu.max")  # CPU time quota and period, in microseconds
+_CGROUP = Path("/sys/fs/cgroup")  # of a container
+_ALLOTMENT = _CGROUP / "cpu.max"  # CPU time quota and period, in microseconds
 
 
 def environment(precision: str, device: torch.device, config: object = None) -> dict:
@@ -94,3 +95,16 @@ def _commit(file: Path) -> str | None:
         return commit + "+changes" * (not is_in_it)
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def available_memory() -> int:
+    """Bytes that processes may still take: of the machine, or of the container (control group, version 2) if that has less."""
+    available = psutil.virtual_memory().available
+    try:
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no control group, or "max": no limit
+        return available
+    used -= int(stat.get("inactive_file", 0))  # pages of files that were read, which the kernel gives back
+    return max(0, min(available, limit - used))

@@ -25,9 +25,17 @@ from common.data import duplicates
 from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
 from common.data.data_spec import data_rows, fingerprint
+from common.data.eval_cache import EvalCache
 from common.data.loader import DeviceBatch, evaluation_loader
 from common.distributed import determinism, devices, sharding, watchdog
-from common.distributed.collectives import all_or_none, broadcast_object, gather_objects, is_main, world_size
+from common.distributed.collectives import (
+    all_or_none,
+    broadcast_object,
+    gather_objects,
+    is_main,
+    local_world_size,
+    world_size,
+)
 from common.distributed.environment import environment
 from common.errors import Refused
 from common.launching import launch
@@ -194,6 +202,7 @@ class Run:
         self._update_size = UpdateSize(model, optimizers)
         steps = self.step, self.last
         self._training.begin(network, wrapped, self.plan, self.config.seed, steps, self.config.workers)
+        evaluated.cache = EvalCache(local_world_size())
         self._loader = evaluation_loader(evaluated, self.plan.max_micro_batch_size, self.config.workers)
         model.train()
         if not self.step and not self.config.dry_run:

@@ -1,0 +1,67 @@
+"""Evaluated images are decoded once a run, within a share of the memory, and stay the same pixels."""
+
+import pytest
+import torch
+
+from common.classification.batches import EvaluationSamples
+from common.classification.sources import Spec, load
+from common.data import eval_cache
+from common.data.eval_cache import EvalCache
+from common.data.loader import evaluation_loader
+from common.data.source import Files
+from common.distributed import environment
+
+DATA_CONFIG = {"input_size": (3, 48, 48), "interpolation": "bilinear", "crop_pct": 0.9}
+
+
+@pytest.fixture
+def reads(monkeypatch, tmp_path):
+    """Appends the index of each image that is read to a file, in any data worker."""
+    log = tmp_path / "reads"
+    log.touch()
+    read = Files.image
+
+    def logged(source, index):
+        with log.open("a") as file:
+            file.write(f"{index}\n")
+        return read(source, index)
+
+    monkeypatch.setattr(Files, "image", logged)
+    return lambda: log.read_text().split()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_images_are_decoded_once_and_stay_the_same(stripes, reads, workers) -> None:
+    _, val = load(Spec(str(stripes), seed=0, val_share=0.2))
+    plain = EvaluationSamples(val, DATA_CONFIG)
+    expected = [batch.images for batch in evaluation_loader(plain, 8, 0)]
+    num_reads = len(reads())
+    samples = EvaluationSamples(val, DATA_CONFIG, cache=EvalCache(num_ranks=1))
+    batches = evaluation_loader(samples, 8, workers)
+    for _ in range(3):
+        actual = [batch.images.clone() for batch in batches]
+        assert len(actual) == len(expected) > 2
+        assert all(map(torch.equal, actual, expected))
+    assert len(reads()) == num_reads + len(val)
+
+
+def test_a_cache_takes_its_share_of_the_memory(monkeypatch) -> None:
+    image = torch.zeros(3, 10, 10, dtype=torch.uint8)
+    monkeypatch.setattr(eval_cache, "available_memory", lambda: 2 * 2.5 * image.nbytes / eval_cache.MEMORY_SHARE)
+    cache = EvalCache(num_ranks=2)
+    decoded = []
+    for index in [0, 1, 2, 3] * 2:
+        cache.get(index, lambda index=index: decoded.append(index) or image)
+    assert decoded == [0, 1, 2, 3, 2, 3], "two images fit"
+
+
+def test_available_memory_is_the_containers_if_it_has_less(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(environment, "_CGROUP", tmp_path)
+    of_machine = environment.available_memory()
+    # 3 GiB, 2.5 of them used, 1 of these by files that were read.
+    facts = {"memory.max": 3 * 2**30, "memory.current": 5 * 2**29, "memory.stat": f"anon 1\ninactive_file {2**30}"}
+    for name, text in facts.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    assert environment.available_memory() == min(of_machine, 3 * 2**29)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert environment.available_memory() == pytest.approx(of_machine, rel=0.2)
