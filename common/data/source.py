@@ -9,6 +9,7 @@ from typing import Protocol, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from PIL import Image
 
 from common.data.images import BrokenImage, open_rgb, opened
@@ -25,6 +26,7 @@ class Source(Protocol):
     classes: tuple[str, ...]  # names by class id
     labels: np.ndarray  # int64[N] class ids, or bool[N, C] if an image may show several classes
     notes: tuple[str, ...]  # for people: how the data were read
+    groups: np.ndarray | None  # int64[N]: images with equal numbers are held out together; None without --group_column
     part: str  # which part of the data it is, for people: "val/" or "20 % held out of train/"
 
     @property
@@ -70,6 +72,10 @@ class Source(Protocol):
         """int64[C]: how many images show each class."""
         return self.labels.sum(axis=0) if self.multi_label else np.bincount(self.labels, minlength=len(self.classes))
 
+    def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
+        """The images' paths, None if the data have their bytes, and sizes int64[N] in bytes; None if that is unknown."""
+        return None
+
     @property
     def missing(self) -> np.ndarray:
         """int64[...] indices of the images whose file is known to be missing."""
@@ -84,6 +90,7 @@ class Columns(Source):
     classes: tuple[str, ...]
     part: str = ""
     notes: tuple[str, ...] = ()
+    groups: np.ndarray | None = None
 
     def select(self, rows: np.ndarray) -> Self:
         """The source of these images alone."""
@@ -111,12 +118,23 @@ class Files(Columns):
     def content(self, index: int) -> str:
         return path_of(self.root, self.paths, index)
 
+    def listing(self) -> tuple[pa.LargeBinaryArray, np.ndarray]:
+        root = pa.scalar(os.fsencode(os.path.join(self.root, "")), pa.large_binary())
+        return pc.binary_join_element_wise(root, self.paths, pa.scalar(b"", pa.large_binary())), self.sizes
+
     @property
     def missing(self) -> np.ndarray:
         return np.flatnonzero(self.sizes < 0)
 
     def random_numbers(self, key: int) -> np.ndarray:
         return random_numbers_of(self.paths, key)
+
+
+def group_by_folder(files: Files) -> np.ndarray:
+    """int64[N] numbers of the folders that hold the files, below their class folder if there are classes."""
+    pattern = "^([^/]*/)?(.*/)?[^/]*$" if files.classes else "^()(.*/)?[^/]*$"
+    folders = pc.replace_substring_regex(files.paths, pattern, r"\2")
+    return folders.dictionary_encode().indices.to_numpy().astype(np.int64)
 
 
 def refuse_broken(data: str, source: Source, max_broken_share: float) -> None:

@@ -165,6 +165,13 @@ class Table(Columns):
             return fingerprint_of(self.classes, self.labels, self.sizes, paths and paths.take(self.rows))
         return fingerprint_of(self.classes, self.labels, pc.binary_length(contents).fill_null(-1).to_numpy()[self.rows])
 
+    def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray]:
+        contents, paths = _contents(self.column)
+        if contents is None or contents.null_count == len(contents):
+            paths = paths.cast(pa.large_binary()).combine_chunks().take(pa.array(self.rows))
+            return paths, np.zeros(len(paths), np.int64) if self.sizes is None else self.sizes
+        return None, pc.binary_length(contents).fill_null(-1).to_numpy()[self.rows].astype(np.int64)
+
     def random_numbers(self, key: int) -> np.ndarray:
         return mix(self.rows, key)
 

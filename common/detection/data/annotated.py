@@ -52,6 +52,7 @@ class Annotated:
     part: str = field(default="", kw_only=True)  # for people: "val.json" or "20 % held out of train.json"
 
     fresh = False  # True if each position of the stream has a new scene instead of an image of the list
+    groups = None  # see `common.data.source.Source`
     strata = None  # images with boxes are held out from one stratum
     of_images: ClassVar[tuple[str, ...]] = ("image_ids", "sizes")  # columns with a row per image
     has_masks = property(lambda self: self.masks is not None)  # True if samples have
@@ -64,6 +65,9 @@ class Annotated:
     def name(self, index: int) -> str:
         """The image in words for people, such as its path."""
         raise NotImplementedError
+
+    def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
+        return None
 
     def content(self, index: int) -> str | bytes | Image.Image:
         """Path or bytes of the image's file, or the image."""
@@ -174,6 +178,15 @@ class AnnotatedImages(Annotated):
 
     def select(self, rows: np.ndarray) -> Self:
         return replace(super().select(rows), images=self.images.select(rows))
+
+    @property
+    def groups(self) -> np.ndarray | None:
+        return self.images.groups
+
+    def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
+        """Paths of the images and their sizes in bytes, see `common.data.source.Source`."""
+        listing = self.images.listing()
+        return listing and (listing[0], self.byte_counts)
 
     def random_numbers(self, key: int) -> np.ndarray:
         """uint64[N], each a function of its image's path or row and `key` alone."""
