@@ -104,7 +104,7 @@ class DataSpec:
                 share = 100 * (1 - self.val_share if is_kept else self.val_share)
                 part = f"{share:.3g} % {'' if is_kept else 'held out '}of {part}"
             elif found and found[0].part != part:
-                source = replace(source, notes=source.notes + _find_shared(self.data, found[0], source))
+                source = replace(source, notes=source.notes + _find_shared(self.data, part, found[0], source))
             found.append(replace(source, part=part + others * bool(found)))
         return tuple(found)
 
@@ -129,8 +129,8 @@ class DataSpec:
         return first_of if groups is None else splits.join_groups(groups, first_of), notes.texts(len(source))
 
 
-def _find_shared(data: str, train: Any, val: Any) -> tuple[str, ...]:
-    """A note if images of `val` are in `train`, too. Raises `Refused` if most of them are."""
+def _find_shared(data: str, part: str, train: Any, val: Any) -> tuple[str, ...]:
+    """A note if images of `val`, the part of that name, are in `train`, too. Raises `Refused` if most of them are."""
     first_of = find_copies([train, val])
     is_shared = np.isin(first_of[len(train) :], first_of[: len(train)])
     if not is_shared.any():
@@ -140,8 +140,8 @@ def _find_shared(data: str, train: Any, val: Any) -> tuple[str, ...]:
         problem = (
             f"{is_shared.sum():,} of {len(val):,} images are in {train.part}, too, by path or bytes, first {first}"
         )
-        raise Refused(f"--data {data}: {val.part}: {problem}; evaluate others, or leave it out to hold out a share")
-    notes = Notes(val.part, "images")
+        raise Refused(f"--data {data}: {part}: {problem}; evaluate others, or leave it out to hold out a share")
+    notes = Notes(part, "images")
     notes.change(f"are in {train.part}, too, by path or bytes", first, is_shared.sum())
     return notes.texts(len(val))
 

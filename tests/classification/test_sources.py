@@ -229,16 +229,16 @@ def test_folder_fingerprint_is_of_the_content_not_of_the_place(tmp_path):
 # ---- tables
 
 
-def png(value: int) -> bytes:
+def png(value: int, green: int = 1) -> bytes:
     buffer = io.BytesIO()
-    Image.new("RGB", (4, 3), (value, 1, 2)).save(buffer, "PNG")
+    Image.new("RGB", (4, 3), (value, green, 2)).save(buffer, "PNG")
     return buffer.getvalue()
 
 
 def table(count: int = 20, feature: object = None, **columns) -> datasets.Dataset:
-    """Images whose first pixel's red is their row; labels, of type `feature`, that go round three classes."""
+    """Images whose first pixel's red is their row, others for another `count`; labels go round three classes."""
     columns = columns or {"label": [row % 3 for row in range(count)]}
-    data = datasets.Dataset.from_dict({"image": [png(row) for row in range(count)], **columns})
+    data = datasets.Dataset.from_dict({"image": [png(row, count) for row in range(count)], **columns})
     data = data.cast_column("image", datasets.Image())
     return data.cast_column("label", feature) if feature else data
 
@@ -529,7 +529,7 @@ def test_a_name_that_is_no_path_is_asked_of_the_hub(tmp_path, monkeypatch):
 
 def test_hundreds_of_columns_are_read_at_once_and_named_in_part(tmp_path) -> None:
     """`datasets` makes all features each time: 200 columns took 15 s, 2,000 for ever."""
-    images = [{"bytes": png(7), "path": None}] * 8
+    images = [{"bytes": png(row), "path": None} for row in range(8)]
     for name, cells in {"bits": [0, 1] * 4, "texts": ["x"] * 8}.items():
         columns = {"image": images} | {f"c{number}": cells for number in range(500)}
         pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")

@@ -1,6 +1,7 @@
 """COCO, VOC, YOLO and Hugging Face data become columns; problems are refused or counted."""
 
 import io
+import itertools
 import json
 import tarfile
 from functools import partial
@@ -17,6 +18,8 @@ from common.detection.data.sources import Spec, load
 from common.errors import Refused
 from tests.harness.annotations import CATEGORIES, annotation, coco, picture, voc, yolo
 from tests.harness.shards import add
+
+_NUMBERS = itertools.count()
 
 
 @pytest.fixture(autouse=True)
@@ -98,14 +101,15 @@ def test_coco_boxes_become_columns_by_image_with_ids_mapped_both_ways(tmp_path, 
 )
 def test_coco_files_and_images_are_found_where_people_put_them(tmp_path, json_name, images):
     for part in ("train", "val"):
-        coco(tmp_path, part)
+        names = [{"id": number, "file_name": f"{part}{number}.jpg"} for number in (10, 4, 25)]
+        coco(tmp_path, part, change=partial(dict.update, images=names))
         place = tmp_path / json_name.format(part)
         place.parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / f"{part}.json").rename(place)
         target = tmp_path / images.format(part)
         target.mkdir(parents=True, exist_ok=True)
         for file in (tmp_path / part).glob("*.jpg"):
-            file.rename(target / file.name)
+            file.rename(target / f"{part}{file.name}")
     train, val = read(tmp_path)
     assert len(train) == len(val) == 3 and train.image(0).size == val.image(2).size == (40, 30)
 
@@ -222,8 +226,8 @@ def test_voc_counts_pixels_from_one_and_difficult_objects_as_crowd(tmp_path):
 
 
 def test_voc_is_evaluated_on_val_or_if_asked_on_test_which_takes_trainval_to_train_on(tmp_path):
-    lists = {"train": "a", "val": "c", "trainval": "abd", "test": "d", "dog_train": "a"}
-    root = voc(tmp_path, lists)
+    lists = {"train": "a", "val": "c", "trainval": "abe", "test": "d", "dog_train": "a"}
+    root = voc(tmp_path, lists, e=[])
     train, val = read(root)
     assert (len(train), len(val), val.name(0)[-5:]) == (1, 1, "c.jpg")
     assert val.part == "ImageSets/Main/val.txt; ImageSets/Main/test.txt: for --split test"
@@ -299,7 +303,7 @@ def table(boxes=None, shape="struct", label=LABEL, labels=None, **columns) -> da
     features = datasets.Features({"image": datasets.Image(), "objects": kind})
     with io.BytesIO() as jpeg:
         Image.new("RGB", (40, 30)).save(jpeg, "JPEG")
-        images = [{"bytes": jpeg.getvalue()}] * len(boxes)
+        images = [{"bytes": jpeg.getvalue() + b"%06d" % next(_NUMBERS)} for _ in boxes]  # no two are the same
     made = datasets.Dataset.from_dict({"image": images, "objects": objects}, features)
     for name, values in columns.items():
         made = made.add_column(name, values)
@@ -335,11 +339,12 @@ def test_boxes_are_read_in_their_format_if_only_one_is_possible_or_as_is_said(tm
 
 
 def test_classes_without_names_are_those_found(tmp_path):
-    text = table(label=datasets.Value("string"), labels=[["owl", "ant"], [], ["ant"], ["ant"]])
-    train, _ = read(saved(tmp_path / "text", text, text))
+    labels = [["owl", "ant"], [], ["ant"], ["ant"]]
+    text = [table(label=datasets.Value("string"), labels=labels) for _ in range(2)]
+    train, _ = read(saved(tmp_path / "text", *text))
     assert train.classes == ("ant", "owl") and train.labels.tolist() == [1, 0, 0, 0]
-    numbers = table(label=datasets.Value("int64"), labels=[[8, 3], [], [3], [3]])
-    train, _ = read(saved(tmp_path / "numbers", numbers, numbers))
+    numbers = [table(label=datasets.Value("int64"), labels=[[8, 3], [], [3], [3]]) for _ in range(2)]
+    train, _ = read(saved(tmp_path / "numbers", *numbers))
     assert train.classes == ("3", "8") and train.category_ids.tolist() == [3, 8]
 
 
