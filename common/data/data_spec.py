@@ -109,7 +109,7 @@ class DataSpec:
         return tuple(found)
 
     def _find_groups(self, source: Any, part: str) -> tuple[np.ndarray | None, tuple[str, ...]]:
-        """Groups of images that are held out together, int64[N], and notes about copies. Raises `Refused`."""
+        """Groups int64[N] of images that are held out together, and notes about copies. Raises `Refused`."""
         groups = None
         if self.group_column:
             images = getattr(source, "images", source)
@@ -117,33 +117,30 @@ class DataSpec:
             if groups is None and self.group_column == "folder" and isinstance(images, Files):
                 groups = group_by_folder(images)
             if groups is None:
-                advice = "of image folders it can be folder; else give a table with such a column"
+                advice = "take folder for image folders, or a table with such a column"
                 raise Refused(f"--group_column {self.group_column}: {part} has no such column; {advice}")
-        first_of = find_copies([source])
-        is_copy = first_of != np.arange(len(first_of))
+        first_of = find_copies(source)
+        is_copy = first_of != np.arange(len(source))
         if not is_copy.any():
             return groups, ()
-        notes = Notes(part, "images")
-        change = "are copies of another one, by path or bytes, and held out together with it or not at all"
-        notes.change(change, source.name(int(is_copy.argmax())), is_copy.sum())
-        return first_of if groups is None else splits.join_groups(groups, first_of), notes.texts(len(source))
+        notes = _count_images(part, is_copy, source, "are copies, by path or bytes, of others on the same side")
+        return first_of if groups is None else splits.join_groups(groups, first_of), notes
 
 
 def _find_shared(data: str, part: str, train: Any, val: Any) -> tuple[str, ...]:
     """A note if images of `val`, the part of that name, are in `train`, too. Raises `Refused` if most of them are."""
-    first_of = find_copies([train, val])
+    first_of = find_copies(train, val)
     is_shared = np.isin(first_of[len(train) :], first_of[: len(train)])
-    if not is_shared.any():
-        return ()
-    first = val.name(int(is_shared.argmax()))
+    notes = _count_images(part, is_shared, val, f"are in {train.part}, too, by path or bytes")
     if is_shared.mean() > 0.5:
-        problem = (
-            f"{is_shared.sum():,} of {len(val):,} images are in {train.part}, too, by path or bytes, first {first}"
-        )
-        raise Refused(f"--data {data}: {part}: {problem}; evaluate others, or leave it out to hold out a share")
+        raise Refused(f"--data {data}: {part}: {notes[0]}; evaluate others, or leave it out to hold out a share")
+    return notes
+
+
+def _count_images(part: str, is_counted: np.ndarray, source: Any, change: str) -> tuple[str, ...]:
     notes = Notes(part, "images")
-    notes.change(f"are in {train.part}, too, by path or bytes", first, is_shared.sum())
-    return notes.texts(len(val))
+    notes.change(change, source.name(int(is_counted.argmax())), is_counted.sum())
+    return notes.texts(len(source))
 
 
 def names_of(pieces: Sequence[Piece]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -99,76 +100,68 @@ def held_out(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rows to train on and rows held out: the `share` of every stratum with the smallest numbers.
 
-    `numbers` uint64[N]; `strata` int64[N], or None for one stratum. A stratum keeps at least one row to train on.
-    Rows with equal `groups` int64[N] are on the same side, so that strata have nearly their share.
+    `numbers` uint64[N]; `strata` int64[N], or None for one stratum. A stratum keeps at least one row to train on. Rows with
+    equal `groups` int64[N] are on the same side, and strata then have about their share.
     """
     if not 0 < share < 1:
         raise Refused(f"--val_share {share}: must lie between 0 and 1, since the data has no part to evaluate on")
     of = "{} images" if strata is None else "at most {} images per class"
     strata = np.zeros(len(numbers), np.int64) if strata is None else strata
     counts = np.bincount(strata)
-    limits = np.minimum((share * counts + 0.5).astype(np.int64), counts - 1)
-    is_grouped = np.zeros(len(numbers), bool)
-    out = np.zeros(len(numbers), bool)
-    if groups is not None:
-        _, group_ids, group_sizes = np.unique(groups, return_inverse=True, return_counts=True)
-        is_grouped = group_sizes[group_ids] > 1
-        rows = np.flatnonzero(is_grouped)
-        out[rows] = _hold_out_groups(numbers[rows], strata[rows], group_ids[rows], share, counts)
-        limits = limits - np.bincount(strata[out], minlength=len(counts))
-        of += f", in groups of {group_sizes.min():,} or more,"
-    by_stratum = np.lexsort((numbers, is_grouped, strata))
-    place = np.empty(len(numbers), np.int64)  # of each row within its stratum, grouped ones last
-    place[by_stratum] = np.arange(len(numbers)) - np.repeat(np.cumsum(counts) - counts, counts)
-    out |= ~is_grouped & (place < limits[strata])
+    if groups is None:
+        by_stratum = np.lexsort((numbers, strata))
+        place = np.empty(len(numbers), np.int64)  # of each row within its stratum
+        place[by_stratum] = np.arange(len(numbers)) - np.repeat(np.cumsum(counts) - counts, counts)
+        out = place < np.minimum((share * counts + 0.5).astype(np.int64), counts - 1)[strata]
+    else:
+        out = _hold_out_groups(numbers, strata, share * counts, counts - 1, groups)
+        of += f" in {len(np.unique(groups)):,} groups"
     if not out.any():
         raise Refused(f"--val_share {share} of {of.format(counts.max())} holds out none; raise it")
     return np.flatnonzero(~out), np.flatnonzero(out)
 
 
 def _hold_out_groups(
-    numbers: np.ndarray, strata: np.ndarray, groups: np.ndarray, share: float, counts: np.ndarray
+    numbers: np.ndarray, strata: np.ndarray, shares: np.ndarray, limits: np.ndarray, groups: np.ndarray
 ) -> np.ndarray:
-    """bool[N]: the rows of groups to hold out. `counts` are all rows of each stratum, one of which stays.
+    """bool[N] rows to hold out: of the groups in random order, each that brings the strata closer to their `shares`.
 
-    Greedy: of the groups in random order, each that brings the strata closer to their share, summed over strata.
+    `shares` float[K] and `limits` int[K] are the wanted and the largest numbers of rows of each stratum. Of groups of one row
+    these are the rows with the smallest numbers.
     """
-    num_strata = len(counts)
-    num_groups = int(groups.max(initial=-1)) + 1
-    smallest = np.full(num_groups, np.iinfo(np.uint64).max)
-    np.minimum.at(smallest, groups, numbers)
-    order = np.argsort(mix(smallest, key_of("groups")), kind="stable")
-    rank = np.argsort(order)
-    cells, sizes = np.unique(rank[groups] * num_strata + strata, return_counts=True)
-    cell_rank, cell_stratum = np.divmod(cells, num_strata)
-    bounds = np.searchsorted(cell_rank, np.arange(num_groups + 1)).tolist()
-    cell_strata = cell_stratum.tolist()
-    cell_sizes = sizes.tolist()
-    missing = (share * np.bincount(strata, minlength=num_strata)).tolist()
-    room = (counts - 1).tolist()
-    is_out = np.zeros(num_groups, bool)
-    for i in range(num_groups):
-        histogram = list(
-            zip(cell_strata[bounds[i] : bounds[i + 1]], cell_sizes[bounds[i] : bounds[i + 1]], strict=True)
-        )
-        gain = sum(abs(missing[stratum]) - abs(missing[stratum] - size) for stratum, size in histogram)
-        if gain > 0 and all(size <= room[stratum] for stratum, size in histogram):
-            is_out[i] = True
-            for stratum, size in histogram:
-                missing[stratum] -= size
-                room[stratum] -= size
-    return is_out[rank[groups]]
+    _, groups, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    order = np.full(len(sizes), np.iinfo(np.uint64).max)
+    np.minimum.at(order, groups, numbers)
+    # The smallest of several numbers is small: mixed again it is as random as the number of a single row.
+    order = np.where(sizes > 1, mix(order, key_of("groups")), order)
+    rows = np.lexsort((groups, order[groups]))
+    ends = np.flatnonzero(np.diff(groups[rows], append=-1)) + 1
+    missing = shares.tolist()
+    room = limits.tolist()
+    out = np.zeros(len(numbers), bool)
+    start = 0
+    for end in ends.tolist():
+        members = rows[start:end]
+        start = end
+        histogram = Counter(strata[members].tolist())
+        gain = sum(abs(missing[k]) - abs(missing[k] - count) for k, count in histogram.items())
+        if gain >= 0 and all(count <= room[k] for k, count in histogram.items()):
+            out[members] = True
+            for k, count in histogram.items():
+                missing[k] -= count
+                room[k] -= count
+    return out
 
 
-def join_groups(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """int64[N]: rows that are alike in either of two groupings, non-negative int64[N], also by way of others, are a group."""
+def join_groups(groups: np.ndarray, first_of: np.ndarray) -> np.ndarray:
+    """int64[N] groups of rows in the same of `groups`, or with the same first row in `first_of`, also by way of others."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
-    num_left = int(left.max()) + 1
-    num_nodes = num_left + int(right.max()) + 1
-    edges = coo_array((np.ones(len(left), bool), (left, num_left + right)), shape=(num_nodes, num_nodes))
-    return connected_components(edges, directed=False)[1][left].astype(np.int64)
+    _, firsts, inverse = np.unique(groups, return_index=True, return_inverse=True)
+    edges = (np.tile(np.arange(len(groups)), 2), np.append(first_of, firsts[inverse]))
+    graph = coo_array((np.ones(len(edges[0])), edges), shape=(len(groups), len(groups)))
+    return connected_components(graph, directed=False)[1]
 
 
 def describe(data: str, source) -> str:

@@ -178,7 +178,7 @@ def test_the_hold_out_is_stratified_seeded_and_complete_and_hardly_changes_when_
     root, before = root.rename(tmp_path / "b"), {*held_out}
     assert {*names(read(root, seed=1)[1], root)} == before
     for index in range(20, 24):
-        picture(root / f"cat/{index}.png")
+        picture(root / f"cat/{index}.png", index)
         after = {*names(read(root, seed=1)[1], root)}
         assert len((before ^ after) - {f"cat/{index}.png"}) <= 1
         assert not any(name.startswith("dog") for name in before ^ after)

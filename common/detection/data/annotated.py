@@ -52,7 +52,6 @@ class Annotated:
     part: str = field(default="", kw_only=True)  # for people: "val.json" or "20 % held out of train.json"
 
     fresh = False  # True if each position of the stream has a new scene instead of an image of the list
-    groups = None  # see `common.data.source.Source`
     strata = None  # images with boxes are held out from one stratum
     of_images: ClassVar[tuple[str, ...]] = ("image_ids", "sizes")  # columns with a row per image
     has_masks = property(lambda self: self.masks is not None)  # True if samples have
@@ -67,6 +66,7 @@ class Annotated:
         raise NotImplementedError
 
     def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
+        """Paths and sizes in bytes of the images, see `common.data.source.Source`."""
         return None
 
     def content(self, index: int) -> str | bytes | Image.Image:
@@ -179,12 +179,7 @@ class AnnotatedImages(Annotated):
     def select(self, rows: np.ndarray) -> Self:
         return replace(super().select(rows), images=self.images.select(rows))
 
-    @property
-    def groups(self) -> np.ndarray | None:
-        return self.images.groups
-
     def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
-        """Paths of the images and their sizes in bytes, see `common.data.source.Source`."""
         listing = self.images.listing()
         return listing and (listing[0], self.byte_counts)
 
