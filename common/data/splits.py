@@ -12,11 +12,11 @@ import pyarrow as pa
 from common.errors import Refused
 from common.randomness import key_of, mix
 
-_SPELLINGS = {
-    "train": r"train(ing)?",
+_SPELLINGS = {  # also in French, German, Italian, Portuguese and Spanish; "." is a letter with or without an accent
+    "train": r"train(ing)?|trein(o|amento)|entrenamiento|entra.{1,2}nement|apprentissage|addestramento",
     "trainval": r"train(ing)?[ _-]*(and[ _-]*)?val(id|idation)?",
-    "val": r"val|valid|validate|validation|dev|eval|evaluation",
-    "test": r"test(s|ing)?",
+    "val": r"val|valid|validate|validation|dev|eval|evaluation|validaci.{1,2}n|valida.{2,4}o|validazione|validierung",
+    "test": r"test(s|ing|e|es)?|pruebas?",
 }
 _BEFORE = r"((images?|imgs?|data|dataset|seg)[ _-]+)?"
 _BEHIND = r"([ _-]*(set|split|part|data|images?|imgs?|samples))?[ _-]*[0-9]*"
