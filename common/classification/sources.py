@@ -4,7 +4,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -206,8 +206,8 @@ def _scan(root: Path, folders: Sequence[str], classes: list[str]) -> Files:
         sizes.append(np.array([size for _, size in files], np.int64))
     labels = np.repeat(np.arange(len(classes)), [*map(len, paths)])
     lines = notes.texts(len(labels) + notes.num_left_out, CAUSE) + _check_inner(root, inner)
-    columns = {"labels": labels, "classes": tuple(classes), "notes": lines}
-    return Files(str(root), pa.concat_arrays(paths), np.concatenate(sizes), **columns)
+    source = Files(str(root), pa.concat_arrays(paths), np.concatenate(sizes), labels=labels, classes=tuple(classes))
+    return replace(source, notes=lines)
 
 
 def _image_files(root: Path, folder: str, notes: Notes, inner: set[str]) -> Iterator[tuple[bytes, int]]:

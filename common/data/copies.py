@@ -21,25 +21,26 @@ def find_copies(*sources: Any) -> np.ndarray:
     Images are the same if their paths are, or their bytes. Bytes are compared among images of equal size, unless
     these are many. Images in shards are all different.
     """
-    indices = np.arange(sum(map(len, sources)))
+    numbers = np.arange(sum(map(len, sources)))
     listings = [source.listing() for source in sources]
     if None in listings:
-        return indices
-    first_of = indices.copy()
+        return numbers
+    first_of = numbers.copy()
     sizes = np.concatenate([sizes for _, sizes in listings])
     paths = [paths for paths, _ in listings if paths is not None]
     if len(paths) == len(sources):
         codes = pa.concat_arrays(paths).dictionary_encode(null_encoding="encode").indices.to_numpy()
         _, firsts = np.unique(codes, return_index=True)
-        first_of = np.where(sizes < 0, indices, firsts[codes])
+        first_of = np.where(sizes < 0, numbers, firsts[codes])
 
-    candidates = np.flatnonzero((first_of == indices) & (sizes > 0))
+    candidates = np.flatnonzero((first_of == numbers) & (sizes > 0))
     _, size_ids, counts = np.unique(sizes[candidates], return_inverse=True, return_counts=True)
     candidates = candidates[counts[size_ids] > 1]
     if len(candidates) <= _MAX_IMAGES and sizes[candidates].sum() <= _MAX_BYTES:
+        indices = candidates.tolist()
         first_by_digest: dict[bytes, int] = {}
         with ThreadPoolExecutor(16) as pool:
-            for index, digest in zip(candidates, pool.map(partial(_digest, sources), candidates), strict=True):
+            for index, digest in zip(indices, pool.map(partial(_digest, sources), indices), strict=True):
                 first_of[index] = first_by_digest.setdefault(digest, index)
     return first_of[first_of]
 

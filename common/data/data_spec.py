@@ -88,7 +88,7 @@ class DataSpec:
             for name, label in labels.items()
             if kind_of(name) in ("val", "test") and name not in used
         )
-        found: list[S] = []
+        found: list[Any] = []
         rows: dict[str, Any] = {}
         for piece in pieces:
             source: Any = sources[piece.name]
@@ -109,22 +109,22 @@ class DataSpec:
         return tuple(found)
 
     def _find_groups(self, source: Any, part: str) -> tuple[np.ndarray | None, tuple[str, ...]]:
-        """Groups int64[N] of images that are held out together, and notes about copies. Raises `Refused`."""
-        groups = None
+        """Groups int64[N] of images to hold out together, of `group_column` or of copies; and notes. Raises `Refused`."""
         if self.group_column:
             images = getattr(source, "images", source)
-            groups = images.groups
-            if groups is None and self.group_column == "folder" and isinstance(images, Files):
-                groups = group_by_folder(images)
-            if groups is None:
+            if self.group_column == "folder" and isinstance(images, Files):
+                return group_by_folder(images), ()
+            if images.groups is None:
                 advice = "take folder for image folders, or a table with such a column"
                 raise Refused(f"--group_column {self.group_column}: {part} has no such column; {advice}")
+            return images.groups, ()
         first_of = find_copies(source)
         is_copy = first_of != np.arange(len(source))
         if not is_copy.any():
-            return groups, ()
-        notes = _count_images(part, is_copy, source, "are copies, by path or bytes, of others on the same side")
-        return first_of if groups is None else splits.join_groups(groups, first_of), notes
+            return None, ()
+        return first_of, _count_images(
+            part, is_copy, source, "are copies, by path or bytes, of others on the same side"
+        )
 
 
 def _find_shared(data: str, part: str, train: Any, val: Any) -> tuple[str, ...]:

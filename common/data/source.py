@@ -26,7 +26,6 @@ class Source(Protocol):
     classes: tuple[str, ...]  # names by class id
     labels: np.ndarray  # int64[N] class ids, or bool[N, C] if an image may show several classes
     notes: tuple[str, ...]  # for people: how the data were read
-    groups: np.ndarray | None  # int64[N]: images with equal numbers are held out together; None without --group_column
     part: str  # which part of the data it is, for people: "val/" or "20 % held out of train/"
 
     @property
@@ -90,7 +89,9 @@ class Columns(Source):
     classes: tuple[str, ...]
     part: str = ""
     notes: tuple[str, ...] = ()
-    groups: np.ndarray | None = None
+    groups: np.ndarray | None = (
+        None  # int64[N], equal for images with the same value of --group_column, if there is one
+    )
 
     def select(self, rows: np.ndarray) -> Self:
         """The source of these images alone."""

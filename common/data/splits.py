@@ -153,17 +153,6 @@ def _hold_out_groups(
     return out
 
 
-def join_groups(groups: np.ndarray, first_of: np.ndarray) -> np.ndarray:
-    """int64[N] groups of rows in the same of `groups`, or with the same first row in `first_of`, also by way of others."""
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
-
-    _, firsts, inverse = np.unique(groups, return_index=True, return_inverse=True)
-    edges = (np.tile(np.arange(len(groups)), 2), np.append(first_of, firsts[inverse]))
-    graph = coo_array((np.ones(len(edges[0])), edges), shape=(len(groups), len(groups)))
-    return connected_components(graph, directed=False)[1]
-
-
 def describe(data: str, source) -> str:
     """One line about the evaluated images: `flowers: test/, 72 images of 5 classes`."""
     return f"{data}: {source.part}, {len(source):,} images of {len(source.classes)} classes"

@@ -167,7 +167,7 @@ class Table(Columns):
 
     def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray]:
         contents, paths = _contents(self.column)
-        if contents is None or contents.null_count == len(contents):
+        if paths is not None and (contents is None or contents.null_count == len(contents)):
             paths = paths.cast(pa.large_binary()).combine_chunks().take(pa.array(self.rows))
             return paths, np.zeros(len(paths), np.int64) if self.sizes is None else self.sizes
         return None, pc.binary_length(contents).fill_null(-1).to_numpy()[self.rows].astype(np.int64)
