@@ -124,10 +124,9 @@ def held_out(
 def _hold_out_groups(
     numbers: np.ndarray, strata: np.ndarray, shares: np.ndarray, limits: np.ndarray, groups: np.ndarray
 ) -> np.ndarray:
-    """bool[N] rows to hold out: of the groups in random order, each that brings the strata closer to their `shares`.
+    """bool[N] rows to hold out: in random order the groups that fit, then those that bring strata closer to their `shares`.
 
-    `shares` float[K] and `limits` int[K] are the wanted and the largest numbers of rows of each stratum. Of groups of one row
-    these are the rows with the smallest numbers.
+    `shares` float[K] and `limits` int[K] are the wanted and the largest numbers of rows of each stratum.
     """
     _, groups, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     order = np.full(len(sizes), np.iinfo(np.uint64).max)
@@ -135,21 +134,22 @@ def _hold_out_groups(
     # The smallest of several numbers is small: mixed again it is as random as the number of a single row.
     order = np.where(sizes > 1, mix(order, key_of("groups")), order)
     rows = np.lexsort((groups, order[groups]))
-    ends = np.flatnonzero(np.diff(groups[rows], append=-1)) + 1
+    members_by_group = np.split(rows, np.flatnonzero(np.diff(groups[rows])) + 1)
     missing = shares.tolist()
     room = limits.tolist()
     out = np.zeros(len(numbers), bool)
-    start = 0
-    for end in ends.tolist():
-        members = rows[start:end]
-        start = end
-        histogram = Counter(strata[members].tolist())
-        gain = sum(abs(missing[k]) - abs(missing[k] - count) for k, count in histogram.items())
-        if gain >= 0 and all(count <= room[k] for k, count in histogram.items()):
-            out[members] = True
-            for k, count in histogram.items():
-                missing[k] -= count
-                room[k] -= count
+    for must_fit in (True, False):
+        for members in members_by_group:
+            counts = Counter(strata[members].tolist()).items()
+            if must_fit:
+                is_better = all(count <= missing[k] for k, count in counts)
+            else:
+                is_better = sum(abs(missing[k]) - abs(missing[k] - count) for k, count in counts) >= 0
+            if is_better and not out[members[0]] and all(count <= room[k] for k, count in counts):
+                out[members] = True
+                for k, count in counts:
+                    missing[k] -= count
+                    room[k] -= count
     return out
 
 

@@ -182,6 +182,24 @@ def test_the_hold_out_depends_on_seed_and_path_alone_and_the_fingerprint_on_any_
     assert len(prints) == 4
 
 
+def test_ids_of_a_file_and_images_of_a_group_are_on_one_side(tmp_path):
+    ids = range(1, 25)
+    boxes = [annotation(n, [n % 9, 1, 5, 5]) for n in ids]
+    doubles = [{"id": n, "file_name": f"{n % 8 + 1}.jpg"} for n in ids]
+    train, val = read(coco(tmp_path, ids=ids, annotations=boxes, change=partial(dict.update, images=doubles)))
+    assert not {*train.image_ids % 8} & {*val.image_ids % 8} and len(val) == 6
+    assert "16 of 24 images are copies, by path or bytes, of others on the same side, first" in train.notes[0]
+    videos = [image | {"file_name": f"v{image['id'] % 8}/{image['id']}.jpg"} for image in doubles]
+    for image in videos:
+        picture(tmp_path / "folders/train" / image["file_name"])
+    root = coco(tmp_path / "folders", ids=ids, annotations=boxes, change=partial(dict.update, images=videos))
+    train, val = read(root, group_column="folder")
+    assert not {*train.image_ids % 8} & {*val.image_ids % 8} and len(val) == 6 and not train.notes
+    root = saved(tmp_path / "table", table([[[0, 0, 9, 9]]] * 24, video=[n % 8 for n in range(24)]))
+    train, val = read(root, box_format="xywh", group_column="video")
+    assert not {*train.images.rows % 8} & {*val.images.rows % 8} and len(val) == 6
+
+
 # ---- EXIF
 
 
