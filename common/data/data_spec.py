@@ -103,6 +103,8 @@ class DataSpec:
                 is_kept = piece.side == splits.KEPT
                 share = 100 * (1 - self.val_share if is_kept else self.val_share)
                 part = f"{share:.3g} % {'' if is_kept else 'held out '}of {part}"
+                if self.group_column:
+                    part += f" by {self.group_column}"
             elif found and found[0].part != part:
                 source = replace(source, notes=source.notes + _find_shared(self.data, part, found[0], source))
             found.append(replace(source, part=part + others * bool(found)))

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import unicodedata
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Protocol, Self
@@ -144,7 +145,10 @@ def refuse_broken(data: str, source: Source, max_broken_share: float) -> None:
     if not count:
         raise Refused(f"--data {data}: a part of it has no images; add some, or name another part by --split")
     if len(missing) > max_broken_share * count or len(missing) == count:
-        found = f"{len(missing):,} of {count:,} images are missing, the first is {source.name(missing[0])}"
+        first = source.name(missing[0])
+        found = f"{len(missing):,} of {count:,} images are missing, the first is {first}"
+        if any(os.path.exists(unicodedata.normalize(form, first)) for form in ("NFC", "NFD")):
+            found += " (there with its letters composed otherwise, Unicode's NFC or NFD: rename one or the other)"
         raise Refused(
             f"--data {data}: {found}; the limit is --max_broken_share {max_broken_share}: correct the paths, or raise it"
         )

@@ -217,6 +217,12 @@ def test_tiny_imagenets_list_names_the_classes(tmp_path):
     assert val.classes == ("cat", "dog") and reds(val) == [0, 1, 2, 3]
 
 
+def test_a_list_whose_letters_are_composed_otherwise_is_explained(tmp_path):
+    tree(tmp_path, {NFD: 4, "list.csv": "file,kind\n" + "".join(f"{NFC}/{n}.png,{'ab'[n % 2]}\n" for n in range(4))})
+    text = refusal(tmp_path / "list.csv")
+    assert f"4 of 4 images are missing, the first is {tmp_path}/{NFC}/0.png (there with its letters composed" in text
+
+
 def test_folders_that_all_classes_have_are_named(tmp_path):
     train, _ = read(tree(tmp_path, {f"{kind}/{site}": 4 for kind in ("cat", "dog") for site in ("in", "out")}))
     assert train.notes == (
@@ -246,6 +252,7 @@ def test_a_group_is_on_one_side_and_classes_keep_their_share(tmp_path):
         held_out = {Path(name).parent.name for name in names(val, tmp_path)}
         assert held_out and not held_out & {Path(name).parent.name for name in names(train, tmp_path)}
         shares = val.class_counts / (train.class_counts + val.class_counts)
+        assert val.part.endswith(f" by {column}")
         assert np.abs(shares - 0.25).max() < 0.07  # of 33 and 55 images, in groups of 1 to 8
         again = alone(tmp_path / data, held_out=True, **options)
         assert names(again, tmp_path) == names(val, tmp_path)
