@@ -27,7 +27,8 @@ __all__ = ["Source", "Spec", "load"]
 
 # Folders that would hardly be classes if all have the same folders inside.
 _FOLD = re.compile(
-    r"((fold|split|part|set|cv|cam|camera|site|session|batch|run|round|year|day|lab)[ _-]*(\d+|[a-z])|(19|20)\d\d)",
+    r"(fold|split|subset|part|set|cv|cam|camera|scanner|device|view|site|lab|hospital|cent(er|re)|session|batch|run|round|year"
+    r"|month|week|day|patient|subject|person|video|scene)s?[ _-]*(\d+|[a-z])|(\d+[ _-]*)?(fold|part|set)|(19|20)\d\d",
     re.IGNORECASE,
 )
 
@@ -115,17 +116,16 @@ def _read_folders(folders: Sequence[Path], min_classes: int) -> list[Files]:
         if not count:
             raise Refused(f"{first / name}: no images in this class folder; add some (jpg, png, ...) or remove it")
     for folder in others:
-        file = folder / "val_annotations.txt"
-        if file.is_file():
-            sources.append(_read_annotations(file, classes))
+        names = _class_folders(folder)
+        unknown = sorted(names.keys() - folder_by_class.keys())
+        if unknown == ["images"] and (folder / "val_annotations.txt").is_file():
+            sources.append(_read_annotations(folder / "val_annotations.txt", classes))
             continue
-        found_here = _class_folders(folder)
-        unknown = sorted(found_here.keys() - folder_by_class.keys())
-        if len(unknown) == len(found_here):
+        if len(unknown) == len(names):
             _refuse_heap(folder, first / classes[0])
         if unknown:
-            raise Refused(f"{folder / found_here[unknown[0]]}: a class that {first} does not have; add it there")
-        source = _scan(folder, [found_here.get(name, name) for name in folder_by_class], classes)
+            raise Refused(f"{folder / names[unknown[0]]}: a class that {first} does not have; add it there")
+        source = _scan(folder, [names.get(name, name) for name in folder_by_class], classes)
         if not len(source):
             raise Refused(f"{folder}: no images to evaluate on; add some, or use --data {first}")
         sources.append(source)

@@ -124,22 +124,22 @@ class DataSpec:
         is_copy = first_of != np.arange(len(source))
         if not is_copy.any():
             return None, ()
-        return first_of, _count_images(
-            part, is_copy, source, "are copies, by path or bytes, of others on the same side"
-        )
+        return first_of, _note_images(part, is_copy, source, "are copies, by path or bytes, of others on the same side")
 
 
 def _find_shared(data: str, part: str, train: Any, val: Any) -> tuple[str, ...]:
     """A note if images of `val`, the part of that name, are in `train`, too. Raises `Refused` if most of them are."""
     first_of = find_copies(train, val)
     is_shared = np.isin(first_of[len(train) :], first_of[: len(train)])
-    notes = _count_images(part, is_shared, val, f"are in {train.part}, too, by path or bytes")
+    if not is_shared.any():
+        return ()
+    notes = _note_images(part, is_shared, val, f"are in {train.part}, too, by path or bytes")
     if is_shared.mean() > 0.5:
         raise Refused(f"--data {data}: {part}: {notes[0]}; evaluate others, or leave it out to hold out a share")
     return notes
 
 
-def _count_images(part: str, is_counted: np.ndarray, source: Any, change: str) -> tuple[str, ...]:
+def _note_images(part: str, is_counted: np.ndarray, source: Any, change: str) -> tuple[str, ...]:
     notes = Notes(part, "images")
     notes.change(change, source.name(int(is_counted.argmax())), is_counted.sum())
     return notes.texts(len(source))

@@ -212,7 +212,7 @@ def test_files_that_cannot_be_read_are_rows_with_their_reason_and_others_are_dra
         assert ("predictions" in row) == (not reason) and reason in row.get("error", ""), row
     assert recipe == "cls" or (by_name[b"turned.jpg"]["width"], by_name[b"turned.jpg"]["height"]) == (20, 40)
     said = capsys.readouterr().err
-    assert f"1 files without an image's extension were left out, such as {folder}/notes.txt" in said
+    assert f"1 (.txt) beside the images are not read, first {folder}/notes.txt" in said
     assert "13 images, 7 with an error" in said
 
     main([*map(str, [run, folder, "-o", tmp_path / "rows.csv", "--format", "csv", "--workers", 0, "--threshold", 0.1])])
