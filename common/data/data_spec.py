@@ -117,7 +117,7 @@ class DataSpec:
             if self.group_column == "folder" and isinstance(images, Files):
                 return group_by_folder(images), ()
             if images.groups is None:
-                advice = "take folder for image folders, or a table with such a column"
+                advice = "take folder for files in folders, or data with such a column"
                 raise Refused(f"--group_column {self.group_column}: {part} has no such column; {advice}")
             return images.groups, ()
         first_of = find_copies(source)

@@ -176,7 +176,7 @@ BAD_FOLDERS = [
     ),
     ({"cat": 1, "cat ": 1}, {}, "'cat' and 'cat ' look like the same class; they differ in spaces"),
     ({NFC: 1, NFD: 1}, {}, r"'cafe\u0301' and 'caf\xe9' look like the same class"),
-    (FLAT, {"group_column": "patient"}, "--group_column patient: the folder has no such column; take folder for image"),
+    (FLAT, {"group_column": "patient"}, "--group_column patient: the folder has no such column; take folder for files"),
     (
         SPLIT,
         {"group_column": "folder"},
