@@ -217,7 +217,7 @@ def test_tiny_imagenets_list_names_the_classes(tmp_path):
     assert val.classes == ("cat", "dog") and reds(val) == [0, 1, 2, 3]
 
 
-def test_a_list_whose_letters_are_composed_otherwise_is_explained(tmp_path):
+def test_a_list_with_letters_composed_otherwise_is_explained(tmp_path):
     tree(tmp_path, {NFD: 4, "list.csv": "file,kind\n" + "".join(f"{NFC}/{n}.png,{'ab'[n % 2]}\n" for n in range(4))})
     text = refusal(tmp_path / "list.csv")
     assert f"4 of 4 images are missing, the first is {tmp_path}/{NFC}/0.png (there with its letters composed" in text
