@@ -1,8 +1,10 @@
 """Sources of labelled images: reads the data of `--data`, and holds out a share for evaluation."""
 
 import os
+import re
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +16,21 @@ from common.data import data_spec, splits
 from common.data.data_spec import DataSpec, Given, Parts
 from common.data.digits import load_digits
 from common.data.huggingface import open_table
-from common.data.images import SUFFIXES
+from common.data.image_files import CAUSE, has_image_suffix, is_image_file
+from common.data.notes import Notes
 from common.data.source import Files, Source, refuse_broken
 from common.data.tables import part_labels, read_tables
 from common.errors import Refused
-from common.files import walk
+from common.files import MEDIUM, is_junk, read_text, sizes_of, walk
 
 __all__ = ["Source", "Spec", "load"]
+
+# Folders that would hardly be classes if all have the same folders inside.
+_FOLD = re.compile(
+    r"(fold|split|subset|part|set|cv|cam|camera|scanner|device|view|site|lab|hospital|cent(er|re)|session|batch|run|round|year"
+    r"|month|week|day|patient|subject|person|video|scene)s?[ _-]*(\d+|[a-z])|(\d+[ _-]*)?(fold|part|set)|(19|20)\d\d",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,7 @@ def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None
     """The parts of the data, not read yet. Raises `Refused`."""
     is_digits = custom is None and spec.data == "digits"
     if custom is None and not is_digits and (table := open_table(spec.data)):
-        columns = spec.image_column, spec.label_column, spec.min_classes
+        columns = spec.image_column, spec.label_column, spec.min_classes, spec.group_column
         return Parts(part_labels(table), lambda names: read_tables([table[name] for name in names], *columns))
     spec.refuse_columns()
     if custom is not None:
@@ -96,21 +106,67 @@ def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None
 def _read_folders(folders: Sequence[Path], min_classes: int) -> list[Files]:
     """The images of each folder. Classes are the class folders of the first. Raises `Refused`."""
     first, *others = folders
-    classes = _subfolders(first)
+    folder_by_class = _class_folders(first)
+    classes = list(folder_by_class.values())
     if len(classes) < min_classes:
         found = f"only the class folder {classes[0]}/" if classes else "no class folders"
         raise Refused(f"{first}: {found}; images belong in one subfolder per class, of two classes or more")
-    for folder in others:
-        if unknown := sorted({*_subfolders(folder)} - {*classes}):
-            raise Refused(f"{folder / unknown[0]}: a class that {first} does not have; add it there")
-    sources = [_scan(folder, classes) for folder in folders]
+    sources = [_scan(first, classes, classes)]
     for name, count in zip(classes, sources[0].class_counts, strict=True):
         if not count:
             raise Refused(f"{first / name}: no images in this class folder; add some (jpg, png, ...) or remove it")
-    for folder, source in zip(others, sources[1:], strict=True):
+    for folder in others:
+        names = _class_folders(folder)
+        unknown = sorted(names.keys() - folder_by_class.keys())
+        if unknown == ["images"] and (folder / "val_annotations.txt").is_file():
+            sources.append(_read_annotations(folder / "val_annotations.txt", classes))
+            continue
+        if len(unknown) == len(names):
+            _refuse_heap(folder, first / classes[0])
+        if unknown:
+            raise Refused(f"{folder / names[unknown[0]]}: a class that {first} does not have; add it there")
+        source = _scan(folder, [names.get(name, name) for name in folder_by_class], classes)
         if not len(source):
             raise Refused(f"{folder}: no images to evaluate on; add some, or use --data {first}")
+        sources.append(source)
     return sources
+
+
+def _class_folders(folder: Path) -> dict[str, str]:
+    """The names of the subfolders, by the names as people see them: composed letters, no spaces at the ends."""
+    names: dict[str, str] = {}
+    for name in _subfolders(folder):
+        shown = unicodedata.normalize("NFC", name).strip()
+        if shown in names:
+            advice = "they differ in spaces or in composed letters: join them"
+            raise Refused(f"{folder}: {names[shown]!a} and {name!a} look like the same class; {advice}")
+        names[shown] = name
+    return names
+
+
+def _refuse_heap(folder: Path, class_folder: Path) -> None:
+    """Raise `Refused` for images that lie in one folder for all classes, as ImageNet's and Tiny ImageNet's do."""
+    for heap in (folder, folder / "images"):
+        count = sum(map(has_image_suffix, os.listdir(heap))) if heap.is_dir() else 0
+        if count:
+            raise Refused(
+                f"{heap}: {count:,} images in one folder for all classes; move each into the folder of its class, named "
+                f"as {class_folder} (ImageNet: by the ground truth of its devkit), or list them in a CSV file"
+            )
+
+
+def _read_annotations(file: Path, classes: list[str]) -> Files:
+    """The images beside Tiny ImageNet's list, whose lines are a name in images/, its class and a box."""
+    lines = [line.split("\t") for line in read_text(file, MEDIUM).splitlines()]
+    ids = {name: number for number, name in enumerate(classes)}
+    for row, line in enumerate(lines, start=1):
+        if len(line) < 2 or line[1] not in ids:
+            raise Refused(f"{file}: line {row} must be a name and a class of the training data, with a tab between")
+    root = file.parent / "images"
+    sizes = np.array(sizes_of(str(root / line[0]) for line in lines), np.int64)
+    paths = pa.array([os.fsencode(line[0]) for line in lines], pa.large_binary())
+    labels = np.array([ids[line[1]] for line in lines], np.int64)
+    return Files(str(root), paths, sizes, labels=labels, classes=tuple(classes))
 
 
 def _part_folders(root: Path) -> dict[str, Path]:
@@ -131,24 +187,58 @@ def _part_folders(root: Path) -> dict[str, Path]:
 
 def _subfolders(folder: Path) -> list[str]:
     with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        return sorted(entry.name for entry in entries if entry.is_dir() and not is_junk(entry.name))
 
 
-def _scan(root: Path, classes: list[str]) -> Files:
-    paths, sizes = [], []
-    for name in classes:
-        files = sorted(_image_files(root, name)) if (root / name).is_dir() else []
+def _scan(root: Path, folders: Sequence[str], classes: list[str]) -> Files:
+    """The images of a folder for each class, some of which may not exist. Raises `Refused`."""
+    paths = []
+    sizes = []
+    notes = Notes(str(root), "images")
+    inner: dict[str, set[str]] = {}  # names of the folders with images in each class folder
+    for folder in folders:
+        class_notes = Notes(str(root / folder), "images")
+        inner[folder] = set()
+        files = sorted(_image_files(root, folder, class_notes, inner[folder])) if (root / folder).is_dir() else []
+        class_notes.texts(len(files) + class_notes.num_left_out, CAUSE)
+        notes.merge(class_notes)
         paths.append(pa.array([path for path, _ in files], pa.large_binary()))
         sizes.append(np.array([size for _, size in files], np.int64))
     labels = np.repeat(np.arange(len(classes)), [*map(len, paths)])
-    return Files(str(root), pa.concat_arrays(paths), np.concatenate(sizes), labels=labels, classes=tuple(classes))
+    lines = notes.texts(len(labels) + notes.num_left_out, CAUSE) + _check_inner(root, inner)
+    source = Files(str(root), pa.concat_arrays(paths), np.concatenate(sizes), labels=labels, classes=tuple(classes))
+    return replace(source, notes=lines)
 
 
-def _image_files(root: Path, folder: str) -> Iterator[tuple[bytes, int]]:
-    """Path below `root` and size of every image, -1 for a dangling link. Links are followed."""
+def _image_files(root: Path, folder: str, notes: Notes, inner: set[str]) -> Iterator[tuple[bytes, int]]:
+    """Path below `root` and size of every image, -1 for a dangling link. Links are followed.
+
+    `inner` gets the names of the folders with images that lie in `folder`.
+    """
     above = len(os.path.join(root, ""))
-    for _, entries in walk(root / folder):
+    for place, entries in walk(root / folder):
+        if any(entry.is_file() for entry in entries):
+            inner.update(place[above:].split("/")[1:2])
         for entry in entries:
-            is_image = os.path.splitext(entry.name)[1].lower() in SUFFIXES and not entry.is_dir()
-            if is_image and (entry.is_file() or entry.is_symlink()):
-                yield os.fsencode(entry.path[above:]), entry.stat().st_size if entry.is_file() else -1
+            if entry.is_file():
+                if is_image_file(entry.path, notes):
+                    yield os.fsencode(entry.path[above:]), entry.stat().st_size
+            elif entry.is_symlink() and not entry.is_dir() and has_image_suffix(entry.name):
+                yield os.fsencode(entry.path[above:]), -1
+
+
+def _check_inner(root: Path, inner: Mapping[str, set[str]]) -> tuple[str, ...]:
+    """A note about folders that all class folders have. Raises `Refused` if these or the class folders seem to be parts."""
+    for folder, names in inner.items():
+        parts = sorted(name for name in names if splits.kind_of(name))
+        if len({splits.kind_of(name) for name in parts}) > 1:
+            problem = f"has {parts[0]}/ and {parts[1]}/ in it, whose images would be mixed"
+            raise Refused(f"{root / folder}: {problem}; put parts above the classes: {root / parts[0] / folder}")
+    common = sorted(set.intersection(*inner.values()))
+    if len(common) < 2:
+        return ()
+    problem = f"{', '.join(list(inner)[:3])} each have {common[0]}/ and {common[1]}/ in them"
+    if len(inner) > 1 and all(map(_FOLD.fullmatch, inner)):
+        advice = "name them train and val, or join them, to hold out a share"
+        raise Refused(f"{root}: {problem}, so they seem to be folds, years or the like and not classes; {advice}")
+    return (f"the classes {problem}: if those are the classes, name the folders above train and val",)

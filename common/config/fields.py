@@ -20,6 +20,7 @@ def option(
     low=None,
     high=None,
     may_change=False,
+    later=False,
     check=None,
     heading="",
     required="",
@@ -31,6 +32,7 @@ def option(
     Args:
         low, high: limits of a number, both included.
         may_change: True if a resumed run may have another value.
+        later: the field defines a run only with another value than its default: runs from before it still resume.
         check: check(value) returns the error in a text, or "" if there is none.
         heading: title of the group in --help that begins with this field.
         required: an empty value is refused, with this advice.
@@ -124,6 +126,9 @@ class RunConfig(SharedFields):
 
     val_share: float = option(0.2, low=0, high=1, heading="data")
     """Share of the images that is held out for evaluation if the data has no validation split."""
+    group_column: str = option("", later=True)
+    """Column of patients, videos or sites, whose images are held out together: of a table, or of shards; `folder` for the
+    folder that holds an image, in an image folder below its class (default: each image alone; copies together)."""
     split: str = option("")
     """Split of the data to evaluate on, also during training: val, test, or a name that the data uses; with --eval_only also
     train, or all for data without splits. Default: val, or the held-out share if there is none."""

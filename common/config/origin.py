@@ -17,7 +17,7 @@ from common.files import MEDIUM, check_regular, read_text
 RUN_FILE = "run.json"
 _NAMED = 5  # how many names a message has
 # Flags that only make sense for the data that the run was trained on.
-OF_DATA = ("split", "val_share", "image_column", "label_column", "objects_column", "box_format")
+OF_DATA = ("split", "val_share", "group_column", "image_column", "label_column", "objects_column", "box_format")
 
 
 @dataclass(frozen=True)

@@ -98,8 +98,12 @@ def save(config, path: Path) -> None:
 
 def identity(config) -> dict:
     """The fields that define the run: all except those that may change when it resumes."""
-    may_change = {field.name for field in dataclasses.fields(config) if field.metadata.get("may_change")}
-    return {name: value for name, value in dataclasses.asdict(config).items() if name not in may_change}
+    values = dataclasses.asdict(config)
+    for field in dataclasses.fields(config):
+        is_unused = field.metadata.get("later") and values[field.name] == field.default
+        if is_unused or field.metadata.get("may_change"):
+            del values[field.name]
+    return values
 
 
 def short_hash(values: dict) -> str:

@@ -9,6 +9,9 @@ import numpy as np
 
 from common.config.origin import Origin
 from common.data import splits
+from common.data.copies import find_copies
+from common.data.notes import Notes
+from common.data.source import Files, group_by_folder
 from common.data.splits import Piece, kind_of
 from common.errors import Refused
 from common.randomness import key_of
@@ -42,6 +45,7 @@ class DataSpec:
     seed: int
     val_share: float
     split: str = ""
+    group_column: str = ""  # a reader of data with such a column sets the `groups` of its sources
     image_column: str = ""
     streaming: bool = False
     shard_memory: int = 1024  # MiB
@@ -75,28 +79,70 @@ class DataSpec:
 
         Its `part` becomes `val/` or `20 % held out of train/`; the second one's also names other parts to evaluate.
         """
+        if self.group_column and not self.alone and all(piece.side == splits.WHOLE for piece in pieces):
+            problem = f"nothing is held out, since {labels[pieces[-1].name]} is evaluated"
+            raise Refused(f"--group_column {self.group_column}: {problem}; leave it out")
         used = {piece.name for piece in pieces}
         others = "".join(
             f"; {label}: for --split {kind_of(name)}"
             for name, label in labels.items()
             if kind_of(name) in ("val", "test") and name not in used
         )
-        found: list[S] = []
+        found: list[Any] = []
         rows: dict[str, Any] = {}
         for piece in pieces:
             source: Any = sources[piece.name]
             part = labels[piece.name]
             if piece.side != splits.WHOLE:
                 if not rows:
+                    groups, notes = self._find_groups(source, part)
                     numbers = source.random_numbers(key_of(self.seed, "held out"))
-                    kept, held_out = splits.held_out(numbers, source.strata, self.val_share)
+                    kept, held_out = splits.held_out(numbers, source.strata, self.val_share, groups)
                     rows = {splits.KEPT: kept, splits.HELD_OUT: held_out}
-                source = source.select(rows[piece.side])
+                source = replace(source, notes=source.notes + notes).select(rows[piece.side])
                 is_kept = piece.side == splits.KEPT
                 share = 100 * (1 - self.val_share if is_kept else self.val_share)
                 part = f"{share:.3g} % {'' if is_kept else 'held out '}of {part}"
+                if self.group_column:
+                    part += f" by {self.group_column}"
+            elif found and found[0].part != part:
+                source = replace(source, notes=source.notes + _find_shared(self.data, part, found[0], source))
             found.append(replace(source, part=part + others * bool(found)))
         return tuple(found)
+
+    def _find_groups(self, source: Any, part: str) -> tuple[np.ndarray | None, tuple[str, ...]]:
+        """Groups int64[N] of images to hold out together, of `group_column` or of copies; and notes. Raises `Refused`."""
+        if self.group_column:
+            images = getattr(source, "images", source)
+            if self.group_column == "folder" and isinstance(images, Files):
+                return group_by_folder(images), ()
+            if images.groups is None:
+                advice = "take folder for files in folders, or data with such a column"
+                raise Refused(f"--group_column {self.group_column}: {part} has no such column; {advice}")
+            return images.groups, ()
+        first_of = find_copies(source)
+        is_copy = first_of != np.arange(len(source))
+        if not is_copy.any():
+            return None, ()
+        return first_of, _note_images(part, is_copy, source, "are copies, by path or bytes, of others on the same side")
+
+
+def _find_shared(data: str, part: str, train: Any, val: Any) -> tuple[str, ...]:
+    """A note if images of `val`, the part of that name, are in `train`, too. Raises `Refused` if most of them are."""
+    first_of = find_copies(train, val)
+    is_shared = np.isin(first_of[len(train) :], first_of[: len(train)])
+    if not is_shared.any():
+        return ()
+    notes = _note_images(part, is_shared, val, f"are in {train.part}, too, by path or bytes")
+    if is_shared.mean() > 0.5:
+        raise Refused(f"--data {data}: {part}: {notes[0]}; evaluate others, or leave it out to hold out a share")
+    return notes
+
+
+def _note_images(part: str, is_counted: np.ndarray, source: Any, change: str) -> tuple[str, ...]:
+    notes = Notes(part, "images")
+    notes.change(change, source.name(int(is_counted.argmax())), is_counted.sum())
+    return notes.texts(len(source))
 
 
 def names_of(pieces: Sequence[Piece]) -> list[str]:

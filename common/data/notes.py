@@ -30,6 +30,7 @@ class Notes:
         self.unit = unit
         self.left_out: dict[str, Note] = {}
         self.changed: dict[str, Note] = {}
+        self.beside: dict[str, Note] = {}
 
     def leave_out(self, reason: str, first: str, count: int = 1) -> None:
         """Count items that are not used: `("smaller than 1 pixel", "a.jpg", 3)`. A `count` of 0 adds nothing."""
@@ -39,12 +40,22 @@ class Notes:
         """Count items that are used otherwise than they are written: `("are clipped at their image", "a.jpg", 3)`."""
         _add(self.changed, change, Note(int(count), first))
 
+    def skip(self, kind: str, first: str) -> None:
+        """Count something beside the items that is none of them: `(".txt", "a.txt")`."""
+        _add(self.beside, kind, Note(1, first))
+
     def merge(self, other: "Notes") -> None:
         """Add the counts of `other`, such as another rank's; the first by name stays the one that was first here."""
         for reason, note in other.left_out.items():
             _add(self.left_out, reason, note)
         for change, note in other.changed.items():
             _add(self.changed, change, note)
+        for kind, note in other.beside.items():
+            _add(self.beside, kind, note)
+
+    @property
+    def num_left_out(self) -> int:
+        return sum(note.count for note in self.left_out.values())
 
     def texts(self, total: int, cause: str = "") -> tuple[str, ...]:
         """A line for each reason. `total`: all items, also those that are left out.
@@ -53,7 +64,7 @@ class Notes:
         """
         left_out = [f"{note.count:,} ({reason}), first {note.first}" for reason, note in self.left_out.items()]
         summary = ", ".join(left_out)
-        if sum(note.count for note in self.left_out.values()) > _MAX_LEFT_OUT * total:
+        if self.num_left_out > _MAX_LEFT_OUT * total:
             advice = f"; {cause}" if cause else ""
             raise Refused(f"{self.title}: most of its {total:,} {self.unit} would be left out: {summary}{advice}")
         lines = []
@@ -61,6 +72,8 @@ class Notes:
             lines.append(f"{total:,} {self.unit}, left out: {summary}")
         for change, note in self.changed.items():
             lines.append(f"{note.count:,} of {total:,} {self.unit} {change}, first {note.first}")
+        for kind, note in self.beside.items():
+            lines.append(f"{note.count:,} ({kind}) beside the {self.unit} are not read, first {note.first}")
         return tuple(lines)
 
 

@@ -3,12 +3,14 @@
 import hashlib
 import json
 import os
+import unicodedata
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Protocol, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from PIL import Image
 
 from common.data.images import BrokenImage, open_rgb, opened
@@ -70,6 +72,10 @@ class Source(Protocol):
         """int64[C]: how many images show each class."""
         return self.labels.sum(axis=0) if self.multi_label else np.bincount(self.labels, minlength=len(self.classes))
 
+    def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
+        """The images' paths, None if the data have their bytes, and sizes int64[N] in bytes; None if that is unknown."""
+        return None
+
     @property
     def missing(self) -> np.ndarray:
         """int64[...] indices of the images whose file is known to be missing."""
@@ -84,6 +90,9 @@ class Columns(Source):
     classes: tuple[str, ...]
     part: str = ""
     notes: tuple[str, ...] = ()
+    groups: np.ndarray | None = (
+        None  # int64[N], equal for images with the same value of --group_column, if there is one
+    )
 
     def select(self, rows: np.ndarray) -> Self:
         """The source of these images alone."""
@@ -111,6 +120,10 @@ class Files(Columns):
     def content(self, index: int) -> str:
         return path_of(self.root, self.paths, index)
 
+    def listing(self) -> tuple[pa.LargeBinaryArray, np.ndarray]:
+        root = pa.scalar(os.fsencode(os.path.join(self.root, "")), pa.large_binary())
+        return pc.binary_join_element_wise(root, self.paths, pa.scalar(b"", pa.large_binary())), self.sizes
+
     @property
     def missing(self) -> np.ndarray:
         return np.flatnonzero(self.sizes < 0)
@@ -119,13 +132,23 @@ class Files(Columns):
         return random_numbers_of(self.paths, key)
 
 
+def group_by_folder(files: Files) -> np.ndarray:
+    """int64[N] numbers of the folders that hold the files, below their class folder if there are classes."""
+    pattern = "^([^/]*/)?(.*/)?[^/]*$" if files.classes else "^()(.*/)?[^/]*$"
+    folders = pc.replace_substring_regex(files.paths, pattern, r"\2")
+    return folders.dictionary_encode().indices.to_numpy().astype(np.int64)
+
+
 def refuse_broken(data: str, source: Source, max_broken_share: float) -> None:
     """Raise `Refused` if too many files are missing, or if none of a few images can be read."""
     count, missing = len(source), source.missing
     if not count:
         raise Refused(f"--data {data}: a part of it has no images; add some, or name another part by --split")
     if len(missing) > max_broken_share * count or len(missing) == count:
-        found = f"{len(missing):,} of {count:,} images are missing, the first is {source.name(missing[0])}"
+        first = source.name(missing[0])
+        found = f"{len(missing):,} of {count:,} images are missing, the first is {first}"
+        if any(os.path.exists(unicodedata.normalize(form, first)) for form in ("NFC", "NFD")):
+            found += " (there with its letters composed otherwise, Unicode's NFC or NFD: rename one or the other)"
         raise Refused(
             f"--data {data}: {found}; the limit is --max_broken_share {max_broken_share}: correct the paths, or raise it"
         )

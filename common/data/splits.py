@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -9,13 +10,13 @@ import numpy as np
 import pyarrow as pa
 
 from common.errors import Refused
-from common.randomness import mix
+from common.randomness import key_of, mix
 
-_SPELLINGS = {
-    "train": r"train(ing)?",
+_SPELLINGS = {  # also in French, German, Italian, Portuguese and Spanish; "." is a letter with or without an accent
+    "train": r"train(ing)?|trein(o|amento)|entrenamiento|entra.{1,2}nement|apprentissage|addestramento",
     "trainval": r"train(ing)?[ _-]*(and[ _-]*)?val(id|idation)?",
-    "val": r"val|valid|validate|validation|dev|eval|evaluation",
-    "test": r"test(s|ing)?",
+    "val": r"val|valid|validate|validation|dev|eval|evaluation|validaci.{1,2}n|valida.{2,4}o|validazione|validierung",
+    "test": r"test(s|ing|e|es)?|pruebas?",
 }
 _BEFORE = r"((images?|imgs?|data|dataset|seg)[ _-]+)?"
 _BEHIND = r"([ _-]*(set|split|part|data|images?|imgs?|samples))?[ _-]*[0-9]*"
@@ -94,23 +95,62 @@ def random_numbers_of(paths: pa.LargeBinaryArray, key: int) -> np.ndarray:
     return mix(np.frombuffer(b"".join(hashes), "<u8"), key)
 
 
-def held_out(numbers: np.ndarray, strata: np.ndarray | None, share: float) -> tuple[np.ndarray, np.ndarray]:
+def held_out(
+    numbers: np.ndarray, strata: np.ndarray | None, share: float, groups: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Rows to train on and rows held out: the `share` of every stratum with the smallest numbers.
 
-    `numbers` uint64[N]; `strata` int64[N], or None for one stratum. A stratum keeps at least one row to train on.
+    `numbers` uint64[N]; `strata` int64[N], or None for one stratum. A stratum keeps at least one row to train on. Rows with
+    equal `groups` int64[N] are on the same side, and strata then have about their share.
     """
     if not 0 < share < 1:
         raise Refused(f"--val_share {share}: must lie between 0 and 1, since the data has no part to evaluate on")
     of = "{} images" if strata is None else "at most {} images per class"
     strata = np.zeros(len(numbers), np.int64) if strata is None else strata
     counts = np.bincount(strata)
-    by_stratum = np.lexsort((numbers, strata))
-    place = np.empty(len(numbers), np.int64)  # of each row within its stratum
-    place[by_stratum] = np.arange(len(numbers)) - np.repeat(np.cumsum(counts) - counts, counts)
-    out = place < np.minimum((share * counts + 0.5).astype(np.int64), counts - 1)[strata]
+    if groups is None:
+        by_stratum = np.lexsort((numbers, strata))
+        place = np.empty(len(numbers), np.int64)  # of each row within its stratum
+        place[by_stratum] = np.arange(len(numbers)) - np.repeat(np.cumsum(counts) - counts, counts)
+        out = place < np.minimum((share * counts + 0.5).astype(np.int64), counts - 1)[strata]
+    else:
+        out = _hold_out_groups(numbers, strata, share * counts, counts - 1, groups)
+        of += f" in {len(np.unique(groups)):,} groups"
     if not out.any():
         raise Refused(f"--val_share {share} of {of.format(counts.max())} holds out none; raise it")
     return np.flatnonzero(~out), np.flatnonzero(out)
+
+
+def _hold_out_groups(
+    numbers: np.ndarray, strata: np.ndarray, shares: np.ndarray, limits: np.ndarray, groups: np.ndarray
+) -> np.ndarray:
+    """bool[N] rows to hold out: in random order the groups that fit, then those that bring strata closer to their `shares`.
+
+    `shares` float[K] and `limits` int[K] are the wanted and the largest numbers of rows of each stratum.
+    """
+    _, groups, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    order = np.full(len(sizes), np.iinfo(np.uint64).max)
+    np.minimum.at(order, groups, numbers)
+    # The smallest of several numbers is small: mixed again it is as random as the number of a single row.
+    order = np.where(sizes > 1, mix(order, key_of("groups")), order)
+    rows = np.lexsort((groups, order[groups]))
+    members_by_group = np.split(rows, np.flatnonzero(np.diff(groups[rows])) + 1)
+    missing = shares.tolist()
+    room = limits.tolist()
+    out = np.zeros(len(numbers), bool)
+    for must_fit in (True, False):
+        for members in members_by_group:
+            counts = Counter(strata[members].tolist()).items()
+            if must_fit:
+                is_better = all(count <= missing[k] for k, count in counts)
+            else:
+                is_better = sum(abs(missing[k]) - abs(missing[k] - count) for k, count in counts) >= 0
+            if is_better and not out[members[0]] and all(count <= room[k] for k, count in counts):
+                out[members] = True
+                for k, count in counts:
+                    missing[k] -= count
+                    room[k] -= count
+    return out
 
 
 def describe(data: str, source) -> str:

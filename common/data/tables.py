@@ -165,11 +165,20 @@ class Table(Columns):
             return fingerprint_of(self.classes, self.labels, self.sizes, paths and paths.take(self.rows))
         return fingerprint_of(self.classes, self.labels, pc.binary_length(contents).fill_null(-1).to_numpy()[self.rows])
 
+    def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray]:
+        contents, paths = _contents(self.column)
+        if paths is not None and (contents is None or contents.null_count == len(contents)):
+            paths = paths.cast(pa.large_binary()).combine_chunks().take(pa.array(self.rows))
+            return paths, np.zeros(len(paths), np.int64) if self.sizes is None else self.sizes
+        return None, pc.binary_length(contents).fill_null(-1).to_numpy()[self.rows].astype(np.int64)
+
     def random_numbers(self, key: int) -> np.ndarray:
         return mix(self.rows, key)
 
 
-def read_tables(splits: Sequence[Split], image_column: str, label_column: str, min_classes: int) -> list[Table]:
+def read_tables(
+    splits: Sequence[Split], image_column: str, label_column: str, min_classes: int, group_column: str = ""
+) -> list[Table]:
     """The images of each split. The first one decides on columns and classes. Raises `Refused`."""
     image = find_image(splits[0], image_column)
     columns = find_labels(splits[0], label_column, image)
@@ -179,8 +188,23 @@ def read_tables(splits: Sequence[Split], image_column: str, label_column: str, m
     for split, of_split in zip(splits, labels, strict=True):
         cells = split.images(image)
         images = cells, np.arange(len(split)), split.title, split.folder, _file_sizes(cells, split.folder)
-        tables.append(Table(*images, labels=of_split, classes=classes))
+        groups = read_groups(split, group_column)
+        tables.append(Table(*images, labels=of_split, classes=classes, groups=groups))
     return tables
+
+
+def read_groups(split: Split, column: str) -> np.ndarray | None:
+    """int64[N], equal for rows with the same value of a column; None if `column` is empty. Raises `Refused`."""
+    if not column:
+        return None
+    if column not in split.kinds or pa.types.is_nested(split.kinds[column]):
+        problem = "holds several values in a row" if column in split.kinds else "is no column"
+        raise Refused(f"--group_column {column}: {problem} of --data {split.data}, which has {listed(split.kinds)}")
+    cells = split.cells(column)
+    if cells.null_count:
+        row = pc.index(cells.is_null(), True).as_py()
+        raise Refused(f"--data {split.title}: row {row} has nothing in --group_column {column}; fill it in")
+    return cells.dictionary_encode().indices.to_numpy().astype(np.int64)
 
 
 def read_labels(

@@ -93,7 +93,7 @@ def test_paths_are_columns_of_which_a_share_of_each_class_is_held_out(files: lis
     assert everything(*read(Shells([(path, ("cockle", "limpet")[label]) for path, label in files]))) == everything(
         train, val
     )
-    parts = {"train": Shells(files[:15]), "valid": Shells(files[15:]), "test": Shells(files[3:5])}
+    parts = {"train": Shells(files[:15]), "valid": Shells(files[15:]), "test": Shells(files[16:18])}
     train, val = read(parts)
     assert (len(train), len(val), train.part, val.part) == (15, 5, "train", "valid; test: for --split test")
     assert [len(read(parts, split="test", alone=alone)[1]) for alone in (False, True)] == [2, 2]

@@ -2,6 +2,8 @@
 
 import io
 import os
+import shutil
+import unicodedata
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -81,6 +83,7 @@ BOTH = {"train/cat": 1, "train/dog": 1, "heldout/cat": 1, "heldout/dog": 1}
 NO_TRAIN = {"val/cat": 1, "val/dog": 1, "test/cat": 1, "test/dog": 1}
 DEEP = {"bus/a/b": 4, "train/a": 4, "tram": 4}
 ALL, KEPT, OUT = "the folder", "75 % of the folder", "25 % held out of the folder"
+AFTER_TREINO = "validação/; teste/: for --split test"
 TWO_TRAINED, NAN = {"train/cat": 1, "train/dog": 1}, float("nan")
 ALONE, HELD_OUT = {"alone": True}, {"alone": True, "held_out": True}
 
@@ -105,6 +108,9 @@ FOLDERS = [
     ({"a": 1, "b": 2, "c": 1}, {"val_share": 0.9}, (3, 1), "10 % of the folder", "90 % held out of the folder"),
     (TWO_TRAINED | {"val/cat": None, "val/dog": 2}, {}, (2, 2), "train/", "val/"),
     (FLAT | {"original.tar": ""}, {}, (15, 5), KEPT, OUT),
+    # What systems leave beside pictures is neither a class nor a picture.
+    (FLAT | {"cat/@eaDir/0.png": 3, "dog/__MACOSX": 2, "#recycle": 3, "@Recycle/a": 1}, {}, (15, 5), KEPT, OUT),
+    ({"treino/cat": 8, "treino/dog": 12, "validação/cat": 2, "teste/dog": 1}, {}, (20, 2), "treino/", AFTER_TREINO),
 ]
 
 
@@ -134,6 +140,9 @@ def test_parts_are_known_by_their_usual_names():
     assert by_part([*signed["train"], *signed["test"]]) == signed
 
 
+NFC, NFD = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
+HEIC = dict.fromkeys((f"cat/{n}.HEIC" for n in range(9)), "")
+TINY = {"val/images": 4, "val/val_annotations.txt": "".join(f"{n}.png\t{'dog' if n else 'cat'}\t0\n" for n in range(4))}
 BAD_FOLDERS = [
     ({}, {}, "FOLDER: no class folders; images belong in one subfolder per class"),
     ({"cat": 1}, {}, "FOLDER: only the class folder cat/; "),
@@ -146,6 +155,33 @@ BAD_FOLDERS = [
     (NO_TRAIN, {}, "no part to train on, only test, val; rename one to train"),
     (FLAT, {"label_column": "label"}, "is no table, so leave out --image_column"),
     (FLAT, {"val_share": 0.01}, "--val_share 0.01 of at most 12 images per class holds out none"),
+    (
+        FLAT | dict.fromkeys((f"cat/{n}.HEIC" for n in range(9)), ""),
+        {},
+        "cat: most of its 17 images would be left out: 9 (.heic)",
+    ),
+    (TWO_TRAINED | {"val": 4}, {}, "FOLDER/val: 4 images in one folder for all classes; move each into"),
+    (TWO_TRAINED | {"val/images": 4}, {}, "FOLDER/val/images: 4 images in one folder for all classes; move each"),
+    (
+        TWO_TRAINED | TINY | {"val/val_annotations.txt": "0.png\temu\n"},
+        {},
+        "val_annotations.txt: line 1 must be a name and a",
+    ),
+    ({"fold_1/a": 1, "fold_1/b": 1, "fold_2/a": 1, "fold_2/b": 1}, {}, "fold_1, fold_2 each have a/ and b/ in them"),
+    ({"2019/a": 1, "2019/b": 1, "2020/a": 1, "2020/b": 1}, {}, "so they seem to be folds, years or the like and not"),
+    (
+        {"cat/train": 4, "cat/val": 4, "dog": 4},
+        {},
+        "FOLDER/cat: has train/ and val/ in it, whose images would be mixed",
+    ),
+    ({"cat": 1, "cat ": 1}, {}, "'cat' and 'cat ' look like the same class; they differ in spaces"),
+    ({NFC: 1, NFD: 1}, {}, r"'cafe\u0301' and 'caf\xe9' look like the same class"),
+    (FLAT, {"group_column": "patient"}, "--group_column patient: the folder has no such column; take folder for files"),
+    (
+        SPLIT,
+        {"group_column": "folder"},
+        "--group_column folder: nothing is held out, since Val/ is evaluated; leave it",
+    ),
     *((FLAT, {"val_share": part}, f"--val_share {part}: must lie between 0 and 1") for part in (0, 1, NAN)),
 ]
 
@@ -153,6 +189,115 @@ BAD_FOLDERS = [
 @pytest.mark.parametrize("folders, flags, text", BAD_FOLDERS)
 def test_folder_refusals_name_the_folder_and_the_way_out(tmp_path, folders, flags, text):
     assert text.replace("FOLDER", str(tmp_path)) in refusal(tree(tmp_path, folders), **flags)
+
+
+def test_images_are_known_by_their_content_and_others_named(tmp_path):
+    tree(tmp_path, FLAT | {"cat/a.txt": "", "cat/b.heic": "", "dog/c.heic": "", "dog/d": "no image"})
+    for name in ("cat/0", "cat/1.jpg_large", "dog/2.jpg_large"):
+        picture(tmp_path / "0.png", int(name[4]) + 20).rename(tmp_path / name)
+    train, val = read(tmp_path)
+    assert len(train) + len(val) == 23
+    assert train.notes == (
+        f"25 images, left out: 2 (.heic), first {tmp_path}/cat/b.heic",
+        f"1 of 25 images (without a suffix) are known by their first bytes, first {tmp_path}/cat/0",
+        f"2 of 25 images (.jpg_large) are known by their first bytes, first {tmp_path}/cat/1.jpg_large",
+        f"1 (.txt) beside the images are not read, first {tmp_path}/cat/a.txt",
+        f"1 (without a suffix) beside the images are not read, first {tmp_path}/dog/d",
+    )
+
+
+def test_class_names_that_look_the_same_are_the_same(tmp_path):
+    train, val = read(tree(tmp_path, {f"train/{NFD}": 2, "train/tea ": 2, f"val/{NFC}": 3, "val/tea": 4}))
+    assert train.classes == val.classes == (NFD, "tea ") and val.class_counts.tolist() == [3, 4]
+
+
+def test_tiny_imagenets_list_names_the_classes(tmp_path):
+    _, val = read(tree(tmp_path, {"train/cat/images": 2, "train/dog/images": 2} | TINY))
+    assert names(val, tmp_path) == [f"val/images/{n}.png" for n in range(4)] and val.labels.tolist() == [0, 1, 1, 1]
+    assert val.classes == ("cat", "dog") and reds(val) == [0, 1, 2, 3]
+
+
+def test_a_list_with_letters_composed_otherwise_is_explained(tmp_path):
+    tree(tmp_path, {NFD: 4, "list.csv": "file,kind\n" + "".join(f"{NFC}/{n}.png,{'ab'[n % 2]}\n" for n in range(4))})
+    text = refusal(tmp_path / "list.csv")
+    assert f"4 of 4 images are missing, the first is {tmp_path}/{NFC}/0.png (there with its letters composed" in text
+
+
+def test_folders_that_all_classes_have_are_named(tmp_path):
+    train, _ = read(tree(tmp_path, {f"{kind}/{site}": 4 for kind in ("cat", "dog") for site in ("in", "out")}))
+    assert train.notes == (
+        "the classes cat, dog each have in/ and out/ in them: if those are the classes, name the folders above train and val",
+    )
+
+
+# ---- groups and copies
+
+
+def test_a_group_is_on_one_side_and_classes_keep_their_share(tmp_path):
+    """20 patients with 1 to 8 images each, some in both classes: in folders, a CSV file and Parquet."""
+    generator = np.random.default_rng(0)
+    counts = {f"{kind}/p{n}": int(generator.integers(1, 5)) for n in range(20) for kind in ("cat", "dog")[n % 3 == 0 :]}
+    tree(tmp_path / "images", counts)
+    rows = [
+        f"images/{patient}/{n}.png,{patient.split('/')[0]},{patient[5:]}"
+        for patient in counts
+        for n in range(counts[patient])
+    ]
+    (tmp_path / "a.csv").write_text("\n".join(["file,kind,person", *rows]))
+    pq.write_table(pa.csv.read_csv(tmp_path / "a.csv"), tmp_path / "a.parquet")
+    for data, column in (("images", "folder"), ("a.csv", "person"), ("a.parquet", "person")):
+        columns = {} if data == "images" else {"image_column": "file", "label_column": "kind"}
+        options = {"seed": 3, "group_column": column} | columns
+        train, val = read(tmp_path / data, **options)
+        held_out = {Path(name).parent.name for name in names(val, tmp_path)}
+        assert held_out and not held_out & {Path(name).parent.name for name in names(train, tmp_path)}
+        shares = val.class_counts / (train.class_counts + val.class_counts)
+        assert val.part.endswith(f" by {column}")
+        assert np.abs(shares - 0.25).max() < 0.07  # of 33 and 55 images, in groups of 1 to 8
+        again = alone(tmp_path / data, held_out=True, **options)
+        assert names(again, tmp_path) == names(val, tmp_path)
+        assert names(read(tmp_path / data, **options | {"seed": 4})[1], tmp_path) != names(val, tmp_path)
+    assert "--group_column who: is no column of --data" in refusal(tmp_path / "a.csv", group_column="who", **columns)
+    (tmp_path / "a.csv").write_text("\n".join(["file,kind,person", *rows, "images/x.png,cat,"]))
+    assert f"row {len(rows)} has nothing in --group_column person" in refusal(
+        tmp_path / "a.csv", group_column="person", **columns
+    )
+
+
+def test_rows_of_an_image_are_on_one_side(tmp_path):
+    """Three rows of each image, by path or by bytes; under another name in a folder."""
+    for number in range(12):
+        picture(tmp_path / f"{number}.png", number)
+    lines = [f"{n}.png,{'ab'[n % 2]}" for n in range(12)] * 3
+    (tmp_path / "a.csv").write_text("\n".join(["file,kind", *lines]))
+    labelled(list("ab") * 18).map(lambda _, row: {"image": png(row % 12)}, with_indices=True).to_parquet(
+        tmp_path / "b.parquet"
+    )
+    tree(tmp_path / "c", {"a": 6, "b": 6})
+    for number in range(6):
+        for copy in "xy":
+            shutil.copy(tmp_path / f"c/a/{number}.png", tmp_path / f"c/a/{copy}{number}.png")
+    for data, copies, first in (("a.csv", 24, "0.png"), ("b.parquet", 24, "train[12]"), ("c", 12, "a/x0.png")):
+        train, val = read(tmp_path / data)
+        assert not {*reds(train)} & {*reds(val)} or (data == "c" and len(train) + len(val) == 24)
+        assert f"{copies} of {len(train) + len(val)} images are copies, by path or bytes, of others" in train.notes[0]
+        assert train.notes[0].endswith(first)
+        assert 0.15 <= len(val) / (len(train) + len(val)) <= 0.35
+    originals = {(label, red) for label, red in zip(val.labels.tolist(), reds(val), strict=True)}
+    assert not originals & {(label, red) for label, red in zip(train.labels.tolist(), reds(train), strict=True)}
+
+
+def test_images_of_train_in_val_are_counted_or_refused(tmp_path):
+    tree(tmp_path, {"train/cat": 4, "train/dog": 4, "val/cat": 4, "val/dog": 4})
+    for number in range(5):
+        shutil.copy(tmp_path / f"train/cat/{number % 4}.png", tmp_path / f"val/dog/{number}.png")
+        if number == 1:
+            _, val = read(tmp_path)
+            text = "2 of 8 images are in train/, too, by path or bytes, first"
+            assert val.notes == (f"{text} {tmp_path}/val/dog/0.png",)
+            assert not alone(tmp_path).notes
+    assert "val/: 5 of 9 images are in train/, too, by path or bytes, first" in refusal(tmp_path)
+    assert len(read(tmp_path, split="train")[1]) == 8  # as it was asked for
 
 
 def test_paths_of_nothing_are_refused(tmp_path, monkeypatch):
@@ -178,7 +323,7 @@ def test_the_hold_out_is_stratified_seeded_and_complete_and_hardly_changes_when_
     root, before = root.rename(tmp_path / "b"), {*held_out}
     assert {*names(read(root, seed=1)[1], root)} == before
     for index in range(20, 24):
-        picture(root / f"cat/{index}.png")
+        picture(root / f"cat/{index}.png", index)
         after = {*names(read(root, seed=1)[1], root)}
         assert len((before ^ after) - {f"cat/{index}.png"}) <= 1
         assert not any(name.startswith("dog") for name in before ^ after)
@@ -229,16 +374,16 @@ def test_folder_fingerprint_is_of_the_content_not_of_the_place(tmp_path):
 # ---- tables
 
 
-def png(value: int) -> bytes:
+def png(value: int, green: int = 1) -> bytes:
     buffer = io.BytesIO()
-    Image.new("RGB", (4, 3), (value, 1, 2)).save(buffer, "PNG")
+    Image.new("RGB", (4, 3), (value, green, 2)).save(buffer, "PNG")
     return buffer.getvalue()
 
 
 def table(count: int = 20, feature: object = None, **columns) -> datasets.Dataset:
-    """Images whose first pixel's red is their row; labels, of type `feature`, that go round three classes."""
+    """Images whose first pixel's red is their row, others for another `count`; labels go round three classes."""
     columns = columns or {"label": [row % 3 for row in range(count)]}
-    data = datasets.Dataset.from_dict({"image": [png(row) for row in range(count)], **columns})
+    data = datasets.Dataset.from_dict({"image": [png(row, count) for row in range(count)], **columns})
     data = data.cast_column("image", datasets.Image())
     return data.cast_column("label", feature) if feature else data
 
@@ -529,7 +674,7 @@ def test_a_name_that_is_no_path_is_asked_of_the_hub(tmp_path, monkeypatch):
 
 def test_hundreds_of_columns_are_read_at_once_and_named_in_part(tmp_path) -> None:
     """`datasets` makes all features each time: 200 columns took 15 s, 2,000 for ever."""
-    images = [{"bytes": png(7), "path": None}] * 8
+    images = [{"bytes": png(row), "path": None} for row in range(8)]
     for name, cells in {"bits": [0, 1] * 4, "texts": ["x"] * 8}.items():
         columns = {"image": images} | {f"c{number}": cells for number in range(500)}
         pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")

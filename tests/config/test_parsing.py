@@ -205,6 +205,7 @@ def test_a_field_may_decide_on_defaults_of_others_which_presets_and_flags_overri
 
 def test_fields_that_may_change_do_not_define_a_run() -> None:
     run = identity(Config())
+    assert "group_column" not in run and identity(Config(group_column="patient"))["group_column"] == "patient"
     assert identity(Config(workers=7, name="x", epochs=3.0, max_micro_batch_size=9)) == run
     for changed in (Config(seed=1), Config(global_batch_size=65), Config(lr=0.1)):
         assert short_hash(identity(changed)) != short_hash(run)

@@ -7,7 +7,7 @@ import pytest
 
 from common.classification import sources
 from common.data.data_spec import data_rows
-from tests.harness.drawings import pets, picture
+from tests.harness.drawings import picture, tree
 
 
 def rows(root: Path, **options) -> dict[str, str]:
@@ -16,8 +16,8 @@ def rows(root: Path, **options) -> dict[str, str]:
 
 @pytest.mark.smoke
 def test_the_part_that_is_evaluated_is_named_and_what_is_not_evaluated(tmp_path):
-    for part in ("train", "Val", "test"):
-        pets(tmp_path / part, cats=4, dogs=5)
+    counts = {"cat": 4, "dog": 5}
+    tree(tmp_path, {f"{part}/{name}": counts[name] for part in ("train", "Val", "test") for name in counts})
     for number in range(4):
         picture(tmp_path / f"train/emu {number}" / "0.png")
     found = rows(tmp_path)

@@ -25,7 +25,8 @@ def data_of(kind: str, root: Path) -> Path | str:
     if kind == "folder":
         return pets(root / "pets", cats=40, dogs=40)
     if kind.startswith("table"):
-        images = [{"bytes": file.read_bytes(), "path": None} for file in sorted(pets(root).rglob("*.*"))][:1] * 80
+        files = sorted(pets(root, cats=40, dogs=40).rglob("*.*"))
+        images = [{"bytes": file.read_bytes(), "path": None} for file in files]
         objects = [{"bbox": [[1.0, 1.0, 2.0, 1.5]], "category": ["cat"]}] * 80
         columns = {"objects": objects} if "objects" in kind else {"label": [0, 1] * 40}
         table = datasets.Dataset.from_dict({"image": images} | columns).cast_column("image", datasets.Image())

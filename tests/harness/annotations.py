@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,8 @@ def picture(path: Path, size=(40, 30), box=None, orientation=1) -> Path:
         exif[ExifTags.Base.Orientation] = orientation
     path.parent.mkdir(parents=True, exist_ok=True)
     image.save(path, exif=exif, **({"quality": 100, "subsampling": 0} if path.suffix == ".jpg" else {}))
+    with path.open("ab") as file:  # decoders ignore it, and no two pictures are the same file
+        file.write(os.fsencode(path).rjust(200))
     return path
 
 

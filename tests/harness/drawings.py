@@ -69,9 +69,9 @@ def save_colours(folder: Path) -> None:
     datasets.DatasetDict(parts).save_to_disk(str(folder))
 
 
-def picture(path: Path, value: int = 0) -> Path:
+def picture(path: Path, value: int = 0, green: int = 1) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", (4, 3), (value, 1, 2)).save(path)
+    Image.new("RGB", (4, 3), (value, green, 2)).save(path)
     return path
 
 
@@ -80,13 +80,13 @@ def pets(root: Path, cats: int = 8, dogs: int = 12) -> Path:
 
 
 def tree(root: Path, content: Mapping[str, int | str | None]) -> Path:
-    """Below `root`: of each folder that number of pictures 0.png, 1.png, ..., or nothing for None; of a text, a file."""
+    """Below `root`: of each folder that number of pictures 0.png, 1.png, ..., all different; None: nothing; a text: a file."""
     root.mkdir(parents=True, exist_ok=True)
-    for name, there in content.items():
+    for number, (name, there) in enumerate(content.items()):
         place = root / name
         (place.parent if isinstance(there, str) else place).mkdir(parents=True, exist_ok=True)
         if isinstance(there, str):
             place.write_text(there)
         for index in range(there if isinstance(there, int) else 0):
-            picture(place / f"{index}.png", index)
+            picture(place / f"{index}.png", index, number)
     return root

@@ -23,7 +23,7 @@ from PIL import Image
 from common.errors import Refused
 from common.launching import launch as launching
 from common.run import eval_only
-from tests.harness.drawings import save_colours
+from tests.harness.drawings import picture, save_colours
 from tests.harness.launching import ROOT, inherited
 from tests.harness.runs import read, refusal, rows_of, start_tool
 from tests.harness.shards import in_order, write_parquet, write_tars
@@ -212,7 +212,7 @@ def test_files_that_cannot_be_read_are_rows_with_their_reason_and_others_are_dra
         assert ("predictions" in row) == (not reason) and reason in row.get("error", ""), row
     assert recipe == "cls" or (by_name[b"turned.jpg"]["width"], by_name[b"turned.jpg"]["height"]) == (20, 40)
     said = capsys.readouterr().err
-    assert f"1 files without an image's extension were left out, such as {folder}/notes.txt" in said
+    assert f"1 (.txt) beside the images are not read, first {folder}/notes.txt" in said
     assert "13 images, 7 with an error" in said
 
     main([*map(str, [run, folder, "-o", tmp_path / "rows.csv", "--format", "csv", "--workers", 0, "--threshold", 0.1])])
@@ -236,6 +236,15 @@ def test_images_are_named_by_folders_globs_lists_and_stdin(tmp_path, monkeypatch
     assert files == ["b.png", "new\nline.png"] and "1 files were named more than once" in notes[0]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"c.txt\n")))
     assert listing(["-"])[0] == ["c.txt"]
+    for name in ("web/a", "web/@eaDir/a.png", "web/b.jpg_large"):
+        picture(Path("0.png")).rename(Path(name).parent.mkdir(parents=True, exist_ok=True) or name)
+    Path("web/c.heic").touch()
+    files, notes = listing(["web"])
+    assert files == ["web/a", "web/b.jpg_large"] and "3 images, left out: 1 (.heic), first web/c.heic" in notes
+    for name in "defg":
+        Path(f"web/{name}.heic").touch()
+    with pytest.raises(Refused, match=r"web: most of its 7 images would be left out: 5 .*convert them to JPEG or PNG"):
+        listing(["web"])
     Path("empty").mkdir()
     Path("empty/a.md").touch()
     for words, text in {"empty": "empty: no image is there.* empty/a.md", "n*.gif": "n.*no file matches"}.items():

@@ -65,6 +65,10 @@ class Annotated:
         """The image in words for people, such as its path."""
         raise NotImplementedError
 
+    def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
+        """Paths and sizes in bytes of the images, see `common.data.source.Source`."""
+        return None
+
     def content(self, index: int) -> str | bytes | Image.Image:
         """Path or bytes of the image's file, or the image."""
         raise NotImplementedError
@@ -174,6 +178,10 @@ class AnnotatedImages(Annotated):
 
     def select(self, rows: np.ndarray) -> Self:
         return replace(super().select(rows), images=self.images.select(rows))
+
+    def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
+        listing = self.images.listing()
+        return listing and (listing[0], self.byte_counts)
 
     def random_numbers(self, key: int) -> np.ndarray:
         """uint64[N], each a function of its image's path or row and `key` alone."""

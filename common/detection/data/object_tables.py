@@ -39,16 +39,19 @@ class ShardRows(Split):
         self.source = source
 
 
-def shard_rows(objects: str) -> Rows:
+def shard_rows(objects: str, group: str) -> Rows:
     """The columns of shards that are kept: the objects, and others that `_read_split` reads."""
+    beside = [*_BESIDE, group] if group else _BESIDE
 
     def find(split: Split, _image: str) -> list[str]:
-        return [find_objects(split, objects), *(name for name in _BESIDE if name in split.kinds)]
+        return [find_objects(split, objects), *(name for name in beside if name in split.kinds)]
 
-    return Rows(find, (objects or "objects", *_BESIDE), header_of)
+    return Rows(find, (objects or "objects", *beside), header_of)
 
 
-def object_parts(splits: Mapping[str, Split], image: str, objects: str, box_format: str) -> Parts[AnnotatedImages]:
+def object_parts(
+    splits: Mapping[str, Split], image: str, objects: str, box_format: str, group: str
+) -> Parts[AnnotatedImages]:
     """The splits of a table; the first one decides on columns, format and classes. Raises `Refused`."""
 
     def read(names: Sequence[str]) -> list[AnnotatedImages]:
@@ -60,7 +63,8 @@ def object_parts(splits: Mapping[str, Split], image: str, objects: str, box_form
         meant, classes = box_format, None
         for split in chosen:
             source, meant, classes = _read_split(split, column, of_objects, meant, classes)
-            found.append(source)
+            images = replace(source.images, groups=tables.read_groups(split, group))
+            found.append(replace(source, images=images))
         return found
 
     return Parts(tables.part_labels(dict(splits)), read)

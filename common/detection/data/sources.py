@@ -47,8 +47,8 @@ def load(spec: Spec) -> tuple[Annotated, Annotated]:
     if spec.box_format and spec.box_format not in BOX_FORMATS:
         raise Refused(f"--box_format {spec.box_format}: is none of {', '.join(BOX_FORMATS)}")
 
-    labels, shards = shard_sources(spec, spec.objects_column, shard_rows(spec.objects_column))
-    named = spec.objects_column, spec.box_format
+    labels, shards = shard_sources(spec, spec.objects_column, shard_rows(spec.objects_column, spec.group_column))
+    named = spec.objects_column, spec.box_format, spec.group_column
     found: tuple[Annotated, ...]
     with data_spec.reading(spec.data):
         if shards:
@@ -99,7 +99,9 @@ def _load_folder(spec: Spec) -> tuple[AnnotatedImages, ...]:
             f"data.yaml or labels/ (YOLO), or a Hugging Face data set with a column of objects{nearest_path(path)}"
         )
     pieces = spec.pieces(folder.labels)
-    held_out = (spec.seed, spec.val_share) if any(piece.side != splits.WHOLE for piece in pieces) else None
+    held_out = (
+        (spec.seed, spec.val_share, spec.group_column) if any(piece.side != splits.WHOLE for piece in pieces) else None
+    )
     what = folder.what, spec.masks, pieces, held_out
     file = annotation_cache.file_of(what, folder.origins[pieces[0].name])
     if file and (cached := annotation_cache.load(file)):

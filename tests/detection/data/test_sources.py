@@ -1,6 +1,7 @@
 """COCO, VOC, YOLO and Hugging Face data become columns; problems are refused or counted."""
 
 import io
+import itertools
 import json
 import tarfile
 from functools import partial
@@ -17,6 +18,8 @@ from common.detection.data.sources import Spec, load
 from common.errors import Refused
 from tests.harness.annotations import CATEGORIES, annotation, coco, picture, voc, yolo
 from tests.harness.shards import add
+
+_NUMBERS = itertools.count()
 
 
 @pytest.fixture(autouse=True)
@@ -98,14 +101,15 @@ def test_coco_boxes_become_columns_by_image_with_ids_mapped_both_ways(tmp_path, 
 )
 def test_coco_files_and_images_are_found_where_people_put_them(tmp_path, json_name, images):
     for part in ("train", "val"):
-        coco(tmp_path, part)
+        names = [{"id": number, "file_name": f"{part}{number}.jpg"} for number in (10, 4, 25)]
+        coco(tmp_path, part, change=partial(dict.update, images=names))
         place = tmp_path / json_name.format(part)
         place.parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / f"{part}.json").rename(place)
         target = tmp_path / images.format(part)
         target.mkdir(parents=True, exist_ok=True)
         for file in (tmp_path / part).glob("*.jpg"):
-            file.rename(target / file.name)
+            file.rename(target / f"{part}{file.name}")
     train, val = read(tmp_path)
     assert len(train) == len(val) == 3 and train.image(0).size == val.image(2).size == (40, 30)
 
@@ -178,6 +182,32 @@ def test_the_hold_out_depends_on_seed_and_path_alone_and_the_fingerprint_on_any_
     assert len(prints) == 4
 
 
+def test_ids_of_a_file_and_images_of_a_group_are_on_one_side(tmp_path):
+    ids = range(1, 25)
+    boxes = [annotation(n, [n % 9, 1, 5, 5]) for n in ids]
+    doubles = [{"id": n, "file_name": f"{n % 8 + 1}.jpg"} for n in ids]
+    train, val = read(coco(tmp_path, ids=ids, annotations=boxes, change=partial(dict.update, images=doubles)))
+    assert not {*train.image_ids % 8} & {*val.image_ids % 8} and len(val) == 6
+    assert "16 of 24 images are copies, by path or bytes, of others on the same side, first" in train.notes[0]
+    videos = [image | {"file_name": f"v{image['id'] % 8}/{image['id']}.jpg"} for image in doubles]
+    for image in videos:
+        picture(tmp_path / "folders/train" / image["file_name"])
+    root = coco(tmp_path / "folders", ids=ids, annotations=boxes, change=partial(dict.update, images=videos))
+    train, val = read(root, group_column="folder")
+    assert not {*train.image_ids % 8} & {*val.image_ids % 8} and len(val) == 6 and not train.notes
+    root = saved(tmp_path / "table", table([[[0, 0, 9, 9]]] * 24, video=[n % 8 for n in range(24)]))
+    train, val = read(root, box_format="xywh", group_column="video")
+    assert not {*train.images.rows % 8} & {*val.images.rows % 8} and len(val) == 6
+    with tarfile.open(tmp_path / "all.tar", "w") as tar:
+        for n in range(24):
+            sample = {"objects": [{"bbox": [0, 0, 9, 9], "category": "a"}], "video": f"v{n % 8}"}
+            add(tar, f"{n}.png", (tmp_path / "train/1.jpg").read_bytes())
+            add(tar, f"{n}.json", json.dumps(sample).encode())
+    train, val = read(tmp_path / "all.tar", box_format="xywh", group_column="video")
+    videos = [{int(Path(source.name(n)).stem) % 8 for n in range(len(source))} for source in (train, val)]
+    assert not videos[0] & videos[1] and len(val) == 6
+
+
 # ---- EXIF
 
 
@@ -222,8 +252,8 @@ def test_voc_counts_pixels_from_one_and_difficult_objects_as_crowd(tmp_path):
 
 
 def test_voc_is_evaluated_on_val_or_if_asked_on_test_which_takes_trainval_to_train_on(tmp_path):
-    lists = {"train": "a", "val": "c", "trainval": "abd", "test": "d", "dog_train": "a"}
-    root = voc(tmp_path, lists)
+    lists = {"train": "a", "val": "c", "trainval": "abe", "test": "d", "dog_train": "a"}
+    root = voc(tmp_path, lists, e=[])
     train, val = read(root)
     assert (len(train), len(val), val.name(0)[-5:]) == (1, 1, "c.jpg")
     assert val.part == "ImageSets/Main/val.txt; ImageSets/Main/test.txt: for --split test"
@@ -299,7 +329,7 @@ def table(boxes=None, shape="struct", label=LABEL, labels=None, **columns) -> da
     features = datasets.Features({"image": datasets.Image(), "objects": kind})
     with io.BytesIO() as jpeg:
         Image.new("RGB", (40, 30)).save(jpeg, "JPEG")
-        images = [{"bytes": jpeg.getvalue()}] * len(boxes)
+        images = [{"bytes": jpeg.getvalue() + b"%06d" % next(_NUMBERS)} for _ in boxes]  # no two are the same
     made = datasets.Dataset.from_dict({"image": images, "objects": objects}, features)
     for name, values in columns.items():
         made = made.add_column(name, values)
@@ -335,11 +365,12 @@ def test_boxes_are_read_in_their_format_if_only_one_is_possible_or_as_is_said(tm
 
 
 def test_classes_without_names_are_those_found(tmp_path):
-    text = table(label=datasets.Value("string"), labels=[["owl", "ant"], [], ["ant"], ["ant"]])
-    train, _ = read(saved(tmp_path / "text", text, text))
+    labels = [["owl", "ant"], [], ["ant"], ["ant"]]
+    text = [table(label=datasets.Value("string"), labels=labels) for _ in range(2)]
+    train, _ = read(saved(tmp_path / "text", *text))
     assert train.classes == ("ant", "owl") and train.labels.tolist() == [1, 0, 0, 0]
-    numbers = table(label=datasets.Value("int64"), labels=[[8, 3], [], [3], [3]])
-    train, _ = read(saved(tmp_path / "numbers", numbers, numbers))
+    numbers = [table(label=datasets.Value("int64"), labels=[[8, 3], [], [3], [3]]) for _ in range(2)]
+    train, _ = read(saved(tmp_path / "numbers", *numbers))
     assert train.classes == ("3", "8") and train.category_ids.tolist() == [3, 8]
 
 
