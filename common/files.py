@@ -22,6 +22,23 @@ import yaml
 CACHE = "VISION_RECIPES_CACHE"  # environment variable that names the folder of `cache_folder`
 SMALL = 2**20  # bytes: far more than any preset, record of a run or label file has
 MEDIUM = 2**24  # bytes: for lists with one line per class or image
+# What systems leave beside pictures, some of it pictures themselves: macOS, Windows, Synology, QNAP, file systems.
+_JUNK = frozenset(
+    [
+        "__macosx",
+        "thumbs.db",
+        "ehthumbs.db",
+        "desktop.ini",
+        "$recycle.bin",
+        "system volume information",
+        "lost+found",
+        "@eadir",
+        "#recycle",
+        "@recycle",
+        "#snapshot",
+        "@recently-snapshot",
+    ]
+)
 _DEEPEST = 9  # levels of nesting in a YAML file, with the values
 _FEW = 16  # values of a list that may be an alias
 
@@ -109,8 +126,13 @@ def sizes_of(paths: Iterable[str]) -> list[int]:
         return list(chain.from_iterable(pool.map(lambda batch: [*map(size, batch)], batches)))
 
 
+def is_junk(name: str) -> bool:
+    """True for the name of a file or folder that a system left beside the pictures: `._1.jpg`, `@eaDir`, `Thumbs.db`."""
+    return name.startswith(".") or name.casefold() in _JUNK
+
+
 def walk(top: str | PathLike) -> Iterator[tuple[str, list[os.DirEntry]]]:
-    """`top` and every folder below it, each with its entries sorted by name; names that begin with a dot are skipped.
+    """`top` and every folder below it, each with its entries sorted by name, without junk (`is_junk`).
 
     Links are followed, but each real folder is visited once, by its own path if that is below `top`. Otherwise folders that
     link to each other would be walked endlessly.
@@ -124,7 +146,7 @@ def walk(top: str | PathLike) -> Iterator[tuple[str, list[os.DirEntry]]]:
             continue
         seen.add((status.st_dev, status.st_ino))
         with os.scandir(folder) as found:
-            entries = sorted((entry for entry in found if not entry.name.startswith(".")), key=lambda entry: entry.name)
+            entries = sorted((entry for entry in found if not is_junk(entry.name)), key=lambda entry: entry.name)
         yield folder, entries
         for entry in reversed(entries):
             if entry.is_dir():
