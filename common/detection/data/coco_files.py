@@ -3,6 +3,7 @@
 Arrow reads COCO itself in seconds; Python's reader takes five times as long, and gigabytes.
 """
 
+import codecs
 import io
 import json
 import os
@@ -136,7 +137,7 @@ def _read_json(file: Path, masks: bool) -> dict[str, dict[str, pa.Array]]:
     fields_of = _KINDS | {"annotations": _KINDS["annotations"] | (KIND if masks else {})}
     kinds = {key: pa.list_(pa.struct(list(fields.items()))) for key, fields in fields_of.items()}
     with refusing(file, "JSON"):
-        text = read_bytes(file, _LIMIT)
+        text = read_bytes(file, _LIMIT).removeprefix(codecs.BOM_UTF8)
     if masks:
         for old, new in _RENAMED.items():  # only keys match: a quote inside a text has a backslash before it
             text = re.sub(old, new, text)

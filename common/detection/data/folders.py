@@ -1,17 +1,19 @@
 """Folders with annotations in files: code that all formats share."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from xml.etree.ElementTree import ParseError
 
 from common.data.images import SUFFIXES
+from common.data.notes import Notes
 from common.detection.data.annotated import AnnotatedImages
 from common.detection.data.stamps import Stamps
 from common.errors import Refused
-from common.files import MEDIUM, read_text
+from common.files import MEDIUM, is_junk, read_text
 
 
 @dataclass
@@ -51,4 +53,18 @@ def text_of(file: str | os.PathLike) -> str:
 
 
 def is_image(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".")
+    return os.path.splitext(name)[1].lower() in SUFFIXES and not is_junk(name)
+
+
+def drop_repeated(title: str, listed: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """The names of a list, each once, in their order; and a note if some are repeated."""
+    names = list(dict.fromkeys(listed))
+    lines = Notes(title, "lines")
+    if len(names) < len(listed):
+        repeated, _ = Counter(listed).most_common(1)[0]
+        lines.change("name an image again, which is read once", repeated, len(listed) - len(names))
+    return names, lines.texts(len(listed))
+
+
+def add_notes(source: AnnotatedImages, title: str, notes: tuple[str, ...]) -> AnnotatedImages:
+    return replace(source, notes=source.notes + tuple(f"{title}: {note}" for note in notes))

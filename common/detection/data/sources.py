@@ -19,7 +19,7 @@ from common.detection.data.annotated import Annotated, AnnotatedImages
 from common.detection.data.coco_files import coco_files, coco_folder
 from common.detection.data.folders import Folder
 from common.detection.data.object_tables import BOX_FORMATS, ShardRows, object_parts, shard_rows
-from common.detection.data.voc_files import voc_folder
+from common.detection.data.voc_files import voc_folder, xml_folder
 from common.detection.data.yolo_files import yolo_folder
 from common.errors import Refused
 
@@ -114,8 +114,11 @@ def _load_folder(spec: Spec) -> tuple[AnnotatedImages, ...]:
 def _find(path: Path, masks: bool) -> Folder | None:
     files = coco_files(path)
     kinds = [*map(kind_of, files)]
-    if not any(kind.startswith("train") for kind in kinds) and (other := voc_folder(path) or yolo_folder(path)):
-        return other
+    if not any(kind.startswith("train") for kind in kinds):
+        for find_folder in (voc_folder, yolo_folder, xml_folder):
+            folder = find_folder(path)
+            if folder:
+                return folder
     if len(files) == 1 and not any(kinds):
         files = dict.fromkeys(["train"], *files.values())
     return coco_folder(path, files, masks) if any(map(kind_of, files)) else None
