@@ -21,10 +21,13 @@ from common.files import check_regular
 _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[\w.-]+))?")
 
 
-def open_table(data: str) -> dict[str, Split] | None:
-    """The splits of a Hugging Face data set or of CSV files; None for anything else. Raises `Refused`."""
+def open_table(data: str, *, has_metadata: bool = False) -> dict[str, Split] | None:
+    """The splits of a Hugging Face data set or of CSV files; None for anything else. Raises `Refused`.
+
+    With `has_metadata`, those of a folder of images in which metadata.jsonl or metadata.csv describes them.
+    """
     try:
-        opened = _open(data)
+        opened = _open_image_folder(Path(data).expanduser()) if has_metadata else _open(data)
         return opened and _by_column({name: Split(data, name, rows) for name, rows in opened.items()})
     except (Refused, PermissionError):
         raise
@@ -50,6 +53,15 @@ def _open(data: str) -> dict[str, Any] | None:
         return opener(files) if files else None
     hub = None if path.exists() else _HUB_NAME.fullmatch(data)
     return _datasets().load_dataset(hub["name"], hub["config"]) if hub else None
+
+
+def _open_image_folder(root: Path) -> dict[str, Any] | None:
+    """See https://huggingface.co/docs/datasets/image_dataset. None without metadata."""
+    files = [*root.glob("metadata.*"), *root.glob("*/metadata.*")]
+    if not any(file.suffix in (".jsonl", ".csv") for file in files):
+        return None
+    check_regular(root)
+    return _datasets().load_dataset("imagefolder", data_dir=str(root.absolute()))
 
 
 def _datasets() -> ModuleType:

@@ -16,13 +16,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
 
+from common.data.splits import kind_of
 from common.detection.data.annotated import AnnotatedImages, image_files
 from common.detection.data.box_checks import FoundBoxes, check_files, class_ids
 from common.detection.data.folders import Folder, refusing
 from common.detection.data.masks import KIND
 from common.detection.data.stamps import Stamps
 from common.errors import Refused
-from common.files import read_bytes
+from common.files import is_junk, read_bytes
 
 _KINDS = {
     "images": {"id": pa.int64(), "file_name": pa.string(), "width": pa.int64(), "height": pa.int64()},
@@ -41,19 +42,38 @@ _OPTIONAL = {"width", "height", "area", "iscrowd", *KIND}
 _RENAMED = {rb'"segmentation"(\s*:\s*\{)': rb'"rle"\1', rb'"counts"(\s*:\s*")': rb'"packed"\1'}
 _WRONG_TYPE = (pa.ArrowException, TypeError, OverflowError)
 _PLACES = ("*.json", "annotations/*.json", "*/_annotations.coco.json")
+_OTHER_PLACES = ("*/labels.json", "*/annotations/instances*.json")  # in a folder named after the part
+_PREFIX = re.compile("^instances_")
+_DECORATION = re.compile("(instances|annotations?|labels|coco)[_.-]|[_.-](instances|annotations?|labels|coco)")
 
 
 def coco_files(root: Path) -> dict[str, Path]:
     """The JSON files that may be parts, by name: train.json, annotations/train.json,
-    annotations/instances_train*.json or train/_annotations.coco.json, and the same for other parts.
+    annotations/instances_train*.json or train/_annotations.coco.json, and the same for other parts. Or else
+    names such as train_annotations.json, and train/labels.json (FiftyOne) or train/annotations/instances.json.
     """
+    files = _files_by_part(root, _PLACES, _PREFIX)
+    if any(map(kind_of, files)):
+        return files
+    return _files_by_part(root, _PLACES + _OTHER_PLACES, _DECORATION)
+
+
+def _files_by_part(root: Path, patterns: tuple[str, ...], decoration: re.Pattern) -> dict[str, Path]:
+    """Files by the name without its decoration, or by the folder of the part."""
     files: dict[str, Path] = {}
-    for file in (file for place in _PLACES for file in sorted(root.glob(place))):
-        name = file.parent.name if file.name == "_annotations.coco.json" else file.stem.removeprefix("instances_")
-        if name in files:
-            both = ", ".join(str(each.relative_to(root)) for each in (files[name], file))
-            raise Refused(f"{root}: {both} could each be {name}; keep one there")
-        files[name] = file
+    for pattern in patterns:
+        for file in sorted(root.glob(pattern)):
+            name = decoration.sub("", file.stem)
+            if file.name == "_annotations.coco.json":
+                name = file.parent.name
+            elif pattern in _OTHER_PLACES:
+                name = file.relative_to(root).parts[0]
+            if is_junk(file.name) or file in files.values():
+                continue
+            if name in files:
+                both = ", ".join(str(each.relative_to(root)) for each in (files[name], file))
+                raise Refused(f"{root}: {both} could each be {name}; keep one there")
+            files[name] = file
     return files
 
 
@@ -120,6 +140,9 @@ def _image_folder(root: Path, file: Path, paths: pa.LargeBinaryArray, stamps: St
     part = stem.rstrip("0123456789")
     names = [file.parent, *(root / above / name for name in (stem, part, "") for above in ("", "images"))]
     names += [root / stem / "images", root / part / "images"]
+    parents = [file.parent, file.parent.parent][: len(file.relative_to(root).parts)]
+    others = (_DECORATION.sub("", file.stem), "data", "images", "img")
+    names += [parent / name for parent in parents for name in others]
     ends = [os.fsdecode(paths[place].as_py()) for place in (0, -1)]
     for folder in dict.fromkeys(names):
         stamps.take_files(folder / end for end in ends)  # a file may appear there later

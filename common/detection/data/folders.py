@@ -15,6 +15,19 @@ from common.detection.data.stamps import Stamps
 from common.errors import Refused
 from common.files import MEDIUM, is_junk, read_text
 
+# What files and folders of other formats are called, in the data or one folder below.
+_OTHER_FORMATS = {
+    "ann": "Supervisely",
+    "label_2": "KITTI",
+    "labelTxt": "DOTA",
+    "annotations.xml": "CVAT for images",
+    "*annotations-bbox.csv": "Open Images",
+    "*createml.json": "CreateML",
+    "SegmentationClass": "masks in Pascal VOC",
+    "*.tfrecord*": "TFRecord",
+    "*.json": "LabelMe, or of COCO with names that do not say train or val",
+}
+
 
 @dataclass
 class Folder:
@@ -52,8 +65,26 @@ def text_of(file: str | os.PathLike) -> str:
         return read_text(file, MEDIUM)
 
 
+def describe_unread(path: Path) -> str:
+    """What is at a path at which no format was recognised."""
+    if not path.exists():
+        return "nothing is there"
+    for pattern, name in _OTHER_FORMATS.items():
+        if any(path.glob(pattern)) or any(path.glob(f"*/{pattern}")):
+            return f"in the format of {name}, which is not read: convert it (FiftyOne or Datumaro can)"
+    names = sorted(file.name for file in path.glob("*"))
+    contents = f" ({', '.join(names[:5])})" if names else ""
+    return f"a folder or file{contents} of a kind that is not known"
+
+
 def is_image(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in SUFFIXES and not is_junk(name)
+
+
+def has_pairs(images: Path, annotations: Path, suffix: str) -> bool:
+    """True if a file in `annotations` has this suffix and the name of an image."""
+    stems = {file.stem for file in images.glob("*") if is_image(file.name)}
+    return any(file.stem in stems for file in annotations.glob(f"*{suffix}"))
 
 
 def drop_repeated(title: str, listed: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

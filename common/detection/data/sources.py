@@ -17,7 +17,7 @@ from common.data.splits import kind_of
 from common.detection.data import annotation_cache, scenes
 from common.detection.data.annotated import Annotated, AnnotatedImages
 from common.detection.data.coco_files import coco_files, coco_folder
-from common.detection.data.folders import Folder
+from common.detection.data.folders import Folder, describe_unread
 from common.detection.data.object_tables import BOX_FORMATS, ShardRows, object_parts, shard_rows
 from common.detection.data.voc_files import voc_folder, xml_folder
 from common.detection.data.yolo_files import yolo_folder
@@ -61,7 +61,6 @@ def load(spec: Spec) -> tuple[Annotated, Annotated]:
         elif parts := open_table(spec.data):
             found = of_rows = _sources(spec, object_parts(parts, spec.image_column, *named))
         else:
-            spec.refuse_columns()
             found = _load_folder(spec)
     if shards and not spec.alone:  # images to evaluate are read one by one, in the order of their sizes
         images, *_ = shared([of_rows[0].images], spec.shard_memory)
@@ -93,11 +92,15 @@ def _load_folder(spec: Spec) -> tuple[AnnotatedImages, ...]:
     path = Path(os.path.abspath(Path(spec.data).expanduser()))
     folder = _find(path, spec.masks)
     if not folder:
-        found = "a folder or file of a kind that is not known" if path.exists() else "nothing is there"
+        table = open_table(spec.data, has_metadata=True)
+        if table:
+            return _sources(spec, object_parts(table, spec.image_column, spec.objects_column, spec.box_format))
         raise Refused(
-            f"--data {spec.data}: {found}; expected digits, a folder with train.json (COCO), JPEGImages/ (Pascal VOC), or "
-            f"data.yaml or labels/ (YOLO), or a Hugging Face data set with a column of objects{nearest_path(path)}"
+            f"--data {spec.data}: {describe_unread(path)}; expected digits, a folder with train.json (COCO), JPEGImages/ "
+            "(Pascal VOC), or data.yaml or labels/ (YOLO), or a Hugging Face data set with a column of "
+            f"objects{nearest_path(path)}"
         )
+    spec.refuse_columns()
     pieces = spec.pieces(folder.labels)
     held_out = (spec.seed, spec.val_share) if any(piece.side != splits.WHOLE for piece in pieces) else None
     what = folder.what, spec.masks, pieces, held_out

@@ -6,6 +6,7 @@ Source: Everingham et al., "The Pascal Visual Object Classes Challenge", 2010, a
 import os
 import re
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -17,7 +18,7 @@ from common.data.notes import Notes
 from common.data.splits import kind_of
 from common.detection.data.annotated import AnnotatedImages, image_files
 from common.detection.data.box_checks import FoundBoxes, check_files, class_ids
-from common.detection.data.folders import Folder, add_notes, drop_repeated, is_image, refusing, text_of
+from common.detection.data.folders import Folder, add_notes, drop_repeated, has_pairs, is_image, refusing, text_of
 from common.detection.data.stamps import Stamps
 from common.errors import Refused
 from common.files import SMALL, is_junk, read_bytes
@@ -41,13 +42,12 @@ def voc_folder(root: Path) -> Folder | None:
     folders = root / "Annotations", root / "JPEGImages"
     if not all(folder.is_dir() for folder in folders):
         return None
-    lists = {file.stem: file for file in sorted((root / "ImageSets/Main").glob("*.txt"))}
-    if not any(map(kind_of, lists)):
+    parts = {file.stem: _Part(*folders, file) for file in sorted((root / "ImageSets/Main").glob("*.txt"))}
+    if not any(map(kind_of, parts)):
         return _make_folder(root, {"train": _Part(*folders)})
-    parts = {}
-    for name, file in lists.items():
-        if kind_of(name) or not kind_of(name.rpartition("_")[2]):  # but no lists of one class, aeroplane_train.txt
-            parts[name] = _Part(*folders, file)
+    for name in list(parts):
+        if not kind_of(name) and kind_of(name.rpartition("_")[2]):  # a list of one class, aeroplane_train.txt
+            del parts[name]
     return _make_folder(root, parts)
 
 
@@ -61,10 +61,9 @@ def xml_folder(root: Path) -> Folder | None:
 
 
 def _find_xml(folder: Path) -> _Part | None:
-    images = [place for place in (folder / "JPEGImages", folder / "images", folder) if place.is_dir()]
-    for annotations in (folder / "Annotations", folder / "annotations", folder):
-        if any(annotations.glob("*.xml")):
-            return _Part(annotations, images[0])
+    for images, annotations in product(("JPEGImages", "images", "."), ("Annotations", "annotations", ".")):
+        if has_pairs(folder / images, folder / annotations, ".xml"):
+            return _Part(folder / annotations, folder / images)
     return None
 
 

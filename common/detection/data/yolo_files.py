@@ -22,7 +22,7 @@ from common.data.notes import Notes
 from common.data.splits import kind_of
 from common.detection.data.annotated import AnnotatedImages, image_files
 from common.detection.data.box_checks import FoundBoxes, check_files
-from common.detection.data.folders import Folder, add_notes, drop_repeated, is_image, refusing, text_of
+from common.detection.data.folders import Folder, add_notes, drop_repeated, has_pairs, is_image, refusing, text_of
 from common.detection.data.stamps import Stamps
 from common.errors import Refused
 from common.files import SMALL, is_junk, read_yaml, walk
@@ -93,9 +93,7 @@ def _has_labels(images: Path) -> bool:
 
 
 def _is_mixed(folder: Path) -> bool:
-    """True if a label file lies beside its image."""
-    names = {file.name for file in folder.glob("*")}
-    return any(is_image(name) and f"{os.path.splitext(name)[0]}.txt" in names for name in names)
+    return has_pairs(folder, folder, ".txt")
 
 
 def _find_description(root: Path) -> Path | None:
@@ -104,8 +102,7 @@ def _find_description(root: Path) -> Path | None:
     if not files[0].exists():
         files = [file for file in sorted(root.glob("*.y*ml")) if not is_junk(file.name)]
     if len(files) > 1:
-        contents = {file: _load_description(file) for file in files}
-        files = [file for file in files if "names" in contents[file] and any(map(kind_of, contents[file]))]
+        files = [file for file in files if {"names", "train"} <= _load_description(file).keys()]
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise Refused(f"{root}: {names} each describe data; name one of them by --data")
