@@ -87,7 +87,7 @@ def read_text(path: str | bytes | PathLike, limit: int) -> str:
     content = read_bytes(path, limit)
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError("it is in UTF-16; save it in UTF-8")
-    return content.decode("utf-8-sig")
+    return content.decode().removeprefix("\ufeff")
 
 
 def cache_folder() -> Path:

@@ -183,7 +183,7 @@ def _read(folder: _Yolo, part: str, classes: tuple[str, ...] | None, stamps: Sta
     files, notes = drop_repeated(title, sorted(listed))
     label_files = [_labels_of(file) for file in files]
     stamps.take_files(label_files + sorted({os.path.dirname(file) for file in label_files}))
-    existing, label_notes = _match_labels(folder.root, title, files)
+    existing, label_notes = _match_labels(folder.root, title, files, label_files)
     rows, labels, boxes = array("q"), array("q"), array("d")
     for row, file in enumerate(label_files):
         for label, box in _read_labels(file, len(names), folder.has_keypoints) if file in existing else ():
@@ -191,7 +191,7 @@ def _read(folder: _Yolo, part: str, classes: tuple[str, ...] | None, stamps: Sta
             labels.append(label)
             boxes.extend(box)
     root = os.path.commonpath([os.path.dirname(file) for file in files])
-    paths = pa.array([os.fsencode(os.path.relpath(file, root)) for file in files], pa.large_binary())
+    paths = pa.array([os.fsencode(file.removeprefix(f"{root}/")) for file in files], pa.large_binary())
     found = FoundBoxes(
         title=title,
         images=image_files(root, paths),
@@ -205,26 +205,29 @@ def _read(folder: _Yolo, part: str, classes: tuple[str, ...] | None, stamps: Sta
     return add_notes(check_files(found, stamps), title, notes + label_notes)
 
 
-def _match_labels(root: Path, title: str, images: Sequence[str]) -> tuple[set[str], tuple[str, ...]]:
-    """The label files in the folders of `images`' labels; and notes on images and label files without the other.
+def _match_labels(
+    root: Path, title: str, images: Sequence[str], labels: Sequence[str]
+) -> tuple[set[str], tuple[str, ...]]:
+    """The files of `labels` that exist, and others beside them; and notes on images and label files without the other.
 
     Raises `Refused` if that are most label files, or nearly half of the images.
     """
-    labels: set[str] = set()
-    expected: set[str] = set()
-    for folder in {os.path.dirname(image) for image in images}:
+    existing: set[str] = set()
+    folders = {os.path.dirname(image) for image in images}
+    for folder in folders:
         label_folder = os.path.dirname(_labels_of(f"{folder}/"))
-        labels.update(glob.glob(f"{glob.escape(label_folder)}/*.txt"))
-        files = glob.glob(f"{glob.escape(folder)}/*")  # of which a list may name a few
-        expected.update(_labels_of(file) for file in files if is_image(file))
-        expected.add(f"{label_folder}/classes.txt")
-    unlabelled = [image for image in images if _labels_of(image) not in labels]
+        existing.update(glob.glob(f"{glob.escape(label_folder)}/*.txt"))
+    unlabelled = [image for image, label in zip(images, labels, strict=True) if label not in existing]
     if len(unlabelled) == len(images):
-        label = _labels_of(images[0])
-        elsewhere = next(root.rglob(glob.escape(os.path.basename(label))), "no other folder has such a file")
+        elsewhere = next(root.rglob(glob.escape(os.path.basename(labels[0]))), "no other folder has such a file")
         missing = f"none of its {len(images):,} images has a label file"
-        raise Refused(f"{title}: {missing}: that of {images[0]} is not at {label}; nearest: {elsewhere}")
-    unread = sorted(labels - expected)
+        raise Refused(f"{title}: {missing}: that of {images[0]} is not at {labels[0]}; nearest: {elsewhere}")
+    others = existing.difference(labels)
+    if others:
+        for folder in folders:  # a list of images may leave out some
+            files = glob.glob(f"{glob.escape(folder)}/*")
+            others.difference_update(_labels_of(file) for file in files if is_image(file))
+    unread = sorted(file for file in others if not file.endswith("/classes.txt"))
     notes = [Notes(title, "images"), Notes(title, "label files")]
     if unlabelled:
         notes[0].change("have no label file and are background", unlabelled[0], len(unlabelled))
@@ -234,7 +237,7 @@ def _match_labels(root: Path, title: str, images: Sequence[str]) -> tuple[set[st
     lines = notes[0].texts(len(images)) + notes[1].texts(num_labels, _ADVICE)
     if min(len(unread), len(unlabelled)) > _MAX_UNMATCHED * len(images):
         raise Refused(f"{title}: {'; '.join(lines)}; {_ADVICE}")
-    return labels, lines
+    return existing, lines
 
 
 def _images(place: Path, stamps: Stamps) -> list[str]:
