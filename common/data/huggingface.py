@@ -16,7 +16,7 @@ from common.data.csv_files import read_csv
 from common.data.splits import by_part, kind_of
 from common.data.tables import Split, is_text, listed
 from common.errors import Refused
-from common.files import check_regular
+from common.files import check_regular, is_junk
 
 _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[\w.-]+))?")
 
@@ -47,7 +47,8 @@ def _open(data: str) -> dict[str, Any] | None:
             saved = _datasets().load_from_disk(str(path))
             return saved if isinstance(saved, dict) else {"train": saved}
         has_parquet = any(file for place in ("", "data/", "train/") for file in path.glob(f"{place}*.parquet"))
-        return _open_parquet([*map(str, path.rglob("*.parquet"))]) if has_parquet else None
+        files = [str(file) for file in path.rglob("*.parquet") if not any(map(is_junk, file.relative_to(path).parts))]
+        return _open_parquet(files) if has_parquet else None
     if opener := {".parquet": _open_parquet, ".csv": _open_csv, ".tsv": _open_csv}.get(path.suffix.lower()):
         files = glob.glob(str(path))
         return opener(files) if files else None

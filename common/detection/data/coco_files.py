@@ -68,7 +68,7 @@ def _files_by_part(root: Path, patterns: tuple[str, ...], decoration: re.Pattern
                 name = file.parent.name
             elif pattern in _OTHER_PLACES:
                 name = file.relative_to(root).parts[0]
-            if is_junk(file.name) or file in files.values():
+            if is_junk(file.name) or file.name == "meta.json" or file in files.values():  # meta.json: Supervisely
                 continue
             if name in files:
                 both = ", ".join(str(each.relative_to(root)) for each in (files[name], file))

@@ -21,7 +21,7 @@ _OTHER_FORMATS = {
     "label_2": "KITTI",
     "labelTxt": "DOTA",
     "annotations.xml": "CVAT for images",
-    "*annotations-bbox.csv": "Open Images",
+    "*annotations*.csv": "Open Images, or of another CSV file of boxes",
     "*createml.json": "CreateML",
     "SegmentationClass": "masks in Pascal VOC",
     "*.tfrecord*": "TFRecord",

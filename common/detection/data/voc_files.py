@@ -61,7 +61,8 @@ def xml_folder(root: Path) -> Folder | None:
 
 
 def _find_xml(folder: Path) -> _Part | None:
-    for images, annotations in product(("JPEGImages", "images", "."), ("Annotations", "annotations", ".")):
+    image_folders = ("JPEGImages", "images", "data", ".")
+    for images, annotations in product(image_folders, ("Annotations", "annotations", "labels", ".")):
         if has_pairs(folder / images, folder / annotations, ".xml"):
             return _Part(folder / annotations, folder / images)
     return None

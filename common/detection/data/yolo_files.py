@@ -179,7 +179,9 @@ def _read(folder: _Yolo, part: str, classes: tuple[str, ...] | None, stamps: Sta
     title = f"{folder.title} {part}"
     listed = [file for place in places for file in _images(place, stamps)]
     if not listed:
-        raise Refused(f"{folder.title}: no images in {part}, that is {', '.join(map(str, places))}")
+        suffixes = sorted({file.suffix for file in places[0].glob("*.*")})
+        kinds = f", which has {', '.join(suffixes)}" if suffixes else ""
+        raise Refused(f"{folder.title}: no images in {part}, that is {', '.join(map(str, places))}{kinds}")
     files, notes = drop_repeated(title, sorted(listed))
     label_files = [_labels_of(file) for file in files]
     stamps.take_files(label_files + sorted({os.path.dirname(file) for file in label_files}))

@@ -184,6 +184,13 @@ def test_a_list_may_name_a_few_images_of_a_folder(tmp_path):
     )
 
 
+def test_kinds_of_files_that_are_no_images_are_named(tmp_path):
+    yolo(tmp_path)
+    for file in (tmp_path / "images/val").iterdir():
+        file.rename(file.with_suffix(".heic"))
+    assert f"no images in val, that is {tmp_path}/images/val, which has .heic" in refusal(tmp_path)
+
+
 def test_labels_in_another_folder_are_named(tmp_path):
     yolo(tmp_path)
     (tmp_path / "labels/train").rename(tmp_path / "labels/train_labels")
@@ -262,6 +269,7 @@ LAYOUTS = {
     "VOC of Roboflow": lambda root: [make_voc(root / part, ".", ".") for part in ("train", "valid")],
     "VOC of Kaggle": lambda root: make_voc(root, "annotations", "images"),
     "VOC of LabelImg": lambda root: make_voc(root, ".", "."),
+    "VOC of FiftyOne": lambda root: make_voc(root, "labels", "data"),
     "VOC, XML beside images/": lambda root: make_voc(root, "Annotations", "."),
     "YOLO 1.1 of CVAT": make_cvat,
     "YOLO of LabelImg": lambda root: make_mixed(root, "."),
@@ -298,12 +306,13 @@ def test_one_file_of_fiftyone_is_divided(tmp_path):
         ("train/_annotations.createml.json", "CreateML"),
         ("train-annotations-bbox.csv", "Open Images"),
         ("annotations.xml", "CVAT for images"),
-        ("a.json", "LabelMe"),
+        ("train/a.json", "LabelMe"),
     ],
 )
 def test_other_formats_are_refused_by_name(tmp_path, file, name):
-    for other in (file, file.replace("0", "1").replace("a.", "b.") if name == "LabelMe" else file):
-        write(tmp_path / other, "{}")
+    write(tmp_path / file, "{}")
+    if name in ("LabelMe", "Supervisely"):
+        write(tmp_path / "meta.json", "{}")
     message = refusal(tmp_path)
     assert f"in the format of {name}" in message and "convert it" in message
 
