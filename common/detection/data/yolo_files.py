@@ -30,7 +30,7 @@ from common.files import SMALL, is_junk, read_yaml, walk
 _MOST_CLASSES = 2**20  # if no list of names says how many there are
 _MAX_UNMATCHED = 0.4  # largest share of images without a label file, if as many label files have no image
 _ADVICE = "a label file needs its image's name: é is not %C3%A9, composed letters are not decomposed ones, and HEIC is not read"
-_NULLS = ("", "~", "null", [])
+_NULLS = ("", "~", "null", "[]")
 # Lists of class names: a line for each. LabelImg, Label Studio, CVAT and Roboflow write them there.
 _NAME_LISTS = ("classes.txt", "*/classes.txt", "labels/*/classes.txt", "obj.names", "*/_darknet.labels")
 
@@ -124,7 +124,7 @@ def _load_description(file: Path) -> dict:
 
 def _described(root: Path, file: Path) -> _Yolo | None:
     content = _load_description(file)
-    keys = [key for key in content if kind_of(key) and content[key] not in _NULLS]
+    keys = [key for key in content if kind_of(key) and str(content[key]) not in _NULLS]
     if not keys and "names" not in content:
         return None
     if not keys:
