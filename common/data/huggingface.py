@@ -24,7 +24,7 @@ _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[\w.-]+))?
 def open_table(data: str, *, has_metadata: bool = False) -> dict[str, Split] | None:
     """The splits of a Hugging Face data set or of CSV files; None for anything else. Raises `Refused`.
 
-    With `has_metadata`, those of a folder of images in which metadata.jsonl or metadata.csv describes them.
+    With `has_metadata`, those of a folder of images that metadata.jsonl or metadata.csv describes.
     """
     try:
         opened = _open_image_folder(Path(data).expanduser()) if has_metadata else _open(data)
@@ -47,7 +47,8 @@ def _open(data: str) -> dict[str, Any] | None:
             saved = _datasets().load_from_disk(str(path))
             return saved if isinstance(saved, dict) else {"train": saved}
         has_parquet = any(file for place in ("", "data/", "train/") for file in path.glob(f"{place}*.parquet"))
-        files = [str(file) for file in path.rglob("*.parquet") if not any(map(is_junk, file.relative_to(path).parts))]
+        names = [file.relative_to(path) for file in path.rglob("*.parquet")]
+        files = [str(path / name) for name in names if not any(map(is_junk, name.parts))]
         return _open_parquet(files) if has_parquet else None
     if opener := {".parquet": _open_parquet, ".csv": _open_csv, ".tsv": _open_csv}.get(path.suffix.lower()):
         files = glob.glob(str(path))

@@ -42,15 +42,18 @@ _OPTIONAL = {"width", "height", "area", "iscrowd", *KIND}
 _RENAMED = {rb'"segmentation"(\s*:\s*\{)': rb'"rle"\1', rb'"counts"(\s*:\s*")': rb'"packed"\1'}
 _WRONG_TYPE = (pa.ArrowException, TypeError, OverflowError)
 _PLACES = ("*.json", "annotations/*.json", "*/_annotations.coco.json")
-_OTHER_PLACES = ("*/labels.json", "*/annotations/instances*.json")  # in a folder named after the part
+# In a folder that is named after the part.
+_OTHER_PLACES = ("*/labels.json", "*/annotations/instances*.json")
 _PREFIX = re.compile("^instances_")
-_DECORATION = re.compile("(instances|annotations?|labels|coco)[_.-]|[_.-](instances|annotations?|labels|coco)")
+_WORDS = "(instances|annotations?|labels|coco)"
+_DECORATION = re.compile(f"{_WORDS}[_.-]|[_.-]{_WORDS}")
 
 
 def coco_files(root: Path) -> dict[str, Path]:
     """The JSON files that may be parts, by name: train.json, annotations/train.json,
-    annotations/instances_train*.json or train/_annotations.coco.json, and the same for other parts. Or else
-    names such as train_annotations.json, and train/labels.json (FiftyOne) or train/annotations/instances.json.
+    annotations/instances_train*.json or train/_annotations.coco.json, and the same for other
+    parts. Or else names such as train_annotations.json, and train/labels.json (FiftyOne) or
+    train/annotations/instances.json.
     """
     files = _files_by_part(root, _PLACES, _PREFIX)
     if any(map(kind_of, files)):
@@ -58,7 +61,7 @@ def coco_files(root: Path) -> dict[str, Path]:
     return _files_by_part(root, _PLACES + _OTHER_PLACES, _DECORATION)
 
 
-def _files_by_part(root: Path, patterns: tuple[str, ...], decoration: re.Pattern) -> dict[str, Path]:
+def _files_by_part(root: Path, patterns: tuple[str, ...], decoration: re.Pattern[str]) -> dict[str, Path]:
     """Files by the name without its decoration, or by the folder of the part."""
     files: dict[str, Path] = {}
     for pattern in patterns:
@@ -68,7 +71,8 @@ def _files_by_part(root: Path, patterns: tuple[str, ...], decoration: re.Pattern
                 name = file.parent.name
             elif pattern in _OTHER_PLACES:
                 name = file.relative_to(root).parts[0]
-            if is_junk(file.name) or file.name == "meta.json" or file in files.values():  # meta.json: Supervisely
+            is_of_supervisely = file.name == "meta.json"
+            if is_of_supervisely or is_junk(file.name) or file in files.values():
                 continue
             if name in files:
                 both = ", ".join(str(each.relative_to(root)) for each in (files[name], file))

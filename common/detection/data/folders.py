@@ -71,10 +71,16 @@ def describe_unread(path: Path) -> str:
         return "nothing is there"
     for pattern, name in _OTHER_FORMATS.items():
         if any(path.glob(pattern)) or any(path.glob(f"*/{pattern}")):
-            return f"in the format of {name}, which is not read: convert it (FiftyOne or Datumaro can)"
+            advice = "convert it, as FiftyOne or Datumaro can"
+            return f"in the format of {name}, which is not read: {advice}"
     names = sorted(file.name for file in path.glob("*"))
     contents = f" ({', '.join(names[:5])})" if names else ""
     return f"a folder or file{contents} of a kind that is not known"
+
+
+def name_below(root: Path, path: Path) -> str:
+    """How messages call a part of a folder."""
+    return "all images" if path == root else os.path.relpath(path, root)
 
 
 def is_image(name: str) -> bool:

@@ -94,11 +94,12 @@ def _load_folder(spec: Spec) -> tuple[AnnotatedImages, ...]:
     if not folder:
         table = open_table(spec.data, has_metadata=True)
         if table:
-            return _sources(spec, object_parts(table, spec.image_column, spec.objects_column, spec.box_format))
+            columns = spec.image_column, spec.objects_column, spec.box_format
+            return _sources(spec, object_parts(table, *columns))
         raise Refused(
-            f"--data {spec.data}: {describe_unread(path)}; expected digits, a folder with train.json (COCO), JPEGImages/ "
-            "(Pascal VOC), or data.yaml or labels/ (YOLO), or a Hugging Face data set with a column of "
-            f"objects{nearest_path(path)}"
+            f"--data {spec.data}: {describe_unread(path)}; expected digits, a folder with train.json "
+            "(COCO), JPEGImages/ (Pascal VOC), or data.yaml or labels/ (YOLO), or a Hugging Face data "
+            f"set with a column of objects{nearest_path(path)}"
         )
     spec.refuse_columns()
     pieces = spec.pieces(folder.labels)

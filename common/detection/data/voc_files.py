@@ -18,7 +18,16 @@ from common.data.notes import Notes
 from common.data.splits import kind_of
 from common.detection.data.annotated import AnnotatedImages, image_files
 from common.detection.data.box_checks import FoundBoxes, check_files, class_ids
-from common.detection.data.folders import Folder, add_notes, drop_repeated, has_pairs, is_image, refusing, text_of
+from common.detection.data.folders import (
+    Folder,
+    add_notes,
+    drop_repeated,
+    has_pairs,
+    is_image,
+    name_below,
+    refusing,
+    text_of,
+)
 from common.detection.data.stamps import Stamps
 from common.errors import Refused
 from common.files import SMALL, is_junk, read_bytes
@@ -42,18 +51,24 @@ def voc_folder(root: Path) -> Folder | None:
     folders = root / "Annotations", root / "JPEGImages"
     if not all(folder.is_dir() for folder in folders):
         return None
-    parts = {file.stem: _Part(*folders, file) for file in sorted((root / "ImageSets/Main").glob("*.txt"))}
+    files = sorted((root / "ImageSets/Main").glob("*.txt"))
+    parts = {file.stem: _Part(*folders, file) for file in files}
     if not any(map(kind_of, parts)):
         return _make_folder(root, {"train": _Part(*folders)})
     for name in list(parts):
-        if not kind_of(name) and kind_of(name.rpartition("_")[2]):  # a list of one class, aeroplane_train.txt
+        is_of_one_class = not kind_of(name) and kind_of(name.rpartition("_")[2])  # aeroplane_train
+        if is_of_one_class:
             del parts[name]
     return _make_folder(root, parts)
 
 
 def xml_folder(root: Path) -> Folder | None:
-    """As other tools write the format: XML files beside the images or in annotations/, in train/, val/, ... or in `root`."""
-    parts = {folder.name: _find_xml(folder) for folder in sorted(root.glob("*/")) if kind_of(folder.name)}
+    """As other tools write the format: XML files beside the images, or in a folder of their own.
+
+    The parts are train/, val/, ... or else there is one, which is `root`.
+    """
+    folders = [folder for folder in sorted(root.glob("*/")) if kind_of(folder.name)]
+    parts = {folder.name: _find_xml(folder) for folder in folders}
     if not any(parts.values()):
         parts = {"train": _find_xml(root)}
     found = {name: part for name, part in parts.items() if part}
@@ -62,14 +77,17 @@ def xml_folder(root: Path) -> Folder | None:
 
 def _find_xml(folder: Path) -> _Part | None:
     image_folders = ("JPEGImages", "images", "data", ".")
-    for images, annotations in product(image_folders, ("Annotations", "annotations", "labels", ".")):
+    xml_folders = ("Annotations", "annotations", "labels", ".")
+    for images, annotations in product(image_folders, xml_folders):
         if has_pairs(folder / images, folder / annotations, ".xml"):
             return _Part(folder / annotations, folder / images)
     return None
 
 
 def _make_folder(root: Path, parts: dict[str, _Part]) -> Folder:
-    labels = {name: os.path.relpath(part.list_file or part.annotations, root) for name, part in parts.items()}
+    labels = {}
+    for name, part in parts.items():
+        labels[name] = name_below(root, part.list_file or part.annotations)
     origins = {name: part.annotations for name, part in parts.items()}
     return Folder(("VOC", root, parts), labels, origins, partial(_read, root, parts))
 
@@ -94,10 +112,11 @@ def _read(
     else:
         names = sorted(stems)
         unlabelled = sorted(files.keys() - stems)
-        images_notes = Notes(title, "images")
+        image_notes = Notes(title, "images")
         if unlabelled:
-            images_notes.leave_out("no XML file has their name", files[unlabelled[0]], len(unlabelled))
-        notes = images_notes.texts(len(files))
+            first = files[unlabelled[0]]
+            image_notes.leave_out("no XML file has their name", first, count=len(unlabelled))
+        notes = image_notes.texts(len(files))
     stamps.take(str(annotations), pa.array([os.fsencode(f"{name}.xml") for name in names], pa.large_binary()))
     sizes, objects = [], []  # objects: row of the image, class, corners, whether it is difficult
     for row, name in enumerate(names):

@@ -22,14 +22,27 @@ from common.data.notes import Notes
 from common.data.splits import kind_of
 from common.detection.data.annotated import AnnotatedImages, image_files
 from common.detection.data.box_checks import FoundBoxes, check_files
-from common.detection.data.folders import Folder, add_notes, drop_repeated, has_pairs, is_image, refusing, text_of
+from common.detection.data.folders import (
+    Folder,
+    add_notes,
+    drop_repeated,
+    has_pairs,
+    is_image,
+    name_below,
+    refusing,
+    text_of,
+)
 from common.detection.data.stamps import Stamps
 from common.errors import Refused
 from common.files import SMALL, is_junk, read_yaml, walk
 
 _MOST_CLASSES = 2**20  # if no list of names says how many there are
-_MAX_UNMATCHED = 0.4  # largest share of images without a label file, if as many label files have no image
-_ADVICE = "a label file needs its image's name: é is not %C3%A9, composed letters are not decomposed ones, and HEIC is not read"
+# The largest share of images without a label file, if as many label files have no image.
+_MAX_UNMATCHED = 0.4
+_ADVICE = (
+    "a label file needs its image's name: é is not %C3%A9, composed letters are not decomposed "
+    "ones, and HEIC is not read"
+)
 _NULLS = ("", "~", "null", "[]")
 # Lists of class names: a line for each. LabelImg, Label Studio, CVAT and Roboflow write them there.
 _NAME_LISTS = ("classes.txt", "*/classes.txt", "labels/*/classes.txt", "obj.names", "*/_darknet.labels")
@@ -46,14 +59,14 @@ class _Yolo(NamedTuple):
 
 
 def yolo_folder(path: Path) -> Folder | None:
-    """The data set that a YAML file, or the one in a folder, describes; or else images beside their labels."""
+    """The data set that a YAML file, or the one in a folder, describes; else images and labels."""
     is_description = path.suffix in (".yaml", ".yml", ".data") and path.is_file()
     root = path.parent if is_description else path
     file = path if is_description else _find_description(root)
     found = _described(root, file) if file else _undescribed(root)
     if not found:
         return None
-    labels = {name: ", ".join(os.path.relpath(place, root) for place in places) for name, places in found.parts.items()}
+    labels = {name: ", ".join(name_below(root, place) for place in places) for name, places in found.parts.items()}
     origins = {name: places[0] for name, places in found.parts.items()}
     return Folder(("YOLO", root, found), labels, origins, partial(_read, found))
 
@@ -70,8 +83,8 @@ def _undescribed(root: Path) -> _Yolo | None:
 
 
 def _part_folders(root: Path) -> dict[str, list[Path]]:
-    """Folders of images by part: images/train beside labels/train, train/images beside train/labels, or train/ with both;
-    else, as one part, images/ beside labels/, or `root` with both.
+    """Folders of images by part: images/train beside labels/train, train/images beside train/labels,
+    or train/ with both; else, as one part, images/ beside labels/, or `root` with both.
     """
     for pattern, level, has_labels in (
         ("images/*/", 1, _has_labels),
@@ -111,14 +124,15 @@ def _find_description(root: Path) -> Path | None:
 
 
 def _load_description(file: Path) -> dict:
-    """The keys of a YAML file; or of darknet's .data, `key = value`, which names a list of the classes."""
+    """The keys of a YAML file; or of darknet's .data, `key = value`, which names a list of classes."""
     if file.suffix != ".data":
         with refusing(file, "YAML"):
             content = read_yaml(file, SMALL, only_text=True)
         return content if isinstance(content, dict) else {}
     content = dict(re.findall(r"^\s*(\w+)\s*=\s*(.*?)\s*$", text_of(file), flags=re.MULTILINE))
     if "names" in content:
-        content["names"] = list(_read_names(_place(file, file.parent, [Path(".")], "names", content["names"])))
+        names_file = _place(file, file.parent, [Path(".")], "names", content["names"])
+        content["names"] = list(_read_names(names_file))
     return content
 
 
@@ -132,13 +146,15 @@ def _described(root: Path, file: Path) -> _Yolo | None:
     names = content.get("names")
     if isinstance(names, dict):
         names = [names.get(str(class_id), "") for class_id in range(len(names))]
-    if not isinstance(names, list) or not names:
+    if not names or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         problem = f"names is {names!r:.60}" if names else "lacks the key names"
-        raise Refused(f"{file}: {problem}; it needs a list, names: [a, b], or a line `0: a` for each class from 0 up")
+        advice = "it needs a list, names: [a, b], or a line `0: a` for each class from 0 up"
+        raise Refused(f"{file}: {problem}; {advice}")
     class_names = _check_names(file, names)
     num_classes = content.get("nc") or str(len(names))
     if num_classes != str(len(names)):
-        raise Refused(f"{file}: nc is {num_classes}, but names has {len(names)}; correct one of them")
+        counts = f"nc is {num_classes}, but names has {len(names)}"
+        raise Refused(f"{file}: {counts}; correct one of them")
     starts, parts = [Path(str(content.get("path") or ".")), Path(".")], {}
     for key in keys:
         entries = content[key] if isinstance(content[key], list) else [content[key]]
@@ -152,12 +168,13 @@ def _read_names(file: Path) -> tuple[str, ...]:
     return _check_names(file, text_of(file).strip().splitlines())
 
 
-def _check_names(file: Path, names: Sequence) -> tuple[str, ...]:
+def _check_names(file: Path, names: Sequence[str]) -> tuple[str, ...]:
     """The names of classes. Raises `Refused` if one is missing, or stands for several."""
-    stripped = tuple(str(name).strip() for name in names)
+    stripped = tuple(name.strip() for name in names)
     for class_id, name in enumerate(stripped):
         if not name:
-            raise Refused(f"{file}: class {class_id} has no name; number the names from 0 up, without gaps")
+            advice = "number the names from 0 up, without gaps"
+            raise Refused(f"{file}: class {class_id} has no name; {advice}")
     name, count = Counter(stripped).most_common(1)[0]
     if count > 1:
         raise Refused(f"{file}: {count} classes are named {name}; give each its own name")
@@ -165,8 +182,11 @@ def _check_names(file: Path, names: Sequence) -> tuple[str, ...]:
 
 
 def _place(file: Path, root: Path, starts: list[Path], key: str, entry: str) -> Path:
-    """Paths are relative to the file's folder or to `path` in it, or have one `../` (Roboflow) or data/ (CVAT) too many."""
-    places = [root / start / entry for start in starts] + [root / entry.removeprefix("../").removeprefix("data/")]
+    """Paths are relative to the file's folder or to `path` in it, or have one `../` (Roboflow) or
+    data/ (CVAT) too many.
+    """
+    places = [root / start / entry for start in starts]
+    places.append(root / entry.removeprefix("../").removeprefix("data/"))
     for place in places:
         if place.exists():
             return Path(os.path.abspath(place))
@@ -181,14 +201,17 @@ def _read(folder: _Yolo, part: str, classes: tuple[str, ...] | None, stamps: Sta
     if not listed:
         suffixes = sorted({file.suffix for file in places[0].glob("*.*")})
         kinds = f", which has {', '.join(suffixes)}" if suffixes else ""
-        raise Refused(f"{folder.title}: no images in {part}, that is {', '.join(map(str, places))}{kinds}")
+        folders = ", ".join(map(str, places))
+        raise Refused(f"{folder.title}: no images in {part}, that is {folders}{kinds}")
     files, notes = drop_repeated(title, sorted(listed))
     label_files = [_labels_of(file) for file in files]
     stamps.take_files(label_files + sorted({os.path.dirname(file) for file in label_files}))
     existing, label_notes = _match_labels(folder.root, title, files, label_files)
     rows, labels, boxes = array("q"), array("q"), array("d")
     for row, file in enumerate(label_files):
-        for label, box in _read_labels(file, len(names), folder.has_keypoints) if file in existing else ():
+        if file not in existing:
+            continue
+        for label, box in _read_labels(file, len(names), folder.has_keypoints):
             rows.append(row)
             labels.append(label)
             boxes.extend(box)
@@ -210,9 +233,10 @@ def _read(folder: _Yolo, part: str, classes: tuple[str, ...] | None, stamps: Sta
 def _match_labels(
     root: Path, title: str, images: Sequence[str], labels: Sequence[str]
 ) -> tuple[set[str], tuple[str, ...]]:
-    """The files of `labels` that exist, and others beside them; and notes on images and label files without the other.
+    """The files of `labels` that exist, and others beside them; and notes on images without a label
+    file and on label files without an image.
 
-    Raises `Refused` if that are most label files, or nearly half of the images.
+    Raises `Refused` if these are most label files, or nearly half of the images.
     """
     existing: set[str] = set()
     folders = {os.path.dirname(image) for image in images}
@@ -221,9 +245,12 @@ def _match_labels(
         existing.update(glob.glob(f"{glob.escape(label_folder)}/*.txt"))
     unlabelled = [image for image, label in zip(images, labels, strict=True) if label not in existing]
     if len(unlabelled) == len(images):
-        elsewhere = next(root.rglob(glob.escape(os.path.basename(labels[0]))), "no other folder has such a file")
-        missing = f"none of its {len(images):,} images has a label file"
-        raise Refused(f"{title}: {missing}: that of {images[0]} is not at {labels[0]}; nearest: {elsewhere}")
+        pattern = glob.escape(os.path.basename(labels[0]))
+        nearest = next(root.rglob(pattern), "no other folder has such a file")
+        raise Refused(
+            f"{title}: none of its {len(images):,} images has a label file: that of {images[0]} is not "
+            f"at {labels[0]}; nearest: {nearest}"
+        )
     others = existing.difference(labels)
     if others:
         for folder in folders:  # a list of images may leave out some

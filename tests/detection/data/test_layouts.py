@@ -75,6 +75,7 @@ def test_names_of_classes_are_read_as_written(tmp_path, names, classes):
         ("cup, plate", "names is 'cup, plate'; it needs a list, names: [a, b]"),
         ("'[cup, plate]'", "names is '[cup, plate]'; it needs a list"),
         ("\n  0:cup\n  1:plate", "names is '0:cup 1:plate'; it needs a list"),
+        ("[cup: , plate]", "names is [{'cup': ''}, 'plate']; it needs a list"),
         ("{1: cup, 2: plate}", "class 0 has no name; number the names from 0 up"),
         ("{0: cup, 1: }", "class 1 has no name"),
         ("[cup, ' cup']", "2 classes are named cup; give each its own name"),
@@ -290,6 +291,11 @@ def test_layouts_of_tools_are_read(tmp_path, name):
         assert len(train) + len(val) == (8 if (tmp_path / "train").is_dir() else 4)
         assert train.classes == ("cat",) and len(train.boxes) == len(train)
         assert np.allclose(train.boxes[0], [10, 9, 20, 15] if "VOC" in name else [15, 12, 25, 18])
+
+
+def test_a_folder_without_parts_is_called_all_images(tmp_path):
+    make_mixed(tmp_path, ".")
+    assert [source.part for source in read(tmp_path)] == ["75 % of all images", "25 % held out of all images"]
 
 
 def test_one_file_of_fiftyone_is_divided(tmp_path):
