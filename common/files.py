@@ -5,6 +5,7 @@ regular files are read, up to a size limit: a FIFO would block for ever, a devic
 aliases can expand to gigabytes.
 """
 
+import codecs
 import errno
 import math
 import os
@@ -82,8 +83,11 @@ def read_bytes(path: str | bytes | PathLike, limit: int) -> bytes:
 
 
 def read_text(path: str | bytes | PathLike, limit: int) -> str:
-    """Like `read_bytes`, as text. Raises UnicodeDecodeError (a ValueError) if it is not UTF-8."""
-    return read_bytes(path, limit).decode()
+    """Like `read_bytes`, as text without a byte order mark. Raises ValueError if it is not UTF-8."""
+    content = read_bytes(path, limit)
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError("it is in UTF-16; save it in UTF-8")
+    return content.decode().removeprefix("\ufeff")
 
 
 def cache_folder() -> Path:
@@ -153,15 +157,16 @@ def walk(top: str | PathLike) -> Iterator[tuple[str, list[os.DirEntry]]]:
                 (linked if entry.is_symlink() else todo).append(entry.path)
 
 
-def read_yaml(path: str | PathLike, limit: int) -> Any:
+def read_yaml(path: str | PathLike, limit: int, *, only_text: bool = False) -> Any:
     """The content of a YAML file: strings, and dicts and lists of them. Numbers and dates stay strings.
 
-    Unquoted yes, no, true, ... become True or False, and ~ or an empty value becomes None. Raises ValueError, in one line,
-    for anything else: tags, duplicate keys, deep nesting, and aliases of nested or long lists and of dicts, a few of which
-    can expand to millions of entries.
+    Unquoted yes, no, true, ... become True or False, and ~ or an empty value becomes None; with `only_text`
+    they are strings, too, since "off" may be a name. Raises ValueError, in one line, for anything else: tags,
+    duplicate keys, deep nesting, and aliases of nested or long lists and of dicts, a few of which can expand to
+    millions of entries.
     """
     try:
-        return yaml.load(read_text(path, limit), _Loader)
+        return yaml.load(read_text(path, limit), _TextLoader if only_text else _Loader)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 
@@ -203,6 +208,12 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, wrong, key.start_mark)
             content[key.value] = self.construct_object(value, deep=deep)
         return content
+
+
+class _TextLoader(_Loader):
+    """It leaves all plain values as text."""
+
+    yaml_implicit_resolvers: ClassVar = {}
 
 
 def _is_short(node: yaml.Node | None) -> bool:

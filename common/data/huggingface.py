@@ -16,15 +16,18 @@ from common.data.csv_files import read_csv
 from common.data.splits import by_part, kind_of
 from common.data.tables import Split, is_text, listed
 from common.errors import Refused
-from common.files import check_regular
+from common.files import check_regular, is_junk
 
 _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[\w.-]+))?")
 
 
-def open_table(data: str) -> dict[str, Split] | None:
-    """The splits of a Hugging Face data set or of CSV files; None for anything else. Raises `Refused`."""
+def open_table(data: str, *, has_metadata: bool = False) -> dict[str, Split] | None:
+    """The splits of a Hugging Face data set or of CSV files; None for anything else. Raises `Refused`.
+
+    With `has_metadata`, those of a folder of images that metadata.jsonl or metadata.csv describes.
+    """
     try:
-        opened = _open(data)
+        opened = _open_image_folder(Path(data).expanduser()) if has_metadata else _open(data)
         return opened and _by_column({name: Split(data, name, rows) for name, rows in opened.items()})
     except (Refused, PermissionError):
         raise
@@ -44,12 +47,23 @@ def _open(data: str) -> dict[str, Any] | None:
             saved = _datasets().load_from_disk(str(path))
             return saved if isinstance(saved, dict) else {"train": saved}
         has_parquet = any(file for place in ("", "data/", "train/") for file in path.glob(f"{place}*.parquet"))
-        return _open_parquet([*map(str, path.rglob("*.parquet"))]) if has_parquet else None
+        names = [file.relative_to(path) for file in path.rglob("*.parquet")]
+        files = [str(path / name) for name in names if not any(map(is_junk, name.parts))]
+        return _open_parquet(files) if has_parquet else None
     if opener := {".parquet": _open_parquet, ".csv": _open_csv, ".tsv": _open_csv}.get(path.suffix.lower()):
         files = glob.glob(str(path))
         return opener(files) if files else None
     hub = None if path.exists() else _HUB_NAME.fullmatch(data)
     return _datasets().load_dataset(hub["name"], hub["config"]) if hub else None
+
+
+def _open_image_folder(root: Path) -> dict[str, Any] | None:
+    """See https://huggingface.co/docs/datasets/image_dataset. None without metadata."""
+    files = [*root.glob("metadata.*"), *root.glob("*/metadata.*")]
+    if not any(file.suffix in (".jsonl", ".csv") for file in files):
+        return None
+    check_regular(root)
+    return _datasets().load_dataset("imagefolder", data_dir=str(root.absolute()))
 
 
 def _datasets() -> ModuleType:

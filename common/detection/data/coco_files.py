@@ -3,6 +3,7 @@
 Arrow reads COCO itself in seconds; Python's reader takes five times as long, and gigabytes.
 """
 
+import codecs
 import io
 import json
 import os
@@ -15,13 +16,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
 
+from common.data.splits import kind_of
 from common.detection.data.annotated import AnnotatedImages, image_files
 from common.detection.data.box_checks import FoundBoxes, check_files, class_ids
 from common.detection.data.folders import Folder, refusing
 from common.detection.data.masks import KIND
 from common.detection.data.stamps import Stamps
 from common.errors import Refused
-from common.files import read_bytes
+from common.files import is_junk, read_bytes
 
 _KINDS = {
     "images": {"id": pa.int64(), "file_name": pa.string(), "width": pa.int64(), "height": pa.int64()},
@@ -40,19 +42,42 @@ _OPTIONAL = {"width", "height", "area", "iscrowd", *KIND}
 _RENAMED = {rb'"segmentation"(\s*:\s*\{)': rb'"rle"\1', rb'"counts"(\s*:\s*")': rb'"packed"\1'}
 _WRONG_TYPE = (pa.ArrowException, TypeError, OverflowError)
 _PLACES = ("*.json", "annotations/*.json", "*/_annotations.coco.json")
+# In a folder that is named after the part.
+_OTHER_PLACES = ("*/labels.json", "*/annotations/instances*.json")
+_PREFIX = re.compile("^instances_")
+_WORDS = "(instances|annotations?|labels|coco)"
+_DECORATION = re.compile(f"{_WORDS}[_.-]|[_.-]{_WORDS}")
 
 
 def coco_files(root: Path) -> dict[str, Path]:
     """The JSON files that may be parts, by name: train.json, annotations/train.json,
-    annotations/instances_train*.json or train/_annotations.coco.json, and the same for other parts.
+    annotations/instances_train*.json or train/_annotations.coco.json, and the same for other
+    parts. Or else names such as train_annotations.json, and train/labels.json (FiftyOne) or
+    train/annotations/instances.json.
     """
+    files = _files_by_part(root, _PLACES, _PREFIX)
+    if any(map(kind_of, files)):
+        return files
+    return _files_by_part(root, _PLACES + _OTHER_PLACES, _DECORATION)
+
+
+def _files_by_part(root: Path, patterns: tuple[str, ...], decoration: re.Pattern[str]) -> dict[str, Path]:
+    """Files by the name without its decoration, or by the folder of the part."""
     files: dict[str, Path] = {}
-    for file in (file for place in _PLACES for file in sorted(root.glob(place))):
-        name = file.parent.name if file.name == "_annotations.coco.json" else file.stem.removeprefix("instances_")
-        if name in files:
-            both = ", ".join(str(each.relative_to(root)) for each in (files[name], file))
-            raise Refused(f"{root}: {both} could each be {name}; keep one there")
-        files[name] = file
+    for pattern in patterns:
+        for file in sorted(root.glob(pattern)):
+            name = decoration.sub("", file.stem)
+            if file.name == "_annotations.coco.json":
+                name = file.parent.name
+            elif pattern in _OTHER_PLACES:
+                name = file.relative_to(root).parts[0]
+            is_of_supervisely = file.name == "meta.json"
+            if is_of_supervisely or is_junk(file.name) or file in files.values():
+                continue
+            if name in files:
+                both = ", ".join(str(each.relative_to(root)) for each in (files[name], file))
+                raise Refused(f"{root}: {both} could each be {name}; keep one there")
+            files[name] = file
     return files
 
 
@@ -119,6 +144,9 @@ def _image_folder(root: Path, file: Path, paths: pa.LargeBinaryArray, stamps: St
     part = stem.rstrip("0123456789")
     names = [file.parent, *(root / above / name for name in (stem, part, "") for above in ("", "images"))]
     names += [root / stem / "images", root / part / "images"]
+    parents = [file.parent, file.parent.parent][: len(file.relative_to(root).parts)]
+    others = (_DECORATION.sub("", file.stem), "data", "images", "img")
+    names += [parent / name for parent in parents for name in others]
     ends = [os.fsdecode(paths[place].as_py()) for place in (0, -1)]
     for folder in dict.fromkeys(names):
         stamps.take_files(folder / end for end in ends)  # a file may appear there later
@@ -136,7 +164,7 @@ def _read_json(file: Path, masks: bool) -> dict[str, dict[str, pa.Array]]:
     fields_of = _KINDS | {"annotations": _KINDS["annotations"] | (KIND if masks else {})}
     kinds = {key: pa.list_(pa.struct(list(fields.items()))) for key, fields in fields_of.items()}
     with refusing(file, "JSON"):
-        text = read_bytes(file, _LIMIT)
+        text = read_bytes(file, _LIMIT).removeprefix(codecs.BOM_UTF8)
     if masks:
         for old, new in _RENAMED.items():  # only keys match: a quote inside a text has a backslash before it
             text = re.sub(old, new, text)

@@ -1,17 +1,32 @@
 """Folders with annotations in files: code that all formats share."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from xml.etree.ElementTree import ParseError
 
 from common.data.images import SUFFIXES
+from common.data.notes import Notes
 from common.detection.data.annotated import AnnotatedImages
 from common.detection.data.stamps import Stamps
 from common.errors import Refused
-from common.files import MEDIUM, read_text
+from common.files import MEDIUM, is_junk, read_text
+
+# What files and folders of other formats are called, in the data or one folder below.
+_OTHER_FORMATS = {
+    "ann": "Supervisely",
+    "label_2": "KITTI",
+    "labelTxt": "DOTA",
+    "annotations.xml": "CVAT for images",
+    "*annotations*.csv": "Open Images, or of another CSV file of boxes",
+    "*createml.json": "CreateML",
+    "SegmentationClass": "masks in Pascal VOC",
+    "*.tfrecord*": "TFRecord",
+    "*.json": "LabelMe, or of COCO with names that do not say train or val",
+}
 
 
 @dataclass
@@ -50,5 +65,43 @@ def text_of(file: str | os.PathLike) -> str:
         return read_text(file, MEDIUM)
 
 
+def describe_unread(path: Path) -> str:
+    """What is at a path at which no format was recognised."""
+    if not path.exists():
+        return "nothing is there"
+    for pattern, name in _OTHER_FORMATS.items():
+        if any(path.glob(pattern)) or any(path.glob(f"*/{pattern}")):
+            advice = "convert it, as FiftyOne or Datumaro can"
+            return f"in the format of {name}, which is not read: {advice}"
+    names = sorted(file.name for file in path.glob("*"))
+    contents = f" ({', '.join(names[:5])})" if names else ""
+    return f"a folder or file{contents} of a kind that is not known"
+
+
+def name_below(root: Path, path: Path) -> str:
+    """How messages call a part of a folder."""
+    return "all images" if path == root else os.path.relpath(path, root)
+
+
 def is_image(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".")
+    return os.path.splitext(name)[1].lower() in SUFFIXES and not is_junk(name)
+
+
+def has_pairs(images: Path, annotations: Path, suffix: str) -> bool:
+    """True if a file in `annotations` has this suffix and the name of an image."""
+    stems = {file.stem for file in images.glob("*") if is_image(file.name)}
+    return any(file.stem in stems for file in annotations.glob(f"*{suffix}"))
+
+
+def drop_repeated(title: str, listed: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """The names of a list, each once, in their order; and a note if some are repeated."""
+    names = list(dict.fromkeys(listed))
+    lines = Notes(title, "lines")
+    if len(names) < len(listed):
+        repeated, _ = Counter(listed).most_common(1)[0]
+        lines.change("name an image again, which is read once", repeated, len(listed) - len(names))
+    return names, lines.texts(len(listed))
+
+
+def add_notes(source: AnnotatedImages, title: str, notes: tuple[str, ...]) -> AnnotatedImages:
+    return replace(source, notes=source.notes + tuple(f"{title}: {note}" for note in notes))

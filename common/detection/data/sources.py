@@ -17,9 +17,9 @@ from common.data.splits import kind_of
 from common.detection.data import annotation_cache, scenes
 from common.detection.data.annotated import Annotated, AnnotatedImages
 from common.detection.data.coco_files import coco_files, coco_folder
-from common.detection.data.folders import Folder
+from common.detection.data.folders import Folder, describe_unread
 from common.detection.data.object_tables import BOX_FORMATS, ShardRows, object_parts, shard_rows
-from common.detection.data.voc_files import voc_folder
+from common.detection.data.voc_files import voc_folder, xml_folder
 from common.detection.data.yolo_files import yolo_folder
 from common.errors import Refused
 
@@ -61,7 +61,6 @@ def load(spec: Spec) -> tuple[Annotated, Annotated]:
         elif parts := open_table(spec.data):
             found = of_rows = _sources(spec, object_parts(parts, spec.image_column, *named))
         else:
-            spec.refuse_columns()
             found = _load_folder(spec)
     if shards and not spec.alone:  # images to evaluate are read one by one, in the order of their sizes
         images, *_ = shared([of_rows[0].images], spec.shard_memory)
@@ -93,11 +92,16 @@ def _load_folder(spec: Spec) -> tuple[AnnotatedImages, ...]:
     path = Path(os.path.abspath(Path(spec.data).expanduser()))
     folder = _find(path, spec.masks)
     if not folder:
-        found = "a folder or file of a kind that is not known" if path.exists() else "nothing is there"
+        table = open_table(spec.data, has_metadata=True)
+        if table:
+            columns = spec.image_column, spec.objects_column, spec.box_format
+            return _sources(spec, object_parts(table, *columns))
         raise Refused(
-            f"--data {spec.data}: {found}; expected digits, a folder with train.json (COCO), JPEGImages/ (Pascal VOC), or "
-            f"data.yaml or labels/ (YOLO), or a Hugging Face data set with a column of objects{nearest_path(path)}"
+            f"--data {spec.data}: {describe_unread(path)}; expected digits, a folder with train.json "
+            "(COCO), JPEGImages/ (Pascal VOC), or data.yaml or labels/ (YOLO), or a Hugging Face data "
+            f"set with a column of objects{nearest_path(path)}"
         )
+    spec.refuse_columns()
     pieces = spec.pieces(folder.labels)
     held_out = (
         (spec.seed, spec.val_share, spec.group_column) if any(piece.side != splits.WHOLE for piece in pieces) else None
@@ -116,8 +120,11 @@ def _load_folder(spec: Spec) -> tuple[AnnotatedImages, ...]:
 def _find(path: Path, masks: bool) -> Folder | None:
     files = coco_files(path)
     kinds = [*map(kind_of, files)]
-    if not any(kind.startswith("train") for kind in kinds) and (other := voc_folder(path) or yolo_folder(path)):
-        return other
+    if not any(kind.startswith("train") for kind in kinds):
+        for find_folder in (voc_folder, yolo_folder, xml_folder):
+            folder = find_folder(path)
+            if folder:
+                return folder
     if len(files) == 1 and not any(kinds):
         files = dict.fromkeys(["train"], *files.values())
     return coco_folder(path, files, masks) if any(map(kind_of, files)) else None

@@ -4,22 +4,43 @@ Source: Everingham et al., "The Pascal Visual Object Classes Challenge", 2010, a
 """
 
 import os
+import re
 from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
 import pyarrow as pa
 
+from common.data.notes import Notes
 from common.data.splits import kind_of
 from common.detection.data.annotated import AnnotatedImages, image_files
 from common.detection.data.box_checks import FoundBoxes, check_files, class_ids
-from common.detection.data.folders import Folder, is_image, refusing, text_of
+from common.detection.data.folders import (
+    Folder,
+    add_notes,
+    drop_repeated,
+    has_pairs,
+    is_image,
+    name_below,
+    refusing,
+    text_of,
+)
 from common.detection.data.stamps import Stamps
 from common.errors import Refused
-from common.files import SMALL, read_bytes
+from common.files import SMALL, is_junk, read_bytes
 
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
+
+
+class _Part(NamedTuple):
+    """Where a part's files are, and the list of its images; None for all that have annotations."""
+
+    annotations: Path
+    images: Path
+    list_file: Path | None = None
 
 
 def voc_folder(root: Path) -> Folder | None:
@@ -27,35 +48,79 @@ def voc_folder(root: Path) -> Folder | None:
 
     Its parts are the lists in ImageSets/Main, such as train or val; without lists, one part of all images.
     """
-    if not ((root / "Annotations").is_dir() and (root / "JPEGImages").is_dir()):
+    folders = root / "Annotations", root / "JPEGImages"
+    if not all(folder.is_dir() for folder in folders):
         return None
-    lists: dict[str, Path | None] = {file.stem: file for file in sorted((root / "ImageSets/Main").glob("*.txt"))}
-    if any(map(kind_of, lists)):  # but no lists of one class, aeroplane_train.txt
-        lists = {name: file for name, file in lists.items() if kind_of(name) or not kind_of(name.rpartition("_")[2])}
-    else:
-        lists = {"train": None}
-    labels = {name: str(file.relative_to(root)) if file else "all images" for name, file in lists.items()}
-    return Folder(("VOC", root, lists), labels, dict.fromkeys(lists, root / "Annotations"), partial(_read, root, lists))
+    files = sorted((root / "ImageSets/Main").glob("*.txt"))
+    parts = {file.stem: _Part(*folders, file) for file in files}
+    if not any(map(kind_of, parts)):
+        return _make_folder(root, {"train": _Part(*folders)})
+    for name in list(parts):
+        is_of_one_class = not kind_of(name) and kind_of(name.rpartition("_")[2])  # aeroplane_train
+        if is_of_one_class:
+            del parts[name]
+    return _make_folder(root, parts)
+
+
+def xml_folder(root: Path) -> Folder | None:
+    """As other tools write the format: XML files beside the images, or in a folder of their own.
+
+    The parts are train/, val/, ... or else there is one, which is `root`.
+    """
+    folders = [folder for folder in sorted(root.glob("*/")) if kind_of(folder.name)]
+    parts = {folder.name: _find_xml(folder) for folder in folders}
+    if not any(parts.values()):
+        parts = {"train": _find_xml(root)}
+    found = {name: part for name, part in parts.items() if part}
+    return _make_folder(root, found) if found else None
+
+
+def _find_xml(folder: Path) -> _Part | None:
+    image_folders = ("JPEGImages", "images", "data", ".")
+    xml_folders = ("Annotations", "annotations", "labels", ".")
+    for images, annotations in product(image_folders, xml_folders):
+        if has_pairs(folder / images, folder / annotations, ".xml"):
+            return _Part(folder / annotations, folder / images)
+    return None
+
+
+def _make_folder(root: Path, parts: dict[str, _Part]) -> Folder:
+    labels = {}
+    for name, part in parts.items():
+        labels[name] = name_below(root, part.list_file or part.annotations)
+    origins = {name: part.annotations for name, part in parts.items()}
+    return Folder(("VOC", root, parts), labels, origins, partial(_read, root, parts))
 
 
 def _read(
-    root: Path, lists: dict[str, Path | None], part: str, classes: tuple[str, ...] | None, stamps: Stamps
+    root: Path, parts: dict[str, _Part], part: str, classes: tuple[str, ...] | None, stamps: Stamps
 ) -> AnnotatedImages:
     """The images of a list, or all of them. The classes are these, or else the sorted names found.
 
     Objects marked difficult become `crowd`. Corners are of pixels counted from 1, unless one is 0.
     """
-    names_file = lists[part]
-    stamps.take_files([root / "Annotations", root / "JPEGImages", *([names_file] if names_file else [])])
-    if names_file:
-        names = [line.split()[0] for line in text_of(names_file).splitlines() if line.strip()]
+    annotations, image_folder, list_file = parts[part]
+    title = f"{root} {part}"
+    stamps.take_files([annotations, image_folder] + ([list_file] if list_file else []))
+    stems = {file.stem for file in annotations.glob("*.xml") if not is_junk(file.name)}
+    files = {os.path.splitext(name)[0]: name for name in sorted(os.listdir(image_folder)) if is_image(name)}
+    if list_file:
+        lines = [line.strip() for line in text_of(list_file).splitlines() if line.strip()]
+        # A list of one class has a column of -1, 0 or 1; names may have spaces.
+        listed = [line if line in stems else re.sub(r"\s+-?\d+$", "", line) for line in lines]
+        names, notes = drop_repeated(title, listed)
     else:
-        names = sorted(file.stem for file in (root / "Annotations").glob("*.xml"))
-    files = {os.path.splitext(name)[0]: name for name in sorted(os.listdir(root / "JPEGImages")) if is_image(name)}
-    stamps.take(f"{root}/Annotations", pa.array([os.fsencode(f"{name}.xml") for name in names], pa.large_binary()))
+        names = sorted(stems)
+        unlabelled = sorted(files.keys() - stems)
+        image_notes = Notes(title, "images")
+        if unlabelled:
+            first = files[unlabelled[0]]
+            image_notes.leave_out("no XML file has their name", first, count=len(unlabelled))
+        notes = image_notes.texts(len(files))
+    stamps.take(str(annotations), pa.array([os.fsencode(f"{name}.xml") for name in names], pa.large_binary()))
     sizes, objects = [], []  # objects: row of the image, class, corners, whether it is difficult
     for row, name in enumerate(names):
-        size, found_there = _read_xml(root / "Annotations" / f"{name}.xml")
+        size, found_there = _read_xml(annotations / f"{name}.xml")
         sizes.append(size)
         objects += [(row, *found) for found in found_there]
     rows, labels, corners, difficult = zip(*objects, strict=True) if objects else ((),) * 4
@@ -65,7 +130,7 @@ def _read(
         boxes[:, :2] -= 1  # pixels are counted from 1, the last one included
     boxes[:, 2:] -= boxes[:, :2]
     paths = pa.array([os.fsencode(files.get(name, f"{name}.jpg")) for name in names], pa.large_binary())
-    title, images = f"{root} {part}", image_files(f"{root}/JPEGImages", paths)
+    images = image_files(str(image_folder), paths)
     found = FoundBoxes(
         title=title,
         images=images,
@@ -76,7 +141,7 @@ def _read(
         labels=class_ids(title, images, np.array(rows), pa.array(labels, pa.string()), pa.array(classes, pa.string())),
         crowd=np.array(difficult, bool),
     )
-    return check_files(found, stamps)
+    return add_notes(check_files(found, stamps), title, notes)
 
 
 def _read_xml(file: Path) -> tuple[tuple[int, int], list[tuple[str, list[float], bool]]]:
@@ -95,7 +160,7 @@ def _read_xml(file: Path) -> tuple[tuple[int, int], list[tuple[str, list[float],
             name, box = entry.findtext("name"), [entry.findtext(f"bndbox/{corner}", "") for corner in _CORNERS]
             if not name or not all(box):
                 raise Refused(f"{file}: an object lacks its name or one of bndbox/{', '.join(_CORNERS)}")
-            is_difficult = entry.findtext("difficult", "").strip() == "1"
+            is_difficult = entry.findtext("difficult", "").strip().lower() in ("1", "true", "yes")
             objects.append((name.strip(), [float(corner) for corner in box], is_difficult))
     except (ValueError, OverflowError) as error:
         raise Refused(f"{file}: a size or corner is no number: {error}") from None
