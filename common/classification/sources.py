@@ -141,7 +141,14 @@ def _scan(root: Path, classes: list[str]) -> Files:
         paths.append(pa.array([path for path, _ in files], pa.large_binary()))
         sizes.append(np.array([size for _, size in files], np.int64))
     labels = np.repeat(np.arange(len(classes)), [*map(len, paths)])
-    return Files(str(root), pa.concat_arrays(paths), np.concatenate(sizes), labels=labels, classes=tuple(classes))
+    images = str(root), pa.concat_arrays(paths), np.concatenate(sizes)
+    return Files(*images, labels=labels, classes=tuple(classes), notes=_note_archives(root))
+
+
+def _note_archives(root: Path) -> tuple[str, ...]:
+    """A note if tars lie beside the class folders: they are not read."""
+    tars = sorted(root.glob("[!.]*.tar"))
+    return (f"{len(tars)} *.tar beside the class folders are not read, first {tars[0].name}",) if tars else ()
 
 
 def _image_files(root: Path, folder: str) -> Iterator[tuple[bytes, int]]:
