@@ -207,7 +207,13 @@ def _scan(root: Path, folders: Sequence[str], classes: list[str]) -> Files:
     labels = np.repeat(np.arange(len(classes)), [*map(len, paths)])
     lines = notes.texts(len(labels) + notes.num_left_out, CAUSE) + _check_inner(root, inner)
     source = Files(str(root), pa.concat_arrays(paths), np.concatenate(sizes), labels=labels, classes=tuple(classes))
-    return replace(source, notes=lines)
+    return replace(source, notes=lines + _note_archives(root))
+
+
+def _note_archives(root: Path) -> tuple[str, ...]:
+    """A note if tars lie beside the class folders: they are not read."""
+    tars = sorted(root.glob("[!.]*.tar"))
+    return (f"{len(tars)} *.tar beside the class folders are not read, first {tars[0].name}",) if tars else ()
 
 
 def _image_files(root: Path, folder: str, notes: Notes, inner: set[str]) -> Iterator[tuple[bytes, int]]:

@@ -95,14 +95,23 @@ class BlockCache:
         return bool(mine)
 
     def _write(self, slot: int, samples: list) -> None:
-        ends = np.cumsum([8 * len(samples) + 8, *map(len, samples)], dtype="<i8")
-        if ends[-1] > self.room:
-            raise Refused(f"a block of samples has {ends[-1]:,} bytes, and its shard says at most {self.room:,}")
-        os.pwrite(self.file.fileno(), b"".join([ends.tobytes(), *samples]), self._place(slot))
+        bounds = np.zeros((len(samples), 2), "<i8")  # where each sample begins and ends
+        starts: dict[int, int] = {}
+        contents = []
+        end = bounds.nbytes
+        for number, sample in enumerate(samples):
+            start = starts.setdefault(id(sample), end)  # Parquet has an image that it repeats as one object
+            if start == end:
+                contents.append(sample)
+                end += len(sample)
+            bounds[number] = start, start + len(sample)
+        if end > self.room:
+            raise Refused(f"a block of samples has {end:,} bytes, and its shard says at most {self.room:,}")
+        os.pwrite(self.file.fileno(), b"".join([bounds.tobytes(), *contents]), self._place(slot))
 
     def _sample(self, slot: int, number: int) -> bytes:
         place = self._place(slot)
-        start, end = np.frombuffer(os.pread(self.file.fileno(), 16, place + 8 * number), "<i8").tolist()
+        start, end = np.frombuffer(os.pread(self.file.fileno(), 16, place + 16 * number), "<i8").tolist()
         return os.pread(self.file.fileno(), end - start, place + start)
 
     def _place(self, slot: int) -> int:

@@ -1,6 +1,6 @@
 """Parquet shards at URLs: their footers and columns, and images one row group at a time."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -13,6 +13,7 @@ from common.data.shard_names import printable_name
 from common.errors import Refused
 
 _FOOTER = 2**26  # bytes
+_MAX_ROWS = 2**24  # rows beyond one per byte of a file
 
 
 def is_parquet(name: str) -> bool:
@@ -25,12 +26,20 @@ def images(name: str, stamp: Stamp, image: str, places: np.ndarray) -> Iterator[
         group = int(of_group[0] >> 32)
         try:
             facts, *_, leaf = opened(name, stamp, image)
-            cells = read(name, stamp, facts, [group], [leaf]).column(0).combine_chunks()
-        except (pa.ArrowException, ValueError, OSError) as error:
-            raise Refused(f"{printable_name(name)}: row group {group}: {' '.join(str(error).split())}") from None
+            try:  # an image that is stored once and repeated stays one
+                column = read(name, stamp, facts, [group], [leaf], as_dictionary=[leaf]).column(0)
+            except OSError:  # pyarrow reads the DELTA encodings in full alone
+                column = read(name, stamp, facts, [group], [leaf]).column(0)
+            cells = column.combine_chunks()
+        except (pa.ArrowException, ValueError, OSError):
+            raise Refused(f"{printable_name(name)}: row group {group}: damaged, or in an unknown encoding") from None
         cells = cells.field("bytes") if pa.types.is_struct(cells.type) else cells
-        for cell in cells.take(pa.array(of_group & 0xFFFFFFFF)).to_pylist():
-            yield cell or b""
+        cells = cells if pa.types.is_dictionary(cells.type) else cells.dictionary_encode()
+        distinct: dict[int | None, bytes] = {None: b""}
+        for index in cells.indices.take(pa.array(of_group & 0xFFFFFFFF)).to_pylist():
+            if index not in distinct:
+                distinct[index] = cells.dictionary[index].as_py() or b""
+            yield distinct[index]
 
 
 @lru_cache(maxsize=1024)
@@ -46,6 +55,8 @@ def opened(name: str, stamp: Stamp, image: str) -> tuple[pq.FileMetaData, tables
     if size < 12 or end[4:] != b"PAR1" or int.from_bytes(end[:4], "little") > min(size - 12, _FOOTER):
         raise ValueError("no Parquet file: cut off, or its footer is damaged")
     facts = pq.ParquetFile(RangeFile(name, stamp)).metadata
+    if facts.num_rows > size + _MAX_ROWS:  # each row takes memory, and a damaged file may name any number
+        raise ValueError(f"its footer names {facts.num_rows:,} rows, in {size:,} bytes")
     none = datasets.table.InMemoryTable(facts.schema.to_arrow_schema().empty_table())
     split = tables.Split(printable_name(name), "", datasets.Dataset(none))
     column = tables.find_image(split, image)
@@ -54,7 +65,14 @@ def opened(name: str, stamp: Stamp, image: str) -> tuple[pq.FileMetaData, tables
     return facts, split, column, f"{column}.bytes" if pa.types.is_struct(split.kinds[column]) else column
 
 
-def read(name: str, stamp: Stamp, facts: pq.FileMetaData, groups: Iterable[int], columns: Iterable[str]) -> pa.Table:
-    return pq.ParquetFile(RangeFile(name, stamp), metadata=facts).read_row_groups(
-        [*groups], [*columns], use_threads=False
-    )
+def read(
+    name: str,
+    stamp: Stamp,
+    facts: pq.FileMetaData,
+    groups: Iterable[int],
+    columns: Iterable[str],
+    as_dictionary: Sequence[str] = (),
+) -> pa.Table:
+    """Columns of row groups; those of `as_dictionary` have each of their values once. Raises an error of Arrow."""
+    file = pq.ParquetFile(RangeFile(name, stamp), metadata=facts, read_dictionary=[*as_dictionary])
+    return file.read_row_groups([*groups], [*columns], use_threads=False)

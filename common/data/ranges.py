@@ -162,19 +162,19 @@ def _stat_of_minute(name: str, _minute: int) -> Stamp:
 
 def _ask_by_http(name: str, start: int, stop: int, tag: str | None) -> Answer:
     """The bytes `[start, stop)`, size and tag of a file. Raises `Fault` if it is worth asking again, else `Refused`."""
-    from urllib3.exceptions import HTTPError
-
     headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
     try:
         with _session(os.getpid()).get(name, headers=headers, timeout=(CONNECT_S, SILENCE_S), stream=True) as answer:
             size, now = _check(name, start, stop, tag, answer)
             found = answer.raw.read(stop - start)
-    except (HTTPError, OSError) as error:
+    except (Fault, Refused):
+        raise
+    except Exception as error:  # requests, urllib3 and http.client let errors of many kinds through
+        if isinstance(error, ValueError):  # The URL is wrong. A wrong answer has one only as its cause.
+            raise _unreadable(name, start, f"{type(error).__name__}: a wrong URL, or a redirect to one") from None
         cause: BaseException = error
         while inner := cause.__cause__ or cause.__context__:  # texts of errors that follow the first may hold the URL
             cause = inner
-        if isinstance(cause, ValueError):  # of the URL
-            raise _unreadable(name, start, type(cause).__name__) from None
         raise Fault((isinstance(cause, OSError) and cause.strerror) or type(cause).__name__) from None
     if len(found) < stop - start:
         raise Fault("the answer ended early")
@@ -190,7 +190,7 @@ def _check(name: str, start: int, stop: int, tag: str | None, answer: "requests.
         raise Fault(said)
     if status >= 300:
         raise _unreadable(name, start, said + _WAY_IN * denied)
-    found = re.fullmatch(f"bytes {start}-{stop - 1}/([0-9]+)", sent)
+    found = re.fullmatch(f"bytes {start}-{stop - 1}/([0-9]{{1,18}})", sent)
     if status != 206 or not found or answer.headers.get("Content-Encoding", "identity") != "identity":
         sent = sent[:80] or "the whole file"
         raise Fault(f"asked for bytes {start}-{stop - 1}, the server sends {sent}; it has to serve ranges")

@@ -10,6 +10,7 @@ import json
 import os
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -26,8 +27,9 @@ from tqdm import tqdm
 
 from common.data import parquet_shards, tables, tar_samples
 from common.data.csv_files import as_numbers
+from common.data.notes import Notes
 from common.data.ranges import RangeFile, Stamp
-from common.data.shard_names import is_remote, printable_name
+from common.data.shard_names import is_remote, printable_name, without_signature
 from common.data.source import fingerprint_of
 from common.distributed import watchdog
 from common.distributed.collectives import (
@@ -40,20 +42,21 @@ from common.distributed.collectives import (
     world_size,
 )
 from common.durable import remove, replace_folder, sync_folder
-from common.errors import Refused
-from common.files import SMALL, cache_folder, read_text
+from common.errors import Refused, printable
+from common.files import CACHE, SMALL, cache_folder, open_regular, read_text
 from common.randomness import key_of, mix
 
 ENTRY = np.dtype([("start", "<i8"), ("key", "<u8"), ("size", "<u4"), ("head", "<u4"), ("shard", "<u4")])
 HEADER = "header of the image"
 _ENTRIES, _LEFT_OUT = "entries", b"samples left out"
 LARGEST = 2**30  # bytes of an image's file; larger ones are left out
-_FORMAT = 4  # to be raised when the content of the index changes
+_FORMAT = 5  # to be raised when the content of the index changes
 _AHEAD = 2**12, 2**20  # bytes that are read at once of a tar: of a local file, of others
 _AT_ONCE = 8  # shards that a rank reads in one turn; after each turn all ranks share what they found
 _PATIENCE = 10.0  # seconds until progress is shown, and between two times
 _UNUSED = 30 * 86_400  # seconds after which an index that was not used is removed
 _BLOCK = 2**22  # bytes of neighbouring samples that are read at once, if they are not in local files
+_MAX_CHECKED = 2**29  # bytes of a file that a start compares with their checksum: the index of 19 million samples
 _BLOCKS = 2**22  # the largest number of blocks, whose order is computed again for each epoch
 
 
@@ -80,10 +83,15 @@ class ShardList:
 
     @property
     def key(self) -> str:
-        names = [*map(printable_name, self.names)]  # a URL's signature differs from time to time
+        names = [without_signature(name) for name in self.names]
         kept = self.rows and [*self.rows.keep, bool(self.rows.header)]
         words = json.dumps([_FORMAT, np.__version__, names, self.stamps, self.image, self.label, kept])
         return hashlib.blake2b(words.encode(), digest_size=16).hexdigest()
+
+    @property
+    def has_tags(self) -> bool:
+        """True if a shard that changes gets another stamp: a server may give neither an ETag nor a time."""
+        return all(tag != f"{size} bytes" for size, tag in self.stamps)
 
 
 @dataclass
@@ -112,23 +120,21 @@ def open_index(shards: ShardList) -> Index:
     """The index of these shards, from the cache folder or made now. A collective. Raises `Refused`."""
     place = index = None
     with suppress(RuntimeError):  # no home, and so no cache
-        place = cache_folder() / f"shards-{shards.key}"
-        index = _load(place, shards)
+        if shards.has_tags:
+            place = cache_folder() / f"shards-{shards.key}"
+            index = _load(place, shards)
     if all(gather_objects(index is not None)) and index:
         return index
     with ExitStack() as stack:
-        with all_or_none("making room for the index of shards"):
-            draft = Path(stack.enter_context(_draft(place))) if is_local_main() else None
-        found = _read_all(shards, keep=draft is not None)
+        found = _read_all(shards, keep=is_local_main())
         with all_or_none("writing the index of shards"):
-            if draft:
-                _write(draft, shards, found)
+            draft = _write_draft(stack, place, shards, found) if is_local_main() else None
         drafts = gather_objects((node_rank(), str(draft or "")))
         with all_or_none("reading the index of shards"):
             index = _load(next(Path(path) for node, path in drafts if node == node_rank() and path), shards)
             assert index
         # All have mapped it: from here on it needs no name.
-        if draft and place:
+        if draft and place and draft.parent == place.parent:
             with suppress(OSError):
                 sync_folder(draft)
                 replace_folder(place, draft)
@@ -162,7 +168,9 @@ def _read(shards: ShardList, number: int) -> str:
     try:
         read = _rows if parquet_shards.is_parquet(name) else _members
         entries, cells = read(name, shards.stamps[number], shards)
-    except (pa.ArrowException, ValueError, OSError) as error:
+    except (pa.ArrowException, OSError):
+        raise Refused(f"{printable_name(name)}: damaged, or of a kind that pyarrow can't read") from None
+    except (ValueError, KeyError) as error:  # KeyError: two columns have the same name
         raise Refused(f"{printable_name(name)}: {' '.join(str(error).split())}") from None
     entries["shard"] = number
     raw = [None, pa.py_buffer(entries.tobytes())]
@@ -202,13 +210,14 @@ def _rows(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa.Ta
 
 
 def _members(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa.Table]:
-    """Entries and labels of a tar, whose table says how many samples were left out. Raises ValueError."""
-    rows, entries, found, left_out = shards.rows, [], [], 0
+    """Entries and labels of a tar; the table's metadata have the samples that were left out. Raises ValueError."""
+    rows, entries, found = shards.rows, [], []
+    notes = Notes(name, "samples")
     file = io.BufferedReader(RangeFile(name, stamp), _AHEAD[is_remote(name)])
     for sample in tar_samples.samples(file, stamp[0], shards.image, shards.label, bool(rows)):
         image = sample.image
         if not image or image.size > LARGEST:
-            left_out += 1
+            notes.leave_out("an image beyond 1 GiB" if image else "no image", printable(sample.key))
             continue
         if sample.label is None and (not rows or rows.keep):
             wanted = f"neither {sample.key}.{shards.label or 'cls'} nor a label in its .json; name it by --label_column"
@@ -226,7 +235,7 @@ def _members(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa
     columns = {name: [cells.get(name) for cells in found] for name in names}
     if not rows and len({isinstance(label, list) for column in columns.values() for label in column}) == 2:
         raise ValueError("some samples have one label, others a list of labels; make all of them lists")
-    return np.array(entries, ENTRY), pa.table(columns, metadata={_LEFT_OUT: str(left_out)})
+    return np.array(entries, ENTRY), pa.table(columns, metadata={_LEFT_OUT: json.dumps(notes.left_out)})
 
 
 # ---- the index in files
@@ -259,16 +268,33 @@ def _write(folder: Path, shards: ShardList, found: list[pa.Table]) -> None:
     edges, block_bytes = _blocks(entries, in_rows)
     np.save(folder / "labels.npy", labels)
     np.save(folder / "edges.npy", edges)
-    left_out = sum(int((table.schema.metadata or {}).get(_LEFT_OUT, 0)) for table in found)
+    notes = Notes(str(shards), "samples")
+    for table in found:
+        for reason, (count, first) in json.loads((table.schema.metadata or {}).get(_LEFT_OUT, "{}")).items():
+            notes.leave_out(reason, first, count)
+    num_left_out = sum(note.count for note in notes.left_out.values())
     counts = labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=len(classes))
     facts = {
         "classes": classes,
         "counts": counts.tolist(),
         "fingerprint": fingerprint(classes, labels, entries),
-        "notes": [f"{left_out:,} samples without an image, or with one beyond 1 GiB, are left out"] * (left_out > 0),
+        "notes": notes.texts(len(entries) + num_left_out, "name the kind of file with --image_column, such as jpg"),
         "block_bytes": block_bytes,
     }
-    (folder / "facts.json").write_text(json.dumps(facts))
+    _seal(folder, facts)
+
+
+def _seal(folder: Path, facts: dict) -> None:
+    """Write `facts` with the checksums of the other files, below a line with their own."""
+    text = json.dumps(facts | {"checksums": {path.name: _checksum(path) for path in folder.iterdir()}})
+    (folder / "facts.json").write_text(f"{zlib.crc32(text.encode())}\n{text}")
+
+
+def _checksum(path: Path) -> list[int]:
+    """The size of a file, and the CRC-32 of its first bytes. Raises OSError, also for what is no regular file."""
+    with open_regular(path) as file:
+        content = np.memmap(file, mode="r")
+        return [content.nbytes, zlib.crc32(content[:_MAX_CHECKED].data)]
 
 
 def _typed(cells: pa.Table) -> pa.Table:
@@ -281,11 +307,11 @@ def _typed(cells: pa.Table) -> pa.Table:
 
 def _blocks(entries: np.ndarray, are_rows: bool) -> tuple[np.ndarray, int]:
     """Blocks of neighbours, none over two shards: where they begin and end, and the bytes of the largest."""
-    sizes = entries["size"].astype(np.int64) + entries["head"] + 8
+    sizes = entries["size"].astype(np.int64) + entries["head"] + 16
     unit = entries["start"] >> 32 if are_rows else entries["start"] // max(_BLOCK, int(sizes.sum()) // _BLOCKS)
     begins = np.flatnonzero((np.diff(unit) != 0) | (np.diff(entries["shard"]) != 0)) + 1
     edges = np.concatenate([[0], begins, [len(entries)]])
-    return edges, int(np.add.reduceat(sizes, edges[:-1]).max()) + 8
+    return edges, int(np.add.reduceat(sizes, edges[:-1]).max())
 
 
 def fingerprint(classes: tuple[str, ...], labels: np.ndarray, entries: np.ndarray) -> str:
@@ -293,29 +319,46 @@ def fingerprint(classes: tuple[str, ...], labels: np.ndarray, entries: np.ndarra
     return fingerprint_of(classes, labels, np.stack([entries["key"], entries["size"]]))
 
 
-def _draft(place: Path | None) -> tempfile.TemporaryDirectory:
-    """An empty folder beside `place`, or elsewhere if nothing can be written there."""
-    if place:
-        with suppress(OSError):
-            place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for old in [*place.parent.glob("shards-*"), *place.parent.glob("unfinished-*/")]:
-                if old.stat().st_mtime < time.time() - _UNUSED:
-                    remove(old)
-            return tempfile.TemporaryDirectory(dir=place.parent, prefix="unfinished-", ignore_cleanup_errors=True)
-    return tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+def _write_draft(stack: ExitStack, place: Path | None, shards: ShardList, found: list[pa.Table]) -> Path:
+    """Write the index to a new folder: beside `place`, or else where the system keeps temporary files."""
+    parents = [place.parent, None] if place else [None]
+    for parent in parents:
+        try:
+            draft = Path(stack.enter_context(_draft(parent)))
+            _write(draft, shards, found)
+            return draft
+        except OSError as error:
+            stack.close()  # leaves nothing half-written
+            reason = error.strerror or "no space left"
+    advice = f"make room there, or name another folder with TMPDIR or {CACHE}"
+    raise Refused(f"the index of shards can't be written to {tempfile.gettempdir()}: {reason}; {advice}")
+
+
+def _draft(parent: Path | None) -> tempfile.TemporaryDirectory:
+    """An empty folder in `parent`, where indexes that were not used for long are removed, or in the system's folder."""
+    if parent:
+        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for old in [*parent.glob("shards-*"), *parent.glob("unfinished-*/")]:
+            if old.stat().st_mtime < time.time() - _UNUSED:
+                remove(old)
+    return tempfile.TemporaryDirectory(dir=parent, prefix="unfinished-", ignore_cleanup_errors=True)
 
 
 def _load(folder: Path, shards: ShardList) -> Index | None:
     """The index in a folder, mapped; None if there is none, or if it is damaged."""
     try:
-        facts = json.loads(read_text(folder / "facts.json", SMALL * 64))
+        checksum, _, text = read_text(folder / "facts.json", SMALL * 64).partition("\n")
+        if checksum != str(zlib.crc32(text.encode())):
+            return None
+        facts = json.loads(text)
+        checksums = facts.pop("checksums")
+        if any(_checksum(folder / name) != expected for name, expected in checksums.items()):
+            return None
         entries = np.asarray(np.memmap(folder / "entries", ENTRY, "r"))
         labels, edges = (np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ("labels", "edges"))
-        has_rows = (folder / "rows").exists()
+        has_rows = "rows" in checksums
         rows = pa.ipc.open_file(pa.memory_map(str(folder / "rows"))).read_all() if has_rows else None
     except (OSError, ValueError):
-        return None
-    if len(entries) != len(labels):
         return None
     with suppress(OSError):
         os.utime(folder)  # marks it as used

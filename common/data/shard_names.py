@@ -11,6 +11,9 @@ from common.errors import Refused, printable
 
 _SUFFIXES = (".tar", ".parquet")
 _LIMIT = 1_000_000  # shards in one range
+# Parameters of a query that sign a URL for a time: of S3, Google, CloudFront, and Azure's, which come with a `sig`.
+_SIGNED = re.compile("(x-(amz|goog)-.*|signature|expires|policy|key-pair-id|awsaccesskeyid|googleaccessid)=", re.I)
+_SIGNED_AZURE = re.compile("(sv|ss|srt|sr|sp|se|st|spr|sip|sig|skoid|sktid|skt|ske|sks|skv)=")
 _COMMA = re.compile(r",(?![^{}]*\})")  # not between braces
 _BRACES = re.compile(r"\{([^{}]*)\}")
 
@@ -19,6 +22,16 @@ def printable_name(name: str) -> str:
     """`name`, or a list of names, without what may be secret: user and password, and the query of a presigned URL."""
     parts = (re.sub(r"(?<=://)[^/?#]*@", "", part) for part in _COMMA.split(name))
     return printable(",".join(re.sub(r"[?#].*", "", part) if is_http(part) else part for part in parts))
+
+
+def without_signature(name: str) -> str:
+    """`name` without password and signature, which differ from time to time. All else of a query may select the content."""
+    if not is_http(name):
+        return printable_name(name)
+    parameters = name.partition("?")[2].split("&")
+    signatures = _SIGNED_AZURE if any(each.startswith("sig=") for each in parameters) else _SIGNED
+    kept = [each for each in parameters if not signatures.match(each)]
+    return f"{printable_name(name)}?{'&'.join(kept)}"
 
 
 def is_http(name: str) -> bool:
@@ -87,7 +100,9 @@ def _found(name: str) -> list[str]:
         if glob.has_magic(path) and not files.exists(path):
             found = files.glob(path)
         elif not path.endswith(_SUFFIXES) and files.isdir(path):
-            found = [file for file in files.ls(path, detail=False) if file.endswith(_SUFFIXES)]
+            found = [
+                file for file in files.ls(path, detail=False) if re.search(r"(^|/)[^./][^/]*(\.tar|\.parquet)$", file)
+            ]
         else:
             found = [path]
     except Exception as error:  # each file system raises errors of its own, whose texts may hold secrets

@@ -18,6 +18,7 @@ from common.data import parquet_shards, ranges, shard_index, tar_samples
 from common.data.block_cache import BlockCache, open_blocks
 from common.data.data_spec import Parts, names_of
 from common.data.huggingface import hub_shards
+from common.data.images import SUFFIXES
 from common.data.shard_index import Index, Rows, ShardList
 from common.data.shard_names import expand, is_remote, printable_name
 from common.data.source import Columns
@@ -25,6 +26,7 @@ from common.data.splits import by_part
 from common.data.stream import Blocks, Stream
 from common.distributed.collectives import all_or_none, broadcast_object, is_main
 from common.errors import Refused, printable
+from common.files import walk
 from common.randomness import mix
 
 _GAP = 2**20  # bytes between two images up to which they are read as one range
@@ -215,9 +217,20 @@ def find(data: str) -> list[str]:
             way_out = "name an environment variable that holds it, such as '?$SIGNATURE', or use ~/.netrc"
             raise Refused(f"--data {printable_name(data)}: a password or signature would be recorded; {way_out}")
         return expand(os.path.expandvars(data) if is_remote(data) else data) if _SHARDS.search(data) else []
-    beside, below = ({*map(str, path.glob(pattern))} for pattern in ("*.tar", "[!.]*/*.tar"))
-    has_classes = beside and not below and any(path.glob("[!.]*/"))  # folders of images, and a tar beside them
-    return [] if has_classes else sorted(beside | below)
+    tars = [*path.glob("[!.]*.tar"), *path.glob("[!.]*/[!.]*.tar")]
+    # A set of shards may have a picture beside it. An image folder has few archives, which somebody left there.
+    if tars and _has_pictures(path, more_than=len(tars)):
+        return []
+    return sorted(map(str, tars))
+
+
+def _has_pictures(folder: Path, more_than: int) -> bool:
+    num_pictures = 0
+    for _, entries in walk(folder):
+        num_pictures += sum(entry.name.lower().endswith(tuple(SUFFIXES)) for entry in entries)
+        if num_pictures > more_than:
+            return True
+    return False
 
 
 def _with_classes(source: Shards, first: Shards, label: str) -> Shards:

@@ -275,7 +275,8 @@ def vocabulary(cells: pa.Array, names: list[str] | None) -> tuple[tuple[str, ...
         return tuple(names), pa.array(range(len(names)), pa.int64())
     values = pc.unique(pc.list_flatten(cells) if is_list(cells.type) else cells).drop_null()
     if pa.types.is_integer(values.type):
-        values = values.filter(pc.greater_equal(values, 0))  # a negative number always means that the label is missing
+        zero = pa.scalar(0, values.type)  # a negative number always means that the label is missing
+        values = values.filter(pc.greater_equal(values, zero))
     values = values.take(pc.sort_indices(values))
     return tuple(str(value) for value in values.to_pylist()), values
 

@@ -11,12 +11,13 @@ import tarfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from common.data.images import SUFFIXES
 from common.files import SMALL
 
 _KEY = re.compile(r"(?P<key>(?:.*/)?[^./][^./]*)\.(?P<kind>[^/]+)", re.DOTALL)
+_MAX_HEADERS = 2**16  # bytes of the headers of a member
 _LABELS = ("cls", "label", "labels", "class", "class_id", "category")  # in a sample's JSON, the first that it has
 
 
@@ -27,21 +28,48 @@ class Sample:
     label: Any = None  # a text, a list of texts, or a whole JSON
 
 
+class _Headers:
+    """A tar as `tarfile` reads it, which takes the headers of a member into memory whatever their size."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self.seek = file.seek
+        self.tell = file.tell
+        self.bytes_left = _MAX_HEADERS  # for the headers of the next member
+
+    def read(self, size: int) -> bytes:
+        self.bytes_left -= size
+        if self.bytes_left < 0:
+            raise ValueError(f"its headers have more than {_MAX_HEADERS:,} bytes")
+        return self._file.read(size)
+
+
 def members(file: BinaryIO, end: int) -> Iterator[tarfile.TarInfo]:
-    """The members of a tar of `end` bytes. Raises ValueError if it is no tar, cut off or damaged."""
+    """The members of a tar of `end` bytes, and of tars behind it, as `cat a.tar b.tar` makes them.
+
+    Raises ValueError if it is no tar, cut off or damaged.
+    """
     at = 0
     try:
-        with tarfile.open(fileobj=file, mode="r:", errors="surrogateescape") as tar:
-            while member := tar.next():
-                vars(tar)["members"].clear()  # it would keep all of them
-                at = member.offset
-                if not 0 <= member.size <= end - member.offset_data or tar.offset <= at:
-                    raise ValueError(f"it says that it has {member.size} bytes, and the shard ends before")
-                yield member
-                at = tar.offset
-        file.seek(at)  # `tarfile` takes a damaged header for the end
-        if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
-            raise ValueError("no header of a tar: cut off, or damaged")
+        while at < end or at == 0:
+            file.seek(at)
+            headers = _Headers(file)
+            with tarfile.open(fileobj=cast(BinaryIO, headers), mode="r:", errors="surrogateescape") as tar:
+                while member := tar.next():
+                    headers.bytes_left = _MAX_HEADERS
+                    vars(tar)["members"].clear()  # it would keep all of them
+                    at = member.offset
+                    if not 0 <= member.size <= end - member.offset_data or tar.offset <= at:
+                        raise ValueError(f"it says that it has {member.size} bytes, and the shard ends before")
+                    yield member
+                    at = tar.offset
+            file.seek(at)
+            block = file.read(tarfile.BLOCKSIZE)
+            if block.strip(b"\0"):  # `tarfile` takes a damaged header for the end
+                raise ValueError("no header of a tar: cut off, or damaged")
+            while block and not block.strip(b"\0"):
+                at += len(block)
+                block = file.read(tarfile.BLOCKSIZE)
     except (tarfile.TarError, ValueError, IndexError, OverflowError, RecursionError) as error:
         raise ValueError(f"the member at byte {at}: {error}") from None
 

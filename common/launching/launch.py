@@ -26,7 +26,7 @@ from common.durable import replace_file
 from common.errors import Refused, RestartNeeded, printable
 from common.files import SMALL, read_text
 from common.launching import launch_checks, launchers
-from common.launching.exit_codes import AT_LEAST, END, EXIT_FOLDER, RESTART, announce_exit, leaving, notice
+from common.launching.exit_codes import AT_LEAST, END, EXIT_FOLDER, RESTART, RESUMABLE, announce_exit, leaving, notice
 from common.launching.launch_checks import wants_cpu
 from common.launching.launchers import EXPORTED, Launch, complete
 from common.launching.meeting import meet
@@ -166,6 +166,13 @@ def leavers(asked: bool) -> list[int]:
     machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
     are_asked = {number for number, is_asked in gather_objects((machine(), asked)) if is_asked}
     return leaving(are_asked, machines, int(os.environ.get(AT_LEAST, machines)))
+
+
+def leave_now(asked: bool) -> NoReturn:
+    """End this process at once as resumable, and its machine's part in the run if that was `asked`. No communication."""
+    announce_exit(RESUMABLE, [machine()] if asked else [])
+    sys.stdout.flush()
+    os._exit(RESUMABLE)
 
 
 def leave(code: int, leavers: Collection[int]) -> NoReturn:

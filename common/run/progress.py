@@ -78,6 +78,7 @@ class Progress:
     leading: str = ""  # the result that decides which evaluation is the best
     larger_is_better: bool = True  # of that result
     since_best: int = 0  # evaluations since the best one
+    owes_evaluation: bool = False  # one that a signal ended, to be made after the next step
     ended_by: str = ""  # why the run ended early, if it did: by the recipe's word or by a flag
 
     def __post_init__(self):

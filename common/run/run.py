@@ -3,6 +3,7 @@
 Everything here is called on every rank; only the main process writes and prints.
 """
 
+import contextlib
 import math
 import os
 import shutil
@@ -32,6 +33,7 @@ from common.distributed.collectives import (
     all_or_none,
     broadcast_object,
     gather_objects,
+    is_lost_peer,
     is_main,
     local_world_size,
     world_size,
@@ -57,6 +59,7 @@ from common.training.step import Samples, TrainingStep
 from common.training.update_size import UpdateSize
 from common.training.warm_up import first_line, is_out_of_memory, warm_up
 
+GRACE_S = 5.0  # seconds that a wait for data or an evaluation may take once this process was asked to stop
 FIRST_SHOWN = 24  # samples of the first global batch, as a picture
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -103,6 +106,9 @@ class Run:
         self._ended_by = self._agreed = ""  # the reason given to `stop`: on this rank; on some rank, known to all
         self._asked_to_go = False  # whether this machine was asked to leave, rather than to restart its processes
         self._started = self._stopping = False
+        # When a wait for data or an evaluation began, which can be left; before the first step, always.
+        self._leavable_since: float | None = 0.0
+        self._is_evaluating = self._is_whole = False  # whole: the state is that of `step`, no update has begun
 
     def __enter__(self) -> "Run":
         self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
@@ -119,6 +125,9 @@ class Run:
         self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if self._asked_by and error and is_lost_peer(error):  # it has left, see `_on_alarm`
+            self._save_alone()
         data_workers.end()  # else torch would raise for one that dies, also between the lines of what follows
         watchdog.end()  # from here on only the main process has long work: pictures, the dashboard
         stopped = error is None and self.step < self.last
@@ -270,7 +279,8 @@ class Run:
                 records.open(facts)
         if devices.has_streams():
             torch.accelerator.reset_peak_memory_stats()  # rows have the peak of training
-        self._started = True
+        self._leavable_since = None
+        self._started = self._is_whole = True
 
     # --- every step
 
@@ -303,7 +313,13 @@ class Run:
 
     def micro_batches(self) -> Iterator[DeviceBatch]:
         """This rank's share of the step's global batch, in micro-batches on the device; call `backward` once for each."""
-        return self._training.micro_batches(self.step)
+        batches = self._training.micro_batches(self.step)
+        while True:
+            with self._leavable():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
     def backward(self, losses: torch.Tensor) -> None:
         """Add the gradients of a micro-batch's losses, one per sample, [B].
@@ -319,6 +335,7 @@ class Run:
         mode `norm` scales all gradients together (Pascanu et al., 2013), `agc` each unit by the norm of its weights (Brock et
         al., 2021).
         """
+        self._is_whole = False
         norm = self._training.clip_gradients(limit, mode)
         if self._logs(self.step + 1):
             self._update_size.begin()
@@ -344,6 +361,7 @@ class Run:
         self._take_in(reports)
         self._end(step)
         self._profile.after(step)
+        self._is_whole = True
 
     def stop(self, why: str) -> None:
         """End the run early, with a last evaluation and checkpoint: `run.stop("patience")`, on one rank or on all.
@@ -354,8 +372,8 @@ class Run:
         self._ended_by = self._ended_by or why or "the recipe"
 
     def should_evaluate(self) -> bool:
-        """True if an evaluation is due now: by the cadence, or because the run ends here."""
-        return self._due(self.config.eval_every, self.step)
+        """True if an evaluation is due now: by the cadence, because the run ends here, or for one that a signal ended."""
+        return self._due(self.config.eval_every, self.step) or self._records.progress.owes_evaluation
 
     def evaluate(
         self,
@@ -376,15 +394,17 @@ class Run:
             raise Refused(
                 f"run.evaluate: whether a larger {leading} is better is not known; add larger_is_better=True, or False"
             )
-        with sharding.shared_passes(self.model, self._loader) as loader:
+        with self._leavable(is_evaluating=True), sharding.shared_passes(self.model, self._loader) as loader:
             results, *rest = evaluate(self.model, loader)
         if leading not in results:
             raise Refused(f"run.evaluate: leading={leading!r} is no result; there are {', '.join(results)}")
         if self._ema:
-            with sharding.shared_passes(self._ema.module, self._loader) as loader:
-                of_ema, *rest = evaluate(self._ema.module, loader)
+            ema = self._ema.module
+            with self._leavable(is_evaluating=True), sharding.shared_passes(ema, self._loader) as loader:
+                of_ema, *rest = evaluate(ema, loader)
             results = {f"ema_{key}": value for key, value in of_ema.items()} | results  # the exported weights' first
             leading = f"ema_{leading}"
+        self._records.progress.owes_evaluation = False
         if self._records.evaluation(self.step, results, leading, larger):
             watchdog.note("writing best/")
             self._saving.keep_best(results)
@@ -452,6 +472,46 @@ class Run:
             self._asked_by = self._asked_by or "a change of machines"
         else:
             self._ask(why if why not in ("", END) else signal_name(number))
+        signal.signal(signal.SIGALRM, self._on_alarm)
+        signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
+        self._on_alarm(number, frame)
+
+    def _on_alarm(self, number: int, frame) -> None:
+        """End this process, saved if it has made steps, if it waits for what may not come. No communication."""
+        if self._leavable_since is None or time.monotonic() - self._leavable_since < GRACE_S:
+            return
+        self._leavable_since = None
+        try:
+            if not self._started:
+                self.say(f"stopped by {self._asked_by} before the first step: the same command starts again")
+            self._save_alone()
+            self._close(SystemExit(RESUMABLE))
+        finally:
+            launch.leave_now(self._asked_to_go)
+
+    @contextlib.contextmanager
+    def _leavable(self, is_evaluating: bool = False) -> Iterator[None]:
+        """A block that this process leaves if it is asked to stop and the block takes long."""
+        self._leavable_since = time.monotonic()
+        self._is_evaluating = is_evaluating
+        yield
+        self._leavable_since = None
+        self._is_evaluating = False
+
+    def _save_alone(self) -> None:
+        """Make a checkpoint of the last step without the other processes, which may hang."""
+        if not self._folder or not self._is_whole or not self.step:
+            return
+        in_parts = sharding.is_sharded(self.model) or (world_size() > 1 and hasattr(self.model, "margin_head"))
+        if in_parts or (self._is_evaluating and self.step == self.last):  # a run can't do without its last evaluation
+            return
+        self._records.progress.owes_evaluation |= self._is_evaluating
+        try:
+            self._settle()
+            self._log.flush()
+            self._saving.save_alone()
+        except Exception as error:
+            self.say(f"step {self.step} could not be saved: {error}")
 
     def _ask(self, what: str) -> None:
         self._asked_by = self._asked_by or what

@@ -84,13 +84,25 @@ class Saving:
                 self._best.take()
         with records.writing("writing a checkpoint"):  # here, no rank fails alone while the others gather their shards
             if self._folder and self._best:
-                said = records.checkpoint(), records.summary()
-                self.writer.start(self._state.tensors(), partial(self._commit, self._folder, self._best, *said))
+                self._start_writing(self._folder, self._best)
                 if self.config.dry_run:
                     self.writer.wait()
                     self._state.load(verify(self._checkpoints.paths()[0]).tensors(), self._state.numbers())
             else:
                 take_part(self._state.tensors())
+
+    def save_alone(self) -> None:
+        """Make a checkpoint on the main process, without the others, and wait until it is written."""
+        if self._folder and self._best:
+            self.writer.wait()
+            self._best.take()
+            self._start_writing(self._folder, self._best)
+            self.writer.wait()
+
+    def _start_writing(self, folder: RunFolder, best: Best) -> None:
+        records = self._records
+        contents = records.checkpoint(), records.summary()
+        self.writer.start(self._state.tensors(), partial(self._commit, folder, best, *contents))
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written."""

@@ -1,12 +1,15 @@
 """Shards: samples are found where they lie, hostile ones are refused in one line, blocks come in a fair order, once each."""
 
+import errno
 import io
 import itertools
 import json
 import multiprocessing
 import os
+import re
 import struct
 import tarfile
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,7 +91,7 @@ def test_names_of_any_length_and_labels_of_any_kind_are_read(tmp_path, kind):
     index = read(tmp_path / "a.tar", alone=True)[0]
     assert [index.content(place) for place in range(3)] == [b"first", b"second", b"third"]
     assert index.classes == ("3", "12") and index.labels.tolist() == [0, 0, 1]
-    assert index.notes == ("1 samples without an image, or with one beyond 1 GiB, are left out",)
+    assert index.notes == ("4 samples, left out: 1 (no image), first alone",)
     wanted = [f"{folder}/a.jpg", "../../etc/passwd.JPG", "b.c.png"]
     assert [index.name(place) for place in range(3)] == [f"{tmp_path}/a.tar/{name}" for name in wanted]
 
@@ -172,6 +175,15 @@ HOSTILE = {
     "two images": (tar_of(*GOOD, ("a.jpg", b"other")), "a.png and a.jpg could each be the image"),
     "nothing": (b"", "byte 0: empty file"),
     "no samples": (tar_of(), "no sample with an image"),
+    "garbage behind its end": (tar_of(*GOOD) + b"x" * 512, "the member at byte 10240: no header of a tar"),
+    "a header of 5 MB": (
+        tar_of(("a.png", b"i", {"pax_headers": {"comment": "x" * 5_000_000}}), kind=tarfile.PAX_FORMAT),
+        "the member at byte 0: its headers have more than 65,536 bytes",
+    ),
+    "few images": (
+        tar_of(*GOOD, ("b.cls", b"1"), ("c.cls", b"1")),
+        "most of its 3 samples would be left out: 2 (no image), first b; name the kind of file with --image_column",
+    ),
 }
 
 
@@ -184,20 +196,33 @@ def test_hostile_tars_are_refused_in_one_line_that_names_the_shard(tmp_path, kin
     assert [file.name for file in tmp_path.rglob("*")] == ["a.tar"]
 
 
+def test_tars_behind_tars_are_read_to_their_end(tmp_path):
+    texts = [tar_of((f"{key}.cls", b" 1\n"), (f"{key}.png", key.encode())) for key in "abc"]
+    (tmp_path / "a.tar").write_bytes(b"".join(texts))
+    source = read(tmp_path / "a.tar", alone=True)[0]
+    assert [source.content(place) for place in range(len(source))] == [b"a", b"b", b"c"]
+
+
 def test_links_sparse_files_and_devices_are_no_images_and_nothing_is_written(tmp_path):
     odd = {"l": tarfile.SYMTYPE, "h": tarfile.LNKTYPE, "d": tarfile.CHRTYPE, "f": tarfile.FIFOTYPE}
     members = [(f"{key}.png", b"", {"type": kind, "linkname": "/etc/passwd"}) for key, kind in odd.items()]
     members += [(f"{key}.cls", b"1") for key in odd]
     sparse = ("s.png", b"sparse", {"type": tarfile.GNUTYPE_SPARSE})
-    (tmp_path / "a.tar").write_bytes(tar_of(sparse, *members, *GOOD))
+    good = [(name.replace("a", key), content) for key in "vwxyz" for name, content in GOOD]
+    (tmp_path / "a.tar").write_bytes(tar_of(sparse, *members, *good))
     source = read(tmp_path / "a.tar", alone=True)[0]
-    assert [source.content(place) for place in range(len(source))] == [b"image"]
+    assert [source.content(place) for place in range(len(source))] == [b"image"] * 5
+    assert source.notes == ("9 samples, left out: 4 (no image), first l",)
     assert [file.name for file in tmp_path.iterdir()] == ["a.tar"]
 
 
 def rows_of(images: list, labels: list) -> bytes:
     """Parquet."""
-    pq.write_table(pa.table({"image": images, "label": labels}), (file := pa.BufferOutputStream()))
+    return parquet_of(pa.table({"image": images, "label": labels}))
+
+
+def parquet_of(table: pa.Table, **options) -> bytes:
+    pq.write_table(table, (file := pa.BufferOutputStream()), **options)
     return file.getvalue().to_pybytes()
 
 
@@ -206,16 +231,49 @@ HALF = len(ONE) // 2
 PARQUET = {
     "a wrong footer": (ONE[:-8] + struct.pack("<I", 2**31) + b"PAR1", "its footer is damaged"),
     "a damaged footer": (ONE[:HALF] + b"\xff" * (len(ONE) - HALF - 8) + ONE[-8:], "a.parquet: "),
+    "a column twice": (
+        parquet_of(pa.Table.from_arrays([pa.array([b"i"])] * 2 + [pa.array([1])], ["image", "image", "label"])),
+        "image",
+    ),
+    "rows without bytes": (
+        parquet_of(pa.table({"label": pa.nulls(2**24 + 10**5)})),
+        "its footer names 16,877,216 rows",
+    ),
+    "damaged pages": (ONE[:4] + b"\xff" * 40 + ONE[44:], "damaged, or "),
     "no label": (rows_of([b"i"] * 2, [1, None]), "row 1 has no label in column label (null)"),
 }
 
 
 @pytest.mark.parametrize("kind", PARQUET)
 def test_hostile_parquet_at_a_url_is_refused_in_one_line(server, kind):
-    server.files["/a.parquet"], text = PARQUET[kind]
+    path = f"/{[*PARQUET].index(kind)}/a.parquet"
+    server.files[path], text = PARQUET[kind]
     with bounded(), pytest.raises(Refused) as refused:
-        read(f"{server.url}/a.parquet", alone=True)[0].content(0)
+        read(f"{server.url}{path}", alone=True)[0].content(0)
     assert text in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_labels_beyond_int64_are_read(server):
+    server.files["/u.parquet"] = rows_of([b"i"] * 2, pa.array([2**64 - 1, 7], pa.uint64()))
+    assert read(f"{server.url}/u.parquet", alone=True)[0].classes == ("7", str(2**64 - 1))
+
+
+@pytest.mark.parametrize("encoding", ["RLE_DICTIONARY", "DELTA_LENGTH_BYTE_ARRAY"])
+def test_images_that_parquet_repeats_are_kept_once(server, encoding):
+    """The footer says 1 MiB for a row group whose images are 100 MiB in full."""
+    size = 2**20 if encoding == "RLE_DICTIONARY" else 100
+    images = [b"0" * size, b"1"]
+    column = pa.DictionaryArray.from_arrays(pa.array([0, 1] * 100, pa.int32()), pa.array(images, pa.binary()))
+    options = {}
+    if encoding != "RLE_DICTIONARY":
+        column = column.cast(pa.binary())
+        options = {"use_dictionary": False, "column_encoding": {"image": encoding}}
+    table = pa.table({"image": column, "label": [0, 1] * 100})
+    server.files["/a.parquet"] = parquet_of(table, compression="zstd", row_group_size=200, **options)
+    source = read(f"{server.url}/a.parquet", alone=True)[0]
+    (source, _) = shards.shared([source, source], 20)
+    assert source.cache.room < 2**21
+    assert [source.content(index) for index in (0, 1, 198, 199)] == images * 2
 
 
 # ---- the index
@@ -225,14 +283,11 @@ def test_an_index_is_kept_until_a_shard_changes(files, tmp_path, monkeypatch):
     monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
     write_tars(files, tmp_path / "tars", "train")
     before = read(tmp_path / "tars")
-    (kept,) = (tmp_path / "cache").iterdir()
     found = []
     monkeypatch.setattr(shard_index, "_read", lambda *_: found.append(1) or pytest.fail("was read again"))
     assert [source.fingerprint for source in read(tmp_path / "tars")] == [source.fingerprint for source in before]
     monkeypatch.undo()
     monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
-    (kept / "labels.npy").write_bytes((kept / "labels.npy").read_bytes()[:-8])  # damaged: read again
-    assert [source.fingerprint for source in read(tmp_path / "tars")] == [source.fingerprint for source in before]
     (tmp_path / "tars/train-000.tar").write_bytes(tar_of(*GOOD))
     for source in before:
         for place in np.flatnonzero(source.entries["shard"] == 0).tolist():
@@ -240,6 +295,84 @@ def test_an_index_is_kept_until_a_shard_changes(files, tmp_path, monkeypatch):
                 source.content(place)
     assert read(tmp_path / "tars")[0].fingerprint != before[0].fingerprint
     assert len([*(tmp_path / "cache").iterdir()]) == 2
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 2
+    file.write_bytes(content)
+
+
+DAMAGE = {
+    "a bit": flip_a_bit,
+    "cut off": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "empty": lambda file: os.truncate(file, 0),
+    "gone": Path.unlink,
+    "a FIFO": lambda file: (file.unlink(), os.mkfifo(file)),
+    "a device": lambda file: (file.unlink(), file.symlink_to("/dev/zero")),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_index_is_made_again(tmp_path, monkeypatch, damage):
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    members = [(f"{number}.{kind}", b"%d" % (number % 4)) for number in range(20) for kind in ("cls", "png")]
+    (tmp_path / "a.tar").write_bytes(tar_of(*members))
+    before = read(tmp_path / "a.tar", alone=True)[0]
+    (kept,) = (tmp_path / "cache").iterdir()
+    names = sorted(file.name for file in kept.iterdir())
+    assert names == ["edges.npy", "entries", "facts.json", "labels.npy"]
+    for name in names:
+        DAMAGE[damage](kept / name)
+        with bounded():
+            again = read(tmp_path / "a.tar", alone=True)[0]
+        assert again.labels.tolist() == before.labels.tolist() and again.fingerprint == before.fingerprint
+        assert again.content(3) == b"3" and again.classes == before.classes
+        assert (kept / name).is_file() and not [*(tmp_path / "cache").glob("unfinished-*")]
+
+
+def test_an_index_is_not_kept_if_no_tag_says_that_a_shard_has_changed(server, tmp_path, monkeypatch):
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    server.tags["/get.tar"] = ""
+    for key in "ab":
+        label = key.encode()
+        server.files["/get.tar"] = tar_of(("a.cls", label), ("a.png", label), ("b.cls", label), ("b.png", label))
+        assert read(f"{server.url}/get.tar", alone=True)[0].classes == (key,)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_without_room_for_the_index_a_run_goes_on_without_a_cache(files, tmp_path, monkeypatch):
+    write_tars(files, tmp_path / "tars", "train")
+    write, folders = shard_index._seal, []
+
+    def fill(folder: Path, facts: dict) -> None:
+        folders.append(folder)
+        if folder.parent in full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(folder, facts)
+
+    monkeypatch.setattr(shard_index, "_seal", fill)
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    full = [tmp_path / "cache"]
+    assert len(read(tmp_path / "tars", alone=True)[0]) == 349
+    full.append(Path(tempfile.gettempdir()))
+    said = refusal(tmp_path / "tars", alone=True)
+    assert re.search("the index of shards can't be written to .*: No space left on device; make room there", said)
+    assert len(folders) == 4 and not any(map(os.path.exists, folders)) and not [*full[0].iterdir()]
+
+
+def test_an_archive_in_an_image_folder_makes_no_shards_of_it(tmp_path):
+    draw_noise(tmp_path, (6, 6), side=8)
+    for name in ("class 0/old.tar", "backup.tar", "._backup.tar"):
+        (tmp_path / name).write_bytes(tar_of(*GOOD))
+    train, _ = read(tmp_path)
+    assert train.classes == ("class 0", "class 1")
+    assert "1 *.tar beside the class folders are not read, first backup.tar" in train.notes
+    (tmp_path / "shards/train").mkdir(parents=True)
+    for name in ("a.tar", "b.tar", "._a.tar", "preview.png"):
+        (tmp_path / "shards/train" / name).write_bytes(tar_of(("a.cls", name.encode()), ("a.png", b"i")))
+    assert read(tmp_path / "shards", alone=True)[0].classes == ("a.tar", "b.tar")
 
 
 def read_on_ranks(data: str, at_once: int) -> tuple[str, list[str]]:
@@ -262,7 +395,7 @@ def test_a_start_with_an_index_of_a_billion_samples_reads_what_is_asked_for_alon
     np.lib.format.open_memmap(tmp_path / "labels.npy", "w+", np.int64, (count,))
     np.save(tmp_path / "edges.npy", np.arange(0, count + 1, 400))
     facts = {"classes": ["a", "b"], "counts": [count, 0], "fingerprint": "0", "notes": [], "block_bytes": 100}
-    (tmp_path / "facts.json").write_text(json.dumps(facts))
+    shard_index._seal(tmp_path, facts)
     began = time.process_time()
     index = shard_index._load(tmp_path, shard_index.ShardList(("a.tar",), ((0, ""),), "", ""))
     source = shards.Shards(index.entries, index, labels=index.labels, classes=index.classes)

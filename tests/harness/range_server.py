@@ -51,7 +51,7 @@ class _Ranges(Handler):
         server.asked.append((self.path, dict(self.headers), self.client_address[1]))
         with server.lock:
             fault, *words = (server.faults[path].pop(0) if server.faults[path] else "").split() or [""]
-        if fault in ("short", "silent", "reset"):
+        if fault in ("short", "silent", "reset", "torn"):
             self.close_connection = True
         if fault == "status":
             self._answer(int(words[0]), b"no", {})
@@ -74,17 +74,21 @@ class _Ranges(Handler):
         last = min(last, len(data) - 1)
         if first > last:
             return self._answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
-        headers = {"Content-Range": f"bytes {first}-{last}/{len(data)}", "ETag": tag}
+        size = "9" * 6000 if fault == "digits" else len(data)
+        headers = {"Content-Range": f"bytes {first}-{last}/{size}", "ETag": tag}
         headers |= {"Content-Encoding": "gzip"} if fault == "encoded" else {}
         self._answer(206, data[first : last + 1], headers, fault)
 
     def _answer(self, status: int, data: bytes, headers: dict[str, str], fault: str = "") -> None:
         self.send_response(status)
-        for name, value in (headers | {"Content-Length": str(len(data))}).items():
+        length = {"Transfer-Encoding": "chunked"} if fault == "torn" else {"Content-Length": str(len(data))}
+        for name, value in (headers | length).items():
             self.send_header(name, value)
         self.end_headers()
         if fault == "short":
             data = data[: len(data) // 2]
+        if fault == "torn":  # in the middle of a chunk
+            data = f"{len(data):x}\r\n".encode() + data[: len(data) // 2]
         self.wfile.write(data)
 
 

@@ -2,12 +2,15 @@
 
 import os
 import signal
+import threading
+from functools import partial
 
 import pytest
 
 from tests.harness.interrupted import Interrupted
 from tests.harness.outcomes import Outcome
 from tests.harness.resumed import after_step, assert_same_run, read
+from tests.harness.shards import draw_noise, write_tars
 
 STEPS = 40
 WORDS = (
@@ -70,3 +73,76 @@ def test_asking_one_rank_stops_all_within_two_steps(forks, tmp_path) -> None:
     assert (status["status"], status["cause"]) == ("resumable", "SIGUSR1") and 5 <= status["step"] <= 7
     assert run.checkpoint.name == f"step_{status['step']:08d}"
     assert run.column("step").tolist() == [*range(1, status["step"] + 1)]
+
+
+def hang_when(phase: str) -> None:
+    """In a fork: SIGTERM to the run itself as `phase` begins, which then does not end."""
+    from common.data import loader, shard_index
+    from common.run import run
+
+    run.GRACE_S = 0.1
+
+    def hang(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait()
+
+    if phase == "an index of shards":
+        shard_index._read = hang
+    elif phase == "an evaluation":
+        evaluate = run.Run.evaluate
+        run.Run.evaluate = lambda self, _, *rest, **options: evaluate(self, hang, *rest, **options)
+    elif phase == "the wait for data":
+        after_step(lambda _: setattr(loader.Prefetcher, "__next__", hang), 5)
+
+
+PHASES = {"an index of shards": 0, "the wait for data": 5, "an evaluation": 6}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_signal_ends_whatever_does_not_end_by_itself(forks, tmp_path, phase) -> None:
+    """Steps that were made are saved, and an evaluation that was ended is made after the next step."""
+    step = PHASES[phase]
+    words = (
+        "--output_dir",
+        tmp_path,
+        "--name",
+        "stopped",
+        "--max_steps",
+        9,
+        "--eval_every",
+        6,
+        "--checkpoint_every",
+        9,
+    )
+    write_tars(draw_noise(tmp_path / "files", (30, 30), side=8), tmp_path / "tars", "train")
+    data = ("--data", tmp_path / "tars", "--image_size", 32) if not step else ()
+    ended = forks(*words, *data, before=partial(hang_when, phase))
+    assert ended.code == 75 and "Traceback" not in ended.stderr, ended.stderr
+    assert "stopped by SIGTERM " + (f"at step {step}" if step else "before the first step") in ended.stdout
+    run = Outcome(folder=tmp_path / "stopped")
+    if not step:
+        assert not run.folder.exists()
+        return
+    assert run.checkpoint.name == f"step_{step:08d}" and run.read("status.json")["status"] == "resumable"
+    assert forks(*words).code == 0
+    evaluated = [row["step"] for row in run.rows if "eval/top1" in row]
+    assert evaluated == ([7, 9] if phase == "an evaluation" else [6, 9])
+
+
+def hang_on_the_second(rank: int) -> None:
+    """In a fork: the second rank waits for data for ever after the fifth step, and the others for it; all get SIGTERM."""
+    if rank == 1:
+        hang_when("the wait for data")
+    else:
+        from common.run import run
+
+        run.GRACE_S = 0.1
+        after_step(lambda _: os.kill(os.getpid(), signal.SIGTERM), 5)
+
+
+def test_the_main_process_saves_although_another_hangs(forks, tmp_path) -> None:
+    words = ("--output_dir", tmp_path, "--name", "stopped", "--max_steps", 9, "--checkpoint_every", 9)
+    ranks = forks.start_ranks(2, *words, before=hang_on_the_second)
+    assert [rank.end().code for rank in ranks][1] == 75
+    run = Outcome(folder=tmp_path / "stopped")
+    assert run.checkpoint.name == "step_00000005" and run.read("status.json")["status"] == "resumable"

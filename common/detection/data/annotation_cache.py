@@ -1,12 +1,13 @@
 """Annotation cache: the columns that an earlier start has read, in a file of Arrow that is mapped.
 
-A file that is incomplete, or was made from other data or by other code, is not used.
+A file that is damaged, or was made from other data or by other code, is not used.
 """
 
 import hashlib
 import json
 import os
 import time
+import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from common.detection.data.masks import Masks
 from common.detection.data.stamps import Stamps, stamps_of
 from common.durable import replace_file
 
+_HEAD = 64  # bytes before the content, for its checksum
 _UNUSED = 30 * 86_400  # seconds after which a file that was not loaded is removed
 # The columns depend on this code besides the data: if it has changed, the data are read again.
 _ROOMS = [Path(__file__).parent, Path(images.__file__).parent]
@@ -81,13 +83,23 @@ def _write(file: Path, parts: Parts, seen: Stamps) -> None:
         with suppress(OSError):
             if other.stat().st_mtime < time.time() - _UNUSED:
                 other.unlink()
-    replace_file(file, content.getvalue())
+    data = content.getvalue()
+    replace_file(file, _checksum(data) + data.to_pybytes())
+
+
+def _checksum(data: pa.Buffer) -> bytes:
+    """The CRC-32 of `data`, in as many bytes as Arrow aligns its arrays to."""
+    return zlib.crc32(data).to_bytes(_HEAD, "little")
 
 
 def load(file: Path) -> Parts | None:
     """The parts in `file`, if it is complete and no file that it was made from has changed."""
     try:
-        batch = pa.ipc.open_file(pa.memory_map(str(file))).get_batch(0)
+        files.check_regular(file)
+        content = pa.memory_map(str(file)).read_buffer()
+        if content[:_HEAD].to_pybytes() != _checksum(content[_HEAD:]):
+            return None
+        batch = pa.ipc.open_file(content[_HEAD:]).get_batch(0)
     except (OSError, ValueError):  # no file, no permission, or a name that Arrow can't take
         return None
     with suppress(OSError):

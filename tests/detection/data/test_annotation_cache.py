@@ -131,16 +131,22 @@ def test_what_a_kill_has_left_and_unused_caches_are_removed_after_a_month(tmp_pa
 
 
 def test_what_can_not_be_trusted_is_read_again(tmp_path, place, monkeypatch):
-    """A torn file, other code, another copy of the data; files as young as a coarse clock are not cached. An image that is
-    gone is refused.
+    """A torn file, a flipped bit, a FIFO, other code, another copy of the data; files as young as a coarse clock are not
+    cached. An image that is gone is refused.
     """
     root = coco(coco(tmp_path / "data"), "val")
     first = read(root)
     (file,) = place.iterdir()
     whole = file.read_bytes()
-    file.write_bytes(whole[:-5])
+    flipped = bytearray(whole)
+    flipped[whole.index(first[0].boxes.tobytes())] ^= 2
+    for damaged in (whole[:-5], flipped, b""):
+        file.write_bytes(damaged)
+        check_same(first[0], read(root)[0])
+        assert file.read_bytes() == whole
+    file.unlink()
+    os.mkfifo(file)
     check_same(first[0], read(root)[0])
-    assert file.read_bytes() == whole
     monkeypatch.setattr(annotation_cache, "_CODE", annotation_cache._CODE[1:])
     read(root)
     content = json.loads((root / "train.json").read_text())
