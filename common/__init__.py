@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+from common.process import ensure_home, guard_streams
+
 
 def _refuse_old_copy() -> None:
     """End the process if it runs a copy of a recipe from before 0.2.0, whose imports would fail one after the other."""
@@ -21,4 +23,6 @@ def _refuse_old_copy() -> None:
         sys.exit(2)
 
 
+guard_streams()
+ensure_home()
 _refuse_old_copy()

@@ -33,7 +33,7 @@ from common.distributed.collectives import all_or_none, broadcast_object, gather
 from common.distributed.environment import environment
 from common.errors import Refused
 from common.launching import launch
-from common.launching.exit_codes import END, RESTART, RESUMABLE, notice, signal_name
+from common.launching.exit_codes import END, RESTART, RESUMABLE, handle_stopping, notice, signal_name
 from common.run import micro_batch, plots
 from common.run.folder import RunFolder, write_status
 from common.run.profiling import Profile
@@ -52,7 +52,6 @@ from common.training.update_size import UpdateSize
 from common.training.warm_up import first_line, is_out_of_memory, warm_up
 
 FIRST_SHOWN = 24  # samples of the first global batch, as a picture
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Run:
@@ -100,7 +99,7 @@ class Run:
         self._started = self._stopping = False
 
     def __enter__(self) -> "Run":
-        self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        self._handlers = handle_stopping(self._on_signal)
         watchdog.on_end(lambda cause: write_status(self.path, "failed", self.step, cause))
         return self
 
