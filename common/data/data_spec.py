@@ -9,6 +9,7 @@ import numpy as np
 
 from common.config.origin import Origin
 from common.data import splits
+from common.data.source import earlier_fingerprint
 from common.data.splits import Piece, kind_of
 from common.errors import Refused
 from common.randomness import key_of
@@ -139,6 +140,13 @@ def same_everywhere(sources: Sequence[S]) -> tuple[S, S]:
 def fingerprint(train: Any, val: Any) -> str:
     """Names the data of a run: both sources, in 25 characters."""
     return f"{train.fingerprint[:12]}-{val.fingerprint[:12]}"
+
+
+def is_fingerprint(recorded: object, train: Any, val: Any) -> bool:
+    """True if a run of this version, or of an earlier one, has `recorded` these data."""
+    if recorded == fingerprint(train, val):
+        return True
+    return recorded == f"{earlier_fingerprint(train)[:12]}-{earlier_fingerprint(val)[:12]}"
 
 
 def data_rows(data: str, train, val, samples: str = "images") -> dict[str, str]:

@@ -5,10 +5,11 @@ import json
 import os
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from PIL import Image
 
 from common.data.images import BrokenImage, open_rgb, opened
@@ -17,6 +18,7 @@ from common.data.stream import Blocks
 from common.errors import Refused, printable
 
 _TRIED = 16  # images, one of which must be readable
+_keeps_places = False  # see `earlier_fingerprint`
 
 
 class Source(Protocol):
@@ -156,14 +158,39 @@ def looked_at(count: int, drawn: int) -> np.ndarray:
 def fingerprint_of(
     classes: tuple[str, ...], labels: np.ndarray, contents: np.ndarray, names: pa.Array | pa.ChunkedArray | None = None
 ) -> str:
-    """32 hex digits of classes, labels, `contents` (pixels, or sizes in bytes) and file names."""
+    """32 hex digits of classes, labels, `contents` (pixels, or sizes in bytes) and file names.
+
+    Of absolute names, what lies below their common folder counts: the same data at another place are the same.
+    """
     digest = hashlib.blake2b(json.dumps([classes, labels.shape]).encode(), digest_size=16)
     digest.update(np.ascontiguousarray(labels).data)
     digest.update(np.ascontiguousarray(contents).data)
     if names is not None:
+        above = 0 if _keeps_places else _length_of_common_folder(names)
         for start in range(0, len(names), 65536):  # in chunks: never a list of all names
-            digest.update(repr(names[start : start + 65536].to_pylist()).encode())
+            chunk = names[start : start + 65536].to_pylist()
+            if above:
+                chunk = [name and name[above:] for name in chunk]
+            digest.update(repr(chunk).encode())
     return digest.hexdigest()
+
+
+def earlier_fingerprint(source: Any) -> str:
+    """The fingerprint of `source` in runs of before 0.3.0, in which absolute names counted whole."""
+    global _keeps_places
+    _keeps_places = True
+    try:
+        return replace(source).fingerprint  # a copy, which has computed none yet
+    finally:
+        _keeps_places = False
+
+
+def _length_of_common_folder(names: pa.Array | pa.ChunkedArray) -> int:
+    """The length of the folder that all `names` begin with, if they are absolute; else 0."""
+    bounds = pc.min_max(names).as_py()
+    if not bounds["min"] or not os.path.isabs(bounds["min"]):
+        return 0
+    return len(os.path.dirname(os.path.commonprefix(list(bounds.values()))))
 
 
 def path_of(root: str | os.PathLike, paths: pa.LargeBinaryArray, index: int) -> str:

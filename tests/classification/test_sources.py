@@ -1,6 +1,8 @@
 """Digits, folders and tables become sources with the right images, labels and parts."""
 
+import hashlib
 import io
+import json
 import os
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -14,6 +16,7 @@ import pytest
 from PIL import Image
 
 from common.classification.sources import Spec, load
+from common.data.data_spec import fingerprint, is_fingerprint
 from common.data.images import BrokenImage
 from common.data.splits import by_part, kind_of
 from common.errors import Refused
@@ -209,9 +212,17 @@ def test_images_are_found_in_any_case_through_links_and_under_names_that_are_no_
     assert all(source.image(index).size == (4, 3) for source, index in found.values())
 
 
-def test_folder_fingerprint_is_of_the_content_not_of_the_place(tmp_path):
+def listed(root: Path) -> Path:
+    """A list of absolute paths."""
+    rows = [f"{path},{path.parent.name}\n" for path in sorted(root.rglob("*.png"))]
+    (root / "list.csv").write_text("".join(["image,label\n", *rows]))
+    return root / "list.csv"
+
+
+@pytest.mark.parametrize("data_of", [Path, listed])
+def test_a_fingerprint_is_of_the_content_not_of_the_place(tmp_path, data_of):
     def fingerprints(root: Path) -> list[str]:
-        return [source.fingerprint for source in read(root)]
+        return [source.fingerprint for source in read(data_of(root))]
 
     first = fingerprints(pets(tmp_path / "a"))
     assert fingerprints(pets(tmp_path / "elsewhere/b")) == first
@@ -224,6 +235,22 @@ def test_folder_fingerprint_is_of_the_content_not_of_the_place(tmp_path):
     for index, change in enumerate(changes):
         change(pets(tmp_path / str(index)))
         assert fingerprints(tmp_path / str(index)) != first, index
+
+
+def test_runs_that_recorded_whole_paths_still_know_their_data(tmp_path):
+    def recorded_by_0_2_0(source) -> str:
+        digest = hashlib.blake2b(json.dumps([source.classes, source.labels.shape]).encode(), digest_size=16)
+        names = [source.name(index) for index in range(len(source))]
+        for content in (source.labels.tobytes(), source.sizes.tobytes(), repr(names).encode()):
+            digest.update(content)
+        return digest.hexdigest()[:12]
+
+    train, val = read(listed(pets(tmp_path / "a")))
+    recorded = f"{recorded_by_0_2_0(train)}-{recorded_by_0_2_0(val)}"
+    assert recorded != fingerprint(train, val)
+    assert is_fingerprint(recorded, train, val) and is_fingerprint(fingerprint(train, val), train, val)
+    assert not is_fingerprint(recorded, val, train) and not is_fingerprint("", train, val)
+
 
 
 # ---- tables
