@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from common.data.images import SUFFIXES
 from common.data.source import Files, Source, refuse_broken
 from common.data.tables import part_labels, read_tables
 from common.errors import Refused
-from common.files import walk
+from common.files import holds_runs, walk
 
 __all__ = ["Source", "Spec", "load"]
 
@@ -86,8 +86,15 @@ def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None
             f"folder, parquet, CSV, or a Hugging Face name such as owner/name{nearest_path(root)}"
         )
     folders = _part_folders(root)
+    runs = [name for name in _list_folders(root) if holds_runs(root / name)]
+    notes = (f"left out: runs of these recipes in {', '.join(runs)}/",) if runs else ()
     labels = {name: "the folder" if folder == root else f"{name}/" for name, folder in folders.items()}
-    return Parts(labels, lambda names: _read_folders([folders[name] for name in names], spec.min_classes))
+
+    def read_parts(names: Sequence[str]) -> list[Files]:
+        sources = _read_folders([folders[name] for name in names], spec.min_classes)
+        return [replace(source, notes=source.notes + notes) for source in sources]
+
+    return Parts(labels, read_parts)
 
 
 # ---- folders
@@ -130,6 +137,11 @@ def _part_folders(root: Path) -> dict[str, Path]:
 
 
 def _subfolders(folder: Path) -> list[str]:
+    """The names of the folders that may be classes or parts."""
+    return [name for name in _list_folders(folder) if not holds_runs(folder / name)]
+
+
+def _list_folders(folder: Path) -> list[str]:
     with os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 

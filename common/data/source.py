@@ -190,7 +190,8 @@ def _length_of_common_folder(names: pa.Array | pa.ChunkedArray) -> int:
     bounds = pc.min_max(names).as_py()
     if not bounds["min"] or not os.path.isabs(bounds["min"]):
         return 0
-    return len(os.path.dirname(os.path.commonprefix(list(bounds.values()))))
+    prefix = os.path.commonprefix(list(bounds.values()))  # noqa: RUF071  (of characters: its last name may be cut off)
+    return len(os.path.dirname(prefix))
 
 
 def path_of(root: str | os.PathLike, paths: pa.LargeBinaryArray, index: int) -> str:

@@ -237,6 +237,18 @@ def test_a_fingerprint_is_of_the_content_not_of_the_place(tmp_path, data_of):
         assert fingerprints(tmp_path / str(index)) != first, index
 
 
+@pytest.mark.parametrize("run", ["runs/first", "first", "cat/mine", "train/runs/first"])
+def test_runs_in_the_data_folder_are_no_data(tmp_path, run):
+    """As `--data .` leaves them there, and as the present run has made its own folder before."""
+    root = pets(tmp_path / "train").parent if run.startswith("train/") else pets(tmp_path)
+    before = [source.fingerprint for source in read(root)]
+    tree(root / run, {".lock": "", "log.txt": "", "pictures/first_batch.png": 3, "best/model.png": 4})
+    train, val = read(root)
+    assert [train.fingerprint, val.fingerprint] == before and train.classes == ("cat", "dog")
+    is_beside_classes = run in ("runs/first", "first")
+    assert (f"left out: runs of these recipes in {run.split('/')[0]}/" in train.notes) == is_beside_classes
+
+
 def test_runs_that_recorded_whole_paths_still_know_their_data(tmp_path):
     def recorded_by_0_2_0(source) -> str:
         digest = hashlib.blake2b(json.dumps([source.classes, source.labels.shape]).encode(), digest_size=16)
@@ -250,7 +262,6 @@ def test_runs_that_recorded_whole_paths_still_know_their_data(tmp_path):
     assert recorded != fingerprint(train, val)
     assert is_fingerprint(recorded, train, val) and is_fingerprint(fingerprint(train, val), train, val)
     assert not is_fingerprint(recorded, val, train) and not is_fingerprint("", train, val)
-
 
 
 # ---- tables
