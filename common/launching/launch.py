@@ -114,6 +114,9 @@ def run(main: Callable[[], None]) -> None:
     and rank; the other processes only print that they have lost one.
     """
     guard_streams()
+    # torch.distributed.launch says it also in the environment, as torchrun does.
+    rank_flags = [f"--local{mark}rank={os.environ.get('LOCAL_RANK')}" for mark in "-_"]
+    sys.argv = [arg for arg in sys.argv if arg not in rank_flags]
     try:
         complete(os.environ)  # main may ask for LOCAL_RANK before it starts the run
         main()
