@@ -114,6 +114,9 @@ def run(main: Callable[[], None]) -> None:
     and rank; the other processes only print that they have lost one.
     """
     guard_streams()
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"  # else classes would get the names of folders in another encoding
+        os.execv(sys.executable, sys.orig_argv)
     # torch.distributed.launch says it also in the environment, as torchrun does.
     rank_flags = [f"--local{mark}rank={os.environ.get('LOCAL_RANK')}" for mark in "-_"]
     sys.argv = [arg for arg in sys.argv if arg not in rank_flags]

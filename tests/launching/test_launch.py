@@ -230,7 +230,9 @@ def test_a_refusal_is_one_line_whatever_the_names_in_it(monkeypatch, capsys) -> 
 
 @pytest.mark.parametrize("flag", ["--local-rank=0", "--local_rank=0"])
 def test_the_flag_of_torch_distributed_launch_is_known(monkeypatch, flag) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(
+        os, "environ", dict.fromkeys(["LOCAL_RANK", "RANK"], "0") | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    )
     monkeypatch.setattr("sys.argv", ["cls.py", flag, "--lr", "0.5", "--local_rank=1"])
     left = []
     launch.run(lambda: left.extend(sys.argv))
