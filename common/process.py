@@ -1,12 +1,13 @@
 """What a process finds when it starts: standard streams, a home. A missing or broken one never ends it."""
 
+import atexit
 import getpass
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 
@@ -32,9 +33,7 @@ def guard_streams() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
         for method_name in ("write", "flush"):
-            method = getattr(stream, method_name)
-            if not hasattr(method, "is_guarded"):
-                setattr(stream, method_name, _guard(stream, method))
+            setattr(stream, method_name, _guard(stream, getattr(stream, method_name)))
 
 
 def drop_output(stream: Any) -> None:
@@ -56,13 +55,9 @@ def ensure_home() -> None:
         os.environ["USER"] = f"uid{os.getuid()}"
     if os.path.expanduser("~") != "~":
         return
-    home = Path(tempfile.gettempdir(), f"home-{os.getuid()}")
-    try:
-        home.mkdir(mode=0o700, exist_ok=True)
-        is_own = home.lstat().st_uid == os.getuid() and not home.is_symlink()
-    except OSError:
-        is_own = False
-    os.environ["HOME"] = str(home) if is_own else tempfile.mkdtemp()
+    # The launcher of `machines` makes one for all its processes. Others that share a temporary folder can't know its name.
+    os.environ["HOME"] = tempfile.mkdtemp(prefix="home-")
+    atexit.register(shutil.rmtree, os.environ["HOME"], ignore_errors=True)
 
 
 def _guard(stream: Any, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,9 +70,8 @@ def _guard(stream: Any, method: Callable[..., Any]) -> Callable[..., Any]:
             return None
         except (OSError, ValueError) as error:  # ValueError: the stream was closed
             drop_output(stream)
-            if stream is sys.stdout and not isinstance(error, BrokenPipeError):
+            if stream is sys.stdout and isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
                 print(f"standard output can't be written, the rest of it is lost: {error}", file=sys.stderr)
             return None
 
-    guarded.is_guarded = True  # type: ignore[attr-defined]
     return guarded

@@ -86,7 +86,7 @@ def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None
             f"folder, parquet, CSV, or a Hugging Face name such as owner/name{nearest_path(root)}"
         )
     folders = _part_folders(root)
-    runs = [name for name in _list_folders(root) if holds_runs(root / name)]
+    runs = sorted(path.name for path in root.iterdir() if path.is_dir() and holds_runs(path))
     notes = (f"left out: runs of these recipes in {', '.join(runs)}/",) if runs else ()
     labels = {name: "the folder" if folder == root else f"{name}/" for name, folder in folders.items()}
 
@@ -138,12 +138,9 @@ def _part_folders(root: Path) -> dict[str, Path]:
 
 def _subfolders(folder: Path) -> list[str]:
     """The names of the folders that may be classes or parts."""
-    return [name for name in _list_folders(folder) if not holds_runs(folder / name)]
-
-
-def _list_folders(folder: Path) -> list[str]:
     with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    return [name for name in names if not holds_runs(folder / name)]
 
 
 def _scan(root: Path, classes: list[str]) -> Files:
