@@ -41,29 +41,6 @@ def test_a_hanging_start_is_left_behind(launch: Launcher, tmp_path: Path) -> Non
     assert time.monotonic() - began < 40, "W&B's own exit hook waits 60 s here"
 
 
-ODD = """
-import os, sys
-from pathlib import Path
-from accelerate import PartialState
-from common.run import tracking
-
-PartialState(cpu=True)
-for mode, project in (("foo", "p"), ("offline", "my/project")):
-    os.environ["WANDB_MODE"] = mode
-    tracker = tracking.Tracker("wandb", folder=Path(sys.argv[1]), config={"project": project})
-    tracker.log(7, {"eval/AP": 0.5})
-    tracker.finish()
-"""
-
-
-def test_odd_settings_of_wandb_turn_it_off_with_a_line(launch: Launcher, tmp_path: Path) -> None:
-    ended = launch.start_python("-c", ODD, tmp_path).finish()
-    lines = ended.stdout.splitlines()
-    assert (ended.returncode, ended.stderr, len(lines)) == (0, "", 2), ended
-    for line, cause in zip(lines, ("foo", "my/project"), strict=True):
-        assert line.startswith("wandb failed (") and cause in line and line.endswith("metrics.jsonl has every row")
-
-
 class Backend:
     """Stands for a tracker package; `open` lets it go on, `broken` makes every call fail."""
 
