@@ -133,12 +133,12 @@ def walk(top: str | PathLike) -> Iterator[tuple[str, list[os.DirEntry]]]:
                 (linked if entry.is_symlink() else todo).append(entry.path)
 
 
-def is_run_folder(path: str | PathLike) -> bool:
+def is_run_folder(path: str | Path) -> bool:
     """True for the folder of one run of these recipes, also of the present one, which is there before its data are read."""
     return all(os.path.isfile(os.path.join(path, name)) for name in (".lock", "log.txt"))
 
 
-def holds_runs(path: str | PathLike) -> bool:
+def holds_runs(path: str | Path) -> bool:
     """True for a run folder, and for a folder such as runs/, of run folders and reports. Quick: it looks at few entries."""
     with os.scandir(path) as entries:
         first_entries = list(islice(entries, _FEW))
