@@ -66,7 +66,7 @@ def _guard(stream: Any, method: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(*args: Any) -> Any:
         try:
             return method(*args)
-        except BlockingIOError:  # a terminal that is slower than what is printed
+        except (BlockingIOError, RuntimeError):  # a slow terminal; a signal's handler prints while this prints
             return None
         except (OSError, ValueError) as error:  # ValueError: the stream was closed
             drop_output(stream)

@@ -142,10 +142,10 @@ def fingerprint(train: Any, val: Any) -> str:
     return f"{train.fingerprint[:12]}-{val.fingerprint[:12]}"
 
 
-def is_fingerprint(recorded: object, train: Any, val: Any) -> bool:
-    """True if a run of this version, or of an earlier one, has `recorded` these data."""
-    if recorded == fingerprint(train, val):
-        return True
+def is_fingerprint(recorded: str, train: Any, val: Any) -> bool:
+    """True if a run of this version, or of an earlier one, has `recorded` these data; "" if there is no such run."""
+    if not recorded or recorded == fingerprint(train, val):
+        return bool(recorded)
     return recorded == f"{earlier_fingerprint(train)[:12]}-{earlier_fingerprint(val)[:12]}"
 
 

@@ -1,5 +1,6 @@
 """Lists of labelled images: the protocol of a source, the source of files, and checks of any source."""
 
+import copy
 import hashlib
 import json
 import os
@@ -180,7 +181,9 @@ def earlier_fingerprint(source: Any) -> str:
     global _keeps_places
     _keeps_places = True
     try:
-        return replace(source).fingerprint  # a copy, which has computed none yet
+        twin = copy.copy(source)
+        vars(twin).pop("fingerprint", None)  # it is cached
+        return twin.fingerprint
     finally:
         _keeps_places = False
 
