@@ -41,7 +41,7 @@ _JUNK = frozenset(
     ]
 )
 _DEEPEST = 9  # levels of nesting in a YAML file, with the values
-_FEW = 16  # values of a list that may be an alias
+_FEW = 16  # values of a list that may be an alias; entries of a folder that are looked at
 
 
 class OddFile(OSError):
@@ -138,6 +138,8 @@ def is_junk(name: str) -> bool:
 def walk(top: str | PathLike) -> Iterator[tuple[str, list[os.DirEntry]]]:
     """`top` and every folder below it, each with its entries sorted by name, without junk (`is_junk`).
 
+    So are run folders of these recipes, if people stand in their data folder: pictures of a run are no data.
+
     Links are followed, but each real folder is visited once, by its own path if that is below `top`. Otherwise folders that
     link to each other would be walked endlessly.
     """
@@ -153,8 +155,21 @@ def walk(top: str | PathLike) -> Iterator[tuple[str, list[os.DirEntry]]]:
             entries = sorted((entry for entry in found if not is_junk(entry.name)), key=lambda entry: entry.name)
         yield folder, entries
         for entry in reversed(entries):
-            if entry.is_dir():
+            if entry.is_dir() and not is_run_folder(entry.path):
                 (linked if entry.is_symlink() else todo).append(entry.path)
+
+
+def is_run_folder(path: str | Path) -> bool:
+    """True for the folder of one run of these recipes, also of the present one, which is there before its data are read."""
+    return all(os.path.isfile(os.path.join(path, name)) for name in (".lock", "log.txt"))
+
+
+def holds_runs(path: str | Path) -> bool:
+    """True for a run folder, and for a folder such as runs/, of run folders and reports. Quick: it looks at few entries."""
+    with os.scandir(path) as entries:
+        first_entries = list(islice(entries, _FEW))
+    others = [entry.path for entry in first_entries if not entry.name.startswith((".", "evaluation"))]
+    return is_run_folder(path) or (bool(others) and all(map(is_run_folder, others)))
 
 
 def read_yaml(path: str | PathLike, limit: int, *, only_text: bool = False) -> Any:

@@ -107,13 +107,19 @@ def _found(resume: str, checkpoints: Checkpoints, say: Callable[..., None]) -> C
     return checkpoints.newest(say) if resume == "auto" else _named(Path(resume), checkpoints, say)
 
 
+def compare_identities(recorded: dict, current: dict) -> list[str]:
+    """How the identities of two runs differ, in words. A flag that is off is as if it were not there."""
+    differing = []
+    for key in sorted(recorded.keys() | current.keys()):
+        is_off = not recorded.get(key) and not current.get(key)
+        if recorded.get(key) != current.get(key) and not is_off:
+            there = recorded.get(key, "(absent)")
+            differing.append(f"{key} {there!s:.100} there, {current.get(key, '(absent)')} here")
+    return differing
+
+
 def _check_identity(found: Checkpoint, mine: dict) -> None:
-    theirs = found.record.get("identity") or {}
-    differing = [
-        f"{key} {theirs.get(key, '(absent)')!s:.100} there, {mine.get(key, '(absent)')} here"
-        for key in sorted(theirs.keys() | mine.keys())
-        if theirs.get(key) != mine.get(key)
-    ]
+    differing = compare_identities(found.record.get("identity") or {}, mine)
     if differing:
         raise Refused(f"{found.path} belongs to another run: {'; '.join(differing)}; give this run another --name")
 

@@ -21,7 +21,7 @@ from common.data.notes import Notes
 from common.data.source import Files, Source, refuse_broken
 from common.data.tables import part_labels, read_tables
 from common.errors import Refused
-from common.files import MEDIUM, is_junk, read_text, sizes_of, walk
+from common.files import MEDIUM, holds_runs, is_junk, read_text, sizes_of, walk
 
 __all__ = ["Source", "Spec", "load"]
 
@@ -96,8 +96,15 @@ def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None
             f"folder, parquet, CSV, or a Hugging Face name such as owner/name{nearest_path(root)}"
         )
     folders = _part_folders(root)
+    runs = sorted(path.name for path in root.iterdir() if path.is_dir() and holds_runs(path))
+    notes = (f"left out: runs of these recipes in {', '.join(runs)}/",) if runs else ()
     labels = {name: "the folder" if folder == root else f"{name}/" for name, folder in folders.items()}
-    return Parts(labels, lambda names: _read_folders([folders[name] for name in names], spec.min_classes))
+
+    def read_parts(names: Sequence[str]) -> list[Files]:
+        sources = _read_folders([folders[name] for name in names], spec.min_classes)
+        return [replace(source, notes=source.notes + notes) for source in sources]
+
+    return Parts(labels, read_parts)
 
 
 # ---- folders
@@ -186,8 +193,10 @@ def _part_folders(root: Path) -> dict[str, Path]:
 
 
 def _subfolders(folder: Path) -> list[str]:
+    """The names of the folders that may be classes or parts."""
     with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not is_junk(entry.name))
+        names = sorted(entry.name for entry in entries if entry.is_dir() and not is_junk(entry.name))
+    return [name for name in names if not holds_runs(folder / name)]
 
 
 def _scan(root: Path, folders: Sequence[str], classes: list[str]) -> Files:

@@ -5,7 +5,6 @@ import dataclasses
 import inspect
 import os
 import shutil
-import sys
 import textwrap
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -41,10 +40,7 @@ def print_help(config_class: type, config: Any, program: str, everything: bool) 
         parts.append(f"These are {number} of {1 + len(titles)} flags; --help all shows every one.")
     parts += [f"{title}:\n" + "\n".join(flags) for title, flags in groups.items()]
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        try:
-            print("\n\n".join(parts), flush=True)
-        except BrokenPipeError:  # the reader has closed the pipe, as in `--help | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it again when it exits
+        print("\n\n".join(parts), flush=True)
     raise SystemExit
 
 

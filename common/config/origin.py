@@ -45,9 +45,14 @@ class Origin:
         return "; ".join(parts)
 
     def trained_on(self, data: str) -> bool:
-        """True if the run was trained on `data`, whose held-out part alone may be evaluated."""
-        theirs = self.config.get("data", "")
-        return bool(theirs) and _place(theirs) == _place(data)
+        """True if the run was trained on `data`, whose held-out part alone may be evaluated.
+
+        A folder of the same name is taken for the same data, moved, if that of the run is not there.
+        """
+        recorded = str(self.config.get("data") or "")
+        if os.path.isabs(recorded) and not os.path.exists(recorded):
+            return Path(recorded).name == Path(data).name
+        return bool(recorded) and _place(recorded) == _place(data)
 
     def places(self, classes: Sequence[str], data: str, called: Mapping[str, str]) -> list[int]:
         """The model's class id of each name in `classes`, the classes of the data set `data`.

@@ -11,7 +11,7 @@ from common.config.origin import Origin
 from common.data import splits
 from common.data.copies import find_copies
 from common.data.notes import Notes
-from common.data.source import Files, group_by_folder
+from common.data.source import Files, earlier_fingerprint, group_by_folder
 from common.data.splits import Piece, kind_of
 from common.errors import Refused
 from common.randomness import key_of
@@ -185,6 +185,13 @@ def same_everywhere(sources: Sequence[S]) -> tuple[S, S]:
 def fingerprint(train: Any, val: Any) -> str:
     """Names the data of a run: both sources, in 25 characters."""
     return f"{train.fingerprint[:12]}-{val.fingerprint[:12]}"
+
+
+def is_fingerprint(recorded: str, train: Any, val: Any) -> bool:
+    """True if a run of this version, or of an earlier one, has `recorded` these data; "" if there is no such run."""
+    if not recorded or recorded == fingerprint(train, val):
+        return bool(recorded)
+    return recorded == f"{earlier_fingerprint(train)[:12]}-{earlier_fingerprint(val)[:12]}"
 
 
 def data_rows(data: str, train, val, samples: str = "images") -> dict[str, str]:

@@ -1,12 +1,13 @@
 """Lists of labelled images: the protocol of a source, the source of files, and checks of any source."""
 
+import copy
 import hashlib
 import json
 import os
 import unicodedata
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +20,7 @@ from common.data.stream import Blocks
 from common.errors import Refused, printable
 
 _TRIED = 16  # images, one of which must be readable
+_keeps_places = False  # see `earlier_fingerprint`
 
 
 class Source(Protocol):
@@ -171,14 +173,42 @@ def spread(count: int, limit: int = _TRIED) -> np.ndarray:
 def fingerprint_of(
     classes: tuple[str, ...], labels: np.ndarray, contents: np.ndarray, names: pa.Array | pa.ChunkedArray | None = None
 ) -> str:
-    """32 hex digits of classes, labels, `contents` (pixels, or sizes in bytes) and file names."""
+    """32 hex digits of classes, labels, `contents` (pixels, or sizes in bytes) and file names.
+
+    Of absolute names, what lies below their common folder counts: the same data at another place are the same.
+    """
     digest = hashlib.blake2b(json.dumps([classes, labels.shape]).encode(), digest_size=16)
     digest.update(np.ascontiguousarray(labels).data)
     digest.update(np.ascontiguousarray(contents).data)
     if names is not None:
+        above = 0 if _keeps_places else _length_of_common_folder(names)
         for start in range(0, len(names), 65536):  # in chunks: never a list of all names
-            digest.update(repr(names[start : start + 65536].to_pylist()).encode())
+            chunk = names[start : start + 65536].to_pylist()
+            if above:
+                chunk = [name and name[above:] for name in chunk]
+            digest.update(repr(chunk).encode())
     return digest.hexdigest()
+
+
+def earlier_fingerprint(source: Any) -> str:
+    """The fingerprint of `source` in runs of before 0.3.0, in which absolute names counted whole."""
+    global _keeps_places
+    _keeps_places = True
+    try:
+        twin = copy.copy(source)
+        vars(twin).pop("fingerprint", None)  # it is cached
+        return twin.fingerprint
+    finally:
+        _keeps_places = False
+
+
+def _length_of_common_folder(names: pa.Array | pa.ChunkedArray) -> int:
+    """The length of the folder that all `names` begin with, if they are absolute; else 0."""
+    bounds = pc.min_max(names).as_py()
+    if not bounds["min"] or not os.path.isabs(bounds["min"]):
+        return 0
+    prefix = os.path.commonprefix(list(bounds.values()))  # noqa: RUF071  (of characters: its last name may be cut off)
+    return len(os.path.dirname(prefix))
 
 
 def path_of(root: str | os.PathLike, paths: pa.LargeBinaryArray, index: int) -> str:

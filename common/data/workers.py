@@ -60,7 +60,7 @@ def begin(kept: int) -> None:
     end_with_parent()
     _let_go_of_sockets(kept)
     # A signal to the whole process group is meant for the training process, which needs its workers until it has saved.
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -16,16 +16,20 @@ from pathlib import Path
 import psutil
 import torch
 
-SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")  # sent to a launcher, they ask its machine to leave
+from common.launching.exit_codes import STOPPING, handle_stopping
+
 ENDING_S = 10.0  # how long processes that are ending may take
 
 
 def handle_signals(handler: Callable) -> None:
-    """Call `handler` for SIGNALS. Otherwise torch, which reads this list at each start of processes, would end them at once."""
+    """Call `handler` for the signals that ask this machine to leave.
+
+    Otherwise torch, which reads its list at each start of processes, would end them at once: at SIGHUP even under `nohup`.
+    """
     handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join({*handled} - {*SIGNALS}) or "SIGHUP"
-    for name in SIGNALS:
-        signal.signal(signal.Signals[name], handler)
+    others = {*handled} - {signal.Signals(number).name for number in STOPPING}
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(others) or "SIGQUIT"
+    handle_stopping(handler)
 
 
 def replace_log(tell: Callable[[int, int, int], None]) -> None:

@@ -8,12 +8,14 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 # Variables that the launcher sets: the folder's path, and the number of machines that the run needs.
 EXIT_FOLDER, AT_LEAST = "RECIPES_EXIT_FOLDER", "RECIPES_AT_LEAST"
 RESUMABLE = 75  # asked to stop, and saved: EX_TEMPFAIL of sysexits.h, "try again"
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # they ask a process to stop
 RESTART, END = "restart", "end"  # a launcher ends its processes to start them again, or ends as well
 _ANNOUNCEMENT, _NOTICE = "exit", "notice"  # files in the folder
 
@@ -56,6 +58,19 @@ def notice() -> str:
 def signal_name(number: int) -> str:
     """How messages name a signal: SIGTERM, SIGUSR1 or Ctrl-C."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+def handle_stopping(handler: Callable) -> dict[int, Any]:
+    """Call `handler` for the signals that ask to stop; returns the handlers before, by signal.
+
+    Under `nohup`, SIGHUP stays ignored. But torchrun's own agent ends its processes at SIGHUP even then, so they save.
+    """
+    is_torchs = "TORCHELASTIC_RUN_ID" in os.environ and EXIT_FOLDER not in os.environ
+    handlers = {}
+    for number in STOPPING:
+        if number != signal.SIGHUP or is_torchs or signal.getsignal(number) != signal.SIG_IGN:
+            handlers[int(number)] = signal.signal(number, handler)
+    return handlers
 
 
 def clear(folder: Path) -> None:

@@ -30,6 +30,7 @@ from common.launching.exit_codes import AT_LEAST, END, EXIT_FOLDER, RESTART, RES
 from common.launching.launch_checks import wants_cpu
 from common.launching.launchers import EXPORTED, Launch, complete
 from common.launching.meeting import meet
+from common.process import guard_streams
 
 REFUSAL_DELAY_S = 20.0  # how long the other processes of a machine wait for the first one to print the refusal
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # if set, a person has chosen
@@ -112,6 +113,13 @@ def run(main: Callable[[], None]) -> None:
     restarts itself; several processes need a launcher that restarts them. A process that fails alone prints its traceback
     and rank; the other processes only print that they have lost one.
     """
+    guard_streams()
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"  # else classes would get the names of folders in another encoding
+        os.execv(sys.executable, sys.orig_argv)
+    # torch.distributed.launch says it also in the environment, as torchrun does.
+    rank_flags = [f"--local{mark}rank={os.environ.get('LOCAL_RANK')}" for mark in "-_"]
+    sys.argv = [arg for arg in sys.argv if arg not in rank_flags]
     try:
         complete(os.environ)  # main may ask for LOCAL_RANK before it starts the run
         main()

@@ -207,4 +207,8 @@ def processes_asked(command: Sequence[str]) -> tuple[int | None, int] | None:
 
 
 def _is_on(environ: Mapping[str, str], variable: str) -> bool:
-    return bool(str_to_bool(environ.get(variable, "false") or "false"))
+    value = environ.get(variable) or "false"
+    try:
+        return bool(str_to_bool(value))
+    except ValueError:
+        raise Refused(f"{variable}={value}: must be true or false") from None

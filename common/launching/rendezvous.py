@@ -42,7 +42,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from common.errors import Refused
 from common.launching import agent, exit_codes, network
-from common.launching.exit_codes import END, RESTART, RESUMABLE, announced_exit
+from common.launching.exit_codes import END, RESTART, RESUMABLE, STOPPING, announced_exit
 from common.launching.membership import LEFT, RUNNING, WAITING, Membership, Round
 
 JOIN_S = 300  # how long a machine waits for the others
@@ -204,7 +204,7 @@ class Machines(RendezvousHandler):
         if announced := announced_exit(self._exits):
             return announced[0]
         # Asked to stop before they had installed their signal handlers.
-        return RESUMABLE if self._asked and {*codes} <= {-signal.SIGTERM, -signal.SIGINT} else 0
+        return RESUMABLE if self._asked and {*codes} <= {-number for number in STOPPING} else 0
 
     def _report_failure(self, code: int, local_rank: int, process: int) -> None:
         if self._on_purpose([code]):

@@ -3,7 +3,6 @@
 Only the main process writes; on the others, a `RunLog` does nothing.
 """
 
-import os
 import sys
 import time
 
@@ -34,12 +33,8 @@ class RunLog:
         """Log lines: print them and append them to log.txt."""
         if self._folder:
             text = "\n".join(map(printable, lines))
-            try:
-                tqdm.write(text, file=sys.stdout)
-                sys.stdout.flush()
-            except OSError:
-                # A closed terminal, or a full disk behind it, must not end the run: log.txt has all lines.
-                sys.stdout = open(os.devnull, "w")
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
             self._folder.log(text)
 
     def table(self, rows: dict[str, str]) -> None:

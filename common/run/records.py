@@ -116,6 +116,10 @@ class Records:
             say(f"this run is finished at step {step}; a larger --epochs or --max_steps takes it further")
             return now
         say(f"resuming from step {step} of {now} ({found.path})")
+        earlier_data = str(found.record["config"].get("data", ""))
+        data = getattr(self._config, "data", "")
+        if data != earlier_data:
+            say(f"the data are the same, and lie at {data} now; the run began with {earlier_data}")
         if before != now:
             rate = dataclasses.replace(self._schedule, total_steps=before)(step - 1)
             say(

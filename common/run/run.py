@@ -25,7 +25,7 @@ from common.config.parsing import identity, short_hash
 from common.data import duplicates
 from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
-from common.data.data_spec import data_rows, fingerprint
+from common.data.data_spec import data_rows, fingerprint, is_fingerprint
 from common.data.eval_cache import EvalCache
 from common.data.loader import DeviceBatch, evaluation_loader
 from common.distributed import determinism, devices, sharding, watchdog
@@ -41,13 +41,13 @@ from common.distributed.collectives import (
 from common.distributed.environment import environment
 from common.errors import Refused
 from common.launching import launch
-from common.launching.exit_codes import END, RESTART, RESUMABLE, notice, signal_name
+from common.launching.exit_codes import END, RESTART, RESUMABLE, handle_stopping, notice, signal_name
 from common.run import micro_batch, plots
-from common.run.folder import RunFolder, write_status
+from common.run.folder import RunFolder, read_json, write_status
 from common.run.profiling import Profile
 from common.run.progress import direction_of
 from common.run.records import Records, check_names, start_rows
-from common.run.saving import Saving
+from common.run.saving import Saving, find_run
 from common.run.shutdown import Shutdown
 from common.run.step_reports import Lap, StepReport, StepReports, first_said
 from common.run.tracking import require
@@ -61,7 +61,6 @@ from common.training.warm_up import first_line, is_out_of_memory, warm_up
 
 GRACE_S = 5.0  # seconds that a wait for data or an evaluation may take once this process was asked to stop
 FIRST_SHOWN = 24  # samples of the first global batch, as a picture
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Run:
@@ -91,7 +90,18 @@ class Run:
             raise Refused(f"--name {name}: must be a folder name without slashes; where it lies is --output_dir")
         BatchPlan(config.global_batch_size, world_size(), config.max_micro_batch_size)  # refused before data are read
         self._scratch = broadcast_object(tempfile.mkdtemp() if is_main() else None) if config.dry_run else None
-        self.path = Path(self._scratch or config.output_dir) / name
+        self._open(Path(self._scratch or config.output_dir) / name)
+        self._asked_by = ""  # what asked this process to stop
+        self._ended_by = self._agreed = ""  # the reason given to `stop`: on this rank; on some rank, known to all
+        self._asked_to_go = False  # whether this machine was asked to leave, rather than to restart its processes
+        self._started = self._stopping = False
+        # When a wait for data or an evaluation began, which can be left; before the first step, always.
+        self._leavable_since: float | None = 0.0
+        self._is_evaluating = self._is_whole = False  # whole: the state is that of `step`, no update has begun
+
+    def _open(self, path: Path) -> None:
+        """Claim the run folder `path`, which this start writes from here on."""
+        self.path, config = path, self.config
         with all_or_none("opening the run folder"):
             if is_main():
                 require(config.tracker)  # before a file is touched
@@ -102,16 +112,9 @@ class Run:
         self._writer = self._saving.writer
         self._shutdown = Shutdown(config, self.path, self._folder, self._records, self._writer)
         self._look_for_others()
-        self._asked_by = ""  # what asked this process to stop
-        self._ended_by = self._agreed = ""  # the reason given to `stop`: on this rank; on some rank, known to all
-        self._asked_to_go = False  # whether this machine was asked to leave, rather than to restart its processes
-        self._started = self._stopping = False
-        # When a wait for data or an evaluation began, which can be left; before the first step, always.
-        self._leavable_since: float | None = 0.0
-        self._is_evaluating = self._is_whole = False  # whole: the state is that of `step`, no update has begun
 
     def __enter__(self) -> "Run":
-        self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        self._handlers = handle_stopping(self._on_signal)
         watchdog.on_end(lambda cause: write_status(self.path, "failed", self.step, cause))
         return self
 
@@ -191,6 +194,7 @@ class Run:
             )
         TrainingState(model, optimizers)  # refuses parameters that no checkpoint would have
         sharding.check(model)
+        self._go_on_from_elsewhere(samples.source, evaluated.source)
         self.model, self._ema = model, optimization.build_ema(self.config, model)
         determinism.search_fastest(samples.few_shapes)
         freezing, data = Freezing(self.config, model, samples.stream), (samples.source, evaluated.source)
@@ -242,6 +246,22 @@ class Run:
         whole_batch = self.config.global_batch_size, world_size()
         return BatchPlan(*whole_batch, limit, math.lcm(samples.unit, unit), undivided_for)
 
+    def _go_on_from_elsewhere(self, train: Any, val: Any) -> None:
+        """Take the folder of the same run on the same data at another place, as in a job's scratch folder, if there is one.
+
+        The default name has the path of the data in it, since data are not read yet where a folder is claimed.
+        """
+        name = ""
+        if self._folder and self._folder.fresh and not self.config.name and self.config.resume == "auto":
+            expected = identity(self.config) | {"data": fingerprint(train, val)}
+            name = find_run(self.path.parent, recipe_source.stem(self.config), expected)
+        name = broadcast_object(name)
+        if name:
+            self._shutdown.leave_no_trace()
+            if self._folder:
+                self._folder.close()
+            self._open(self.path.with_name(name))
+
     @torch.compiler.set_stance("force_eager")  # a graph made before DDP wraps the model would keep it from overlapping
     def _fit(self, plan: BatchPlan) -> dict[str, str]:
         """Halve the micro-batches of `plan` until they fit. Returns rows of the start table.
@@ -262,7 +282,9 @@ class Run:
         """Load the checkpoint to resume from, if there is one, and open the run folder's files."""
         stream = schedule.stream
         self._stream, self.total_steps = stream, schedule.total_steps
-        identity_of_run = identity(self.config) | {"data": fingerprint(*data)}
+        recorded = read_json(self.path / "environment.json").get("fingerprint", "")
+        fingerprint_of_run = recorded if is_fingerprint(recorded, *data) else fingerprint(*data)
+        identity_of_run = identity(self.config) | {"data": fingerprint_of_run}
         recipe = recipe_source.read(self.config)
         records = self._records
         records.begin(state, stream, schedule, identity_of_run, recipe)

@@ -3,11 +3,12 @@
 All ranks call it alike; only the main process, which has a `folder`, writes.
 """
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from common.checkpoints.resume import choose_together
+from common.checkpoints.resume import choose_together, compare_identities
 from common.checkpoints.state import Tensors, TrainingState
 from common.checkpoints.store import AUDIT_FOLDER, Checkpoints, verify
 from common.checkpoints.writer import Writer, take_part
@@ -15,6 +16,7 @@ from common.config.fields import RunConfig
 from common.config.recipe_source import Source
 from common.distributed.collectives import broadcast_object
 from common.errors import Refused
+from common.files import MEDIUM
 from common.run.best import Best
 from common.run.folder import RunFolder, read_json
 from common.run.progress import Progress
@@ -123,3 +125,16 @@ class Saving:
         self._records.log.summary(summary)
         if read_json(self._path / "status.json").get("status") == "running":  # no rank has written why it failed
             folder.status("running", record["step"])
+
+
+def find_run(output_dir: Path, stem: str, expected: dict) -> str:
+    """The name of the newest run in `output_dir` with the identity `expected`; it begins with `stem`. "" if there is none."""
+    runs = sorted(output_dir.glob(f"{stem}-*/environment.json"), key=os.path.getmtime, reverse=True)
+    for environment in runs:
+        if read_json(environment).get("fingerprint") == expected["data"]:
+            run = environment.parent
+            for checkpoint in Checkpoints(run / "checkpoints").paths()[:1]:
+                record = read_json(checkpoint / "record.json", MEDIUM)
+                if not compare_identities(record.get("identity") or {}, expected):
+                    return run.name
+    return ""

@@ -51,6 +51,24 @@ def test_a_path_names_the_checkpoint_of_another_folder_or_the_newest_of_this(tmp
     assert chosen(first, tmp_path / "d") == (20, []), "a run that branched off resumes from its own"
 
 
+@pytest.mark.parametrize(
+    "changed, differing",
+    [
+        ({"lr": 0.2}, "lr 0.1 there, 0.2 here"),
+        ({"new_flag": "folder"}, r"new_flag \(absent\) there, folder here"),
+        ({"new_flag": ""}, ""),
+        ({"new_switch": False}, ""),
+    ],
+)
+def test_a_flag_newer_than_the_run_may_stay_off(tmp_path: Path, changed: dict, differing: str) -> None:
+    save(tmp_path, 1)
+    if not differing:
+        assert chosen("auto", tmp_path, MINE | changed)[0] == 1
+        return
+    with pytest.raises(Refused, match=f"belongs to another run: {differing}; give this run another --name"):
+        chosen("auto", tmp_path, MINE | changed)
+
+
 def network(value: float) -> nn.Module:
     model = nn.Linear(3, 2)
     nn.init.constant_(model.weight, value)

@@ -1,6 +1,8 @@
 """Digits, folders and tables become sources with the right images, labels and parts."""
 
+import hashlib
 import io
+import json
 import os
 import shutil
 import unicodedata
@@ -16,6 +18,7 @@ import pytest
 from PIL import Image
 
 from common.classification.sources import Spec, load
+from common.data.data_spec import fingerprint, is_fingerprint
 from common.data.images import BrokenImage
 from common.data.splits import by_part, kind_of
 from common.errors import Refused
@@ -354,9 +357,17 @@ def test_images_are_found_in_any_case_through_links_and_under_names_that_are_no_
     assert all(source.image(index).size == (4, 3) for source, index in found.values())
 
 
-def test_folder_fingerprint_is_of_the_content_not_of_the_place(tmp_path):
+def listed(root: Path) -> Path:
+    """A list of absolute paths."""
+    rows = [f"{path},{path.parent.name}\n" for path in sorted(root.rglob("*.png"))]
+    (root / "list.csv").write_text("".join(["image,label\n", *rows]))
+    return root / "list.csv"
+
+
+@pytest.mark.parametrize("data_of", [Path, listed])
+def test_a_fingerprint_is_of_the_content_not_of_the_place(tmp_path, data_of):
     def fingerprints(root: Path) -> list[str]:
-        return [source.fingerprint for source in read(root)]
+        return [source.fingerprint for source in read(data_of(root))]
 
     first = fingerprints(pets(tmp_path / "a"))
     assert fingerprints(pets(tmp_path / "elsewhere/b")) == first
@@ -369,6 +380,33 @@ def test_folder_fingerprint_is_of_the_content_not_of_the_place(tmp_path):
     for index, change in enumerate(changes):
         change(pets(tmp_path / str(index)))
         assert fingerprints(tmp_path / str(index)) != first, index
+
+
+@pytest.mark.parametrize("run", ["runs/first", "first", "cat/mine", "train/runs/first"])
+def test_runs_in_the_data_folder_are_no_data(tmp_path, run):
+    """As `--data .` leaves them there, and as the present run has made its own folder before."""
+    root = pets(tmp_path / "train").parent if run.startswith("train/") else pets(tmp_path)
+    before = [source.fingerprint for source in read(root)]
+    tree(root / run, {".lock": "", "log.txt": "", "pictures/first_batch.png": 3, "best/model.png": 4})
+    train, val = read(root)
+    assert [train.fingerprint, val.fingerprint] == before and train.classes == ("cat", "dog")
+    is_beside_classes = run in ("runs/first", "first")
+    assert (f"left out: runs of these recipes in {run.split('/')[0]}/" in train.notes) == is_beside_classes
+
+
+def test_runs_that_recorded_whole_paths_still_know_their_data(tmp_path):
+    def recorded_by_0_2_0(source) -> str:
+        digest = hashlib.blake2b(json.dumps([source.classes, source.labels.shape]).encode(), digest_size=16)
+        names = [source.name(index) for index in range(len(source))]
+        for content in (source.labels.tobytes(), source.sizes.tobytes(), repr(names).encode()):
+            digest.update(content)
+        return digest.hexdigest()[:12]
+
+    train, val = read(listed(pets(tmp_path / "a")))
+    recorded = f"{recorded_by_0_2_0(train)}-{recorded_by_0_2_0(val)}"
+    assert recorded != fingerprint(train, val)
+    assert is_fingerprint(recorded, train, val) and is_fingerprint(fingerprint(train, val), train, val)
+    assert not is_fingerprint(recorded, val, train) and not is_fingerprint("", train, val)
 
 
 # ---- tables

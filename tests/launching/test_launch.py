@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import socket
+import sys
 import tempfile
 import threading
 from types import SimpleNamespace
@@ -97,6 +98,7 @@ def test_what_a_sharded_run_cannot_meet_is_refused() -> None:
         ({**ONE, "ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "fp16"}, 0, "fp16 on a CPU"),
         ({**TWO, **HIDDEN_GPUS, "ACCELERATE_MIXED_PRECISION": "fp16"}, 0, "fp16 on a CPU"),
         ({**ONE, "ACCELERATE_MIXED_PRECISION": "fp8"}, 1, "fp8 is not one of no, fp16, bf16"),
+        ({**ONE, "ACCELERATE_USE_CPU": "maybe"}, 1, "ACCELERATE_USE_CPU=maybe: must be true or false"),
         ({**ONE, "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, 1, "INDUCTOR"),
         ({**TWO, "ACCELERATE_USE_FSDP": "true"}, 2, "fsdp_version: 2"),
         ({**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, 2, "set it to false"),
@@ -224,6 +226,17 @@ def test_a_refusal_is_one_line_whatever_the_names_in_it(monkeypatch, capsys) -> 
     launch.say("a\nb\x1b")
     told = capsys.readouterr()
     assert told.err == "cls.py: a\\nb \\x1b[2J \\udcff.png: é 足\n" and told.out == "a\\nb\\x1b\n"
+
+
+@pytest.mark.parametrize("flag", ["--local-rank=0", "--local_rank=0"])
+def test_the_flag_of_torch_distributed_launch_is_known(monkeypatch, flag) -> None:
+    monkeypatch.setattr(
+        os, "environ", dict.fromkeys(["LOCAL_RANK", "RANK"], "0") | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    )
+    monkeypatch.setattr("sys.argv", ["cls.py", flag, "--lr", "0.5", "--local_rank=1"])
+    left = []
+    launch.run(lambda: left.extend(sys.argv))
+    assert left == ["cls.py", "--lr", "0.5", "--local_rank=1"]
 
 
 def test_a_refusal_is_printed_once_and_waits_for_no_fifo_of_another_user(tmp_path, monkeypatch, capsys) -> None:

@@ -224,16 +224,18 @@ def test_an_older_checkpoint_branches_off_and_only_the_same_data_go_on(train, wh
     assert read(tmp_path / "run", "status.json")["step"] == 18
 
 
-def test_same_command_resumes_with_another_layout_and_cadence_but_not_with_another_seed(forks, images, tmp_path):
-    """Without a --name."""
+def test_same_command_resumes_elsewhere_but_not_with_another_seed(forks, images, tmp_path, tmp_path_factory):
+    """Without a --name: with another layout and cadence, and data at another place, as a requeued job's."""
     command = ["--data", images, "--output_dir", tmp_path, *SMALL]
     assert forks(*command, before=functools.partial(kill_at_step, 6)).code == -signal.SIGKILL
     (folder,) = tmp_path.iterdir()
     assert folder.name.startswith("cls-")
     changed = "--max_micro_batch_size 8 --workers 2 --tracker tensorboard --epochs 1 --max_steps 10".split()
     changed += "--checkpoint_every 3 --eval_every 2 --log_every 2 --keep_checkpoints 3".split()
-    second = forks(*command, *changed)
+    scratch = shutil.copytree(images, tmp_path_factory.mktemp("scratch") / "images")
+    second = forks(*command, *changed, "--data", scratch)
     assert second.code == 0 and "resuming from step 4 of 10" in second.stdout, second.stderr
+    assert f"the data are the same, and lie at {scratch} now; the run began with {images}\n" in second.stdout
     assert checkpoints(folder) == ["step_00000006", "step_00000009", "step_00000010"]
     assert [row["step"] for row in Outcome(folder=folder).rows] == [1, 2, 3, 4, 6, 8, 10]
     assert forks(*command, "--seed", 1).code == 0

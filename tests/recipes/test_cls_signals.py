@@ -25,6 +25,7 @@ INTERRUPTIONS = {
     2: {
         "KILL rank 1": "the loss of another process",
         "TERM launcher": "SIGTERM",
+        "HUP group": "SIGHUP",
         "KILL launcher": "the end of its launcher",
     },
     3: {"KILL rank 0": "the loss of another process", "INT group": "Ctrl-C", "USR1 rank 1": "SIGUSR1", "KILL all": ""},
@@ -60,9 +61,9 @@ def test_interrupted_run_is_bit_equal_to_the_uninterrupted(launch, run_several, 
 
 
 def ask_the_second(rank: int) -> None:
-    """In a fork: SIGUSR1 to this rank alone, in its fifth step."""
+    """In a fork: SIGHUP to this rank alone, in its fifth step."""
     if rank == 1:
-        after_step(lambda run: os.kill(os.getpid(), signal.SIGUSR1), 5, once_written=False)
+        after_step(lambda run: os.kill(os.getpid(), signal.SIGHUP), 5, once_written=False)
 
 
 def test_asking_one_rank_stops_all_within_two_steps(forks, tmp_path) -> None:
@@ -70,7 +71,7 @@ def test_asking_one_rank_stops_all_within_two_steps(forks, tmp_path) -> None:
     assert [rank.end().code for rank in ranks] == [75, 75]
     run = Outcome(folder=tmp_path / "asked")
     status = run.read("status.json")
-    assert (status["status"], status["cause"]) == ("resumable", "SIGUSR1") and 5 <= status["step"] <= 7
+    assert (status["status"], status["cause"]) == ("resumable", "SIGHUP") and 5 <= status["step"] <= 7
     assert run.checkpoint.name == f"step_{status['step']:08d}"
     assert run.column("step").tolist() == [*range(1, status["step"] + 1)]
 

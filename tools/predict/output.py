@@ -10,6 +10,7 @@ from typing import BinaryIO, NoReturn
 
 from common.durable import sync
 from common.errors import Refused
+from common.process import drop_output
 from tools.predict.rows import Format
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -98,7 +99,7 @@ class Output:
             self._fail(error)
 
     def _fail(self, error: OSError) -> NoReturn:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())  # takes what is still in the buffer
+        drop_output(self._file)
         if error.errno == errno.EPIPE:  # the reader has seen enough, such as `head`
             sys.exit(0)
         raise Refused(f"--output {self._path or 'stdout'}: {error.strerror}; what was written is incomplete") from None
