@@ -157,9 +157,8 @@ def build_model(config: Config, classes: tuple[str, ...], device: torch.device):
         model = detectors.build_detector(spec)
         if weights:
             model.begins_with = begin_with(model, weights, config, classes)
-    model.title = (
-        f"{config.detector} on {config.model}, up to {model.limit} detections in an image"  # in the start table
-    )
+    # In the start table.
+    model.title = f"{config.detector} on {config.model}, up to {model.limit} detections in an image"
     prepare_layers(config, model)
     if config.compile:
         model.backbone.compile()

@@ -135,8 +135,12 @@ def test_the_limit_of_detections_follows_the_objects(tmp_path) -> None:
         model = recipe.build_model(config, train.classes, torch.device("cpu"))
         assert model.limit == limit and model.title.endswith(f", up to {limit} detections in an image")
         assert describe(model)["options"]["detections_per_img"] == limit and fields == identity(config)
-        record = {"config": dataclasses.asdict(config), "identity": fields}
-        assert made_by(record)["config"]["max_detections"] == (120 if limit == 120 else 110)
+        plain, best = recipe.build_augmentation(config, model, torch.device("cpu"))[1], tmp_path / f"best {limit}"
+        export(model, train, plain, {}, best)
+        record = {"name": "a", "recipe": "det", "step": 1, "config": dataclasses.asdict(config), "identity": fields}
+        (best / "run.json").write_text(json.dumps(made_by(record)))
+        evaluated = parse(recipe.Config, ["--eval_only", str(best)], "det")
+        assert evaluated.max_detections == (120 if limit == 120 else 110)
     count = "1 of 3 images have more than 100 boxes: up to 110 detections of a class count in each image, first"
     assert any(count in note for note in train.notes)
 

@@ -15,6 +15,7 @@ from common.detection.data.image_headers import headers_of_files, turned, uprigh
 from common.detection.data.masks import Masks, checked
 from common.detection.data.stamps import Stamps
 from common.errors import Refused
+from common.randomness import mix
 
 _ROUNDING = 1.0  # pixels beyond the image that are rounding errors
 _SUSPICIOUS = 0.5  # share of boxes beyond their image, or unreadable images, to refuse data
@@ -146,9 +147,10 @@ def check(found: FoundBoxes, headers: np.ndarray) -> AnnotatedImages:
     corners = np.clip(corners, 0, limits).astype(np.float32)
     spans = corners[:, 2:] - corners[:, :2]
     empty = (spans <= 0).any(axis=1)
-    columns = np.column_stack([found.rows, found.labels, found.crowd, found.boxes])
-    is_repeated = np.full(len(columns), found.shapes is None)  # objects of different outlines may have the same box
-    is_repeated[np.unique(columns, axis=0, return_index=True)[1]] = False
+    columns = np.vstack([found.rows, found.labels, found.crowd, found.boxes.T])
+    hashes = sum(mix(column.view(np.uint64), key) for key, column in enumerate(columns))
+    is_repeated = np.full(len(boxes), found.shapes is None)  # objects of different outlines may have the same box
+    is_repeated[np.unique(hashes, return_index=True)[1]] = False
     found.box_notes.leave_out("no area inside their image", found.first_box(empty), empty.sum())
     found.note_boxes("reach beyond their image and are clipped", outside & ~empty)
     found.note_boxes("equal another one of their class and image, and are left out", is_repeated & ~empty)
@@ -165,7 +167,7 @@ def check(found: FoundBoxes, headers: np.ndarray) -> AnnotatedImages:
         masks = Masks(shapes, np.where(is_upright, 1, headers[:, 2]).astype(np.uint8))
     many = f"have more than {MAX_DETECTIONS} boxes: up to {counts.max()} detections of a class count in each image"
     found.note_images(many, counts > MAX_DETECTIONS)
-    notes = found.notes + [*found.image_notes.texts(len(sizes)), *found.box_notes.texts(len(columns), "correct them")]
+    notes = found.notes + [*found.image_notes.texts(len(sizes)), *found.box_notes.texts(len(boxes), "correct them")]
     return AnnotatedImages(
         found.classes,
         found.category_ids,

@@ -41,7 +41,7 @@ _LIMIT = 2**34  # bytes of a file, many times what any published set has
 _OPTIONAL = {"width", "height", "area", "iscrowd", "supercategory", *KIND}
 # Segmentations are lists or objects, counts are lists or texts: columns of their own, with own names.
 _RENAMED = {rb'"segmentation"(\s*:\s*\{)': rb'"rle"\1', rb'"counts"(\s*:\s*")': rb'"packed"\1'}
-_WRONG_TYPE = (pa.ArrowException, TypeError, OverflowError)
+_WRONG_TYPE = (pa.ArrowException, TypeError, ValueError, OverflowError)
 _PLACES = ("*.json", "annotations/*.json", "*/_annotations.coco.json")
 
 

@@ -74,8 +74,10 @@ def find_objects(split: Split, named: str) -> str:
     if not named and len(likely) != 1:
         several = f"{tables.listed(likely)} could each hold the boxes"
         problem = several if likely else "no column with boxes and their classes found"
-        advice = "for rows of single boxes, write COCO's JSON instead"
-        raise Refused(f"--data {split.data}: {problem}; name it with --objects_column NAME ({known}); {advice}")
+        raise Refused(
+            f"--data {split.data}: {problem}; name it with --objects_column NAME ({known}); for rows of single boxes, write "
+            "COCO's JSON instead"
+        )
     return named or likely[0]
 
 
