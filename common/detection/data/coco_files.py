@@ -73,8 +73,9 @@ def _read(
     columns = _read_json(file, masks)
     images, boxes, categories = (columns[key] for key in _KINDS)
     ids, names, parents = (column.to_numpy(zero_copy_only=False) for column in categories.values())
-    # Roboflow adds a category above all others.
-    is_root = (ids == 0) & (parents == "none") & np.isin(names, parents) & ~np.isin(ids, boxes["category_id"])
+    # Roboflow adds a category above all others, which may have the name of one.
+    is_root = (ids == 0) & (parents == "none") & np.isin(names, np.append(parents, names[ids != 0]))
+    is_root &= ~np.isin(ids, boxes["category_id"])
     root_names = names[is_root]
     columns["categories"] = {field: column.filter(pa.array(~is_root)) for field, column in categories.items()}
     categories = columns["categories"]

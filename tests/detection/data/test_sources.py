@@ -243,6 +243,16 @@ def test_the_category_above_all_others_is_left_out(tmp_path):
     """As Roboflow exports a project; one that objects have is a class."""
     categories = [{"id": n, "name": "cell", "supercategory": "cell"} for n in (0, 1)]
     categories[0]["supercategory"] = "none"
+    flat = [category | {"supercategory": "none"} for category in categories]
+    train, _ = read(
+        coco(
+            coco(tmp_path / "flat", annotations=[annotation(4, [1, 2, 3, 4], 1)], categories=flat),
+            "val",
+            annotations=[annotation(4, [1, 2, 3, 4], 1)],
+            categories=flat,
+        )
+    )
+    assert train.category_ids.tolist() == [1]
     for name, used in (("unused", 1), ("used", 0)):
         for split in ("train", "val"):
             coco(tmp_path / name, split, annotations=[annotation(4, [1, 2, 3, 4], used)], categories=categories)
