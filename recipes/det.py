@@ -109,6 +109,8 @@ class Config(OptimizationConfig, RunConfig):
     """torch.compile the backbone and its feature pyramid."""
     eval_short_side: int = option(0, low=0, high=8192, heading="evaluation")
     """Evaluation: the short side, or the side of the square (0: the longest of --short_sides)."""
+    max_detections: int = option(0, low=0, high=100_000, may_change=True)
+    """Detections in an image (0: 100, or as many as an image of the data has objects). Of DETRs each query is one."""
     eval_only: str = path_option("", origin=sources_of_weights.origin)
     """Only evaluate this checkpoint, or a detector that --init takes, and print the results."""
 
@@ -139,7 +141,10 @@ class Config(OptimizationConfig, RunConfig):
 
 def build_data(config: Config, weights=None):
     """Training and validation images with boxes; with the `weights` of --eval_only, both are the images to evaluate on."""
-    return sources.load(sources.Spec.of(config, weights, masks=config.detector == "mask_rcnn"))
+    train, val = sources.load(sources.Spec.of(config, weights, masks=config.detector == "mask_rcnn"))
+    if not (config.max_detections or weights):
+        config.max_detections = max(train.max_detections, val.max_detections)
+    return train, val
 
 
 def build_model(config: Config, classes: tuple[str, ...], device: torch.device):
@@ -151,7 +156,8 @@ def build_model(config: Config, classes: tuple[str, ...], device: torch.device):
         model = detectors.build_detector(spec)
         if weights:
             model.begins_with = begin_with(model, weights, config, classes)
-    model.title = f"{config.detector} on {config.model}"  # in the start table
+    # In the start table.
+    model.title = f"{config.detector} on {config.model}, up to {model.limit} detections in an image"
     prepare_layers(config, model)
     if config.compile:
         model.backbone.compile()

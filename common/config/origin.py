@@ -150,7 +150,9 @@ def _plain(name: str) -> str:
 def made_by(record: Mapping) -> dict:
     """The content of `run.json`, from a checkpoint's record: name, recipe, step, commit and configuration of the run."""
     known = {key: record.get(key) for key in ("name", "recipe", "step")}
-    config = {key: record["config"][key] for key in record["identity"] if key in record["config"]}
+    # Not a part of the run's identity, but of what its evaluations measured.
+    keys = [*record["identity"], "max_detections"]
+    config = {key: record["config"][key] for key in keys if key in record["config"]}
     return known | {"commit": record.get("environment", {}).get("commit"), "config": config}
 
 

@@ -220,14 +220,14 @@ def _for_evaluation(config_class: type[C], origin: Origin, given: dict[str, Any]
     """
     weights = origin.path
     fixed = {field.name for field in dataclasses.fields(config_class) if not field.metadata.get("may_change")}
-    unknown = [name for name in origin.config if name not in fixed]
+    unknown = [name for name in origin.config if not hasattr(config_class, name)]
     if origin.run and unknown and fixed & config_class.__annotations__.keys() - origin.config.keys():
         named = ", ".join(f"--{name}" for name in unknown[:5])
         raise Refused(
             f"--eval_only {weights}: its run has flags that {program} does not know ({named}); evaluate it with the "
             f"recipe that trained it, {origin.run.get('recipe') or 'another one'}"
         )
-    known = {name: value for name, value in origin.config.items() if name in fixed}
+    known = {name: value for name, value in origin.config.items() if name not in unknown}
     of_run = _of_file(known, config_class, f"--eval_only {weights}: ")
     config = config_class(**of_run | given)
     data = getattr(config, "data", "")

@@ -20,6 +20,7 @@ from common.data.decoding import Picture, resized
 from common.data.eval_cache import EvalCache
 from common.data.images import BrokenImage
 from common.data.loader import DeviceBatch
+from common.data.notes import Notes
 from common.data.shards import expect
 from common.data.stream import Stream
 from common.detection import defaults
@@ -28,7 +29,7 @@ from common.detection.data.masks import pasted
 from common.detection.export import export
 from common.detection.models.detectors import Detector
 from common.detection.samples import blank, nothing
-from common.detection.transforms import BoxAugmentation
+from common.detection.transforms import SMALLEST, BoxAugmentation
 from common.errors import Refused
 from common.training import drop_path
 
@@ -80,7 +81,7 @@ class TrainingImages(Dataset):
             config.seed,
             drop_path.layers(model),
             open_cache(len(source), config.cache, config.cache_folder),
-            defaults.describe(config),
+            defaults.describe(config) | {"objects": _describe_small(config.data, source, augmentation)},
         )
 
     def __post_init__(self) -> None:
@@ -254,6 +255,18 @@ class EvaluationScenes(Dataset):
                 of_image["rles"] = pasted(of_image.pop("masks"), of_image["boxes"], original)
             images.append(of_image)
         return images
+
+
+def _describe_small(title: str, source: Annotated, augmentation: BoxAugmentation) -> str:
+    """How many objects are too small to train on even at the largest short side. Raises `Refused` if most are."""
+    owners = np.repeat(np.arange(len(source)), np.diff(source.offsets))
+    largest = replace(augmentation, short_sides=(max(augmentation.short_sides),))
+    corners = source.boxes * np.tile(largest.scales(owners, source.sizes[owners]), 2)
+    is_small = (corners[:, 2:] - corners[:, :2] < SMALLEST).any(axis=1)
+    notes = Notes(title, "objects")
+    first = source.name(int(owners[is_small].min(initial=0)))
+    notes.leave_out(f"below {SMALLEST:g} pixel after resizing", first, is_small.sum())
+    return "".join(notes.texts(len(owners), "raise --short_sides and --long_side"))
 
 
 def fill_of(model: Detector) -> tuple[int, int, int]:

@@ -26,7 +26,7 @@ from common.detection.samples import (
 from common.errors import Refused
 from common.randomness import key_of, mix, seed_generators, uniforms
 
-_SMALLEST = 1.0  # pixels: a box that gets smaller than this on a side is left out
+SMALLEST = 1.0  # pixels: a box that gets smaller than this on a side is left out
 _VISIBLE = 0.1  # share of a box: an object cut to less than this is left out; a crowd region is not
 _WIDEST = 4.0  # zoom-out: largest side of the canvas, as a multiple of the image's side
 
@@ -144,7 +144,7 @@ class BoxAugmentation:
         cut = sample.boxes.clip(inside[FIRST], inside[LAST])
         sides, whole = (boxes[:, 2:] - boxes[:, :2] for boxes in (cut, sample.boxes))
         share = sides.prod(1) / whole.prod(1).clip(min=1e-9)
-        seen = (sides * ((high - low) / span) >= _SMALLEST).all(1)
+        seen = (sides * ((high - low) / span) >= SMALLEST).all(1)
         rows = np.flatnonzero(seen & (sample.crowd | kept & (share >= _VISIBLE)))
         shown = crop(sample, inside, tuple((high - low)[::-1].tolist()), rows)
         if self._is_strong(position) and self.photometric:

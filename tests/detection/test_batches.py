@@ -6,10 +6,12 @@ import torch
 from PIL import Image
 
 from common.data.stream import Stream
+from common.detection import batches
 from common.detection.batches import EvaluationScenes, TrainingImages
 from common.detection.data.annotated import Annotated
 from common.detection.data.masks import decode
 from common.detection.transforms import BoxAugmentation
+from common.errors import Refused
 from tests.harness.detections import columns
 
 
@@ -70,6 +72,19 @@ def test_a_trial_has_as_many_boxes_as_a_batch_can_have():
         blank = samples_of(data, 3, options).blank(3)
         assert [len(target["boxes"]) for target in blank.targets] == most[: 3 * parts].reshape(3, parts).sum(1).tolist()
         assert all((target["boxes"][:, 2:] >= target["boxes"][:, :2]).all() for target in blank.targets)
+
+
+def test_objects_that_get_too_small_to_train_on_have_a_row():
+    """At the largest of the short sides. Refused if they are most."""
+    boxes = [(10, 10, 12, 30), (0, 0, 30, 30), (0, 0, 3, 50)]
+    data = Painted(**columns([[(box, 0)] for box in boxes], ((90, 60),)))
+    small = "left out: {} (below 1 pixel after resizing), first painted[0]"
+    for sides, expected in (((15, 29), f"3 objects, {small.format(1)}"), ((15, 30), "")):
+        assert batches._describe_small("--data here", data, BoxAugmentation(0, sides, 800)) == expected
+    with pytest.raises(Refused) as refused:
+        batches._describe_small("--data here", data, BoxAugmentation(0, (60,), 25))
+    most = "--data here: most of its 3 objects would be "
+    assert str(refused.value) == f"{most}{small.format(2)}; raise --short_sides and --long_side"
 
 
 @pytest.mark.parametrize("square, short_side", [(False, 7), (True, 48)])

@@ -88,7 +88,7 @@ def awkward(seed: int) -> tuple[Annotated, list[dict]]:
     return source, found
 
 
-def of_pycocotools(content: dict, found: list[dict], kind: str = "bbox"):
+def of_pycocotools(content: dict, found: list[dict], kind: str = "bbox", max_detections: int = 100):
     """pycocotools' evaluation of `content`, a file of annotations: `stats`, and matches in `evalImgs`."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
@@ -98,6 +98,7 @@ def of_pycocotools(content: dict, found: list[dict], kind: str = "bbox"):
         truth.dataset = content
         truth.createIndex()
         evaluation = COCOeval(truth, truth.loadRes(found), kind)
+        evaluation.params.maxDets = [1, 10, max_detections]
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()

@@ -18,12 +18,14 @@ import pytest
 import torch
 from PIL import Image
 
-from common.config.parsing import parse
+from common.config.origin import made_by
+from common.config.parsing import identity, parse
 from common.data.loader import evaluation_loader
 from common.detection.data import sources
 from common.detection.evaluation.metrics import Detections
-from common.detection.export import export
+from common.detection.export import describe, export
 from common.detection.models.detectors import OF_TRANSFORMERS
+from tests.harness.annotations import annotation, coco
 from tests.harness.launching import small
 from tests.harness.photographs import exif
 from tests.harness.several import load
@@ -119,6 +121,28 @@ class Case:
             crowd=np.zeros(len(rows), bool),
             areas=(boxes[:, 2:] - boxes[:, :2]).prod(1).astype(np.float32),
         )
+
+
+def test_the_limit_of_detections_follows_the_objects(tmp_path) -> None:
+    """It is kept for best/ and for tools, and is no part of a run's identity."""
+    boxes = [annotation(4, [3 * x, 3 * y, 2, 2]) for x in range(11) for y in range(10)]
+    coco(coco(tmp_path, annotations=boxes), "val")
+    for flags, limit in (("fcos", 110), ("retinanet --variant torchvision", 300), ("fcos --max_detections 120", 120)):
+        flags = f"{FLAGS} --levels 3-5 --detector {flags} --data {tmp_path}"
+        config = parse(recipe.Config, small(flags.split(), "det"))
+        fields = identity(config)
+        train, _ = recipe.build_data(config)
+        model = recipe.build_model(config, train.classes, torch.device("cpu"))
+        assert model.limit == limit and model.title.endswith(f", up to {limit} detections in an image")
+        assert describe(model)["options"]["detections_per_img"] == limit and fields == identity(config)
+        plain, best = recipe.build_augmentation(config, model, torch.device("cpu"))[1], tmp_path / f"best {limit}"
+        export(model, train, plain, {}, best)
+        record = {"name": "a", "recipe": "det", "step": 1, "config": dataclasses.asdict(config), "identity": fields}
+        (best / "run.json").write_text(json.dumps(made_by(record)))
+        evaluated = parse(recipe.Config, ["--eval_only", str(best)], "det")
+        assert evaluated.max_detections == (120 if limit == 120 else 110)
+    count = "1 of 3 images have more than 100 boxes: up to 110 detections of a class count in each image, first"
+    assert any(count in note for note in train.notes)
 
 
 @pytest.mark.parametrize("family", ["fcos", "faster_rcnn", "rtdetr_v2", "rf_detr"])

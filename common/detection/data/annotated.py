@@ -16,6 +16,8 @@ from common.data.source import Files, fingerprint_of
 from common.data.stream import Blocks
 from common.detection.data.masks import Masks, decode
 
+MAX_DETECTIONS = 100  # of a class in an image that COCO's evaluation counts
+
 
 class Sample(NamedTuple):
     """An image with its n boxes: a `Picture` and arrays from a source, tensors once a part of it is shown."""
@@ -85,6 +87,11 @@ class Annotated:
     def class_counts(self) -> np.ndarray | None:
         """int64[K]: number of boxes of each class, without crowd regions; None if scenes are fresh."""
         return None if self.fresh else np.bincount(self.labels[~self.crowd], minlength=len(self.classes))
+
+    @property
+    def max_detections(self) -> int:
+        """Detections of a class in an image that the evaluation counts: COCO's 100, or as many as an image has boxes."""
+        return int(np.diff(self.offsets).max(initial=MAX_DETECTIONS))
 
     def select(self, rows: np.ndarray) -> Self:
         """The images `rows` int64[n] alone, in this order."""

@@ -4,10 +4,12 @@ Arrow reads COCO itself in seconds; Python's reader takes five times as long, an
 """
 
 import codecs
+import glob
 import io
 import json
 import os
 import re
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from common.detection.data.masks import KIND
 from common.detection.data.stamps import Stamps
 from common.errors import Refused
 from common.files import is_junk, read_bytes
+from common.randomness import key_of
 
 _KINDS = {
     "images": {"id": pa.int64(), "file_name": pa.string(), "width": pa.int64(), "height": pa.int64()},
@@ -34,13 +37,13 @@ _KINDS = {
         "area": pa.float64(),
         "iscrowd": pa.int64(),
     },
-    "categories": {"id": pa.int64(), "name": pa.string()},
+    "categories": {"id": pa.int64(), "name": pa.string(), "supercategory": pa.string()},
 }
 _LIMIT = 2**34  # bytes of a file, many times what any published set has
-_OPTIONAL = {"width", "height", "area", "iscrowd", *KIND}
+_OPTIONAL = {"width", "height", "area", "iscrowd", "supercategory", *KIND}
 # Segmentations are lists or objects, counts are lists or texts: columns of their own, with own names.
 _RENAMED = {rb'"segmentation"(\s*:\s*\{)': rb'"rle"\1', rb'"counts"(\s*:\s*")': rb'"packed"\1'}
-_WRONG_TYPE = (pa.ArrowException, TypeError, OverflowError)
+_WRONG_TYPE = (pa.ArrowException, TypeError, ValueError, OverflowError)
 _PLACES = ("*.json", "annotations/*.json", "*/_annotations.coco.json")
 # In a folder that is named after the part.
 _OTHER_PLACES = ("*/labels.json", "*/annotations/instances*.json")
@@ -94,11 +97,20 @@ def _read(
     stamps.take_files([file])
     columns = _read_json(file, masks)
     images, boxes, categories = (columns[key] for key in _KINDS)
+    ids, names, parents = (column.to_numpy(zero_copy_only=False) for column in categories.values())
+    # Roboflow adds a category above all others, which may have the name of one.
+    is_root = (ids == 0) & (parents == "none") & np.isin(names, np.append(parents, names[ids != 0]))
+    is_root &= ~np.isin(ids, boxes["category_id"])
+    root_names = names[is_root]
+    columns["categories"] = {field: column.filter(pa.array(~is_root)) for field, column in categories.items()}
+    categories = columns["categories"]
     for key, field in (("images", "id"), ("categories", "id"), ("categories", "name")):
-        distinct, counts = np.unique(columns[key][field].to_numpy(zero_copy_only=False), return_counts=True)
+        values = columns[key][field].to_numpy(zero_copy_only=False)
+        distinct, counts = np.unique(values, return_counts=True)
         if (counts > 1).any():
             value = distinct[counts.argmax()]
-            raise Refused(f"{file}: {counts.max()} {key} with the {field} {value}; give each its own")
+            ids = ", ".join(map(str, columns[key]["id"].filter(pa.array(values == value))[:5].to_pylist()))
+            raise Refused(f"{file}: {counts.max()} {key} with the {field} {value}; give each its own (ids {ids})")
     if not len(images["id"]):
         raise Refused(f"{file}: no images in it; it needs at least one")
     paths = images["file_name"].cast(pa.large_binary())
@@ -106,8 +118,8 @@ def _read(
     rows = _numbers(pc.index_in(boxes["image_id"], images["id"]), -1).astype(np.int64)
     if (strays := rows < 0).any():
         raise Refused(
-            f"{file}: {strays.sum():,} annotations of images that are not in it, first image_id "
-            f"{boxes['image_id'][strays.argmax()]}; remove them"
+            f"{file}: {strays.sum():,} annotations of images that are not in it, first annotations[{strays.argmax()}] with "
+            f"image_id {boxes['image_id'][strays.argmax()]}; remove them"
         )
     names = categories["name"]
     classes = classes or tuple(names.take(pc.sort_indices(categories["id"])).to_pylist())
@@ -131,6 +143,8 @@ def _read(
         areas=_numbers(boxes["area"], np.nan),
         shapes=pa.StructArray.from_arrays([boxes[key] for key in KIND], list(KIND)) if masks else None,
     )
+    for root_name in root_names:
+        found.notes.append(f"the category 0, {root_name}, is left out: it is above others, and no object is of it")
     return check_files(found, stamps)
 
 
@@ -153,7 +167,9 @@ def _image_folder(root: Path, file: Path, paths: pa.LargeBinaryArray, stamps: St
         if any(os.path.lexists(folder / end) for end in ends):
             return os.path.abspath(folder)
     looked = ", ".join(str(folder.relative_to(root)) for folder in dict.fromkeys(names))
-    raise Refused(f"{file}: its image {ends[0]} is missing; looked in {root} at {looked}")
+    alike = next(root.rglob(glob.escape(os.path.basename(ends[0]))), None)
+    advice = f"; {alike} is alike: move the images, or correct file_name" if alike else ""
+    raise Refused(f"{file}: its image {ends[0]} is missing; looked in {root} at {looked}{advice}")
 
 
 # ---- reading
@@ -168,53 +184,62 @@ def _read_json(file: Path, masks: bool) -> dict[str, dict[str, pa.Array]]:
     if masks:
         for old, new in _RENAMED.items():  # only keys match: a quote inside a text has a backslash before it
             text = re.sub(old, new, text)
+    columns = {}
     try:
         table = pyarrow.json.read_json(
             io.BytesIO(text),
             pyarrow.json.ReadOptions(use_threads=False, block_size=len(text) + 1),
             pyarrow.json.ParseOptions(pa.schema(list(kinds.items())), True, unexpected_field_behavior="ignore"),
         )
-        if len(table) != 1:
-            raise pa.ArrowInvalid("not one object")
-        lists = {key: table[key].combine_chunks() for key in kinds}
+        if len(table) != 1 or any(column.null_count for column in table.columns):
+            raise pa.ArrowInvalid("not one object with all keys")
+        for key, fields in fields_of.items():
+            entries = table[key].combine_chunks().flatten()
+            columns[key] = {field: entries.field(field) for field in fields}
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OverflowError):
-        # More than Arrow can read (2 GiB, NaN), or a mistake, which it would not name.
-        lists = _read_slowly(file, text, kinds)
-    columns = {}
-    for key, fields in fields_of.items():
-        if lists[key].null_count:
-            raise Refused(f"{file}: lacks the key {key}, which annotations in COCO's format have")
-        entries = lists[key].flatten()
-        columns[key] = {field: entries.field(field) for field in fields}
-        for field, column in columns[key].items():
+        # More than Arrow can read (2 GiB, NaN), other types, or a mistake, which it would not name.
+        columns = _read_slowly(file, text, fields_of)
+    for key, fields in columns.items():
+        for field, column in fields.items():
             if field not in _OPTIONAL and column.null_count:
                 first = pc.index(column.is_null(), True).as_py()
                 raise Refused(f"{file}: {column.null_count:,} entries of {key} lack {field}, first {key}[{first}]")
     return columns
 
 
-def _read_slowly(file: Path, text: bytes, kinds: dict[str, pa.DataType]) -> dict[str, pa.Array]:
-    """As Arrow reads them, with true as 1. Raises `Refused` with the first entry of a wrong type."""
+def _read_slowly(file: Path, text: bytes, fields_of: dict[str, dict]) -> dict[str, dict[str, pa.Array]]:
+    """As Arrow reads them, with "1", true and 1.0 as 1. Raises `Refused` with the first value of a wrong type."""
     with refusing(file, "JSON"):
         content = json.loads(text)
     if not isinstance(content, dict):
         raise Refused(f"{file}: holds a list, not COCO's object of images, annotations and categories")
-
-    def read(entries: list | None, kind: pa.DataType) -> pa.Array:
-        # Floats first, since true is one: their cast back refuses 1.5, of which Arrow would else make 1.
-        floats = [(of.name, pa.float64() if pa.types.is_integer(of.type) else of.type) for of in kind.value_type]
-        return pa.array([entries], pa.list_(pa.struct(floats))).cast(kind)
-
-    columns = {}
-    for key, kind in kinds.items():
+    columns: dict[str, dict[str, pa.Array]] = {}
+    for key, fields in fields_of.items():
         entries = content.get(key)
-        try:
-            columns[key] = read(entries, kind)
-        except _WRONG_TYPE as error:
-            for place, entry in enumerate(entries if isinstance(entries, list) else []):
-                try:
-                    read([entry], kind)
-                except _WRONG_TYPE as first:
-                    raise Refused(f"{file}: {key}[{place}]: {first}") from None
-            raise Refused(f"{file}: {key}: {error}") from None
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise Refused(
+                f"{file}: lacks the key {key} with a list of objects, which annotations in COCO's format have"
+            )
+        columns[key] = {}
+        for field, kind in fields.items():
+            values = [entry.get(field) for entry in entries]
+            columns[key][field] = _convert(f"{file}: {key}", field, values, kind)
     return columns
+
+
+def _convert(title: str, field: str, values: list, kind: pa.DataType) -> pa.Array:
+    """The values of a field in one type; one by one, if they are of several. Raises `Refused`."""
+    with suppress(*_WRONG_TYPE):
+        return pa.array(values, kind if pa.types.is_struct(kind) else None).cast(kind)
+    converted = []
+    for number, value in enumerate(values):
+        if field == "segmentation" and value and not isinstance(value[0], list):
+            value = [value]  # one polygon
+        try:
+            converted.append(pa.scalar(value).cast(kind).as_py())
+        except _WRONG_TYPE:
+            if not (field.endswith("id") and isinstance(value, (str, int))):
+                problem = "which is not of the type that COCO's format has there; correct it"
+                raise Refused(f"{title}[{number}]: {field} is {value!r:.60}, {problem}") from None
+            converted.append(key_of(str(value)) >> 1)  # stands for an id that is no number of 64 bits
+    return pa.array(converted, kind)

@@ -1,7 +1,6 @@
 """Hugging Face data sets with a column of objects: finds the columns, the box format and the classes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -79,7 +78,10 @@ def find_objects(split: Split, named: str) -> str:
     if not named and len(likely) != 1:
         several = f"{tables.listed(likely)} could each hold the boxes"
         problem = several if likely else "no column with boxes and their classes found"
-        raise Refused(f"--data {split.data}: {problem}; name it with --objects_column NAME ({known})")
+        raise Refused(
+            f"--data {split.data}: {problem}; name it with --objects_column NAME ({known}); for rows of single boxes, write "
+            "COCO's JSON instead"
+        )
     return named or likely[0]
 
 
@@ -113,10 +115,10 @@ def _read_split(
     sizes = np.zeros((len(split), 2), np.int64)
     if len(sides) == 2:
         sizes = np.stack([_numbers(side, pa.int64(), 0) for side in sides], 1)
-    notes: tuple[str, ...] = ()
+    notes = []
     if not box_format:
         box_format = _only_format(title, boxes, (sizes if sizes.all() else upright_sizes(headers))[rows])
-        notes = (f"{split.title}: the boxes can only be {box_format}",)
+        notes.append(f"the boxes can only be {box_format}")
     found = FoundBoxes(
         title=title,
         images=images,
@@ -131,8 +133,8 @@ def _read_split(
         areas=_numbers(columns.get("area"), pa.float64(), np.nan),
         upright=True,  # as `datasets` itself decodes images
     )
-    source = check(found, headers)
-    return replace(source, notes=notes + source.notes), box_format, classes
+    found.notes += notes
+    return check(found, headers), box_format, classes
 
 
 def _images(split: Split, image: str) -> tuple[Any, np.ndarray]:
@@ -199,10 +201,8 @@ def _as_xywh(boxes: np.ndarray, box_format: str) -> np.ndarray:
 
 def _only_format(title: str, boxes: np.ndarray, sizes: np.ndarray) -> str:
     """xywh or xyxy, if the other is impossible. Raises `Refused` if both or neither are possible."""
-    if not len(boxes):
-        return "xywh"  # no boxes are refused later
-    if boxes.max() <= 1:
-        raise Refused(f"{title}: boxes are in shares of the image (0 to 1); give them in pixels")
+    if boxes.max(initial=0) <= 1:
+        return "xywh"  # no boxes, or shares of an image, are refused later
     is_readable = (sizes > 0).all(axis=1)
     could_be = []
     if (boxes[:, :2] + boxes[:, 2:] <= sizes + 1)[is_readable].all():

@@ -118,6 +118,11 @@ def _load_folder(spec: Spec) -> tuple[AnnotatedImages, ...]:
 
 
 def _find(path: Path, masks: bool) -> Folder | None:
+    if path.name in ("data.yaml", "data.yml"):
+        return yolo_folder(path.parent)
+    if path.suffix == ".json" and path.is_file():
+        root = path.parent.parent if path.parent.name == "annotations" else path.parent
+        return coco_folder(root, {"train": path}, masks)
     files = coco_files(path)
     kinds = [*map(kind_of, files)]
     if not any(kind.startswith("train") for kind in kinds):

@@ -14,7 +14,6 @@ from common.detection.data.annotated import Annotated
 IOU = 0.5  # minimum overlap of a detection with the object that it shows
 NEAR = 0.1  # minimum overlap of a badly placed detection with an object of its class
 NONE, IN_CROWD = -1, -2  # instead of an object: none, or a crowd region, which is not judged
-_COUNTED = 100  # detections of a class in an image, as in COCO's evaluation
 
 
 class Mistake(NamedTuple):
@@ -43,11 +42,11 @@ class Matches:
 
     @classmethod
     def of_counted(cls, source: Annotated, images: np.ndarray, rows: np.ndarray) -> Self:
-        """Matches of the best 100 detections of each class and image, as COCO counts them."""
+        """Matches of the best detections of each class and image: `source.max_detections`, as COCO counts them."""
         order = np.lexsort((-rows[:, 4], rows[:, 5], images))
         starts = np.flatnonzero(np.diff(images[order], prepend=-1) | np.diff(rows[order, 5], prepend=-1).astype(bool))
         ranks = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
-        counted = np.sort(order[ranks < _COUNTED])
+        counted = np.sort(order[ranks < source.max_detections])
         return cls(source, images[counted], rows[counted])
 
     @cached_property

@@ -1,7 +1,7 @@
 """COCO's metrics: average precision and recall over a whole validation set."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,8 @@ class Detections:
         with all_or_none("evaluating the detections"):
             self.matches = Matches.of_counted(source, *self.columns())
             if gathered is not None:
+                # COCO's evaluation holds ids in float64, which rounds large ones; ranks keep their order.
+                source = replace(source, image_ids=np.argsort(np.argsort(source.image_ids)))
                 results, self.precision = _evaluate(source, *self.columns())
                 results |= {"count": self.count, "thresholds": [row["threshold"] for row in self.matches.classes]}
                 results |= _evaluate_masks(source, *self.columns(), *self.masks) if masks else {}
@@ -82,7 +84,7 @@ def _evaluate(source: Annotated, images: np.ndarray, rows: np.ndarray) -> tuple[
     boxes = rows[:, :4].astype(np.float64)
     boxes[:, 2:] -= boxes[:, :2]
     table = np.column_stack([source.image_ids[images], boxes, rows[:, 4], rows[:, 5] + 1])
-    numbers, evaluation = _coco_numbers(_coco(source), table, "bbox")
+    numbers, evaluation = _coco_numbers(_coco(source), table, "bbox", source.max_detections)
     precision = evaluation.eval["precision"][:, :, :, 0, -1]  # [thresholds, recalls, classes]
     per_class = np.ma.masked_less(precision, 0).mean((0, 1)).tolist()  # None: no objects
     results = numbers | {"per_class": per_class}
@@ -107,15 +109,17 @@ def _evaluate_masks(source: Annotated, images: np.ndarray, rows: np.ndarray, mas
         }
         for image, row, packed in zip(images, rows, masks, strict=True)
     ]
-    return {f"mask_{name}": value for name, value in _coco_numbers(content, found, "segm")[0].items()}
+    numbers, _ = _coco_numbers(content, found, "segm", source.max_detections)
+    return {f"mask_{name}": value for name, value in numbers.items()}
 
 
-def _coco_numbers(content: dict, found: Any, kind: str) -> tuple[dict[str, Any], Any]:
+def _coco_numbers(content: dict, found: Any, kind: str, max_detections: int) -> tuple[dict[str, Any], Any]:
     """The twelve numbers, and the evaluation that made them, of boxes or masks in COCO's form."""
     from faster_coco_eval import COCO, COCOeval_faster  # imported late: it takes 0.4 s
 
     truth = COCO(content)
     evaluation = COCOeval_faster(truth, truth.loadRes(found), kind)
+    evaluation.params.maxDets = [1, 10, max_detections]
     evaluation.evaluate()
     evaluation.accumulate()
     evaluation.summarize()

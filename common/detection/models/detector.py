@@ -28,6 +28,7 @@ class Detector(nn.Module):
     pretrained_cfg: dict[str, Any]  # mean and std of its images, for pixels in 0..1
     begins_with: str  # in words, which weights were loaded
     title: str  # what the start table calls it
+    limit: int = LIMIT  # most detections in an image
 
     def counts(self, targets: list[dict], canvas: Sequence[int]) -> Tensor:
         """int64[C]: divisors of losses, to be summed over the global batch; here the number of images."""
@@ -63,11 +64,12 @@ class Suppressing(Detector):
 
     levels: tuple[int, int]  # of the feature pyramid, unless the specification has others
     coarser: str  # how levels are made that the backbone does not have
-    score_threshold, nms_threshold, least_side, limit = 0.05, 0.6, 0.0, LIMIT
+    score_threshold, nms_threshold, least_side = 0.05, 0.6, 0.0
 
     def __init__(self, backbone: Backbone, spec: DetectorSpec) -> None:
         super().__init__()
         self.backbone, self.classes, self.variant = backbone, spec.classes, spec.variant
+        self.limit = max(self.limit, spec.max_detections)
         self.pretrained_cfg, self.stride = backbone.pretrained_cfg, backbone.stride
 
     def best_of(self, boxes: Tensor, scores: Tensor, labels: Tensor, size: Tensor) -> dict[str, Tensor]:

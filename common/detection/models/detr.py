@@ -37,6 +37,7 @@ class DETR(Detector):
         self.model, self.pretrained_cfg = build_model(spec)
         self.config, self.begins_with, self.seed = self.model.config, self.model.begins_with, spec.seed
         self.classes, self.queries = spec.classes, self.config.num_queries
+        self.limit = self.queries
         self.strides = self.config.feat_strides
         self.stride = max(self.strides)
         costs = "alpha", "gamma", "class_cost", "bbox_cost", "giou_cost"

@@ -12,7 +12,7 @@ from torchvision.ops import box_area, sigmoid_focal_loss
 
 from common.detection.models.anchors import Anchors, match
 from common.detection.models.boxes import BoxCoder, filled, overlaps
-from common.detection.models.detector import LIMIT, Losses, Suppressing
+from common.detection.models.detector import Losses, Suppressing
 from common.detection.models.fpn import Backbone, GroupNorm
 from common.detection.models.spec import DetectorSpec
 
@@ -170,7 +170,8 @@ class RetinaNet(OneStage):
         self.anchors = Anchors(backbone, scales=(4, 4 * 2 ** (1 / 3), 4 * 2 ** (2 / 3)))
         norm = None if spec.variant == "torchvision" else partial(GroupNorm, 32)
         self.head = RetinaNetHead(backbone.width, self.anchors.per_cell, self.classes, norm)
-        self.limit = LIMIT if spec.variant == "own" else 300
+        if spec.variant != "own":
+            self.limit = max(300, spec.max_detections)
         for part in (self.head.classification_head, self.head.regression_head):
             part.conv = part.conv[: self.convolutions]
         self.coder = BoxCoder((1.0, 1.0, 1.0, 1.0))

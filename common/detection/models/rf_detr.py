@@ -49,6 +49,7 @@ class RFDETR(Detector):
         self.model, self.pretrained_cfg = _build_model(spec)
         self.config, self.begins_with = self.model.config, self.model.begins_with
         self.classes, self.groups = spec.classes, self.config.group_detr
+        self.limit = self.config.num_queries
         self.patch = self.config.backbone_config.patch_size
         self.stride = self.patch * self.config.backbone_config.num_windows
         costs = {name: getattr(self.config, name) for name in ("class_cost", "bbox_cost", "giou_cost")}

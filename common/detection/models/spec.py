@@ -30,6 +30,7 @@ class DetectorSpec:
     variant: str = "own"  # or torchvision, torchvision_v2
     hidden: int = 1024  # faster_rcnn, mask_rcnn: width of the second stage
     mask_width: int = 256  # mask_rcnn: channels of the mask head
+    max_detections: int = 0  # in an image, if these are more than the family's; DETRs have as many as queries
 
     @classmethod
     def of(cls, config: Any, names: Sequence[str]) -> Self:

@@ -56,7 +56,8 @@ def test_polygons_and_run_lengths_become_the_masks_of_pycocotools(tmp_path, monk
         assert (mask == pycoco.decode(pycoco.merge(pycoco.frPyObjects(polygons, HEIGHT, WIDTH)))).all()
     assert (masks[1] == blob(1)).all() and (masks[2] == blob()).all() and masks.dtype == np.uint8
     assert [rle["counts"] for rle in source.rles(0)] == [rle["counts"] for rle in encode(masks)]
-    assert source.notes == () and source.classes == ('a "counts": "b',)
+    assert len(source.notes) == 1 and "2 of 4 boxes are crowds" in source.notes[0]
+    assert source.classes == ('a "counts": "b',)
     assert load(Spec(str(tmp_path), seed=0, val_share=0.2))[0].sample(0, 0).masks is None  # nobody has asked
 
 
@@ -89,8 +90,8 @@ BAD = {
 
 def test_what_can_not_be_drawn_is_counted_and_its_box_stands_in(tmp_path):
     source = written(tmp_path, [*BAD.values(), POLYGONS])
-    told = "objects have no outline that can be drawn, and their box stands in"
-    assert f"{len(BAD)} of {len(BAD) + 1} {told}" in source.notes[0] and "5.jpg" in source.notes[0]
+    told = "boxes have no outline that can be drawn, and their box stands in"
+    assert f"{len(BAD)} of {len(BAD) + 1} {told}" in source.notes[-1] and "5.jpg" in source.notes[-1]
     masks = source.sample(0, 0).masks
     box = np.zeros((HEIGHT, WIDTH), np.uint8)
     box[3:23, 2:32] = 1

@@ -80,7 +80,12 @@ def test_coco_boxes_become_columns_by_image_with_ids_mapped_both_ways(tmp_path, 
     assert boxes_of(train, 1) == [[1, 2, 11, 10], [3.5, 4.25, 8.5, 10.25]] and train.labels.tolist() == [2, 0, 1]
     assert train.crowd.tolist() == [False, False, True] and train.areas.tolist() == [12.5, 12.5, 12.5]
     assert train.name(1) == f"{tmp_path}/train/4.jpg" and train.image(1).size == (40, 30)
-    assert train.notes == val.notes == () and val.labels.tolist() == [0]
+    assert train.notes == (
+        f"{tmp_path}/train.json: 1 of 3 images have no boxes and are background, first {tmp_path}/train/10.jpg",
+        f"{tmp_path}/train.json: 1 of 3 boxes are crowds or difficult, neither objects nor background, first "
+        f"{tmp_path}/train/25.jpg with left, top, right, bottom 0, 0, 40, 30",
+    )
+    assert len(val.notes) == 1 and val.labels.tolist() == [0]
     image, boxes, labels, crowd, *_ = train.sample(np.int64(2), position=99)
     assert (image.width, image.height) == (40, 30) and boxes.tolist() == [[0, 0, 40, 30]]
     assert labels.tolist() == [1] and crowd.tolist() == [True]
@@ -133,15 +138,15 @@ def test_what_coco_may_leave_out(tmp_path):
 
 def test_boxes_outside_are_clipped_or_left_out_counted_and_named(tmp_path):
     boxes = [[-3, 2, 10, 8], [35, 25, 10, 10], [50, 2, 5, 5], [5, 5, 0, 3], [0, 0, 40.9, 30]]
-    boxes += [[1, 1, 2, 2]] * 4
+    boxes += [[1, 1, 2, n] for n in range(2, 6)]
     coco(coco(tmp_path, annotations=[annotation(4, box) for box in boxes]), "val")
     train, _ = read(tmp_path)
     check_columns(train)
     assert boxes_of(train, 1)[:3] == [[0, 2, 7, 10], [35, 25, 40, 30], [0, 0, 40, 30]] and len(train.boxes) == 7
-    clipped, left_out = train.notes
+    _, left_out, clipped = train.notes
     assert "2 of 9 boxes reach beyond their image and are clipped, first" in clipped
     assert f"{tmp_path}/train/4.jpg with left, top, right, bottom -3, 2, 7, 10" in clipped
-    assert "2 of 9 boxes have no area inside their image and are left out, first" in left_out
+    assert "9 boxes, left out: 2 (no area inside their image), first" in left_out
     assert "50, 2, 55, 7" in left_out
 
 
@@ -149,7 +154,7 @@ def test_a_broken_image_is_noted_on_loading_and_named_on_reading(tmp_path):
     coco(coco(tmp_path), "val")
     (tmp_path / "train/4.jpg").write_bytes(b"no image")
     train, _ = read(tmp_path)
-    assert "1 of 3 images can't be read, the first is" in train.notes[0] and "train/4.jpg" in train.notes[0]
+    assert "1 of 3 images can't be read, first" in train.notes[0] and "train/4.jpg" in train.notes[0]
     assert train.sizes[1].tolist() == [40, 30] and len(boxes_of(train, 1)) == 2  # its objects still count as missed
     with pytest.raises(BrokenImage, match="not an image"):
         train.image(1)
@@ -157,7 +162,7 @@ def test_a_broken_image_is_noted_on_loading_and_named_on_reading(tmp_path):
     with pytest.raises(BrokenImage, match="20 x 10 pixels large, and was 40 x 30"):
         train.sample(0, 0)
     (tmp_path / "train/10.jpg").write_text("version https://git-lfs.github.com/spec/v1")
-    assert "2 of 3 images can't be read, the first is" in refusal(tmp_path)
+    assert "2 of 3 images can't be read, first" in refusal(tmp_path)
 
 
 def test_the_hold_out_depends_on_seed_and_path_alone_and_the_fingerprint_on_any_content(tmp_path):
@@ -208,6 +213,94 @@ def test_ids_of_a_file_and_images_of_a_group_are_on_one_side(tmp_path):
     assert not videos[0] & videos[1] and len(val) == 6
 
 
+def as_text(entry, *names):
+    entry.update({name: str(entry[name]) for name in names})
+
+
+def renumbered(content, rename):
+    for entries, field in (("images", "id"), ("annotations", "image_id")):
+        for entry in content[entries]:
+            entry[field] = rename(entry[field])
+
+
+FORMS = {
+    "an image id": lambda content: as_text(content["annotations"][0], "image_id"),
+    "a category id": lambda content: as_text(content["annotations"][0], "category_id"),
+    "all numbers": lambda content: [as_text(a, "image_id", "category_id", "iscrowd") for a in content["annotations"]],
+    "sizes": lambda content: as_text(content["images"][1], "width", "height"),
+    "corners": lambda content: content["annotations"][0].update(bbox=["1", "2", "10", "8"]),
+    "broken ids": lambda content: renumbered(content, float),
+    "iscrowd": lambda content: [a.update(iscrowd=bool(a["iscrowd"])) for a in content["annotations"]],
+    "a flat outline": lambda content: content["annotations"][0].update(segmentation=[1, 2, 3, 4, 5, 6]),
+    "hashes of 63 bits": lambda content: renumbered(content, lambda number: 2**62 + number),
+    "hashes beside false": lambda content: (
+        renumbered(content, lambda number: 2**62 + number),
+        content["annotations"][0].update(iscrowd=False),
+    ),
+    "unsigned": lambda content: renumbered(content, lambda number: 2**63 + number),
+    "names": lambda content: renumbered(content, lambda number: f"picture {number}"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_values_of_coco_in_other_forms_are_the_same_data(tmp_path, form):
+    expected, _ = read(coco(coco(tmp_path / "plain"), "val"), masks=True)
+    actual, _ = read(coco(coco(tmp_path / "other", change=FORMS[form]), "val"), masks=True)
+    for name in ("boxes", "labels", "crowd", "offsets", "sizes", "areas"):
+        assert np.array_equal(getattr(actual, name), getattr(expected, name)), name
+    assert actual.masks.shapes.equals(expected.masks.shapes)
+    shift = {"hashes of 63 bits": 2**62, "hashes beside false": 2**62}.get(form, 0)
+    if form not in ("unsigned", "names"):
+        assert (actual.image_ids - shift).tolist() == expected.image_ids.tolist()
+    assert len(np.unique(actual.image_ids)) == 3
+
+
+def test_boxes_and_files_that_stand_there_twice_count_once(tmp_path):
+    boxes = [annotation(number, [1, 2, 10, 8]) for number in (4, 4, 5)] + [annotation(5, [3, 4, 10, 8])]
+    coco(coco(tmp_path, ids=(4, 5, 6), annotations=boxes), "val")
+    train, _ = read(tmp_path)
+    assert train.offsets.tolist() == [0, 1, 3, 3]
+    assert "1 of 4 boxes equal another one of their class and image, and are left out, first" in train.notes[1]
+    coco(tmp_path, ids=(4, 5, 6), annotations=boxes, change=lambda c: c["images"][1].update(file_name="4.jpg"))
+    train, _ = read(tmp_path)
+    assert train.image_ids.tolist() == [4, 6] and boxes_of(train, 0) == [[1, 2, 11, 10], [3, 4, 13, 12]]
+    assert "1 of 2 images are listed several times, and have the boxes of all entries, first" in train.notes[0]
+    train, _ = read(voc(tmp_path / "voc", {"train": "abda", "val": "c"}))
+    assert len(train) == 3 and train.offsets.tolist() == [0, 2, 2, 3]
+
+
+def test_the_category_above_all_others_is_left_out(tmp_path):
+    """As Roboflow exports a project; one that objects have is a class."""
+    categories = [{"id": n, "name": "cell", "supercategory": "cell"} for n in (0, 1)]
+    categories[0]["supercategory"] = "none"
+    flat = [category | {"supercategory": "none"} for category in categories]
+    train, _ = read(
+        coco(
+            coco(tmp_path / "flat", annotations=[annotation(4, [1, 2, 3, 4], 1)], categories=flat),
+            "val",
+            annotations=[annotation(4, [1, 2, 3, 4], 1)],
+            categories=flat,
+        )
+    )
+    assert train.category_ids.tolist() == [1]
+    for name, used in (("unused", 1), ("used", 0)):
+        for split in ("train", "val"):
+            coco(tmp_path / name, split, annotations=[annotation(4, [1, 2, 3, 4], used)], categories=categories)
+    train, val = read(tmp_path / "unused")
+    assert train.classes == val.classes == ("cell",) and train.category_ids.tolist() == [1]
+    assert "the category 0, cell, is left out: it is above others, and no object is of it" in train.notes[0]
+    assert "2 categories with the name cell; give each its own (ids 0, 1)" in refusal(tmp_path / "used")
+
+
+def test_the_file_of_a_data_set_can_be_given_itself(tmp_path):
+    coco(coco(tmp_path / "coco", ids=range(8), annotations=[annotation(n, [1, 2, 3, 4]) for n in range(8)]), "val")
+    assert [len(source) for source in read(tmp_path / "coco/train.json")] == [6, 2]
+    assert len(part(tmp_path / "coco/val.json")) == 3
+    yolo(tmp_path / "yolo")
+    assert [len(source) for source in read(tmp_path / "yolo/data.yaml")] == [3, 1]
+    assert "nothing is there" in refusal(tmp_path / "coco/trian.json")
+
+
 # ---- EXIF
 
 
@@ -234,7 +327,7 @@ def test_rotated_images_turn_their_boxes(tmp_path, upright):
         assert train.image(index).size == tuple(train.sizes[index]) == ((40, 30) if index < 4 else (30, 40))
         assert boxes_of(train, index) == [red_box(train.image(index))]
     turned = 0 if upright else 7
-    assert f"7 images are rotated by their EXIF tag, and the boxes of {turned} with them" in train.notes[0]
+    assert f"7 of 8 images are rotated by their EXIF tag, and the boxes of {turned} with them" in train.notes[0]
 
 
 # ---- Pascal VOC
@@ -407,8 +500,10 @@ def new_class(root):
 
 NUMBERS = {"label": datasets.Value("int64"), "labels": [[8, 3], [], [3], [3]]}
 NEW = table(label=NUMBERS["label"], labels=[[8, 5], [], [3], [3]])
+NARROW = [annotation(4, [n, 2, width, 4]) for n, width in enumerate((0, 5, 0))]
 OTHER = table(label=datasets.ClassLabel(names=["dog", "cat"]))
 SHARES, EITHER = [[[0.1, 0.2, 0.3, 0.4]]] * 2, [[[2, 3, 5, 6]], [[2, 3, 9, 9]]]
+CSV = "image,xmin,ymin,xmax,ymax,label\ntrain/4.jpg,1,2,3,4,cat\n"
 BAD = [
     (partial(coco, change=lambda content: content["images"][1].pop("file_name")), "1 entries of images lack"),
     (partial(second_image, file_name="gone.jpg"), "gone.jpg: 1 of 3 annotated images are missing"),
@@ -418,8 +513,26 @@ BAD = [
     (partial(first_box, bbox=[9, None, 4, 5]), "missing or no finite number, first"),
     (partial(first_box, bbox=[9, 1, 4]), "annotations[0] has a bbox of other than 4 numbers"),
     (partial(first_box, category_id=5), "4.jpg: category_id 5; the classes are cat, dog, bird"),
-    (partial(first_box, image_id=1.5), "annotations[0]: Float value 1.500000 was truncated"),
-    (partial(first_box, image_id=5), "1 annotations of images that are not in it"),
+    (partial(first_box, image_id=1.5), "train.json: annotations[0]: image_id is 1.5, which is not"),
+    (
+        partial(first_box, image_id=5),
+        "1 annotations of images that are not in it, first annotations[0] with image_id 5",
+    ),
+    (partial(first_box, bbox=[1, 2, "x", 4]), "annotations[0]: bbox is [1, 2, 'x', 4], which is not of the type"),
+    (partial(second_image, width="wide"), "images[1]: width is 'wide', which is not of the type"),
+    (partial(coco, change=lambda content: content.update(annotations=None)), "lacks the key annotations with a list"),
+    (partial(coco, categories=[{"id": 5, "name": "cat"}, {"id": 3, "name": "cat"}]), "each its own (ids 5, 3)"),
+    (
+        partial(coco, annotations=[annotation(4, [1, 2, 3, 4], iscrowd=1)]),
+        "all of its 1 boxes are crowds (iscrowd) or diff",
+    ),
+    (
+        partial(coco, annotations=[annotation(4, [0.1, 0.2, 0.3, 0.4])]),
+        "1 of 1 boxes are in shares of the image (0 to 1)",
+    ),
+    (partial(coco, annotations=NARROW), "most of its 3 boxes would be left out: 2 (no area inside their image), first"),
+    (partial(coco, file_name="far/4.jpg"), "train/4.jpg is alike: move the images, or correct file_name"),
+    (partial(voc, **{name: [("dog", (0.1, 0.2, 0.5, 0.9), 0)] for name in "abd"}), "boxes are in shares of the image"),
     (partial(coco, annotations=[annotation(4, [25, 20, 39, 29])]), "1 of 1 boxes reach beyond their"),
     (partial(written, make=coco, name="train.json", text='{"images": ['), "train.json: not readable as JSON"),
     (new_class, "4.jpg: cow; the classes are cat, dog, bird"),
@@ -432,6 +545,10 @@ BAD = [
     (partial(yolo, content={"train": "nowhere", "names": ["a"]}), "train: nowhere is not there"),
     (partial(yolo, content={"train": "labels/train", "names": ["a"]}), "no images in train"),
     (lambda root: saved(root, table().remove_columns("objects")), "no column with boxes and their classes"),
+    (
+        lambda root: written(root, coco, "rows.csv", CSV) / "rows.csv",
+        "NAME (image, xmin, ymin, xmax, ymax, label); for rows of",
+    ),
     (with_two_columns, "objects, more could each hold the boxes; name it with --objects_column"),
     (partial(stored, labels=[[0], [], [0], [0]]), "row 0 has 2 boxes and 1 of category"),
     (partial(stored, boxes=[[[1, 2, 3]]]), "other than 4 numbers"),

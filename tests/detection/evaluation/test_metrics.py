@@ -1,19 +1,22 @@
 """The twelve numbers are pycocotools', on awkward data and with overlaps on a threshold."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from pycocotools import mask
 
+from common.detection.data.annotated import Annotated
 from common.detection.data.masks import decode, pasted
 from common.detection.data.sources import Spec, load
 from common.detection.evaluation import metrics
 from common.detection.evaluation.matching import IN_CROWD, NONE, Matches
 from common.detection.evaluation.metrics import NAMES, Detections
 from tests.harness.annotations import annotation, coco, picture
-from tests.harness.detections import CLASSES, awkward, boxes_in_coco, hits_of, of_pycocotools
+from tests.harness.detections import CLASSES, awkward, boxes_in_coco, columns, hits_of, of_pycocotools
+from tools.compare.average_precision import AveragePrecision
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -41,6 +44,45 @@ def test_numbers_hits_and_crowds_are_those_of_pycocotools(seed: int) -> None:
     counted = Matches.of_counted(source, images, rows)
     assert np.bincount(counted.images).max() == 100
     assert len(counted.rows) < len(rows) and sorted(counted.hits[counted.hits >= 0]) == sorted(expected[expected >= 0])
+
+
+def test_ids_of_64_bits_change_no_number() -> None:
+    source, found = awkward(0)
+    results = []
+    for shift in (0, 2**62, -(2**62)):
+        detections = Detections()
+        detections.update(range(21), found)
+        results.append(detections.results(replace(source, image_ids=source.image_ids + shift)))
+    assert results[0] == results[1] == results[2]
+
+
+def test_more_than_100_objects_are_counted_as_pycocotools_does() -> None:
+    """With its limit set to the largest number of objects in an image."""
+    corners = np.array([[10 * x, 10 * y, 10 * x + 7, 10 * y + 7] for x in range(11) for y in range(11)], float)
+    source = Annotated(
+        **columns([[(box, 0) for box in corners], [(box, 0) for box in corners[:5]]], ((120, 120),), ("a",))
+    )
+    assert source.max_detections == 121 and source.select(np.array([1])).max_detections == 100
+    scores = torch.linspace(1, 0.5, 121)
+    wrong = torch.tensor(corners[:60]).float() + 4
+    found = []
+    for of_image in (torch.tensor(corners).float(), torch.cat([torch.tensor(corners[:5]).float(), wrong])):
+        count = len(of_image)
+        found.append({"boxes": of_image, "scores": scores[:count], "labels": torch.zeros(count).long()})
+    perfect = Detections()
+    perfect.update(range(2), [found[0], {name: column[:5] for name, column in found[1].items()}])
+    assert perfect.results(source)["AP"] == pytest.approx(1) and perfect.matches.hit.all()
+    detections = Detections()
+    detections.update(range(2), found)
+    results = detections.results(source)
+    boxes = boxes_in_coco(source.image_ids, *detections.columns())
+    expected = of_pycocotools(metrics._coco(source), boxes, max_detections=121)
+    precision = expected.eval["precision"][:, :, 0, 0, -1]
+    assert precision.mean() < 0.99 and results["AP"] == precision.mean()
+    assert results["AR100"] == expected.eval["recall"][:, 0, 0, -1].mean()
+    assert AveragePrecision(source, *detections.columns())(np.ones((1, 2)))[0] == pytest.approx(
+        results["AP"], abs=1e-12
+    )
 
 
 def test_a_mask_lies_on_the_pixels_of_its_box() -> None:
