@@ -202,7 +202,7 @@ def test_a_file_that_is_cut_off_is_broken(kind):
 
 def test_a_bomb_is_refused_from_its_header_with_the_value_and_the_limit():
     bomb = png(20_000, 20_000, 8, 2, b"")  # would decode to 1.2 GB, and Pillow itself refuses it
-    with pytest.raises(BrokenImage, match=r"400000000 pixels.* limit of 178956970"):
+    with pytest.raises(BrokenImage, match=f"more than {2 * MAX_PIXELS} pixels, the limit is {MAX_PIXELS}"):
         open_rgb(bomb)
     suspicious = png(10_000, 10_000, 8, 2, b"")  # Pillow would only warn
     with warnings.catch_warnings():
