@@ -16,7 +16,9 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from common.data.pixels import MAX_PIXELS, BrokenImage, to_8_bit
 
-logging.getLogger("tifffile").disabled = True  # it warns of odd tags
+# They print what is odd about a file.
+logging.getLogger("tifffile").disabled = True
+logging.getLogger("PIL.TiffImagePlugin").disabled = True
 
 # Values of tags.
 _WHITE_IS_0 = 0
@@ -35,7 +37,7 @@ def open_tiff(file: IO[bytes], filename: str | bytes = "") -> Image.Image:
             return image
     file.seek(0)
     try:
-        with tifffile.TiffFile(file) as tiff:
+        with tifffile.TiffFile(file, name="a TIFF") as tiff:
             return _decode(tiff.pages.first)
     except MemoryError as error:  # a damaged header asks for any number of values
         raise BrokenImage("a damaged TIFF") from error
@@ -76,7 +78,7 @@ def _decode(page: tifffile.TiffPage) -> Image.Image:
         raise BrokenImage(
             f"a TIFF of {num_bands} bands of {page.bitspersample} bits, {page.imagewidth} x {page.imagelength} pixels, "
             f"photometric {page.photometric:d}, compression {page.compression:d}, which is not read: save it as RGB "
-            "without compression, or see docs/change_it.md for a data set of your own, which can read more bands"
+            "without compression, or choose its bands in a data set of your own (docs/change_it.md)"
         )
     values = page.asarray(maxworkers=1)
     if is_rgb and page.planarconfig == _PLANAR:
