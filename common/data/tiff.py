@@ -80,6 +80,8 @@ def _decode(page: tifffile.TiffPage) -> Image.Image:
             f"photometric {page.photometric:d}, compression {page.compression:d}, which is not read: save it as RGB "
             "without compression, or choose its bands in a data set of your own (docs/change_it.md)"
         )
+    if page.nbytes > page.parent.filehandle.size:  # tifffile would make up what is missing
+        raise BrokenImage("a TIFF that is cut off")
     values = page.asarray(maxworkers=1)
     if is_rgb and page.planarconfig == _PLANAR:
         values = np.moveaxis(values, 0, -1)

@@ -211,11 +211,12 @@ def test_bands_without_a_meaning_are_refused_or_not_used() -> None:
 
 
 def test_a_tiff_of_any_size_in_its_header_costs_no_memory() -> None:
-    data = tiff(np.zeros((16, 16, 3), np.float32), "rgb")
-    for tag in (256, 257):  # width and height
-        data = data.replace(struct.pack("<HHII", tag, 4, 1, 16), struct.pack("<HHII", tag, 4, 1, 60_000))
-    with bounded(10, 256), pytest.raises(BrokenImage, match="60000 x 60000"):
-        open_rgb(data)
+    for side, reason in ((60_000, "60000 x 60000"), (8_000, "cut off")):
+        data = tiff(np.zeros((16, 16, 3), np.float32), "rgb", tile=(16, 16))
+        for tag in (256, 257):  # width and height
+            data = data.replace(struct.pack("<HHII", tag, 4, 1, 16), struct.pack("<HHII", tag, 4, 1, side))
+        with bounded(10, 256), pytest.raises(BrokenImage, match=reason):
+            open_rgb(data)
 
 
 # ---- metadata
