@@ -77,21 +77,26 @@ def crop(height: int, width: int, smallest_area: float) -> tuple[int, int, int, 
 
 
 class EvaluationTransform:
-    """An RGB image -> uint8[3, H, W]: resized to cover a size, then cropped at the centre, as timm does."""
+    """An RGB image -> uint8[3, H, W] as timm does it, by the model's `crop_mode`.
+
+    `center` resizes to cover a size and crops the centre, `squash` changes the ratio, `border` pads with the mean colour.
+    """
 
     def __init__(self, data_config: dict):
         """`data_config` is as for `TrainingTransform`."""
         self.data_config = data_config
-        options = {key: data_config[key] for key in ("input_size", "interpolation", "crop_pct")}
-        self._resize_and_crop = timm.data.create_transform(**options, use_prefetcher=True)
+        self._resize_and_crop = timm.data.create_transform(**data_config, use_prefetcher=True)
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
-        """Raises `BrokenImage` for a stripe that resizing would make larger than an image may be."""
+        """Raises `BrokenImage` for a stripe that resizing would make larger than an image may be, or thinner than a pixel."""
+        crop_mode = self.data_config.get("crop_mode")
         sides = zip(self.data_config["input_size"][1:], (image.height, image.width), strict=True)
-        scale = max(wanted / self.data_config["crop_pct"] / side for wanted, side in sides)
-        if (pixels := image.width * image.height * scale**2) > MAX_PIXELS:
-            enlarged = f"{image.width} x {image.height} pixels would be enlarged to {pixels:.3g}"
-            raise BrokenImage(f"{enlarged}, the limit is {MAX_PIXELS}")
+        scales = [wanted / self.data_config["crop_pct"] / side for wanted, side in sides]
+        scale = min(scales) if crop_mode == "border" else max(scales)
+        is_too_large = image.width * image.height * scale**2 > MAX_PIXELS and crop_mode != "squash"
+        if is_too_large or min(image.size) * scale <= 0.5:
+            enlarged = f"{image.width} x {image.height} pixels would be enlarged to {scale:.3g} times their sides"
+            raise BrokenImage(f"{enlarged}, the limit is {MAX_PIXELS} pixels, and a side is at least 1")
         return self._resize_and_crop(image)
 
 

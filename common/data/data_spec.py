@@ -1,7 +1,7 @@
 """Opening of data: a format gives named parts, a `DataSpec` says which are read, and one to train on may be divided."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -10,6 +10,7 @@ import numpy as np
 from common.config.origin import Origin
 from common.data import splits
 from common.data.copies import find_copies
+from common.data.images import BrokenImage, opened
 from common.data.notes import Notes
 from common.data.source import Files, earlier_fingerprint, group_by_folder
 from common.data.splits import Piece, kind_of
@@ -209,6 +210,9 @@ def data_rows(data: str, train, val, samples: str = "images") -> dict[str, str]:
         rows[f"{samples} per class"] = f"{counts[few]:,} ({classes[few]}) to {counts[many]:,} ({classes[many]})"
     if len(never := np.flatnonzero(val.class_counts == 0)):
         rows["not evaluated"] = f"{_names([classes[place] for place in never])}: no {samples} to evaluate"
+    with suppress(BrokenImage), opened(train.content(0)) as image:
+        if image.format == "TIFF" and image.has_transparency_data:
+            rows["transparency"] = f"becomes white: {train.name(0)} has a band for it, by its tag ExtraSamples"
     others = [note for note in val.notes if note not in train.notes]
     return rows | {
         name: "; ".join(notes) for name, notes in (("train notes", train.notes), ("val notes", others)) if notes

@@ -4,6 +4,8 @@ The header of a JPEG has the size, so the crop is drawn before anything is decod
 a half, a quarter or an eighth of the resolution. Other formats are decoded whole.
 """
 
+import re
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -12,8 +14,8 @@ from simplejpeg import decode_jpeg, decode_jpeg_header
 
 from common.data.images import MAX_PIXELS, Content, open_rgb, opened, orientation_of, read_file
 
+_ORIENTATION = re.compile(rb"Exif\0|tiff:Orientation")
 REDUCTIONS = (8, 4, 2)  # that libjpeg decodes to directly
-_HEAD = 2**17  # bytes at the start of a file that may hold EXIF data
 _SPARE = 2.0  # a reduced image is at least this many times the wanted size, and then resized
 
 
@@ -44,8 +46,8 @@ class Picture:
                 self._jpeg, orientation = data, orientation_of(image)
                 self.width, self.height = image.size[::-1] if 5 <= orientation <= 8 else image.size
                 self._is_turned = orientation != 1
-        if not self._jpeg:
-            self._pixels = pixels_of(open_rgb(data))
+            else:
+                self._pixels = pixels_of(open_rgb(image))
 
     def region(
         self, top: int, left: int, height: int, width: int, size: tuple[int, int], interpolation: str
@@ -91,14 +93,28 @@ def resized(part: torch.Tensor, size: tuple[int, int], interpolation: str) -> to
 
 
 def size_of_usual(data: bytes) -> tuple[int, int] | None:
-    """Height and width of a JPEG in the usual colours without EXIF data, ten times as fast as with Pillow."""
-    if data[:2] != b"\xff\xd8" or data.find(b"Exif\0", 0, _HEAD) >= 0:
+    """Height and width of a JPEG in the usual colours that is stored upright, ten times as fast as with Pillow."""
+    if data[:2] != b"\xff\xd8":
         return None
     try:
+        if _may_be_turned(data):
+            return None
         height, width, colours, _ = decode_jpeg_header(data)
-    except ValueError:
+    except (IndexError, ValueError):
         return None
     return (height, width) if colours in ("YCbCr", "Gray") and 0 < height * width <= MAX_PIXELS else None
+
+
+def _may_be_turned(jpeg: bytes) -> bool:
+    """True if a segment before the pixels may have an orientation, or is damaged. IndexError if the pixels are not there."""
+    position = 2
+    while jpeg[position + 1] != 0xDA:
+        end = position + 2 + (jpeg[position + 2] << 8) + jpeg[position + 3]
+        has_metadata = jpeg[position + 1] == 0xE1 and _ORIENTATION.search(jpeg, position, end)
+        if has_metadata or jpeg[position] != 0xFF:
+            return True
+        position = end
+    return False
 
 
 def pixels_of(image: Image.Image) -> torch.Tensor:

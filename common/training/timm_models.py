@@ -161,12 +161,14 @@ def create(
 
 
 def data_config(model: nn.Module, image_size: int = 0, crop_pct: float = 0.0) -> dict:
-    """How images are prepared for the model: input_size (3, H, W), mean, std, interpolation, crop_pct; 0 keeps its own.
+    """How images are prepared for the model: input_size (3, H, W), mean, std, interpolation, crop_pct, crop_mode.
+
+    0 keeps the model's own.
 
     Raises `Refused` if images would have more than `MAX_PIXELS`, or if the model's folder has impossible values.
     """
-    wishes = {"input_size": (3, image_size, image_size) if image_size else None, "crop_pct": crop_pct or None}
-    found = resolve_data_config({key: value for key, value in wishes.items() if value}, model=model)
+    wishes = {"input_size": (3, image_size, image_size) if image_size else None, "crop_pct": crop_pct}
+    found = resolve_data_config(wishes, model=model)
     try:
         channels, height, width = found["input_size"]
         is_sound = channels == len(found["mean"]) == len(found["std"]) == 3 and all(map(math.isfinite, found["mean"]))
@@ -175,7 +177,9 @@ def data_config(model: nn.Module, image_size: int = 0, crop_pct: float = 0.0) ->
     except (TypeError, ValueError, KeyError, OverflowError, ZeroDivisionError):
         is_sound = False
     if not is_sound:
-        said = ", ".join(f"{key} {found[key]}" for key in ("input_size", "crop_pct", "mean", "std", "interpolation"))
+        said = ", ".join(
+            f"{key} {found[key]}" for key in ("input_size", "crop_pct", "crop_mode", "mean", "std", "interpolation")
+        )
         raise Refused(
             f"the model's images can't be made ({said:.300}): they have 3 colours, and are resized to input_size / crop_pct, "
             f"at most {MAX_PIXELS} pixels; look at --image_size and --crop_pct"

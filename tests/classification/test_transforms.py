@@ -110,13 +110,15 @@ def test_a_policy_with_a_typo_is_refused(policy: str) -> None:
     assert f"--augment {policy}:" in str(raised.value) and "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
 @pytest.mark.parametrize("size", [(40, 36), (17, 90), (1, 1)])
-def test_evaluation_shows_what_timm_would(size: tuple[int, int]) -> None:
+def test_evaluation_shows_what_timm_would(size: tuple[int, int], crop_mode: str) -> None:
     image = photograph(*size)
-    mine = EvaluationTransform(DATA)(image)
+    config = DATA | {"crop_mode": crop_mode}
+    mine = EvaluationTransform(config)(image)
     assert mine.dtype == torch.uint8 and mine.shape == (3, 32, 32)
     mean, std = (255 * torch.tensor(DATA[key])[:, None, None] for key in ("mean", "std"))
-    theirs = create_transform(**DATA, is_training=False)(image)
+    theirs = create_transform(**config, is_training=False)(image)
     assert torch.allclose((mine - mean) / std, theirs, atol=1e-5)
 
 
@@ -126,3 +128,7 @@ def test_a_stripe_that_an_evaluation_would_enlarge_beyond_the_limit_is_broken() 
     with bounded(10, 256), pytest.raises(BrokenImage, match=r"would be enlarged to .*, the limit is 89478485"):
         transform(Image.new("RGB", (1, 20_000)))
     assert transform(Image.new("RGB", (1, 300))).shape == (3, 224, 224)
+    squash, border = (EvaluationTransform(DATA | {"crop_mode": crop_mode}) for crop_mode in ("squash", "border"))
+    assert squash(Image.new("RGB", (1, 20_000))).shape == (3, 32, 32)
+    with pytest.raises(BrokenImage, match="a side is at least 1"):
+        border(Image.new("RGB", (1, 20_000)))

@@ -3,7 +3,9 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tifffile
 
 from common.classification import sources
 from common.data.data_spec import data_rows
@@ -31,3 +33,15 @@ def test_the_part_that_is_evaluated_is_named_and_what_is_not_evaluated(tmp_path)
         "images per class": "1 (emu 0) to 5 (dog)",
         "not evaluated": "emu 0, emu 1, emu 2, emu 3: no images to evaluate",
     }
+
+
+@pytest.mark.parametrize("extra, is_told", [(2, True), (0, False)])
+def test_a_band_that_is_read_as_transparency_has_a_row(tmp_path, extra, is_told):
+    """Tools write near infrared as transparency, too."""
+    for number in range(8):
+        file = tmp_path / "ab"[number % 2] / f"{number}.tif"
+        file.parent.mkdir(exist_ok=True)
+        values = np.full((8, 8, 4), 10 * number, np.uint8)
+        tifffile.imwrite(file, values, photometric="rgb", extrasamples=[extra])
+    found = rows(tmp_path).get("transparency", "")
+    assert bool(re.fullmatch(r"becomes white: .*\.tif has a band for it, by its tag ExtraSamples", found)) == is_told

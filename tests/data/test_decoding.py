@@ -1,10 +1,15 @@
 """Decoding a part of an image quickly gives what decoding all of it gives, and finds the same files broken."""
 
+import io
+import struct
+import zlib
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import numpy as np
+import pyarrow as pa
 import pytest
+import tifffile
 import torch
 from PIL import Image
 from simplejpeg import decode_jpeg
@@ -12,7 +17,8 @@ from simplejpeg import decode_jpeg
 from common.data import decoding
 from common.data.decoding import Picture
 from common.data.images import BrokenImage, open_rgb
-from tests.harness.photographs import CHINA, exif, jpeg
+from common.detection.data.image_headers import header_of, headers_of_files
+from tests.harness.photographs import CHINA, encoded, exif, jpeg
 
 
 def reference(data, box: tuple[int, int, int, int], size: tuple[int, int], filter: Image.Resampling) -> np.ndarray:
@@ -49,6 +55,66 @@ def test_a_turned_photograph_is_upright() -> None:
             box = (8, 16, upright.height - 16, upright.width - 32)
             wanted = reference(data, box, (24, 24), Image.Resampling.BILINEAR)
             assert np.abs(picture.region(*box, (24, 24), "bilinear").numpy() - wanted).mean() < 1.5, orientation
+
+
+def segment(marker: int, body: bytes) -> bytes:
+    return struct.pack(">BBH", 0xFF, marker, len(body) + 2) + body
+
+
+def chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def turned_files() -> dict[str, bytes]:
+    """Photographs of 64 x 48 pixels as stored, with orientation 6 in all places where it may stand."""
+    tags = exif(6).tobytes()
+    tags = tags if tags.startswith(b"Exif") else b"Exif\0\0" + tags
+    packet = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    plain, png = jpeg(64, 48), encoded(CHINA.resize((64, 48)))
+    xmp = segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0" + packet)
+    text = chunk(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + packet)
+    filler = b"".join(segment(0xEB, b"\xff\xda" + bytes(60_000)) for _ in range(3))
+    first = png.index(b"IDAT") - 4
+    return {
+        "EXIF": plain[:2] + segment(0xE1, tags) + plain[2:],
+        "EXIF behind 128 KiB": plain[:2] + filler + segment(0xE1, tags) + plain[2:],
+        "EXIF behind 8 KiB": plain[:2] + segment(0xE2, bytes(9_000)) + segment(0xE1, tags) + plain[2:],
+        "XMP": plain[:2] + xmp + plain[2:],
+        "XMP behind 128 KiB": plain[:2] + filler + xmp + plain[2:],
+        "EXIF without orientation, and XMP": plain[:2]
+        + segment(0xE1, b"Exif\0\0II*\0\x08" + bytes(5))
+        + xmp
+        + plain[2:],
+        "PNG": png[:first] + chunk(b"eXIf", tags[6:]) + png[first:],
+        "PNG, behind the pixels": png[:-12] + chunk(b"eXIf", tags[6:]) + png[-12:],
+        "PNG, XMP": png[:first] + text + png[first:],
+        "PNG, XMP behind the pixels": png[:-12] + text + png[-12:],
+        "WebP": encoded(CHINA.resize((64, 48)), "WEBP", exif=exif(6)),
+        "WebP, XMP": encoded(CHINA.resize((64, 48)), "WEBP", xmp=packet),
+        "TIFF": encoded(CHINA.resize((64, 48)), "TIFF", exif=exif(6)),
+        "TIFF that Pillow can't read": tiff_of_floats(),
+        "AVIF": encoded(CHINA.resize((64, 48)), "AVIF", exif=exif(6)),
+    }
+
+
+def tiff_of_floats() -> bytes:
+    buffer = io.BytesIO()
+    values = np.asarray(CHINA.resize((64, 48)), np.float32) / 255
+    tifffile.imwrite(buffer, values, photometric="rgb", extratags=[(274, 3, 1, 6, True)])
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("name, data", turned_files().items(), ids=turned_files())
+def test_all_readers_agree_on_the_orientation(name: str, data: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "image"
+    file.write_bytes(data)
+    evaluated, trained = open_rgb(file), Picture(data)
+    assert evaluated.size == (trained.width, trained.height) == (48, 64)
+    assert np.array_equal(np.asarray(evaluated).transpose(2, 0, 1), trained.whole())
+    upright = CHINA.resize((64, 48)).transpose(Image.Transpose.ROTATE_270)
+    assert np.abs(np.asarray(evaluated).astype(int) - np.asarray(upright)).mean() < 12
+    of_file = headers_of_files(str(tmp_path), pa.array([b"image"], pa.large_binary()))[0]
+    assert tuple(of_file) == header_of(data) == (64, 48, 6, len(data))
 
 
 KINDS = [("JPEG", "L"), ("JPEG", "CMYK"), ("PNG", "P"), ("WEBP", "RGB"), ("GIF", "P"), ("TIFF", "CMYK"), ("BMP", "L")]
@@ -104,5 +170,5 @@ def test_a_damaged_file_is_broken_for_both_for_the_same_reason_or_for_none() -> 
     bomb = bytearray(data)
     place = bomb.index(b"\xff\xc0") + 5  # height and width of the frame
     bomb[place : place + 4] = (20_000).to_bytes(2) * 2
-    with pytest.raises(BrokenImage, match="400000000 pixels"):
+    with pytest.raises(BrokenImage, match="more than 178956970 pixels"):
         Picture(bytes(bomb))

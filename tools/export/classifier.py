@@ -42,7 +42,7 @@ def preprocessing_of(config: dict) -> Preprocessing:
         )
     size = tuple(config["input_size"][1:])
     covered = tuple(math.floor(side / config["crop_pct"]) for side in size)
-    return Preprocessing(size, covered, config["interpolation"], config["mean"], config["std"])
+    return Preprocessing(size, covered, config["interpolation"], config["mean"], config["std"], config.get("crop_mode"))
 
 
 class ClassifierTask(Task):
@@ -74,7 +74,7 @@ class ClassifierTask(Task):
             "preprocessing": {
                 "resized_to_cover": preprocessing.covered,
                 "cropped_to": preprocessing.size,
-                **{key: config[key] for key in ("interpolation", "mean", "std")},
+                **{key: config.get(key) for key in ("crop_mode", "interpolation", "mean", "std")},
             },
         }
 

@@ -29,13 +29,19 @@ def half_even(dividend: torch.Tensor, divisor: torch.Tensor | int) -> torch.Tens
 
 
 class Preprocessing(torch.nn.Module):
-    """uint8[N, 3, height, width] of any size -> float32[N, 3, H, W]: resized to cover, cropped at the centre, normalised.
+    """uint8[N, 3, height, width] of any size -> float32[N, 3, H, W]: resized, cropped at the centre, normalised.
 
-    `covered` is the size (height, width) that the resized picture covers, `size` the size of the crop.
+    `covered` is a size (height, width) and `size` the size of the crop. timm's `crop_mode` says how a picture is
+    resized: so that it covers `covered` (`center`), fills it (`squash`), or fits into it (`border`). What is then missing
+    in the crop has the mean colour.
     """
 
-    def __init__(self, size: tuple[int, int], covered: tuple[int, int], interpolation: str, mean, std):
+    def __init__(
+        self, size: tuple[int, int], covered: tuple[int, int], interpolation: str, mean, std, crop_mode: str | None
+    ):
         super().__init__()
+        self.smallest = (1, 1) if crop_mode == "border" else covered
+        self.largest = covered if crop_mode in ("border", "squash") else (None, None)
         self.size, self.covered, self.kernel = size, covered, KERNELS[interpolation]
         self.register_buffer("mean", 255 * torch.tensor(mean)[:, None, None])
         self.register_buffer("std", 255 * torch.tensor(std)[:, None, None])
@@ -48,17 +54,25 @@ class Preprocessing(torch.nn.Module):
         vertical = self.weights(torch.arange(images.shape[2]), height, rows, self.size[0])
         pixels = self.levels(images.double() @ horizontal.T)  # rounded after each direction, as Pillow does
         pixels = self.levels(vertical @ pixels)
+        pixels += self.mean.round() * (vertical.sum(1)[:, None] * horizontal.sum(1) < 0.5)
         return (pixels.float() - self.mean) / self.std
 
     def resized(self, height: torch.Tensor, width: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Height and width after resizing; timm rounds otherwise for squares."""
         top, side = self.covered
-        divided = torch.floor_divide if top == side else half_even
-        return divided(height * side, width).clamp(min=top), divided(width * top, height).clamp(min=side)
+        divided = torch.floor_divide if top == side and self.largest != self.covered else half_even
+        rows = divided(height * side, width).clamp(self.smallest[0], self.largest[0])
+        columns = divided(width * top, height).clamp(self.smallest[1], self.largest[1])
+        return rows, columns
 
     def weights(self, pixels: torch.Tensor, length: torch.Tensor, resized: torch.Tensor, count: int) -> torch.Tensor:
-        """float64[count, length]: how much each of `pixels` of a line counts in each of `count` resized ones, at the centre."""
-        places = torch.arange(count) + half_even(resized - count, 2)
+        """float64[count, length]: how much each of `pixels` of a line counts in each of `count` resized ones, at the centre.
+
+        0 beyond the picture.
+        """
+        # A crop is rounded to even, a border down.
+        start = torch.where(resized > count, half_even(resized - count, 2), (resized - count + 1) // 2)
+        places = torch.arange(count) + start
         centres = (2 * places + 1) * length  # in units of half a resized pixel, so that they are whole
         whole = centres // (2 * resized)
         part = (centres - whole * (2 * resized)).double() / (2 * resized)
@@ -66,7 +80,8 @@ class Preprocessing(torch.nn.Module):
         reach = (length.double() / resized).clamp(min=1)
         weights = self.kernel((distances / reach).abs())
         weights = weights / weights.sum(1, keepdim=True)
-        return torch.floor(weights * _STEPS + 0.5) / _STEPS
+        weights = torch.floor(weights * _STEPS + 0.5) / _STEPS
+        return torch.where(((places >= 0) & (places < resized))[:, None], weights, 0)
 
     @staticmethod
     def levels(pixels: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow as pa
 
-from common.data.images import BrokenImage, opened, orientation_of
 from common.data.shards import Shards
 from common.data.source import Source, path_of
 from common.detection.data.annotated import Annotated
@@ -82,14 +81,5 @@ def sizes_of(files: FileList | Shards) -> np.ndarray:
         sizes = upright_sizes(headers_of_files("", files.paths, may_miss=True))
     else:
         sizes = upright_sizes(files.index.headers)
-    for index in np.flatnonzero(sizes[:, 0] == 0).tolist():
-        sizes[index] = _size_of(files, index)
+    sizes[sizes[:, 0] == 0] = _PLACEHOLDER
     return sizes
-
-
-def _size_of(files: FileList | Shards, index: int) -> tuple[int, int]:
-    try:
-        with opened(files.content(index)) as image:
-            return image.size[::-1] if orientation_of(image) >= 5 else image.size
-    except BrokenImage:
-        return _PLACEHOLDER

@@ -1,7 +1,6 @@
 """Size and orientation of image files, read from their headers without decoding."""
 
 import io
-import math
 import os
 from typing import BinaryIO
 
@@ -10,7 +9,7 @@ import pyarrow as pa
 from PIL import Image
 
 from common.data.decoding import size_of_usual
-from common.data.images import MAX_PIXELS, BrokenImage, faults_of_the_file, orientation_of
+from common.data.images import BrokenImage, check_size, faults_of_the_file, read_geometry
 from common.detection.data.stamps import each_of
 from common.errors import Refused
 from common.files import OddFile, open_regular
@@ -54,11 +53,8 @@ def _stored(head: bytes, file: BinaryIO) -> tuple[int, int, int]:
         return (*size[::-1], 1)
     try:
         with Image.open(file) as image:
-            if math.prod(image.size) > MAX_PIXELS:
-                return 0, 0, 1
-            # Pillow would decode a PNG to look for EXIF data after its pixels.
-            orientation = 1 if image.format == "PNG" and "exif" not in image.info else orientation_of(image)
-            return (*image.size, orientation if orientation in range(1, 9) else 1)
+            check_size(*image.size)
+            return read_geometry(image)
     except Exception:  # a damaged file makes Pillow raise almost anything; decoding it will give the reason
         return 0, 0, 1
 

@@ -94,7 +94,7 @@ def _load_folder(spec: Spec) -> tuple[AnnotatedImages, ...]:
     if not folder:
         table = open_table(spec.data, has_metadata=True)
         if table:
-            columns = spec.image_column, spec.objects_column, spec.box_format
+            columns = spec.image_column, spec.objects_column, spec.box_format, spec.group_column
             return _sources(spec, object_parts(table, *columns))
         raise Refused(
             f"--data {spec.data}: {describe_unread(path)}; expected digits, a folder with train.json "
@@ -118,8 +118,6 @@ def _load_folder(spec: Spec) -> tuple[AnnotatedImages, ...]:
 
 
 def _find(path: Path, masks: bool) -> Folder | None:
-    if path.name in ("data.yaml", "data.yml"):
-        return yolo_folder(path.parent)
     if path.suffix == ".json" and path.is_file():
         root = path.parent.parent if path.parent.name == "annotations" else path.parent
         return coco_folder(root, {"train": path}, masks)
