@@ -1,6 +1,7 @@
 """Hugging Face data sets with a column of objects: finds the columns, the box format and the classes."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
