@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import Refused
-from tools.command_line import parser_of
+from tools.command_line import add_recipe_flag, parser_of
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -23,6 +23,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("run", nargs="+", type=Path, help="run folders; the others are compared with the first")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="write the results to this folder")
     parser.add_argument("--recorded", action="store_true", help="only what the folders record, without an evaluation")
+    add_recipe_flag(parser)
     return parser
 
 
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = [PastRun(path) for path in words.run]
     measured = []
     if not words.recorded:
-        candidates = evaluation.find(words.run, flags)
+        candidates = evaluation.find(words.run, flags, words.recipe)
         accelerator = launch.start(candidates[0].trained.config)
         measured = [(candidate, evaluation.measure(candidate, accelerator)) for candidate in candidates]
     if not is_main():

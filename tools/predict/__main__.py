@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common.errors import Refused, printable
 from common.launching import launch
-from tools.command_line import parser_of
+from tools.command_line import add_recipe_flag, parser_of
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -39,6 +39,7 @@ def arguments() -> argparse.ArgumentParser:
         "the lowest score to keep (default: of each class, as its evaluation chose; coco and one label per image: none)"
     )
     parser.add_argument("--threshold", type=float, metavar="T", help=of_scores)
+    add_recipe_flag(parser)
     return parser
 
 
@@ -51,10 +52,11 @@ def main(argv: list[str] | None = None) -> None:
     if not words.images and not words.data:
         raise Refused("no images are named: give files, folders, globs or @LIST after the model, or shards by --data")
     if words.images and words.data:
-        raise Refused(f"--data {words.data}: names shards, and {words.images[0]} is named, too; give one of them")
+        raise Refused(f"--data names shards, and {words.images[0]} is named, too; give one of them")
     from tools.trained import load  # takes seconds, as do other imports in functions, which --help need not
 
-    trained = load(words.model, [*flags, *(["--data", words.data] if words.data else [])])
+    flags += ["--data", words.data] if words.data else []
+    trained = load(words.model, flags, recipes=words.recipe)
     if words.images_of and Path(words.images_of).resolve() == Path(words.output).resolve():
         raise Refused(f"--output {words.output}: is the file of --images_of; name another")
     if (words.format == "coco") != bool(words.images_of) or (words.images_of and not trained.is_detector):
