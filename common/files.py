@@ -19,6 +19,8 @@ from typing import Any, ClassVar
 
 import yaml
 
+from common.errors import redact
+
 CACHE = "VISION_RECIPES_CACHE"  # environment variable that names the folder of `cache_folder`
 SMALL = 2**20  # bytes: far more than any preset, record of a run or label file has
 MEDIUM = 2**24  # bytes: for lists with one line per class or image
@@ -78,7 +80,9 @@ def cache_folder() -> Path:
 
 
 def as_json(content: Any) -> Any:
-    """`content` with None for floats that are not finite, which JSON has no words for."""
+    """`content` without secrets, and with None for floats that are not finite, which JSON has no words for."""
+    if isinstance(content, str):
+        return redact(content)
     if isinstance(content, Mapping):
         return {key: as_json(value) for key, value in content.items()}
     if isinstance(content, list | tuple):

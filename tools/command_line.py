@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
 from common.errors import Refused
@@ -31,18 +30,6 @@ def parser_of(tool: str, docstring: str | None) -> argparse.ArgumentParser:
         epilog=more,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # what a tool does not know may be a flag of the recipe
-    )
-
-
-def add_recipe_flag(parser: argparse.ArgumentParser) -> None:
-    """Add --recipe: the only way to have code executed that is not this project's."""
-    parser.add_argument(
-        "--recipe",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="FILE",
-        help="execute this recipe, of a copy or of a run's source/ (default: of this project, by its name)",
     )
 
 

@@ -19,6 +19,7 @@ from common.config.recipe_source import FOLDER, difference
 from common.detection.weights import sources as sources_of_weights
 from common.errors import Refused
 from common.files import SMALL, read_text
+from tools.command_line import parser_of
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 _ANY_DATA = "digits"  # if only the model is asked for: the data that a stranger's run names are not opened
@@ -51,14 +52,8 @@ class Trained:
         return self.recipe.build_evaluation(self.config, self.origin, data, self.classes, device)
 
 
-def load(
-    weights: str,
-    flags: Sequence[str] = (),
-    *,
-    recipes: Sequence[Path] = (),
-    reads_data: bool = False,
-) -> Trained:
-    """The model that `weights` names; `flags` are the recipe's, such as `--workers 4` or `--data FOLDER`.
+def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -> Trained:
+    """The model that `weights` names; `flags` are the recipe's, such as `--workers 4` or `--data FOLDER`, and --recipe.
 
     A run folder means its best/. `find_recipe` chooses the recipe, which is executed. With `reads_data`, the flags or the
     run must name the data. Raises `Refused`.
@@ -74,7 +69,7 @@ def load(
     name = origin.run.get("recipe") or ("det" if "detector" in origin.config else "cls")
     folder = folder.absolute()
     run = folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent
-    file = find_recipe(weights, run, name, recipes)
+    file, flags = find_recipe(weights, run, name, flags)
     recipe = load_recipe(file)
     if missing := [
         name for name in ("Config", "build_data", "build_evaluation", "predict") if not hasattr(recipe, name)
@@ -86,39 +81,40 @@ def load(
     return Trained(recipe, parse(recipe.Config, words, file.name), origin)
 
 
-def find_recipe(title: str, run: Path, name: object, recipes: Sequence[Path]) -> Path:
-    """The file of the recipe `name`: among `recipes`, which the user has named, or else among those of this project.
+def find_recipe(title: str, run: Path, name: object, flags: Sequence[str]) -> tuple[Path, list[str]]:
+    """The file of the recipe `name`, and the flags without --recipe. Raises `Refused`.
 
-    `name` was read from a file that a stranger may have written. So it is compared with the names of files, and never
-    becomes a path, and what the folder `run` keeps in source/ is only executed if the user names it. Raises `Refused`.
+    It is one of the files that --recipe names, which may stand several times, else one of this project's. `name` was read
+    from a file that a stranger may have written. So it is compared with the names of files, and never becomes a path, and
+    what the folder `run` keeps in source/ is only executed if the user names it.
     """
+    parser = parser_of(Path(sys.argv[0]).name, None)
+    parser.add_argument("--recipe", action="append", type=Path)
+    options, other_flags = parser.parse_known_args(flags)
+    candidates = options.recipe or sorted(RECIPES.glob("*.py"))
+    files = [file for file in candidates if file.stem == name and file.is_file()]
     kept = run / FOLDER
-    files = [file for file in recipes or sorted(RECIPES.glob("*.py")) if file.stem == name and file.is_file()]
     files.sort(key=lambda file: file.resolve().parent != kept.resolve())  # each of several runs has its own
     if not files:
-        searched = ", ".join(str(file) for file in recipes) or str(RECIPES)
+        searched = options.recipe[0] if options.recipe else RECIPES
+        advice = "name that file by --recipe, which executes it"
+        raise Refused(f"{title}: was trained by {name!s:.60}.py, which is not {searched}; {advice}")
+    file = files[0]
+    if not options.recipe and _differs(file, kept / file.name):
         raise Refused(
-            f"{title}: was trained by {name!s:.60}.py, which is not in {searched}; name that file by --recipe, "
-            "which executes it"
+            f"{title}: was trained by another {file.name} than {file}; choose by --recipe {file}, or by "
+            f"--recipe {kept / file.name}, which executes what the run folder keeps"
         )
-    if not recipes and (kept / files[0].name).is_file() and _differs(kept, files[0]):
-        raise Refused(
-            f"{title}: was trained by another {files[0].name} than {files[0]}; choose by --recipe {files[0]}, or by "
-            f"--recipe {kept / files[0].name}, which executes what the run folder keeps"
-        )
-    return files[0]
+    return file, other_flags
 
 
-def _differs(kept: Path, file: Path) -> bool:
-    """True if the source in the folder `kept` is not that of the recipe `file`."""
-    names = [file.name]
-    names += [str(path.relative_to(kept)) for path in sorted(kept.rglob("*.py")) if path != kept / file.name]
+def _differs(file: Path, kept: Path) -> bool:
+    """True if a run keeps another source of the recipe `file`."""
     try:
-        before = {name: read_text(kept / name, SMALL) for name in names}
-        now = {name: read_text(file.parent / name, SMALL) for name in names}
-    except (OSError, ValueError):  # one is missing, or no text
-        return True
-    return bool(difference(before, now))
+        sources = [{file.name: read_text(path, SMALL)} for path in (kept, file)]
+    except (OSError, ValueError):
+        return kept.exists()
+    return bool(difference(*sources))
 
 
 def load_recipe(file: Path) -> ModuleType:

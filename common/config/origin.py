@@ -46,7 +46,7 @@ class Origin:
 
     def trained_on(self, data: str) -> bool:
         """True if the run was trained on `data`, whose held-out part alone may be evaluated."""
-        theirs = self.config.get("data", "")
+        theirs = str(self.config.get("data") or "")
         return bool(theirs) and _place(theirs) == _place(data)
 
     def places(self, classes: Sequence[str], data: str, called: Mapping[str, str]) -> list[int]:

@@ -19,6 +19,7 @@ import yaml
 from common.config.fields import field_names
 from common.config.help import print_help
 from common.config.origin import OF_DATA, Origin, read_origin
+from common.config.secrets import check_secrets, refuse_variables
 from common.config.synonyms import hint
 from common.durable import replace_file
 from common.errors import Refused
@@ -49,7 +50,9 @@ def parse(config_class: type[C], argv: list[str] | None = None, program: str = "
     asked = next((place for place, word in enumerate(argv) if word in ("-h", "--help")), len(argv))
     path, given = _of_words(argv[:asked], config_class)
     if path is not None:
-        given = _of_file(_read(path), config_class, f"--config {path}: ") | given
+        of_file = _of_file(_read(path), config_class, f"--config {path}: ")
+        refuse_variables(of_file, given, f"--config {path}: ")
+        given = of_file | given
     config = config_class(**given)
     if asked < len(argv):
         print_help(config_class, config, program, everything="all" in argv[asked + 1 : asked + 2])
@@ -69,6 +72,7 @@ def parse(config_class: type[C], argv: list[str] | None = None, program: str = "
 
 def _checked(config: C) -> C:
     """`config`, if all values are within their limits. Raises `Refused`."""
+    check_secrets(str(getattr(config, "data", "")))
     for field in dataclasses.fields(config):
         value, low, high = getattr(config, field.name), field.metadata.get("low"), field.metadata.get("high")
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
@@ -225,6 +229,7 @@ def _for_evaluation(config_class: type[C], origin: Origin, given: dict[str, Any]
         )
     known = {name: value for name, value in origin.config.items() if name in fixed}
     of_run = _of_file(known, config_class, f"--eval_only {weights}: ")
+    refuse_variables(of_run, given, f"--eval_only {weights}: its run had ")
     config = config_class(**of_run | given)
     data = getattr(config, "data", "")
     if not data:

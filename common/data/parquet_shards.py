@@ -9,14 +9,14 @@ import pyarrow.parquet as pq
 
 from common.data import ranges, tables
 from common.data.ranges import RangeFile, Stamp
-from common.data.shard_names import printable_name
+from common.data.shard_names import printable_name, without_query
 from common.errors import Refused
 
 _FOOTER = 2**26  # bytes
 
 
 def is_parquet(name: str) -> bool:
-    return printable_name(name).endswith(".parquet")
+    return without_query(name).endswith(".parquet")
 
 
 def images(name: str, stamp: Stamp, image: str, places: np.ndarray) -> Iterator[bytes]:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_no_name_in_a_file_becomes_code(trained_classifier, tmp_path, monkeypatc
     monkeypatch.chdir(best)
     for name in ("evil", "../source/evil", str(best / "evil"), "../recipes/cls", ["evil"], {"cls": 1}, 7):
         (best / "run.json").write_text(json.dumps(record | {"recipe": name}))
-        with pytest.raises(Refused, match=r"was trained by .*which is not in .*name that file by --recipe"):
+        with pytest.raises(Refused, match=r"was trained by .*which is not .*name that file by --recipe"):
             load(str(best))
     checkpoint = max((trained_classifier / "checkpoints").glob("step_*"))
     checkpoint = shutil.copytree(checkpoint, tmp_path / "checkpoints" / checkpoint.name)
@@ -73,13 +74,13 @@ def test_a_recipe_that_the_user_names_is_executed(trained_classifier, tmp_path) 
     best = shutil.copytree(trained_classifier / "best", tmp_path / "best")
     record = json.loads((best / "run.json").read_text())
     (best / "run.json").write_text(json.dumps(record | {"recipe": "mine"}))
-    copy = shutil.copy(RECIPES / "cls.py", tmp_path / "mine.py")
-    assert load(str(best), recipes=[RECIPES / "det.py", copy]).recipe.__file__ == str(copy)
-    with pytest.raises(Refused, match=r"mine\.py, which is not in .*det\.py"):
-        load(str(best), recipes=[RECIPES / "det.py"])
+    copy = Path(shutil.copy(RECIPES / "cls.py", tmp_path / "mine.py"))
+    assert load(str(best), ["--recipe", str(RECIPES / "det.py"), "--recipe", str(copy)]).recipe.__file__ == str(copy)
+    with pytest.raises(Refused, match=r"mine\.py, which is not .*det\.py"):
+        load(str(best), ["--recipe", str(RECIPES / "det.py")])
     copy.write_text("Config = None\n")
     with pytest.raises(Refused, match=r"mine\.py.*build_evaluation"):
-        load(str(best), recipes=[copy])
+        load(str(best), ["--recipe", str(copy)])
 
 
 def test_another_source_than_the_runs_is_not_used_unasked(trained_classifier, tmp_path) -> None:
@@ -92,5 +93,5 @@ def test_another_source_than_the_runs_is_not_used_unasked(trained_classifier, tm
     kept.write_text(text + "CHANGED = 1\n")
     with pytest.raises(Refused, match=rf"trained by another cls\.py than .*--recipe {kept}, which executes"):
         load(str(best))
-    assert load(str(best), recipes=[RECIPES / "cls.py", kept]).recipe.CHANGED == 1
-    assert load(str(best), recipes=[RECIPES / "cls.py"]).recipe.__file__ == str(RECIPES / "cls.py")
+    assert load(str(best), ["--recipe", str(RECIPES / "cls.py"), "--recipe", str(kept)]).recipe.CHANGED == 1
+    assert load(str(best), ["--recipe", str(RECIPES / "cls.py")]).recipe.__file__ == str(RECIPES / "cls.py")

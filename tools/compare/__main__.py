@@ -4,8 +4,8 @@
 
 Each run is compared with the first. Their best models are evaluated on the same validation images, which must be the same for
 all, and the images are resampled (paired bootstrap). FOLDER gets comparison.json. Flags that are not listed are the recipe's,
-for all models: --data FOLDER, --workers 4. On several devices: accelerate launch --config_file
-accelerate_configs/multi_gpu.yaml -m tools.compare runs/a runs/b
+for all models: --data FOLDER, --workers 4. A run of your own copy needs --recipe mine.py. On several devices: accelerate
+launch --config_file accelerate_configs/multi_gpu.yaml -m tools.compare runs/a runs/b
 """
 
 import argparse
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import Refused
-from tools.command_line import add_recipe_flag, parser_of
+from tools.command_line import parser_of
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -23,7 +23,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("run", nargs="+", type=Path, help="run folders; the others are compared with the first")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="write the results to this folder")
     parser.add_argument("--recorded", action="store_true", help="only what the folders record, without an evaluation")
-    add_recipe_flag(parser)
     return parser
 
 
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = [PastRun(path) for path in words.run]
     measured = []
     if not words.recorded:
-        candidates = evaluation.find(words.run, flags, words.recipe)
+        candidates = evaluation.find(words.run, flags)
         accelerator = launch.start(candidates[0].trained.config)
         measured = [(candidate, evaluation.measure(candidate, accelerator)) for candidate in candidates]
     if not is_main():

@@ -40,11 +40,11 @@ class Candidate:
         return "AP" if self.trained.is_detector else "f1" if self.val.multi_label else "top1"
 
 
-def find(runs: Sequence[Path], flags: Sequence[str], recipes: Sequence[Path] = ()) -> list[Candidate]:
+def find(runs: Sequence[Path], flags: Sequence[str]) -> list[Candidate]:
     """The models of the runs with their validation images. Raises `Refused` unless these are the same images for all."""
     found: list[Candidate] = []
     for path in runs:
-        trained = load(str(path), flags, recipes=recipes, reads_data=True)
+        trained = load(str(path), flags, reads_data=True)
         val, _, places = eval_only.read(trained.config, trained.origin, trained.recipe.build_data)
         found.append(Candidate(path, trained, val, places))
         first, here = found[0], found[-1]

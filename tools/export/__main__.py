@@ -4,17 +4,17 @@
 
 Pictures go in as uint8 of any size, classes or boxes come out: resizing, normalising and box decoding are inside. The folder
 gets the model, export.json, ten test vectors, and verify.py, which repeats the check with the runtime alone. A file that
-differs from the trained model is refused. Other flags are the recipe's: --data FOLDER, --workers 4.
+differs from the trained model is refused. Other flags are the recipe's: --data FOLDER, --workers 4. Of a run of your
+own copy, name that: --recipe mine.py.
 """
 
 import argparse
 import dataclasses
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import Refused
-from tools.command_line import add_recipe_flag, parser_of, run
+from tools.command_line import parser_of, run
 
 FORMATS = ("onnx", "torch_export", "openvino")
 
@@ -26,7 +26,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--to", choices=FORMATS, required=True, help="the format")
     parser.add_argument("-o", "--output", type=Path, help="the folder (default: export/FORMAT in the run folder)")
     parser.add_argument("--differing", type=int, default=0, help="images that may differ (default: 0)")
-    add_recipe_flag(parser)
     return parser
 
 
@@ -37,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     formats.FORMATS[words.to].check(words.to)
     folder = words.output or default_folder(Path(words.model), words.to)
     proof.check_folder(folder)
-    task = load(words.model, flags, words.differing, words.recipe)
+    task = load(words.model, flags, words.differing)
     about = proof.export(task, words.to, folder)
     figures = ", ".join(f"{key} {value:.6g}" for key, value in about["validation"].items())
     print(f"{folder / about['model']}: {figures}\ncheck it again: python {folder / 'verify.py'}")
@@ -51,7 +50,7 @@ def default_folder(model: Path, name: str) -> Path:
     return run / "export" / name
 
 
-def load(model: str, flags: list[str], differing: int, recipes: Sequence[Path] = ()):
+def load(model: str, flags: list[str], differing: int):
     """The task of the trained model: its module, and how it is judged on the validation images that the run or `flags` name."""
     import torch
 
@@ -59,7 +58,7 @@ def load(model: str, flags: list[str], differing: int, recipes: Sequence[Path] =
     from common.run import eval_only
     from tools import trained as tools_trained
 
-    trained = tools_trained.load(model, flags, recipes=recipes, reads_data=True)
+    trained = tools_trained.load(model, flags, reads_data=True)
     # What changes how a model computes, but not what, and can't be exported.
     plain = {name: False for name in ("compile", "grad_checkpointing") if hasattr(trained.config, name)}
     trained = dataclasses.replace(trained, config=dataclasses.replace(trained.config, **plain))

@@ -4,7 +4,8 @@
     accelerate launch --config_file accelerate_configs/multi_gpu_bf16.yaml -m tools.predict runs/det-3b73b6 photos/ --draw drawn
     python -m tools.predict runs/cls-d55fba --data 'https://example.org/photos-{000..127}.tar' --format csv -o predictions.csv
 
-Images are read and resized as in evaluation. Flags that are not listed here are the recipe's and stand last: --workers 8.
+Images are read and resized as in evaluation. Flags that are not listed here are the recipe's and stand last:
+--workers 8. Of a run of your own copy, name that: --recipe mine.py.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from common.errors import Refused, printable
 from common.launching import launch
-from tools.command_line import add_recipe_flag, parser_of
+from tools.command_line import parser_of
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -39,7 +40,6 @@ def arguments() -> argparse.ArgumentParser:
         "the lowest score to keep (default: of each class, as its evaluation chose; coco and one label per image: none)"
     )
     parser.add_argument("--threshold", type=float, metavar="T", help=of_scores)
-    add_recipe_flag(parser)
     return parser
 
 
@@ -55,8 +55,7 @@ def main(argv: list[str] | None = None) -> None:
         raise Refused(f"--data names shards, and {words.images[0]} is named, too; give one of them")
     from tools.trained import load  # takes seconds, as do other imports in functions, which --help need not
 
-    flags += ["--data", words.data] if words.data else []
-    trained = load(words.model, flags, recipes=words.recipe)
+    trained = load(words.model, [*flags, *(["--data", words.data] if words.data else [])])
     if words.images_of and Path(words.images_of).resolve() == Path(words.output).resolve():
         raise Refused(f"--output {words.output}: is the file of --images_of; name another")
     if (words.format == "coco") != bool(words.images_of) or (words.images_of and not trained.is_detector):

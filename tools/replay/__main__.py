@@ -3,10 +3,10 @@
     python -m tools.replay runs/digits --step 1234
     python -m tools.replay runs/digits --step 1234 -o suspicious_step
 
-Works from the run folder alone and changes nothing in it. The recipe resumes a checkpoint from before the step in a
-temporary folder, and makes the steps up to it again. Writes sheet.png (pictures as the network saw them,
-largest losses first), samples.jsonl (every sample) and step.json (numbers of the step, replayed and logged). Flags that are
-not listed here are the recipe's: --workers 0, or --data FOLDER if the data have moved.
+Works from the run folder alone and changes nothing in it. The recipe, or the one that --recipe FILE names, resumes a
+checkpoint from before the step in a temporary folder, and makes the steps up to it again. Writes sheet.png (pictures as the
+network saw them, largest losses first), samples.jsonl (every sample) and step.json (numbers of the step, replayed and
+logged). Flags that are not listed here are the recipe's: --workers 0, or --data FOLDER if the data have moved.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from tools.command_line import add_recipe_flag, parser_of
+from tools.command_line import parser_of
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -24,7 +24,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--step", type=int, required=True, help="as in metrics.jsonl; the first is 1")
     parser.add_argument("-o", "--output", type=Path, help="new folder to write (default: replay-RUN-STEP, here)")
     parser.add_argument("--from_start", action="store_true", help="make all steps again, without a checkpoint")
-    add_recipe_flag(parser)
     return parser
 
 
@@ -35,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
 
     sys.argv[0] = str(Path(__file__).parent)  # its name begins messages
     output = words.output or Path(f"replay-{words.run.resolve().name}-{words.step}")
-    launch.run(partial(replay, words.run, words.step, output, flags, words.from_start, words.recipe))
+    launch.run(partial(replay, words.run, words.step, output, flags, words.from_start))
 
 
 if __name__ == "__main__":

@@ -130,19 +130,12 @@ class Replay(Run):
         return (images * std + mean).round().clamp(0, 255).byte().cpu().numpy()
 
 
-def replay(
-    run: Path,
-    step: int,
-    output: Path,
-    flags: Sequence[str],
-    from_start: bool,
-    recipes: Sequence[Path] = (),
-) -> None:
+def replay(run: Path, step: int, output: Path, flags: Sequence[str], from_start: bool) -> None:
     """Make `step` of the run in the folder `run` again, and write what it saw to the folder `output`. Raises `Refused`."""
     if output.exists():
         raise Refused(f"{output} exists: name another folder by -o")
     checkpoint = begin_with(run, step, from_start)
-    recipe = load_run_recipe(run, recipes)
+    recipe, flags = load_run_recipe(run, flags)
     Replay.wanted, Replay.layout = step, layout_of(run, step)
     vars(recipe)["Run"] = Replay
     torch.set_num_threads(Replay.layout.get("threads") or torch.get_num_threads())  # other numbers sum in another order
@@ -185,16 +178,16 @@ def begin_with(run: Path, step: int, from_start: bool) -> str:
     )
 
 
-def load_run_recipe(run: Path, recipes: Sequence[Path]) -> ModuleType:
-    """The recipe that made the run, see `find_recipe`. Raises `Refused` if it can't be observed."""
+def load_run_recipe(run: Path, flags: Sequence[str]) -> tuple[ModuleType, list[str]]:
+    """The recipe that made the run, see `find_recipe`, and the other flags. Raises `Refused` if it can't be observed."""
     name = Path(str(read_json(run / "environment.json").get("recipe", ""))).stem
     if not (run / FOLDER / f"{name}.py").is_file():
         raise Refused(f"{run}: keeps no source of its recipe in {run / FOLDER}, which older runs and notebooks lack")
-    file = find_recipe(str(run), run.absolute(), name, recipes)
+    file, other_flags = find_recipe(str(run), run, name, flags)
     recipe = load_recipe(file.resolve())
     if not hasattr(recipe, "Run") or not hasattr(recipe, "main"):
         raise Refused(f"{file}: must import the name Run and have a function main, as recipes/cls.py does")
-    return recipe
+    return recipe, other_flags
 
 
 def layout_of(run: Path, step: int) -> dict:
