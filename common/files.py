@@ -6,6 +6,7 @@ aliases can expand to gigabytes.
 """
 
 import errno
+import glob
 import math
 import os
 import stat
@@ -96,6 +97,14 @@ def check_regular(path: str | PathLike) -> None:
     for file in found:
         if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
             raise OddFile(file, "not a regular file")
+
+
+def match_files(pattern: str) -> list[str]:
+    """The paths that match a pattern of *, ?, [...] and **, sorted. A folder in it that exists stands for itself: `a [1]/*`."""
+    folder = pattern
+    while folder and not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    return sorted(glob.glob(glob.escape(folder) + pattern[len(folder) :], recursive=True))
 
 
 def sizes_of(paths: Iterable[str]) -> list[int]:

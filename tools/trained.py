@@ -81,7 +81,7 @@ def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -
     return Trained(recipe, parse(recipe.Config, words, file.name), origin)
 
 
-def find_recipe(title: str, run: Path, name: object, flags: Sequence[str]) -> tuple[Path, list[str]]:
+def find_recipe(title: str, run: Path, name: str, flags: Sequence[str]) -> tuple[Path, list[str]]:
     """The file of the recipe `name`, and the flags without --recipe. Raises `Refused`.
 
     It is one of the files that --recipe names, which may stand several times, else one of this project's. `name` was read
@@ -100,21 +100,17 @@ def find_recipe(title: str, run: Path, name: object, flags: Sequence[str]) -> tu
         advice = "name that file by --recipe, which executes it"
         raise Refused(f"{title}: was trained by {name!s:.60}.py, which is not {searched}; {advice}")
     file = files[0]
-    if not options.recipe and _differs(file, kept / file.name):
+    kept /= file.name
+    try:
+        source = read_text(kept, SMALL) if kept.exists() else file.read_text()
+    except (OSError, ValueError):
+        source = ""
+    if not options.recipe and difference({name: source}, {name: file.read_text()}):
         raise Refused(
-            f"{title}: was trained by another {file.name} than {file}; choose by --recipe {file}, or by "
-            f"--recipe {kept / file.name}, which executes what the run folder keeps"
+            f"{title}: was trained by another {file.name} than {file}; choose by --recipe {file}, or by --recipe {kept}, "
+            "which executes what the run folder keeps"
         )
     return file, other_flags
-
-
-def _differs(file: Path, kept: Path) -> bool:
-    """True if a run keeps another source of the recipe `file`."""
-    try:
-        sources = [{file.name: read_text(path, SMALL)} for path in (kept, file)]
-    except (OSError, ValueError):
-        return kept.exists()
-    return bool(difference(*sources))
 
 
 def load_recipe(file: Path) -> ModuleType:

@@ -49,7 +49,7 @@ def opened(name: str, stamp: Stamp, image: str) -> tuple[pq.FileMetaData, tables
     none = datasets.table.InMemoryTable(facts.schema.to_arrow_schema().empty_table())
     split = tables.Split(printable_name(name), "", datasets.Dataset(none))
     column = tables.find_image(split, image)
-    if tables.is_text(split.kinds[column]):
+    if not tables.is_bytes(split.kinds[column]):
         raise Refused(f"--image_column {column}: names files; shards have the images themselves")
     return facts, split, column, f"{column}.bytes" if pa.types.is_struct(split.kinds[column]) else column
 

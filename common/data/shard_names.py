@@ -7,11 +7,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from common.config.secrets import COMMA, printable_name
+from common.config.secrets import printable_name
 from common.errors import Refused, hide
+from common.files import match_files
 
 _SUFFIXES = (".tar", ".parquet")
 _LIMIT = 1_000_000  # shards in one range
+_COMMA = re.compile(r",(?![^{}]*\})")  # not between braces
 _BRACES = re.compile(r"(?<!\$)\{([^{}]*)\}")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
 
@@ -36,7 +38,7 @@ def expand(pattern: str) -> list[str]:
     `{000..127}`, or for alternatives, `{train,extra}`. *, ? and [...] are wildcards, but not over http(s), where files can't
     be listed. Variables of the environment are filled in last, so that their values stand for themselves.
     """
-    parts = [part.strip() for part in COMMA.split(pattern) if part.strip()]
+    parts = [part.strip() for part in _COMMA.split(pattern) if part.strip()]
     ones = [pattern] if os.path.exists(pattern) else (one for part in parts for one in _without_braces(part))
     names = sorted({name for one in ones for name in _found(one)})
     shown = printable_name(pattern)
@@ -99,7 +101,7 @@ def _found(name: str) -> list[str]:
     files, path = file_system(name)
     try:
         if glob.has_magic(path) and not files.exists(path):
-            found = files.glob(path)
+            found = files.glob(path) if is_remote(name) else match_files(path)
         elif not path.endswith(_SUFFIXES) and files.isdir(path):
             found = [file for file in files.ls(path, detail=False) if file.endswith(_SUFFIXES)]
         else:

@@ -92,7 +92,7 @@ def test_variables_are_filled_in_only_where_they_are_typed(tmp_path) -> None:
     }
     for start, argv in ways.items():
         with pytest.raises(
-            Refused, match=rf"^{re.escape(start)}.*only where you type it; give --data again as a flag$"
+            Refused, match=rf"^{re.escape(start)} data http.*only where you type it; give --data again as a flag$"
         ):
             parse(Config, argv)
         assert parse(Config, [*argv, "--data", LIST]).data == LIST

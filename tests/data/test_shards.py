@@ -163,6 +163,7 @@ HOSTILE = {
         with_json(b'{"label": ["a"]}', b'{"label": "abc"}'),
         "some samples have one label, others a list",
     ),
+    "a 0 or 1 for each class": (with_json(b"[1, 0]", b"[0, 1]"), "row 0, as each one, has both classes"),
     "two images": (tar_of(*GOOD, ("a.jpg", b"other")), "a.png and a.jpg could each be the image"),
     "nothing": (b"", "byte 0: empty file"),
     "no samples": (tar_of(), "no sample with an image"),
