@@ -75,7 +75,8 @@ def _read(file: str) -> pa.Table:
         ) from None
     if not len(table):
         raise Refused(f"{file}: no rows below the names of its columns")
-    _refuse_swallowed_rows(file, table, separator, first_line=skipped + 1)
+    if content.rstrip().count(b"\n") >= skipped + len(table):  # some are in cells
+        _refuse_swallowed_rows(file, table, separator, first_line=skipped + 1)
     return table.select([name for name in names if name])  # pandas writes its row numbers without a name
 
 
