@@ -1,8 +1,25 @@
 """Exceptions whose text is one line for a person: a refused request, or a run that has to be started again."""
 
+_MIN_SECRET = 6  # characters: replacing shorter values would spoil other words
+_shown_by_secret: dict[str, str] = {}
+
+
+def hide(value: str, shown: str) -> None:
+    """From now on `redact` shows `shown`, such as `$TOKEN`, instead of `value`."""
+    if len(value) >= _MIN_SECRET:
+        _shown_by_secret[value] = shown
+
+
+def redact(text: str) -> str:
+    """`text` without the values that `hide` was given."""
+    for secret in sorted(_shown_by_secret, key=len, reverse=True):
+        text = text.replace(secret, _shown_by_secret[secret])
+    return text
+
 
 def printable(text: str) -> str:
-    """`text` on one line: line breaks, control characters and undecodable bytes are escaped."""
+    """`text` on one line, see `redact`: line breaks, control characters and undecodable bytes are escaped."""
+    text = redact(text)
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -7,6 +7,7 @@ aliases can expand to gigabytes.
 
 import codecs
 import errno
+import glob
 import math
 import os
 import stat
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
+
+from common.errors import redact
 
 CACHE = "VISION_RECIPES_CACHE"  # environment variable that names the folder of `cache_folder`
 SMALL = 2**20  # bytes: far more than any preset, record of a run or label file has
@@ -99,7 +102,9 @@ def cache_folder() -> Path:
 
 
 def as_json(content: Any) -> Any:
-    """`content` with None for floats that are not finite, which JSON has no words for."""
+    """`content` without secrets, and with None for floats that are not finite, which JSON has no words for."""
+    if isinstance(content, str):
+        return redact(content)
     if isinstance(content, Mapping):
         return {key: as_json(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
@@ -113,6 +118,14 @@ def check_regular(path: str | PathLike) -> None:
     for file in found:
         if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
             raise OddFile(file, "not a regular file")
+
+
+def match_files(pattern: str) -> list[str]:
+    """The paths that match a pattern of *, ?, [...] and **, sorted. A folder in it that exists stands for itself: `a [1]/*`."""
+    folder = pattern
+    while folder and not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    return sorted(glob.glob(glob.escape(folder) + pattern[len(folder) :], recursive=True))
 
 
 def sizes_of(paths: Iterable[str]) -> list[int]:

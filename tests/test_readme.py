@@ -142,6 +142,7 @@ def test_every_flag_that_a_page_names_exists() -> None:
     of_others = {
         option.lstrip("-") for parser in parsers for action in parser._actions for option in action.option_strings
     }
+    of_others.add("recipe")  # which tools.trained takes
     of_others |= {"nodes", "ntasks", "gpus", "hostfile", "listen", "wait"}  # --ntasks-per-node of srun; mpirun, debugpy
     for page in (
         "README.md",

@@ -15,12 +15,14 @@ from typing import Any
 
 from common.config import Origin
 from common.config.parsing import nearest_path, parse
-from common.config.recipe_source import FOLDER
+from common.config.recipe_source import FOLDER, difference
 from common.detection.weights import sources as sources_of_weights
 from common.errors import Refused
+from common.files import SMALL, read_text
+from tools.command_line import parser_of
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-_ANY_DATA = "digits"  # for a model that does not say what it was trained on, if only the model is asked for
+_ANY_DATA = "digits"  # if only the model is asked for: the data that a stranger's run names are not opened
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,10 @@ class Trained:
 
 
 def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -> Trained:
-    """The model that `weights` names; `flags` are the recipe's, such as `--workers 4` or `--data FOLDER`.
+    """The model that `weights` names; `flags` are the recipe's, such as `--workers 4` or `--data FOLDER`, and --recipe.
 
-    A run folder means its best/. Of a run, the recipe is the one kept in its run folder, which is executed; else the one in
-    recipes/. With `reads_data`, the flags or the run must name the data. Raises `Refused`.
+    A run folder means its best/. `find_recipe` chooses the recipe, which is executed. With `reads_data`, the flags or the
+    run must name the data. Raises `Refused`.
     """
     folder = Path(weights)
     if (folder / "config.yaml").is_file() and (folder / "best").is_dir():
@@ -65,19 +67,50 @@ def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -
         )
     origin = sources_of_weights.origin(weights)
     name = origin.run.get("recipe") or ("det" if "detector" in origin.config else "cls")
-    kept = [parent / FOLDER / f"{name}.py" for parent in folder.absolute().parents[:2]]  # of best/, of a checkpoint
-    file = next((file for file in (*kept, RECIPES / f"{name}.py") if file.is_file()), None)
-    if file is None:
-        raise Refused(f"{weights}: was trained by {name}.py, which is neither in {kept[0].parent} nor in {RECIPES}")
+    folder = folder.absolute()
+    run = folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent
+    file, flags = find_recipe(weights, run, name, flags)
     recipe = load_recipe(file)
     if missing := [
         name for name in ("Config", "build_data", "build_evaluation", "predict") if not hasattr(recipe, name)
     ]:
         raise Refused(f"{file}: has no {', '.join(missing)}, which tools call; write it as {RECIPES / 'cls.py'} does")
     words = ["--eval_only", weights, *flags]
-    if not reads_data and not origin.config.get("data") and "--data" not in words:
+    if not reads_data and not any(word.partition("=")[0] == "--data" for word in words):
         words += ["--data", _ANY_DATA]
     return Trained(recipe, parse(recipe.Config, words, file.name), origin)
+
+
+def find_recipe(title: str, run: Path, name: str, flags: Sequence[str]) -> tuple[Path, list[str]]:
+    """The file of the recipe `name`, and the flags without --recipe. Raises `Refused`.
+
+    It is one of the files that --recipe names, which may stand several times, else one of this project's. `name` was read
+    from a file that a stranger may have written. So it is compared with the names of files, and never becomes a path, and
+    what the folder `run` keeps in source/ is only executed if the user names it.
+    """
+    parser = parser_of(Path(sys.argv[0]).name, None)
+    parser.add_argument("--recipe", action="append", type=Path)
+    options, other_flags = parser.parse_known_args(flags)
+    candidates = options.recipe or sorted(RECIPES.glob("*.py"))
+    files = [file for file in candidates if file.stem == name and file.is_file()]
+    kept = run / FOLDER
+    files.sort(key=lambda file: file.resolve().parent != kept.resolve())  # each of several runs has its own
+    if not files:
+        searched = options.recipe[0] if options.recipe else RECIPES
+        advice = "name that file by --recipe, which executes it"
+        raise Refused(f"{title}: was trained by {name!s:.60}.py, which is not {searched}; {advice}")
+    file = files[0]
+    kept /= file.name
+    try:
+        source = read_text(kept, SMALL) if kept.exists() else file.read_text()
+    except (OSError, ValueError):
+        source = ""
+    if not options.recipe and difference({name: source}, {name: file.read_text()}):
+        raise Refused(
+            f"{title}: was trained by another {file.name} than {file}; choose by --recipe {file}, or by --recipe {kept}, "
+            "which executes what the run folder keeps"
+        )
+    return file, other_flags
 
 
 def load_recipe(file: Path) -> ModuleType:

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -19,6 +19,7 @@ import yaml
 from common.config.fields import field_names
 from common.config.help import print_help
 from common.config.origin import OF_DATA, Origin, read_origin
+from common.config.secrets import check_secrets, printable_name
 from common.config.synonyms import hint
 from common.durable import replace_file
 from common.errors import Refused
@@ -49,7 +50,7 @@ def parse(config_class: type[C], argv: list[str] | None = None, program: str = "
     asked = next((place for place, word in enumerate(argv) if word in ("-h", "--help")), len(argv))
     path, given = _of_words(argv[:asked], config_class)
     if path is not None:
-        given = _of_file(_read(path), config_class, f"--config {path}: ") | given
+        given = _of_file(_read(path), config_class, f"--config {path}: ", given) | given
     config = config_class(**given)
     if asked < len(argv):
         print_help(config_class, config, program, everything="all" in argv[asked + 1 : asked + 2])
@@ -69,6 +70,7 @@ def parse(config_class: type[C], argv: list[str] | None = None, program: str = "
 
 def _checked(config: C) -> C:
     """`config`, if all values are within their limits. Raises `Refused`."""
+    check_secrets(str(getattr(config, "data", "")))
     for field in dataclasses.fields(config):
         value, low, high = getattr(config, field.name), field.metadata.get("low"), field.metadata.get("high")
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
@@ -147,8 +149,11 @@ def _read(path: Path) -> dict:
     return content
 
 
-def _of_file(content: dict, config_class: type, where: str) -> dict[str, Any]:
-    """The content of a YAML file as values by field. `where` begins messages."""
+def _of_file(content: dict, config_class: type, where: str, given: Container[str] = ()) -> dict[str, Any]:
+    """The content of a YAML file as values by field. `where` begins messages. Fields in `given` replace its own.
+
+    A stranger may have written it, and a URL in it would send the value of a variable of the environment to a server.
+    """
     kinds, recipe = _kinds(config_class), _file_of(config_class)
     values: dict[str, Any] = {}
     for key, value in content.items():
@@ -160,6 +165,9 @@ def _of_file(content: dict, config_class: type, where: str) -> dict[str, Any]:
             right = "true or false" if kinds[key] is bool else "of the right type"
             raise Refused(f"{where}{key}: {value!r} is not {right}")
         values[key] = _typed(key, value, kinds[key], where)
+        if key not in given and re.search(r"://.*\$", str(value), re.DOTALL):
+            advice = f"which is filled in only where you type it; give --{key} again as a flag"
+            raise Refused(f"{where}{key} {printable_name(value):.200} names a variable of the environment, {advice}")
     return values
 
 
@@ -228,7 +236,7 @@ def _for_evaluation(config_class: type[C], origin: Origin, given: dict[str, Any]
             f"recipe that trained it, {origin.run.get('recipe') or 'another one'}"
         )
     known = {name: value for name, value in origin.config.items() if name not in unknown}
-    of_run = _of_file(known, config_class, f"--eval_only {weights}: ")
+    of_run = _of_file(known, config_class, f"--eval_only {weights}: ", given)
     config = config_class(**of_run | given)
     data = getattr(config, "data", "")
     if not data:

@@ -1,9 +1,9 @@
 """CSV files as Arrow tables: finds the separator, the columns and their types."""
 
+import codecs
 import csv
-import io
+import re
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -16,51 +16,113 @@ from common.files import OddFile, read_bytes
 _SEPARATORS = ",;\t|"
 _WHOLE_NUMBER = r"^(0|-?[1-9][0-9]{0,17})(\.0+)?$"  # 007 is a name
 _MAX_BYTES = 2**32
+_LOOKED_AT = 2**14  # bytes whose lines decide on the separator
+IMAGE_NAME = f"(?i:{'|'.join(map(re.escape, sorted(SUFFIXES)))})"  # the end of an image's name
 
 
 def read_csv(parts: Mapping[str, Sequence[str]]) -> dict[str, pa.Table]:
-    """The rows of each part's files, in the same columns: int64 where all are whole numbers, else text.
-
-    Raises `Refused`, and `pa.ArrowInvalid` if files have different columns.
-    """
-    tables = {part: pa.concat_tables(map(_read, files)) for part, files in parts.items()}
-    joined = pa.concat_tables(tables.values())
+    """The rows of each part's files: int64 where all parts have whole numbers, else text. Raises `Refused`."""
+    tables = {}
+    for part, files in parts.items():
+        tables[part] = pa.concat_tables(map(_read, files), promote_options="default")
+    joined = pa.concat_tables(tables.values(), promote_options="default")  # a part may lack columns, such as labels
     typed = pa.table({name: as_numbers(joined[name]) for name in joined.column_names})
-    starts = accumulate(map(len, tables.values()), initial=0)
-    return {part: typed.slice(start, len(table)) for (part, table), start in zip(tables.items(), starts, strict=False)}
+    start = 0
+    for part, table in tables.items():
+        tables[part] = typed.slice(start, len(table)).select(table.column_names)
+        start += len(table)
+    return tables
 
 
 def _read(file: str) -> pa.Table:
     try:
-        content = read_bytes(file, _MAX_BYTES)
-        head = io.BytesIO(content).readline().decode("utf-8-sig").rstrip("\r\n")
+        content = _decode(read_bytes(file, _MAX_BYTES))
+        separator, start = _find_separator(content)
+        head = content[start:].partition(b"\n")[0].decode()
     except OddFile as error:
         raise Refused(f"{file}: can't be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise Refused(f"{file}: not readable as text ({error}); save it as CSV in UTF-8") from None
-    separator = max(_SEPARATORS, key=head.count)
     names = [name.strip() for name in next(csv.reader([head], delimiter=separator), [])]
     if not names or any(name.lower().endswith(tuple(SUFFIXES)) for name in names):
         raise Refused(f"{file}: its first line must name the columns, such as image,label; it is {head[:60]!r}")
     if twice := {name for name in names if name and names.count(name) > 1}:
         raise Refused(f"{file}: two columns are named {min(twice)}; rename one")
+    skipped = 1 + bool(start)
+    invalid_rows: list[pyarrow.csv.InvalidRow] = []
+
+    def record_invalid(row: pyarrow.csv.InvalidRow) -> str:
+        invalid_rows.append(row)
+        return "error"
+
     try:
         table = pyarrow.csv.read_csv(
             pa.BufferReader(content),
-            pyarrow.csv.ReadOptions(use_threads=False, column_names=names, skip_rows=1),
-            pyarrow.csv.ParseOptions(delimiter=separator, newlines_in_values=True),
+            pyarrow.csv.ReadOptions(use_threads=False, column_names=names, skip_rows=skipped),
+            pyarrow.csv.ParseOptions(delimiter=separator, newlines_in_values=True, invalid_row_handler=record_invalid),
             pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
         )
-    except pa.ArrowInvalid as error:
-        raise Refused(f"{file}: not readable as CSV with {separator!r} between columns: {error}") from None
+    except pa.ArrowInvalid:
+        if not invalid_rows:
+            raise Refused(
+                f"{file}: not readable as CSV with rows below its first line; save it as CSV in UTF-8"
+            ) from None
+        row = invalid_rows[0]
+        number = content.count(b"\n", 0, content.find(b"\n" + row.text.encode())) + 2
+        raise Refused(
+            f"{file}: line {number}: not readable as CSV with {separator!r} between columns: {row.actual_columns} cells, and "
+            f"the first line has {row.expected_columns}; a text with {separator!r} needs quotation marks around it"
+        ) from None
     if not len(table):
         raise Refused(f"{file}: no rows below the names of its columns")
+    if content.rstrip().count(b"\n") >= skipped + len(table):  # some are in cells
+        _refuse_swallowed_rows(file, table, separator, first_line=skipped + 1)
     return table.select([name for name in names if name])  # pandas writes its row numbers without a name
+
+
+def _decode(content: bytes) -> bytes:
+    """A file's text in UTF-8, without a mark of the byte order, and with line breaks as newlines. Raises UnicodeDecodeError."""
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        content = content.decode("utf-16").encode()
+    if b"\n" not in content:  # of an old Macintosh
+        content = content.replace(b"\r", b"\n")
+    return content.removeprefix(codecs.BOM_UTF8)
+
+
+def _find_separator(content: bytes) -> tuple[str, int]:
+    """The separator, and where the line with the names begins: behind Excel's `sep=;`, if the file has that.
+
+    It is the one that stands as often in the next lines as in the first one; quoted texts do not count.
+    """
+    if named := re.match(rb'"?sep=([,;\t|])"?\r?\n', content):
+        return named[1].decode(), named.end()
+    head, *lines = re.sub('"[^"]*"', "", content[:_LOOKED_AT].decode(errors="replace")).split("\n")
+    scores = {}
+    for separator in _SEPARATORS:
+        count = head.count(separator)
+        scores[separator] = [line.count(separator) == count > 0 for line in lines].count(True), count
+    return max(scores, key=lambda separator: scores[separator]), 0
+
+
+def _refuse_swallowed_rows(file: str, table: pa.Table, separator: str, first_line: int) -> None:
+    """Raise `Refused` if a cell holds a row that names an image, as behind a quotation mark that is not closed."""
+    row = rf'\n[^\n]*{IMAGE_NAME}"*\s*({re.escape(separator)}|\n|$)'
+    for column in table.columns:
+        index = pc.index(pc.match_substring_regex(column, row), True).as_py()
+        if index >= 0:
+            raise Refused(
+                f"{file}: line {first_line + index}: a quotation mark is not closed: a cell holds the next rows"
+            )
+
+
+def trim(column: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    """A column of texts without spaces around them; empty ones become null."""
+    column = pc.utf8_trim_whitespace(column)
+    return pc.if_else(pc.equal(column, ""), pa.scalar(None, column.type), column)
 
 
 def as_numbers(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """A column of texts as int64 if all of them are whole numbers, else as texts; empty ones become null."""
-    column = pc.utf8_trim_whitespace(column)
-    column = pc.if_else(pc.equal(column, ""), pa.scalar(None, pa.string()), column)
+    column = trim(column)
     is_whole = pc.all(pc.match_substring_regex(column, _WHOLE_NUMBER), min_count=1).as_py()
     return pc.replace_substring_regex(column, r"\..*", "").cast(pa.int64()) if is_whole else column

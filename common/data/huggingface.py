@@ -12,11 +12,11 @@ import numpy as np
 import pyarrow.compute as pc
 
 from common.config.parsing import nearest_path
-from common.data.csv_files import read_csv
+from common.data.csv_files import read_csv, trim
 from common.data.splits import by_part, kind_of
 from common.data.tables import Split, is_text, listed
 from common.errors import Refused
-from common.files import check_regular, is_junk
+from common.files import check_regular, is_junk, match_files
 
 _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[\w.-]+))?")
 
@@ -51,7 +51,7 @@ def _open(data: str) -> dict[str, Any] | None:
         files = [str(path / name) for name in names if not any(map(is_junk, name.parts))]
         return _open_parquet(files) if has_parquet else None
     if opener := {".parquet": _open_parquet, ".csv": _open_csv, ".tsv": _open_csv}.get(path.suffix.lower()):
-        files = glob.glob(str(path))
+        files = match_files(str(path))
         return opener(files) if files else None
     hub = None if path.exists() else _HUB_NAME.fullmatch(data)
     return _datasets().load_dataset(hub["name"], hub["config"]) if hub else None
@@ -81,7 +81,7 @@ def _by_column(splits: dict[str, Split]) -> dict[str, Split]:
     name = next((name for name in first.kinds if name.casefold() == "split"), None)
     if others or name is None or not is_text(first.kinds[name]):
         return splits
-    values = first.cells(name)
+    values = trim(first.cells(name))
     found = pc.unique(values).to_pylist()
     if not any(kind_of(value) for value in found if value):
         return splits
@@ -97,7 +97,11 @@ def _by_column(splits: dict[str, Split]) -> dict[str, Split]:
 def _open_parquet(files: list[str]) -> dict[str, Any]:
     for file in files:
         check_regular(file)
-    return _datasets().load_dataset("parquet", data_files=by_part(sorted(files)))
+    parts = {}
+    for part, names in by_part(sorted(files)).items():  # each by itself: one that is not used may have other columns
+        data_files = {part: [glob.escape(name) for name in names]}
+        parts[part] = _datasets().load_dataset("parquet", data_files=data_files, split=part)
+    return parts
 
 
 def _open_csv(files: list[str]) -> dict[str, Any]:

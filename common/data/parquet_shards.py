@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from common.data import ranges, tables
 from common.data.ranges import RangeFile, Stamp
-from common.data.shard_names import printable_name
+from common.data.shard_names import printable_name, without_query
 from common.errors import Refused
 
 _FOOTER = 2**26  # bytes
@@ -17,7 +17,7 @@ _MAX_ROWS = 2**24  # rows beyond one per byte of a file
 
 
 def is_parquet(name: str) -> bool:
-    return printable_name(name).endswith(".parquet")
+    return without_query(name).endswith(".parquet")
 
 
 def images(name: str, stamp: Stamp, image: str, places: np.ndarray) -> Iterator[bytes]:
@@ -60,7 +60,7 @@ def opened(name: str, stamp: Stamp, image: str) -> tuple[pq.FileMetaData, tables
     none = datasets.table.InMemoryTable(facts.schema.to_arrow_schema().empty_table())
     split = tables.Split(printable_name(name), "", datasets.Dataset(none))
     column = tables.find_image(split, image)
-    if tables.is_text(split.kinds[column]):
+    if not tables.is_bytes(split.kinds[column]):
         raise Refused(f"--image_column {column}: names files; shards have the images themselves")
     return facts, split, column, f"{column}.bytes" if pa.types.is_struct(split.kinds[column]) else column
 

@@ -1,4 +1,4 @@
-"""Names of shards: which ones `--data` stands for, and how a name is shown to people."""
+"""Names of shards: which ones `--data` stands for."""
 
 import glob
 import itertools
@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from common.errors import Refused, printable
+from common.config.secrets import printable_name
+from common.errors import Refused, hide
+from common.files import match_files
 
 _SUFFIXES = (".tar", ".parquet")
 _LIMIT = 1_000_000  # shards in one range
@@ -15,13 +17,8 @@ _LIMIT = 1_000_000  # shards in one range
 _SIGNED = re.compile("(x-(amz|goog)-.*|signature|expires|policy|key-pair-id|awsaccesskeyid|googleaccessid)=", re.I)
 _SIGNED_AZURE = re.compile("(sv|ss|srt|sr|sp|se|st|spr|sip|sig|skoid|sktid|skt|ske|sks|skv)=")
 _COMMA = re.compile(r",(?![^{}]*\})")  # not between braces
-_BRACES = re.compile(r"\{([^{}]*)\}")
-
-
-def printable_name(name: str) -> str:
-    """`name`, or a list of names, without what may be secret: user and password, and the query of a presigned URL."""
-    parts = (re.sub(r"(?<=://)[^/?#]*@", "", part) for part in _COMMA.split(name))
-    return printable(",".join(re.sub(r"[?#].*", "", part) if is_http(part) else part for part in parts))
+_BRACES = re.compile(r"(?<!\$)\{([^{}]*)\}")
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
 
 
 def without_signature(name: str) -> str:
@@ -35,7 +32,11 @@ def without_signature(name: str) -> str:
 
 
 def is_http(name: str) -> bool:
-    return name.startswith(("http://", "https://"))
+    return name.lower().startswith(("http://", "https://"))
+
+
+def without_query(name: str) -> str:
+    return re.sub(r"[?#].*", "", name, flags=re.DOTALL) if is_http(name) else name
 
 
 def is_remote(name: str) -> bool:
@@ -48,7 +49,7 @@ def expand(pattern: str) -> list[str]:
 
     It is a file, a folder with *.tar or *.parquet in it, a URL, or several of them joined by commas. Braces stand for a range,
     `{000..127}`, or for alternatives, `{train,extra}`. *, ? and [...] are wildcards, but not over http(s), where files can't
-    be listed.
+    be listed. Variables of the environment are filled in last, so that their values stand for themselves.
     """
     parts = [part.strip() for part in _COMMA.split(pattern) if part.strip()]
     ones = [pattern] if os.path.exists(pattern) else (one for part in parts for one in _without_braces(part))
@@ -56,9 +57,9 @@ def expand(pattern: str) -> list[str]:
     shown = printable_name(pattern)
     if not names:
         raise Refused(f"{shown}: names no shard; give a file, a folder, or a pattern such as train-{{000..127}}.tar")
-    if others := [name for name in map(printable_name, names) if not name.endswith(_SUFFIXES)]:
-        raise Refused(f"--data {shown}: {others[0]} is neither a .tar nor a .parquet")
-    if len({suffix for suffix in _SUFFIXES if any(name.endswith(suffix) for name in names)}) > 1:
+    if others := [name for name in names if not without_query(name).endswith(_SUFFIXES)]:
+        raise Refused(f"--data {shown}: {printable_name(others[0])} is neither a .tar nor a .parquet")
+    if len({suffix for suffix in _SUFFIXES if any(without_query(name).endswith(suffix) for name in names)}) > 1:
         raise Refused(f"{shown}: names both *.tar and *.parquet; name one kind, such as {shown}/*.tar")
     return names
 
@@ -88,17 +89,32 @@ def _without_braces(pattern: str) -> Iterator[str]:
     return map("".join, itertools.product(*choices))
 
 
+def _with_variables(name: str) -> str:
+    """`name` with the values of variables of the environment, which are secrets from then on. Raises `Refused`."""
+
+    def get_value(variable: re.Match) -> str:
+        key = variable[1] or variable[2]
+        if key not in os.environ:
+            advice = "export it, or write %24 for a plain $"
+            raise Refused(f"--data {printable_name(name)}: the environment has no variable {key}; {advice}")
+        hide(os.environ[key], f"${key}")
+        return os.environ[key]
+
+    return _VARIABLE.sub(get_value, name)
+
+
 def _found(name: str) -> list[str]:
     """The shards that a name without braces stands for."""
     if is_http(name):
         if "*" in name or name.endswith("/"):
             way_out = "name them, such as train-{000..127}.tar"
             raise Refused(f"{printable_name(name)}: a web server does not list its files; {way_out}")
-        return [name]
-    files, path = file_system(os.path.expanduser(name))
+        return [_with_variables(name)]
+    name = _with_variables(name) if is_remote(name) else os.path.expanduser(name)
+    files, path = file_system(name)
     try:
         if glob.has_magic(path) and not files.exists(path):
-            found = files.glob(path)
+            found = files.glob(path) if is_remote(name) else match_files(path)
         elif not path.endswith(_SUFFIXES) and files.isdir(path):
             found = [
                 file for file in files.ls(path, detail=False) if re.search(r"(^|/)[^./][^/]*(\.tar|\.parquet)$", file)

@@ -1,6 +1,5 @@
 """Images in shards, such as WebDataset's tars: as a source whose images are read from where they lie."""
 
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 from torch.utils.data import get_worker_info
 
+from common.config.secrets import check_secrets
 from common.data import parquet_shards, ranges, shard_index, tar_samples
 from common.data.block_cache import BlockCache, open_blocks
 from common.data.data_spec import Parts, names_of
@@ -213,10 +213,8 @@ def find(data: str) -> list[str]:
     """The names of the shards that `data` names; none if it names other data. Raises `Refused`."""
     path = Path(data).expanduser().absolute()
     if not path.is_dir():
-        if "$" not in data and printable_name(data) != printable(data):  # `data` is printed and recorded
-            way_out = "name an environment variable that holds it, such as '?$SIGNATURE', or use ~/.netrc"
-            raise Refused(f"--data {printable_name(data)}: a password or signature would be recorded; {way_out}")
-        return expand(os.path.expandvars(data) if is_remote(data) else data) if _SHARDS.search(data) else []
+        check_secrets(data)
+        return expand(data) if _SHARDS.search(data) else []
     tars = [*path.glob("[!.]*.tar"), *path.glob("[!.]*/[!.]*.tar")]
     # A set of shards may have a picture beside it. An image folder has few archives, which somebody left there.
     if tars and _has_pictures(path, more_than=len(tars)):

@@ -1,5 +1,6 @@
 """Labelled images in tables (Hugging Face data sets, CSV files): finds the columns of images and labels, reads the classes."""
 
+import glob
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,17 +12,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from common.data.csv_files import IMAGE_NAME, as_numbers, trim
 from common.data.images import SUFFIXES, BrokenImage
-from common.data.source import Columns, fingerprint_of
+from common.data.source import Columns, fingerprint_of, spread
 from common.data.splits import kind_of
 from common.errors import Refused, printable
-from common.files import sizes_of
+from common.files import match_files, sizes_of
 from common.randomness import mix
 
 if TYPE_CHECKING:
     import datasets  # imported late: it takes a second, and most runs don't need it
 
 _NAMED = 20  # columns in a message
+_LOOKED_AT = 1000  # rows that show which columns name files
 _ZERO_OR_ONE = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 
 
@@ -36,24 +39,60 @@ class Split:
         self.kinds = {field.name: field.type for field in self.features.arrow_schema}
         inner = {name: getattr(feature, "feature", feature) for name, feature in self.features.items()}
         self.class_names = {name: getattr(feature, "names", None) for name, feature in inner.items()}
+        self.notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return self.rows.num_rows
 
     @cached_property
     def file_columns(self) -> set[str]:
-        """The columns of text whose first cell is the name of an image file."""
-        (first,) = self.rows.with_format("arrow")[:1].to_pylist() or ({},)
-        texts = {name: cell for name, cell in first.items() if isinstance(cell, str)}
-        return {name for name, cell in texts.items() if os.path.splitext(cell)[1].lower() in SUFFIXES}
+        """The columns of text most of whose cells are names of image files."""
+        texts = [name for name, kind in self.kinds.items() if is_text(kind)]
+        if not texts or not len(self):
+            return set()
+        table = self.rows.select_columns(texts).with_format("arrow")[spread(len(self), _LOOKED_AT).tolist()]
+        shares = {
+            name: pc.mean(pc.match_substring_regex(trim(table[name]), f"{IMAGE_NAME}$")).as_py() for name in texts
+        }
+        return {name for name, share in shares.items() if (share or 0) > 0.5}
 
     def cells(self, column: str) -> pa.Array:
         return self.rows.select_columns([column]).with_format("arrow")[:].column(0).combine_chunks()
 
     def images(self, column: str) -> "datasets.Dataset":
         """The column alone, as bytes or paths."""
+        import datasets
+
         feature, alone = self.features[column], self.rows.select_columns([column])
-        return alone.cast_column(column, replace(feature, decode=False)) if hasattr(feature, "decode") else alone
+        if hasattr(feature, "decode"):
+            return alone.cast_column(column, replace(feature, decode=False))
+        if not is_text(self.kinds[column]) and not pa.types.is_integer(self.kinds[column]):
+            return alone
+        cells = self.cells(column)
+        paths = trim(cells.cast(pa.string()))
+        if column not in self.file_columns:
+            paths = self._complete(paths)
+        return (
+            alone if paths.equals(cells) else datasets.Dataset(datasets.table.InMemoryTable(pa.table({column: paths})))
+        )
+
+    def _complete(self, ids: pa.Array) -> pa.Array:
+        """The paths of the files that `ids` name without a suffix, in the table's folder or one in it; else `ids`.
+
+        One of them decides, and the others are found missing if it misleads. Raises `Refused` if it names several files.
+        """
+        first = str(pc.min(ids))
+        folder = glob.escape(self.folder)
+        name = glob.escape(first)
+        files = match_files(f"{folder}/{name}.*") + match_files(f"{folder}/*/{name}.*")
+        files = [file for file in files if os.path.splitext(file)[1].lower() in SUFFIXES]
+        if len(files) > 1:
+            raise Refused(f"--data {self.title}: {first} could be {files[0]} or {files[1]}; write paths in the table")
+        if not files:
+            return ids
+        start, suffix = files[0].rsplit(first, 1)
+        self.notes = (f"images: {start}*{suffix}",)
+        return pc.binary_join_element_wise(start, ids, suffix, "")
 
 
 def part_labels(splits: dict[str, Split]) -> dict[str, str]:
@@ -69,7 +108,7 @@ def is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
-def _is_bytes(kind: pa.DataType) -> bool:
+def is_bytes(kind: pa.DataType) -> bool:
     """True if cells are bytes, or bytes beside a path."""
     is_pair = pa.types.is_struct(kind) and {"bytes", "path"} <= set(kind.names)
     return is_pair or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
@@ -89,10 +128,11 @@ def find_image(split: Split, named: str) -> str:
     from datasets import Image
 
     sure = [name for name, feature in split.features.items() if isinstance(feature, Image)]
-    as_bytes = [name for name, kind in split.kinds.items() if _is_bytes(kind)]
+    as_bytes = [name for name, kind in split.kinds.items() if is_bytes(kind)]
     texts = [name for name, kind in split.kinds.items() if is_text(kind)]
+    numbers = [name for name, kind in split.kinds.items() if pa.types.is_integer(kind)]  # ids, as of Kaggle
     likely = sure or as_bytes or [name for name in texts if name in split.file_columns]
-    return _only(split, "image", named, likely, [*sure, *as_bytes, *texts], split.kinds)
+    return _only(split, "image", named, likely, [*sure, *as_bytes, *texts, *numbers], split.kinds)
 
 
 def find_labels(split: Split, named: str, image: str) -> tuple[str, ...]:
@@ -106,9 +146,10 @@ def find_labels(split: Split, named: str, image: str) -> tuple[str, ...]:
     kinds = {name: kind for name, kind in split.kinds.items() if name != image}
     inner = {name: kind.value_type if is_list(kind) else kind for name, kind in kinds.items()}
     sure = [name for name in kinds if split.class_names[name]]
-    possible = [name for name, kind in inner.items() if pa.types.is_integer(kind) or is_text(kind)]
-    likely = sure or [name for name in possible if name not in split.file_columns]
-    return (_only(split, "label", named, likely, possible, kinds),)
+    ids = [name for name, kind in inner.items() if pa.types.is_integer(kind) or is_text(kind)]
+    others = [name for name, kind in inner.items() if pa.types.is_boolean(kind) or pa.types.is_floating(kind)]
+    likely = sure or [name for name in ids if name not in split.file_columns] or others
+    return (_only(split, "label", named, likely, ids + others, kinds),)
 
 
 def _only(split: Split, what: str, named: str, likely: list[str], possible: list[str], kinds: dict) -> str:
@@ -189,7 +230,7 @@ def read_tables(
         cells = split.images(image)
         images = cells, np.arange(len(split)), split.title, split.folder, _file_sizes(cells, split.folder)
         groups = read_groups(split, group_column)
-        tables.append(Table(*images, labels=of_split, classes=classes, groups=groups))
+        tables.append(Table(*images, labels=of_split, classes=classes, groups=groups, notes=split.notes))
     return tables
 
 
@@ -218,11 +259,12 @@ def read_labels(
         if other.class_names[name] != first.class_names[name]:
             both = f"splits {first.name} and {other.name} name other classes in {name}"
             raise Refused(f"--data {first.data}: {both}; make them the same")
-    classes, values = vocabulary(first.cells(name), first.class_names[name])
+    cells = [clean_labels(split.cells(name)) for split in splits]
+    classes, values = vocabulary(cells[0], first.class_names[name])
     if len(classes) < (least := 1 if is_list(first.kinds[name]) else min_classes):
         found = f"only the class {classes[0]}" if classes else "no class"
         raise Refused(f"--data {first.title}: {found} in column {name}; needs {least} or more")
-    return classes, [_labels(split, name, classes, values) for split in splits]
+    return classes, [_labels(split, name, of, classes, values) for split, of in zip(splits, cells, strict=True)]
 
 
 def require_columns(splits: Sequence[Split], *names: str) -> None:
@@ -259,7 +301,7 @@ def _zeros_and_ones(split: Split, names: Sequence[str]) -> np.ndarray:
     table = split.rows.select_columns([*names]).with_format("arrow")[:]
     for place, name in enumerate(names):
         cells = table[name].combine_chunks()
-        words = pc.utf8_lower(cells.cast(pa.string()))
+        words = trim(pc.utf8_lower(cells.cast(pa.string())))
         found = pc.index_in(words, value_set=pa.array([*_ZERO_OR_ONE])).fill_null(-1).to_numpy()
         if (found < 0).any():
             row = int((found < 0).argmax())
@@ -269,21 +311,34 @@ def _zeros_and_ones(split: Split, names: Sequence[str]) -> np.ndarray:
     return matrix
 
 
+def clean_labels(cells: pa.Array) -> pa.Array:
+    """Labels, or lists of them, as of a CSV file: texts are trimmed, and null if empty; True is a text, and 1.0 is 1."""
+    if is_list(cells.type):
+        lengths = pc.list_value_length(cells).fill_null(0).to_numpy()
+        offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+        return pa.ListArray.from_arrays(offsets, clean_labels(pc.list_flatten(cells)), mask=cells.is_null())
+    if pa.types.is_boolean(cells.type):
+        return pc.if_else(cells, "True", "False")
+    if pa.types.is_floating(cells.type):
+        return as_numbers(pc.if_else(pc.is_nan(cells), None, cells).cast(pa.string()))
+    return trim(cells) if is_text(cells.type) else cells
+
+
 def vocabulary(cells: pa.Array, names: list[str] | None) -> tuple[tuple[str, ...], pa.Array]:
     """Class names and their values in a column: `names`, or else the values found, sorted."""
     if names:
         return tuple(names), pa.array(range(len(names)), pa.int64())
     values = pc.unique(pc.list_flatten(cells) if is_list(cells.type) else cells).drop_null()
-    if pa.types.is_integer(values.type):
-        zero = pa.scalar(0, values.type)  # a negative number always means that the label is missing
-        values = values.filter(pc.greater_equal(values, zero))
     values = values.take(pc.sort_indices(values))
+    if pa.types.is_integer(values.type) and values.to_pylist() != [-1, 1]:  # which are two classes
+        zero = pa.scalar(0, values.type)  # another negative number means that the label is missing
+        values = values.filter(pc.greater_equal(values, zero))
     return tuple(str(value) for value in values.to_pylist()), values
 
 
-def _labels(split: Split, column: str, classes: tuple[str, ...], values: pa.Array) -> np.ndarray:
+def _labels(split: Split, column: str, cells: pa.Array, classes: tuple[str, ...], values: pa.Array) -> np.ndarray:
     """int64[N] class ids, or bool[N, C] of a column of lists, of labels that are all in `values`."""
-    cells, several = split.cells(column), is_list(split.kinds[column])
+    several = is_list(cells.type)
     start = f"--data {split.title}: row"
     if cells.null_count:
         row = pc.index(cells.is_null(), True).as_py()
@@ -303,7 +358,9 @@ def _labels(split: Split, column: str, classes: tuple[str, ...], values: pa.Arra
     matrix = np.zeros((len(cells), len(classes)), bool)
     matrix[rows, ids] = True
     twice = np.flatnonzero(np.bincount(rows, minlength=len(cells)) > matrix.sum(axis=1))
+    advice = f"in column {column}; a row lists the ids or names of the classes it shows, not a 0 or 1 for each"
     if twice.size:
-        advice = "a row lists the classes it shows, not a 0 or 1 for each"
-        raise Refused(f"{start} {twice[0]} has a class twice in column {column}; {advice}")
+        raise Refused(f"{start} {twice[0]} has a class twice {advice}")
+    if classes in (("0", "1"), ("False", "True")) and not split.class_names[column] and matrix.all():  # such as [0, 1]
+        raise Refused(f"{start} 0, as each one, has both classes {advice}")
     return matrix

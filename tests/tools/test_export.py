@@ -185,7 +185,8 @@ def test_a_module_that_a_copied_recipe_defines_is_exported(trained_classifier, t
     )
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "mine.py").write_text(f"{source[:begin]}        model = {own}\n{source[end:]}")
-    main([str(tmp_path / "best"), "--to", "torch_export", *QUICK])
+    named = ["--recipe", str(tmp_path / "source" / "mine.py")]
+    main([str(tmp_path / "best"), "--to", "torch_export", *named, *QUICK])
     about = read(tmp_path / "export" / "torch_export" / "export.json")
     assert about["validation"]["differing"] == 0 and about["validation"]["images"] == 359
 

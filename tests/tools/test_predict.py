@@ -291,7 +291,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(trained_classifier, trained_
     coco = ["--format", "coco", "--images_of"]
     for run, words, text in (
         (trained_classifier, [], "no images are named"),
-        (trained_classifier, [image, "--data", "a.tar"], "--data a.tar: names shards, and "),
+        (trained_classifier, [image, "--data", "a.tar"], "--data names shards, and "),
         (trained_classifier, ["--data", tmp_path / "no-{0..1}.tar"], "no-0.tar: byte 0: No such file or directory"),
         (trained_classifier, ["--data", digits], "names no shard; give a file, a folder, or a pattern"),
         (trained_classifier, [image, "--top", 0], "--top 0: must be at least 1"),

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from common.detection.weights import sources
 from common.errors import Refused
-from tools.trained import load
+from tools.trained import RECIPES, load
 
 
 def test_a_run_folder_is_taken_by_init_as_tools_take_it(trained_detector) -> None:
@@ -40,19 +41,57 @@ def test_weights_that_are_no_numbers_are_refused_by_name(
         assert "\n" not in ended.text and "hub" not in ended.text
 
 
-def test_the_recipe_of_a_copied_best_is_the_repositorys_and_what_is_gone_or_too_old_is_refused_by_name(
-    trained_classifier, tmp_path
-) -> None:
+def test_the_recipe_of_a_copied_best_is_this_projects(trained_classifier, tmp_path) -> None:
     best = shutil.copytree(trained_classifier / "best", tmp_path / "best")
     trained = load(str(best))
     assert trained.recipe.__file__.endswith("recipes/cls.py") and trained.config.image_size == 32
     with pytest.raises(Refused, match=r"clss: nothing is there.*cls.*run folder"):  # and is not looked for on the hub
         load(str(trained_classifier.with_name("clss")))
+
+
+def test_no_name_in_a_file_becomes_code(trained_classifier, tmp_path, monkeypatch) -> None:
+    best = shutil.copytree(trained_classifier / "best", tmp_path / "flowers" / "best")
+    (tmp_path / "flowers" / "source").mkdir()
+    evil = tmp_path / "flowers" / "source" / "evil.py"
+    for file in (evil, best / "evil.py"):
+        file.write_text(f"open({str(tmp_path / 'EXECUTED')!r}, 'w')\n")
+    record = json.loads((best / "run.json").read_text())
+    monkeypatch.chdir(best)
+    for name in ("evil", "../source/evil", str(best / "evil"), "../recipes/cls", ["evil"], {"cls": 1}, 7):
+        (best / "run.json").write_text(json.dumps(record | {"recipe": name}))
+        with pytest.raises(Refused, match=r"was trained by .*which is not .*name that file by --recipe"):
+            load(str(best))
+    checkpoint = max((trained_classifier / "checkpoints").glob("step_*"))
+    checkpoint = shutil.copytree(checkpoint, tmp_path / "checkpoints" / checkpoint.name)
+    record = json.loads((checkpoint / "record.json").read_text())
+    (checkpoint / "record.json").write_text(json.dumps(record | {"recipe": "../evil"}))
+    with pytest.raises(Refused, match="name that file by --recipe"):
+        load(str(checkpoint))
+    assert not (tmp_path / "EXECUTED").exists()
+
+
+def test_a_recipe_that_the_user_names_is_executed(trained_classifier, tmp_path) -> None:
+    best = shutil.copytree(trained_classifier / "best", tmp_path / "best")
     record = json.loads((best / "run.json").read_text())
     (best / "run.json").write_text(json.dumps(record | {"recipe": "mine"}))
-    with pytest.raises(Refused, match=r"mine\.py"):
-        load(str(best))
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "mine.py").write_text("Config = None\n")
+    copy = Path(shutil.copy(RECIPES / "cls.py", tmp_path / "mine.py"))
+    assert load(str(best), ["--recipe", str(RECIPES / "det.py"), "--recipe", str(copy)]).recipe.__file__ == str(copy)
+    with pytest.raises(Refused, match=r"mine\.py, which is not .*det\.py"):
+        load(str(best), ["--recipe", str(RECIPES / "det.py")])
+    copy.write_text("Config = None\n")
     with pytest.raises(Refused, match=r"mine\.py.*build_evaluation"):
+        load(str(best), ["--recipe", str(copy)])
+
+
+def test_another_source_than_the_runs_is_not_used_unasked(trained_classifier, tmp_path) -> None:
+    best = shutil.copytree(trained_classifier / "best", tmp_path / "best")
+    kept = tmp_path / "source" / "cls.py"
+    kept.parent.mkdir()
+    text = (RECIPES / "cls.py").read_text()
+    kept.write_text("# a remark\n" + text)
+    assert load(str(best)).recipe.__file__ == str(RECIPES / "cls.py")
+    kept.write_text(text + "CHANGED = 1\n")
+    with pytest.raises(Refused, match=rf"trained by another cls\.py than .*--recipe {kept}, which executes"):
         load(str(best))
+    assert load(str(best), ["--recipe", str(RECIPES / "cls.py"), "--recipe", str(kept)]).recipe.CHANGED == 1
+    assert load(str(best), ["--recipe", str(RECIPES / "cls.py")]).recipe.__file__ == str(RECIPES / "cls.py")

@@ -4,8 +4,8 @@
 
 Each run is compared with the first. Their best models are evaluated on the same validation images, which must be the same for
 all, and the images are resampled (paired bootstrap). FOLDER gets comparison.json. Flags that are not listed are the recipe's,
-for all models: --data FOLDER, --workers 4. On several devices: accelerate launch --config_file
-accelerate_configs/multi_gpu.yaml -m tools.compare runs/a runs/b
+for all models: --data FOLDER, --workers 4. A run of your own copy needs --recipe mine.py. On several devices: accelerate
+launch --config_file accelerate_configs/multi_gpu.yaml -m tools.compare runs/a runs/b
 """
 
 import argparse

@@ -4,7 +4,8 @@
 
 Pictures go in as uint8 of any size, classes or boxes come out: resizing, normalising and box decoding are inside. The folder
 gets the model, export.json, ten test vectors, and verify.py, which repeats the check with the runtime alone. A file that
-differs from the trained model is refused. Other flags are the recipe's: --data FOLDER, --workers 4.
+differs from the trained model is refused. Other flags are the recipe's: --data FOLDER, --workers 4. Of a run of your
+own copy, name that: --recipe mine.py.
 """
 
 import argparse

@@ -4,7 +4,8 @@
     accelerate launch --config_file accelerate_configs/multi_gpu_bf16.yaml -m tools.predict runs/det-3b73b6 photos/ --draw drawn
     python -m tools.predict runs/cls-d55fba --data 'https://example.org/photos-{000..127}.tar' --format csv -o predictions.csv
 
-Images are read and resized as in evaluation. Flags that are not listed here are the recipe's and stand last: --workers 8.
+Images are read and resized as in evaluation. Flags that are not listed here are the recipe's and stand last:
+--workers 8. Of a run of your own copy, name that: --recipe mine.py.
 """
 
 import argparse
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     if not words.images and not words.data:
         raise Refused("no images are named: give files, folders, globs or @LIST after the model, or shards by --data")
     if words.images and words.data:
-        raise Refused(f"--data {words.data}: names shards, and {words.images[0]} is named, too; give one of them")
+        raise Refused(f"--data names shards, and {words.images[0]} is named, too; give one of them")
     from tools.trained import load  # takes seconds, as do other imports in functions, which --help need not
 
     trained = load(words.model, [*flags, *(["--data", words.data] if words.data else [])])

@@ -10,7 +10,7 @@ from pathlib import Path
 from common.data.image_files import CAUSE, has_image_suffix, is_image_file
 from common.data.notes import Notes
 from common.errors import Refused
-from common.files import walk
+from common.files import match_files, walk
 
 
 def listing(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -38,7 +38,7 @@ def _of_word(word: str, skipped: Notes) -> Iterator[str]:
     elif os.path.lexists(word) or not glob.has_magic(word):
         yield from _of_path(word, skipped)
     else:
-        matches = sorted(glob.iglob(word, recursive=True))
+        matches = match_files(word)
         if not matches:
             raise Refused(f"{word}: no file matches")
         for match in matches:

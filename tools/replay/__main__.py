@@ -3,10 +3,10 @@
     python -m tools.replay runs/digits --step 1234
     python -m tools.replay runs/digits --step 1234 -o suspicious_step
 
-Works from the run folder alone and changes nothing in it. The run's own recipe, which is executed, resumes a checkpoint from
-before the step in a temporary folder, and makes the steps up to it again. Writes sheet.png (pictures as the network saw them,
-largest losses first), samples.jsonl (every sample) and step.json (numbers of the step, replayed and logged). Flags that are
-not listed here are the recipe's: --workers 0, or --data FOLDER if the data have moved.
+Works from the run folder alone and changes nothing in it. The recipe, or the one that --recipe FILE names, resumes a
+checkpoint from before the step in a temporary folder, and makes the steps up to it again. Writes sheet.png (pictures as the
+network saw them, largest losses first), samples.jsonl (every sample) and step.json (numbers of the step, replayed and
+logged). Flags that are not listed here are the recipe's: --workers 0, or --data FOLDER if the data have moved.
 """
 
 import argparse

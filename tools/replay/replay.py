@@ -23,7 +23,7 @@ from common.run import Run
 from common.run.folder import read_json, read_rows
 from common.training import timm_models
 from tools.replay.output import write
-from tools.trained import load_recipe
+from tools.trained import find_recipe, load_recipe
 
 _QUIET = {"tracker": "none", "patience": 0, "max_hours": 0, "profile": ""}  # settings of a replay that change no step
 
@@ -135,7 +135,7 @@ def replay(run: Path, step: int, output: Path, flags: Sequence[str], from_start:
     if output.exists():
         raise Refused(f"{output} exists: name another folder by -o")
     checkpoint = begin_with(run, step, from_start)
-    recipe = recipe_of(run)
+    recipe, flags = load_run_recipe(run, flags)
     Replay.wanted, Replay.layout = step, layout_of(run, step)
     vars(recipe)["Run"] = Replay
     torch.set_num_threads(Replay.layout.get("threads") or torch.get_num_threads())  # other numbers sum in another order
@@ -178,16 +178,16 @@ def begin_with(run: Path, step: int, from_start: bool) -> str:
     )
 
 
-def recipe_of(run: Path) -> ModuleType:
-    """The recipe that the run folder keeps. Raises `Refused` if it has none that can be observed."""
-    name = str(read_json(run / "environment.json").get("recipe", ""))
-    file = run / FOLDER / Path(name).name
-    if not name or not file.is_file():
+def load_run_recipe(run: Path, flags: Sequence[str]) -> tuple[ModuleType, list[str]]:
+    """The recipe that made the run, see `find_recipe`, and the other flags. Raises `Refused` if it can't be observed."""
+    name = Path(str(read_json(run / "environment.json").get("recipe", ""))).stem
+    if not (run / FOLDER / f"{name}.py").is_file():
         raise Refused(f"{run}: keeps no source of its recipe in {run / FOLDER}, which older runs and notebooks lack")
+    file, other_flags = find_recipe(str(run), run, name, flags)
     recipe = load_recipe(file.resolve())
     if not hasattr(recipe, "Run") or not hasattr(recipe, "main"):
         raise Refused(f"{file}: must import the name Run and have a function main, as recipes/cls.py does")
-    return recipe
+    return recipe, other_flags
 
 
 def layout_of(run: Path, step: int) -> dict:

@@ -100,6 +100,7 @@ def _read_split(
     """The split, the format of its boxes, and its classes: names and their values in the column."""
     title = f"--data {split.title}"
     rows, columns = _objects(title, split.cells(objects))
+    columns["labels"] = tables.clean_labels(columns["labels"])
     images, headers = _images(split, image)
     given = _class_names(split.features[objects])
     named = tables.vocabulary(columns["labels"], given)
