@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from common.checkpoints.store import AUDIT_FOLDER
 from common.config import Origin
 from common.config.parsing import nearest_path, parse
 from common.config.recipe_source import FOLDER, difference
@@ -68,7 +69,8 @@ def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -
     origin = sources_of_weights.origin(weights)
     name = origin.run.get("recipe") or ("det" if "detector" in origin.config else "cls")
     folder = folder.absolute()
-    run = folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent
+    is_checkpoint = folder.parent.name in ("checkpoints", AUDIT_FOLDER)
+    run = folder.parent.parent if is_checkpoint else folder.parent
     file, flags = find_recipe(weights, run, name, flags)
     recipe = load_recipe(file)
     if missing := [

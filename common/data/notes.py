@@ -4,18 +4,17 @@ A note becomes a row of the start table. If most of the data would be left out, 
 data are of another form than the reader takes them for.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from common.errors import Refused
 
 _MAX_LEFT_OUT = 0.5  # largest share that a reader may leave out
 
 
-@dataclass(frozen=True)
-class Note:
+class Note(NamedTuple):
     """How many items have the same reason, and the first of them by name."""
 
-    count: int
+    num_items: int
     first: str
 
 
@@ -55,14 +54,14 @@ class Notes:
 
     @property
     def num_left_out(self) -> int:
-        return sum(note.count for note in self.left_out.values())
+        return sum(note.num_items for note in self.left_out.values())
 
     def texts(self, total: int, cause: str = "") -> tuple[str, ...]:
         """A line for each reason. `total`: all items, also those that are left out.
 
         Raises `Refused` if more than half of them are left out, with the likely `cause` and the way out.
         """
-        left_out = [f"{note.count:,} ({reason}), first {note.first}" for reason, note in self.left_out.items()]
+        left_out = [f"{note.num_items:,} ({reason}), first {note.first}" for reason, note in self.left_out.items()]
         summary = ", ".join(left_out)
         if self.num_left_out > _MAX_LEFT_OUT * total:
             advice = f"; {cause}" if cause else ""
@@ -71,13 +70,13 @@ class Notes:
         if left_out:
             lines.append(f"{total:,} {self.unit}, left out: {summary}")
         for change, note in self.changed.items():
-            lines.append(f"{note.count:,} of {total:,} {self.unit} {change}, first {note.first}")
+            lines.append(f"{note.num_items:,} of {total:,} {self.unit} {change}, first {note.first}")
         for kind, note in self.beside.items():
-            lines.append(f"{note.count:,} ({kind}) beside the {self.unit} are not read, first {note.first}")
+            lines.append(f"{note.num_items:,} ({kind}) beside the {self.unit} are not read, first {note.first}")
         return tuple(lines)
 
 
 def _add(notes: dict[str, Note], reason: str, note: Note) -> None:
-    if note.count:
+    if note.num_items:
         earlier = notes.get(reason)
-        notes[reason] = Note(earlier.count + note.count, earlier.first) if earlier else note
+        notes[reason] = Note(earlier.num_items + note.num_items, earlier.first) if earlier else note
