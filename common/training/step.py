@@ -91,6 +91,7 @@ class TrainingStep:
         self.model, self.samples, self._freezing = model, samples, freezing
         self._accelerator, self._losses_of, self._device = accelerator, losses_of, accelerator.device
         self._is_counted, self._head = hasattr(model, "counts"), getattr(model, "margin_head", None)
+        self.uses_generator = False  # a forward pass draws masks from the global generator; known after `attempt`
         self._losses: list[Tensor] = []  # of the micro-batches of the current step
         self._positions: list[Tensor] = []
         # Micro-batches of a step are all fetched before its first pass.
@@ -108,7 +109,9 @@ class TrainingStep:
         self._set_totals(batches[:1])
         self._begin_head(0, batches[:1], plan, alone=network is self.model)
         drop_path.set_draws(self.model, batches[0].drop_path)
+        state = devices.generator_state(self._device)
         losses = self._losses_of(network, batches[0])
+        self.uses_generator = not torch.equal(devices.generator_state(self._device), state)
         check_losses(losses, plan.micro_batch_sizes[0])
         losses.sum().backward()
 
