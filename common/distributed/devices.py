@@ -44,8 +44,7 @@ def seed(key: int, device: torch.device) -> None:
 
 def generator_state(device: torch.device) -> torch.Tensor:
     """The state of the generator that `seed` seeds."""
-    module = torch if device.type == "cpu" else _module(device)
-    return module.get_rng_state()
+    return getattr(_module(device), "get_rng_state", torch.get_rng_state)()
 
 
 def name(device: torch.device) -> str:

@@ -108,8 +108,7 @@ def _add_head_dropout(model: nn.Module) -> None:
 
 def layers(model: nn.Module) -> int:
     """How many layers of a converted model drop something."""
-    shared = getattr(model, "path_draws", None)
-    return shared.layers if shared else 0
+    return getattr(model, "path_draws", _Draws).layers
 
 
 def draws(positions: np.ndarray, batch_size: int, seed: int, layers: int) -> torch.Tensor | None:

@@ -91,7 +91,6 @@ class TrainingStep:
         self.model, self.samples, self._freezing = model, samples, freezing
         self._accelerator, self._losses_of, self._device = accelerator, losses_of, accelerator.device
         self._is_counted, self._head = hasattr(model, "counts"), getattr(model, "margin_head", None)
-        self.uses_generator = False  # a forward pass draws masks from the global generator; known after `attempt`
         self._losses: list[Tensor] = []  # of the micro-batches of the current step
         self._positions: list[Tensor] = []
         # Micro-batches of a step are all fetched before its first pass.
@@ -100,7 +99,8 @@ class TrainingStep:
     def attempt(self, network: nn.Module, plan: BatchPlan) -> None:
         """Add the gradient of the losses of the largest micro-batch of `plan`, on noise: the same in every call.
 
-        Waits for no other rank. Losses of another shape than [B] are refused.
+        Waits for no other rank. Losses of another shape than [B] are refused. `uses_generator` then tells whether a forward
+        pass draws numbers, such as masks, from the global generator.
         """
         devices.seed(0, self._device)
         count = plan.micro_steps if self._looks_ahead else 1  # as many as are on the device at once

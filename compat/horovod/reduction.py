@@ -67,14 +67,16 @@ class GradientReduction:
         self.reset()
         self.order = [*range(len(self.names))]
         if self.is_active:
-            pairs = zip(self.names, self.parameters, strict=True)
             described = {
                 "compression": getattr(self.compression, "__name__", type(self.compression).__name__),
                 "op": f"{self.op}",
                 "backward_passes_per_step": f"{self.passes}",
                 "gradient_predivide_factor": f"{self.predivide}",
             }
-            tensors = {name: f"{[*one.shape]} {one.dtype} {one.device.type}" for name, one in pairs}
+            tensors = {
+                name: f"{[*parameter.shape]} {parameter.dtype} {parameter.device.type}"
+                for name, parameter in zip(self.names, self.parameters, strict=True)
+            }
             title = f"DistributedOptimizer {self.number}: options or parameters"
             first, *_ = check_same(described | tensors, title, self.process_set)
             self.order = [self.names.index(name) for name in first if name in tensors]
@@ -137,13 +139,15 @@ class GradientReduction:
                 for index, tensor, context in zip(self.buckets[number], handle.wait(), contexts, strict=True):
                     parameter = self.parameters[index]
                     reduced = self.compression.decompress(tensor, context)
-                    if not parameter.grad.is_sparse:
-                        parameter.grad.copy_(reduced)
+                    grad = parameter.grad
+                    assert grad is not None  # `_send` has filled what was missing
+                    if not grad.is_sparse:
+                        grad.copy_(reduced)
                     elif self.sparse_as_dense:
-                        parameter.grad = reduced.to_sparse(self.sparse_dims[index])
+                        parameter.grad = reduced.to_sparse(grad.sparse_dim())
                     else:
                         name = f"DistributedOptimizer.{self.number}.{self.names[index]}"
-                        sparse[parameter] = sparse_allreduce_async(parameter.grad, name, self.op, self.process_set)
+                        sparse[parameter] = sparse_allreduce_async(grad, name, self.op, self.process_set)
             for parameter, wait in sparse.items():
                 parameter.grad = wait()
         except BaseException:
