@@ -78,7 +78,7 @@ class Config(OptimizationConfig, RunConfig):
     norm_batch_size: int = option(16, low=2)
     """batch_norm group: consecutive samples that share statistics."""
     drop: float = option(0.0, low=0, high=1)
-    """Dropout before the head. Its masks depend on the layout: runs on different layouts agree only statistically."""
+    """Dropout before the head, drawn for each sample from its position: the same on every layout."""
     drop_path: float = option(0.0, low=0, high=1)
     """Stochastic depth, drawn per sample and layer."""
     grad_checkpointing: bool = False

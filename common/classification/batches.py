@@ -36,7 +36,7 @@ class Batch(DeviceBatch):
     labels: torch.Tensor  # int64[B], or bool[B, classes] for multi-label data
     positions: torch.Tensor  # int64[B], of the stream; sample indices in evaluation
     draws: list[torch.Tensor] = field(default_factory=list)  # of each augmentation, in order
-    drop_path: torch.Tensor | None = None  # float32[layers, B], see common.training.drop_path.draws
+    drop_path: torch.Tensor | None = None  # float32[layers + 1, B], see common.training.drop_path.draws
     readable: torch.Tensor | None = None  # bool[B] in evaluation; in training a neighbour replaces others
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
 
@@ -130,7 +130,7 @@ class TrainingSamples(Dataset):
     def _batch(self, images: list[torch.Tensor], labels: np.ndarray, positions: np.ndarray, broken=()) -> Batch:
         stacked = torch.stack([image.permute(1, 2, 0) for image in images])  # in channels_last
         draws = [torch.from_numpy(augmentation.sample(positions)) for augmentation in self.augmentations]
-        layers = drop_path.draws(positions, self.seed, self.drop_path_layers)
+        layers = drop_path.draws(positions, self.stream.global_batch_size, self.seed, self.drop_path_layers)
         of_samples = torch.from_numpy(labels), torch.from_numpy(positions)
         return Batch(stacked.permute(0, 3, 1, 2), *of_samples, draws, layers, broken=broken)
 

@@ -46,7 +46,7 @@ class DetectionBatch(DeviceBatch):
     targets: list[dict]
     positions: torch.Tensor  # int64[B], of the stream; image indices in evaluation
     sizes: torch.Tensor  # int64[B, 2] width and height on the canvas
-    drop_path: torch.Tensor | None = None  # float32[layers, B], see common.training.drop_path.draws
+    drop_path: torch.Tensor | None = None  # float32[layers + 1, B], see common.training.drop_path.draws
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
     totals: torch.Tensor | None = None  # divisors of losses, see `training.step.TrainingStep`
 
@@ -112,7 +112,7 @@ class TrainingImages(Dataset):
 
     def _batch(self, samples: list[Sample], positions: np.ndarray, canvas, broken=()) -> DetectionBatch:
         batch = _batch(samples, positions, canvas, self.fill, broken)
-        batch.drop_path = drop_path.draws(positions, self.seed, self.drop_path_layers)
+        batch.drop_path = drop_path.draws(positions, self.stream.global_batch_size, self.seed, self.drop_path_layers)
         return batch
 
     def blank(self, count: int) -> DetectionBatch:

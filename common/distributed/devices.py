@@ -42,6 +42,11 @@ def seed(key: int, device: torch.device) -> None:
         _module(device).manual_seed(key)
 
 
+def generator_state(device: torch.device) -> torch.Tensor:
+    """The state of the generator that `seed` seeds."""
+    return getattr(_module(device), "get_rng_state", torch.get_rng_state)()
+
+
 def name(device: torch.device) -> str:
     """The name of a GPU: "NVIDIA H100 80GB HBM3"; of a kind that has no names, the kind."""
     name_of = getattr(_module(device), "get_device_name", None)

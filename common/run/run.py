@@ -275,7 +275,7 @@ class Run:
             with all_or_none("looking for what depends on the layout"):
                 if self.config.dry_run:
                     self._training.check_draws(self.plan)
-                inexact = exactness.describe(self.config)
+                inexact = exactness.describe(self.config, self._training.uses_generator)
         return {"memory": peak} | inexact
 
     def _start(self, state: TrainingState, schedule: Schedule, data: tuple, export: Callable[..., None]) -> None:

@@ -11,15 +11,15 @@ _SCALE_FREE = ("lion", "laprop", "adafactor")
 _SIGNIFICANT_BITS = {"fp16": 11, "bf16": 8}
 
 
-def describe(config: Any) -> dict[str, str]:
-    """Rows of the start table; none if all is exact."""
+def describe(config: Any, uses_generator: bool) -> dict[str, str]:
+    """Rows of the start table; none if all is exact. `uses_generator`: a forward pass draws from the global generator."""
     rows = {}
     if (hook := config.comm_hook) != "none":
         text = f"sent in {hook}, with {_SIGNIFICANT_BITS[hook]} significant bits: layouts agree to about these"
         alone = f"one process sends none: --comm_hook {hook} does nothing here"
         rows["gradients"] = alone if world_size() == 1 else text
-    if getattr(config, "drop", 0):
-        rows["dropout"] = "masks depend on the layout: layouts agree only statistically"
+    if uses_generator:
+        rows["dropout"] = "the model draws masks that depend on the layout: layouts agree only statistically"
     if moves_by_noise(config.opt):
         rows["optimizer"] = (
             f"{config.opt} takes full steps where a gradient is only rounding noise, as of the bias of an attention's keys: "

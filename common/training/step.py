@@ -99,7 +99,8 @@ class TrainingStep:
     def attempt(self, network: nn.Module, plan: BatchPlan) -> None:
         """Add the gradient of the losses of the largest micro-batch of `plan`, on noise: the same in every call.
 
-        Waits for no other rank. Losses of another shape than [B] are refused.
+        Waits for no other rank. Losses of another shape than [B] are refused. `uses_generator` then tells whether a forward
+        pass draws numbers, such as masks, from the global generator.
         """
         devices.seed(0, self._device)
         count = plan.micro_steps if self._looks_ahead else 1  # as many as are on the device at once
@@ -108,7 +109,9 @@ class TrainingStep:
         self._set_totals(batches[:1])
         self._begin_head(0, batches[:1], plan, alone=network is self.model)
         drop_path.set_draws(self.model, batches[0].drop_path)
+        state = devices.generator_state(self._device)
         losses = self._losses_of(network, batches[0])
+        self.uses_generator = not torch.equal(devices.generator_state(self._device), state)
         check_losses(losses, plan.micro_batch_sizes[0])
         losses.sum().backward()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import timm
 import torch
+from huggingface_hub import constants, get_session
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from timm.data import resolve_data_config
@@ -21,7 +22,7 @@ from torch import nn
 from common.checkpoints.resume import check_weights
 from common.checkpoints.state import Tensors
 from common.config.origin import by_name, label_names, places_of, some
-from common.config.parsing import nearest
+from common.config.parsing import nearest, nearest_path
 from common.data.images import MAX_PIXELS
 from common.distributed.collectives import is_main
 from common.errors import Refused
@@ -122,10 +123,24 @@ def create(
     Raises `Refused` as `build_classifier` does.
     """
     local = Path(name).is_dir()
-    if not local and not (name.startswith(("hf-hub:", "hf_hub:")) or timm.is_model(name.split(".")[0])):
-        meant = f"; there is no such folder, and a model of the hub is hf-hub:{name}" if "/" in name else ""
-        meant = meant or nearest(name.lower(), timm.list_models()) or "; timm.list_models() lists them"
-        raise Refused(f"--model {name}: not a model of timm {timm.__version__}{meant}")
+    on_hub = name.startswith(("hf-hub:", "hf_hub:"))
+    if not local and not (on_hub or timm.is_model(name.split(".")[0])):
+        path = Path(name)
+        advice = nearest(name.lower(), timm.list_models()) or "; timm.list_models() lists them"
+        if len(path.parts) > 1:
+            advice = f"; there is no such folder{nearest_path(path)}; a model of the hub is hf-hub:OWNER/NAME"
+        if path.is_file():
+            advice = (
+                f" but a file; a timm model's folder is taken whole, as best/ (here perhaps {path.parent}); a file of weights "
+                "becomes one by timm.models.save_for_hf(timm.create_model(NAME, num_classes=N, checkpoint_path=FILE), FOLDER, "
+                "safe_serialization=True); a detector's file goes to --init"
+            )
+        raise Refused(f"--model {name}: not a model of timm {timm.__version__}{advice}")
+    if on_hub or (pretrained and not local):
+        try:
+            get_session().head(constants.ENDPOINT, timeout=5)
+        except Exception:  # of the libraries below it
+            constants.HF_HUB_OFFLINE = True  # its library would try to reach each file for half a minute
     source, pretrained, wishes = f"local-dir:{name}" if local else name, pretrained or local, dict(wishes)
     options |= AS_PRETRAINED.get(name.split(".")[0], {})
     model = None
@@ -145,11 +160,13 @@ def create(
                     raise Refused(
                         f"--model {name}: does not take {flag}: leave it out, or take another model"
                     ) from None
-    except (*_UNFIT, OSError, AttributeError, SafetensorError) as error:
+    except (*_UNFIT, OSError, AttributeError, SafetensorError, EOFError) as error:
         hint = " with pretrained weights (is the hub in reach?); without --pretrained they are random" * pretrained
         if local:
             hint = " of this folder, which has to be a timm model's best/, whole (a detector goes to --init or --eval_only)"
         reason = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, EOFError) or "weights_only" in reason:  # which torch advises to leave out
+            reason = "its weights are no whole file of torch.save; copy the folder again"
         raise Refused(f"--model {name}: can't be made{hint}: {reason:.250}") from None
     if local:
         check_weights(model, Path(name) / "model.safetensors")

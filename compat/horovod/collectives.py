@@ -23,9 +23,9 @@ _REDUCE = {
     MAX: dist.ReduceOp.MAX,
     PRODUCT: dist.ReduceOp.PRODUCT,
 }
-_HALF = (torch.float16, torch.bfloat16)
 _SHORT = (torch.uint8, torch.int8, torch.int16)
-REDUCIBLE = (*_SHORT, torch.int32, torch.int64, *_HALF, torch.float32, torch.float64)
+_WIDE = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+REDUCIBLE = _SHORT + _WIDE
 
 
 @dataclass(frozen=True)

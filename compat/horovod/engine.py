@@ -352,9 +352,10 @@ class Engine:
     def shutdown(self, limit_s: float | None = None) -> None:
         """Wait for the operations in flight, at most `limit_s` seconds, and leave all process sets."""
         until = time.monotonic() + (limit_s or 0.0)
-        lanes = [*self.lanes.values()]
-        for operation in [operation for lane in lanes for operation in [*lane.operations.values()]]:
-            operation.done.wait(None if limit_s is None else max(0.0, until - time.monotonic()))
+        lanes = list(self.lanes.values())
+        for lane in lanes:
+            for operation in list(lane.operations.values()):
+                operation.done.wait(None if limit_s is None else max(0.0, until - time.monotonic()))
         for lane in lanes:
             lane.leave()
         for lane in lanes:

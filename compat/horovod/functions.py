@@ -56,7 +56,8 @@ def broadcast_optimizer_state(
     """Give all ranks one rank's optimizer state and options (rate, momentum, ...). A collective.
 
     No step is made for it: the state may still be empty on some ranks or all, as after a
-    checkpoint was loaded on the root only. `model` is not needed.
+    checkpoint was loaded on the root only. If the root has none, missing gradients become
+    zeros, which scripts for Horovod count on. `model` is not needed.
 
     Raises:
         HorovodInternalError: on all ranks, if the optimizers differ in class, groups or
@@ -72,6 +73,10 @@ def broadcast_optimizer_state(
     state = [optimizer.state.get(parameter) for parameter in parameters]
     options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     state, options = broadcast_object((state, options), root_rank, "optimizer_state")
+    if not any(state) and not isinstance(optimizer, torch.optim.SparseAdam):
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
     if rank() == root_rank:
         return
     optimizer.state.clear()

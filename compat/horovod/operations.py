@@ -77,9 +77,13 @@ def _of_allreduce(tensors: Sequence[Tensor], options: Options) -> dict[str, Any]
         if tensor.dtype not in REDUCIBLE:
             raise ValueError(f"tensors of type {tensor.dtype} can't be reduced")
         if tensor.is_sparse:
-            raise ValueError("sparse tensors can't be reduced: give tensor.to_dense()")
-    factors = {"prescale": options["prescale_factor"], "postscale": options["postscale_factor"]}
-    return {"op": op, "label": options["label"], **factors}
+            raise ValueError("sparse tensors are reduced by sparse_allreduce_async")
+    return {
+        "op": op,
+        "label": options["label"],
+        "prescale": options["prescale_factor"],
+        "postscale": options["postscale_factor"],
+    }
 
 
 def _of_reducescatter(tensors: Sequence[Tensor], options: Options) -> dict[str, Any]:
@@ -131,7 +135,7 @@ class _Differentiable(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         kind, options, process_set = ctx.kind, ctx.options, ctx.options["process_set"]
-        average, summed = DEFAULTS | {"process_set": process_set}, options["op"] == SUM
+        average = DEFAULTS | {"process_set": process_set}
 
         def collective(kind: str, gradients: Sequence[Tensor], options: Options) -> list[Any]:
             return start(kind, gradients, options, grouped=True).wait()
@@ -144,13 +148,15 @@ class _Differentiable(Function):
             [(back, _)] = collective("alltoall", gradients[:1], options)
             found = [back]
         elif kind == "reducescatter":
-            factor = options["prescale_factor"] * options["postscale_factor"] * (process_set.size() if summed else 1)
+            factor = options["prescale_factor"] * options["postscale_factor"]
+            if options["op"] == SUM:
+                factor *= process_set.size()
             found = collective("allgather", [gradient * factor for gradient in gradients], average)
         else:
-            found, own = collective("allreduce", gradients, average), process_set.rank()
+            found = collective("allreduce", gradients, average)
             if kind == "allgather":
                 rows = [[shape[0] for shape in of_ranks] for of_ranks in zip(*ctx.shapes, strict=True)]
-                found = [whole.split(of_ranks)[own] for whole, of_ranks in zip(found, rows, strict=True)]
+                found = [whole.split(of_ranks)[process_set.rank()] for whole, of_ranks in zip(found, rows, strict=True)]
             elif engine.current().rank != options["root_rank"]:
                 found = [torch.zeros_like(whole) for whole in found]
         return None, None, *found
@@ -187,8 +193,10 @@ def _form(kind: str, *, grouped: bool = False, in_place: bool = False, wait: boo
     names = ["tensors" if grouped else "tensor", *_PARAMETERS[kind].split()]
     if wait and not in_place and "op" in names:
         names.insert(names.index("op"), "compression")
-    style, nothing = Parameter.POSITIONAL_OR_KEYWORD, Parameter.empty
-    signature = Signature([Parameter(name, style, default=DEFAULTS.get(name, nothing)) for name in names])
+    parameters = [
+        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=DEFAULTS.get(name, Parameter.empty)) for name in names
+    ]
+    signature = Signature(parameters)
 
     def form(*arguments: Any, **named: Any) -> Any:
         options = DEFAULTS | signature.bind(*arguments, **named).arguments
@@ -233,6 +241,27 @@ grouped_reducescatter = _form("reducescatter", grouped=True)
 grouped_reducescatter_async = _form("reducescatter", grouped=True, wait=False)
 
 
+def sparse_allreduce_async(
+    tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], Tensor]:
+    """Average or Sum of sparse tensors of one shape, by an allgather of their indices and values.
+
+    Call the returned function to wait for the result, which is sparse and not coalesced.
+    """
+    if op not in (AVERAGE, SUM):
+        raise NotImplementedError("sparse tensors take op=hvd.Average or hvd.Sum")
+    options = {"name": name, "process_set": process_set}
+    operation = start("allgather", [tensor._indices().t(), tensor._values()], options, grouped=True)
+
+    def wait() -> Tensor:
+        indices, values = operation.wait()
+        if op == AVERAGE:
+            values = values / process_set.size()
+        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=True)
+
+    return wait
+
+
 # --- handles, join, barrier
 
 
@@ -265,6 +294,6 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 _FORMS = [name for name in globals() if name.removeprefix("grouped_").startswith(tuple(_PARAMETERS))]
-__all__ = [*"Average Sum Adasum Min Max Product poll synchronize join barrier".split(), *_FORMS]
+__all__ = [*"Average Sum Adasum Min Max Product poll synchronize join barrier sparse_allreduce_async".split(), *_FORMS]
 for _form_name in _FORMS:
     globals()[_form_name].__name__ = _form_name

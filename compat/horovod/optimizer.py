@@ -24,7 +24,7 @@ def DistributedOptimizer(
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,  # noqa: ARG001
     groups: int | list[list[Tensor]] | None = None,  # noqa: ARG001
-    sparse_as_dense: bool = False,  # noqa: ARG001
+    sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """An optimizer of the same class, options and state, whose `step` uses the gradients of all ranks.
@@ -45,7 +45,9 @@ def DistributedOptimizer(
         backward_passes_per_step: gradients of so many backwards are added up first.
         op: Average or Sum.
         gradient_predivide_factor: divides gradients before the sum, and size / factor after it.
-        num_groups, groups, sparse_as_dense: no effect; gradients travel dense, in buckets.
+        num_groups, groups: no effect; gradients travel in buckets.
+        sparse_as_dense: sparse gradients travel dense, in buckets, too; needed if a parameter's
+            gradient is sparse on some ranks and missing on others from the first step on.
         process_set: ranks whose gradients are reduced; on others gradients stay as they are.
 
     Raises:
@@ -71,9 +73,10 @@ def DistributedOptimizer(
     wrapped.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     wrapped._is_synchronized, wrapped._synchronizes = False, True
     wrapped._reduction = GradientReduction(
-        op, compression, backward_passes_per_step, gradient_predivide_factor, process_set
+        op, compression, backward_passes_per_step, gradient_predivide_factor, process_set, sparse_as_dense
     )
     wrapped._reduction.add(names.values(), names)
+    wrapped._parameter_names = names  # scripts read it
     return wrapped
 
 

@@ -2,8 +2,10 @@
 
 Parameters are divided into buckets, in their reverse order, and a bucket whose gradients are
 all there is all-reduced as a group. Gradients that did not come (a branch not taken, a backward
-not called) are waited for until `finish`, and are zeros then, as in Horovod. Sparse gradients
-become dense ones.
+not called) are waited for until `finish`, and are zeros then, as in Horovod. A sparse gradient
+is an empty tensor in its bucket, and is reduced by name after it, once all ranks have agreed about
+the bucket's shapes; so ranks that differ in what is sparse get an error. With `sparse_as_dense`
+it travels dense, and is sparse again afterwards.
 """
 
 import contextlib
@@ -11,6 +13,7 @@ import itertools
 import weakref
 import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,26 +23,33 @@ from compat.horovod import engine
 from compat.horovod.engine import Operation
 from compat.horovod.exceptions import HorovodInternalError
 from compat.horovod.functions import check_same
-from compat.horovod.operations import DEFAULTS, Average, Sum, start
+from compat.horovod.operations import DEFAULTS, Average, Sum, sparse_allreduce_async, start
 from compat.horovod.process_sets import ProcessSet
 
 _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20  # as DDP has
 _numbers = itertools.count()  # of the optimizers of this process
 
 
+@dataclass(eq=False)
 class GradientReduction:
     """Reduces gradients of named parameters. `finish` ends a reduction, `reset` begins a step.
 
     `passes` backward passes are added up. An average is divided by `predivide` before the sum.
     """
 
-    def __init__(self, op: int, compression: Any, passes: int, predivide: float, process_set: ProcessSet) -> None:
-        self.op, self.compression, self.passes = op, compression, passes
-        self.predivide, self.process_set = predivide, process_set
+    op: int
+    compression: Any
+    passes: int
+    predivide: float
+    process_set: ProcessSet
+    sparse_as_dense: bool
+
+    def __post_init__(self) -> None:
         self.number = next(_numbers)
         self.parameters: list[Tensor] = []
         self.names: list[str] = []
         self.order: list[int] = []  # of parameters in buckets, the same on all ranks
+        self.sparse_dims: dict[int, int] = {}  # of parameters that have had a sparse gradient
         self.sent: dict[int, tuple[Operation, list[Any]]] = {}  # by bucket: handle, contexts of compression
         self.reset()
 
@@ -57,14 +67,16 @@ class GradientReduction:
         self.reset()
         self.order = [*range(len(self.names))]
         if self.is_active:
-            pairs = zip(self.names, self.parameters, strict=True)
             described = {
                 "compression": getattr(self.compression, "__name__", type(self.compression).__name__),
                 "op": f"{self.op}",
                 "backward_passes_per_step": f"{self.passes}",
                 "gradient_predivide_factor": f"{self.predivide}",
             }
-            tensors = {name: f"{[*one.shape]} {one.dtype} {one.device.type}" for name, one in pairs}
+            tensors = {
+                name: f"{[*parameter.shape]} {parameter.dtype} {parameter.device.type}"
+                for name, parameter in zip(self.names, self.parameters, strict=True)
+            }
             title = f"DistributedOptimizer {self.number}: options or parameters"
             first, *_ = check_same(described | tensors, title, self.process_set)
             self.order = [self.names.index(name) for name in first if name in tensors]
@@ -122,12 +134,22 @@ class GradientReduction:
             for number in range(len(self.buckets)):
                 if number not in self.sent:
                     self._send(number)
+            sparse = {}
             for number, (handle, contexts) in self.sent.items():
                 for index, tensor, context in zip(self.buckets[number], handle.wait(), contexts, strict=True):
                     parameter = self.parameters[index]
-                    if parameter.grad is None or parameter.grad.is_sparse:
-                        parameter.grad = torch.empty_like(parameter)
-                    parameter.grad.copy_(self.compression.decompress(tensor, context))
+                    reduced = self.compression.decompress(tensor, context)
+                    grad = parameter.grad
+                    assert grad is not None  # `_send` has filled what was missing
+                    if not grad.is_sparse:
+                        grad.copy_(reduced)
+                    elif self.sparse_as_dense:
+                        parameter.grad = reduced.to_sparse(grad.sparse_dim())
+                    else:
+                        name = f"DistributedOptimizer.{self.number}.{self.names[index]}"
+                        sparse[parameter] = sparse_allreduce_async(grad, name, self.op, self.process_set)
+            for parameter, wait in sparse.items():
+                parameter.grad = wait()
         except BaseException:
             self.reset()
             raise
@@ -179,13 +201,27 @@ class GradientReduction:
     def _send(self, number: int) -> None:
         """Begin to reduce a bucket."""
         bucket, size = self.buckets[number], self.process_set.size()
-        parameters = [self.parameters[index] for index in bucket]
-        given = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
-        pairs = [self.compression.compress(grad.to_dense() if grad.is_sparse else grad) for grad in given]
-        options = DEFAULTS | {"name": f"DistributedOptimizer.{self.number}.{number}", "process_set": self.process_set}
-        options |= {"op": Sum, "label": zlib.crc32(" ".join(self.names[index] for index in bucket).encode())}
+        pairs = [self.compression.compress(self._tensor_to_send(index)) for index in bucket]
+        options = DEFAULTS | {
+            "name": f"DistributedOptimizer.{self.number}.{number}",
+            "label": zlib.crc32(" ".join(self.names[index] for index in bucket).encode()),
+            "op": Sum,
+            "process_set": self.process_set,
+        }
         if self.op == Average:  # by default divided before the sum: 16 bits overflow soon
             before = size if self.predivide == 1.0 else self.predivide
             options |= {"prescale_factor": 1 / before, "postscale_factor": before / size}
         handle = start("allreduce", [tensor for tensor, _ in pairs], options, grouped=True)
         self.sent[number] = handle, [context for _, context in pairs]
+
+    def _tensor_to_send(self, index: int) -> Tensor:
+        """The gradient, which becomes zeros if it is missing; an empty tensor if it is sparse and travels by name."""
+        parameter = self.parameters[index]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+            if index in self.sparse_dims:
+                parameter.grad = parameter.grad.to_sparse(self.sparse_dims[index])
+        if not parameter.grad.is_sparse:
+            return parameter.grad
+        self.sparse_dims[index] = parameter.grad.sparse_dim()
+        return parameter.grad.to_dense() if self.sparse_as_dense else parameter.new_empty(0)

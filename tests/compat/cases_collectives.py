@@ -208,13 +208,34 @@ def gradients() -> None:
         gradient(lambda t: hvd.allreduce(t, op=hvd.Max), own, factor)
 
 
+def sparse_tensors() -> None:
+    """Like an allreduce of the dense tensors, also where a rank has no values, repeats indices, or is left out."""
+    pairs = hvd.add_process_set([0, 2])
+    for op in (hvd.Average, hvd.Sum):
+        for process_set in (hvd.global_process_set, pairs):
+            if not process_set.included():
+                continue
+            dense = draw(hvd.rank(), (4, 3)).double()
+            dense[: hvd.rank() + 2] = 0
+            tensor = dense.to_sparse(1)
+            tensor = torch.sparse_coo_tensor(  # not coalesced: each row stands there twice
+                torch.cat([tensor.indices()] * 2, 1), torch.cat([tensor.values()] * 2), tensor.shape
+            )
+            handle = hvd.sparse_allreduce_async(tensor, f"sparse.{op}", op, process_set)
+            result = handle()
+            assert result.is_sparse
+            expected = hvd.allreduce(dense * 2, op=op, process_set=process_set)
+            torch.testing.assert_close(result.to_dense(), expected, rtol=0, atol=1e-12)
+    hvd.remove_process_set(pairs)
+
+
 def refusals() -> None:
     """What is wrong on this rank alone is refused there, before anything is sent; a restart would mend none of it."""
     ones, rows, size = torch.ones(2), torch.ones(2, 3), hvd.size()
     rest = [0] * (size - 1)
     cases = (
         ("can't be reduced", lambda: hvd.allreduce(ones.to(torch.complex64))),
-        ("to_dense", lambda: hvd.allreduce_async(torch.eye(2).to_sparse())),
+        ("sparse_allreduce_async", lambda: hvd.allreduce_async(torch.eye(2).to_sparse())),
         ("op or average", lambda: hvd.allreduce(ones, average=True, op=hvd.Sum)),
         ("op=17", lambda: hvd.allreduce(ones, op=17)),
         ("at least one tensor", lambda: hvd.grouped_allreduce([])),
@@ -228,8 +249,10 @@ def refusals() -> None:
             call()
     with pytest.raises(NotImplementedError, match="Average or hvd"):
         hvd.reducescatter(ones, op=hvd.Max)
+    with pytest.raises(NotImplementedError, match="Average or hvd"):
+        hvd.sparse_allreduce_async(torch.eye(2).to_sparse(), "max", hvd.Max)
     with pytest.raises(NotImplementedError, match=r"Adasum is not there: take op=hvd\.Average"):
         hvd.allreduce(ones, op=hvd.Adasum)
 
 
-CASES = (reductions, layouts, groups, movements, handles, gradients, refusals)
+CASES = (reductions, layouts, groups, movements, handles, gradients, sparse_tensors, refusals)

@@ -75,6 +75,7 @@ def optimizer_states() -> None:
             hvd.broadcast_optimizer_state(used, root_rank=0)
             after = used.state_dict()
             assert used.param_groups is groups and bool(after["state"]) == on_root
+            assert on_root or all(parameter.grad is not None for parameter in model.parameters())
             for theirs in hvd.allgather_object(after):
                 assert same(theirs, after), number
             assert after["param_groups"][0]["note"] == {"nested": [None, 0, (1, "a")]}

@@ -111,6 +111,9 @@ def trained(
         **options,
     )
     assert type(optimizer).__name__ == type(make(model.parameters())).__name__
+    assert [*optimizer._parameter_names] == [*model.parameters()]
+    if named:
+        assert [*optimizer._parameter_names.values()] == [name for name, _ in model.named_parameters()]
     for step in range(STEPS):
         optimizer.zero_grad()
         for _ in range(passes):
@@ -221,6 +224,38 @@ def models_and_parameters_that_change() -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
+def sparse_tables() -> None:
+    """SparseAdam, which takes sparse gradients only, sums up rows of all ranks; then a rank uses none, and one differs."""
+    rows_by_rank = [[1, 2, 2], [1, 7], [9, 3]]
+
+    def run(batches: list[list[int]], **options: Any) -> tuple[nn.Embedding, Any]:
+        torch.manual_seed(0)
+        table = nn.Embedding(10, 3, sparse=True, dtype=torch.float64)
+        optimizer: Any = torch.optim.SparseAdam([table.weight], lr=0.1)
+        if options:
+            optimizer = hvd.DistributedOptimizer(optimizer, **options)
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        for step in range(3):
+            optimizer.zero_grad()
+            for batch in batches:
+                if step != 1 or batch != rows_by_rank[0]:
+                    (table(torch.tensor(batch)).pow(2).sum() / (1 if options else 3)).backward()
+            optimizer.step()
+        return table, optimizer
+
+    assert hvd.size() == 3
+    expected, _ = run(rows_by_rank)
+    for as_dense in (False, True):
+        table, optimizer = run([rows_by_rank[hvd.rank()]], sparse_as_dense=as_dense)
+        torch.testing.assert_close(table.weight, expected.weight, rtol=0, atol=1e-12)
+        assert table.weight.grad.is_sparse
+    table, optimizer = run([rows_by_rank[hvd.rank()]], sparse_as_dense=False)
+    optimizer.zero_grad()
+    table.sparse = hvd.rank() > 0
+    with pytest.raises(hvd.HorovodInternalError, match="mismatched shapes"):
+        optimizer.step(lambda: table(torch.tensor([1])).sum().backward())
+
+
 def part_of_the_ranks() -> None:
     """Gradients of a process set are reduced in it; other ranks keep their own."""
     members = [0, 2]
@@ -304,6 +339,6 @@ def refused() -> None:
 
 
 CASES = (
-    *(equals_one_process, models_and_parameters_that_change, part_of_the_ranks),
+    *(equals_one_process, models_and_parameters_that_change, sparse_tables, part_of_the_ranks),
     *(misuse, disagreements, refused),
 )

@@ -26,6 +26,7 @@ PARAMETERS = {
     f"tensor name op process_set {FACTORS}": "reducescatter_async",
     f"tensors name compression op process_set {FACTORS}": "grouped_reducescatter",
     f"tensors name op process_set {FACTORS}": "grouped_reducescatter_async",
+    "tensor name op process_set": "sparse_allreduce_async",
     "": (
         "shutdown is_initialized stop_timeline size local_size cross_size rank local_rank cross_rank "
         "mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built nccl_built ddl_built ccl_built cuda_built "

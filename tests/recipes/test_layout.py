@@ -59,7 +59,9 @@ class Case:
     steps: int = STEPS
 
 
-VARIED = "--augment rand-m5-n1 --random_erasing 0.25 --drop_path 0.1 --mixup 0.2 --cutmix 0.2 --ema_decay 0.9"
+VARIED = (
+    "--augment rand-m5-n1 --random_erasing 0.25 --drop 0.1 --drop_path 0.1 --mixup 0.2 --cutmix 0.2 --ema_decay 0.9"
+)
 GROUP = "--model test_resnet --lr 5e-3 --batch_norm group --norm_batch_size 4"
 SCENES = (
     "--short_sides 80,96 --long_side 128 --hflip 0.3 --photometric 0.3 --iou_crop 0.3 --zoom_out 0.3 --mosaic 0.3 --mixup 0.3 "

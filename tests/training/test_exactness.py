@@ -1,14 +1,20 @@
 """The start table's rows about exactness agree with measurements of every optimizer."""
 
 import copy
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+from common.classification.batches import Batch
 from common.errors import Refused
-from common.training import exactness
+from common.training import drop_path, exactness
 from common.training.optimizer import _UNFIT, build_optimizer, clip_gradients
+from common.training.step import TrainingStep
 from tests.training.small import CLASSES, Config, vit
 
 BATCH, STEPS = 12, 4
@@ -62,6 +68,48 @@ def test_every_optimizer_is_the_same_on_every_layout_or_known_not_to_be(clip: fl
 
 
 def test_only_what_is_not_exact_has_a_row_in_the_start_table() -> None:
-    assert exactness.describe(Config(opt="adamw")) == {}
-    assert "layouts of such a model agree only roughly" in exactness.describe(Config(opt="Lion"))["optimizer"]
-    assert "one process sends none" in exactness.describe(Config(comm_hook="fp16"))["gradients"]
+    assert exactness.describe(Config(opt="adamw"), uses_generator=False) == {}
+    assert "layouts of such a model agree only roughly" in exactness.describe(Config(opt="Lion"), False)["optimizer"]
+    assert "one process sends none" in exactness.describe(Config(comm_hook="fp16"), False)["gradients"]
+    assert "layouts agree only statistically" in exactness.describe(Config(), uses_generator=True)["dropout"]
+
+
+class Dropping(nn.Module):
+    """Drops by a module, which can be drawn from positions, or by a function, which can't."""
+
+    def __init__(self, layer: nn.Module, rate: float = 0.0):
+        super().__init__()
+        self.head = nn.Sequential(layer, nn.Flatten(), nn.Linear(48, 1))
+        self.rate = rate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(self.head(x), self.rate, self.training).flatten()
+
+
+@pytest.mark.parametrize(
+    "model, is_exact",
+    [
+        (Dropping(nn.Dropout(0.5)), True),
+        (Dropping(nn.Dropout2d(0.5)), False),
+        (Dropping(nn.Identity(), rate=0.5), False),
+    ],
+)
+def test_masks_of_a_generator_are_noticed(model: nn.Module, is_exact: bool) -> None:
+    count = drop_path.convert(model)
+
+    def blank(batch_size: int) -> Batch:
+        positions = np.arange(batch_size)
+        layers = drop_path.draws(positions, batch_size, 0, count)
+        images = torch.rand(batch_size, 3, 4, 4)
+        labels = torch.zeros(batch_size, dtype=torch.int64)
+        return Batch(images, labels, torch.from_numpy(positions), drop_path=layers)
+
+    step = TrainingStep(
+        SimpleNamespace(device=torch.device("cpu")),
+        model,
+        SimpleNamespace(blank=blank),
+        lambda network, batch: network(batch.images),
+        freezing=None,
+    )
+    step.attempt(model, SimpleNamespace(micro_batch_sizes=(4,), micro_steps=1))
+    assert ("dropout" in exactness.describe(Config(), step.uses_generator)) != is_exact

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -9,6 +10,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from torch import nn
 
 from common.errors import Refused
@@ -180,13 +182,49 @@ def test_a_folder_that_is_no_whole_model_is_refused_in_one_line(tmp_path: Path) 
     folder = tmp_path / "best"
     timm_models.export(build_classifier("test_resnet", len(CLASSES)), CLASSES, {}, False, {}, folder)
     weights = (folder / "model.safetensors").read_bytes()
+    config = (folder / "config.json").read_text()
     (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     assert "can't be made" in refusal()
     for content in ("{", "[]", '{"classes": ["dog"], "detector": "fcos"}'):
         (folder / "config.json").write_text(content)
         assert "a detector goes to --init or --eval_only" in refusal()
-    folder = tmp_path / "nowhere"
-    assert f"there is no such folder, and a model of the hub is hf-hub:{folder}" in refusal()
+    folder = tmp_path / "best"
+    (folder / "model.safetensors").unlink()
+    (folder / "config.json").write_text(config)
+    for content in (b"", b"no weights", weights[:1000]):
+        (folder / "pytorch_model.bin").write_bytes(content)
+        assert refusal().endswith(": its weights are no whole file of torch.save; copy the folder again")
+    folder = tmp_path / "bestt"
+    assert "there is no such folder; did you mean best?; a model of the hub is hf-hub:OWNER/NAME" in refusal()
+
+
+@pytest.mark.parametrize("name", ["best/model.safetensors", "model_best.pth.tar", "model.pth", "weights.bin"])
+def test_a_file_of_weights_is_refused_with_a_way_out(name: str, tmp_path: Path) -> None:
+    """What the message says makes a folder that can be trained on."""
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    model = timm.create_model("test_resnet", num_classes=4)
+    content = {"epoch": 3, "arch": "test_resnet", "state_dict": model.state_dict()}
+    if file.suffix == ".safetensors":
+        save_file(model.state_dict(), file)
+    else:
+        torch.save(content, file)
+    with pytest.raises(Refused, match=f"but a file; .*{re.escape(str(file.parent))}.*checkpoint_path=FILE") as raised:
+        build_classifier(str(file), 4)
+    assert "\n" not in str(raised.value)
+    loaded = timm.create_model("test_resnet", num_classes=4, checkpoint_path=str(file))
+    timm.models.save_for_hf(loaded, str(tmp_path / "folder"), safe_serialization=True)
+    built = build_classifier(str(tmp_path / "folder"), 4)
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in built.state_dict().items())
+
+
+def test_without_a_network_the_hub_is_not_tried_for_a_minute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waits {seconds} s"))
+    with pytest.raises(Refused, match="is the hub in reach"):
+        build_classifier("resnet18.a1_in1k", 10, pretrained=True)
 
 
 def test_an_option_that_a_model_lacks_is_refused_only_when_asked_for() -> None:

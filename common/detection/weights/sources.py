@@ -28,8 +28,8 @@ from common.detection.weights.weights import Weights
 from common.errors import Refused
 from common.files import SMALL, check_regular, open_regular, read_text
 
-# Keys for the weights in a file, and a note; without them the file is a state dict.
-_PLACES = {"model_ema": ", its moving average", "model": "", "state_dict": ""}
+# Keys for the weights in a checkpoint, an average first; without them the file is a state dict.
+_STATE_KEYS = ("model_ema", "ema_state_dict", "model", "model_state_dict", "state_dict", "net", "weights")
 _FITTING = (
     f"a run's best/, {torchvision_weights.PREFIX}NAME, files of torchvision's detectors, and models of transformers "
     f"({', '.join(OF_TRANSFORMERS)})"
@@ -160,10 +160,12 @@ def _text_of(source: str, name: str) -> str:
 def _of_file(path: Path, is_published: bool) -> Weights:
     """A file with a state dict, or a training program's checkpoint."""
     content = _content(path)
-    place = next((key for key in _PLACES if isinstance(content.get(key), dict)), "")
-    items = content.get(place, content).items()
-    state = {str(name).removeprefix("module."): value for name, value in items if isinstance(value, Tensor)}
-    state.pop("n_averaged", None)
+    key = next((key for key in _STATE_KEYS if isinstance(content.get(key), dict)), "")
+    tensors = {str(name): value for name, value in content.get(key, content).items() if isinstance(value, Tensor)}
+    tensors.pop("n_averaged", None)
+    # DDP, torch.compile and Lightning put something before all names.
+    prefix = next((name for name in tensors if "backbone." in name), "").partition("backbone.")[0]
+    state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     if not state:
         raise Refused(
             f"{path}: has no weights of a model, it has {', '.join(map(str, [*content][:5])) or 'no names'}; save them as "
@@ -175,7 +177,8 @@ def _of_file(path: Path, is_published: bool) -> Weights:
             f"{path}: of no detector that is known here ({len(state)} tensors, first {next(iter(state))}); there are "
             f"{_FITTING}; a backbone is a timm model or folder, given as --model"
         )
-    return replace(weights, notes=(_PLACES.get(place, ""), *weights.notes))
+    average = ", its moving average" if "ema" in key else ""
+    return replace(weights, notes=(average, *weights.notes))
 
 
 def _content(path: Path) -> dict:

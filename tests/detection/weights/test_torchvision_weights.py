@@ -135,11 +135,18 @@ def test_classes_keep_their_rows_by_name(fcos, tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_training_programs_are_read_with_their_moving_average_first(fcos, tmp_path: Path) -> None:
-    """torchvision's references keep the command line in a checkpoint; DDP adds module. to names."""
+    """torchvision's references keep the command line in a checkpoint; DDP, Lightning and torch.compile add to names."""
     state, older = fcos.state_dict(), {name: tensor + 1 for name, tensor in fcos.state_dict().items()}
     wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
     program = {"optimizer": {"state": {}}, "args": argparse.Namespace(data="coco"), "epoch": 3}
+    lightning = {f"model.{name}": tensor for name, tensor in state.items()}
+    compiled = {f"_orig_mod.module.{name}": tensor for name, tensor in state.items()}
     for content, words in (
+        ({"epoch": 3, "model_state_dict": state, "optimizer_state_dict": {}, "loss": 0.1}, ""),
+        (program | {"state_dict": lightning, "pytorch-lightning_version": "2.5.0"}, ""),
+        ({"weights": compiled}, ""),
+        (lightning, ""),
+        ({"model": older, "ema_state_dict": state}, ", its moving average"),
         (program | {"model": wrapped}, ""),
         ({"model": older, "model_ema": wrapped | {"n_averaged": torch.ones(())}}, ", its moving average"),
     ):
