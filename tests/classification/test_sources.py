@@ -602,13 +602,14 @@ def test_brackets_in_a_path_stand_for_themselves(tmp_path):
     root = tmp_path / "shells [final]"
     (root / "data [1]").mkdir(parents=True)
     for part in ("train", "val"):
-        classified(9).to_parquet(root / f"data [1]/{part}.parquet")
-        picture(root / f"{part}.png")
-        (root / f"{part}.csv").write_text(f"image,label\n{part}.png,a\n{part}.png,b\n")
+        classified({"train": 9, "val": 8}[part]).to_parquet(root / f"data [1]/{part}.parquet")
+        for label, value in (("a", 0), ("b", 50)):
+            picture(root / f"{part}_{label}.png", value + (part == "val"))
+        (root / f"{part}.csv").write_text(f"image,label\n{part}_a.png,a\n{part}_b.png,b\n")
     for place in ("data [1]", "data [1]/*.parquet", "data [1]/[tv]*.parquet", "*.csv"):
         train, val = read(root / place)
         assert (train.part, val.part) == ("split train", "split val"), place
-    assert len(read(root / "data [1]/val.parquet")[0]) == 6
+    assert len(read(root / "data [1]/val.parquet")[0]) == 5
     assert len(alone(root / "val.csv")) == 2
 
 
@@ -617,8 +618,10 @@ def test_a_test_part_without_labels_does_not_block_training(tmp_path):
         root.mkdir()
     classified(9).to_parquet(tmp_path / "parquet/train.parquet")
     classified(9).remove_columns("label").to_parquet(tmp_path / "parquet/test.parquet")
-    picture(tmp_path / "csv/0.png")
-    (tmp_path / "csv/train.csv").write_text("image,label\n" + "0.png,1\n0.png,10\n" * 4)
+    for number in range(8):
+        picture(tmp_path / f"csv/{number}.png", number)
+    lines = [f"{number}.png,{10 if number % 2 else 1}\n" for number in range(8)]
+    (tmp_path / "csv/train.csv").write_text("image,label\n" + "".join(lines))
     (tmp_path / "csv/test.csv").write_text("image\n0.png\n")
     for place in ("parquet", "csv/*.csv"):
         train, val = read(tmp_path / place)
@@ -743,7 +746,7 @@ def test_most_rows_decide_which_column_names_images(tmp_path):
 def test_ids_name_files_in_a_folder_beside_the_table(tmp_path):
     for number in range(12):
         picture(tmp_path / f"train_images/{number}.png", number)
-        picture(tmp_path / f"train_images/{number:04}a.jpg", number)
+        picture(tmp_path / f"train_images/{number:04}a.jpg", 20 * number)
     (tmp_path / "train_images/0.txt").touch()
     for name, form in {"numbers": "{n}", "texts": "{n:04}a", "blank": ""}.items():
         lines = [f"{form.format(n=n)},{n % 2}" for n in range(12)]

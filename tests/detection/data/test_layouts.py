@@ -2,6 +2,7 @@
 
 import json
 import unicodedata
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -11,7 +12,7 @@ import pytest
 
 from common.detection.data.sources import Spec, load
 from common.errors import Refused
-from tests.harness.annotations import coco, picture, voc, voc_xml, yolo
+from tests.harness.annotations import annotation, coco, picture, voc, voc_xml, yolo
 
 BOM = b"\xef\xbb\xbf"
 LINE = "0 .5 .5 .25 .2\n"
@@ -226,13 +227,18 @@ def test_a_confidence_is_no_part_of_a_label(tmp_path):
 # ---- layouts
 
 
+def _rename_images(part: str, content: dict) -> None:
+    for image in content["images"]:
+        image["file_name"] = f"{part}{image['file_name']}"
+
+
 def make_coco(root: Path, json_name: str, images: str) -> None:
     for part in ("train", "val"):
-        coco(root, part)
+        coco(root, part, change=partial(_rename_images, part))
         images_folder = root / images.format(part)
-        for file in list((root / part).glob("*.jpg")):
+        for file in list((root / part).glob("[0-9]*.jpg")):
             images_folder.mkdir(parents=True, exist_ok=True)
-            file.rename(images_folder / file.name)
+            file.rename(images_folder / f"{part}{file.name}")
         write(root / json_name.format(part), (root / f"{part}.json").read_bytes())
         (root / f"{part}.json").unlink()
 
@@ -299,9 +305,11 @@ def test_a_folder_without_parts_is_called_all_images(tmp_path):
 
 
 def test_one_file_of_fiftyone_is_divided(tmp_path):
-    make_coco(tmp_path, "labels.json", "data")
+    boxes = [annotation(number, [1, 2, 10, 8]) for number in range(8)]
+    coco(tmp_path, "data", ids=range(8), annotations=boxes)
+    (tmp_path / "data.json").rename(tmp_path / "labels.json")
     train, val = read(tmp_path)
-    assert len(train) + len(val) == 3
+    assert (len(train), len(val)) == (6, 2)
 
 
 @pytest.mark.parametrize(
