@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from common.classification.custom_data import CustomDataset, open_custom
-from common.config.parsing import nearest_path
+from common.config.parsing import nearest, nearest_path
 from common.data import data_spec, splits
 from common.data.data_spec import DataSpec, Given, Parts
 from common.data.digits import load_digits
@@ -131,7 +131,9 @@ def _read_folders(folders: Sequence[Path], min_classes: int) -> list[Files]:
         if len(unknown) == len(names):
             _refuse_heap(folder, first / classes[0])
         if unknown:
-            raise Refused(f"{folder / names[unknown[0]]}: a class that {first} does not have; add it there")
+            name = names[unknown[0]]
+            advice = f"add it there{nearest(name, classes)}"
+            raise Refused(f"{folder / name}: a class that {first} does not have; {advice}")
         source = _scan(folder, [names.get(name, name) for name in folder_by_class], classes)
         if not len(source):
             raise Refused(f"{folder}: no images to evaluate on; add some, or use --data {first}")

@@ -65,7 +65,7 @@ def _read(file: str) -> pa.Table:
     except pa.ArrowInvalid:
         if not invalid_rows:
             raise Refused(
-                f"{file}: not readable as CSV with rows below its first line; save it as CSV in UTF-8"
+                f"{file}: not readable as CSV: it is empty, or not in UTF-8; save it as CSV in UTF-8"
             ) from None
         row = invalid_rows[0]
         number = content.count(b"\n", 0, content.find(b"\n" + row.text.encode())) + 2

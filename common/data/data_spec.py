@@ -106,7 +106,7 @@ class DataSpec:
                 part = f"{share:.3g} % {'' if is_kept else 'held out '}of {part}"
                 if self.group_column:
                     part += f" by {self.group_column}"
-            elif found and found[0].part != part:
+            elif found and pieces[0].name != piece.name:
                 source = replace(source, notes=source.notes + _find_shared(self.data, part, found[0], source))
             found.append(replace(source, part=part + others * bool(found)))
         return tuple(found)

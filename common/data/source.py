@@ -151,6 +151,8 @@ def refuse_broken(data: str, source: Source, max_broken_share: float) -> None:
         found = f"{len(missing):,} of {count:,} images are missing, the first is {first}"
         if any(os.path.exists(unicodedata.normalize(form, first)) for form in ("NFC", "NFD")):
             found += " (there with its letters composed otherwise, Unicode's NFC or NFD: rename one or the other)"
+        if os.path.exists(first.replace("\\", "/")):
+            found += " (there with / for each \\: replace them in the list)"
         raise Refused(
             f"--data {data}: {found}; the limit is --max_broken_share {max_broken_share}: correct the paths, or raise it"
         )

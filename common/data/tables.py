@@ -135,15 +135,15 @@ def find_image(split: Split, named: str) -> str:
     return _only(split, "image", named, likely, [*sure, *as_bytes, *texts, *numbers], split.kinds)
 
 
-def find_labels(split: Split, named: str, image: str) -> tuple[str, ...]:
-    """The label column, or several of 0 and 1, named with commas between them."""
+def find_labels(split: Split, named: str, *used: str) -> tuple[str, ...]:
+    """The label column, or several of 0 and 1, named with commas between them; none of those that are `used` otherwise."""
     names = tuple(name.strip() for name in named.split(","))
     if len(names) > 1 and named not in split.kinds:
         if unknown := [name for name in names if name not in split.kinds]:
             known = listed(split.kinds)
             raise Refused(f"--label_column {named}: --data {split.data} has no column {unknown[0]}; it has {known}")
         return names
-    kinds = {name: kind for name, kind in split.kinds.items() if name != image}
+    kinds = {name: kind for name, kind in split.kinds.items() if name not in used}
     inner = {name: kind.value_type if is_list(kind) else kind for name, kind in kinds.items()}
     sure = [name for name in kinds if split.class_names[name]]
     ids = [name for name, kind in inner.items() if pa.types.is_integer(kind) or is_text(kind)]
@@ -222,7 +222,7 @@ def read_tables(
 ) -> list[Table]:
     """The images of each split. The first one decides on columns and classes. Raises `Refused`."""
     image = find_image(splits[0], image_column)
-    columns = find_labels(splits[0], label_column, image)
+    columns = find_labels(splits[0], label_column, image, group_column)
     require_columns(splits, image, *columns)
     classes, labels = read_labels(splits, columns, min_classes)
     tables = []

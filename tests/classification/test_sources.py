@@ -151,7 +151,8 @@ BAD_FOLDERS = [
     ({"cat": 1}, {}, "FOLDER: only the class folder cat/; "),
     (FLAT | {"emu": None}, {}, "FOLDER/emu: no images in this class folder; add some"),
     (FLAT, {"split": "test"}, "--split test: --data FOLDER has no such part; there is train"),
-    (SPLIT | {"Val/emu": 1}, {}, "FOLDER/Val/emu: a class that FOLDER/train does not have"),
+    (SPLIT | {"Val/emu": 1}, {}, "FOLDER/Val/emu: a class that FOLDER/train does not have; add it there"),
+    (SPLIT | {"Val/Cat": 1}, {}, "does not have; add it there; did you mean cat?"),
     ({"train/cat": 1, "train/dog": 1, "val": None}, {}, "FOLDER/val: no images to evaluate on"),
     (TWO_VAL, {}, "val/ and valid/ could each be the part val; keep one, or name it"),
     (BOTH, {}, "train/ and heldout/ both have the folders cat/ and dog/, so they seem to be parts"),
@@ -249,7 +250,7 @@ def test_a_group_is_on_one_side_and_classes_keep_their_share(tmp_path):
     (tmp_path / "a.csv").write_text("\n".join(["file,kind,person", *rows]))
     pq.write_table(pa.csv.read_csv(tmp_path / "a.csv"), tmp_path / "a.parquet")
     for data, column in (("images", "folder"), ("a.csv", "person"), ("a.parquet", "person")):
-        columns = {} if data == "images" else {"image_column": "file", "label_column": "kind"}
+        columns = {} if data == "images" else {"image_column": "file"}
         options = {"seed": 3, "group_column": column} | columns
         train, val = read(tmp_path / data, **options)
         held_out = {Path(name).parent.name for name in names(val, tmp_path)}
@@ -260,7 +261,9 @@ def test_a_group_is_on_one_side_and_classes_keep_their_share(tmp_path):
         again = alone(tmp_path / data, held_out=True, **options)
         assert names(again, tmp_path) == names(val, tmp_path)
         assert names(read(tmp_path / data, **options | {"seed": 4})[1], tmp_path) != names(val, tmp_path)
-    assert "--group_column who: is no column of --data" in refusal(tmp_path / "a.csv", group_column="who", **columns)
+    assert "--group_column who: is no column of --data" in refusal(
+        tmp_path / "a.csv", group_column="who", label_column="kind", **columns
+    )
     (tmp_path / "a.csv").write_text("\n".join(["file,kind,person", *rows, "images/x.png,cat,"]))
     assert f"row {len(rows)} has nothing in --group_column person" in refusal(
         tmp_path / "a.csv", group_column="person", **columns
@@ -793,6 +796,8 @@ def test_csv_refusals_are_one_line_that_names_the_file_and_the_way_out(tmp_path,
 def test_missing_files_are_counted_before_training_with_the_path_that_was_tried(tmp_path):
     text = refusal(sheet(tmp_path, "file,kind\n{n}.png,{two}"))
     assert text.startswith(f"--data {tmp_path}/labels.csv: 12 of 12 images are missing, the first is {tmp_path}/0.png;")
+    (tmp_path / "windows.csv").write_text("image,label\n" + "".join(f"images\\{n}.png,{n % 2}\n" for n in range(12)))
+    assert r"images\0.png (there with / for each \: replace" in refusal(tmp_path / "windows.csv")
     sheet(tmp_path, "file,kind\nimages/{n}.png,{two}", ["images/12.png,0", "images/13.png,1"])
     assert len(read(tmp_path / "labels.csv")[0]) == 10  # as many as are allowed
     text = refusal(tmp_path / "labels.csv", max_broken_share=0.1)

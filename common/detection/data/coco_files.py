@@ -97,6 +97,7 @@ def _read(
     stamps.take_files([file])
     columns = _read_json(file, masks)
     images, boxes, categories = (columns[key] for key in _KINDS)
+    categories["name"] = pc.utf8_trim_whitespace(categories["name"])
     ids, names, parents = (column.to_numpy(zero_copy_only=False) for column in categories.values())
     # Roboflow adds a category above all others, which may have the name of one.
     is_root = (ids == 0) & (parents == "none") & np.isin(names, np.append(parents, names[ids != 0]))

@@ -108,6 +108,7 @@ def _read(
         lines = [line.strip() for line in text_of(list_file).splitlines() if line.strip()]
         # A list of one class has a column of -1, 0 or 1; names may have spaces.
         listed = [line if line in stems else re.sub(r"\s+-?\d+$", "", line) for line in lines]
+        listed = [os.path.splitext(name)[0] if is_image(name) and name not in stems else name for name in listed]
         names, notes = drop_repeated(title, listed)
     else:
         names = sorted(stems)

@@ -155,6 +155,11 @@ def test_unmatched_label_files_and_images_have_rows(tmp_path):
     }
 
 
+def test_a_part_that_is_trained_on_is_not_evaluated(tmp_path):
+    yolo(tmp_path, content={"train": "images/train", "val": "images/train", "names": ["cat", "dog"]})
+    assert "images/train: 3 of 3 images are in images/train, too, by path or bytes" in refusal(tmp_path)
+
+
 @pytest.mark.parametrize(
     "rename",
     [
@@ -203,7 +208,7 @@ def test_labels_in_another_folder_are_named(tmp_path):
 
 def test_voc_lists_may_have_spaces_repeats_and_columns(tmp_path):
     voc(tmp_path, {"train": "", "val": "c"}, **{"my dog 1": [("big dog", (1.0, "2.5", 40, 30), "true")]})
-    write(tmp_path / "ImageSets/Main/train.txt", "my dog 1\na -1\nb  1\nmy dog 1\n")
+    write(tmp_path / "ImageSets/Main/train.txt", "my dog 1\na -1\nb.jpg  1\nmy dog 1.jpg\n")
     train, _ = read(tmp_path)
     assert [Path(train.name(index)).stem for index in range(3)] == ["my dog 1", "a", "b"]
     assert train.classes == ("big dog", "cat", "dog") and train.crowd.tolist() == [True, False, True]

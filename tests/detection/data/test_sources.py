@@ -236,6 +236,7 @@ FORMS = {
     ),
     "unsigned": lambda content: renumbered(content, lambda number: 2**63 + number),
     "names": lambda content: renumbered(content, lambda number: f"picture {number}"),
+    "a name with a blank": lambda content: content["categories"][0].update(name=" dog "),
 }
 
 
