@@ -77,6 +77,7 @@ class ShardList:
     image: str
     label: str
     rows: Rows | None = None  # of images with boxes
+    group: str = ""  # column, or key of a sample's JSON: samples with the same value are held out together
 
     def __str__(self) -> str:
         return f"{printable_name(self.names[0])} and {len(self.names) - 1:,} more shards"
@@ -85,7 +86,7 @@ class ShardList:
     def key(self) -> str:
         names = [without_signature(name) for name in self.names]
         kept = self.rows and [*self.rows.keep, bool(self.rows.header)]
-        words = json.dumps([_FORMAT, np.__version__, names, self.stamps, self.image, self.label, kept])
+        words = json.dumps([_FORMAT, np.__version__, names, self.stamps, self.image, self.label, kept, self.group])
         return hashlib.blake2b(words.encode(), digest_size=16).hexdigest()
 
     @property
@@ -101,6 +102,7 @@ class Index:
     shards: ShardList
     entries: np.ndarray  # ENTRY[N]: where images begin, hashes of names, bytes of images and of headers, shards
     labels: np.ndarray  # int64[N] class ids, or bool[N, C]
+    groups: np.ndarray | None  # int64[N], if the shards are read with a `group`
     edges: np.ndarray  # int64[n + 1]: samples [edges[b], edges[b + 1]) are a block, which is read at once
     rows: pa.Table | None  # see `Rows`
     classes: tuple[str, ...]
@@ -188,7 +190,10 @@ def _rows(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa.Ta
     """
     rows = shards.rows
     facts, split, image, leaf = parquet_shards.opened(name, stamp, shards.image)
-    labels = rows.find(split, image) if rows else tables.find_labels(split, shards.label, image)
+    columns = list(rows.find(split, image) if rows else tables.find_labels(split, shards.label, image, shards.group))
+    if shards.group:
+        tables.check_group(split, shards.group)
+        columns.append(shards.group)
     groups = [facts.row_group(number) for number in range(facts.num_row_groups)]
     counts = [group.num_rows for group in groups]
     entries = np.zeros(sum(counts), ENTRY)
@@ -199,8 +204,8 @@ def _rows(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa.Ta
     sizes = [-(-group.column(number).total_uncompressed_size // max(1, group.num_rows)) for group in groups]
     entries["size"] = np.repeat(sizes, counts)
     schema = facts.schema.to_arrow_schema()
-    fields = pa.schema([schema.field(label) for label in labels], schema.metadata)
-    cells = parquet_shards.read(name, stamp, facts, range(len(groups)), labels).cast(fields)
+    fields = pa.schema([schema.field(column) for column in columns], schema.metadata)
+    cells = parquet_shards.read(name, stamp, facts, range(len(groups)), columns).cast(fields)
     if rows:
         images = parquet_shards.images(name, stamp, shards.image, entries["start"])
         headers = map(rows.header, images) if rows.header else [[]] * len(entries)
@@ -214,7 +219,7 @@ def _members(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa
     rows, entries, found = shards.rows, [], []
     notes = Notes(name, "samples")
     file = io.BufferedReader(RangeFile(name, stamp), _AHEAD[is_remote(name)])
-    for sample in tar_samples.samples(file, stamp[0], shards.image, shards.label, bool(rows)):
+    for sample in tar_samples.samples(file, stamp[0], shards.image, shards.label, bool(rows), shards.group):
         image = sample.image
         if not image or image.size > LARGEST:
             notes.leave_out("an image beyond 1 GiB" if image else "no image", printable(sample.key))
@@ -225,6 +230,8 @@ def _members(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa
         key = int.from_bytes(hashlib.blake2b(os.fsencode(image.name), digest_size=8).digest(), "little")
         entries.append((image.offset_data, key, image.size, image.offset_data - image.offset, 0))
         cells = {shards.label or "label": sample.label}
+        if shards.group:
+            cells[shards.group] = sample.group
         if rows:
             cells = {key: sample.label[key] for key in rows.keep if key in sample.label} | {HEADER: []}
             if rows.header:
@@ -233,7 +240,8 @@ def _members(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa
         found.append(cells)
     names = dict.fromkeys(chain.from_iterable(found))  # of all samples: Table.from_pylist takes the first one's
     columns = {name: [cells.get(name) for cells in found] for name in names}
-    if not rows and len({isinstance(label, list) for column in columns.values() for label in column}) == 2:
+    labels = columns.get(shards.label or "label", [])
+    if not rows and len({isinstance(label, list) for label in labels}) == 2:
         raise ValueError("some samples have one label, others a list of labels; make all of them lists")
     return np.array(entries, ENTRY), pa.table(columns, metadata={_LEFT_OUT: json.dumps(notes.left_out)})
 
@@ -263,7 +271,11 @@ def _write(folder: Path, shards: ShardList, found: list[pa.Table]) -> None:
     else:
         rows = datasets.Dataset(datasets.table.InMemoryTable(cells if in_rows else _typed(cells)))
         split = tables.Split(printable_name(shards.names[0]), f"and {len(shards.names) - 1:,} more shards", rows)
-        classes, (labels,) = tables.read_labels([split], tuple(cells.column_names), 1)
+        groups = tables.read_groups(split, shards.group)
+        if groups is not None:
+            np.save(folder / "groups.npy", groups)
+        columns = tuple(name for name in cells.column_names if name != shards.group)
+        classes, (labels,) = tables.read_labels([split], columns, 1)
     entries = np.memmap(folder / "entries", ENTRY, "r")
     edges, block_bytes = _blocks(entries, in_rows)
     np.save(folder / "labels.npy", labels)
@@ -302,7 +314,8 @@ def _typed(cells: pa.Table) -> pa.Table:
     column = cells.column(0).combine_chunks()
     several = tables.is_list(column.type)
     values = as_numbers((column.flatten() if several else column).cast(pa.string()))
-    return pa.table({cells.column_names[0]: pa.ListArray.from_arrays(column.offsets, values) if several else values})
+    typed = pa.ListArray.from_arrays(column.offsets, values) if several else values
+    return cells.set_column(0, cells.column_names[0], typed)
 
 
 def _blocks(entries: np.ndarray, are_rows: bool) -> tuple[np.ndarray, int]:
@@ -356,6 +369,7 @@ def _load(folder: Path, shards: ShardList) -> Index | None:
             return None
         entries = np.asarray(np.memmap(folder / "entries", ENTRY, "r"))
         labels, edges = (np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ("labels", "edges"))
+        groups = np.load(folder / "groups.npy", mmap_mode="r") if "groups.npy" in checksums else None
         has_rows = "rows" in checksums
         rows = pa.ipc.open_file(pa.memory_map(str(folder / "rows"))).read_all() if has_rows else None
     except (OSError, ValueError):
@@ -363,4 +377,4 @@ def _load(folder: Path, shards: ShardList) -> Index | None:
     with suppress(OSError):
         os.utime(folder)  # marks it as used
     small: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()}
-    return Index(shards, entries, labels, edges, rows, **small)
+    return Index(shards, entries, labels, groups, edges, rows, **small)

@@ -187,7 +187,8 @@ def shard_sources(spec: Any, label: str, rows: Rows | None = None) -> tuple[dict
         groups = hub_shards(spec.data) if spec.streaming else by_part(find(spec.data))
     labels = {name: f"the {name} shards" if len(groups) > 1 else "all shards" for name in groups}
     chosen = names_of(spec.pieces(labels)) if groups else ()
-    return labels, {name: _open(groups[name], spec.image_column, label, rows) for name in chosen}
+    group = "" if rows else spec.group_column  # boxes keep the column themselves
+    return labels, {name: _open(groups[name], spec.image_column, label, rows, group) for name in chosen}
 
 
 def unlabelled(spec: Any, header: Callable[[bytes], Sequence[int]] | None) -> Shards:
@@ -198,15 +199,23 @@ def unlabelled(spec: Any, header: Callable[[bytes], Sequence[int]] | None) -> Sh
     return shared([source], spec.shard_memory)[0]
 
 
-def _open(names: Sequence[str], image: str, label: str, rows: Rows | None) -> Shards:
+def _open(names: Sequence[str], image: str, label: str, rows: Rows | None, group: str = "") -> Shards:
     local, stamps = not is_remote(names[0]), []
     with all_or_none("looking at shards"), ThreadPoolExecutor(16) as pool:
         if is_main() or local:  # files are looked at on each machine, others only once
             stamps = [*pool.map(ranges.stat, names)]
     stamps = stamps if local else broadcast_object(stamps)
-    index = shard_index.open_index(ShardList((*names,), (*map(tuple, stamps),), image, label, rows))
+    index = shard_index.open_index(ShardList((*names,), (*map(tuple, stamps),), image, label, rows, group))
     blocks = None if local and not parquet_shards.is_parquet(names[0]) else Blocks(index.edges, 0)
-    return Shards(index.entries, index, blocks=blocks, labels=index.labels, classes=index.classes, notes=index.notes)
+    return Shards(
+        index.entries,
+        index,
+        blocks=blocks,
+        labels=index.labels,
+        classes=index.classes,
+        groups=index.groups,
+        notes=index.notes,
+    )
 
 
 def find(data: str) -> list[str]:

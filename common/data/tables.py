@@ -234,13 +234,18 @@ def read_tables(
     return tables
 
 
+def check_group(split: Split, column: str) -> None:
+    """Raise `Refused` for a `--group_column` that the split does not have, or that holds lists."""
+    if column not in split.kinds or pa.types.is_nested(split.kinds[column]):
+        problem = "holds several values in a row" if column in split.kinds else "is no column"
+        raise Refused(f"--group_column {column}: {problem} of --data {split.data}, which has {listed(split.kinds)}")
+
+
 def read_groups(split: Split, column: str) -> np.ndarray | None:
     """int64[N], equal for rows with the same value of a column; None if `column` is empty. Raises `Refused`."""
     if not column:
         return None
-    if column not in split.kinds or pa.types.is_nested(split.kinds[column]):
-        problem = "holds several values in a row" if column in split.kinds else "is no column"
-        raise Refused(f"--group_column {column}: {problem} of --data {split.data}, which has {listed(split.kinds)}")
+    check_group(split, column)
     cells = split.cells(column)
     if cells.null_count:
         row = pc.index(cells.is_null(), True).as_py()

@@ -26,6 +26,7 @@ class Sample:
     key: str
     image: tarfile.TarInfo | None = None
     label: Any = None  # a text, a list of texts, or a whole JSON
+    group: str | None = None  # of the JSON: samples of a group are held out together
 
 
 class _Headers:
@@ -74,9 +75,10 @@ def members(file: BinaryIO, end: int) -> Iterator[tarfile.TarInfo]:
         raise ValueError(f"the member at byte {at}: {error}") from None
 
 
-def samples(file: BinaryIO, end: int, image: str, label: str, whole: bool) -> Iterator[Sample]:
+def samples(file: BinaryIO, end: int, image: str, label: str, whole: bool, group: str = "") -> Iterator[Sample]:
     """The samples of a tar of `end` bytes, in its order. `image` names the kind of member that has the image, such as jpg;
-    `label` that of the label, or its key in a sample's JSON. With `whole` all of the JSON is the label.
+    `label` that of the label, or its key in a sample's JSON, `group` another key there. With `whole` all of the JSON is the
+    label.
 
     Raises ValueError as `members`, and for a sample with several images.
     """
@@ -95,7 +97,7 @@ def samples(file: BinaryIO, end: int, image: str, label: str, whole: bool) -> It
                 several = f"{sample.image.name} and {member.name} could each be the image"
                 raise ValueError(f"{several}; name the kind of file with --image_column, such as jpg")
             sample.image = member
-        elif (kind == (label or "cls") and not whole) or (kind == "json" and sample.label is None):
+        elif (kind == (label or "cls") and not whole) or (kind == "json" and (group or sample.label is None)):
             if member.size > SMALL:
                 raise ValueError(f"{member.name} has {member.size} bytes, the limit is {SMALL}")
             file.seek(member.offset_data)
@@ -104,6 +106,10 @@ def samples(file: BinaryIO, end: int, image: str, label: str, whole: bool) -> It
                 found = json.loads(content) if kind == "json" else content.decode().strip()
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{member.name} is not readable: {type(error).__name__}") from None
+            if group and isinstance(found, dict) and found.get(group) is not None:
+                sample.group = str(found[group])
+            if kind == "json" and sample.label is not None:
+                continue
             found = found if whole else _label(found, label, member.name)
             sample.label = sample.label if found is None else found
     if sample.key:

@@ -118,6 +118,30 @@ def test_labels_are_lists_or_named_and_parts_share_the_classes_of_train(tmp_path
     assert "has no label: neither a.cls nor a label in its .json" in refusal(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["tars", "parquet"])
+def test_samples_of_a_group_are_held_out_together(server, tmp_path, kind):
+    images = [f"{number:03}".encode() for number in range(60)]
+    patients = [f"p{number % 12}" for number in range(60)]
+    if kind == "tars":
+        members = []
+        for number, (image, patient) in enumerate(zip(images, patients, strict=True)):
+            members.append((f"{number:03}.png", image))
+            members.append((f"{number:03}.cls", b"ab"[number % 2 :][:1]))
+            members.append((f"{number:03}.json", json.dumps({"patient": patient}).encode()))
+        data = tmp_path / "all.tar"
+        data.write_bytes(tar_of(*members))
+    else:
+        table = pa.table({"image": images, "label": ["a", "b"] * 30, "patient": patients})
+        pq.write_table(table, tmp_path / "all.parquet", row_group_size=7)
+        server.files["/groups/all.parquet"] = (tmp_path / "all.parquet").read_bytes()
+        data = f"{server.url}/groups/all.parquet"
+    sides = read(data, group_column="patient", max_broken_share=1.0)
+    found = [{patients[int(source.content(n))] for n in range(len(source))} for source in sides]
+    assert not found[0] & found[1] and len(found[0] | found[1]) == 12
+    assert [len(source) for source in sides] == [40, 20]
+    assert "--group_column site" in refusal(data, group_column="site", max_broken_share=1.0)
+
+
 def test_the_same_share_of_the_same_images_is_held_out_from_shards_as_from_files(files, server, tmp_path):
     write_tars(files, tmp_path / "tars", "train")
     store = fsspec.filesystem("memory")
