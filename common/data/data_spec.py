@@ -96,9 +96,17 @@ class DataSpec:
             part = labels[piece.name]
             if piece.side != splits.WHOLE:
                 if not rows:
-                    groups, notes = self._find_groups(source, part)
+                    groups, is_copy = self._find_groups(source, part)
                     numbers = source.random_numbers(key_of(self.seed, "held out"))
-                    kept, held_out = splits.held_out(numbers, source.strata, self.val_share, groups)
+                    side = "the same side"
+                    try:
+                        kept, held_out = splits.held_out(numbers, source.strata, self.val_share, groups)
+                    except Refused:
+                        if not is_copy.any():
+                            raise
+                        kept, held_out = splits.held_out(numbers, source.strata, self.val_share)
+                        side = "any side, since few images are different"
+                    notes = _note_images(part, is_copy, source, f"are copies, by path or bytes, of others on {side}")
                     rows = {splits.KEPT: kept, splits.HELD_OUT: held_out}
                 source = replace(source, notes=source.notes + notes).select(rows[piece.side])
                 is_kept = piece.side == splits.KEPT
@@ -111,21 +119,23 @@ class DataSpec:
             found.append(replace(source, part=part + others * bool(found)))
         return tuple(found)
 
-    def _find_groups(self, source: Any, part: str) -> tuple[np.ndarray | None, tuple[str, ...]]:
-        """Groups int64[N] of images to hold out together, of `group_column` or of copies; and notes. Raises `Refused`."""
+    def _find_groups(self, source: Any, part: str) -> tuple[np.ndarray | None, np.ndarray]:
+        """Groups int64[N] of images to hold out together, of `group_column` or of copies, and bool[N], True for a copy.
+
+        Raises `Refused`.
+        """
+        is_copy = np.zeros(len(source), bool)
         if self.group_column:
             images = getattr(source, "images", source)
             if self.group_column == "folder" and isinstance(images, Files):
-                return group_by_folder(images), ()
+                return group_by_folder(images), is_copy
             if images.groups is None:
                 advice = "take folder for files in folders, or data with such a column"
                 raise Refused(f"--group_column {self.group_column}: {part} has no such column; {advice}")
-            return images.groups, ()
+            return images.groups, is_copy
         first_of = find_copies(source)
         is_copy = first_of != np.arange(len(source))
-        if not is_copy.any():
-            return None, ()
-        return first_of, _note_images(part, is_copy, source, "are copies, by path or bytes, of others on the same side")
+        return (first_of if is_copy.any() else None), is_copy
 
 
 def _find_shared(data: str, part: str, train: Any, val: Any) -> tuple[str, ...]:

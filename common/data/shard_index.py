@@ -190,9 +190,10 @@ def _rows(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa.Ta
     """
     rows = shards.rows
     facts, split, image, leaf = parquet_shards.opened(name, stamp, shards.image)
-    columns = list(rows.find(split, image) if rows else tables.find_labels(split, shards.label, image, shards.group))
     if shards.group:
         tables.check_group(split, shards.group)
+    columns = list(rows.find(split, image) if rows else tables.find_labels(split, shards.label, image, shards.group))
+    if shards.group:
         columns.append(shards.group)
     groups = [facts.row_group(number) for number in range(facts.num_row_groups)]
     counts = [group.num_rows for group in groups]

@@ -291,6 +291,11 @@ def test_rows_of_an_image_are_on_one_side(tmp_path):
         assert 0.15 <= len(val) / (len(train) + len(val)) <= 0.35
     originals = {(label, red) for label, red in zip(val.labels.tolist(), reds(val), strict=True)}
     assert not originals & {(label, red) for label, red in zip(train.labels.tolist(), reds(train), strict=True)}
+    for kind in "ab":
+        for number in range(6):
+            picture(tmp_path / f"d/{kind}/{number}.png", 3)
+    train, val = read(tmp_path / "d")
+    assert (len(train), len(val)) == (8, 4) and "of others on any side, since few images are differ" in train.notes[0]
 
 
 def test_images_of_train_in_val_are_counted_or_refused(tmp_path):
