@@ -130,5 +130,5 @@ class Shutdown:
         length = progress.ended_by_flag or ("max_steps" if config.max_steps else "epochs")
         length = f"--{length} {2 * getattr(config, length):g}"
         rows["longer"] = f"the same command with {length} continues this run"
-        rows["wrong labels"] = f"python -m tools.audit {path} looks for them"
+        rows["audit"] = f"python -m tools.audit {path} looks for wrong labels"
         self._log.table(rows)

@@ -49,7 +49,7 @@ def data(scenes, tmp_path_factory) -> Path:
             table = pa.Table.from_pylist(shard, schema)
             pq.write_table(table, root / f"boxes/{part}-{number:03}.parquet", row_group_size=4)
     for part, counts, of_shards in (("train", (130, 110, 109), COUNTS), ("val", (9, 8, 7), (5, 19))):
-        folder = draw_noise(root / "files" / part, counts)
+        folder = draw_noise(root / "files" / part, counts, seed=len(part))
         write_tars(folder, root / "tars", part, of_shards)
         write_parquet(folder, root / "parquet", part, of_shards)
     return root
