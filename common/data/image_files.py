@@ -8,7 +8,7 @@ from common.data.images import SUFFIXES
 from common.data.notes import Notes
 from common.files import open_regular
 
-CAUSE = "they can't be read as images: convert them to JPEG or PNG"
+CAUSE = "they can't be read as images: convert them to JPEG or PNG; for HEIC, pip install pillow-heif will do, too"
 _HEAD = re.compile(rb"\xff\xd8\xff|\x89PNG|GIF8|RIFF....WEBP|BM....\0\0\0\0", re.DOTALL)
 _UNREAD_HEAD = re.compile(rb"....ftyp(hei|hev|mif|msf)|II\*\0|MM\0\*|\0\0\0\x0cJXL", re.DOTALL)  # HEIC, TIFF, JPEG XL
 _UNREAD_SUFFIXES = re.compile(r"\.(heic|heif|jxl|jxr|raw|dng|cr[23]|nef|arw|orf|rw2)")
