@@ -76,13 +76,14 @@ def find_objects(split: Split, named: str) -> str:
     if named and named not in likely:
         problem = "holds no boxes with classes" if named in split.kinds else "is no column"
         raise Refused(f"--objects_column {named}: {problem} of --data {split.data}, which has {known}")
+    if not named and not any(map(pa.types.is_nested, split.kinds.values())):
+        problem = "no column holds lists of boxes and classes, the objects of an image"
+        advice = "a file with a row for each box is not read: write COCO's JSON from it"
+        raise Refused(f"--data {split.data}: {problem} ({known}); {advice}")
     if not named and len(likely) != 1:
         several = f"{tables.listed(likely)} could each hold the boxes"
         problem = several if likely else "no column with boxes and their classes found"
-        raise Refused(
-            f"--data {split.data}: {problem}; name it with --objects_column NAME ({known}); for rows of single boxes, write "
-            "COCO's JSON instead"
-        )
+        raise Refused(f"--data {split.data}: {problem}; name it with --objects_column NAME ({known})")
     return named or likely[0]
 
 

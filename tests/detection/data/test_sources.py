@@ -545,7 +545,7 @@ BAD = [
     (lambda root: saved(root, table().remove_columns("objects")), "no column with boxes and their classes"),
     (
         lambda root: written(root, coco, "rows.csv", CSV) / "rows.csv",
-        "NAME (image, xmin, ymin, xmax, ymax, label); for rows of",
+        "of an image (image, xmin, ymin, xmax, ymax, label); a file with a row for each box is not read",
     ),
     (with_two_columns, "objects, more could each hold the boxes; name it with --objects_column"),
     (partial(stored, labels=[[0], [], [0], [0]]), "row 0 has 2 boxes and 1 of category"),
