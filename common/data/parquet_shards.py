@@ -57,6 +57,10 @@ def opened(name: str, stamp: Stamp, image: str) -> tuple[pq.FileMetaData, tables
     facts = pq.ParquetFile(RangeFile(name, stamp)).metadata
     if facts.num_rows > size + _MAX_ROWS:  # each row takes memory, and a damaged file may name any number
         raise ValueError(f"its footer names {facts.num_rows:,} rows, in {size:,} bytes")
+    names = facts.schema.to_arrow_schema().names
+    repeated = [column for column in names if names.count(column) > 1]
+    if repeated:
+        raise ValueError(f"two columns are named {repeated[0]}; rename one")
     none = datasets.table.InMemoryTable(facts.schema.to_arrow_schema().empty_table())
     split = tables.Split(printable_name(name), "", datasets.Dataset(none))
     column = tables.find_image(split, image)
