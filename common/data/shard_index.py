@@ -285,13 +285,14 @@ def _write(folder: Path, shards: ShardList, found: list[pa.Table]) -> None:
     for table in found:
         for reason, (count, first) in json.loads((table.schema.metadata or {}).get(_LEFT_OUT, "{}")).items():
             notes.leave_out(reason, first, count)
-    num_left_out = sum(note.num_items for note in notes.left_out.values())
     counts = labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=len(classes))
     facts = {
         "classes": classes,
         "counts": counts.tolist(),
         "fingerprint": fingerprint(classes, labels, entries),
-        "notes": notes.texts(len(entries) + num_left_out, "name the kind of file with --image_column, such as jpg"),
+        "notes": notes.texts(
+            len(entries) + notes.num_left_out, "name the kind of file with --image_column, such as jpg"
+        ),
         "block_bytes": block_bytes,
     }
     _seal(folder, facts)

@@ -18,7 +18,7 @@ from common.data import parquet_shards, ranges, shard_index, tar_samples
 from common.data.block_cache import BlockCache, open_blocks
 from common.data.data_spec import Parts, names_of
 from common.data.huggingface import hub_shards
-from common.data.images import SUFFIXES
+from common.data.image_files import has_image_suffix
 from common.data.shard_index import Index, Rows, ShardList
 from common.data.shard_names import expand, is_remote, printable_name
 from common.data.source import Columns
@@ -234,7 +234,7 @@ def find(data: str) -> list[str]:
 def _has_pictures(folder: Path, more_than: int) -> bool:
     num_pictures = 0
     for _, entries in walk(folder):
-        num_pictures += sum(entry.name.lower().endswith(tuple(SUFFIXES)) for entry in entries)
+        num_pictures += sum(has_image_suffix(entry.name) for entry in entries)
         if num_pictures > more_than:
             return True
     return False

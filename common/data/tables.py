@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.data.csv_files import IMAGE_NAME, as_numbers, trim
-from common.data.images import SUFFIXES, BrokenImage
+from common.data.image_files import has_image_suffix
+from common.data.images import BrokenImage
 from common.data.source import Columns, fingerprint_of, spread
 from common.data.splits import kind_of
 from common.errors import Refused, printable
@@ -85,7 +86,7 @@ class Split:
         folder = glob.escape(self.folder)
         name = glob.escape(first)
         files = match_files(f"{folder}/{name}.*") + match_files(f"{folder}/*/{name}.*")
-        files = [file for file in files if os.path.splitext(file)[1].lower() in SUFFIXES]
+        files = [file for file in files if has_image_suffix(file)]
         if len(files) > 1:
             raise Refused(f"--data {self.title}: {first} could be {files[0]} or {files[1]}; write paths in the table")
         if not files:

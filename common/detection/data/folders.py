@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from xml.etree.ElementTree import ParseError
 
-from common.data.images import SUFFIXES
+from common.data.image_files import has_image_suffix
 from common.data.notes import Notes
 from common.detection.data.annotated import AnnotatedImages
 from common.detection.data.stamps import Stamps
@@ -84,7 +84,7 @@ def name_below(root: Path, path: Path) -> str:
 
 
 def is_image(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in SUFFIXES and not is_junk(name)
+    return has_image_suffix(name) and not is_junk(name)
 
 
 def has_pairs(images: Path, annotations: Path, suffix: str) -> bool:
