@@ -35,7 +35,7 @@ from torchvision.transforms import v2
 from common.data.batch_plan import BatchPlan
 from common.data.loader import training_loader
 from common.data.stream import Stream
-from common.detection.batches import TrainingImages
+from common.detection.batches import TrainDataset
 from common.detection.data import sources
 from common.detection.data.annotated import Annotated
 from common.detection.models import detectors
@@ -141,7 +141,7 @@ def our_loader(folder: Path, side: int):
     train, _ = sources.load(sources.Spec(str(folder), seed=0, val_share=0.2))
     stream = Stream(len(train), READ_BATCH, seed=0)
     augmentation = BoxAugmentation(0, (side,), 1333, hflip=0.5)
-    samples = TrainingImages(train, stream, augmentation, 32, (124, 116, 104), 0)
+    samples = TrainDataset(train, stream, augmentation, 32, (124, 116, 104), 0)
     return training_loader(samples, BatchPlan(READ_BATCH, 1, READ_BATCH), 0, 10**9, workers=1)
 
 

@@ -36,7 +36,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from common.classification import sources
-from common.classification.batches import TrainingSamples
+from common.classification.batches import TrainDataset
 from common.classification.transforms import TrainingTransform, crop
 from common.data.batch_plan import BatchPlan
 from common.data.cache import open_cache
@@ -140,9 +140,9 @@ def rows_of_images(folder: Path, count: int, turns: int) -> list[Row]:
 # ---- loaders
 
 
-def our_samples(folder: Path) -> TrainingSamples:
+def our_samples(folder: Path) -> TrainDataset:
     train, _ = sources.load(sources.Spec(str(folder), seed=0, val_share=0.05))
-    return TrainingSamples(train, Stream(len(train), BATCH, 0), TrainingTransform(CONFIG, DATA), 0)
+    return TrainDataset(train, Stream(len(train), BATCH, 0), TrainingTransform(CONFIG, DATA), 0)
 
 
 def our_loader(folder: Path, workers: int) -> Iterator:

@@ -10,10 +10,8 @@ hardware there is, and it resumes from the last complete checkpoint.
 This file is meant to be copied and changed: `cp recipes/cls.py mine.py` runs as it is.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -22,29 +20,31 @@ import torch.nn.functional as F
 from common.classification import (
     Augmentation,
     ColorJitter,
+    EvalDataset,
     Evaluation,
-    EvaluationSamples,
     Mixing,
     Normalize,
     RandomErasing,
-    TrainingSamples,
+    TrainDataset,
+    Transforms,
     class_weights,
-    plots,
-    sample_weights,
-    sources,
+    load_data,
 )
 from common.config import OptimizationConfig, RunConfig, option, parse, path_option
-from common.data import Stream
 from common.distributed import all_or_none
 from common.errors import Refused
-from common.launching import launch
-from common.run import Run, eval_only
+from common.launching import run_main
+from common.run import Run
 from common.training import (
+    build_classifier,
     build_optimizer,
     build_schedule,
+    check_export,
+    checkpoint_gradients,
+    compile_model,
     prepare_layers,
+    resolve_data_config,
     set_learning_rate,
-    timm_models,
 )
 
 
@@ -66,7 +66,7 @@ class Config(OptimizationConfig, RunConfig):
     shuffled better, so a resumed run keeps this value."""
     model: str = path_option("convnext_atto", heading="model")
     """A timm model, hf-hub:owner/name, or a local timm folder such as a run's best/."""
-    pretrained: bool = False
+    pretrained: bool = option(False, is_weights=True)
     """Start from the weights that timm publishes for the model; a head for other classes is new."""
     image_size: int = option(0, low=0, high=8192)
     """Side of the square that the model sees, in pixels (0: the model's own)."""
@@ -87,7 +87,7 @@ class Config(OptimizationConfig, RunConfig):
     """Keep all channels of a pixel together in memory: faster on GPUs under fp16 and bf16."""
     compile: bool = False
     """torch.compile the model for training; evaluations run it uncompiled."""
-    eval_only: str = path_option("", heading="evaluation")
+    eval_only: str = path_option("", heading="evaluation", weights_into="model")
     """Only evaluate this checkpoint or this exported model; leaves a report."""
 
     # What defines a training. --help explains the fields without a text: all recipes have them.
@@ -129,45 +129,43 @@ class Config(OptimizationConfig, RunConfig):
 
 def build_data(config: Config, weights=None):
     """Training and validation images; with the `weights` of --eval_only, both are the images to evaluate these on."""
-    train, val = sources.load(sources.Spec.of(config, weights))
-    if train.multi_label and config.loss != "bce":
+    train_data, val_data = load_data(config, weights)
+    if train_data.multi_label and config.loss != "bce":
         raise Refused(f"--loss {config.loss}: {config.data} has several labels per image; take --loss bce")
-    return train, val
+    return train_data, val_data
 
 
-def build_model(config: Config, classes: Sequence[str], device: torch.device):
-    """The model (any nn.Module will do), and the size and normalisation of its images."""
+def build_model(config: Config, class_names: Sequence[str], device: torch.device):
+    """The model: images [B, 3, H, W] -> logits [B, K]. Any nn.Module will do."""
     with all_or_none("building the model"):
-        model = timm_models.build_classifier(
+        model = build_classifier(
             config.model,
-            len(classes),
-            names=classes,
+            len(class_names),
+            names=class_names,
             pretrained=config.pretrained,
             image_size=config.image_size,
             drop=config.drop,
             drop_path=config.drop_path,
             seed=config.seed,
         )
-        data_config = timm_models.data_config(model, config.image_size, config.crop_pct)
-        if not config.eval_only:
-            timm_models.check_export(model, data_config)
+        check_export(config, model)
         if config.grad_checkpointing:
-            timm_models.checkpoint_gradients(model, config.model)
+            checkpoint_gradients(model, config.model)
     prepare_layers(config, model)
     model.to(device, getattr(torch, config.dtype))
     if config.channels_last:
         model.to(memory_format=torch.channels_last)
     if config.compile:
-        torch._dynamo.config.recompile_limit = 256  # also where each block is compiled apart
-        model.compile(dynamic=False)  # a graph for each size of micro-batches: at most two
-    return model, data_config
+        compile_model(model)
+    return model
 
 
-def build_augmentation(config: Config, train: sources.Source, data_config: dict, device: torch.device):
-    """The augmentations in order; augment(batch) -> images [B, 3, H, W] and targets [B, K] after them; normalize(images)."""
-    dtype, size, classes = getattr(torch, config.dtype), data_config["input_size"][1:], len(train.classes)
+def build_transforms(config: Config, model, device: torch.device) -> Transforms:
+    """What happens to a batch on the device: augmentation in training, only normalisation in evaluations."""
+    data_config = resolve_data_config(model, config.image_size, config.crop_pct)
+    dtype = getattr(torch, config.dtype)
+    size = data_config["input_size"][1:]
     normalize = Normalize(data_config, dtype, device, config.channels_last)
-    uniform = 0.5 if train.multi_label else 1 / classes
     augmentations: list[Augmentation] = []  # your own is one more line here
     if config.color_jitter:
         augmentations.append(ColorJitter(config.seed, config.color_jitter))
@@ -176,22 +174,26 @@ def build_augmentation(config: Config, train: sources.Source, data_config: dict,
         augmentations.append(RandomErasing(config.seed, config.random_erasing, size, dtype, device))
     if config.mixup or config.cutmix:
         augmentations.append(Mixing(config.seed, config.mixup, config.cutmix, size))
-
-    def augment(batch):
-        targets = batch.labels if train.multi_label else F.one_hot(batch.labels, classes)
-        targets = targets.to(dtype) * (1 - config.label_smoothing) + uniform * config.label_smoothing
-        images = batch.images if augmentations[0] is normalize else batch.images.to(dtype)
-        for augmentation, draws in zip(augmentations, batch.draws, strict=True):
-            images, targets = augmentation.apply(images, targets, draws)
-        return images, targets
-
-    return augmentations, torch.compile(augment, dynamic=False) if config.compile else augment, normalize
+    return Transforms(data_config, normalize, augmentations, compiled=config.compile)
 
 
-def build_loss(config: Config, train: sources.Source, device: torch.device):
+def build_targets(config: Config, data):
+    """encode(labels int64[B], or bool[B, K]) -> smoothed targets [B, K]."""
+    dtype = getattr(torch, config.dtype)
+    num_classes = len(data.classes)
+    uniform = 0.5 if data.multi_label else 1 / num_classes
+
+    def encode(labels):
+        targets = labels if data.multi_label else F.one_hot(labels, num_classes)
+        return targets.to(dtype) * (1 - config.label_smoothing) + uniform * config.label_smoothing
+
+    return encode
+
+
+def build_loss(config: Config, data, device: torch.device):
     """losses(logits [B, K], targets [B, K]) -> [B]: one loss per sample (reduction="none"), not averaged over the batch."""
-    found = class_weights(config.class_weights, train.labels, len(train.classes))
-    weights = torch.as_tensor(1.0 if found is None else found).to(device, getattr(torch, config.dtype))
+    weights = class_weights(config.class_weights, data.labels, len(data.classes))
+    weights = torch.as_tensor(1.0 if weights is None else weights).to(device, getattr(torch, config.dtype))
 
     def losses(logits, targets):
         logits = logits.to(targets.dtype)  # out of half precision
@@ -202,98 +204,52 @@ def build_loss(config: Config, train: sources.Source, device: torch.device):
     return torch.compile(losses, dynamic=False) if config.compile else losses
 
 
-def build_samples(
-    config: Config, train: sources.Source, val: sources.Source, model, data_config: dict, augmentations: list
-):
-    """Samples to train on, by position in the run, and samples to evaluate."""
-    weights = sample_weights(config.sampling, train.labels, len(train.classes))
-    stream = Stream.of(config, len(train), weights, blocks=train.blocks)
-    samples = TrainingSamples.of(config, train, stream, model, data_config, augmentations)
-    return samples, EvaluationSamples(val, data_config)
-
-
-def build_evaluation(config: Config, origin, data: sources.Source, classes: Sequence[str], device: torch.device):
-    """What `--eval_only` evaluates, with its weights, normalize(images), and the loader of `data`; also for tools/."""
-    config = dataclasses.replace(config, model=eval_only.model_of(config, origin), pretrained=False)
-    model, data_config = build_model(config, classes, device)
-    eval_only.load_weights(model, origin)
-    *_, normalize = build_augmentation(config, data, data_config, device)
-    loader = eval_only.loader(config, EvaluationSamples(data, data_config))
-    return model, normalize, loader
+def predict(model, batch):
+    """The forward pass of evaluations, and of tools: logits [B, K]."""
+    return model(batch.images)
 
 
 @torch.no_grad()
-def predict(model, loader, accelerator, normalize):
-    """Each batch of this rank's share of a loader, on the device, with its logits [B, K]."""
-    model.eval()
-    for batch in loader:
-        batch = batch.to(accelerator.device)
-        with accelerator.autocast():
-            logits = model(normalize(batch.images))
-        yield batch, logits
-
-
-@torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # as it will be used; sizes of an evaluation would need graphs of their own
-def evaluate(model, loader, accelerator, normalize, val, thorough=False):
-    """Results over every validation image once, whatever the layout, and the counts behind them."""
-    found = Evaluation(val, accelerator.device, thorough)
-    for batch, logits in predict(model, loader, accelerator, normalize):
-        found.update(batch, logits)
-    results = found.results()
-    model.train()
-    return results, found
-
-
-def evaluate_only(config: Config) -> None:
-    """Print the results of an exported model or of a checkpoint (of its moving average, where it has one); write a report."""
-    accelerator, origin = eval_only.begin(config)
-    val, names, places = eval_only.read(config, origin, build_data)
-    model, normalize, loader = build_evaluation(config, origin, val, names, accelerator.device)
-    model, matched = eval_only.match(model, val, names, places)
-    results, found = evaluate(model, loader, accelerator, normalize, matched, thorough=True)
-    eval_only.report(config, origin, val, results, found.details(), partial(draw, val=matched, found=found))
-
-
-def draw(run: Run, val: sources.Source, found: Evaluation) -> None:
-    """Pictures of the newest evaluation."""
-    if found.counts.confusion is not None:
-        run.draw("confusion", plots.confusion, found.counts.confusion, val.classes)
-    if found.mistakes:
-        run.draw("mistakes", plots.mistakes, val, found.mistakes)
-    if found.calibration:
-        run.draw("reliability", plots.reliability, found.calibration)
+def evaluate(model, batches, data):
+    """Results over every image of `data` once, whatever the layout."""
+    evaluation = Evaluation(data, batches.device)
+    for batch in batches:  # this rank's share of the images, on the device and normalised
+        with batches.autocast():
+            logits = predict(model, batch)  # [B, K]
+        evaluation.update(batch, logits)
+    return evaluation  # has results() over all ranks, and pictures; a dict of results will do, too
 
 
 def main() -> None:
     config = parse(Config)
-    if config.eval_only:
-        return evaluate_only(config)
-
     with Run(config) as run:  # joins the other ranks, claims runs/<name>/, handles signals
-        accelerator = run.accelerator  # Accelerate's, for the device and autocast
-        train, val = build_data(config)
-        model, data_config = build_model(config, train.classes, accelerator.device)
-        augmentations, augment, normalize = build_augmentation(config, train, data_config, accelerator.device)
-        loss_fn = build_loss(config, train, accelerator.device)
-        samples, evaluated = build_samples(config, train, val, model, data_config, augmentations)
-        optimizer, schedule = build_optimizer(config, model), build_schedule(config, samples.stream)
+        train_data, val_data = build_data(config, run.weights)
+        model = build_model(config, train_data.classes, run.device)
+        transforms = build_transforms(config, model, run.device)
+        val_set = EvalDataset(val_data, transforms)
+        if config.eval_only:
+            return run.evaluate_only(model, val_set, evaluate)
 
-        def losses_of(network, batch):
+        train_set = TrainDataset.from_config(config, train_data, model, transforms)
+        encode = build_targets(config, train_data)
+        loss_fn = build_loss(config, train_data, run.device)
+        optimizer = build_optimizer(config, model)
+        schedule = build_schedule(config, train_set.stream)
+
+        def compute_losses(network, batch):
             """The forward pass, in the trial of the micro-batch, in DDP's warm-up and in training: one loss per sample, [B]."""
-            images, targets = augment(batch)
-            with accelerator.autocast():
+            images, targets = transforms.augment(batch, encode(batch.labels))  # [B, 3, H, W], [B, K]
+            with run.autocast():
                 logits = network(images)  # [B, K]
             return loss_fn(logits, targets)
 
         # Finds the micro-batch that fits into memory, wraps the model, prints the start table, resumes.
-        network, optimizer = run.prepare(model, optimizer, schedule, samples, evaluated, losses_of)
-        validate = partial(evaluate, accelerator=accelerator, normalize=normalize, val=val)
+        network, optimizer = run.prepare(model, optimizer, schedule, train_set, val_set, compute_losses)
 
         for step in run.steps():
             set_learning_rate(optimizer, schedule(step))
             for batch in run.micro_batches():  # this rank's share of the global batch, on the device
-                losses = losses_of(network, batch)  # [B]: one loss per sample
+                losses = compute_losses(network, batch)  # [B]: one loss per sample
                 run.backward(losses)  # gradients are sent with the last micro-batch
             grad_norm = run.clip_gradients(config.clip, config.clip_mode)
             optimizer.step()
@@ -301,12 +257,10 @@ def main() -> None:
             run.end_step(grad_norm)
 
             if run.should_evaluate():
-                (found,) = run.evaluate(validate, leading="f1" if val.multi_label else "top1")
-                if run.should_draw():
-                    draw(run, val, found)
+                run.evaluate(evaluate, best_metric="f1" if val_data.multi_label else "top1")
             if run.should_save():
                 run.save()
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    run_main(main)

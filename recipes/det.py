@@ -10,40 +10,32 @@ hardware there is, and it resumes from the last complete checkpoint.
 This file is meant to be copied and changed: `cp recipes/det.py mine.py` runs as it is.
 """
 
-import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
 
-from common.config import (
-    OptimizationConfig,
-    RunConfig,
-    option,
-    parse,
-    path_option,
-)
+from common.config import OptimizationConfig, RunConfig, option, parse, path_option
 from common.detection import (
     BoxAugmentation,
-    Detections,
     DetectorSpec,
-    EvaluationScenes,
-    TrainingImages,
+    EvalDataset,
+    Evaluation,
+    TrainDataset,
+    Transforms,
     begin_with,
-    blank_padding,
-    build_stream,
-    defaults,
-    detectors,
-    plots,
+    build_detector,
+    load_data,
     read_once,
     read_sides,
-    sources,
-    sources_of_weights,
+    refuse_missing,
+    weights_origin,
+    weights_settings,
 )
 from common.distributed import all_or_none
-from common.launching import launch
-from common.run import Run, eval_only
+from common.launching import run_main
+from common.run import Run
 from common.training import build_optimizer, build_schedule, prepare_layers, set_learning_rate
 
 
@@ -76,9 +68,9 @@ class Config(OptimizationConfig, RunConfig):
     model: str = path_option("convnext_atto")
     """Backbone: a timm model, hf-hub:owner/name, or a local timm folder. rtdetr_v2, dfine, deimv2 also, rf_detr only: a model
     of transformers."""
-    pretrained: bool = False
+    pretrained: bool = option(False, is_weights=True)
     """Start from the backbone's weights that timm publishes."""
-    init: str = path_option("", decides=sources_of_weights.settings)
+    init: str = path_option("", decides=weights_settings, is_weights=True)
     """Begin with the weights of this detector, and its rows of classes with the same names: a run's best/, torchvision:NAME, a
     .pth of torchvision, a folder or owner/name of transformers. It sets --detector, --model, ..."""
     init_classes: str = ""
@@ -111,7 +103,7 @@ class Config(OptimizationConfig, RunConfig):
     """Evaluation: the short side, or the side of the square (0: the longest of --short_sides)."""
     max_detections: int = option(0, low=0, high=100_000, may_change=True)
     """Detections in an image (0: 100, or as many as an image of the data has objects). Of DETRs each query is one."""
-    eval_only: str = path_option("", origin=sources_of_weights.origin)
+    eval_only: str = path_option("", origin=weights_origin, weights_into="init")
     """Only evaluate this checkpoint, or a detector that --init takes, and print the results."""
 
     # What defines a training. --help explains the fields without a text: all recipes have them.
@@ -128,7 +120,7 @@ class Config(OptimizationConfig, RunConfig):
     photometric: float = option(0.0, low=0, high=1)
     """Probability of each of several distortions of brightness, contrast and colour."""
     iou_crop: float = option(0.0, low=0, high=1)
-    """Probability of showing a part that holds an object, as in SSD."""
+    """Probability of an SSD crop: a random crop that contains an object."""
     zoom_out: float = option(0.0, low=0, high=1)
     """Probability of zooming out: place the image on a canvas up to 4 times as wide and high, as in SSD."""
     mosaic: float = option(0.0, low=0, high=1)
@@ -140,22 +132,22 @@ class Config(OptimizationConfig, RunConfig):
 
 
 def build_data(config: Config, weights=None):
-    """Training and validation images with boxes; with the `weights` of --eval_only, both are the images to evaluate on."""
-    train, val = sources.load(sources.Spec.of(config, weights, masks=config.detector == "mask_rcnn"))
+    """Training and validation images with boxes; with the `weights` of --eval_only, both are those to evaluate these on."""
+    train_data, val_data = load_data(config, weights)
     if not (config.max_detections or weights):
-        config.max_detections = max(train.max_detections, val.max_detections)
-    return train, val
+        config.max_detections = max(train_data.max_detections, val_data.max_detections)
+    return train_data, val_data
 
 
-def build_model(config: Config, classes: tuple[str, ...], device: torch.device):
+def build_model(config: Config, class_names: Sequence[str], device: torch.device):
     """The detector, with the weights that it begins with."""
-    spec = DetectorSpec.of(config, classes)
-    defaults.refuse_missing(config)
+    spec = DetectorSpec.of(config, class_names)
+    refuse_missing(config)
     weights = read_once(config.init) if config.init else None
     with all_or_none("building the model"):
-        model = detectors.build_detector(spec)
+        model = build_detector(spec)
         if weights:
-            model.begins_with = begin_with(model, weights, config, classes)
+            model.begins_with = begin_with(model, weights, config, class_names)
     # In the start table.
     model.title = f"{config.detector} on {config.model}, up to {model.limit} detections in an image"
     prepare_layers(config, model)
@@ -164,12 +156,12 @@ def build_model(config: Config, classes: tuple[str, ...], device: torch.device):
     return model.to(device, getattr(torch, config.dtype))
 
 
-def build_augmentation(config: Config, model, device: torch.device):
-    """What happens to training images and to evaluated ones; normalize(batch) -> its images [B, 3, H, W]."""
-    square = config.detector in detectors.OF_TRANSFORMERS  # as their published weights were trained
+def build_transforms(config: Config, model, device: torch.device) -> Transforms:
+    """What happens to images: augmented in training, resized in evaluations, and normalised on the device in both."""
+    square = model.needs_squares
     short_sides, eval_side = read_sides(config, model.stride, square)
-    plain = BoxAugmentation(config.seed, (eval_side,), config.long_side, square=square)
-    varied = BoxAugmentation(
+    resize = BoxAugmentation(config.seed, (eval_side,), config.long_side, square=square)
+    augment = BoxAugmentation(
         config.seed,
         short_sides,
         config.long_side,
@@ -182,102 +174,54 @@ def build_augmentation(config: Config, model, device: torch.device):
         mosaic=config.mosaic,
         mixup=config.mixup,
     )
-    dtype, (mean, std) = getattr(torch, config.dtype), (model.pretrained_cfg[key] for key in ("mean", "std"))
-    mean, std = (torch.tensor(values, device=device, dtype=dtype)[:, None, None] for values in (mean, std))
-
-    def normalize(batch):
-        return blank_padding(batch.images.to(dtype).div_(255).sub_(mean).div_(std), batch.sizes)
-
-    return varied, plain, normalize
+    return Transforms(model, augment, resize, getattr(torch, config.dtype), device)
 
 
-def build_samples(config: Config, train: sources.Annotated, val: sources.Annotated, model, varied, plain):
-    """Samples to train on, by position in the run, and samples to evaluate."""
-    samples = TrainingImages.of(config, train, build_stream(config, train), model, varied)
-    return samples, EvaluationScenes.of(val, plain, model)
-
-
-def build_evaluation(config: Config, origin, data: sources.Annotated, classes: tuple[str, ...], device: torch.device):
-    """What `--eval_only` evaluates, with its weights, normalize(batch), and the loader of `data`; also for tools/."""
-    init = "" if origin.is_alone else config.eval_only
-    config = dataclasses.replace(config, pretrained=False, init=init, init_classes="")
-    model = build_model(config, classes, device)
-    eval_only.load_weights(model, origin)
-    _, plain, normalize = build_augmentation(config, model, device)
-    return model, normalize, eval_only.loader(config, EvaluationScenes.of(data, plain, model))
+def predict(model, batch):
+    """The forward pass of evaluations, and of tools: the detections in each image, in pixels of the canvas."""
+    return model.detect(batch.images, batch.sizes)
 
 
 @torch.no_grad()
-def predict(model, loader, accelerator, normalize):
-    """Each batch of this rank's share of a loader, with the detections in each image, in its own pixels."""
-    model.eval()
-    for batch in loader:
-        batch = batch.to(accelerator.device)
-        with accelerator.autocast():
-            found = model.detect(normalize(batch), batch.sizes)
-        yield batch, loader.dataset.in_originals(found, batch)
-
-
-@torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # as it will be used; its canvases would need graphs of their own
-def evaluate(model, loader, accelerator, normalize, val: sources.Annotated):
-    """The COCO numbers over every validation image once, whatever the layout, and the detections."""
-    found = Detections()
-    for batch, detections in predict(model, loader, accelerator, normalize):
-        found.update(batch.positions.tolist(), detections)
-    model.train()
-    results = found.results(val)
-    if results["count"] != len(val):
-        raise RuntimeError(f"evaluated {results['count']} images of {len(val)}: each must count exactly once")
-    return results, found
-
-
-def evaluate_only(config: Config) -> None:
-    """Print the results of an exported detector or of a checkpoint (of its moving average, if it has one); write a report."""
-    accelerator, origin = eval_only.begin(config, sources_of_weights.origin)
-    val, names, places = eval_only.read(config, origin, build_data)
-    model, normalize, loader = build_evaluation(config, origin, val, names, accelerator.device)
-    model = detectors.Matched(model, places)
-    results, found = evaluate(model, loader, accelerator, normalize, val)
-    eval_only.report(config, origin, val, results, found.details(), partial(draw, val=val, found=found))
-
-
-def draw(run: Run, val: sources.Annotated, found: Detections) -> None:
-    """Pictures of the newest evaluation."""
-    run.draw("predictions", plots.predictions, found.matches)
-    run.draw("precision_recall", plots.precision_recall, found.precision, val.classes)
-    run.draw("confusion", plots.confusion, found.matches, val.classes)
-    run.draw("misses", plots.misses, found.matches)
+def evaluate(model, batches, data):
+    """The COCO metrics over every image of `data` once, whatever the layout."""
+    evaluation = Evaluation(data)
+    for batch in batches:  # this rank's share of the images, on the device and normalised
+        with batches.autocast():
+            detections = predict(model, batch)
+        evaluation.update(batch, detections)
+    return evaluation  # has results() over all ranks, and pictures; a dict of results will do, too
 
 
 def main() -> None:
     config = parse(Config)
-    if config.eval_only:
-        return evaluate_only(config)
-
     with Run(config) as run:  # joins the other ranks, claims runs/<name>/, handles signals
-        accelerator = run.accelerator  # Accelerate's, for the device and autocast
-        train, val = build_data(config)
-        model = build_model(config, train.classes, accelerator.device)
-        varied, plain, normalize = build_augmentation(config, model, accelerator.device)
-        samples, evaluated = build_samples(config, train, val, model, varied, plain)
-        optimizer, schedule = build_optimizer(config, model), build_schedule(config, samples.stream)
+        train_data, val_data = build_data(config, run.weights)
+        model = build_model(config, train_data.classes, run.device)
+        transforms = build_transforms(config, model, run.device)
+        val_set = EvalDataset(val_data, transforms)
+        if config.eval_only:
+            return run.evaluate_only(model, val_set, evaluate)
 
-        def losses_of(network, batch):
+        train_set = TrainDataset.from_config(config, train_data, model, transforms)
+        optimizer = build_optimizer(config, model)
+        schedule = build_schedule(config, train_set.stream)
+
+        def compute_losses(network, batch):
             """The forward pass, in the trial of the micro-batch, in DDP's warm-up and in training: one loss per image, [B]."""
-            with accelerator.autocast():
-                losses, parts = network(normalize(batch), batch.targets, batch.totals)
+            images = transforms.normalize(batch)
+            with run.autocast():
+                losses, parts = network(images, batch.targets, batch.totals)
             run.log({f"train/loss_{name}": part for name, part in parts.items()})
             return losses
 
         # Finds the micro-batch that fits into memory, wraps the model, prints the start table, resumes.
-        network, optimizer = run.prepare(model, optimizer, schedule, samples, evaluated, losses_of)
-        validate = partial(evaluate, accelerator=accelerator, normalize=normalize, val=val)
+        network, optimizer = run.prepare(model, optimizer, schedule, train_set, val_set, compute_losses)
 
         for step in run.steps():
             set_learning_rate(optimizer, schedule(step))
             for batch in run.micro_batches():  # this rank's share of the global batch, on the device
-                losses = losses_of(network, batch)  # [B]: one loss per image
+                losses = compute_losses(network, batch)  # [B]: one loss per image
                 run.backward(losses)  # gradients are sent with the last micro-batch
             grad_norm = run.clip_gradients(config.clip, config.clip_mode)
             optimizer.step()
@@ -285,12 +229,10 @@ def main() -> None:
             run.end_step(grad_norm)
 
             if run.should_evaluate():
-                (found,) = run.evaluate(validate, leading="AP")
-                if run.should_draw():
-                    draw(run, val, found)
+                run.evaluate(evaluate, best_metric="AP")
             if run.should_save():
                 run.save()
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    run_main(main)

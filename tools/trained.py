@@ -7,19 +7,26 @@ trained it, so there is one way to read and resize images for training, evaluati
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+from accelerate import Accelerator
+
 from common.checkpoints.store import AUDIT_FOLDER
 from common.config import Origin
 from common.config.parsing import nearest_path, parse
 from common.config.recipe_source import FOLDER, difference
+from common.detection.evaluation.evaluation import restore_sizes
 from common.detection.weights import sources as sources_of_weights
 from common.errors import Refused
 from common.files import SMALL, read_text
+from common.launching import launch
+from common.run import eval_only
+from common.run.eval_batches import EvalBatches
 from tools.command_line import parser_of
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -45,12 +52,33 @@ class Trained:
             raise Refused(f"{self.origin.path}: does not say which classes it knows; take a run's best/")
         return self.origin.classes or tuple(map(str, range(self.origin.count or 0)))
 
-    def build(self, data: Any, device: Any) -> tuple:
-        """(model, normalize, loader of `data`), as the recipe evaluates; `recipe.predict` takes these.
+    def load_data(self) -> Any:
+        """The images to evaluate on, with their classes matched with the model's. Logs which these are. Raises `Refused`."""
+        _, val = self.recipe.build_data(self.config, self.origin)
+        launch.say(eval_only.describe_data(self.config, self.origin, val))
+        return val
+
+    def build(self, data: Any, accelerator: Accelerator) -> tuple[Any, EvalBatches]:
+        """The model with its own classes, and the batches of `data`, as the recipe evaluates; for `predict`.
 
         `data` is a source of images as the recipe's `build_data` returns, or one without labels.
         """
-        return self.recipe.build_evaluation(self.config, self.origin, data, self.classes, device)
+        model = self.recipe.build_model(self.config, self.classes, accelerator.device)
+        eval_only.load_weights(model, self.origin)
+        transforms = self.recipe.build_transforms(self.config, model, accelerator.device)
+        dataset = self.recipe.EvalDataset(data, transforms)
+        return model, eval_only.build_batches(self.config, dataset, accelerator)
+
+    @torch.no_grad()
+    def predict(self, model: Any, batches: EvalBatches) -> Iterator[tuple]:
+        """Each batch of this rank's share with the logits [B, K], or the detections in pixels of the original images."""
+        model.eval()
+        for batch in batches:
+            with batches.autocast():
+                outputs = self.recipe.predict(model, batch)
+            if self.is_detector:
+                outputs = restore_sizes(batches.loader.dataset.source, batch, outputs)
+            yield batch, outputs
 
 
 def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -> Trained:
@@ -74,7 +102,9 @@ def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -
     file, flags = find_recipe(weights, run, name, flags)
     recipe = load_recipe(file)
     if missing := [
-        name for name in ("Config", "build_data", "build_evaluation", "predict") if not hasattr(recipe, name)
+        name
+        for name in ("Config", "build_data", "build_model", "build_transforms", "EvalDataset", "predict")
+        if not hasattr(recipe, name)
     ]:
         raise Refused(f"{file}: has no {', '.join(missing)}, which tools call; write it as {RECIPES / 'cls.py'} does")
     words = ["--eval_only", weights, *flags]

@@ -1,10 +1,12 @@
 """Augmentation: whatever varies a batch on the device, and normalisation.
 
 Its `sample` computes random numbers in a data worker; its `apply` uses them on the device, for a micro-batch at once.
-The recipe's `build_augmentation` lists the augmentations of a run in order.
+The recipe's `build_transforms` lists the augmentations of a run in order.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,12 +53,12 @@ class Normalize(Augmentation):
         self._mean, self._std = (
             255 * torch.tensor(data_config[key], device=device, dtype=dtype)[:, None, None] for key in ("mean", "std")
         )
-        self._dtype = dtype
+        self.dtype = dtype
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """[B, 3, H, W] of 0..255 of any type -> a new tensor in the type and memory format of the run."""
-        return images.to(self._dtype, memory_format=self._layout, copy=True).sub_(self._mean).div_(self._std)
+        return images.to(self.dtype, memory_format=self._layout, copy=True).sub_(self._mean).div_(self._std)
 
     def apply(self, images, targets, draws):
         return self(images), targets
@@ -185,3 +187,39 @@ class Mixing(Augmentation):
         own_target = rows[:, _TARGET, :, 0].to(targets.dtype)  # [B, 1]
         partners, partner_targets = (batch.unflatten(0, (-1, 2)).flip(1).flatten(0, 1) for batch in (images, targets))
         return images * own + partners * (1 - own), targets * own_target + partner_targets * (1 - own_target)
+
+
+class Transforms:
+    """How the images of a run become the input of its model, on the device.
+
+    Attributes:
+        data_config: size, mean, standard deviation and resizing of the images, see `timm_models.resolve_data_config`.
+        augmentations: what happens to a batch in training, in order; normalisation is one of them.
+    """
+
+    def __init__(
+        self,
+        data_config: dict,
+        normalize: Normalize,
+        augmentations: Sequence[Augmentation],
+        compiled: bool = False,
+    ) -> None:
+        """With `compiled`, `augment` is compiled by torch."""
+        self.data_config = data_config
+        self.augmentations = list(augmentations)
+        self._normalize = normalize
+        if compiled:
+            self.augment = torch.compile(self.augment, dynamic=False)  # type: ignore[method-assign]
+
+    def augment(self, batch: Any, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A batch of training and its targets [B, K] -> images [B, 3, H, W] and targets after all augmentations."""
+        images = batch.images
+        if self.augmentations[0] is not self._normalize:
+            images = images.to(self._normalize.dtype)
+        for augmentation, draws in zip(self.augmentations, batch.draws, strict=True):
+            images, targets = augmentation.apply(images, targets, draws)
+        return images, targets
+
+    def normalize(self, batch: Any) -> torch.Tensor:
+        """A batch of an evaluation -> images [B, 3, H, W]."""
+        return self._normalize(batch.images)

@@ -10,10 +10,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from torch import nn
 from torch.utils.data import Dataset
 
-from common.classification.augmentation import Augmentation
-from common.classification.transforms import EvaluationTransform, TrainingTransform
+from common.classification.augmentation import Augmentation, Transforms
+from common.classification.balancing import sample_weights
+from common.classification.transforms import EvalTransform, TrainingTransform
 from common.data.cache import Cache, open_cache
 from common.data.decoding import Picture
 from common.data.eval_cache import EvalCache
@@ -42,7 +44,7 @@ class Batch(DeviceBatch):
 
 
 @dataclass
-class TrainingSamples(Dataset):
+class TrainDataset(Dataset):
     """Positions of the stream -> `Batch`: a pure function, the same in every worker."""
 
     source: Source
@@ -57,25 +59,18 @@ class TrainingSamples(Dataset):
     few_shapes = True  # see `training.step.Samples`
 
     @classmethod
-    def of(
-        cls,
-        config: Any,
-        source: Source,
-        stream: Stream,
-        model: torch.nn.Module,
-        data_config: dict,
-        augmentations: Sequence[Augmentation],
-    ) -> Self:
-        """As the flags say, of images as `data_config` says. A collective, with --cache."""
+    def from_config(cls, config: Any, source: Source, model: torch.nn.Module, transforms: Transforms) -> Self:
+        """The samples that the flags describe, as `model` and `transforms` need them. A collective, with --cache."""
+        weights = sample_weights(config.sampling, source.labels, len(source.classes))
         return cls(
             source,
-            stream,
-            TrainingTransform(config, data_config),
-            config.seed,
-            augmentations,
-            drop_path.layers(model),
-            open_cache(len(source), config.cache, config.cache_folder),
-            defaults.describe(config),
+            stream=Stream.of(config, len(source), weights, blocks=source.blocks),
+            transform=TrainingTransform(config, transforms.data_config),
+            seed=config.seed,
+            augmentations=transforms.augmentations,
+            drop_path_layers=drop_path.layers(model),
+            cache=open_cache(len(source), config.cache, config.cache_folder),
+            rows=defaults.describe(config),
         )
 
     @property
@@ -152,24 +147,33 @@ class TrainingSamples(Dataset):
         return self.cache.picture(index, read) if self.cache else read()
 
 
-@dataclass
-class EvaluationSamples(Dataset):
-    """Sample indices -> `Batch`. An image that can't be read is black, and not `readable`."""
+class EvalDataset(Dataset):
+    """Image indices -> `Batch`. An image that can't be read is black, and not `readable`."""
 
-    source: Source
-    data_config: dict  # how the model's images are prepared, see `timm_models.data_config`
-    transform: EvaluationTransform = field(init=False)
     cache: EvalCache | None = None  # of a run, which evaluates the same images again and again
 
-    def __post_init__(self) -> None:
-        self.transform = EvaluationTransform(self.data_config)
+    def __init__(self, source: Source, transforms: Transforms) -> None:
+        self.source = source
+        self.data_config = transforms.data_config
+        self.transform = EvalTransform(transforms.data_config)
+        self.normalize = transforms.normalize  # on the device, for a batch
+
+    def __getstate__(self) -> dict:
+        """A data worker that is not forked gets no tensors of the device."""
+        return {name: value for name, value in vars(self).items() if name != "normalize"}
+
+    def adapt(self, model: nn.Module) -> nn.Module:
+        """`model` with logits for the classes of the data, then for the others that it knows; see `ModelClasses`."""
+        if self.source.model_classes is None:
+            return model
+        return SelectClasses(model, [*self.source.model_classes.ids, *other_class_ids(self.source)])
 
     def batches(self, limit: int) -> list[np.ndarray]:
         """The indices of all samples, in order, in batches of up to `limit`."""
-        rows = np.arange(len(self.source))
-        return [rows[start : start + limit] for start in range(0, len(rows), limit)]
+        indices = np.arange(len(self.source))
+        return [indices[start : start + limit] for start in range(0, len(indices), limit)]
 
-    def export(self, model: torch.nn.Module, train: Source, results: dict, folder: Path) -> None:
+    def export(self, model: nn.Module, train: Source, results: dict, folder: Path) -> None:
         """See `timm_models.export`."""
         timm_models.export(model, train.classes, self.data_config, train.multi_label, results, folder)
 
@@ -190,6 +194,28 @@ class EvaluationSamples(Dataset):
     def _decode(self, index: int) -> torch.Tensor:
         """uint8[3, H, W]. Raises `BrokenImage`."""
         return self.transform(self.source.image(index))
+
+
+class SelectClasses(nn.Module):
+    """A classifier with some of the classes of `model`: images -> logits [B, len(class_ids)]."""
+
+    def __init__(self, model: nn.Module, class_ids: Sequence[int]) -> None:
+        super().__init__()
+        self.model = model
+        self.class_ids = list(class_ids)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.model(images)[:, self.class_ids]
+
+
+def other_class_ids(source: Source) -> list[int]:
+    """The evaluated model's class ids that the data do not have: to predict one of them is an error.
+
+    Empty for multi-label data, where each class is a decision of its own.
+    """
+    if source.model_classes is None or source.multi_label:
+        return []
+    return source.model_classes.other_ids
 
 
 def _black() -> Image.Image:

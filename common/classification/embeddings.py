@@ -1,6 +1,6 @@
 """Evaluation of embeddings: recall@1, and verification accuracy as on LFW."""
 
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,15 +29,14 @@ class EmbeddingEvaluation:
     An image that can't be read is not found, and in no pair.
     """
 
-    counts, mistakes, calibration = SimpleNamespace(confusion=None), (), None  # nothing to draw
-
-    def __init__(self, val: Source, device: torch.device | str, thorough: bool = False) -> None:
-        self._labels, self._device = val.labels, device
+    def __init__(self, data: Source, device: torch.device | str) -> None:
+        self._labels = data.labels
+        self._device = device
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
     @torch.no_grad()
     def update(self, batch: Batch, embeddings: Tensor) -> None:
-        """Take the embeddings [B, D] of a batch of the validation set."""
+        """Add the embeddings [B, D] of a batch."""
         embeddings = F.normalize(embeddings if embeddings.dtype == torch.float64 else embeddings.float())
         sound = embeddings.isfinite().all(1) & (True if batch.readable is None else batch.readable)
         self._parts.append((batch.positions, embeddings, sound))
@@ -53,6 +52,9 @@ class EmbeddingEvaluation:
     def details(self) -> dict:
         """Nothing."""
         return {}
+
+    def draw(self, pictures: Any) -> None:
+        """Nothing."""
 
     def _compared(self, positions: np.ndarray, embeddings: np.ndarray, sound: np.ndarray) -> dict:
         order = positions.argsort()

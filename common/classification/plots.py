@@ -27,11 +27,11 @@ from common.run.plots import (
 __all__ = ["captioned", "confusion", "mistakes", "reliability"]
 
 
-def mistakes(source: Source, mistakes: Sequence[Mistake], path: Path) -> None:
+def mistakes(source: Source, mistakes: Sequence[Mistake], class_names: Sequence[str], path: Path) -> None:
     """Draw a sheet of wrongly classified images, captioned "true → predicted"."""
     cells = []
     for mistake in mistakes:
-        names = source.classes[mistake.label], source.classes[mistake.predicted]
+        names = class_names[mistake.label], class_names[mistake.predicted]
         share = f"{mistake.confidence:.0%}".replace("%", " %")
         cells.append(cell(source, mistake.index, f"{arrow(*names)}\n{share}"))
     sheet(cells, f"{evaluation_of(path)}: most confident mistakes (true → predicted)", path)

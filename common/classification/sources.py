@@ -6,11 +6,13 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from common.classification.custom_data import CustomDataset, open_custom
+from common.config.origin import Origin
 from common.config.parsing import nearest, nearest_path
 from common.data import data_spec, splits
 from common.data.data_spec import DataSpec, Given, Parts
@@ -23,7 +25,7 @@ from common.data.tables import part_labels, read_tables
 from common.errors import Refused
 from common.files import MEDIUM, holds_runs, is_junk, read_text, sizes_of, walk
 
-__all__ = ["Source", "Spec", "load"]
+__all__ = ["Source", "Spec", "load", "load_data"]
 
 # Folders that would hardly be classes if all have the same folders inside.
 _FOLD = re.compile(
@@ -45,6 +47,23 @@ class Spec(DataSpec):
     @property
     def min_classes(self) -> int:
         return 1 if self.alone else 2
+
+
+def load_data(
+    config: Any,
+    weights: Origin | None = None,
+    custom: CustomDataset | Mapping[str, CustomDataset] | None = None,
+    any_classes: bool = False,
+) -> tuple[Source, Source]:
+    """The images to train on and to evaluate on, which the flags name; see `load` for `custom`.
+
+    With the `weights` of --eval_only, both are the images to evaluate them on: the first has the model's classes, the second
+    the data's, matched by name. With `any_classes` a model of embeddings is evaluated on classes that it does not know.
+    """
+    train, val = load(Spec.of(config, weights), custom)
+    if weights is None or any_classes:
+        return train, val
+    return data_spec.match_classes(weights, config.data, val)
 
 
 def load(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None = None) -> tuple[Source, Source]:

@@ -76,7 +76,7 @@ def crop(height: int, width: int, smallest_area: float) -> tuple[int, int, int, 
     return (height - h) // 2, (width - w) // 2, max(1, h), max(1, w)
 
 
-class EvaluationTransform:
+class EvalTransform:
     """An RGB image -> uint8[3, H, W] as timm does it, by the model's `crop_mode`.
 
     `center` resizes to cover a size and crops the centre, `squash` changes the ratio, `border` pads with the mean colour.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
         path_option,
         whole_numbers,
     )
-    from common.config.origin import Origin
+    from common.config.origin import Origin, label_names
     from common.config.parsing import parse
 
 __all__, __getattr__ = face(__name__)

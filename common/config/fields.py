@@ -26,6 +26,8 @@ def option(
     required="",
     decides=None,
     origin=None,
+    weights_into="",
+    is_weights=False,
 ):
     """A field of a configuration.
 
@@ -38,6 +40,8 @@ def option(
         required: an empty value is refused, with this advice.
         decides: decides(value) returns defaults of other fields, which the weights that `value` names decide.
         origin: origin(value) tells the run that made these weights; its configuration replaces the defaults.
+        weights_into: of --eval_only, the field that gets an exported model, so that the recipe builds it with its weights.
+        is_weights: the field says which weights training begins with; with --eval_only it has its default.
     """
     given = {key: value for key, value in locals().items() if key != "default"}
     metadata = {key: value for key, value in given.items() if not (value is None or value is False or value == "")}

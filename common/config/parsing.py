@@ -55,9 +55,9 @@ def parse(config_class: type[C], argv: list[str] | None = None, program: str = "
     if asked < len(argv):
         print_help(config_class, config, program, everything="all" in argv[asked + 1 : asked + 2])
     fields = {field.name: field for field in dataclasses.fields(_checked(config))}
-    if weights := getattr(config, "eval_only", ""):
-        origin = fields["eval_only"].metadata.get("origin", read_origin)(weights)
-        return _checked(_for_evaluation(config_class, origin, given, program))
+    if getattr(config, "eval_only", ""):
+        origin = read_weights(config)
+        return _checked(_set_weights(_for_evaluation(config_class, origin, given, program), origin))
     for field in fields.values():
         value, metadata = getattr(config, field.name), field.metadata
         if not value and metadata.get("required"):
@@ -66,6 +66,37 @@ def parse(config_class: type[C], argv: list[str] | None = None, program: str = "
             decided = _of_file(metadata["decides"](value), config_class, f"--{field.name} {value}: ")
             config = _checked(config_class(**decided | given))
     return config
+
+
+def read_weights(config: Any) -> Origin:
+    """What the weights of `--eval_only` say about themselves. Raises `Refused`."""
+    field = type(config).__dataclass_fields__["eval_only"]
+    return field.metadata.get("origin", read_origin)(config.eval_only)
+
+
+def weight_fields(config: Any) -> list[str]:
+    """The fields that say which weights a model is built with; `--eval_only` sets them."""
+    fields = dataclasses.fields(config)
+    names = [field.name for field in fields if field.metadata.get("is_weights")]
+    return names + [field.metadata["weights_into"] for field in fields if "weights_into" in field.metadata]
+
+
+def _set_weights(config: C, origin: Origin) -> C:
+    """`config` with an exported model in place of the weights that its training began with.
+
+    A checkpoint is loaded into the model once that is built. Raises `Refused` if a flag names another model than the export.
+    """
+    fields = type(config).__dataclass_fields__
+    values = {name: fields[name].default for name in weight_fields(config) if fields[name].metadata.get("is_weights")}
+    target = fields["eval_only"].metadata.get("weights_into")
+    if target and not origin.is_alone:
+        value, exported = getattr(config, target), origin.config.get(target)
+        if target not in values and value != exported:
+            raise Refused(
+                f"--{target} {value}: {origin.path} brings its own {target}, {exported}; leave --{target} out"
+            )
+        values[target] = origin.path
+    return dataclasses.replace(config, **values)
 
 
 def _checked(config: C) -> C:

@@ -7,12 +7,12 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 
-from common.config.origin import Origin
+from common.config.origin import Origin, called_by_weights
 from common.data import splits
 from common.data.copies import find_copies
 from common.data.images import BrokenImage, opened
 from common.data.notes import Notes
-from common.data.source import Files, earlier_fingerprint, group_by_folder
+from common.data.source import Files, ModelClasses, earlier_fingerprint, group_by_folder
 from common.data.splits import Piece, kind_of
 from common.errors import Refused
 from common.randomness import key_of
@@ -203,6 +203,20 @@ def is_fingerprint(recorded: str, train: Any, val: Any) -> bool:
     if not recorded or recorded == fingerprint(train, val):
         return bool(recorded)
     return recorded == f"{earlier_fingerprint(train)[:12]}-{earlier_fingerprint(val)[:12]}"
+
+
+def match_classes(weights: Origin, data: str, val: S, class_map: str = "") -> tuple[S, S]:
+    """What `--eval_only` evaluates `weights` on: (source with the model's classes, `val` with its `model_classes`).
+
+    The first stands for the training data where a model is built. `class_map` names classes that are called otherwise in the
+    weights, as `--init_classes` does. Raises `Refused` for classes that the model does not know.
+    """
+    source: Any = val
+    aliases = called_by_weights(class_map, source.classes)
+    ids = weights.places(source.classes, data, aliases)
+    names = tuple(weights.classes or source.classes)
+    model_classes = ModelClasses(names, tuple(ids))
+    return replace(source, classes=names), replace(source, model_classes=model_classes)
 
 
 def data_rows(data: str, train, val, samples: str = "images") -> dict[str, str]:

@@ -23,6 +23,19 @@ _TRIED = 16  # images, one of which must be readable
 _keeps_places = False  # see `earlier_fingerprint`
 
 
+@dataclass(frozen=True)
+class ModelClasses:
+    """The classes of a trained model that is evaluated on data of other classes, or of the same in another order."""
+
+    names: tuple[str, ...]  # the model's, by its class ids
+    ids: tuple[int, ...]  # the model's class id of each class of the data
+
+    @property
+    def other_ids(self) -> list[int]:
+        """The model's class ids that the data do not have."""
+        return sorted(set(range(len(self.names))) - set(self.ids))
+
+
 class Source(Protocol):
     """A fixed list of labelled images. It can be pickled, and works after a fork."""
 
@@ -30,6 +43,7 @@ class Source(Protocol):
     labels: np.ndarray  # int64[N] class ids, or bool[N, C] if an image may show several classes
     notes: tuple[str, ...]  # for people: how the data were read
     part: str  # which part of the data it is, for people: "val/" or "20 % held out of train/"
+    model_classes: ModelClasses | None = None  # with --eval_only, those of the evaluated model
 
     @property
     def fingerprint(self) -> str:
@@ -92,6 +106,7 @@ class Columns(Source):
     classes: tuple[str, ...]
     part: str = ""
     notes: tuple[str, ...] = ()
+    model_classes: ModelClasses | None = None
     groups: np.ndarray | None = (
         None  # int64[N], equal for images with the same value of --group_column, if there is one
     )

@@ -5,17 +5,16 @@ from typing import TYPE_CHECKING
 from common.imports import face, import_timm
 
 if TYPE_CHECKING:
-    from common.detection import defaults
-    from common.detection.batches import EvaluationScenes, TrainingImages, blank_padding
-    from common.detection.data import sources
-    from common.detection.evaluation import plots
-    from common.detection.evaluation.metrics import Detections
-    from common.detection.grouping import build_stream
-    from common.detection.models import detectors
+    from common.detection.batches import EvalDataset, TrainDataset, Transforms
+    from common.detection.data.sources import load_data
+    from common.detection.defaults import refuse_missing
+    from common.detection.evaluation.evaluation import Evaluation
+    from common.detection.models.detectors import build_detector
     from common.detection.models.spec import DetectorSpec
     from common.detection.transforms import BoxAugmentation, read_sides
-    from common.detection.weights import sources as sources_of_weights
     from common.detection.weights.begin import begin_with, read_once
+    from common.detection.weights.sources import origin as weights_origin
+    from common.detection.weights.sources import settings as weights_settings
 
 __all__, __getattr__ = face(__name__)
 

@@ -5,6 +5,7 @@ the sizes of the step's images. In an evaluation each image has the canvas that 
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.data import Dataset
 
 from common.data.cache import Cache, open_cache
@@ -25,9 +27,9 @@ from common.data.shards import expect
 from common.data.stream import Stream
 from common.detection import defaults
 from common.detection.data.annotated import Annotated, Sample
-from common.detection.data.masks import pasted
 from common.detection.export import export
-from common.detection.models.detectors import Detector
+from common.detection.grouping import build_stream
+from common.detection.models.detectors import Detector, Matched
 from common.detection.samples import blank, nothing
 from common.detection.transforms import SMALLEST, BoxAugmentation
 from common.errors import Refused
@@ -51,8 +53,48 @@ class DetectionBatch(DeviceBatch):
     totals: torch.Tensor | None = None  # divisors of losses, see `training.step.TrainingStep`
 
 
+class Normalize:
+    """Images of a batch -> float[B, 3, H, W] with the mean and deviation of `pretrained_cfg`, 0 around each image."""
+
+    def __init__(self, pretrained_cfg: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._mean = torch.tensor(pretrained_cfg["mean"], device=device, dtype=dtype)[:, None, None]
+        self._std = torch.tensor(pretrained_cfg["std"], device=device, dtype=dtype)[:, None, None]
+
+    def __call__(self, batch: DetectionBatch) -> torch.Tensor:
+        images = batch.images.to(self._dtype).div_(255).sub_(self._mean).div_(self._std)
+        return blank_padding(images, batch.sizes)
+
+
+class Transforms:
+    """How the images of a run become the input of its detector.
+
+    Attributes:
+        augment: of a training image and its boxes, in a data worker.
+        resize: of an evaluated image, in a data worker.
+        normalize: of a batch, on the device.
+        stride: sides of the canvas are multiples of this.
+        fill: colour around the images, the mean of those that the detector's weights are from.
+    """
+
+    def __init__(
+        self,
+        model: Detector,
+        augment: BoxAugmentation,
+        resize: BoxAugmentation,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.augment = augment
+        self.resize = resize
+        self.normalize = Normalize(model.pretrained_cfg, dtype, device)
+        self.stride = model.stride
+        red, green, blue = (round(255 * value) for value in model.pretrained_cfg["mean"])
+        self.fill = (red, green, blue)
+
+
 @dataclass
-class TrainingImages(Dataset):
+class TrainDataset(Dataset):
     """Positions of the stream -> `DetectionBatch`: a pure function."""
 
     source: Annotated
@@ -69,19 +111,21 @@ class TrainingImages(Dataset):
     few_shapes = False
 
     @classmethod
-    def of(cls, config: Any, source: Annotated, stream: Stream, model: Detector, augmentation: BoxAugmentation) -> Self:
-        """As the flags say, for this detector. A collective, with --cache."""
-        until = stream.steps(config.strong_epochs) * stream.global_batch_size
+    def from_config(cls, config: Any, source: Annotated, model: Detector, transforms: Transforms) -> Self:
+        """The samples that the flags describe, as `model` and `transforms` need them. A collective, with --cache."""
+        stream = build_stream(config, source)
+        strong_until = stream.steps(config.strong_epochs) * stream.global_batch_size
+        small = _describe_small(config.data, source, transforms.augment)
         return cls(
             source,
             stream,
-            replace(augmentation, strong_until=until),
-            model.stride,
-            fill_of(model),
-            config.seed,
-            drop_path.layers(model),
-            open_cache(len(source), config.cache, config.cache_folder),
-            defaults.describe(config) | {"objects": _describe_small(config.data, source, augmentation)},
+            augmentation=replace(transforms.augment, strong_until=strong_until),
+            stride=transforms.stride,
+            fill=transforms.fill,
+            seed=config.seed,
+            drop_path_layers=drop_path.layers(model),
+            cache=open_cache(len(source), config.cache, config.cache_folder),
+            rows=defaults.describe(config) | {"objects": small},
         )
 
     def __post_init__(self) -> None:
@@ -192,22 +236,30 @@ class TrainingImages(Dataset):
             return Sample(picture, *boxes, none, size), f"{self.source.name(index)}: {error}"
 
 
-@dataclass
-class EvaluationScenes(Dataset):
+class EvalDataset(Dataset):
     """Image indices of one of `batches` -> `DetectionBatch`, resized; an unreadable image is black.
 
     Images are decoded at their full resolution, as users of an exported detector do.
     """
 
-    source: Annotated
-    augmentation: BoxAugmentation
-    stride: int
-    fill: tuple[int, int, int]
     cache: EvalCache | None = None  # of a run, which evaluates the same images again and again
 
-    @classmethod
-    def of(cls, source: Annotated, augmentation: BoxAugmentation, model: Detector) -> Self:
-        return cls(source, augmentation, model.stride, fill_of(model))
+    def __init__(self, source: Annotated, transforms: Transforms) -> None:
+        self.source = source
+        self.augmentation = transforms.resize
+        self.stride = transforms.stride
+        self.fill = transforms.fill
+        self.normalize = transforms.normalize  # on the device, for a batch
+
+    def __getstate__(self) -> dict:
+        """A data worker that is not forked gets no tensors of the device."""
+        return {name: value for name, value in vars(self).items() if name != "normalize"}
+
+    def adapt(self, model: Detector) -> nn.Module:
+        """`model` with the class ids of the data, see `ModelClasses`."""
+        if self.source.model_classes is None:
+            return model
+        return Matched(model, self.source.model_classes.ids)
 
     def export(self, model: Detector, train: Annotated, results: dict, folder: Path) -> None:
         """See `detection.export.export`."""
@@ -243,19 +295,6 @@ class EvaluationScenes(Dataset):
         """int64[n, 2]: width and height of these images on their canvas."""
         return self.augmentation.sizes(indices, self.source.sizes[indices])
 
-    def in_originals(self, found: list[dict[str, torch.Tensor]], batch: DetectionBatch) -> list[dict]:
-        """Detections of a batch in pixels of the originals instead of the canvas; masks become `rles`."""
-        images = []
-        for place, index in enumerate(batch.positions.tolist()):
-            original = self.source.sizes[index]
-            of_image: dict[str, Any] = dict(found[place])
-            scale = torch.from_numpy(original).to(of_image["boxes"]) / batch.sizes[place].to(of_image["boxes"])
-            of_image["boxes"] = of_image["boxes"] * scale[[0, 1, 0, 1]]
-            if "masks" in of_image:
-                of_image["rles"] = pasted(of_image.pop("masks"), of_image["boxes"], original)
-            images.append(of_image)
-        return images
-
 
 def _describe_small(title: str, source: Annotated, augmentation: BoxAugmentation) -> str:
     """How many objects are too small to train on even at the largest short side. Raises `Refused` if most are."""
@@ -267,12 +306,6 @@ def _describe_small(title: str, source: Annotated, augmentation: BoxAugmentation
     first = source.name(int(owners[is_small].min(initial=0)))
     notes.leave_out(f"below {SMALLEST:g} pixel after resizing", first, is_small.sum())
     return "".join(notes.texts(len(owners), "raise --short_sides and --long_side"))
-
-
-def fill_of(model: Detector) -> tuple[int, int, int]:
-    """The colour of empty places: the mean of the images that the detector's weights are from."""
-    red, green, blue = (round(255 * value) for value in model.pretrained_cfg["mean"])
-    return red, green, blue
 
 
 def blank_padding(images: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:

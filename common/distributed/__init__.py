@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         gather_objects,
         gather_to_main,
         is_main,
+        rank,
         reduce_dict,
         world_size,
     )

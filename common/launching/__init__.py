@@ -6,5 +6,6 @@ from common.imports import face
 
 if TYPE_CHECKING:
     from common.launching import launch
+    from common.launching.launch import run as run_main
 
 __all__, __getattr__ = face(__name__)

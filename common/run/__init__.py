@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from common.imports import face
 
 if TYPE_CHECKING:
-    from common.run import eval_only
     from common.run.past_run import PastRun
     from common.run.run import Run
 

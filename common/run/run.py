@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from common.checkpoints.state import TrainingState
 from common.config import recipe_source
-from common.config.parsing import identity, short_hash
+from common.config.parsing import identity, read_weights, short_hash
 from common.data import duplicates
 from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
@@ -42,7 +41,8 @@ from common.distributed.environment import environment
 from common.errors import Refused
 from common.launching import launch
 from common.launching.exit_codes import END, RESTART, RESUMABLE, handle_stopping, notice, signal_name
-from common.run import micro_batch, plots
+from common.run import eval_only, micro_batch, plots
+from common.run.eval_batches import EvalBatches
 from common.run.folder import RunFolder, read_json, write_status
 from common.run.profiling import Profile
 from common.run.progress import direction_of
@@ -66,8 +66,12 @@ FIRST_SHOWN = 24  # samples of the first global batch, as a picture
 class Run:
     """One start of a run, from joining the processes of its launch to its final status.
 
+    With --eval_only it only evaluates: no folder is claimed, and `evaluate_only` is called instead of `prepare`.
+
     Attributes:
-        accelerator: Accelerate's, for its device and `autocast`; `Run.prepare` calls its `prepare`.
+        accelerator: Accelerate's; `Run.prepare` calls its `prepare`.
+        device: of this rank.
+        weights: with --eval_only, where the weights to evaluate are from; else None.
         step: optimizer steps done.
         best_step: the step of the best evaluation so far, over all starts; 0 before the first.
         total_steps: the run's length. `last`: the step after which this start ends.
@@ -79,7 +83,12 @@ class Run:
     def __init__(self, config: Any):
         """`config` is a recipe's, with the fields of `RunConfig` and `OptimizationConfig`, and its data and model."""
         self.config, self.accelerator = config, launch.start(config)
-        self._device, self.step, self.best_step = self.accelerator.device, 0, 0
+        self._device = self.device = self.accelerator.device
+        self.step, self.best_step = 0, 0
+        self.weights = read_weights(config) if config.eval_only else None
+        if self.weights is not None:
+            eval_only.announce(config, self.weights)
+            return
         if config.dtype == "float64" and self.accelerator.mixed_precision != "no":
             raise Refused(
                 f"--dtype float64 would be computed in {self.accelerator.mixed_precision}, as the launch says: "
@@ -97,6 +106,8 @@ class Run:
         self._started = self._stopping = False
         # When a wait for data or an evaluation began, which can be left; before the first step, always.
         self._leavable_since: float | None = 0.0
+        self._evaluation: Any = None  # of this step, if there is one
+        self._is_drawn = False  # its pictures
         self._is_evaluating = self._is_whole = False  # whole: the state is that of `step`, no update has begun
 
     def _open(self, path: Path) -> None:
@@ -114,11 +125,15 @@ class Run:
         self._look_for_others()
 
     def __enter__(self) -> "Run":
+        if self.weights is not None:
+            return self
         self._handlers = handle_stopping(self._on_signal)
         watchdog.on_end(lambda cause: write_status(self.path, "failed", self.step, cause))
         return self
 
     def __exit__(self, _, error, trace) -> None:
+        if self.weights is not None:
+            return
         try:
             if error is None and self._started and not self._stopping and self.step < self.last:
                 self._leave_early()
@@ -171,9 +186,9 @@ class Run:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         schedule: Schedule,
-        samples: Samples,
-        evaluated: Any,
-        losses_of: Callable[[torch.nn.Module, DeviceBatch], torch.Tensor],
+        train_set: Samples,
+        val_set: Any,
+        compute_losses: Callable[[torch.nn.Module, DeviceBatch], torch.Tensor],
     ) -> tuple:
         """All that comes before the first step; returns the wrapped model and the optimizers.
 
@@ -183,9 +198,14 @@ class Run:
         4. Loads the checkpoint to resume from, if there is one, and starts the data workers.
 
         Several optimizers have parameters of their own each, are all stepped in every step, and come back as a list.
-        `evaluated` (`step.Evaluated`) says how images are evaluated, and exports the model accordingly.
-        `losses_of(network, batch)`, one loss per sample, is explained at `step.TrainingStep`.
+        `val_set` (`step.Evaluated`) says how images are evaluated, and exports the model accordingly.
+        `compute_losses(network, batch)`, one loss per sample, is explained at `step.TrainingStep`.
         """
+        if self.weights is not None:
+            raise Refused(
+                f"--eval_only {self.config.eval_only}: this recipe has no way to evaluate alone; add to its main, before "
+                "run.prepare: if config.eval_only: return run.evaluate_only(model, val_set, evaluate)"
+            )
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer]
         if len(optimizers) > 1 and self.accelerator.scaler:
             raise Refused(
@@ -194,29 +214,30 @@ class Run:
             )
         TrainingState(model, optimizers)  # refuses parameters that no checkpoint would have
         sharding.check(model)
-        self._go_on_from_elsewhere(samples.source, evaluated.source)
+        self._go_on_from_elsewhere(train_set.source, val_set.source)
         self.model, self._ema = model, optimization.build_ema(self.config, model)
-        determinism.search_fastest(samples.few_shapes)
-        freezing, data = Freezing(self.config, model, samples.stream), (samples.source, evaluated.source)
-        self._training = TrainingStep(self.accelerator, model, samples, losses_of, freezing)
-        inexact = self._fit(self._make_plan(samples))
+        determinism.search_fastest(train_set.few_shapes)
+        freezing, data = Freezing(self.config, model, train_set.stream), (train_set.source, val_set.source)
+        self._training = TrainingStep(self.accelerator, model, train_set, compute_losses, freezing)
+        inexact = self._fit(self._make_plan(train_set))
         network, *wrapped = self._wrapped(model, optimizers)
         warm_up(network, model, partial(self._training.attempt, network, self.plan))
-        counted = "boxes" if hasattr(samples.source, "boxes") else "images"
+        counted = "boxes" if hasattr(train_set.source, "boxes") else "images"
         rows = data_rows(self.config.data, *data, counted)
-        rows |= start_rows(self.config, model, samples, self.plan, schedule.total_steps) | freezing.describe()
+        rows |= start_rows(self.config, model, train_set, self.plan, schedule.total_steps) | freezing.describe()
         rows |= {"layout": launch.describe(self.accelerator, self.config.dtype), "run folder": str(self.path)} | inexact
         if self.config.dry_run and self._folder:
             watchdog.note("looking for duplicates")
             rows |= duplicates.rows(*data)
-        self._records.describe(rows, *data, self.plan, getattr(samples, "sizes", {}))
+        self._records.describe(rows, *data, self.plan, getattr(train_set, "sizes", {}))
         state = TrainingState(model, optimizers, self._ema and self._ema.module, self.accelerator.scaler)
-        self._start(state, schedule, data, partial(evaluated.export, train=samples.source))
+        self._start(state, schedule, data, partial(val_set.export, train=train_set.source))
         self._update_size = UpdateSize(model, optimizers)
         steps = self.step, self.last
         self._training.begin(network, wrapped, self.plan, self.config.seed, steps, self.config.workers)
-        evaluated.cache = EvalCache(local_world_size())
-        self._loader = evaluation_loader(evaluated, self.plan.max_micro_batch_size, self.config.workers)
+        self._val_set = val_set
+        val_set.cache = EvalCache(local_world_size())
+        self._loader = evaluation_loader(val_set, self.plan.max_micro_batch_size, self.config.workers)
         model.train()
         if not self.step and not self.config.dry_run:
             parts = self._training.first_batch(self.plan, FIRST_SHOWN)
@@ -304,6 +325,10 @@ class Run:
         self._leavable_since = None
         self._started = self._is_whole = True
 
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """The precision of the launch, for a forward pass."""
+        return self.accelerator.autocast()
+
     # --- every step
 
     def steps(self) -> Iterator[int]:
@@ -365,6 +390,8 @@ class Run:
 
     def end_step(self, grad_norm: torch.Tensor) -> None:
         """The step is made: moves batch norm's running statistics and the moving average, and reports the step."""
+        self._evaluation = None
+        self._is_drawn = False
         outcome = self._training.end()
         self.step = step = self.step + 1
         if self._ema:
@@ -399,43 +426,84 @@ class Run:
 
     def evaluate(
         self,
-        evaluate: Callable[[torch.nn.Module, DataLoader], tuple],
-        leading: str,
+        evaluate: Callable[[torch.nn.Module, EvalBatches, Any], Any],
+        best_metric: str,
         larger_is_better: bool | None = None,
-    ) -> list:
-        """Evaluate the model, and its moving average if there is one; returns the rest of the last one.
+    ) -> Any:
+        """Evaluate the model, and its moving average if there is one; returns what `evaluate` did, of the last one.
 
-        `evaluate(model, loader)` gets this rank's share of the batches, and returns (results over all ranks, ...). They are
-        logged as `eval/...` and `eval/ema_...`. The model with the best `results[leading]` so far, of the average if there is
-        one, goes to `best/` with the next checkpoint. For names that are not known, as top1, AP and loss are,
-        `larger_is_better` is needed, else `Refused` is raised.
+        `evaluate(model, batches, data)` gets this rank's share of the images and their source. It returns a dict of results
+        over all ranks, or an object with `results()`, which makes that dict, and `draw(pictures)`, which is called when
+        there is time. Results are logged as `eval/...` and `eval/ema_...`. The model with the best `results[best_metric]` so
+        far, of the average if there is one, goes to `best/` with the next checkpoint. For names that are not known, as top1,
+        AP and loss are, `larger_is_better` is needed, else `Refused` is raised.
         """
         self._settle()  # evaluations and checkpoints build on finite steps
-        larger = direction_of(leading) if larger_is_better is None else larger_is_better
+        larger = direction_of(best_metric) if larger_is_better is None else larger_is_better
         if larger is None:
             raise Refused(
-                f"run.evaluate: whether a larger {leading} is better is not known; add larger_is_better=True, or False"
+                f"run.evaluate: whether a larger {best_metric} is better is not known; add larger_is_better=True, or False"
             )
-        with self._leavable(is_evaluating=True), sharding.shared_passes(self.model, self._loader) as loader:
-            results, *rest = evaluate(self.model, loader)
-        if leading not in results:
-            raise Refused(f"run.evaluate: leading={leading!r} is no result; there are {', '.join(results)}")
+        evaluation, results = self._evaluate(self.model, evaluate)
+        if best_metric not in results:
+            raise Refused(f"run.evaluate: best_metric={best_metric!r} is no result; there are {', '.join(results)}")
         if self._ema:
-            ema = self._ema.module
-            with self._leavable(is_evaluating=True), sharding.shared_passes(ema, self._loader) as loader:
-                of_ema, *rest = evaluate(ema, loader)
-            results = {f"ema_{key}": value for key, value in of_ema.items()} | results  # the exported weights' first
-            leading = f"ema_{leading}"
+            evaluation, ema_results = self._evaluate(self._ema.module, evaluate)
+            # The exported weights' first.
+            results = {f"ema_{key}": value for key, value in ema_results.items()} | results
+            best_metric = f"ema_{best_metric}"
         self._records.progress.owes_evaluation = False
-        if self._records.evaluation(self.step, results, leading, larger):
+        if self._records.evaluation(self.step, results, best_metric, larger):
             watchdog.note("writing best/")
             self._saving.keep_best(results)
             self.best_step = self.step
         self._stop_by_flags()
-        return rest
+        self._evaluation = evaluation
+        if broadcast_object(self._records.has_time_to_draw()):
+            self._draw_evaluation()
+        return evaluation
+
+    @torch.compiler.set_stance("force_eager")  # as it will be used; its sizes would need graphs of their own
+    def _evaluate(self, model: torch.nn.Module, evaluate: Callable[..., Any]) -> tuple[Any, dict]:
+        """What `evaluate` returns of `model`, and its results."""
+        model.eval()
+        with self._leavable(is_evaluating=True), sharding.shared_passes(model, self._loader) as loader:
+            batches = EvalBatches(loader, self._val_set.normalize, self.accelerator)
+            evaluation = evaluate(model, batches, self._val_set.source)
+            results = results_of(evaluation)
+        model.train()
+        return evaluation, results
+
+    def evaluate_only(
+        self,
+        model: torch.nn.Module,
+        val_set: Any,
+        evaluate: Callable[[torch.nn.Module, EvalBatches, Any], Any],
+    ) -> None:
+        """Print the results of the weights of --eval_only, a checkpoint's moving average if it has one; write a report.
+
+        `model` is built for them, and `evaluate` is as for `Run.evaluate`.
+        """
+        weights = self.weights
+        if weights is None:
+            raise Refused("run.evaluate_only: needs --eval_only, which names the weights to evaluate")
+        data = val_set.source
+        launch.say(eval_only.describe_data(self.config, weights, data))
+        eval_only.load_weights(model, weights)
+        batches = eval_only.build_batches(self.config, val_set, self.accelerator)
+        model.eval()
+        with torch.compiler.set_stance("force_eager"):
+            evaluation = evaluate(val_set.adapt(model).eval(), batches, data)
+            results = results_of(evaluation)
+        eval_only.report(self.config, weights, data, results, evaluation)
 
     def should_save(self) -> bool:
-        """True if a checkpoint is due now: by the cadence, or because some rank was asked to stop."""
+        """True if a checkpoint is due now: by the cadence, or because some rank was asked to stop.
+
+        After an evaluation this is a collective, by which the ranks agree whether the run ends there.
+        """
+        if self._evaluation is not None:
+            self._agree_on_end()
         return self._due(self.config.checkpoint_every, self.step) or self._stopping
 
     def save(self) -> None:
@@ -445,14 +513,6 @@ class Run:
         watchdog.note("writing a checkpoint")
         self._saving.save(self.step)
 
-    def should_draw(self) -> bool:
-        """True if pictures of an evaluation are due: after the last one, and while they take little of the run's time.
-
-        A collective, to be called after `evaluate`, and after `stop` if that is called here.
-        """
-        ends = self._ends()
-        return broadcast_object(ends or self._records.has_time_to_draw())
-
     def draw(self, name: str, function: Callable, *arguments) -> None:
         """Draw `pictures/<name>.png` by `function(*arguments, path)` on the main process; a failure is logged, not raised."""
         watchdog.note(f"drawing {name}")
@@ -460,12 +520,11 @@ class Run:
 
     # --- inside
 
-    def _ends(self) -> bool:
-        """True if the run ends with this step: by its length, or by `stop` on some rank. A collective."""
+    def _agree_on_end(self) -> None:
+        """Make this step the last if `stop` was called on some rank. A collective."""
         if self.step < self.last:
             self._agreed = self._agreed or first_said(self._ended_by)
             self._end(self.step)
-        return self.step == self.last
 
     def _stop_by_flags(self) -> None:
         """Let the run end if --patience or --max_hours says so: the main process decides, since clocks differ."""
@@ -551,8 +610,16 @@ class Run:
         if self._agreed and step < self.last:
             self.last, self._records.progress.ended_by = step, self._agreed
 
+    def _draw_evaluation(self) -> None:
+        """Draw the pictures of this step's evaluation, if it has any and they are not drawn."""
+        if hasattr(self._evaluation, "draw") and not self._is_drawn:
+            self._evaluation.draw(self)
+        self._is_drawn = True
+
     def _end_steps(self) -> None:
         self._profile.after(self.step, ends=True)
+        if self.step == self.last:
+            self._draw_evaluation()
         self._saving.wait()
 
     def _leave_early(self) -> None:
@@ -574,3 +641,8 @@ class Run:
             )
             self._stopping = self._stopping or report.stop
             self._agreed = self._agreed or report.ended_by
+
+
+def results_of(evaluation: Any) -> dict:
+    """The results over all ranks of what a recipe's `evaluate` returned: a dict, or an object that makes it. A collective."""
+    return evaluation if isinstance(evaluation, dict) else evaluation.results()

@@ -14,7 +14,6 @@ import torch
 from huggingface_hub import constants, get_session
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from timm.data import resolve_data_config
 from timm.data.transforms import str_to_interp_mode
 from timm.models._hub import save_config_for_hf
 from torch import nn
@@ -177,7 +176,7 @@ def create(
     return model
 
 
-def data_config(model: nn.Module, image_size: int = 0, crop_pct: float = 0.0) -> dict:
+def resolve_data_config(model: nn.Module, image_size: int = 0, crop_pct: float = 0.0) -> dict:
     """How images are prepared for the model: input_size (3, H, W), mean, std, interpolation, crop_pct, crop_mode.
 
     0 keeps the model's own.
@@ -185,7 +184,7 @@ def data_config(model: nn.Module, image_size: int = 0, crop_pct: float = 0.0) ->
     Raises `Refused` if images would have more than `MAX_PIXELS`, or if the model's folder has impossible values.
     """
     wishes = {"input_size": (3, image_size, image_size) if image_size else None, "crop_pct": crop_pct}
-    found = resolve_data_config(wishes, model=model)
+    found = timm.data.resolve_data_config(wishes, model=model)
     try:
         channels, height, width = found["input_size"]
         is_sound = channels == len(found["mean"]) == len(found["std"]) == 3 and all(map(math.isfinite, found["mean"]))
@@ -270,19 +269,21 @@ def _save_config(
     file.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def check_export(model: nn.Module, config: dict) -> None:
+def check_export(config: Any, model: nn.Module) -> None:
     """Raise `Refused` before the first step if an exported classifier would load as another model. Main process only.
 
     The weights make no difference to that. A module of another kind is exported as it is, and has to give logits.
+    With --eval_only nothing is exported, and nothing checked.
     """
-    if not is_main():
+    if config.eval_only or not is_main():
         return
+    data_config = resolve_data_config(model, config.image_size, config.crop_pct)
     if not is_of_timm(model):
-        _check_logits(model, config["input_size"])
+        _check_logits(model, data_config["input_size"])
         return
     model = _without_zeros(model)
     with tempfile.TemporaryDirectory(prefix="export_check_") as folder:
-        _save_config(model, [str(number) for number in range(model.num_classes)], config, Path(folder))
+        _save_config(model, [str(number) for number in range(model.num_classes)], data_config, Path(folder))
         try:
             # Passed directly: the disk may have no room for a file.
             weights = {"source": "", "state_dict": model.state_dict()}
@@ -292,7 +293,7 @@ def check_export(model: nn.Module, config: dict) -> None:
                 f"what would be exported to best/ can't be loaded by timm: {str(error).strip():.250}; put a model with parts "
                 "of your own into a torch.nn.Module of your own, which is exported as it is"
             ) from None
-    _refuse_another(model, loaded, config["input_size"])
+    _refuse_another(model, loaded, data_config["input_size"])
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from common.classification.augmentation import ColorJitter, Mixing, RandomErasing
-from common.classification.batches import Batch, TrainingSamples
+from common.classification.batches import Batch, TrainDataset
 from common.classification.transforms import TrainingTransform
 from common.data import loader
 from common.data.batch_plan import BatchPlan
@@ -71,9 +71,9 @@ class Numbers:
     image = content
 
 
-def samples(source: Numbers, batch: int = 12, config=VARIED, **options) -> TrainingSamples:
+def samples(source: Numbers, batch: int = 12, config=VARIED, **options) -> TrainDataset:
     stream = Stream(len(source), batch, seed=5)
-    return TrainingSamples(source, stream, TrainingTransform(config, DATA), 5, AUGMENTATIONS, **options)
+    return TrainDataset(source, stream, TrainingTransform(config, DATA), 5, AUGMENTATIONS, **options)
 
 
 def each_sample(batch: Batch) -> dict[int, bytes]:
@@ -114,14 +114,14 @@ def test_the_seed_and_the_epoch_vary_an_image() -> None:
     assert sorted(first.labels.tolist()) == sorted(later.labels.tolist()) == list(range(12))
     for label in range(12):
         assert not torch.equal(first.images[first.labels == label], later.images[later.labels == label])
-    other = TrainingSamples(source, Stream(12, 12, 5), TrainingTransform(VARIED, DATA), 6)
+    other = TrainDataset(source, Stream(12, 12, 5), TrainingTransform(VARIED, DATA), 6)
     assert not torch.equal(other.__getitems__(np.arange(12)).images, first.images)
 
 
 def test_a_broken_image_is_replaced_by_a_neighbour_and_named_once() -> None:
     source = Numbers(20, broken=frozenset({5, 6, 7, 19}))
     stream, transform, positions = Stream(20, 20, seed=5), TrainingTransform(VARIED, DATA), np.arange(20)
-    batch = TrainingSamples(source, stream, transform, 5).__getitems__(positions)
+    batch = TrainDataset(source, stream, transform, 5).__getitems__(positions)
     drawn = stream.indices(positions).tolist()
     shown = [{5: 8, 6: 8, 7: 8, 19: 0}.get(index, index) for index in drawn]
     assert batch.labels.tolist() == shown  # the label is the neighbour's, too

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from common.classification.batches import Batch
 from common.classification.calibration import TEMPERATURES, Calibration
-from common.classification.metrics import Evaluation
+from common.classification.evaluation import Evaluation
+from common.data.source import ModelClasses
 from common.distributed import collectives
 from tests.harness.processes import Processes
 
@@ -89,8 +90,10 @@ def evaluate_a_share(multi_label: bool) -> tuple:
     logits[30], labels[30] = 10 * logits[30], (logits[30].argmax() + 1) % 7  # the worst mistake, if it could be read
     labels = torch.nn.functional.one_hot(labels, 7).bool() if multi_label else labels
     readable = torch.arange(503) != 30
-    source = MagicMock(classes=tuple("abcdefg"), multi_label=multi_label, __len__=lambda _: 503)
-    found = Evaluation(source, "cpu", thorough=True)
+    names = tuple("abcdefg")
+    matched = ModelClasses(names, tuple(range(7)))
+    source = MagicMock(classes=names, multi_label=multi_label, __len__=lambda _: 503, model_classes=matched)
+    found = Evaluation(source, "cpu")
     for these in torch.arange(503).split(16)[collectives.rank() :: collectives.world_size()]:
         batch = Batch(torch.zeros(len(these)), labels[these], these, readable=readable[these])
         found.update(batch, logits[these].float())

@@ -11,7 +11,7 @@ from scipy.stats import ks_2samp
 from timm.data import create_transform
 from torchvision.transforms import RandomResizedCrop
 
-from common.classification.transforms import EvaluationTransform, TrainingTransform, crop
+from common.classification.transforms import EvalTransform, TrainingTransform, crop
 from common.data.decoding import Picture
 from common.data.images import BrokenImage
 from common.errors import Refused
@@ -115,7 +115,7 @@ def test_a_policy_with_a_typo_is_refused(policy: str) -> None:
 def test_evaluation_shows_what_timm_would(size: tuple[int, int], crop_mode: str) -> None:
     image = photograph(*size)
     config = DATA | {"crop_mode": crop_mode}
-    mine = EvaluationTransform(config)(image)
+    mine = EvalTransform(config)(image)
     assert mine.dtype == torch.uint8 and mine.shape == (3, 32, 32)
     mean, std = (255 * torch.tensor(DATA[key])[:, None, None] for key in ("mean", "std"))
     theirs = create_transform(**config, is_training=False)(image)
@@ -124,11 +124,11 @@ def test_evaluation_shows_what_timm_would(size: tuple[int, int], crop_mode: str)
 
 def test_a_stripe_that_an_evaluation_would_enlarge_beyond_the_limit_is_broken() -> None:
     """20,000 x 1 pixels would become 4,480,000 x 224: 4 GB. Below the limit a stripe is evaluated as any image."""
-    transform = EvaluationTransform(DATA | {"input_size": (3, 224, 224), "crop_pct": 1.0})
+    transform = EvalTransform(DATA | {"input_size": (3, 224, 224), "crop_pct": 1.0})
     with bounded(10, 256), pytest.raises(BrokenImage, match=r"would be enlarged to .*, the limit is 89478485"):
         transform(Image.new("RGB", (1, 20_000)))
     assert transform(Image.new("RGB", (1, 300))).shape == (3, 224, 224)
-    squash, border = (EvaluationTransform(DATA | {"crop_mode": crop_mode}) for crop_mode in ("squash", "border"))
+    squash, border = (EvalTransform(DATA | {"crop_mode": crop_mode}) for crop_mode in ("squash", "border"))
     assert squash(Image.new("RGB", (1, 20_000))).shape == (3, 32, 32)
     with pytest.raises(BrokenImage, match="a side is at least 1"):
         border(Image.new("RGB", (1, 20_000)))

@@ -1,9 +1,11 @@
 """Evaluated images are decoded once a run, within a share of the memory, and stay the same pixels."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from common.classification.batches import EvaluationSamples
+from common.classification.batches import EvalDataset
 from common.classification.sources import Spec, load
 from common.data import eval_cache
 from common.data.eval_cache import EvalCache
@@ -33,11 +35,13 @@ def reads(monkeypatch, tmp_path):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_images_are_decoded_once_and_stay_the_same(stripes, reads, workers) -> None:
     _, val = load(Spec(str(stripes), seed=0, val_share=0.2))
-    plain = EvaluationSamples(val, DATA_CONFIG)
+    transforms = SimpleNamespace(data_config=DATA_CONFIG, normalize=None)
+    plain = EvalDataset(val, transforms)
     expected = [batch.images for batch in evaluation_loader(plain, 8, 0)]
     num_reads = len(reads())
-    samples = EvaluationSamples(val, DATA_CONFIG, cache=EvalCache(num_ranks=1))
-    batches = evaluation_loader(samples, 8, workers)
+    dataset = EvalDataset(val, transforms)
+    dataset.cache = EvalCache(num_ranks=1)
+    batches = evaluation_loader(dataset, 8, workers)
     for _ in range(3):
         actual = [batch.images.clone() for batch in batches]
         assert len(actual) == len(expected) > 2

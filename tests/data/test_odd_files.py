@@ -57,7 +57,7 @@ def saved_data_set(root: Path, put: Place) -> None:
 
 def weights_of_a_model(root: Path, put: Place) -> None:
     model = timm.create_model("test_vit", num_classes=3)
-    timm_models.export(model, "abc", timm_models.data_config(model), False, {}, root / "best")
+    timm_models.export(model, "abc", timm_models.resolve_data_config(model), False, {}, root / "best")
     (root / "best/model.safetensors").unlink()
     put(root / "best/model.safetensors")
     timm_models.build_classifier(str(root / "best"), 3)

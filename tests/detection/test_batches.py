@@ -1,5 +1,7 @@
 """Batches of detection are a function of their positions; all of a step share one canvas."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from PIL import Image
 
 from common.data.stream import Stream
 from common.detection import batches
-from common.detection.batches import EvaluationScenes, TrainingImages
+from common.detection.batches import EvalDataset, TrainDataset
 from common.detection.data.annotated import Annotated
 from common.detection.data.masks import decode
 from common.detection.transforms import BoxAugmentation
@@ -40,9 +42,13 @@ def source(count=23, seed=0) -> Painted:
     return Painted(**columns([[next(objects) for _ in range(number)] for number in counts], sizes))
 
 
-def samples_of(data, size=6, ways=None) -> TrainingImages:
+def evaluated(data, resize: BoxAugmentation) -> EvalDataset:
+    return EvalDataset(data, SimpleNamespace(resize=resize, stride=16, fill=(7, 8, 9), normalize=None))
+
+
+def samples_of(data, size=6, ways=None) -> TrainDataset:
     augmentation = BoxAugmentation(0, (32, 48), 80, **ways or {})
-    return TrainingImages(data, Stream(len(data), size, 0), augmentation, 16, (7, 8, 9), 0)
+    return TrainDataset(data, Stream(len(data), size, 0), augmentation, 16, (7, 8, 9), 0)
 
 
 def test_padding_is_the_share_of_the_pixels_that_no_image_has():
@@ -92,7 +98,7 @@ def test_without_variation_training_shows_the_pixels_of_the_evaluation(square, s
     """Also of images that are made much smaller, of which no margin is cut off."""
     data = source()
     plain = BoxAugmentation(0, (short_side,), 80, square=square)
-    evaluation = EvaluationScenes(data, plain, 16, (7, 8, 9))
+    evaluation = evaluated(data, plain)
     for index in range(23):
         shown = plain([data.sample(index, 0)], 1000 + index, (7, 8, 9)).image
         height, width = shown.shape[1:]
@@ -115,7 +121,7 @@ def test_squares_of_a_step_have_one_side_and_no_padding():
 def test_what_is_found_is_given_in_pixels_of_the_original():
     """Boxes, and masks on the grids of their boxes."""
     data = source()
-    evaluation = EvaluationScenes(data, BoxAugmentation(0, (48,), 80), 16, (7, 8, 9))
+    evaluation = evaluated(data, BoxAugmentation(0, (48,), 80))
     indices = evaluation.batches(3)[0]
     batch = evaluation.__getitems__(indices)
     quarter = torch.tensor([[0.25, 0.5, 0.5, 1.0]])  # of each image

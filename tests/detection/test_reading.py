@@ -1,6 +1,7 @@
 """Images with boxes that are decoded in part show what decoding all of them shows."""
 
 import io
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from common.data.decoding import Picture, pixels_of
 from common.data.images import BrokenImage, open_rgb
 from common.data.loader import Prefetcher, training_loader
 from common.data.stream import Stream
-from common.detection.batches import EvaluationScenes, TrainingImages
+from common.detection.batches import EvalDataset, TrainDataset
 from common.detection.data import scenes
 from common.detection.data.annotated import Annotated, Sample
 from common.detection.transforms import BoxAugmentation
@@ -68,9 +69,9 @@ def source(files: dict[str, bytes]) -> Files:
     return found
 
 
-def samples_of(data, cache=None) -> TrainingImages:
+def samples_of(data, cache=None) -> TrainDataset:
     augmentation = BoxAugmentation(3, (48, 64), 100, **GEOMETRY)
-    return TrainingImages(data, Stream(len(data), 8, 5), augmentation, 16, FILL, 5, cache=cache)
+    return TrainDataset(data, Stream(len(data), 8, 5), augmentation, 16, FILL, 5, cache=cache)
 
 
 def batches(samples) -> list:
@@ -117,7 +118,7 @@ def test_samples_are_those_of_decoding_everything(size, short_side, most, mean, 
 def test_every_kind_of_file_is_upright_and_an_evaluation_decodes_all_of_it() -> None:
     """As the script beside an exported detector does, at whatever size."""
     data, shown = source(FILES), BoxAugmentation(0, (10_000,), 48)  # their long side becomes 48
-    evaluation = EvaluationScenes(data, shown, 16, FILL)
+    evaluation = EvalDataset(data, SimpleNamespace(resize=shown, stride=16, fill=FILL, normalize=None))
     for index, content in enumerate(FILES.values()):
         image, result = open_rgb(content), shown([data.sample(index, 0)], index, FILL)
         assert image.size == tuple(data.sizes[index])

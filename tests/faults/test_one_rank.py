@@ -57,16 +57,16 @@ def on_rank(number: int, change, rank: int) -> None:
 
 
 def hang_in_data() -> None:
-    from common.classification.batches import TrainingSamples
+    from common.classification.batches import TrainDataset
 
-    read = TrainingSamples.__getitems__
+    read = TrainDataset.__getitems__
 
     def wait_for_ever(samples, positions):
         if positions[0] > 240:
             threading.Event().wait()
         return read(samples, positions)
 
-    TrainingSamples.__getitems__ = wait_for_ever
+    TrainDataset.__getitems__ = wait_for_ever
 
 
 def fail_in_a_step(error: Exception) -> None:
@@ -87,7 +87,7 @@ def see_other_data() -> None:
     from recipes import cls
 
     build = cls.build_data
-    cls.build_data = lambda config: build(dataclasses.replace(config, data=f"{config.data}_of_another_time"))
+    cls.build_data = lambda config, _: build(dataclasses.replace(config, data=f"{config.data}_of_another_time"))
 
 
 def make_a_loss_nan() -> None:

@@ -76,8 +76,7 @@ def start_of(run: Outcome) -> Tensors:
     recipe = load(Path(json.loads((run.folder / "environment.json").read_text())["recipe"]))
     config = parse(recipe.Config, ["--config", str(run.folder / "config.yaml")])
     classes = json.loads((run.checkpoint / "record.json").read_text())["classes"]
-    model = recipe.build_model(config, tuple(classes), torch.device("cpu"))
-    return (model[0] if isinstance(model, tuple) else model).state_dict()
+    return recipe.build_model(config, tuple(classes), torch.device("cpu")).state_dict()
 
 
 def assert_same_training(whole: Outcome, cut: Outcome, start: Tensors | None = None) -> None:

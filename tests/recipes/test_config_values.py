@@ -15,10 +15,12 @@ import timm
 import torch
 
 from common.classification.augmentation import ColorJitter, Mixing
-from common.classification.transforms import EvaluationTransform, TrainingTransform
+from common.classification.transforms import EvalTransform, TrainingTransform
 from common.config.parsing import identity, parse, short_hash
 from common.data.batch_plan import BatchPlan
 from common.data.stream import Stream
+from common.detection.grouping import build_stream
+from common.detection.models.detectors import OF_TRANSFORMERS
 from common.errors import Refused
 from common.training import timm_models
 from common.training.optimizer import build_optimizer, build_schedule
@@ -67,22 +69,26 @@ def plan(config, model) -> None:
     unit = config.norm_batch_size if config.batch_norm == "group" else 1
     if cut := one_line(BatchPlan, config.global_batch_size, 1, config.max_micro_batch_size, max(1, unit)):
         assert str(cut) and cut.span(0, cut.micro_steps - 1)[1] <= config.global_batch_size
-    stream = one_line(det.build_stream, config, images) if recipe is det else one_line(Stream.of, config, len(images))
+    stream = one_line(build_stream, config, images) if recipe is det else one_line(Stream.of, config, len(images))
     if stream and (schedule := one_line(build_schedule, config, stream)):
         steps = schedule.total_steps
         assert math.isfinite(stream.epoch(steps)) and stream.positions(steps, (0, 1))[0] >= 0
         assert all(math.isfinite(schedule(step)) for step in (0, 1, steps // 2, max(0, steps - 1)))
     if recipe is det:
-        detector = SimpleNamespace(stride=32, pretrained_cfg={"mean": (0.5,) * 3, "std": (0.5,) * 3})
-        *augmentations, _ = one_line(det.build_augmentation, config, detector, torch.device("cpu")) or (None,)
-        for augmentation in augmentations:
+        detector = SimpleNamespace(
+            stride=32,
+            needs_squares=config.detector in OF_TRANSFORMERS,
+            pretrained_cfg={"mean": (0.5,) * 3, "std": (0.5,) * 3},
+        )
+        transforms = one_line(det.build_transforms, config, detector, torch.device("cpu"))
+        for augmentation in (transforms.augment, transforms.resize) if transforms else ():
             sizes = augmentation.sizes(np.arange(3), np.array([[64, 48], [1, 1], [89_000_000, 1]]))
             assert (sizes > 0).all() and (sizes <= 8192).all()
     if recipe is cls:
-        shown = one_line(timm_models.data_config, model, config.image_size, config.crop_pct)
+        shown = one_line(timm_models.resolve_data_config, model, config.image_size, config.crop_pct)
         if shown:
             one_line(TrainingTransform, config, shown)
-            one_line(EvaluationTransform, shown)
+            one_line(EvalTransform, shown)
             if config.mixup or config.cutmix:
                 mixing = Mixing(config.seed, config.mixup, config.cutmix, shown["input_size"][1:])
                 assert np.isfinite(mixing.sample(np.arange(4))).all()

@@ -22,9 +22,9 @@ EXACT += "--schedule constant".split()
 GROUPS = "--batch_norm group --norm_batch_size 10"  # leaves three processes unequal shares: 20, 20 and 10
 # Which changes are made together, and the flags of the run.
 DAYS = {
-    "focal": (("focal-loss", "a-second-head"), "--model test_vit --lr 2e-3"),
+    "focal": (("focal-loss", "a-second-head", "a-picture-of-your-own"), "--model test_vit --lr 2e-3"),
     "margin": (("margin-head", "a-data-set-of-your-own"), "--model test_vit --lr 2e-3"),
-    "stages": (("frozen-stages", "learning-rates-of-their-own"), f"{GROUPS} --lr 2e-3"),
+    "stages": (("frozen-stages", "learning-rates-of-their-own", "an-evaluation-of-your-own"), f"{GROUPS} --lr 2e-3"),
     "optimizers": (
         ("two-optimizers", "an-augmentation-of-your-own", "early-stopping", "another-metric"),
         f"{GROUPS} --lr 2e-3 --ema_decay 0.9",
@@ -50,8 +50,16 @@ BREAK = """The loop is left behind a step.
 """
 DRAWS = """Says when it draws.
 @@
-+                    launch.say(f"draws at step {run.step}")
-                     draw(run, val, found)
++class Announced(Evaluation):
++    def draw(self, pictures):
++        super().draw(pictures)
++        print("draws at step", pictures.step)
++
++
+ def predict(model, batch):
+@@ evaluate
+-    evaluation = Evaluation(data, batches.device)
++    evaluation = Announced(data, batches.device)
 """
 MEAN = """A mean as loss, of shape [1] or [].
 @@
@@ -96,7 +104,8 @@ def runs(run_several, stripes, scenes, tmp_path_factory) -> dict[str, dict[str, 
         cases, output = {}, ["--output_dir", folder / f"runs_{processes}"]
         for name, (changes, flags) in DAYS.items():
             kind, diffs = recipe_of(changes[0]), [CHANGES[change] for change in changes]
-            recipe = copy(folder / f"{kind}_{name}.py", *diffs, *[DRAWS] * (kind == "cls"), recipe=kind)
+            diffs += [DRAWS] if name == "module" else []
+            recipe = copy(folder / f"{kind}_{name}.py", *diffs, recipe=kind)
             cases[name] = [recipe, *own.get(name, data), *EXACT, *flags.split(), *output]
         if processes == 3:
             cases["one_rank"] = [one_rank, *data, *short, *output]
@@ -134,8 +143,8 @@ def test_a_changed_copy_is_the_same_run_on_any_layout(name: str, runs: dict[str,
     assert (one.outcome, three.outcome) == ("ok", "ok"), one.text + three.text
     losses = one.column("train/loss")
     assert len(losses) == 8 and losses[-1] < losses[0]
-    results = {"train/loss_box", "eval/AP"} if name == "detector" else {"eval/loss", "eval/f1_macro"}
-    assert {key for row in one.rows for key in row} >= results
+    results = {"detector": {"train/loss_box", "eval/AP"}, "stages": {"eval/accuracy"}}
+    assert {key for row in one.rows for key in row} >= results.get(name, {"eval/loss", "eval/f1_macro"})
     assert_same_training(one, three)
 
 

@@ -25,6 +25,7 @@ from common.detection.data import sources
 from common.detection.evaluation.metrics import Detections
 from common.detection.export import describe, export
 from common.detection.models.detectors import OF_TRANSFORMERS
+from common.run.eval_batches import EvalBatches
 from tests.harness.annotations import annotation, coco
 from tests.harness.launching import small
 from tests.harness.photographs import exif
@@ -96,13 +97,16 @@ class Case:
                     parameter.fill_(-7.0)
                 if name.endswith("bbox_reg.bias") and self.family == "fcos":  # boxes with an area
                     parameter.copy_(2 + 0.5 * torch.randn(parameter.shape, generator=generator))
-        _, self.plain, self.normalize = recipe.build_augmentation(self.config, self.model, torch.device("cpu"))
+        self.transforms = recipe.build_transforms(self.config, self.model, torch.device("cpu"))
 
     def evaluate(self, most: int) -> tuple[dict, Detections]:
-        scenes = recipe.EvaluationScenes.of(self.val, self.plain, self.model)
-        loader = evaluation_loader(scenes, most, self.config.workers)
+        dataset = recipe.EvalDataset(self.val, self.transforms)
+        loader = evaluation_loader(dataset, most, self.config.workers)
         accelerator = SimpleNamespace(device=torch.device("cpu"), autocast=contextlib.nullcontext)
-        return recipe.evaluate(self.model, loader, accelerator, self.normalize, self.val)
+        self.model.eval()
+        evaluation = recipe.evaluate(self.model, EvalBatches(loader, dataset.normalize, accelerator), self.val)
+        self.model.train()
+        return evaluation.results(), evaluation.detections
 
     def with_objects(self):
         """The images, with every third detection of each, moved a little, as its objects."""
@@ -135,8 +139,8 @@ def test_the_limit_of_detections_follows_the_objects(tmp_path) -> None:
         model = recipe.build_model(config, train.classes, torch.device("cpu"))
         assert model.limit == limit and model.title.endswith(f", up to {limit} detections in an image")
         assert describe(model)["options"]["detections_per_img"] == limit and fields == identity(config)
-        plain, best = recipe.build_augmentation(config, model, torch.device("cpu"))[1], tmp_path / f"best {limit}"
-        export(model, train, plain, {}, best)
+        transforms, best = recipe.build_transforms(config, model, torch.device("cpu")), tmp_path / f"best {limit}"
+        export(model, train, transforms.resize, {}, best)
         record = {"name": "a", "recipe": "det", "step": 1, "config": dataclasses.asdict(config), "identity": fields}
         (best / "run.json").write_text(json.dumps(made_by(record)))
         evaluated = parse(recipe.Config, ["--eval_only", str(best)], "det")
@@ -200,7 +204,7 @@ def test_users_of_best_get_the_ap_that_the_evaluation_gave(family, photos, tmp_p
     case.val = case.with_objects()
     results, _ = case.evaluate(8)
     assert 0.1 < results["AP"] < 0.95
-    export(case.model, case.val, case.plain, results, tmp_path / "best")
+    export(case.model, case.val, case.transforms.resize, results, tmp_path / "best")
     if family in OF_TRANSFORMERS:
         found = by_pipeline(tmp_path / "best", photos, case.val)
     else:

@@ -199,7 +199,7 @@ def test_classes_are_matched_by_name_whatever_their_order_and_number(odd, root, 
 
 def test_a_folder_without_class_names_is_evaluated_in_the_order_of_the_data(odd, root, forks, tmp_path) -> None:
     model, folder = timm.create_model("test_resnet", num_classes=5), tmp_path / "timm"
-    timm_models.export(model, STUFFS, timm_models.data_config(model, 64, 0.9), False, {}, folder)
+    timm_models.export(model, STUFFS, timm_models.resolve_data_config(model, 64, 0.9), False, {}, folder)
     content = json.loads((folder / "config.json").read_text())
     del content["label_names"]
     (folder / "config.json").write_text(json.dumps(content))

@@ -35,7 +35,7 @@ WORLDS = ("2 shards", "2", "1", "3 shards", "3", "2 zero2", "4 hybrid", "5 shard
 # A copy, as any person's, that says what its parameters are: a run that was not sharded would agree, too.
 SAYS_KINDS = """\
 @@ main
-         network, optimizer = run.prepare(model, optimizer, schedule, samples, evaluated, losses_of)
+         network, optimizer = run.prepare(model, optimizer, schedule, train_set, val_set, compute_losses)
 +        kinds = sorted({type(parameter.data).__name__ for parameter in network.parameters()})
 +        run.say(f"parameters: {', '.join(kinds)}")
 """

@@ -24,8 +24,8 @@ NUMBERS = """Numbers of the samples and of the model, and pictures at each evalu
 +            run.log({"train/weight": next(model.parameters()).detach().norm(), "train/half": 0.5})
              grad_norm = run.clip_gradients(config.clip, config.clip_mode)
 @@ main
--                if run.should_draw():
-+                if run.should_draw() or True:
+-                run.evaluate(evaluate, best_metric="f1" if val_data.multi_label else "top1")
++                run.evaluate(evaluate, best_metric="top1").draw(run)
 """
 FLAGS = "--name run --model test_vit --dtype float64 --global_batch_size 51 --max_steps 6 --eval_every 3 --log_every 2"
 NOISE = """Random numbers of each place that a copy may draw them in.
@@ -38,8 +38,8 @@ NOISE = """Random numbers of each place that a copy may draw them in.
 +        return images + sampled.to(images)[:, None, None, None], targets
 +
 +
- def build_augmentation(config: Config, train: sources.Source, data_config: dict, device: torch.device):
-@@ build_augmentation
+ def build_transforms(config: Config, model, device: torch.device) -> Transforms:
+@@ build_transforms
      augmentations.append(normalize)
 +    augmentations.append(Noise(data_config, dtype, device))
 """
@@ -54,22 +54,26 @@ MISTAKES = {
     "the loss": OF_LOSS,
     "another parameter": """A parameter beside the model.
 @@ main
-         optimizer, schedule = build_optimizer(config, model), build_schedule(config, samples.stream)
+         optimizer = build_optimizer(config, model)
 +        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
 """,
     "no direction": """A result of one's own that leads.
 @@ evaluate
-     results = found.results()
-+    results["regret"] = 1 - results["top1"]
+-    return evaluation  # has results() over all ranks, and pictures; a dict of results will do, too
++    results = evaluation.results()
++    return results | {"regret": 1 - results["top1"]}
 @@ main
--                (found,) = run.evaluate(validate, leading="f1" if val.multi_label else "top1")
-+                (found,) = run.evaluate(validate, leading="regret")
+-                run.evaluate(evaluate, best_metric="f1" if val_data.multi_label else "top1")
++                run.evaluate(evaluate, best_metric="regret")
 """,
 }
 OF_ONE_RANK = """A metric that is not reduced.
+@@
+-from common.distributed import all_or_none
++from common.distributed import all_or_none, rank
 @@ evaluate
-     results = found.results()
-+    results["first"] = float(accelerator.process_index)
+-    return evaluation  # has results() over all ranks, and pictures; a dict of results will do, too
++    return evaluation.results() | {"first": float(rank())}
 """
 OWN = ("train/confidence", "train/squared", "train/weight", "train/half")
 

@@ -18,7 +18,7 @@ import skimage.data
 import torch
 from PIL import Image
 
-from common.classification.transforms import EvaluationTransform
+from common.classification.transforms import EvalTransform
 from common.errors import Refused
 from common.training import batch_norm, timm_models
 from tests.harness.launching import ROOT
@@ -121,7 +121,7 @@ def test_pixels_are_those_of_the_evaluation_to_the_last_level() -> None:
     ):
         config = {"input_size": (3, *size), "crop_pct": crop_pct, "interpolation": kernel, "crop_mode": crop_mode}
         config |= {"mean": tuple(mean.tolist()), "std": (1 / 255,) * 3}
-        inside, outside = classifier.preprocessing_of(config), EvaluationTransform(config)
+        inside, outside = classifier.preprocessing_of(config), EvalTransform(config)
         for picture in pictures:
             if crop_mode == "border" and picture.shape[0] == 3:
                 continue  # a stripe that would be thinner than a pixel, which the evaluation refuses
@@ -132,7 +132,7 @@ def test_pixels_are_those_of_the_evaluation_to_the_last_level() -> None:
 def test_runtimes_agree_with_torch_on_photographs(tmp_path) -> None:
     model = timm_models.build_classifier("convnext_atto", 10)
     batch_norm.convert(model, "group", group_size=4)
-    config = timm_models.data_config(model.eval()) | {"crop_mode": "border"}  # which needs most operations
+    config = timm_models.resolve_data_config(model.eval()) | {"crop_mode": "border"}  # which needs most operations
     assert config["input_size"] == (3, 224, 224) and config["crop_pct"] < 1
     with torch.no_grad():  # random weights hardly tell pictures apart
         model.get_classifier().weight.mul_(20)
@@ -152,7 +152,7 @@ def test_runtimes_agree_with_torch_on_photographs(tmp_path) -> None:
 
 def test_each_class_of_multi_label_data_has_a_probability_of_its_own(tmp_path) -> None:
     model = timm_models.build_classifier("test_resnet", 3)
-    config = timm_models.data_config(model, 32, 1.0)
+    config = timm_models.resolve_data_config(model, 32, 1.0)
     timm_models.export(model, ("a", "b", "c"), config, True, {}, tmp_path / "best")
     rows = ["path,a,b,c"]
     for index in range(8):
@@ -180,9 +180,8 @@ def test_a_module_that_a_copied_recipe_defines_is_exported(trained_classifier, t
     record = read(trained_classifier / "best" / "run.json")
     (tmp_path / "best" / "run.json").write_text(json.dumps(record | {"recipe": "mine"}))
     source = (ROOT / "recipes" / "cls.py").read_text()
-    begin, end = map(
-        source.index, ("        model = timm_models.build_classifier(", "        data_config = timm_models")
-    )
+    begin = source.index("        model = build_classifier(")
+    end = source.index("        check_export(")
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "mine.py").write_text(f"{source[:begin]}        model = {own}\n{source[end:]}")
     named = ["--recipe", str(tmp_path / "source" / "mine.py")]

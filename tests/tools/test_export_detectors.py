@@ -15,12 +15,13 @@ import skimage.data
 import torch
 from PIL import Image
 
-from common.detection.batches import EvaluationScenes, fill_of
+from common.detection.batches import EvalDataset, Transforms
 from common.detection.data.annotated import Annotated, no_boxes
 from common.detection.models.detectors import OF_TRANSFORMERS, Detector, build_detector
 from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
+from common.run.eval_batches import EvalBatches
 from tests.harness import small_rf_detr
 from tests.harness.runs import copied, read
 from tests.tools.test_export import check
@@ -29,7 +30,7 @@ from tools.export.__main__ import load, main
 from tools.export.detector import MOVED_SCORE, compare
 from tools.export.detector_module import Exportable
 from tools.export.proof import judge
-from tools.trained import RECIPES, load_recipe
+from tools.trained import RECIPES, Trained, load_recipe
 
 CLASSES = tuple("0123456789")
 SPECS = {
@@ -85,14 +86,15 @@ def built(family: str) -> tuple[Detector, BoxAugmentation]:
 def evaluated(detector: Detector, plain: BoxAugmentation, source: Photographs) -> list[dict[str, np.ndarray]]:
     """What the recipe's evaluation finds in each image."""
     recipe = load_recipe(RECIPES / "det.py")
-    *_, normalize = recipe.build_augmentation(recipe.Config(), detector, torch.device("cpu"))
-    scenes = EvaluationScenes(source, plain, detector.stride, fill_of(detector))
-    batches = [scenes.__getitems__(np.array([index])) for index in range(len(source))]
-    loader = type("Loader", (list,), {"dataset": scenes})(batches)
+    transforms = Transforms(detector, plain, plain, torch.float32, torch.device("cpu"))
+    dataset = EvalDataset(source, transforms)
+    batches = [dataset.__getitems__(np.array([index])) for index in range(len(source))]
+    loader = type("Loader", (list,), {"dataset": dataset})(batches)
     accelerator = SimpleNamespace(device=torch.device("cpu"), autocast=contextlib.nullcontext)
+    trained = Trained(recipe, recipe.Config(), None)
     return [
         {name: found[name].numpy() for name in DETECTIONS}
-        for _, (found,) in recipe.predict(detector, loader, accelerator, normalize)
+        for _, (found,) in trained.predict(detector, EvalBatches(loader, dataset.normalize, accelerator))
     ]
 
 

@@ -22,7 +22,6 @@ from PIL import Image
 
 from common.errors import Refused
 from common.launching import launch as launching
-from common.run import eval_only
 from tests.harness.drawings import picture, save_colours
 from tests.harness.launching import ROOT, inherited
 from tests.harness.runs import read, refusal, rows_of, start_tool
@@ -43,7 +42,7 @@ def held_out(run: Path):
     """The source of the images that `run` was evaluated on."""
     trained = load(str(run), reads_data=True)
     launching.start(trained.config)
-    return eval_only.read(trained.config, trained.origin, trained.recipe.build_data)[0]
+    return trained.load_data()
 
 
 @pytest.fixture(scope="module")

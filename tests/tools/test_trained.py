@@ -79,7 +79,7 @@ def test_a_recipe_that_the_user_names_is_executed(trained_classifier, tmp_path) 
     with pytest.raises(Refused, match=r"mine\.py, which is not .*det\.py"):
         load(str(best), ["--recipe", str(RECIPES / "det.py")])
     copy.write_text("Config = None\n")
-    with pytest.raises(Refused, match=r"mine\.py.*build_evaluation"):
+    with pytest.raises(Refused, match=r"mine\.py.*build_model"):
         load(str(best), ["--recipe", str(copy)])
 
 

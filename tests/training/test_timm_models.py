@@ -4,6 +4,7 @@ import copy
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub.constants
 import pytest
@@ -17,6 +18,7 @@ from common.errors import Refused
 from common.training import batch_norm, drop_path, timm_models
 from common.training.timm_models import build_classifier
 
+TRAINED = SimpleNamespace(eval_only="", image_size=0, crop_pct=0.0)
 CLASSES = ("daisy", "rose", "007", "tulip & co", "no")
 SIZE = 48
 
@@ -45,7 +47,7 @@ def test_an_exported_model_is_the_same_in_plain_timm(architecture: str, tmp_path
     model, folder = converted(architecture), tmp_path / "best"
     model.pretrained_cfg["crop_mode"] = "squash"  # as 100 published weights are evaluated
     before = copy.deepcopy(model.state_dict())
-    wanted = timm_models.data_config(model, SIZE, 0.9)
+    wanted = timm_models.resolve_data_config(model, SIZE, 0.9)
     timm_models.export(model, CLASSES, wanted, False, {"top1": 0.5}, folder)
 
     plain = timm.create_model(f"local-dir:{folder}", pretrained=True)
@@ -61,7 +63,7 @@ def test_an_exported_model_is_the_same_in_plain_timm(architecture: str, tmp_path
     # The same folder is a --model: as it is, or with a new head where the classes are others.
     again = build_classifier(str(folder), len(CLASSES), image_size=SIZE)
     assert torch.equal(outputs(again), outputs(model))
-    assert timm_models.data_config(again) == theirs
+    assert timm_models.resolve_data_config(again) == theirs
     other = build_classifier(str(folder), 3, image_size=SIZE, seed=1)
     assert outputs(other).shape == (2, 3)
     kept = [name for name, value in other.state_dict().items() if torch.equal(value, model.state_dict().get(name))]
@@ -78,7 +80,7 @@ def test_transformers_loads_an_exported_model_and_gives_timms_probabilities(
     model, folder = build_classifier(architecture, 3, image_size=SIZE), tmp_path / "best"
     with torch.no_grad():
         model.get_classifier().weight.mul_(5)
-    timm_models.export(model, CLASSES[:3], timm_models.data_config(model, SIZE, 0.9), multi_label, {}, folder)
+    timm_models.export(model, CLASSES[:3], timm_models.resolve_data_config(model, SIZE, 0.9), multi_label, {}, folder)
     noise = torch.randint(0, 256, (70, 90, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     image = Image.fromarray(noise.numpy())
 
@@ -95,7 +97,7 @@ def test_transformers_loads_an_exported_model_and_gives_timms_probabilities(
 @pytest.mark.parametrize("architecture", ["test_vit", "crossvit_9_240"])
 def test_a_head_keeps_what_it_knows_of_classes_by_name_and_says_so(architecture: str, tmp_path: Path) -> None:
     model, folder = build_classifier(architecture, len(CLASSES)), tmp_path / "best"
-    timm_models.export(model, CLASSES, timm_models.data_config(model), False, {}, folder)
+    timm_models.export(model, CLASSES, timm_models.resolve_data_config(model), False, {}, folder)
     trained, heads = model.state_dict(), timm_models._head(model)
     number, size = len(trained), len(heads)
     assert size == (4 if architecture.startswith("cross") else 2)
@@ -124,7 +126,7 @@ def test_a_head_keeps_what_it_knows_of_classes_by_name_and_says_so(architecture:
 
 def test_a_head_without_class_names_is_kept_for_as_many_classes_and_that_is_said(tmp_path: Path) -> None:
     model = build_classifier("test_resnet", 3)
-    timm_models.export(model, CLASSES[:3], timm_models.data_config(model), False, {}, tmp_path / "best")
+    timm_models.export(model, CLASSES[:3], timm_models.resolve_data_config(model), False, {}, tmp_path / "best")
     content = json.loads((tmp_path / "best/config.json").read_text())
     del content["label_names"]
     (tmp_path / "best/config.json").write_text(json.dumps(content))
@@ -138,7 +140,7 @@ def test_a_head_without_class_names_is_kept_for_as_many_classes_and_that_is_said
 def test_a_model_that_others_would_load_as_another_is_refused_before_the_first_step(monkeypatch) -> None:
     """timm gives fbnetc_100 another epsilon with pretrained=True, which is how exported models are loaded."""
     model = build_classifier("fbnetc_100", len(CLASSES))
-    timm_models.check_export(model, timm_models.data_config(model))
+    timm_models.check_export(TRAINED, model)
     features = timm_models.create("fbnetc_100", pretrained=False, seed=0, wishes={}, features_only=True)
     timm_models.check_features(features, {"model_name": "fbnetc_100", "bn_eps": 1e-3})
     refused = "--model fbnetc_100: others would load another model"
@@ -147,7 +149,7 @@ def test_a_model_that_others_would_load_as_another_is_refused_before_the_first_s
     monkeypatch.setattr(timm_models, "AS_PRETRAINED", {})
     model = build_classifier("fbnetc_100", len(CLASSES))
     with pytest.raises(Refused, match=refused):
-        timm_models.check_export(model, timm_models.data_config(model))
+        timm_models.check_export(TRAINED, model)
 
 
 @pytest.mark.parametrize(
@@ -242,11 +244,11 @@ def test_an_option_that_a_model_lacks_is_refused_only_when_asked_for() -> None:
 
 
 def test_a_module_of_another_kind_has_to_make_logits() -> None:
-    config = timm_models.data_config(nn.Flatten(), SIZE)
     model = nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(3 * SIZE**2, 5)).train()
-    timm_models.check_export(model, config)
+    config = SimpleNamespace(eval_only="", image_size=SIZE, crop_pct=0.0)
+    timm_models.check_export(config, model)
     assert model.training and model[1].training
     with pytest.raises(
         Refused, match=rf"Conv2d makes \[1, 4, 1, 1\] of images \[1, 3, {SIZE}, {SIZE}\] in evaluation, not"
     ):
-        timm_models.check_export(nn.Conv2d(3, 4, SIZE), config)
+        timm_models.check_export(config, nn.Conv2d(3, 4, SIZE))

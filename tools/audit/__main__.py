@@ -49,11 +49,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"--data {trained.config.data}: has other classes than {checkpoint} was trained on; "
             "name the data that the run was trained on"
         )
-    model, normalize, loader = trained.build(train_data, accelerator.device)
+    model, batches = trained.build(train_data, accelerator)
     task = boxes if trained.is_detector else labels
     with torch.compiler.set_stance("force_eager"):
-        batches = trained.recipe.predict(model, loader, accelerator, normalize)
-        findings = task.find(train_data, batches, accelerator.device)
+        findings = task.find(train_data, trained.predict(model, batches), accelerator.device)
     if not is_main():
         return
     folder = options.output or checkpoint.absolute().parents[1]

@@ -9,11 +9,9 @@ import numpy as np
 import torch
 
 from common.data import splits
-from common.detection import Detections
-from common.detection.models.detectors import Matched
+from common.detection.evaluation.metrics import Detections
 from common.distributed import gather_to_main, is_main
 from common.errors import Refused
-from common.run import eval_only
 from tools.compare.average_precision import AveragePrecision
 from tools.compare.bootstrap import Measure
 from tools.trained import Trained, load
@@ -28,7 +26,6 @@ class Candidate:
     path: Path
     trained: Trained
     val: Any
-    places: Sequence[int]  # the model's class id of each class of the data
 
     @property
     def part(self) -> str:
@@ -45,8 +42,7 @@ def find(runs: Sequence[Path], flags: Sequence[str]) -> list[Candidate]:
     found: list[Candidate] = []
     for path in runs:
         trained = load(str(path), flags, reads_data=True)
-        val, _, places = eval_only.read(trained.config, trained.origin, trained.recipe.build_data)
-        found.append(Candidate(path, trained, val, places))
+        found.append(Candidate(path, trained, trained.load_data()))
         first, here = found[0], found[-1]
         if here.trained.is_detector != first.trained.is_detector:
             raise Refused(f"{first.path} and {path}: a classifier and a detector have no result in common")
@@ -73,10 +69,11 @@ def measure(candidate: Candidate, accelerator) -> Measure | None:
     """Evaluate: the model's result as a function of how often each image counts; None but on the main process. A collective."""
     if candidate.trained.is_detector:
         return _detect(candidate, accelerator)
-    val, (model, normalize, loader) = candidate.val, candidate.trained.build(candidate.val, accelerator.device)
-    model, _ = eval_only.match(model, val, candidate.trained.classes, candidate.places)
+    val = candidate.val
+    model, batches = candidate.trained.build(val, accelerator)
+    model = batches.loader.dataset.adapt(model)
     positions, counts = [np.zeros(0, np.int64)], [np.zeros((0, 2), np.int64)]
-    for batch, logits in candidate.trained.recipe.predict(model, loader, accelerator, normalize):
+    for batch, logits in candidate.trained.predict(model, batches):
         if val.multi_label:  # as `ClassificationCounts` counts
             found, true = (logits > 0) & batch.readable[:, None], batch.labels.bool()
             decisions = torch.stack([(found & true).sum(1), (found ^ true).sum(1)], 1)
@@ -96,10 +93,10 @@ def measure(candidate: Candidate, accelerator) -> Measure | None:
 
 
 def _detect(candidate: Candidate, accelerator) -> Measure | None:
-    model, normalize, loader = candidate.trained.build(candidate.val, accelerator.device)
-    recipe, found = candidate.trained.recipe, Detections()
-    model = Matched(model, candidate.places)
-    for batch, detections in recipe.predict(model, loader, accelerator, normalize):
+    model, batches = candidate.trained.build(candidate.val, accelerator)
+    model = batches.loader.dataset.adapt(model)
+    found = Detections()
+    for batch, detections in candidate.trained.predict(model, batches):
         found.update(batch.positions.tolist(), [{key: one[key] for key in _BOXES} for one in detections])
     _check_count(found.results(candidate.val)["count"], candidate)  # also gathers them
     return AveragePrecision(candidate.val, *found.columns()) if is_main() else None

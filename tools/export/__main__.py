@@ -67,15 +67,15 @@ def load(model: str, flags: list[str], differing: int):
         started = f"{accelerator.num_processes} processes, mixed precision {accelerator.mixed_precision}"
         raise Refused(f"started as {started}: an export compares one process in float32; start it with python -m")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    launch.say(trained.origin.describe(dataclasses.asdict(trained.config)))
-    val, _, places = eval_only.read(trained.config, trained.origin, trained.recipe.build_data)
+    eval_only.announce(trained.config, trained.origin)
+    val = trained.load_data()
     if trained.is_detector:
         from tools.export.detector import DetectorTask
 
-        return DetectorTask(trained, val, places, accelerator)
+        return DetectorTask(trained, val, accelerator)
     from tools.export.classifier import ClassifierTask
 
-    return ClassifierTask(trained, val, places, accelerator, differing)
+    return ClassifierTask(trained, val, accelerator, differing)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -53,13 +53,13 @@ class ClassifierTask(Task):
 
     batched = True
 
-    def __init__(self, trained: Trained, val: Source, places: Sequence[int], accelerator: Any, differing: int = 0):
-        super().__init__(trained, val, places, accelerator)
-        config = getattr(self.loader.dataset.transform, "data_config", None)
+    def __init__(self, trained: Trained, val: Source, accelerator: Any, differing: int = 0):
+        super().__init__(trained, val, accelerator)
+        config = getattr(self.batches.loader.dataset.transform, "data_config", None)
         if config is None:
             raise Refused(
                 f"{trained.recipe.__file__}: evaluates images by a transform of its own, which can't be exported; use "
-                "common.classification.transforms.EvaluationTransform"
+                "common.classification.transforms.EvalTransform"
             )
         self.most_differing = differing
         preprocessing = preprocessing_of(config)
@@ -83,7 +83,7 @@ class ClassifierTask(Task):
 
     def expected(self) -> Iterator[dict | None]:
         self.right: list[list[float]] = []  # of the trained and of the exported model, image by image
-        for batch, logits in self.recipe.predict(self.model, self.loader, self.accelerator, self.normalize):
+        for batch, logits in self.trained.predict(self.model, self.batches):
             rows = probabilities(logits.float(), self.val.multi_label).cpu().numpy()
             for row, readable in zip(rows, batch.readable, strict=True):
                 yield {"probabilities": row} if readable else None
@@ -105,9 +105,9 @@ class ClassifierTask(Task):
         label = self.val.labels[index]
         rows = [one["probabilities"] for one in (expected, found) if one]
         if found and self.val.multi_label:
-            self.right.append([((row > 0.5)[self.places] == label).mean() for row in rows])
+            self.right.append([((row > 0.5)[list(self.class_ids)] == label).mean() for row in rows])
         elif found:
-            self.right.append([row.argmax() == self.places[label] for row in rows])
+            self.right.append([row.argmax() == self.class_ids[label] for row in rows])
 
     def results(self) -> dict[str, tuple[float, float]]:
         trained, exported = np.mean(self.right, 0).tolist()

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.detection import Detections
 from common.detection.data.annotated import Annotated
 from common.detection.data.masks import pasted
+from common.detection.evaluation.metrics import Detections
 from common.errors import Refused
 from tools.export.detector_module import Exportable
 from tools.export.proof import Apart, Outputs, Task
@@ -25,11 +25,11 @@ class DetectorTask(Task):
 
     limit = 0.0005  # of average precision, of boxes and of masks
 
-    def __init__(self, trained: Trained, val: Annotated, places: Sequence[int], accelerator: Any):
-        super().__init__(trained, val, places, accelerator)
+    def __init__(self, trained: Trained, val: Annotated, accelerator: Any):
+        super().__init__(trained, val, accelerator)
         self.most_differing = DIFFERING * len(val)
-        self.ids = {place: number for number, place in enumerate(places)}
-        plain = self.loader.dataset.augmentation
+        self.ids = {class_id: number for number, class_id in enumerate(self.class_ids)}
+        plain = self.batches.loader.dataset.augmentation
         self.module = Exportable(copy.deepcopy(self.model).to("cpu", torch.float32).eval(), plain).eval()
         self.outputs = {
             "boxes": "float32[n, 4]: left, top, right, bottom in pixels of the picture",
@@ -55,7 +55,7 @@ class DetectorTask(Task):
 
     def expected(self) -> Iterator[dict]:
         self.both, found = (Detections(), Detections()), dict[int, dict]()
-        for batch, detections in self.recipe.predict(self.model, self.loader, self.accelerator, self.normalize):
+        for batch, detections in self.trained.predict(self.model, self.batches):
             for index, one in zip(batch.positions.tolist(), detections, strict=True):
                 found[index] = one | {name: one[name].cpu().numpy() for name in COLUMNS}
                 found[index] |= {name: found[index][name].astype(np.float32) for name in ("boxes", "scores")}

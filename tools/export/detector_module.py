@@ -24,7 +24,7 @@ _WEIGHT_BITS, _MOST_SHIFT = 15, 22  # of torch's resizing weights for 8 bit imag
 class Preprocessing(nn.Module):
     """uint8[1, 3, height, width] of any size -> the normalised canvas float32[1, 3, H, W], and the picture's size on it.
 
-    Sizes and pixels equal `EvaluationScenes`': resized as torch resizes 8 bit images on a CPU, columns before rows and
+    Sizes and pixels equal `EvalDataset`': resized as torch resizes 8 bit images on a CPU, columns before rows and
     whole levels after each, then padded to multiples of `stride`. Resizing is two products with matrices that also pad:
     runtimes disagree about everything else, and only the numbers of cells become sizes that depend on the picture.
     """

@@ -5,7 +5,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -59,7 +59,7 @@ class Verdict:
 class Task:
     """A trained model, and the image by image comparison with what was exported of it: of classifiers or of detectors.
 
-    `places` has the model's class id of each class of `val`, the images to evaluate.
+    `class_ids` has the model's class id of each class of `val`, the images to evaluate.
     """
 
     module: torch.nn.Module  # uint8[N, 3, H, W] -> a tensor or a tuple of tensors, on the CPU and in float32
@@ -69,10 +69,13 @@ class Task:
     limit = 1.0  # largest difference of a result
     most_differing = 0.0  # how many images may differ
 
-    def __init__(self, trained: Trained, val: Any, places: Sequence[int], accelerator: Any):
-        self.model, self.normalize, self.loader = trained.build(val, accelerator.device)
-        self.recipe, self.accelerator = trained.recipe, accelerator
-        self.val, self.places, self.classes = val, places, trained.classes
+    def __init__(self, trained: Trained, val: Any, accelerator: Any):
+        self.trained = trained
+        self.model, self.batches = trained.build(val, accelerator)
+        self.recipe = trained.recipe
+        self.val = val
+        self.class_ids = val.model_classes.ids
+        self.classes = trained.classes
 
     def picture(self, index: int) -> np.ndarray:
         """uint8[H, W, 3], as the evaluation decodes it. Raises `BrokenImage`."""

@@ -110,9 +110,9 @@ def write(words: argparse.Namespace, trained, accelerator, plan: dict, shards, f
     del files  # `source` has them
     top = words.top or (0 if trained.is_detector or several else 1)
     made = Rows(source, np.array(plan["thresholds"], np.float32), top, several)
-    model, normalize, loader = trained.build(source, accelerator.device)
-    loader.batch_sampler.sort(key=lambda indices: indices[0])  # so that few rows wait for those before them
-    found = iter(trained.recipe.predict(model, loader, accelerator, normalize))
+    model, batches = trained.build(source, accelerator)
+    batches.loader.batch_sampler.sort(key=lambda indices: indices[0])  # so that few rows wait for those before them
+    found = iter(trained.predict(model, batches))
 
     def texts_of(batch: tuple | None) -> tuple[np.ndarray, ...]:
         """The numbers of the images of a batch, their texts, and True for broken ones; draws the others, too."""
@@ -128,7 +128,7 @@ def write(words: argparse.Namespace, trained, accelerator, plan: dict, shards, f
         # With None, since numpy would turn texts alone into one array.
         return np.array(numbers, np.int64), np.array([*texts, None], object)[:-1], np.array(broken, bool)
 
-    rounds, broken = broadcast_object(len(loader)), 0  # the first rank has the most batches
+    rounds, broken = broadcast_object(len(batches)), 0  # the first rank has the most batches
     with (
         torch.compiler.set_stance("force_eager"),
         tqdm(total=len(source), unit=" images", disable=None if output else True) as bar,

@@ -125,7 +125,7 @@ class Replay(Run):
         """uint8[B, 3, H, W]: what the network saw, without normalisation."""
         if hasattr(batch, "targets"):
             return batch.images.cpu().numpy()
-        found = timm_models.data_config(self.model, getattr(self.config, "image_size", 0))
+        found = timm_models.resolve_data_config(self.model, getattr(self.config, "image_size", 0))
         mean, std = (255 * images.new_tensor(found[name])[:, None, None] for name in ("mean", "std"))
         return (images * std + mean).round().clamp(0, 255).byte().cpu().numpy()
 

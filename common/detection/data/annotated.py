@@ -12,7 +12,7 @@ from PIL import Image
 from common.data.cache import Cache
 from common.data.decoding import Picture
 from common.data.images import BrokenImage
-from common.data.source import Files, fingerprint_of
+from common.data.source import Files, ModelClasses, fingerprint_of
 from common.data.stream import Blocks
 from common.detection.data.masks import Masks, decode
 
@@ -52,6 +52,7 @@ class Annotated:
     masks: Masks | None = field(default=None, kw_only=True)  # of the M objects, if masks were asked for
     notes: tuple[str, ...] = field(default=(), kw_only=True)  # what loading has corrected or left out
     part: str = field(default="", kw_only=True)  # for people: "val.json" or "20 % held out of train.json"
+    model_classes: ModelClasses | None = field(default=None, kw_only=True)  # with --eval_only, the evaluated model's
 
     fresh = False  # True if each position of the stream has a new scene instead of an image of the list
     strata = None  # images with boxes are held out from one stratum

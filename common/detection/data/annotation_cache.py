@@ -127,7 +127,7 @@ def _part(columns: dict[str, Any], number: int, facts: dict[str, Any]) -> Annota
         part=facts["part"],
         images=image_files(facts["root"], pa.array(paths, pa.large_binary())),
         masks=None if shapes is None else Masks(shapes, array("turns")),
-        **{name: array(name) for name in _ARRAYS},
+        **{name: array(name) for name in _ARRAYS},  # type: ignore[arg-type]
     )
     vars(part)["fingerprint"] = facts["fingerprint"]  # where `cached_property` stores it
     return part

@@ -3,10 +3,11 @@
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
+from common.config.origin import Origin
 from common.config.parsing import nearest_path
 from common.data import data_spec, splits
 from common.data.data_spec import DataSpec, Given, Parts
@@ -35,6 +36,18 @@ class Spec(DataSpec):
     masks: bool = False
 
     table_fields = ("image_column", "objects_column", "box_format")
+
+
+def load_data(config: Any, weights: Origin | None = None) -> tuple[Annotated, Annotated]:
+    """The images to train on and to evaluate on, which the flags name; see `load`.
+
+    With the `weights` of --eval_only, both are the images to evaluate them on: the first has the model's classes, the second
+    the data's, matched by name.
+    """
+    train, val = load(Spec.of(config, weights, masks=config.detector == "mask_rcnn"))
+    if weights is None:
+        return train, val
+    return data_spec.match_classes(weights, config.data, val, config.init_classes)
 
 
 def load(spec: Spec) -> tuple[Annotated, Annotated]:

@@ -29,6 +29,7 @@ class Detector(nn.Module):
     begins_with: str  # in words, which weights were loaded
     title: str  # what the start table calls it
     limit: int = LIMIT  # most detections in an image
+    needs_squares = False  # images are stretched to squares, as for the published weights of its family
 
     def counts(self, targets: list[dict], canvas: Sequence[int]) -> Tensor:
         """int64[C]: divisors of losses, to be summed over the global batch; here the number of images."""

@@ -32,6 +32,8 @@ class DETR(Detector):
     2025, "Real-Time Object Detection Meets DINOv3" (DEIMv2, arXiv:2509.20787).
     """
 
+    needs_squares = True
+
     def __init__(self, spec: DetectorSpec) -> None:
         super().__init__()
         self.model, self.pretrained_cfg = build_model(spec)

@@ -44,6 +44,8 @@ class RFDETR(Detector):
     2022, "Group DETR" (arXiv:2207.13085); Cai et al. 2023, "Align-DETR" (arXiv:2304.07527).
     """
 
+    needs_squares = True
+
     def __init__(self, spec: DetectorSpec) -> None:
         super().__init__()
         self.model, self.pretrained_cfg = _build_model(spec)

@@ -38,7 +38,8 @@ def begin_with(detector: Detector, weights: Weights, config: Any, names: Sequenc
     others = [f"--{name} {there[name]} there, {here[name]} here" for name in there if there[name] != here[name]]
     if others:
         raise Refused(f"{weights.source} is of another detector: {'; '.join(others)}; leave these flags out")
-    called = called_by_weights(config.init_classes, names)
+    # Of --eval_only, `names` are the weights' own; those of the data are matched with them elsewhere.
+    called = {} if config.eval_only else called_by_weights(config.init_classes, names)
     first = list(weights.row_names[: weights.has_background])
     rows: list[str] = first + [called.get(name, name) for name in names]
     known: Sequence[str] = weights.row_names

@@ -4,11 +4,12 @@ import re
 import struct
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from common.detection.batches import EvaluationScenes
+from common.detection.batches import EvalDataset
 from common.detection.data.sources import Spec, load
 from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
@@ -80,6 +81,8 @@ def test_folders_that_link_to_each_other_and_images_that_claim_to_be_huge(tmp_pa
         assert len(train) + len(val) == 14
         assert max(train.sizes.max(), val.sizes.max()) == 640  # what stands in
         assert "2 of 14 images can't be read" in train.notes[0]
+        resize = BoxAugmentation(0, (64,), 64)
+        transforms = SimpleNamespace(resize=resize, stride=32, fill=(0, 0, 0), normalize=None)
         for part in (train, val):
-            scenes = EvaluationScenes(part, BoxAugmentation(0, (64,), 64), 32, (0, 0, 0))
+            scenes = EvalDataset(part, transforms)
             assert scenes.__getitems__(np.arange(len(part))).images.shape[2:] == (64, 64)

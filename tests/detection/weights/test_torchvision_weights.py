@@ -76,7 +76,7 @@ def both(theirs, config, ours, photo: torch.Tensor) -> tuple[dict, dict]:
     noise = torch.randint(256, (1, 3, -(-height // 32) * 32, -(-width // 32) * 32), dtype=torch.uint8)  # around it
     noise[0, :, :height, :width] = photo
     batch = DetectionBatch(noise, [], torch.zeros(1), torch.tensor([[width, height]]))
-    *_, normalize = RECIPE.build_augmentation(config, ours, torch.device("cpu"))
+    normalize = RECIPE.build_transforms(config, ours, torch.device("cpu")).normalize
     with torch.no_grad():
         return theirs([photo / 255])[0], ours.eval().detect(normalize(batch), batch.sizes)[0]
 

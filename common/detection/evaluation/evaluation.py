@@ -1,0 +1,63 @@
+"""Evaluation of a detector: what a recipe's `evaluate` gives its batches to, and a run asks for results and pictures."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.detection.batches import DetectionBatch
+from common.detection.data.annotated import Annotated
+from common.detection.data.masks import pasted
+from common.detection.evaluation import plots
+from common.detection.evaluation.metrics import Detections
+
+
+class Evaluation:
+    """One evaluation on the images of `data`. It is given every batch once, on any rank.
+
+    Attributes:
+        detections: of all ranks after `results`, on the main process.
+    """
+
+    def __init__(self, data: Annotated) -> None:
+        self._data = data
+        self.detections = Detections()
+
+    def update(self, batch: DetectionBatch, detections: list[dict[str, Tensor]]) -> None:
+        """Add the detections of a batch, in pixels of the canvas; see `Detector.detect`."""
+        self.detections.update(batch.positions.tolist(), restore_sizes(self._data, batch, detections))
+
+    def results(self) -> dict[str, Any]:
+        """The numbers of `Detections.results`, on every rank. A collective."""
+        results = self.detections.results(self._data)
+        if results["count"] != len(self._data):
+            raise RuntimeError(
+                f"evaluated {results['count']} images of {len(self._data)}: each must count exactly once"
+            )
+        return results
+
+    def details(self) -> dict[str, Any]:
+        """For a report, after `results`."""
+        return self.detections.details()
+
+    def draw(self, pictures: Any) -> None:
+        """Draw what `results` has gathered: `pictures.draw(name, function, *arguments)` calls `function(*arguments, path)`."""
+        matches = self.detections.matches
+        pictures.draw("predictions", plots.predictions, matches)
+        pictures.draw("precision_recall", plots.precision_recall, self.detections.precision, self._data.classes)
+        pictures.draw("confusion", plots.confusion, matches, self._data.classes)
+        pictures.draw("misses", plots.misses, matches)
+
+
+def restore_sizes(data: Annotated, batch: DetectionBatch, detections: list[dict[str, Tensor]]) -> list[dict[str, Any]]:
+    """Detections of a batch in pixels of the original images instead of the canvas; masks become `rles`."""
+    images = []
+    for i, index in enumerate(batch.positions.tolist()):
+        original_size = data.sizes[index]
+        of_image: dict[str, Any] = dict(detections[i])
+        scale = torch.from_numpy(original_size).to(of_image["boxes"]) / batch.sizes[i].to(of_image["boxes"])
+        of_image["boxes"] = of_image["boxes"] * scale[[0, 1, 0, 1]]
+        if "masks" in of_image:
+            of_image["rles"] = pasted(of_image.pop("masks"), of_image["boxes"], original_size)
+        images.append(of_image)
+    return images

@@ -1,0 +1,42 @@
+"""The batches of an evaluation, as a recipe's `evaluate` gets them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from common.data.loader import DeviceBatch
+
+
+class EvalBatches:
+    """This rank's share of the images to evaluate, batch by batch: on the device, and normalised.
+
+    All ranks together have every image once, in the same batches on any layout.
+
+    Attributes:
+        device: of this rank.
+        loader: of the data set, whose `source` has the images.
+    """
+
+    def __init__(self, loader: Any, normalize: Callable[[DeviceBatch], Tensor], accelerator: Accelerator) -> None:
+        """`normalize` makes the images [B, 3, H, W] of a batch that is on the device."""
+        self.loader = loader
+        self.device: torch.device = accelerator.device
+        self._normalize = normalize
+        self._accelerator = accelerator
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            batch = batch.to(self.device)
+            batch.images = self._normalize(batch)
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def autocast(self) -> AbstractContextManager:
+        """The precision of the launch, for a forward pass."""
+        return self._accelerator.autocast()
