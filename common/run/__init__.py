@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from common.imports import face
 
 if TYPE_CHECKING:
+    from common.run.observer import Observer
     from common.run.past_run import PastRun
     from common.run.run import Run
 

@@ -207,26 +207,36 @@ def mark(axes: "Axes", boxes: Iterable[tuple[Sequence[float], str, str]], size: 
 def first_batch(parts: Iterable[tuple["Tensor", list]], size: int, normalization: Mapping, path: Path) -> None:
     """Draw samples of the first global batch of `size` as the model gets them, with their labels or boxes.
 
-    `parts` are of images [B, 3, H, W] and `Samples.shown` of them; `normalization` has their mean and std, or nothing: then
-    each channel is stretched to the visible range. The title has the mean and the spread of the model's input, which are
-    around 0 and 1 if it is normalised.
+    `parts` are of images [B, 3, H, W] and `Samples.shown` of them; for `normalization` see `to_pixels`. The title has the
+    mean and the spread of the model's input, which are around 0 and 1 if it is normalised.
     """
     cells, values = [], []
     for images, shown in parts:
-        array = images.cpu().numpy()
-        values.append(array.ravel())
-        mean, std = (np.reshape(normalization.get(key, ()), (-1, 1, 1)) for key in ("mean", "std"))
-        if not mean.size:
-            low, high = (edge(array, (0, 2, 3))[:, None, None] for edge in (np.min, np.max))
-            std = 1 / np.maximum(high - low, 1e-9)
-            mean = -low * std
-        pixels = (255 * (array * std + mean)).round().clip(0, 255).astype(np.uint8).transpose(0, 2, 3, 1)
-        for image, (caption, name, boxes) in zip(pixels, shown, strict=True):
+        values.append(images.cpu().numpy().ravel())
+        for image, (caption, name, boxes) in zip(to_pixels(images, normalization), shown, strict=True):
             caption = "\n".join(short(line, 21) for line in caption.splitlines())
             cells.append(Cell(image, caption, name, [(corners, label, ORANGE) for corners, label in boxes]))
     flat = np.concatenate(values)
     spread = f"mean {flat.mean():.2f}, standard deviation {flat.std():.2f}"
     sheet(cells, f"{run_of(path)}: {len(cells)} of the first {size:,} samples as the model sees them ({spread})", path)
+
+
+def to_pixels(images: "Tensor", normalization: Mapping) -> np.ndarray:
+    """uint8[B, H, W, 3] of images [B, 3, H, W] as the model gets them.
+
+    `normalization` has their mean and std, or nothing: then each channel is stretched to the visible range.
+    """
+    array = images.cpu().numpy()
+    if "mean" in normalization and "std" in normalization:
+        mean = np.reshape(normalization["mean"], (-1, 1, 1))
+        std = np.reshape(normalization["std"], (-1, 1, 1))
+    else:
+        low = np.min(array, (0, 2, 3))[:, None, None]
+        high = np.max(array, (0, 2, 3))[:, None, None]
+        std = 1 / np.maximum(high - low, 1e-9)
+        mean = -low * std
+    pixels = (255 * (array * std + mean)).round().clip(0, 255).astype(np.uint8)
+    return pixels.transpose(0, 2, 3, 1)
 
 
 def arrow(name: str, other: str) -> str:

@@ -139,6 +139,8 @@ class Records:
         self._classes = list(train.classes)
         self._sizes = {"train_images": len(train), "val_images": len(val), "classes": len(train.classes)} | sizes
         self._sizes |= {"micro_batch_size": plan.micro_batch_sizes[0], "micro_steps": plan.micro_steps}
+        if plan.undivided_for:
+            self._sizes["undivided_for"] = plan.undivided_for
 
     def open(self, facts: dict) -> None:
         """Write the environment `facts`, drop rows of steps that will be repeated, and open the tracker."""

@@ -44,6 +44,7 @@ from common.launching.exit_codes import END, RESTART, RESUMABLE, handle_stopping
 from common.run import eval_only, micro_batch, plots
 from common.run.eval_batches import EvalBatches
 from common.run.folder import RunFolder, read_json, write_status
+from common.run.observer import Observer
 from common.run.profiling import Profile
 from common.run.progress import direction_of
 from common.run.records import Records, check_names, start_rows
@@ -80,9 +81,10 @@ class Run:
 
     plan: BatchPlan
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Any, observer: Observer | None = None):
         """`config` is a recipe's, with the fields of `RunConfig` and `OptimizationConfig`, and its data and model."""
         self.config, self.accelerator = config, launch.start(config)
+        self._observer = observer or Observer()
         self._device = self.device = self.accelerator.device
         self.step, self.best_step = 0, 0
         self.weights = read_weights(config) if config.eval_only else None
@@ -214,6 +216,7 @@ class Run:
             )
         TrainingState(model, optimizers)  # refuses parameters that no checkpoint would have
         sharding.check(model)
+        self._observer.on_prepare(model, train_set, compute_losses)
         self._go_on_from_elsewhere(train_set.source, val_set.source)
         self.model, self._ema = model, optimization.build_ema(self.config, model)
         determinism.search_fastest(train_set.few_shapes)
@@ -366,6 +369,7 @@ class Run:
                 batch = next(batches, None)
             if batch is None:
                 return
+            self._observer.on_micro_batch(self.step + 1, batch)
             yield batch
 
     def backward(self, losses: torch.Tensor) -> None:
@@ -641,6 +645,7 @@ class Run:
             )
             self._stopping = self._stopping or report.stop
             self._agreed = self._agreed or report.ended_by
+            self._observer.on_report(report)
 
 
 def results_of(evaluation: Any) -> dict:

@@ -122,9 +122,9 @@ class Shutdown:
         rows = {"finished": f"{progress.step:,} steps in {progress.seconds:.0f} s of training{ended_by}"}
         if progress.best:
             rows["best"] = f"{progress.headline(progress.best)} at step {progress.best['step']}: {path / 'best'}"
-            rows["last"] = (
-                f"{progress.headline(progress.last)} at step {progress.last['step']}, on {progress.last['eval/count']:,} images"
-            )
+            rows["last"] = f"{progress.headline(progress.last)} at step {progress.last['step']}"
+            if "eval/count" in progress.last:
+                rows["last"] += f", on {progress.last['eval/count']:,} images"
         rows |= {"report": str(page)} if page else {}
         rows |= {config.tracker: where} if where else {}
         length = progress.ended_by_flag or ("max_steps" if config.max_steps else "epochs")

@@ -12,6 +12,7 @@ from common.detection import batches
 from common.detection.batches import EvalDataset, TrainDataset
 from common.detection.data.annotated import Annotated
 from common.detection.data.masks import decode
+from common.detection.evaluation.evaluation import restore_sizes
 from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
 from tests.harness.detections import columns
@@ -126,7 +127,7 @@ def test_what_is_found_is_given_in_pixels_of_the_original():
     batch = evaluation.__getitems__(indices)
     quarter = torch.tensor([[0.25, 0.5, 0.5, 1.0]])  # of each image
     found = [{"boxes": quarter * size.repeat(2), "masks": torch.ones(1, 28, 28)} for size in batch.sizes]
-    for index, one in zip(indices, evaluation.in_originals(found, batch), strict=True):
+    for index, one in zip(indices, restore_sizes(data, batch, found), strict=True):
         width, height = data.sizes[index].tolist()
         torch.testing.assert_close(one["boxes"], quarter * torch.tensor([width, height] * 2))
         (mask,) = decode(one["rles"], data.sizes[index])

@@ -159,7 +159,7 @@ WAITING = """Two waits: torch sees the first; the second is of memory that is no
 +                run.log({"train/squared": losses.detach() ** 2, "train/own": 0.5})
 @@
 +            print(losses.mean().item())
-+            torch.ones(3).to(accelerator.device, non_blocking=True)
++            torch.ones(3).to(run.device, non_blocking=True)
              run.end_step(grad_norm)
 """
 # Waits that torch does not report: for events of earlier steps, which have passed.

@@ -53,7 +53,7 @@ DRAWS = """Says when it draws.
 +class Announced(Evaluation):
 +    def draw(self, pictures):
 +        super().draw(pictures)
-+        print("draws at step", pictures.step)
++        print("draws at step", getattr(pictures, "step", "none"))
 +
 +
  def predict(model, batch):

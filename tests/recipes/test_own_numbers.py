@@ -25,7 +25,9 @@ NUMBERS = """Numbers of the samples and of the model, and pictures at each evalu
              grad_norm = run.clip_gradients(config.clip, config.clip_mode)
 @@ main
 -                run.evaluate(evaluate, best_metric="f1" if val_data.multi_label else "top1")
-+                run.evaluate(evaluate, best_metric="top1").draw(run)
++                evaluation = run.evaluate(evaluate, best_metric="top1")
++                if run.step < run.last:  # after the last one, the run draws them itself
++                    evaluation.draw(run)
 """
 FLAGS = "--name run --model test_vit --dtype float64 --global_batch_size 51 --max_steps 6 --eval_every 3 --log_every 2"
 NOISE = """Random numbers of each place that a copy may draw them in.

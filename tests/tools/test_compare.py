@@ -105,8 +105,8 @@ def worse(run: Path, copy: Path, noise: float) -> Path:
     config = (copy / "config.yaml").read_text()
     (copy / "config.yaml").write_text(config.replace("\nlr: ", "\nlr: 7"))
     source = next((copy / "source").glob("*.py"))
-    changed = "model.eval()  # a comment\n    torch.numel(torch.ones(1))"
-    source.write_text(source.read_text().replace("model.eval()", changed, 1))
+    changed = "config = parse(Config)  # a comment\n    torch.numel(torch.ones(1))"
+    source.write_text(source.read_text().replace("config = parse(Config)", changed, 1))
     return copy
 
 

@@ -192,7 +192,7 @@ def test_an_export_of_a_run_has_its_average_precision_and_is_verified_without_to
     compiled = openvino.Core().compile_model(folder / "model.onnx", "CPU", exactly)
     run_openvino = lambda pixels: {name: compiled([pixels])[name].copy() for name in DETECTIONS}  # noqa: E731
     task = load(str(run), ["--workers", "0"], 0)
-    detector, plain = task.model, task.loader.dataset.augmentation
+    detector, plain = task.model, task.batches.loader.dataset.augmentation
     check_photographs(detector, plain, {"onnx": (session, 0.01), "openvino": (run_openvino, 0.01)})
 
 

@@ -5,7 +5,7 @@
 
 Works from the run folder alone and changes nothing in it. The recipe, or the one that --recipe FILE names, resumes a
 checkpoint from before the step in a temporary folder, and makes the steps up to it again. Writes sheet.png (pictures as the
-network saw them, largest losses first), samples.jsonl (every sample) and step.json (numbers of the step, replayed and
+network saw them, largest losses first), samples.jsonl (every sample) and step.json (metrics of the step, replayed and
 logged). Flags that are not listed here are the recipe's: --workers 0, or --data FOLDER if the data have moved.
 """
 
@@ -28,13 +28,13 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    words, flags = arguments().parse_known_args(argv)
-    from common.launching import launch
+    args, flags = arguments().parse_known_args(argv)
+    from common.launching import run_main
     from tools.replay.replay import replay  # takes seconds, which --help need not
 
     sys.argv[0] = str(Path(__file__).parent)  # its name begins messages
-    output = words.output or Path(f"replay-{words.run.resolve().name}-{words.step}")
-    launch.run(partial(replay, words.run, words.step, output, flags, words.from_start))
+    output = args.output or Path(f"replay-{args.run.resolve().name}-{args.step}")
+    run_main(partial(replay, args.run, args.step, output, flags, args.from_start))
 
 
 if __name__ == "__main__":
