@@ -246,8 +246,8 @@ def share_cores(environ: MutableMapping[str, str], launch: Launch) -> None:
 def let_segments_grow(environ: MutableMapping[str, str]) -> None:
     """Make torch allocate GPU memory in expandable segments, unless a person has chosen otherwise or the driver can't.
 
-    Varying shapes, such as a detector's canvases, leave holes between segments of fixed size. torch 2.14 with expandable
-    segments crashes without NVML, so that is checked too.
+    Batches of varying shapes leave holes between segments of fixed size. torch 2.14 with expandable segments crashes without
+    NVML, so that is checked too.
     """
     if any(name in environ for name in ALLOCATOR):
         return

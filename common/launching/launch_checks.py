@@ -1,5 +1,6 @@
 """Checks of a launch: what would silently train something else than was asked for is refused."""
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -163,10 +164,10 @@ def check_sharded(config: RunConfig) -> None:
         raise Refused(
             f"--comm_hook {config.comm_hook} compresses the gradients of DDP; a sharded run sends them unchanged: leave it out"
         )
-    if getattr(config, "channels_last", False):
-        raise Refused("--channels_last: weights in shards have no memory format; leave it out, or launch without FSDP")
-    if getattr(config, "compile", False) and hasattr(config, "detector"):
-        raise Refused("--compile: in shards, no detector has been compiled yet; leave it out, or launch without FSDP")
+    for field in dataclasses.fields(config):
+        reason = field.metadata.get("not_in_shards")
+        if reason and getattr(config, field.name) != field.default:
+            raise Refused(f"--{field.name}: {reason}; leave it out, or launch without FSDP")
 
 
 def wants_cpu(environ: Mapping[str, str]) -> bool:
