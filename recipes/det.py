@@ -104,7 +104,7 @@ class Config(OptimizationConfig, RunConfig):
     """torch.compile the backbone and its feature pyramid."""
     eval_short_side: int = option(0, low=0, high=8192, heading="evaluation")
     """Evaluation: the short side, or the side of the square (0: the longest of --short_sides)."""
-    max_detections: int = option(0, low=0, high=100_000, may_change=True)
+    max_detections: int = option(0, low=0, high=100_000, may_change=True, is_recorded=True)
     """Detections in an image (0: 100, or as many as an image of the data has objects). Of DETRs each query is one."""
     eval_only: str = path_option("", origin=weights_origin, weights_into="init", is_common=True)
     """Only evaluate this checkpoint, or a detector that --init takes, and print the results."""

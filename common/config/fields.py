@@ -28,6 +28,7 @@ def option(
     origin=None,
     weights_into="",
     is_weights=False,
+    is_recorded=False,
     is_common=False,
     reads_data=False,
     not_in_shards="",
@@ -42,9 +43,11 @@ def option(
         heading: title of the group in --help that begins with this field.
         required: an empty value is refused, with this advice.
         decides: decides(value) returns defaults of other fields, which the weights that `value` names decide.
-        origin: origin(value) tells the run that made these weights; its configuration replaces the defaults.
+        origin: origin(value, recorded) tells the run that made these weights; its configuration replaces the defaults, as far
+            as it is the run's identity, or of the fields `recorded`.
         weights_into: of --eval_only, the field that gets an exported model, so that the recipe builds it with its weights.
         is_weights: the field says which weights training begins with; with --eval_only it has its default.
+        is_recorded: the field may change when a run resumes, but is recorded with its weights, whose results depend on it.
         is_common: --help shows the field; the others appear in --help all.
         reads_data: the field says how the data of --data are read; for other data, weights bring no value of it.
         not_in_shards: why a sharded run refuses another value than the default.

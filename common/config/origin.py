@@ -90,8 +90,11 @@ class Origin:
         return "those of the model" + ("" if tuple(classes) == self.classes else ", which has them in another order")
 
 
-def read_origin(path: str) -> Origin:
-    """The origin of the weights in the folder `path`. Raises `Refused` if it has no weights or can't be read."""
+def read_origin(path: str, recorded: Sequence[str] = ()) -> Origin:
+    """The origin of the weights in the folder `path`. Raises `Refused` if it has no weights or can't be read.
+
+    `recorded` are fields that an evaluation of a checkpoint needs beside the run's identity, see `made_by`.
+    """
     folder = Path(path)
     is_checkpoint = (folder / "manifest.json").is_file()
     if not is_checkpoint and not (folder / "config.json").is_file():
@@ -107,7 +110,8 @@ def read_origin(path: str) -> Origin:
         if is_checkpoint:
             record = _read(folder / "record.json")
             content = {}
-            run, names = made_by({"name": folder.absolute().parent.parent.name} | record), record.get("classes", [])
+            run = made_by({"name": folder.absolute().parent.parent.name} | record, recorded)
+            names = record.get("classes", [])
         else:
             content = _read(folder / "config.json")
             run = _read(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
@@ -136,11 +140,13 @@ def _plain(name: str) -> str:
     return " ".join(re.split("[\\s_-]+", name.strip().casefold()))
 
 
-def made_by(record: Mapping) -> dict:
-    """The content of `run.json`, from a checkpoint's record: name, recipe, step, commit and configuration of the run."""
+def made_by(record: Mapping, recorded: Sequence[str] = ()) -> dict:
+    """The content of `run.json`, from a checkpoint's record: name, recipe, step, commit and configuration of the run.
+
+    The configuration is the run's identity and the fields `recorded`, which its evaluations depend on.
+    """
     known = {key: record.get(key) for key in ("name", "recipe", "step")}
-    # Not a part of the run's identity, but of what its evaluations measured.
-    keys = [*record["identity"], "max_detections"]
+    keys = list(record["identity"]) + list(recorded)
     config = {key: record["config"][key] for key in keys if key in record["config"]}
     return known | {"commit": record.get("environment", {}).get("commit"), "config": config}
 

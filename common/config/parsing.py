@@ -71,7 +71,8 @@ def parse(config_class: type[C], argv: list[str] | None = None, program: str = "
 def read_weights(config: Any) -> Origin:
     """What the weights of `--eval_only` say about themselves. Raises `Refused`."""
     field = type(config).__dataclass_fields__["eval_only"]
-    return field.metadata.get("origin", read_origin)(config.eval_only)
+    read = field.metadata.get("origin", read_origin)
+    return read(config.eval_only, fields_with(config, "is_recorded"))
 
 
 def weight_fields(config: Any) -> list[str]:
