@@ -118,7 +118,7 @@ def out_of_order(source: str) -> list[str]:
     tree = ast.parse(source)
     names = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     in_order = re.fullmatch(r"Config( build_\w+)+( (?!build_)\w+)* main", " ".join(names))
-    guard = ast.unparse(tree.body[-1]) == "if __name__ == '__main__':\n    launch.run(main)"
+    guard = ast.unparse(tree.body[-1]) == "if __name__ == '__main__':\n    run_main(main)"
     return [] if ast.get_docstring(tree) and in_order and names.count("evaluate") == 1 and guard else names
 
 

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from common.distributed.collectives import host_group, is_main, rank, reduce_counts, subgroup, world_size
 from common.errors import Refused
+from common.patches.torch import change_class
 
 Tensors = dict[str, Tensor]
 _LISTS = (nn.Sequential, nn.ModuleList)  # what models keep their blocks in
@@ -236,7 +237,7 @@ class Shards:
             register_fsdp_forward_method(model, name)
         for layer in model.modules():
             if type(layer) is nn.Linear:
-                layer.__class__ = _Linear
+                change_class(layer, _Linear)
         self.parts = [model, *blocks]
         for number, part in enumerate(self.parts):
             part.set_custom_all_gather(_Gather(self, number))

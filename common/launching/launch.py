@@ -30,6 +30,7 @@ from common.launching.exit_codes import AT_LEAST, END, EXIT_FOLDER, RESTART, RES
 from common.launching.launch_checks import wants_cpu
 from common.launching.launchers import EXPORTED, Launch, complete
 from common.launching.meeting import meet
+from common.patches.accelerate import skip_search_for_lomo
 from common.process import guard_streams
 
 REFUSAL_DELAY_S = 20.0  # how long the other processes of a machine wait for the first one to print the refusal
@@ -74,8 +75,7 @@ def start(config: RunConfig | None = None) -> Accelerator:
     timeout = timedelta(seconds=2 * patience) + MARGIN
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")
     collectives.give_up_after(timeout)
-    # Accelerate looks on disk for this package twice in each step, which takes about a millisecond.
-    sys.modules.setdefault("lomo_optim", None)  # type: ignore[arg-type]
+    skip_search_for_lomo()
     ddp = DistributedDataParallelKwargs(
         gradient_as_bucket_view=True,
         broadcast_buffers=False,  # the recipes synchronise running statistics themselves

@@ -26,6 +26,7 @@ from common.data.images import MAX_PIXELS
 from common.distributed.collectives import is_main
 from common.errors import Refused
 from common.files import check_regular
+from common.patches.huggingface_hub import go_offline
 
 # Options that timm sets only with `pretrained=True`. Others load models that way, so they are trained with them, too.
 AS_PRETRAINED = {"fbnetc_100": {"bn_eps": 1e-3}}
@@ -139,7 +140,7 @@ def create(
         try:
             get_session().head(constants.ENDPOINT, timeout=5)
         except Exception:  # of the libraries below it
-            constants.HF_HUB_OFFLINE = True  # its library would try to reach each file for half a minute
+            go_offline()
     source, pretrained, wishes = f"local-dir:{name}" if local else name, pretrained or local, dict(wishes)
     options |= AS_PRETRAINED.get(name.split(".")[0], {})
     model = None
