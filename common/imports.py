@@ -1,16 +1,10 @@
-"""Imports that cost start-up no more than they must: rooms' faces that import a module when it is needed, and timm.
-
-Half of timm's usual import time is avoidable: Python's garbage collector scans all earlier imports again and again, and timm
-imports wandb for a function that the recipes don't call. Modules that need timm call `import_timm` first.
-"""
+"""Rooms' faces, which import a module when it is needed, so that start-up takes no longer than it must."""
 
 import ast
-import gc
 import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 
@@ -35,25 +29,3 @@ def face(room: str) -> tuple[list[str], Callable[[str], Any]]:
         return found
 
     return sorted(homes), load
-
-
-def import_timm() -> ModuleType:
-    """timm, imported quickly together with Accelerate if it is not imported yet."""
-    if "timm" in sys.modules:
-        return sys.modules["timm"]
-    collects, tracker = gc.isenabled(), "wandb" not in sys.modules
-    gc.disable()
-    if tracker:
-        # timm gets an ImportError; only its `update_summary` needs wandb. common/run/tracking.py imports wandb later.
-        sys.modules["wandb"] = None  # type: ignore[assignment]
-    try:
-        import accelerate  # noqa: F401
-        import timm
-    finally:
-        if tracker:
-            del sys.modules["wandb"]
-        if collects:
-            gc.enable()
-    # Modules stay for ever, so later collections skip them: they cost no time in a step, and no copied pages in a data worker.
-    gc.freeze()
-    return timm

@@ -53,26 +53,29 @@ class Config(OptimizationConfig, RunConfig):
     """Image classification with timm models. Defaults < --config file.yaml < flags."""
 
     data: str = path_option(
-        "", heading="data", required="name your images, or train on digits: --config recipes/presets/digits.yaml"
+        "",
+        heading="data",
+        required="name your images, or train on digits: --config recipes/presets/digits.yaml",
+        is_common=True,
     )
     """An image folder with one subfolder per class (or train/ and val/ of these), a CSV file of paths and labels, shards (tars
     of WebDataset; URLs of tars or Parquet), a Hugging Face data set (hub id or path), or digits, which scikit-learn has."""
-    label_column: str = ""
+    label_column: str = option("", reads_data=True)
     """Tables: column of the labels (default: found by its type), or several of 0 and 1, one per class: a,b,c."""
     streaming: bool = False
     """Hugging Face data sets: read their shards where they lie, without downloading them."""
     shard_memory: int = option(1024, low=1, high=2**24)
     """Shards at a URL: MiB of a machine's memory for neighbouring images, which are read together. With more of it they are
     shuffled better, so a resumed run keeps this value."""
-    model: str = path_option("convnext_atto", heading="model")
+    model: str = path_option("convnext_atto", heading="model", is_common=True)
     """A timm model, hf-hub:owner/name, or a local timm folder such as a run's best/."""
-    pretrained: bool = option(False, is_weights=True)
+    pretrained: bool = option(False, is_weights=True, is_common=True)
     """Start from the weights that timm publishes for the model; a head for other classes is new."""
-    image_size: int = option(0, low=0, high=8192)
+    image_size: int = option(0, low=0, high=8192, is_common=True)
     """Side of the square that the model sees, in pixels (0: the model's own)."""
     crop_pct: float = option(0.0, low=0, high=1)
     """Evaluation: share of the resized image that the centre crop keeps (0: the model's own)."""
-    batch_norm: Literal["local", "group", "node", "global", "frozen"] = "local"
+    batch_norm: Literal["local", "group", "node", "global", "frozen"] = option("local", is_common=True)
     """BatchNorm statistics over: each micro-batch (local), norm_batch_size samples (group), a machine (node), the whole batch
     (global); frozen: as loaded."""
     norm_batch_size: int = option(16, low=2)
@@ -83,11 +86,11 @@ class Config(OptimizationConfig, RunConfig):
     """Stochastic depth, drawn per sample and layer."""
     grad_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
-    channels_last: bool = False
+    channels_last: bool = option(False, not_in_shards="weights in shards have no memory format")
     """Keep all channels of a pixel together in memory: faster on GPUs under fp16 and bf16."""
     compile: bool = False
     """torch.compile the model for training; evaluations run it uncompiled."""
-    eval_only: str = path_option("", heading="evaluation", weights_into="model")
+    eval_only: str = path_option("", heading="evaluation", weights_into="model", is_common=True)
     """Only evaluate this checkpoint or this exported model; leaves a report."""
 
     # What defines a training. --help explains the fields without a text: all recipes have them.
@@ -109,13 +112,13 @@ class Config(OptimizationConfig, RunConfig):
     """How often rare classes are drawn: as they are, with the root of their frequency, or as often as the others."""
     crop_scale: float = option(0.35, low=0, high=1, heading="augmentation")
     """Smallest area of a random crop, as a share of the image (ImageNet: 0.08)."""
-    hflip: float = option(0.5, low=0, high=1)
+    hflip: float = option(0.5, low=0, high=1, is_common=True)
     """Probability of a horizontal flip (digits and text: 0)."""
     vflip: float = option(0.0, low=0, high=1)
     """Probability of a vertical flip."""
     color_jitter: float = option(0.0, low=0, high=10)
     """Strength of brightness, contrast and saturation jitter."""
-    augment: str = ""
+    augment: str = option("", is_common=True)
     """Policy in timm's notation: rand-m9-mstd0.5, augmix-m3-w3, original (AutoAugment); empty: none."""
     random_erasing: float = option(0.0, low=0, high=1)
     """Probability of random erasing: a rectangle is replaced by noise."""

@@ -44,33 +44,36 @@ class Config(OptimizationConfig, RunConfig):
     """Object detection on timm backbones. Defaults < --config file.yaml < flags."""
 
     data: str = path_option(
-        "", heading="data", required="name your images, or train on digits: --config recipes/presets/det_digits.yaml"
+        "",
+        heading="data",
+        required="name your images, or train on digits: --config recipes/presets/det_digits.yaml",
+        is_common=True,
     )
     """A COCO, Pascal VOC or YOLO folder, a Hugging Face data set with an `objects` column, shards (tars of WebDataset; URLs of
     tars or Parquet), or digits: scenes of them."""
-    objects_column: str = ""
+    objects_column: str = option("", reads_data=True)
     """Tables and shards: column of the objects (default: found by its type; in a tar's .json: objects)."""
     streaming: bool = False
     """Hugging Face data sets: read their shards where they lie, without downloading them."""
     shard_memory: int = option(1024, low=1, high=2**24)
     """Shards at a URL: MiB of a machine's memory for neighbouring images, which are read together. With more of it they are
     shuffled better, so a resumed run keeps this value."""
-    box_format: str = ""
+    box_format: str = option("", reads_data=True)
     """Tables: xywh, xyxy or cxcywh."""
     repeat_threshold: float = option(0.0, low=0, high=1)
     """Draw images of classes that fewer than this share of the images show more often (LVIS: 0.001; 0: all alike)."""
     group_window: int = option(0, low=0, high=10_000)
     """Steps within which images change places so that each step holds similar shapes, and less padding (COCO: 16; 0: none)."""
     detector: Literal["fcos", "retinanet", "faster_rcnn", "mask_rcnn", "rtdetr_v2", "dfine", "deimv2", "rf_detr"] = (
-        option("fcos", heading="model")
+        option("fcos", heading="model", is_common=True)
     )
     """Family of the detector; the last four need `pip install transformers`."""
-    model: str = path_option("convnext_atto")
+    model: str = path_option("convnext_atto", is_common=True)
     """Backbone: a timm model, hf-hub:owner/name, or a local timm folder. rtdetr_v2, dfine, deimv2 also, rf_detr only: a model
     of transformers."""
-    pretrained: bool = option(False, is_weights=True)
+    pretrained: bool = option(False, is_weights=True, is_common=True)
     """Start from the backbone's weights that timm publishes."""
-    init: str = path_option("", decides=weights_settings, is_weights=True)
+    init: str = path_option("", decides=weights_settings, is_weights=True, is_common=True)
     """Begin with the weights of this detector, and its rows of classes with the same names: a run's best/, torchvision:NAME, a
     .pth of torchvision, a folder or owner/name of transformers. It sets --detector, --model, ..."""
     init_classes: str = ""
@@ -83,27 +86,27 @@ class Config(OptimizationConfig, RunConfig):
     """fcos, retinanet: convolutions in each of the heads (COCO: 4)."""
     variant: Literal["own", "torchvision", "torchvision_v2"] = "own"
     """fcos, retinanet, R-CNNs: details as here, as in torchvision's trained weights, or as in their second versions."""
-    short_sides: str = "480"
+    short_sides: str = option("480", is_common=True)
     """Training: lengths of an image's shorter side in pixels, one of which is drawn for each image (COCO: 800, or
     640,672,...,800). Families of transformers: sides of the squares that images become, one drawn for each step."""
     sync_short_sides: bool = False
     """Draw one of --short_sides for all images of a step, not for each image: less padding, and fewer sizes of the canvas."""
     long_side: int = option(800, low=1, high=8192)
     """Maximum length of an image's longer side (COCO: 1333). Families of transformers: not used."""
-    batch_norm: Literal["local", "group", "node", "global", "frozen"] = "local"
+    batch_norm: Literal["local", "group", "node", "global", "frozen"] = option("local", is_common=True)
     """BatchNorm statistics over: each micro-batch (local), norm_batch_size samples (group), a machine (node), the whole batch
     (global); frozen: as loaded."""
     norm_batch_size: int = option(2, low=2)
     """batch_norm group: consecutive samples that share statistics."""
     drop_path: float = option(0.0, low=0, high=1)
     """Stochastic depth in the backbone, drawn per sample and layer."""
-    compile: bool = False
+    compile: bool = option(False, not_in_shards="in shards, no detector has been compiled yet")
     """torch.compile the backbone and its feature pyramid."""
     eval_short_side: int = option(0, low=0, high=8192, heading="evaluation")
     """Evaluation: the short side, or the side of the square (0: the longest of --short_sides)."""
-    max_detections: int = option(0, low=0, high=100_000, may_change=True)
+    max_detections: int = option(0, low=0, high=100_000, may_change=True, is_recorded=True)
     """Detections in an image (0: 100, or as many as an image of the data has objects). Of DETRs each query is one."""
-    eval_only: str = path_option("", origin=weights_origin, weights_into="init")
+    eval_only: str = path_option("", origin=weights_origin, weights_into="init", is_common=True)
     """Only evaluate this checkpoint, or a detector that --init takes, and print the results."""
 
     # What defines a training. --help explains the fields without a text: all recipes have them.
@@ -115,7 +118,7 @@ class Config(OptimizationConfig, RunConfig):
     weight_decay: float = 0.05
     schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
     warmup_epochs: float = 1.0
-    hflip: float = option(0.5, low=0, high=1, heading="augmentation")
+    hflip: float = option(0.5, low=0, high=1, heading="augmentation", is_common=True)
     """Probability of a left-right mirror image (digits and text: 0)."""
     photometric: float = option(0.0, low=0, high=1)
     """Probability of each of several distortions of brightness, contrast and colour."""

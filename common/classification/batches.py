@@ -64,7 +64,7 @@ class TrainDataset(Dataset):
         weights = sample_weights(config.sampling, source.labels, len(source.classes))
         return cls(
             source,
-            stream=Stream.of(config, len(source), weights, blocks=source.blocks),
+            stream=Stream.of(config, len(source), weights, repeats=config.repeats, blocks=source.blocks),
             transform=TrainingTransform(config, transforms.data_config),
             seed=config.seed,
             augmentations=transforms.augmentations,

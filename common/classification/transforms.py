@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 from common.data.decoding import Picture, pixels_of
 from common.data.images import MAX_PIXELS, BrokenImage
 from common.errors import Refused
-from common.imports import import_timm
+from common.patches.timm import import_timm
 
 timm = import_timm()
 auto_augment, transforms_imagenet_train = timm.data.auto_augment, timm.data.transforms_factory.transforms_imagenet_train

@@ -8,7 +8,7 @@ import dataclasses
 import os
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 MOST_PROFILED = 100  # steps in a trace, which takes a few MB per step
 MOST_EPOCHS = 10**6
@@ -28,6 +28,10 @@ def option(
     origin=None,
     weights_into="",
     is_weights=False,
+    is_recorded=False,
+    is_common=False,
+    reads_data=False,
+    not_in_shards="",
 ):
     """A field of a configuration.
 
@@ -39,9 +43,14 @@ def option(
         heading: title of the group in --help that begins with this field.
         required: an empty value is refused, with this advice.
         decides: decides(value) returns defaults of other fields, which the weights that `value` names decide.
-        origin: origin(value) tells the run that made these weights; its configuration replaces the defaults.
+        origin: origin(value, recorded) tells the run that made these weights; its configuration replaces the defaults, as far
+            as it is the run's identity, or of the fields `recorded`.
         weights_into: of --eval_only, the field that gets an exported model, so that the recipe builds it with its weights.
         is_weights: the field says which weights training begins with; with --eval_only it has its default.
+        is_recorded: the field may change when a run resumes, but is recorded with its weights, whose results depend on it.
+        is_common: --help shows the field; the others appear in --help all.
+        reads_data: the field says how the data of --data are read; for other data, weights bring no value of it.
+        not_in_shards: why a sharded run refuses another value than the default.
     """
     given = {key: value for key, value in locals().items() if key != "default"}
     metadata = {key: value for key, value in given.items() if not (value is None or value is False or value == "")}
@@ -58,6 +67,11 @@ def field_names(config_class: type) -> list[str]:
     return list(
         dict.fromkeys([*config_class.__annotations__, *(field.name for field in dataclasses.fields(config_class))])
     )
+
+
+def fields_with(config: Any, key: str) -> list[str]:
+    """The fields of a configuration, or of its class, whose `option` has set `key`."""
+    return [field.name for field in dataclasses.fields(config) if field.metadata.get(key)]
 
 
 def whole_numbers(text: str, separator: str) -> tuple[int, ...]:
@@ -128,32 +142,32 @@ class SharedFields:
 class RunConfig(SharedFields):
     """Settings of every run: reading of the data, length, batch size, folders, cadences, processes."""
 
-    val_share: float = option(0.2, low=0, high=1, heading="data")
+    val_share: float = option(0.2, low=0, high=1, heading="data", is_common=True, reads_data=True)
     """Share of the images that is held out for evaluation if the data has no validation split."""
-    group_column: str = option("", later=True)
+    group_column: str = option("", later=True, reads_data=True)
     """Column of patients, videos or sites, whose images are held out together: of a table, or of shards; `folder` for the
     folder that holds an image, in an image folder below its class (default: each image alone; copies together)."""
-    split: str = option("")
+    split: str = option("", is_common=True, reads_data=True)
     """Split of the data to evaluate on, also during training: val, test, or a name that the data uses; with --eval_only also
     train, or all for data without splits. Default: val, or the held-out share if there is none."""
-    image_column: str = ""
+    image_column: str = option("", reads_data=True)
     """Tables: column of the images (default: found by its type)."""
     max_broken_share: float = option(0.02, low=0, high=1, may_change=True)
     """Stop if more than this share of about 1,000 consecutive training images can't be read."""
-    workers: int = option(-1, low=-1, high=1024, may_change=True)
+    workers: int = option(-1, low=-1, high=1024, may_change=True, is_common=True)
     """Data-loading processes per rank (0: load in the training process; -1: all cores, divided among the ranks)."""
     cache: int = option(0, low=0, high=10**6)
     """Cache decoded training images, scaled down to at most the area of a square with this side in pixels (0: off). The
     cache changes pixels, so a resumed run keeps this value."""
     cache_folder: str = path_option("", may_change=True)
     """Folder with room for the --cache, kept in an unnamed file there. Default: memory."""
-    global_batch_size: int = option(64, low=1, high=2**20, heading="training")
+    global_batch_size: int = option(64, low=1, high=2**20, heading="training", is_common=True)
     """Samples per optimizer step, over all processes. How they are distributed is derived and does not change the result."""
-    max_micro_batch_size: int = option(256, low=1, high=2**20, may_change=True)
+    max_micro_batch_size: int = option(256, low=1, high=2**20, may_change=True, is_common=True)
     """Limit of the samples that one device processes at once; gradients of a larger share are accumulated over micro-steps."""
-    epochs: float = option(10.0, low=0, high=MOST_EPOCHS, may_change=True)
+    epochs: float = option(10.0, low=0, high=MOST_EPOCHS, may_change=True, is_common=True)
     """Length of the run in passes over the training set, rounded up to whole steps."""
-    max_steps: int = option(0, low=0, high=10**9, may_change=True)
+    max_steps: int = option(0, low=0, high=10**9, may_change=True, is_common=True)
     """Length of the run in steps, instead of --epochs (0: use --epochs)."""
     min_epoch_steps: int = option(0, low=0, high=10**6)
     """Fewest steps that an epoch counts as, for little data: wherever a length or cadence is in epochs (0: no minimum)."""
@@ -161,11 +175,11 @@ class RunConfig(SharedFields):
     """Stop after this many evaluations without improvement (0: off)."""
     max_hours: float = option(0.0, low=0, high=10**6, may_change=True)
     """Hours of training after which the run ends, over all starts, without evaluations (0: off)."""
-    seed: int = option(0, low=0, high=2**63 - 1)
+    seed: int = option(0, low=0, high=2**63 - 1, is_common=True)
     """Determines initial weights, order of the samples and augmentation."""
     output_dir: str = path_option("runs", may_change=True, heading="run")
     """Folder in which run folders are created."""
-    name: str = path_option("", may_change=True)
+    name: str = path_option("", may_change=True, is_common=True)
     """Name of the run folder (default: the recipe's name and a hash of the configuration, so that the same command resumes)."""
     resume: str = path_option("auto", may_change=True)
     """auto: resume from the newest intact checkpoint of the run folder; never: start a new run; or a checkpoint folder."""
@@ -176,13 +190,15 @@ class RunConfig(SharedFields):
     keep_checkpoints: int = option(2, low=1, may_change=True)
     """Number of complete checkpoints to keep on disk."""
     keep_for_audit: bool = option(False, may_change=True)
-    """Keep the first checkpoint after a quarter of the run in audit/, for tools.audit: later a detector has memorised wrong
-    boxes."""
-    dry_run: bool = option(False, may_change=True)
+    """Keep the first checkpoint after a quarter of the run in audit/, for tools.audit: later a model has memorised wrong
+    labels."""
+    dry_run: bool = option(False, may_change=True, is_common=True)
     """Print the start table, then try two steps, an evaluation, and saving and loading a checkpoint, in a temporary folder."""
     eval_every: int = option(0, low=0, may_change=True, heading="evaluation")
     """Steps between evaluations (0: at the end of every epoch). The last step always has one."""
-    tracker: Literal["wandb", "tensorboard", "none"] = option("wandb", may_change=True, heading="dashboard")
+    tracker: Literal["wandb", "tensorboard", "none"] = option(
+        "wandb", may_change=True, heading="dashboard", is_common=True
+    )
     """Dashboard; wandb without an API key runs offline. metrics.jsonl is written in any case."""
     project: str = option("vision-recipes", may_change=True)
     """Project name on the dashboard."""
@@ -210,9 +226,9 @@ class RunConfig(SharedFields):
 class OptimizationConfig(SharedFields):
     """Settings of the optimization: optimizer, learning rate, clipping, averaging."""
 
-    opt: str = option("adamw", heading="optimization")
+    opt: str = option("adamw", heading="optimization", is_common=True)
     """Any optimizer of timm's factory: adamw, sgd, lion, lamb, ..."""
-    lr: float = option(1e-3, low=0, high=10**6)
+    lr: float = option(1e-3, low=0, high=10**6, is_common=True)
     """Peak learning rate for the batch size --lr_batch_size."""
     lr_batch_size: int = option(64, low=1)
     """Global batch size that --lr is meant for; see --lr_scaling."""
@@ -220,7 +236,7 @@ class OptimizationConfig(SharedFields):
     """How the learning rate scales with global_batch_size / lr_batch_size."""
     schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
     """Learning rate schedule after the warm-up."""
-    warmup_epochs: float = option(1.0, low=0, high=MOST_EPOCHS)
+    warmup_epochs: float = option(1.0, low=0, high=MOST_EPOCHS, is_common=True)
     """Length of the linear warm-up from zero, in epochs."""
     min_lr_ratio: float = option(0.0, low=0, high=1)
     """Final learning rate of cosine and linear, as a share of the peak."""
@@ -249,5 +265,5 @@ class OptimizationConfig(SharedFields):
     """Gradient clipping: largest norm (0: off); see --clip_mode."""
     clip_mode: Literal["norm", "agc"] = "norm"
     """Clip the global norm, or each unit relative to its weights (AGC: Brock et al., 2021)."""
-    ema_decay: float = option(0.0, low=0, high=1)
+    ema_decay: float = option(0.0, low=0, high=1, is_common=True)
     """Decay of the moving average of the weights, with warm-up (0: off). If on, the average is exported."""

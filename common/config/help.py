@@ -8,14 +8,8 @@ import shutil
 import textwrap
 from typing import Any, NoReturn, get_args, get_type_hints
 
-from common.config.fields import field_names
+from common.config.fields import field_names, fields_with
 
-# `--help` shows these and --config; `--help all` shows every flag.
-_OFTEN = """
-    data val_share split detector model pretrained init image_size short_sides batch_norm augment hflip
-    global_batch_size max_micro_batch_size epochs max_steps seed workers opt lr warmup_epochs ema_decay
-    name dry_run eval_only tracker
-""".split()
 _CONFIG = """  --config FILE
       YAML file of flags without dashes, such as a preset or a run's config.yaml; flags on the command line override it."""
 
@@ -25,8 +19,9 @@ def print_help(config_class: type, config: Any, program: str, everything: bool) 
     titles, texts, kinds = _titles(config_class), _texts(config_class), get_type_hints(config_class)
     width = min(shutil.get_terminal_size().columns, 120)
     groups: dict[str, list[str]] = {"file": [_CONFIG]}
+    shown = field_names(config_class) if everything else fields_with(config_class, "is_common")
     for name in field_names(config_class):
-        if everything or name in _OFTEN:
+        if name in shown:
             choices = ",".join(map(str, get_args(kinds[name])))
             kind = f"{{{choices}}}" if choices else kinds[name].__name__.upper()
             value = getattr(config, name)

@@ -16,8 +16,6 @@ from common.files import MEDIUM, check_regular, read_text
 
 RUN_FILE = "run.json"
 _NAMED = 5  # how many names a message has
-# Flags that only make sense for the data that the run was trained on.
-OF_DATA = ("split", "val_share", "group_column", "image_column", "label_column", "objects_column", "box_format")
 
 
 @dataclass(frozen=True)
@@ -31,11 +29,18 @@ class Origin:
     classes: tuple[str, ...]  # names by class id; empty if the folder does not name them
     count: int | None  # of classes, if known
 
-    def describe(self, config: Mapping) -> str:
-        """A line that names the weights, and the settings of `config` that differ from their run's."""
+    def describe(self, config: Mapping, data_fields: Sequence[str]) -> str:
+        """A line that names the weights, and the settings of `config` that differ from their run's.
+
+        `data_fields` say how data are read: a difference in them is expected if the data are others.
+        """
         of = f" of the run {self.run['name']}, step {self.run.get('step')}" if self.run else ", which names no run"
         parts, had = [f"evaluating {self.path}{of}"], "the run had" if self.run else "the folder has"
-        unsaid = ("eval_only", *(() if self.trained_on(config["data"]) else OF_DATA), *(() if self.run else ("data",)))
+        unsaid = ["eval_only"]
+        if not self.trained_on(config["data"]):
+            unsaid.extend(data_fields)
+        if not self.run:
+            unsaid.append("data")
         for key, value in self.config.items():
             if key not in config:
                 parts += [f"without --{key} {value} of the run, a flag that is not known here"] if self.run else []
@@ -85,8 +90,11 @@ class Origin:
         return "those of the model" + ("" if tuple(classes) == self.classes else ", which has them in another order")
 
 
-def read_origin(path: str) -> Origin:
-    """The origin of the weights in the folder `path`. Raises `Refused` if it has no weights or can't be read."""
+def read_origin(path: str, recorded: Sequence[str] = ()) -> Origin:
+    """The origin of the weights in the folder `path`. Raises `Refused` if it has no weights or can't be read.
+
+    `recorded` are fields that an evaluation of a checkpoint needs beside the run's identity, see `made_by`.
+    """
     folder = Path(path)
     is_checkpoint = (folder / "manifest.json").is_file()
     if not is_checkpoint and not (folder / "config.json").is_file():
@@ -102,7 +110,8 @@ def read_origin(path: str) -> Origin:
         if is_checkpoint:
             record = _read(folder / "record.json")
             content = {}
-            run, names = made_by({"name": folder.absolute().parent.parent.name} | record), record.get("classes", [])
+            run = made_by({"name": folder.absolute().parent.parent.name} | record, recorded)
+            names = record.get("classes", [])
         else:
             content = _read(folder / "config.json")
             run = _read(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
@@ -127,31 +136,17 @@ def places_of(names: Sequence[str], known: Sequence[str]) -> list[int | None]:
     return [exact.get(name, alike.get(_plain(name))) for name in names]
 
 
-def called_by_weights(text: str, classes: Sequence[str]) -> dict[str, str]:
-    """The names in `--init_classes`: class of the data -> class of the weights. Raises `Refused`."""
-    called = {}
-    for pair in filter(None, text.split(",")):
-        own, _, theirs = (part.strip() for part in pair.partition("="))
-        if not (own and theirs):
-            raise Refused(
-                f"--init_classes {text:.100}: must be OWN=THEIRS, joined by commas, such as mug=cup,sofa=couch"
-            )
-        (place,) = places_of([own], classes)
-        if place is None:
-            raise Refused(f"--init_classes {own}={theirs}: the data have no class {own}, but {some(classes)}")
-        called[classes[place]] = theirs
-    return called
-
-
 def _plain(name: str) -> str:
     return " ".join(re.split("[\\s_-]+", name.strip().casefold()))
 
 
-def made_by(record: Mapping) -> dict:
-    """The content of `run.json`, from a checkpoint's record: name, recipe, step, commit and configuration of the run."""
+def made_by(record: Mapping, recorded: Sequence[str] = ()) -> dict:
+    """The content of `run.json`, from a checkpoint's record: name, recipe, step, commit and configuration of the run.
+
+    The configuration is the run's identity and the fields `recorded`, which its evaluations depend on.
+    """
     known = {key: record.get(key) for key in ("name", "recipe", "step")}
-    # Not a part of the run's identity, but of what its evaluations measured.
-    keys = [*record["identity"], "max_detections"]
+    keys = list(record["identity"]) + list(recorded)
     config = {key: record["config"][key] for key in keys if key in record["config"]}
     return known | {"commit": record.get("environment", {}).get("commit"), "config": config}
 
@@ -175,7 +170,7 @@ def _read(file: Path) -> dict:
 
 
 def label_names(content: Mapping) -> list[str]:
-    """Class names, by class id, in a configuration of timm, transformers or a detector; empty if it has none, or two alike."""
+    """Class names, by class id, in the configuration of an exported model; empty if it has none, or two alike."""
     own = content.get("pretrained_cfg") or {}
     names = content.get("label_names") or own.get("label_names") or content.get("classes") or content.get("id2label")
     if isinstance(names, Mapping):
@@ -184,14 +179,8 @@ def label_names(content: Mapping) -> list[str]:
 
 
 def _own(content: dict) -> dict:
-    """Defaults for a folder that names no run: its own sizes. Its data must be given."""
-    config = {"data": "", "image_size": 0, "crop_pct": 0.0, "model": content.get("architecture", "")}
-    if "family" in content:  # a detector of this project
-        config |= {"detector": content["family"], "model": content["model"], "width": content["width"]}
-        config |= {"levels": f"{content['levels'][0]}-{content['levels'][-1]}", "long_side": content["long_side"]}
-        config |= {"convolutions": content["convolutions"]} if content["convolutions"] else {}
-        config |= {"short_sides": str(content["short_side"])}
-    return config
+    """Defaults for a timm folder that names no run: its own sizes. Its data must be given."""
+    return {"data": "", "image_size": 0, "crop_pct": 0.0, "model": content.get("architecture", "")}
 
 
 def _place(data: str) -> str:

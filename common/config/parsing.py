@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, g
 
 import yaml
 
-from common.config.fields import field_names
+from common.config.fields import field_names, fields_with
 from common.config.help import print_help
-from common.config.origin import OF_DATA, Origin, read_origin
+from common.config.origin import Origin, read_origin
 from common.config.secrets import check_secrets, printable_name
 from common.config.synonyms import hint
 from common.durable import replace_file
@@ -71,14 +71,15 @@ def parse(config_class: type[C], argv: list[str] | None = None, program: str = "
 def read_weights(config: Any) -> Origin:
     """What the weights of `--eval_only` say about themselves. Raises `Refused`."""
     field = type(config).__dataclass_fields__["eval_only"]
-    return field.metadata.get("origin", read_origin)(config.eval_only)
+    read = field.metadata.get("origin", read_origin)
+    return read(config.eval_only, fields_with(config, "is_recorded"))
 
 
 def weight_fields(config: Any) -> list[str]:
     """The fields that say which weights a model is built with; `--eval_only` sets them."""
-    fields = dataclasses.fields(config)
-    names = [field.name for field in fields if field.metadata.get("is_weights")]
-    return names + [field.metadata["weights_into"] for field in fields if "weights_into" in field.metadata]
+    fields = type(config).__dataclass_fields__
+    targets = [fields[name].metadata["weights_into"] for name in fields_with(config, "weights_into")]
+    return fields_with(config, "is_weights") + targets
 
 
 def _set_weights(config: C, origin: Origin) -> C:
@@ -87,7 +88,7 @@ def _set_weights(config: C, origin: Origin) -> C:
     A checkpoint is loaded into the model once that is built. Raises `Refused` if a flag names another model than the export.
     """
     fields = type(config).__dataclass_fields__
-    values = {name: fields[name].default for name in weight_fields(config) if fields[name].metadata.get("is_weights")}
+    values = {name: fields[name].default for name in fields_with(config, "is_weights")}
     target = fields["eval_only"].metadata.get("weights_into")
     if target and not origin.is_alone:
         value, exported = getattr(config, target), origin.config.get(target)
@@ -274,7 +275,8 @@ def _for_evaluation(config_class: type[C], origin: Origin, given: dict[str, Any]
         raise Refused(f"--eval_only {weights}: does not say which data it was trained on; add --data")
     if origin.trained_on(data):
         return config
-    return config_class(**{name: value for name, value in of_run.items() if name not in OF_DATA} | given)
+    of_data = fields_with(config_class, "reads_data")
+    return config_class(**{name: value for name, value in of_run.items() if name not in of_data} | given)
 
 
 def _kinds(config_class: type) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 
-from common.config.origin import Origin, called_by_weights
+from common.config.origin import Origin
 from common.data import splits
 from common.data.copies import find_copies
 from common.data.images import BrokenImage, opened
@@ -205,15 +205,14 @@ def is_fingerprint(recorded: str, train: Any, val: Any) -> bool:
     return recorded == f"{earlier_fingerprint(train)[:12]}-{earlier_fingerprint(val)[:12]}"
 
 
-def match_classes(weights: Origin, data: str, val: S, class_map: str = "") -> tuple[S, S]:
+def match_classes(weights: Origin, data: str, val: S, aliases: Mapping[str, str] | None = None) -> tuple[S, S]:
     """What `--eval_only` evaluates `weights` on: (source with the model's classes, `val` with its `model_classes`).
 
-    The first stands for the training data where a model is built. `class_map` names classes that are called otherwise in the
-    weights, as `--init_classes` does. Raises `Refused` for classes that the model does not know.
+    The first stands for the training data where a model is built. `aliases` has the model's names of classes that the data
+    call otherwise. Raises `Refused` for classes that the model does not know.
     """
     source: Any = val
-    aliases = called_by_weights(class_map, source.classes)
-    ids = weights.places(source.classes, data, aliases)
+    ids = weights.places(source.classes, data, aliases or {})
     names = tuple(weights.classes or source.classes)
     model_classes = ModelClasses(names, tuple(ids))
     return replace(source, classes=names), replace(source, model_classes=model_classes)

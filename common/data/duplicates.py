@@ -19,7 +19,7 @@ _NAMED, _BROKEN = 3, 1_000  # pairs of duplicates, and unreadable images, that a
 
 def rows(train: Any, val: Any) -> dict[str, str]:
     """Rows of the start table about two sources."""
-    if getattr(train, "fresh", False):
+    if train.fresh:
         return {}
     sources = train, val
     count = sum(map(len, sources))

@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import multiprocessing.queues
 import os
 import sys
 import time
@@ -23,6 +22,7 @@ from common.distributed import devices, watchdog
 from common.distributed.collectives import local_world_size, rank, world_size
 from common.distributed.environment import cores
 from common.errors import Refused
+from common.patches.multiprocessing import call_on_unsent
 
 
 class DeviceBatch:
@@ -180,8 +180,7 @@ def _loader(samples: Dataset, batches, workers: int, evaluates: bool = False) ->
 
 def _begin_worker(handover: Handover, _worker: int) -> None:
     data_workers.begin(handover.far.fileno())
-    # If a batch can't be handed over, Python drops it, and training would wait forever.
-    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_die_of)  # type: ignore[attr-defined]
+    call_on_unsent(_die_of)
 
 
 def _die_of(error: BaseException, _batch: object) -> None:

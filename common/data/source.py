@@ -44,6 +44,7 @@ class Source(Protocol):
     notes: tuple[str, ...]  # for people: how the data were read
     part: str  # which part of the data it is, for people: "val/" or "20 % held out of train/"
     model_classes: ModelClasses | None = None  # with --eval_only, those of the evaluated model
+    fresh: bool = False  # True if each position of the stream has a new image instead of one of the list
 
     @property
     def fingerprint(self) -> str:

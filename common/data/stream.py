@@ -153,9 +153,8 @@ class Stream:
     @classmethod
     def of(cls, config: Any, size: int, weights: np.ndarray | None = None, **options: Any) -> Self:
         """The stream of a run, as its flags say."""
-        copies = getattr(config, "repeats", 1)
         options["min_epoch_steps"] = config.min_epoch_steps
-        return cls(size, config.global_batch_size, config.seed, copies, weights, **options)
+        return cls(size, config.global_batch_size, config.seed, weights=weights, **options)
 
     def __post_init__(self) -> None:
         if self.size < 1:

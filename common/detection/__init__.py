@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from common.imports import face, import_timm
+from common.imports import face
+from common.patches.timm import import_timm
 
 if TYPE_CHECKING:
     from common.detection.batches import EvalDataset, TrainDataset, Transforms

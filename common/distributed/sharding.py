@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from common.distributed.collectives import host_group, is_main, rank, reduce_counts, subgroup, world_size
 from common.errors import Refused
+from common.patches.torch import change_class
 
 Tensors = dict[str, Tensor]
 _LISTS = (nn.Sequential, nn.ModuleList)  # what models keep their blocks in
@@ -89,7 +90,8 @@ def shard(model: nn.Module, dtype: torch.dtype) -> None:
     """If the launch asked for it, convert a model on the host to `dtype` and shard it in place. A collective.
 
     Weights come from rank 0, as with DDP. They move to the device in parts, so that none ever holds the whole model.
-    From here on, a forward pass is a collective; see `alone` and `shared_passes`.
+    From here on, a forward pass is a collective; see `alone` and `shared_passes`. A model that has forward passes beside
+    `forward` names these methods in `forward_methods`.
     """
     if _begun is None:
         return
@@ -231,11 +233,11 @@ class Shards:
             fully_shard(model, mesh=mesh, reshard_after_forward=False)  # a root's backward follows at once
         except (ValueError, NotImplementedError) as error:  # such as a scalar parameter
             raise Refused(f"{type(plain).__name__} can't be sharded: {error}") from None
-        if hasattr(model, "detect"):  # of detectors: a forward pass under another name
-            register_fsdp_forward_method(model, "detect")
+        for name in getattr(model, "forward_methods", ()):
+            register_fsdp_forward_method(model, name)
         for layer in model.modules():
             if type(layer) is nn.Linear:
-                layer.__class__ = _Linear
+                change_class(layer, _Linear)
         self.parts = [model, *blocks]
         for number, part in enumerate(self.parts):
             part.set_custom_all_gather(_Gather(self, number))

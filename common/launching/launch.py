@@ -30,6 +30,7 @@ from common.launching.exit_codes import AT_LEAST, END, EXIT_FOLDER, RESTART, RES
 from common.launching.launch_checks import wants_cpu
 from common.launching.launchers import EXPORTED, Launch, complete
 from common.launching.meeting import meet
+from common.patches.accelerate import skip_search_for_lomo
 from common.process import guard_streams
 
 REFUSAL_DELAY_S = 20.0  # how long the other processes of a machine wait for the first one to print the refusal
@@ -50,46 +51,27 @@ def start(config: RunConfig | None = None) -> Accelerator:
     Must be called first: an Accelerator, a PartialState or an accelerate logger made earlier would form the
     group without these checks. The launch sets device and precision. Raises `Refused`.
     """
-    # torch 2.14 recommends a replacement that 2.11 does not have.
-    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
-    # Harmless: 1 x 1 convolutions, whose strides are ambiguous.
-    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     launch = complete(os.environ)
     launch_checks.check_launch(os.environ, launch, accelerators, launch_checks.processes_asked(parent_command()))
-    if on_cpu := wants_cpu(os.environ) or accelerators == 0:
+    on_cpu = wants_cpu(os.environ) or accelerators == 0
+    if on_cpu:
         if not wants_cpu(os.environ) and launch.launcher in ("torchrun", EXPORTED):
             say("this machine shows no GPU: the run trains on the CPU")
         share_cores(os.environ, launch)
     else:
         let_segments_grow(os.environ)
     settings = config or RunConfig()
-    if (sharded := launch_checks.sharding_of(os.environ)) and launch.world_size > 1:
+    sharded = launch_checks.sharding_of(os.environ)
+    if sharded and launch.world_size > 1:
         launch_checks.check_sharded(settings)
     determinism.choose(settings.deterministic and not on_cpu)
     torch.manual_seed(settings.seed)  # for the initial weights of a custom module; all else draws from keys
-    patience, store = settings.collective_timeout, meet(os.environ, launch, config)
-    # Collectives and torch's NCCL watchdog wait until long after our watchdog has named the culprit: a process
-    # may note progress while its device still waits for an earlier step.
-    timeout = timedelta(seconds=2 * patience) + MARGIN
-    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")
-    collectives.give_up_after(timeout)
-    # Accelerate looks on disk for this package twice in each step, which takes about a millisecond.
-    sys.modules.setdefault("lomo_optim", None)  # type: ignore[arg-type]
-    ddp = DistributedDataParallelKwargs(
-        gradient_as_bucket_view=True,
-        broadcast_buffers=False,  # the recipes synchronise running statistics themselves
-        comm_hook=DDPCommunicationHookType({"none": "no"}.get(settings.comm_hook, settings.comm_hook)),
-    )
-    with _as_data_parallel(os.environ):
-        accelerator = Accelerator(
-            cpu=on_cpu,
-            gradient_accumulation_steps=1,
-            step_scheduler_with_optimizer=False,
-            kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=timeout)],
-        )
+    store = meet(os.environ, launch, config)
+    accelerator = _build_accelerator(settings, on_cpu)
     if store:
-        watchdog.begin(store, accelerator.process_index, accelerator.num_processes, patience, Path(sys.argv[0]).name)
+        patience, program = settings.collective_timeout, Path(sys.argv[0]).name
+        watchdog.begin(store, accelerator.process_index, accelerator.num_processes, patience, program)
     if accelerator.num_processes != launch.world_size:
         raise Refused(
             f"launched as {launch.world_size} processes, but accelerate formed a world of {accelerator.num_processes} on "
@@ -104,6 +86,32 @@ def start(config: RunConfig | None = None) -> Accelerator:
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
     return accelerator
+
+
+def _build_accelerator(settings: RunConfig, on_cpu: bool) -> Accelerator:
+    """The Accelerator of data parallelism, whatever engine the launch names. Joins the process group, a collective."""
+    # torch 2.14 recommends a replacement that 2.11 does not have.
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+    # Harmless: 1 x 1 convolutions, whose strides are ambiguous.
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+    # Collectives and torch's NCCL watchdog wait until long after our watchdog has named the culprit: a process
+    # may note progress while its device still waits for an earlier step.
+    timeout = timedelta(seconds=2 * settings.collective_timeout) + MARGIN
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")
+    collectives.give_up_after(timeout)
+    skip_search_for_lomo()
+    ddp = DistributedDataParallelKwargs(
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,  # the recipes synchronise running statistics themselves
+        comm_hook=DDPCommunicationHookType({"none": "no"}.get(settings.comm_hook, settings.comm_hook)),
+    )
+    with _as_data_parallel(os.environ):
+        return Accelerator(
+            cpu=on_cpu,
+            gradient_accumulation_steps=1,
+            step_scheduler_with_optimizer=False,
+            kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=timeout)],
+        )
 
 
 def run(main: Callable[[], None]) -> None:
@@ -246,8 +254,8 @@ def share_cores(environ: MutableMapping[str, str], launch: Launch) -> None:
 def let_segments_grow(environ: MutableMapping[str, str]) -> None:
     """Make torch allocate GPU memory in expandable segments, unless a person has chosen otherwise or the driver can't.
 
-    Varying shapes, such as a detector's canvases, leave holes between segments of fixed size. torch 2.14 with expandable
-    segments crashes without NVML, so that is checked too.
+    Batches of varying shapes leave holes between segments of fixed size. torch 2.14 with expandable segments crashes without
+    NVML, so that is checked too.
     """
     if any(name in environ for name in ALLOCATOR):
         return

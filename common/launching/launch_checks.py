@@ -1,5 +1,6 @@
 """Checks of a launch: what would silently train something else than was asked for is refused."""
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,6 +58,13 @@ def check_launch(
     the launcher's command line (None if unknown); some of the machines may be missing.
     """
     sharding_of(environ)
+    _check_settings(environ)
+    _check_numbers(environ, launch, asked_for)
+    _check_devices(environ, launch, accelerators)
+
+
+def _check_settings(environ: Mapping[str, str]) -> None:
+    """Raise `Refused` for settings of Accelerate and torchrun that would train otherwise, or never restart."""
     if environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
         raise Refused(
             f"dynamo_backend {environ['ACCELERATE_DYNAMO_BACKEND']} renames the model's weights: remove it from the "
@@ -68,18 +76,20 @@ def check_launch(
             f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={accumulation} would divide the loss a second time: unset it, "
             "--max_micro_batch_size decides the accumulation"
         )
-    precision = environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    precision = _precision_of(environ)
     if precision not in PRECISION_NAMES:
         raise Refused(
             f"--mixed_precision {precision} is not one of {', '.join(PRECISION_NAMES)}: launch with one of them"
         )
-
     if int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise Refused(
             "--max_restarts: new processes would look for the old ones in the launcher's store, and wait for ever; add "
             "--rdzv_backend machines, and several machines also --rdzv_endpoint with the first one's address:port"
         )
 
+
+def _check_numbers(environ: Mapping[str, str], launch: Launch, asked_for: tuple[int | None, int] | None) -> None:
+    """Raise `Refused` if other numbers of processes or machines have started than were asked for."""
     processes, machines = asked_for or (None, 1)
     here = launch.local_world_size
     if processes not in (None, here * machines):
@@ -88,7 +98,6 @@ def check_launch(
             f"{here} started: --num_processes is the total of all machines and a multiple of their number, and on the CPU "
             "several processes need multi_cpu.yaml"
         )
-
     least = int(environ.get(AT_LEAST, machines))
     if launch.nodes is not None and launch.nodes < least:
         raise Refused(
@@ -96,8 +105,12 @@ def check_launch(
             "the command on all of them again, with --rdzv_backend machines, which says why one is missing"
         )
 
+
+def _check_devices(environ: Mapping[str, str], launch: Launch, accelerators: int) -> None:
+    """Raise `Refused` if this machine lacks devices for its processes, or the CPU would train in another precision."""
+    here = launch.local_world_size
     if wants_cpu(environ) or (accelerators == 0 and ACCELERATE not in environ):
-        if precision == "fp16":
+        if _precision_of(environ) == "fp16":
             raise Refused("fp16 on a CPU would silently train in fp32: use --mixed_precision no, or bf16")
     elif accelerators == 0:
         name = "multi_cpu.yaml" if launch.world_size > 1 else "cpu.yaml"
@@ -124,15 +137,7 @@ def sharding_of(environ: Mapping[str, str]) -> Sharding | None:
     if environ.get("PJRT_DEVICE") == "TPU":
         raise Refused("XLA: a TPU has no process group for what the processes agree on; launch on GPUs or CPUs")
     if _is_on(environ, DEEPSPEED):
-        for variable, reason in _DEEPSPEED_SETTINGS.items():
-            if environ.get(variable, "none") not in ("none", "None", ""):
-                raise Refused(f"{reason}, and leave it out; accelerate_configs/fsdp_bf16.yaml shards like ZeRO-3")
-        stage = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
-        if stage not in ("1", "2", "3"):
-            raise Refused(
-                f"zero_stage {stage} shards nothing: take accelerate_configs/multi_gpu_bf16.yaml, or zero_stage 3"
-            )
-        return Sharding(keeps_weights=stage != "3", asked_as=f"DeepSpeed ZeRO-{stage}")
+        return _sharding_of_deepspeed(environ)
     if not _is_on(environ, FSDP):
         if _is_on(environ, MESH):
             raise Refused("parallelism_config: it goes with distributed_type: FSDP and fsdp_config: {fsdp_version: 2}")
@@ -140,21 +145,39 @@ def sharding_of(environ: Mapping[str, str]) -> Sharding | None:
     for variable, (allowed, reason) in _FSDP_SETTINGS.items():
         if environ.get(variable, "").lower() not in allowed:
             raise Refused(reason)
-    shards = 0
-    if _is_on(environ, MESH):
-        for kind in ("tensor", "context", "sequence"):
-            if int(environ.get(f"PARALLELISM_CONFIG_{kind[0].upper()}P_SIZE", "1")) > 1:
-                raise Refused(
-                    f"parallelism_config_{kind[0]}p_size: {kind} parallelism needs a plan for each model; set "
-                    "parallelism_config_dp_shard_size, which shards any"
-                )
-        shards, world = int(environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1")), int(environ.get("WORLD_SIZE", "1"))
-        if shards < 2 or world % shards:  # the number of replicas follows, also after a machine has left the run
-            raise Refused(
-                f"parallelism_config_dp_shard_size {shards}, {world} processes: it must be at least 2 and divide their number"
-            )
+    shards = _shards_of_mesh(environ) if _is_on(environ, MESH) else 0
     keeps_weights = environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
     return Sharding(keeps_weights, shards)
+
+
+def _sharding_of_deepspeed(environ: Mapping[str, str]) -> Sharding:
+    """How a file for DeepSpeed asks to shard the model. Raises `Refused`."""
+    for variable, reason in _DEEPSPEED_SETTINGS.items():
+        if environ.get(variable, "none") not in ("none", "None", ""):
+            raise Refused(f"{reason}, and leave it out; accelerate_configs/fsdp_bf16.yaml shards like ZeRO-3")
+    stage = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    if stage not in ("1", "2", "3"):
+        raise Refused(
+            f"zero_stage {stage} shards nothing: take accelerate_configs/multi_gpu_bf16.yaml, or zero_stage 3"
+        )
+    return Sharding(keeps_weights=stage != "3", asked_as=f"DeepSpeed ZeRO-{stage}")
+
+
+def _shards_of_mesh(environ: Mapping[str, str]) -> int:
+    """The number of processes that hold a whole model together, as `parallelism_config` says. Raises `Refused`."""
+    for kind in ("tensor", "context", "sequence"):
+        if int(environ.get(f"PARALLELISM_CONFIG_{kind[0].upper()}P_SIZE", "1")) > 1:
+            raise Refused(
+                f"parallelism_config_{kind[0]}p_size: {kind} parallelism needs a plan for each model; set "
+                "parallelism_config_dp_shard_size, which shards any"
+            )
+    shards = int(environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
+    world = int(environ.get("WORLD_SIZE", "1"))
+    if shards < 2 or world % shards:  # the number of replicas follows, also after a machine has left the run
+        raise Refused(
+            f"parallelism_config_dp_shard_size {shards}, {world} processes: it must be at least 2 and divide their number"
+        )
+    return shards
 
 
 def check_sharded(config: RunConfig) -> None:
@@ -163,10 +186,10 @@ def check_sharded(config: RunConfig) -> None:
         raise Refused(
             f"--comm_hook {config.comm_hook} compresses the gradients of DDP; a sharded run sends them unchanged: leave it out"
         )
-    if getattr(config, "channels_last", False):
-        raise Refused("--channels_last: weights in shards have no memory format; leave it out, or launch without FSDP")
-    if getattr(config, "compile", False) and hasattr(config, "detector"):
-        raise Refused("--compile: in shards, no detector has been compiled yet; leave it out, or launch without FSDP")
+    for field in dataclasses.fields(config):
+        reason = field.metadata.get("not_in_shards")
+        if reason and getattr(config, field.name) != field.default:
+            raise Refused(f"--{field.name}: {reason}; leave it out, or launch without FSDP")
 
 
 def wants_cpu(environ: Mapping[str, str]) -> bool:
@@ -204,6 +227,10 @@ def processes_asked(command: Sequence[str]) -> tuple[int | None, int] | None:
         file = load_config_from_file(arguments.config_file)
         processes, machines = processes or file.num_processes, machines or file.num_machines
     return (processes, machines or 1) if processes else None
+
+
+def _precision_of(environ: Mapping[str, str]) -> str:
+    return environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
 def _is_on(environ: Mapping[str, str], variable: str) -> bool:

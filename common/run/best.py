@@ -6,7 +6,7 @@ It is first exported beside `best/`. The next checkpoint records sizes and hashe
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,10 +24,19 @@ _NOTHING: dict = {"results": {}, "files": {}}
 class Best:
     """The folder `best/` of one run; used only by the main process.
 
-    `export(model, results=..., folder=...)` exports a model into a folder; `say` logs a line.
+    `export(model, results=..., folder=...)` exports a model into a folder; `say` logs a line. `run.json` has the fields
+    `recorded` beside the run's identity.
     """
 
-    def __init__(self, run: Path, state: TrainingState, export: Callable[..., None], say: Callable[[str], None]):
+    def __init__(
+        self,
+        run: Path,
+        state: TrainingState,
+        export: Callable[..., None],
+        say: Callable[[str], None],
+        recorded: Sequence[str] = (),
+    ):
+        self._recorded = recorded
         self.path, self._old = run / "best", run / ".best.old"
         self._new, self._draft = run / ".best.new", run / ".best.tmp"  # newly exported; chosen for the next checkpoint
         self._state, self._export, self._say = state, export, say
@@ -43,7 +52,7 @@ class Best:
         remove(self._new)
         try:
             self._export(model, results=as_json(of_exported(results)), folder=self._new)
-            (self._new / RUN_FILE).write_text(json.dumps(made_by(record), indent=2) + "\n")
+            (self._new / RUN_FILE).write_text(json.dumps(made_by(record, self._recorded), indent=2) + "\n")
         except BaseException:
             remove(self._new)
             raise

@@ -22,6 +22,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 from common.checkpoints.resume import check_weights, load_model
+from common.config.fields import fields_with
 from common.config.origin import Origin, by_name
 from common.config.parsing import identity, short_hash, weight_fields
 from common.data import splits
@@ -38,7 +39,8 @@ from common.run.folder import write_json
 
 def announce(config: Any, origin: Origin) -> None:
     """Log which weights are evaluated, and how settings differ from their run's."""
-    launch.say(origin.describe(dataclasses.asdict(config) | _recorded(config, origin)))
+    settings = dataclasses.asdict(config) | _recorded(config, origin)
+    launch.say(origin.describe(settings, fields_with(config, "reads_data")))
 
 
 def load_weights(model: nn.Module, origin: Origin) -> None:

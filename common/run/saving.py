@@ -12,7 +12,7 @@ from common.checkpoints.resume import choose_together, compare_identities
 from common.checkpoints.state import Tensors, TrainingState
 from common.checkpoints.store import AUDIT_FOLDER, Checkpoints, verify
 from common.checkpoints.writer import Writer, take_part
-from common.config.fields import RunConfig
+from common.config.fields import RunConfig, fields_with
 from common.config.recipe_source import Source
 from common.distributed.collectives import broadcast_object
 from common.errors import Refused
@@ -41,7 +41,8 @@ class Saving:
         `export(model, results=..., folder=...)` writes a folder of the model that is evaluated, which becomes `best/`.
         """
         self._state, records = state, self._records
-        self._best = Best(self._path, state, export, self._say) if self._folder else None
+        recorded = fields_with(self.config, "is_recorded")
+        self._best = Best(self._path, state, export, self._say, recorded) if self._folder else None
         options = recipe, self.config.allow_changed_source
         found = choose_together(self.config.resume, self._checkpoints, identity, self._say, *options)
         if not found:

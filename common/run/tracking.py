@@ -5,7 +5,6 @@ network, disk) happens in a daemon thread behind a queue. Training only puts row
 once, and training continues.
 """
 
-import contextlib
 import importlib.util
 import json
 import math
@@ -24,6 +23,7 @@ from typing import Any
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 
 from common.errors import Refused
+from common.patches.wandb import drop_exit_hook
 
 PACKAGES = {"wandb": ("wandb",), "tensorboard": ("tensorboard", "tensorboardX"), "none": ()}
 MOST_WAITING = 10_000  # rows kept while a tracker starts or hangs: a few MB, hours at a usual `log_every`
@@ -141,7 +141,7 @@ class Tracker:
 
     def _fail(self, reason: str) -> None:
         if self._kind == "wandb":
-            _drop_exit_hook_of_wandb()
+            drop_exit_hook()
         if not self._failed:
             self._failed = True
             self._say(f"{self._kind} failed ({reason}): training continues, metrics.jsonl has every row")
@@ -280,12 +280,6 @@ def _last_step_in(folder: Path) -> int:
         return json.loads(subprocess.run(inspect, capture_output=True, timeout=60).stdout)["step"]
     except (OSError, ValueError, KeyError, subprocess.SubprocessError):
         return 0
-
-
-def _drop_exit_hook_of_wandb() -> None:
-    """Remove W&B's exit hook, which would wait for a hanging service. The service ends with this process by itself."""
-    with contextlib.suppress(Exception):  # not imported, not started, or another version of W&B
-        sys.modules["wandb.sdk.wandb_setup"]._singleton.assert_service()._cleanup()
 
 
 def _one_line(error: Exception) -> str:

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.distributed.collectives import is_distributed, node_group
 from common.errors import Refused
+from common.patches.torch import change_class
 from common.training.shared_normalization import normalize_shared
 
 CONVERTIBLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNormAct2d, SyncBatchNormAct)
@@ -178,7 +179,7 @@ def convert(model: nn.Module, mode: str, *, group_size: int = 0) -> int:
         if type(layer) not in CONVERTIBLE or layer.running_mean is None:
             raise Refused(f"{name} ({layer}) can't be converted: needs a known batch norm with running statistics")
         collected = layer.running_mean.new_zeros(3, layer.num_features)
-        layer.__class__ = StepBatchNorm  # a new module would lose the hooks
+        change_class(layer, StepBatchNorm)
         layer.mode, layer.group_size, layer.step, layer.activates = mode, group_size, step, hasattr(layer, "act")
         layer.collected, layer.rows = collected, ()
         layers.append(layer)

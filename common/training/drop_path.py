@@ -7,6 +7,7 @@ import torch
 from timm.layers import DropPath
 from torch import nn
 
+from common.patches.torch import change_class
 from common.randomness import key_of, uniforms
 
 
@@ -88,7 +89,7 @@ def convert(model: nn.Module) -> int:
         for parent_name, parent in model.named_modules():
             for module in parent.children():
                 if type(module) is kind and getattr(module, rate) > 0:
-                    module.__class__ = positional
+                    change_class(module, positional)
                     module.layer = draws.layers
                     module.draws = draws
                     # The tables of relative positions in models of timm.

@@ -11,7 +11,7 @@ from typing import Any
 import timm.optim
 import torch
 from accelerate import Accelerator
-from timm.optim import muon, param_groups_layer_decay, param_groups_weight_decay
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from timm.utils import ModelEmaV3
 from timm.utils.agc import adaptive_clip_grad, unitwise_norm
 from torch import Tensor, nn
@@ -23,9 +23,9 @@ from common.data.stream import Stream
 from common.distributed.collectives import all_sum
 from common.distributed.sharding import alike, is_sharded, local, shard_like, total_norm, twin, whole
 from common.errors import Refused
+from common.patches.timm import orthogonalize_shards
 from common.training.parts import parts
 
-_newton_schulz = muon.zeropower_via_newtonschulz
 # Optimizers of torch in timm's factory, which have a fused form: 6 times as fast, and no host sync under fp16. Torch has no
 # fused kernel for the shards of the last two.
 _FUSED, _FUSED_UNLESS_IN_SHARDS = {"adam", "adamw"}, {"sgd", "momentum"}
@@ -56,7 +56,8 @@ def build_optimizer(config: OptimizationConfig, model: nn.Module) -> torch.optim
         told = f"--opt {config.opt}: its step on a shard differs from its step on whole weights"
         raise Refused(f"{told}; a sharded run takes {', '.join(sorted(on_shards))}")
     fused = _FUSED if in_shards else _FUSED | _FUSED_UNLESS_IN_SHARDS
-    muon.zeropower_via_newtonschulz = _orthogonalized if in_shards else _newton_schulz
+    if in_shards:
+        orthogonalize_shards(whole, shard_like)
     try:
         optimizer = timm.optim.create_optimizer_v2(
             model,
@@ -73,11 +74,6 @@ def build_optimizer(config: OptimizationConfig, model: nn.Module) -> torch.optim
     if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["fused"]:
         optimizer.register_step_pre_hook(_begin_momentum)
     return optimizer
-
-
-def _orthogonalized(matrix: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    """Muon's update, which depends on the whole matrix. A collective if `matrix` is in shards."""
-    return shard_like(_newton_schulz(whole(matrix), *arguments, **options), matrix)
 
 
 def _begin_momentum(optimizer: torch.optim.SGD, *_) -> None:

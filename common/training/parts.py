@@ -1,5 +1,9 @@
 """Parts of a model: its backbone, neck and head, and the stages of the backbone.
 
+A model that stands on a backbone has it as `backbone`, and may have `neck`, a list of the modules between backbone and head.
+If only a part of the backbone has stages, `trunk` of the model or of its backbone is that network. Of any other model, all but
+the head is backbone.
+
 timm's `group_matcher(coarse=True)` names the stages: four in a ResNet or ConvNeXt, the blocks of a vision transformer, the
 rows of an EfficientNet. Models of transformers have them in `encoder.stages` or `encoder.layer`.
 """
@@ -15,19 +19,20 @@ _OF_TRANSFORMERS = {"stem": "^embed", "blocks": r"^(?:encoder\.|model\.)?(?:stag
 
 
 def parts(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """The parameters of backbone, neck and head.
+    """The parameters of backbone, neck and head. What a backbone has beside its stages' network belongs to the neck.
 
-    The neck of a detector is its feature pyramid, or a DETR's projections and encoder. A classifier has none, and all but its
-    head is backbone. Raises `Refused` for a module that does not say which part is its head.
+    Raises `Refused` for a module that does not say which part is its head.
     """
-    backbone = {id(parameter) for parameter in _tensors(model).values()}
-    stands_on = [model.backbone, *getattr(model, "neck", ())] if hasattr(model, "backbone") else []
-    neck = {id(parameter) for module in stands_on for parameter in module.parameters()}
-    found: dict[str, list[nn.Parameter]] = {"backbone": [], "neck": [], "head": []}
+    part_of = {}
+    if hasattr(model, "backbone"):
+        for module in [model.backbone, *getattr(model, "neck", ())]:
+            part_of.update({id(parameter): "neck" for parameter in module.parameters()})
+    part_of.update({id(tensor): "backbone" for tensor in _tensors(model).values()})
+    parameters: dict[str, list[nn.Parameter]] = {"backbone": [], "neck": [], "head": []}
     for parameter in model.parameters():
-        inside = id(parameter) in backbone, id(parameter) in neck
-        found["backbone" if inside[0] else "neck" if inside[1] else "head"].append(parameter)
-    return found
+        part = part_of.get(id(parameter), "head")
+        parameters[part].append(parameter)
+    return parameters
 
 
 def stages(model: nn.Module) -> list[list[torch.Tensor]]:
@@ -44,7 +49,7 @@ def stages(model: nn.Module) -> list[list[torch.Tensor]]:
 
 
 def _trunk(model: nn.Module) -> nn.Module:
-    """The network that has stages: a classifier itself, or the network in a detector's backbone."""
+    """The network that has stages: the model itself, or the network in its backbone."""
     if not hasattr(model, "backbone"):
         return model
     return getattr(model, "trunk", None) or getattr(model.backbone, "trunk", model.backbone)

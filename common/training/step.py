@@ -75,7 +75,7 @@ class TrainingStep:
     """Makes the steps of `model` on batches of `samples`.
 
     `losses_of(network, batch)` is the recipe's forward pass and returns one loss per sample, [B]. If `model` has a method
-    `counts(targets, canvas)`, as detectors have, its losses are divided by what that counts: all micro-batches of a step are
+    `counts(targets, canvas)`, its losses are divided by what that counts: all micro-batches of a step are
     fetched first, and before the first forward pass `batch.totals` int64[C + 1] has the sums over the global batch, and the
     number of its samples. `freezing` says what does not train in a step.
     """

@@ -26,6 +26,7 @@ from common.data.images import MAX_PIXELS
 from common.distributed.collectives import is_main
 from common.errors import Refused
 from common.files import check_regular
+from common.patches.huggingface_hub import go_offline
 
 # Options that timm sets only with `pretrained=True`. Others load models that way, so they are trained with them, too.
 AS_PRETRAINED = {"fbnetc_100": {"bn_eps": 1e-3}}
@@ -121,59 +122,78 @@ def create(
     Weights are a function of `seed`, or loaded; in that case an export of the model keeps their origin and licence.
     Raises `Refused` as `build_classifier` does.
     """
-    local = Path(name).is_dir()
+    is_folder = Path(name).is_dir()
     on_hub = name.startswith(("hf-hub:", "hf_hub:"))
-    if not local and not (on_hub or timm.is_model(name.split(".")[0])):
-        path = Path(name)
-        advice = nearest(name.lower(), timm.list_models()) or "; timm.list_models() lists them"
-        if len(path.parts) > 1:
-            advice = f"; there is no such folder{nearest_path(path)}; a model of the hub is hf-hub:OWNER/NAME"
-        if path.is_file():
-            advice = (
-                f" but a file; a timm model's folder is taken whole, as best/ (here perhaps {path.parent}); a file of weights "
-                "becomes one by timm.models.save_for_hf(timm.create_model(NAME, num_classes=N, checkpoint_path=FILE), FOLDER, "
-                "safe_serialization=True); a detector's file goes to --init"
-            )
-        raise Refused(f"--model {name}: not a model of timm {timm.__version__}{advice}")
-    if on_hub or (pretrained and not local):
-        try:
-            get_session().head(constants.ENDPOINT, timeout=5)
-        except Exception:  # of the libraries below it
-            constants.HF_HUB_OFFLINE = True  # its library would try to reach each file for half a minute
-    source, pretrained, wishes = f"local-dir:{name}" if local else name, pretrained or local, dict(wishes)
+    if not (is_folder or on_hub or timm.is_model(name.split(".")[0])):
+        raise Refused(f"--model {name}: not a model of timm {timm.__version__}{_advise_on_name(name)}")
+    if on_hub or (pretrained and not is_folder):
+        _go_offline_if_out_of_reach()
+    source = f"local-dir:{name}" if is_folder else name
+    has_weights = pretrained or is_folder
     options |= AS_PRETRAINED.get(name.split(".")[0], {})
-    model = None
     try:
-        if local:
+        if is_folder:
             check_regular(name)
-        while model is None:
-            torch.manual_seed(seed)
-            try:
-                model = timm.create_model(source, pretrained=pretrained, **options, **wishes)
-            except TypeError as error:
-                wish = next((wish for wish in wishes if f"keyword argument '{wish}'" in str(error)), None)
-                if wish is None:
-                    raise
-                if wishes.pop(wish) and wish not in optional:
-                    flag = _WISHES.get(wish, wish)
-                    raise Refused(
-                        f"--model {name}: does not take {flag}: leave it out, or take another model"
-                    ) from None
+        model = _create_with_wishes(source, name, has_weights, seed, wishes, optional, options)
     except (*_UNFIT, OSError, AttributeError, SafetensorError, EOFError) as error:
-        hint = " with pretrained weights (is the hub in reach?); without --pretrained they are random" * pretrained
-        if local:
+        hint = ""
+        if is_folder:
             hint = " of this folder, which has to be a timm model's best/, whole (a detector goes to --init or --eval_only)"
+        elif pretrained:
+            hint = " with pretrained weights (is the hub in reach?); without --pretrained they are random"
         reason = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, EOFError) or "weights_only" in reason:  # which torch advises to leave out
             reason = "its weights are no whole file of torch.save; copy the folder again"
         raise Refused(f"--model {name}: can't be made{hint}: {reason:.250}") from None
-    if local:
+    if is_folder:
         check_weights(model, Path(name) / "model.safetensors")
-    model.created_with = {**options, **wishes}
-    if not pretrained:
+    if not has_weights:
         for key in ("tag", "license", "url", "hf_hub_id", "origin_url"):
             model.pretrained_cfg.pop(key, None)
     return model
+
+
+def _advise_on_name(name: str) -> str:
+    """The end of a message about a name that is no model's: what to do instead."""
+    path = Path(name)
+    if path.is_file():
+        return (
+            f" but a file; a timm model's folder is taken whole, as best/ (here perhaps {path.parent}); a file of weights "
+            "becomes one by timm.models.save_for_hf(timm.create_model(NAME, num_classes=N, checkpoint_path=FILE), FOLDER, "
+            "safe_serialization=True); a detector's file goes to --init"
+        )
+    if len(path.parts) > 1:
+        return f"; there is no such folder{nearest_path(path)}; a model of the hub is hf-hub:OWNER/NAME"
+    return nearest(name.lower(), timm.list_models()) or "; timm.list_models() lists them"
+
+
+def _go_offline_if_out_of_reach() -> None:
+    """Ask the hub for an answer, and take its files from the cache alone if none comes within seconds."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception:  # of the libraries below it
+        go_offline()
+
+
+def _create_with_wishes(
+    source: str, name: str, has_weights: bool, seed: int, wishes: dict, optional: Sequence[str], options: dict
+) -> nn.Module:
+    """The model that timm makes of `source`, with the `wishes` that it accepts. See `create`."""
+    wishes = dict(wishes)
+    while True:
+        torch.manual_seed(seed)
+        try:
+            model = timm.create_model(source, pretrained=has_weights, **options, **wishes)
+        except TypeError as error:
+            unknown = next((wish for wish in wishes if f"keyword argument '{wish}'" in str(error)), None)
+            if unknown is None:
+                raise
+            if wishes.pop(unknown) and unknown not in optional:
+                flag = _WISHES.get(unknown, unknown)
+                raise Refused(f"--model {name}: does not take {flag}: leave it out, or take another model") from None
+            continue
+        model.created_with = {**options, **wishes}
+        return model
 
 
 def resolve_data_config(model: nn.Module, image_size: int = 0, crop_pct: float = 0.0) -> dict:

@@ -38,7 +38,8 @@ def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, step: Callable[[],
 
     DDP regroups its gradient buckets after the first backward pass, and from three ranks on another grouping sums in
     another order: without this, the step after a resume would differ in its last bits from the same step of an
-    uninterrupted run. Every rank calls it with a micro-batch of the same shape. Raises `Refused` if the model can't take that.
+    uninterrupted run. Every rank calls it with a micro-batch of the same shape. Raises `Refused` if the model can't take that;
+    a model whose images do not get their size from --image_size names the flag in `size_flag`.
     """
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     try:
@@ -54,8 +55,8 @@ def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, step: Callable[[],
             raise Refused(f"--compile failed: {first_line(error)}; {advice}") from error
         if not isinstance(error, (AssertionError, ValueError, RuntimeError)):
             raise
-        flags = "--short_sides" if hasattr(model, "detect") else "--image_size"
-        flags += ", --global_batch_size and --max_micro_batch_size"
+        size_flag = getattr(model, "size_flag", "--image_size")
+        flags = f"{size_flag}, --global_batch_size and --max_micro_batch_size"
         raise Refused(f"the model can't make a step: {first_line(error)}; look at {flags}") from error
     wrapped.zero_grad()
     model.load_state_dict(before)

@@ -23,7 +23,7 @@ from recipes import cls, det
 class Config(OptimizationConfig, RunConfig):
     """What a recipe's configuration is like."""
 
-    data: str = option("digits", heading="data")
+    data: str = option("digits", heading="data", is_common=True)
     """Text."""
     pretrained: bool = False
     """A switch that is off."""

@@ -7,7 +7,6 @@ import socket
 import sys
 import tempfile
 import threading
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -19,6 +18,7 @@ from common.launching.exit_codes import leaving
 from common.launching.launch_checks import check_launch, check_sharded, processes_asked, sharding_of
 from common.launching.launchers import complete
 from common.launching.meeting import choose_interface
+from recipes import cls, det
 
 pytestmark = pytest.mark.smoke
 
@@ -78,13 +78,17 @@ def test_a_launch_says_how_the_model_is_sharded(environ: dict[str, str], asked: 
 
 
 def test_what_a_sharded_run_cannot_meet_is_refused() -> None:
-    for flags, said in (
-        ({"comm_hook": "bf16"}, "--comm_hook bf16 compresses the gradients of DDP"),
-        ({"channels_last": True}, "--channels_last: weights in shards"),
-        ({"compile": True, "detector": "fcos"}, "--compile: in shards, no detector"),
+    for config, said in (
+        (cls.Config(comm_hook="bf16"), "--comm_hook bf16 compresses the gradients of DDP"),
+        (cls.Config(channels_last=True), "--channels_last: weights in shards have no memory format; leave it out, or"),
+        (
+            det.Config(compile=True),
+            "--compile: in shards, no detector has been compiled yet; leave it out, or launch without",
+        ),
     ):
         with pytest.raises(Refused, match=said):
-            check_sharded(SimpleNamespace(**{"comm_hook": "none", **flags}))
+            check_sharded(config)
+    check_sharded(cls.Config(compile=True))
 
 
 @pytest.mark.parametrize(

@@ -54,10 +54,10 @@ def parsed_by(config_class: type, *words: str):
     return parse(config_class, ["--data", "x", *words], "x.py")
 
 
-def one_line(call: Callable, *arguments):
+def one_line(call: Callable, *arguments, **options):
     """What it returns, or None where it is refused, which is said in one line."""
     try:
-        return call(*arguments)
+        return call(*arguments, **options)
     except Refused as refused:
         assert str(refused).strip() and str(refused).isprintable()
     return None
@@ -69,7 +69,10 @@ def plan(config, model) -> None:
     unit = config.norm_batch_size if config.batch_norm == "group" else 1
     if cut := one_line(BatchPlan, config.global_batch_size, 1, config.max_micro_batch_size, max(1, unit)):
         assert str(cut) and cut.span(0, cut.micro_steps - 1)[1] <= config.global_batch_size
-    stream = one_line(build_stream, config, images) if recipe is det else one_line(Stream.of, config, len(images))
+    if recipe is det:
+        stream = one_line(build_stream, config, images)
+    else:
+        stream = one_line(Stream.of, config, len(images), repeats=config.repeats)
     if stream and (schedule := one_line(build_schedule, config, stream)):
         steps = schedule.total_steps
         assert math.isfinite(stream.epoch(steps)) and stream.positions(steps, (0, 1))[0] >= 0

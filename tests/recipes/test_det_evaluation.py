@@ -18,6 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
+from common.config.fields import fields_with
 from common.config.origin import made_by
 from common.config.parsing import identity, parse
 from common.data.loader import evaluation_loader
@@ -142,7 +143,7 @@ def test_the_limit_of_detections_follows_the_objects(tmp_path) -> None:
         transforms, best = recipe.build_transforms(config, model, torch.device("cpu")), tmp_path / f"best {limit}"
         export(model, train, transforms.resize, {}, best)
         record = {"name": "a", "recipe": "det", "step": 1, "config": dataclasses.asdict(config), "identity": fields}
-        (best / "run.json").write_text(json.dumps(made_by(record)))
+        (best / "run.json").write_text(json.dumps(made_by(record, fields_with(config, "is_recorded"))))
         evaluated = parse(recipe.Config, ["--eval_only", str(best)], "det")
         assert evaluated.max_detections == (120 if limit == 120 else 110)
     count = "1 of 3 images have more than 100 boxes: up to 110 detections of a class count in each image, first"

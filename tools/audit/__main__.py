@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trained = load(str(checkpoint), flags, reads_data=True)
     accelerator = launch.start(trained.config)
     train_data = trained.recipe.build_data(trained.config)[0]
-    if getattr(train_data, "fresh", False):
+    if train_data.fresh:
         raise Refused(f"{options.run}: its scenes are drawn anew for each step, so no label can be wrong")
     if tuple(train_data.classes) != tuple(trained.classes):
         raise Refused(

@@ -15,6 +15,7 @@ from common.data.huggingface import open_table
 from common.data.shard_names import printable_name
 from common.data.shards import shard_sources, shared
 from common.data.splits import kind_of
+from common.detection.class_map import parse_class_map
 from common.detection.data import annotation_cache, scenes
 from common.detection.data.annotated import Annotated, AnnotatedImages
 from common.detection.data.coco_files import coco_files, coco_folder
@@ -47,7 +48,7 @@ def load_data(config: Any, weights: Origin | None = None) -> tuple[Annotated, An
     train, val = load(Spec.of(config, weights, masks=config.detector == "mask_rcnn"))
     if weights is None:
         return train, val
-    return data_spec.match_classes(weights, config.data, val, config.init_classes)
+    return data_spec.match_classes(weights, config.data, val, parse_class_map(config.init_classes, val.classes))
 
 
 def load(spec: Spec) -> tuple[Annotated, Annotated]:

@@ -30,6 +30,8 @@ class Detector(nn.Module):
     title: str  # what the start table calls it
     limit: int = LIMIT  # most detections in an image
     needs_squares = False  # images are stretched to squares, as for the published weights of its family
+    forward_methods = ("detect",)  # see `common.distributed.sharding.shard`
+    size_flag = "--short_sides"  # see `common.training.warm_up.warm_up`
 
     def counts(self, targets: list[dict], canvas: Sequence[int]) -> Tensor:
         """int64[C]: divisors of losses, to be summed over the global batch; here the number of images."""

@@ -15,6 +15,7 @@ from common.detection.models.boxes import BoxCoder, filled, overlaps
 from common.detection.models.detector import Losses, Suppressing
 from common.detection.models.fpn import Backbone, GroupNorm
 from common.detection.models.spec import DetectorSpec
+from common.patches.torch import change_class
 
 _CANDIDATES = 1000  # the best places and classes of each level, which are looked at
 
@@ -80,7 +81,7 @@ class FCOS(OneStage):
         self.head = FCOSHead(backbone.width, 1, self.classes, self.convolutions)
         for module in self.head.modules():
             if isinstance(module, nn.GroupNorm):
-                module.__class__ = GroupNorm
+                change_class(module, GroupNorm)
 
     def counts(self, targets: list[dict], canvas: Sequence[int]) -> Tensor:
         """int64[1]: foreground points of these images."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from common.config.origin import called_by_weights
+from common.detection.class_map import parse_class_map
 from common.detection.export import describe
 from common.detection.models.class_rows import class_rows, take_classes
 from common.detection.models.detectors import FAMILIES, Detector
@@ -39,7 +39,7 @@ def begin_with(detector: Detector, weights: Weights, config: Any, names: Sequenc
     if others:
         raise Refused(f"{weights.source} is of another detector: {'; '.join(others)}; leave these flags out")
     # Of --eval_only, `names` are the weights' own; those of the data are matched with them elsewhere.
-    called = {} if config.eval_only else called_by_weights(config.init_classes, names)
+    called = {} if config.eval_only else parse_class_map(config.init_classes, names)
     first = list(weights.row_names[: weights.has_background])
     rows: list[str] = first + [called.get(name, name) for name in names]
     known: Sequence[str] = weights.row_names

@@ -11,6 +11,7 @@ import json
 import pickle
 import re
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,11 +43,14 @@ def settings(source: str) -> dict:
     return read(source, peeking=True).settings
 
 
-def origin(source: str) -> Origin:
-    """As `common.config.origin.read_origin` for runs' folders; the same for other sources."""
+def origin(source: str, recorded: Sequence[str] = ()) -> Origin:
+    """As `common.config.origin.read_origin` for folders of runs; the same for other sources. Raises `Refused`."""
     folder = Path(source)
     if (folder.is_dir() and not _is_of_transformers(folder)) or (folder / RUN_FILE).is_file():
-        return read_origin(source)
+        of_folder = read_origin(source, recorded)
+        if of_folder.run or of_folder.is_alone:
+            return of_folder
+        return replace(of_folder, config={"data": ""} | settings(source))
     weights = read(source, peeking=True)
     # Batch norm doesn't matter: the recipe sets it.
     config = {name: value for name, value in weights.settings.items() if name != "batch_norm"}
