@@ -15,6 +15,7 @@ from common.errors import Refused
 
 Tensors = dict[str, torch.Tensor]
 _NAMED = 5  # differing keys that an error names
+_FILES = ("model", "optimizer", "ema")
 
 
 @dataclass
@@ -33,7 +34,7 @@ class TrainingState:
         self._optimizers = [self.optimizer] if isinstance(self.optimizer, torch.optim.Optimizer) else [*self.optimizer]
         for optimizer in self._optimizers:
             self._optimizer_names(optimizer)
-        self._head = getattr(self.model, "margin_head", None)  # whose weights are in no state_dict
+        self._left_out = _find_left_out(self.model)
 
     def exported(self, tensors: Tensors | None = None) -> torch.nn.Module | None:
         """The module that is exported: the moving average if there is one, else the model; with `tensors`, if given.
@@ -54,9 +55,7 @@ class TrainingState:
         files = {"model": self.model.state_dict(), "optimizer": self._optimizer_tensors()}
         if self.ema is not None:
             files["ema"] = self.ema.state_dict()
-        if self._head:
-            files["margin_head"] = {"weight": self._head.weight}
-        return files
+        return files | self._left_out
 
     def numbers(self) -> dict:
         """The part that is saved as JSON: numbers of the optimizer and of the loss scaler."""
@@ -76,11 +75,10 @@ class TrainingState:
 
         Changes nothing. `where` names the checkpoint.
         """
-        mine_by_file = self.tensors()
-        for file in ("model", "ema", "margin_head"):
-            if file not in mine_by_file:
+        for file, tensors in self.tensors().items():
+            if file == "optimizer":
                 continue
-            mine = {name: tuple(tensor.shape) for name, tensor in mine_by_file[file].items()}
+            mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
             theirs = shapes.get(file, {})
             differing = [
                 f"{name} ({theirs.get(name, 'missing')} there, {mine.get(name, 'missing')} here)"
@@ -121,9 +119,10 @@ class TrainingState:
         sharding.load(self.model, files["model"])
         if self.ema is not None:
             sharding.load(self.ema, files["ema"])
-        if self._head:
-            weight = self._head.weight.detach()
-            weight.copy_(sharding.shard_like(files["margin_head"]["weight"], weight))
+        for file, parameters_of_file in self._left_out.items():
+            for name, parameter in parameters_of_file.items():
+                weight = parameter.detach()
+                weight.copy_(sharding.shard_like(files[file][name], weight))
         if self.scaler and scaler:
             self.scaler.load_state_dict(scaler)
 
@@ -155,3 +154,22 @@ class TrainingState:
             for key, value in values.items()
             if isinstance(value, torch.Tensor)
         }
+
+
+def _find_left_out(model: torch.nn.Module) -> dict[str, Tensors]:
+    """The parameters to train that the model's `state_dict` leaves out, because no export has them, by module and name.
+
+    A checkpoint has a file of each such module.
+    """
+    saved = model.state_dict().keys()
+    files: dict[str, Tensors] = {}
+    for path, parameter in model.named_parameters():
+        if parameter.requires_grad and path not in saved:
+            module, _, name = path.rpartition(".")
+            if not module or module in _FILES:
+                raise Refused(
+                    f"{path} is trained, but not in the model's state_dict: it needs a file of its own in checkpoints, so "
+                    f"keep it in a module with another name than {', '.join(_FILES)}"
+                )
+            files.setdefault(module, {})[name] = parameter
+    return files

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from common.classification.batches import EvalDataset, TrainDataset
     from common.classification.embeddings import EmbeddingEvaluation
     from common.classification.evaluation import Evaluation
+    from common.classification.margin_head import MarginHead, add_margin_head
     from common.classification.sources import load_data
 
 __all__, __getattr__ = face(__name__)

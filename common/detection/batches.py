@@ -50,7 +50,7 @@ class DetectionBatch(DeviceBatch):
     sizes: torch.Tensor  # int64[B, 2] width and height on the canvas
     drop_path: torch.Tensor | None = None  # float32[layers + 1, B], see common.training.drop_path.draws
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
-    totals: torch.Tensor | None = None  # divisors of losses, see `training.step.TrainingStep`
+    totals: torch.Tensor | None = None  # divisors of losses, see `Detector.prepare_step`
 
 
 class Normalize:

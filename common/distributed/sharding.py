@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
 from common.distributed.collectives import host_group, is_main, rank, reduce_counts, subgroup, world_size
@@ -74,6 +74,11 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
+def has_shards(model: nn.Module) -> bool:
+    """True if a parameter of `model` is in shards, so that no rank has the whole model. No communication."""
+    return is_sharded(model) or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
 def describe(model: nn.Module) -> dict[str, str]:
     """A row of the start table if the model is sharded, else an empty dict. No communication."""
     if not is_sharded(model):
@@ -111,6 +116,44 @@ def check(model: nn.Module) -> None:
     added = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if is_sharded(model) and added:
         raise Refused(f"{added[0]} was added to the model after prepare_layers, which shards it: add it before")
+
+
+class SelfSharded(nn.Module):
+    """A module that cuts its own parameters over all ranks, whether the rest of the model is in shards or not.
+
+    Its backward pass makes their gradients from the samples of all ranks. An optimizer has them in groups of their own, in one
+    process too, so that its groups do not depend on the layout.
+    """
+
+    @staticmethod
+    def shard_rows(rows: Tensor, num_rows: int) -> nn.Parameter:
+        """A parameter [num_rows, ...] of which this rank has `rows`, as torch's `Shard(0)` cuts. Whole in one process."""
+        if world_size() == 1:
+            return nn.Parameter(rows)
+        group: Any = dist.group.WORLD
+        mesh = DeviceMesh.from_group(group, rows.device.type, mesh_dim_names=("rows",))
+        shape = torch.Size([num_rows, *rows.shape[1:]])
+        return nn.Parameter(DTensor.from_local(rows, mesh, [Shard(0)], shape=shape, stride=rows.stride()))
+
+
+@contextmanager
+def hide_shards(model: nn.Module) -> Iterator[None]:
+    """In this context, a model does not have its parameters that are in shards.
+
+    So DDP leaves out their gradients, which are of all ranks already, and Accelerate does not refuse to wrap the model.
+    """
+    shards = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, DTensor):
+                shards.append((module, name, parameter))
+    for module, name, _ in shards:
+        module._parameters[name] = None  # rather than removed, which would change the order of parameters
+    try:
+        yield
+    finally:
+        for module, name, parameter in shards:
+            module._parameters[name] = parameter
 
 
 def unsharded(model: nn.Module, tensors: Tensors) -> nn.Module:

@@ -33,7 +33,7 @@ from common.run.tracking import Tracker
 from common.training import batch_norm, timm_models
 from common.training import optimizer as optimization
 from common.training.optimizer import Schedule
-from common.training.step import Samples
+from common.training.step import Samples, describe_step_modules
 
 EXPLODED = 1_000  # a loss that rises by so much in the steps of a dry run is lost
 MOST_DRAWING = 0.02  # of the time of training, for pictures between the first step and the last
@@ -264,7 +264,7 @@ def start_rows(config: Any, model: torch.nn.Module, samples: Samples, plan: Batc
     return {
         **timm_models.describe(config.model, model),
         **samples.describe(),
-        "margin head": str(getattr(model, "margin_head", "")),
+        **describe_step_modules(model),
         "batch norm": batch_norm.describe(model),
         **sharding.describe(model),
         "batch": str(plan),

@@ -252,11 +252,8 @@ class Run:
         """The network to train and its optimizers, wrapped by Accelerate: no model in shards, optimizers only under fp16."""
         network = model
         if not sharding.is_sharded(model):
-            # DDP would send a margin head's gradients, which are of all ranks already.
-            head = model._modules.pop("margin_head", None)
-            network = self.accelerator.prepare(model)
-            if head:
-                model.margin_head = head
+            with sharding.hide_shards(model):
+                network = self.accelerator.prepare(model)
         if self.accelerator.scaler:  # otherwise the wrapper would only take time
             optimizers = [*map(self.accelerator.prepare_optimizer, optimizers)]
         return network, *optimizers
@@ -587,7 +584,7 @@ class Run:
         """Make a checkpoint of the last step without the other processes, which may hang."""
         if not self._folder or not self._is_whole or not self.step:
             return
-        in_parts = sharding.is_sharded(self.model) or (world_size() > 1 and hasattr(self.model, "margin_head"))
+        in_parts = sharding.has_shards(self.model)
         if in_parts or (self._is_evaluating and self.step == self.last):  # a run can't do without its last evaluation
             return
         self._records.progress.owes_evaluation |= self._is_evaluating

@@ -8,8 +8,7 @@ from common.patches.timm import import_timm
 if TYPE_CHECKING:
     from common.training.batch_norm import freeze as freeze_modules
     from common.training.compiling import compile_model
-    from common.training.freezing import prepare_layers
-    from common.training.margin_head import MarginHead, add_margin_head
+    from common.training.layers import prepare_layers
     from common.training.optimizer import Schedule, build_ema, build_optimizer, build_schedule, set_learning_rate
     from common.training.timm_models import build_classifier, check_export, checkpoint_gradients, resolve_data_config
 

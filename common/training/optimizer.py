@@ -21,7 +21,17 @@ from common.config.fields import OptimizationConfig
 from common.config.parsing import nearest
 from common.data.stream import Stream
 from common.distributed.collectives import all_sum
-from common.distributed.sharding import alike, is_sharded, local, shard_like, total_norm, twin, whole
+from common.distributed.sharding import (
+    SelfSharded,
+    alike,
+    has_shards,
+    is_sharded,
+    local,
+    shard_like,
+    total_norm,
+    twin,
+    whole,
+)
 from common.errors import Refused
 from common.patches.timm import orthogonalize_shards
 from common.training.parts import parts
@@ -49,7 +59,7 @@ def build_optimizer(config: OptimizationConfig, model: nn.Module) -> torch.optim
     name, known = config.opt.lower(), timm.optim.list_optimizers(exclude_filters=_UNFIT)
     if name not in known:
         raise Refused(f"--opt {config.opt}: not an optimizer of timm that fits here{nearest(name, known)}")
-    in_shards = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    in_shards = has_shards(model)
     # Lamb's norm of all gradients takes them whole or in shards, but not some of each.
     on_shards = ON_SHARDS if is_sharded(model) else {each for each in ON_SHARDS if not each.startswith("lamb")}
     if in_shards and name not in on_shards:
@@ -100,9 +110,11 @@ def _groups(config: OptimizationConfig, model: nn.Module) -> list[dict]:
         groups = param_groups_layer_decay(model, layer_decay=config.layer_decay, **options)
     else:
         groups = param_groups_weight_decay(model, **options)
-    # The weights of a margin head may be in shards beside whole ones.
-    own = {*map(id, model.margin_head.parameters())} if hasattr(model, "margin_head") else set()
-    groups = [group for _, group in _split(groups, own.__contains__)]
+    self_sharded: set[int] = set()  # their parameters may be in shards beside whole ones, which no group may mix
+    for module in model.modules():
+        if isinstance(module, SelfSharded):
+            self_sharded.update(map(id, module.parameters()))
+    groups = [group for _, group in _split(groups, self_sharded.__contains__)]
     factors = lr_factors(config)
     if set(factors.values()) == {1}:
         return groups
@@ -220,23 +232,30 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, mode: str) 
     return norm
 
 
-def unscale_gradients(accelerator: Accelerator, optimizers: Sequence, model: nn.Module) -> None:
+def unscale_gradients(accelerator: Accelerator, optimizers: Sequence, parameters: Iterable[nn.Parameter]) -> None:
     """Under fp16 undo the loss scale. If a gradient overflows on any rank, all ranks will skip the step.
 
-    torch's scaler does not take whole gradients beside a margin head's gradient, which is in shards. So it does not see the
-    latter, whose overflow is carried over to a whole gradient, which all ranks have.
+    torch's scaler does not take whole gradients beside those in shards. So it does not see the latter, whose overflow is
+    carried over to a whole gradient, which all ranks have.
     """
-    weight = getattr(getattr(model, "margin_head", None), "weight", None)
-    if is_sharded(model) or not (accelerator.scaler and isinstance(weight, DTensor)):
+    if not accelerator.scaler:
         accelerator.unscale_gradients(optimizers)
         return
-    gradient: Any = weight.grad
-    weight.grad = None
-    carrier = next(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
-    carrier += 0 * all_sum(local(gradient).sum())  # NaN if one number is not finite
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    in_shards = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    if len(in_shards) in (0, len(parameters)):
+        accelerator.unscale_gradients(optimizers)
+        return
+    gradients: list[Any] = [parameter.grad for parameter in in_shards]
+    for parameter in in_shards:
+        parameter.grad = None
+    carrier: Any = next(parameter.grad for parameter in parameters if parameter.grad is not None)
+    for gradient in gradients:
+        carrier += 0 * all_sum(local(gradient).sum())  # NaN if one number is not finite
     scale = accelerator.scaler.scale(torch.ones((), device=carrier.device))
     accelerator.unscale_gradients(optimizers)
-    weight.grad = gradient.div_(scale)
+    for parameter, gradient in zip(in_shards, gradients, strict=True):
+        parameter.grad = gradient.div_(scale)
 
 
 def _clip_sharded_units(parameters: list[nn.Parameter], limit: float) -> None:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -16,7 +15,7 @@ from common.data.batch_plan import BatchPlan
 from common.data.loader import DeviceBatch, Prefetcher, training_loader
 from common.data.stream import Stream
 from common.distributed import devices
-from common.distributed.collectives import all_sum, rank
+from common.distributed.collectives import rank
 from common.errors import Refused
 from common.randomness import key_of, seed_generators
 from common.training import batch_norm, drop_path
@@ -58,6 +57,27 @@ class Evaluated(Protocol):
         """Write a folder of `model`, trained on the source `train`, and of how to prepare its images: it becomes `best/`."""
 
 
+class StepModule(Protocol):
+    """A module of the model that is told of each step: a detector, or a head that compares with the classes of a step.
+
+    Every module of a model with a method `prepare_step` is one, and has these members.
+    """
+
+    looks_ahead: bool
+    """All micro-batches of a step are fetched before its first forward pass."""
+
+    def prepare_step(self, step: int, batches: Sequence[Any], plan: BatchPlan, is_trial: bool) -> None:
+        """Called before the first forward pass of `step`, on every rank; it may be a collective.
+
+        `batches` are this rank's micro-batches of the step, on the device; if no module of the model looks ahead, there are
+        none. A micro-batch has up to `plan.micro_batch_sizes[0]` samples. In a trial, no other rank may be waited for, and
+        there is one batch.
+        """
+
+    def describe(self) -> dict[str, str]:
+        """Rows of the start table."""
+
+
 class _Enough(Exception):
     """The model's input is known, and its output not needed."""
 
@@ -74,10 +94,8 @@ class StepOutcome(NamedTuple):
 class TrainingStep:
     """Makes the steps of `model` on batches of `samples`.
 
-    `losses_of(network, batch)` is the recipe's forward pass and returns one loss per sample, [B]. If `model` has a method
-    `counts(targets, canvas)`, its losses are divided by what that counts: all micro-batches of a step are
-    fetched first, and before the first forward pass `batch.totals` int64[C + 1] has the sums over the global batch, and the
-    number of its samples. `freezing` says what does not train in a step.
+    `losses_of(network, batch)` is the recipe's forward pass and returns one loss per sample, [B]. Modules of `model` may be
+    told of a step before its first forward pass, see `StepModule`. `freezing` says what does not train in a step.
     """
 
     def __init__(
@@ -90,11 +108,10 @@ class TrainingStep:
     ):
         self.model, self.samples, self._freezing = model, samples, freezing
         self._accelerator, self._losses_of, self._device = accelerator, losses_of, accelerator.device
-        self._is_counted, self._head = hasattr(model, "counts"), getattr(model, "margin_head", None)
+        self._step_modules = find_step_modules(model)
+        self._looks_ahead = any(module.looks_ahead for module in self._step_modules)
         self._losses: list[Tensor] = []  # of the micro-batches of the current step
         self._positions: list[Tensor] = []
-        # Micro-batches of a step are all fetched before its first pass.
-        self._looks_ahead = self._is_counted or (self._head is not None and self._head.share < 1)
 
     def attempt(self, network: nn.Module, plan: BatchPlan) -> None:
         """Add the gradient of the losses of the largest micro-batch of `plan`, on noise: the same in every call.
@@ -106,8 +123,7 @@ class TrainingStep:
         count = plan.micro_steps if self._looks_ahead else 1  # as many as are on the device at once
         feed = Prefetcher((self.samples.blank(plan.micro_batch_sizes[0]) for _ in range(count)), self._device)
         batches: list[Any] = [next(feed) for _ in range(count)]  # which stay there until the backward is done
-        self._set_totals(batches[:1])
-        self._begin_head(0, batches[:1], plan, alone=network is self.model)
+        self._prepare_step(0, batches[:1], plan, is_trial=network is self.model)
         drop_path.set_draws(self.model, batches[0].drop_path)
         state = devices.generator_state(self._device)
         losses = self._losses_of(network, batches[0])
@@ -126,10 +142,10 @@ class TrainingStep:
         middle, end = first + units // 2 * plan.unit, first + units * plan.unit
         made: list[tuple] = []
         for _ in range(2):
-            warm_up(self.model, self.model, lambda: made.append(self._made(1 + len(made), (first, end))))
+            warm_up(self.model, self.model, lambda: made.append(self._made(plan, 1 + len(made), (first, end))))
         (_, images, losses), (_, again, losses_again) = made
         spans = [span for span in ((first, middle), (middle, end)) if span[0] < span[1]]
-        parts = torch.cat([self._made(3, span, only_images=True)[1] for span in spans])
+        parts = torch.cat([self._made(plan, 3, span, only_images=True)[1] for span in spans])
         pairs = {
             "images": (images, again),
             "images in smaller batches": (images, parts),
@@ -153,11 +169,11 @@ class TrainingStep:
         size = plan.micro_batch_sizes[0]
         end = min(plan.global_batch_size, -(-limit // plan.unit) * plan.unit)
         for start in range(0, end, size):
-            batch, images, _ = self._made(0, (start, min(start + size, end)), only_images=True)
+            batch, images, _ = self._made(plan, 0, (start, min(start + size, end)), only_images=True)
             yield images, self.samples.shown(batch)
 
-    def _made(self, seed: int, span: tuple[int, int], only_images: bool = False) -> tuple:
-        """These samples of the first step as a batch, as the model gets them, and their losses.
+    def _made(self, plan: BatchPlan, seed: int, span: tuple[int, int], only_images: bool = False) -> tuple:
+        """These samples of the first step as a batch of `plan`, as the model gets them, and their losses.
 
         `seed` goes to all global generators.
         """
@@ -177,8 +193,7 @@ class TrainingStep:
         read = self.samples.__getitems__(self.samples.stream.positions(0, span))
         batch: Any = next(Prefetcher([read], self._device))
         reseed(seed)  # reading images has left the generators in a state of its own
-        self._set_totals([batch])
-        self._begin_head(0, [batch])
+        self._prepare_step(0, [batch], plan, is_trial=True)
         drop_path.set_draws(self.model, batch.drop_path)
         # Before what shards the model waits for others.
         begin = self.model.register_forward_pre_hook(before, prepend=True)
@@ -212,8 +227,7 @@ class TrainingStep:
         """This rank's micro-batches of `step`, on the device. Gradients are sent to the other ranks with the last one."""
         self._freezing.begin(step)
         ahead: list[Any] = [next(self._feed) for _ in range(self.plan.micro_steps if self._looks_ahead else 0)]
-        self._set_totals(ahead, all_sum)
-        self._begin_head(step, ahead, self.plan, alone=False)
+        self._prepare_step(step, ahead, self.plan, is_trial=False)
         for micro_step in range(self.plan.micro_steps):
             batch: Any = ahead[micro_step] if ahead else next(self._feed)
             devices.seed(key_of(self._seed, "dropout", step, micro_step, rank()), self._device)
@@ -223,19 +237,9 @@ class TrainingStep:
             with contextlib.nullcontext() if is_last else self._accelerator.no_sync(self._network):
                 yield batch
 
-    def _set_totals(self, batches: Sequence, over_ranks: Callable = lambda counts: counts) -> None:
-        """Set what the losses are divided by: the sum over these batches, and over ranks by `over_ranks`."""
-        if self._is_counted:
-            counts = over_ranks(sum(self.model.counts(batch.targets, batch.images.shape[2:]) for batch in batches))
-            for batch in batches:
-                batch.totals = F.pad(counts, (0, 1), value=self.samples.stream.global_batch_size)
-
-    def _begin_head(self, step: int, batches: Sequence, plan: BatchPlan | None = None, alone: bool = True) -> None:
-        """Tell a margin head the labels of this rank's micro-batches of a step, if it needs them before the first pass."""
-        if self._head:
-            labels = torch.cat([batch.labels for batch in batches]) if batches else torch.empty(0)
-            sizes = (plan.micro_batch_sizes[0], plan.micro_steps) if plan else (len(labels), 1)
-            self._head.begin(step, labels, *sizes, alone)
+    def _prepare_step(self, step: int, batches: Sequence[Any], plan: BatchPlan, is_trial: bool) -> None:
+        for module in self._step_modules:
+            module.prepare_step(step, batches, plan, is_trial)
 
     def backward(self, losses: Tensor) -> None:
         """Add the gradients of a micro-batch's losses, [B]; in the end they belong to the mean over the global batch."""
@@ -247,7 +251,7 @@ class TrainingStep:
     def clip_gradients(self, limit: float, mode: str) -> Tensor:
         """Leave out frozen stages, under fp16 undo the loss scale, then clip; see `optimizer.clip_gradients`."""
         self._freezing.leave_out_gradients()
-        unscale_gradients(self._accelerator, self._optimizers, self.model)
+        unscale_gradients(self._accelerator, self._optimizers, self._parameters)
         return clip_gradients(self._parameters, limit, mode)
 
     def end(self) -> StepOutcome:
@@ -259,3 +263,16 @@ class TrainingStep:
         losses, positions = (each[0] if len(each) == 1 else torch.cat(each) for each in (self._losses, self._positions))
         self._losses, self._positions = [], []
         return StepOutcome(losses, positions, *self._feed.take())
+
+
+def find_step_modules(model: nn.Module) -> list[StepModule]:
+    """The modules of `model` that are told of each step."""
+    return [cast(StepModule, module) for module in model.modules() if hasattr(module, "prepare_step")]
+
+
+def describe_step_modules(model: nn.Module) -> dict[str, str]:
+    """Rows of the start table about them."""
+    rows: dict[str, str] = {}
+    for module in find_step_modules(model):
+        rows |= module.describe()
+    return rows

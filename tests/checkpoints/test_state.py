@@ -221,6 +221,34 @@ def test_the_tensors_of_another_model_are_named_and_nothing_is_changed() -> None
         state.check({}, "x")
 
 
+class LeftOut(nn.Linear):
+    """A layer that only training needs, so that no `state_dict` and no export has it."""
+
+    def _save_to_state_dict(self, *_) -> None:
+        pass
+
+    _load_from_state_dict = _save_to_state_dict
+
+
+def test_weights_that_a_state_dict_leaves_out_have_a_file() -> None:
+    network = Network()
+    network.extra = LeftOut(2, 2)
+    state = TrainingState(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    files = copy.deepcopy(state.tensors())
+    assert files["extra"].keys() == {"weight", "bias"} and "extra.weight" not in files["model"]
+    nn.init.zeros_(network.extra.weight)
+    state.load(files, state.numbers())
+    assert torch.equal(network.extra.weight, files["extra"]["weight"])
+    with pytest.raises(Refused, match=r"bias \(missing there"):
+        state.check({"model": {name: tuple(tensor.shape) for name, tensor in files["model"].items()}}, "x")
+    network.extra.requires_grad_(False)
+    assert TrainingState(network).tensors().keys() == {"model", "optimizer"}, "what is not trained, as a teacher"
+    with pytest.raises(
+        Refused, match=r"^model.weight is trained, but not in the model's state_dict: .* model, optimizer"
+    ):
+        TrainingState(nn.ModuleDict({"model": LeftOut(2, 2)}))
+
+
 def test_a_failed_load_leaves_weights_untouched() -> None:
     """Whatever is missing or odd in the parts that are read besides the weights."""
     trained = Training({}).train(0, 1).state

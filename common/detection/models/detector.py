@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.data.batch_plan import BatchPlan
 from common.detection.models.boxes import clip, suppress
 from common.detection.models.fpn import Backbone
 from common.detection.models.spec import DetectorSpec
+from common.distributed.collectives import all_sum
 
 LIMIT = 100  # detections per image, as in COCO's evaluation
 
@@ -32,10 +35,26 @@ class Detector(nn.Module):
     needs_squares = False  # images are stretched to squares, as for the published weights of its family
     forward_methods = ("detect",)  # see `common.distributed.sharding.shard`
     size_flag = "--short_sides"  # see `common.training.warm_up.warm_up`
+    looks_ahead = True  # see `training.step.StepModule`
 
     def counts(self, targets: list[dict], canvas: Sequence[int]) -> Tensor:
         """int64[C]: divisors of losses, to be summed over the global batch; here the number of images."""
         return targets[0]["labels"].new_full((1,), len(targets))
+
+    def prepare_step(self, step: int, batches: Sequence[Any], plan: BatchPlan, is_trial: bool) -> None:
+        """Give each batch its `totals` int64[C + 1]: the sum of `counts` over the global batch, and its number of images.
+
+        In a trial it is the sum over these batches. See `training.step.StepModule`.
+        """
+        counts: Any = sum(self.counts(batch.targets, batch.images.shape[2:]) for batch in batches)
+        if not is_trial:
+            counts = all_sum(counts)
+        for batch in batches:
+            batch.totals = F.pad(counts, (0, 1), value=plan.global_batch_size)
+
+    def describe(self) -> dict[str, str]:
+        """No rows of the start table but those of every model."""
+        return {}
 
     def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> Losses:
         """Losses that are already divided: their *sum* over the global batch is its loss.

@@ -1,6 +1,7 @@
 """A head cut by class computes what plain PyTorch computes of whole weights, on any number of processes."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from common.classification.margin_head import MarginHead
+from common.data.batch_plan import BatchPlan
 from common.distributed.collectives import rank, world_size
 from common.distributed.sharding import local, whole
 from common.errors import Refused
-from common.training.margin_head import MarginHead
 from common.training.optimizer import clip_gradients, unscale_gradients
 
 CLASSES, FEATURES, BATCH = 37, 6, 13
@@ -31,6 +33,12 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     draws = torch.Generator().manual_seed(step)
     images = torch.randn(BATCH, 5, generator=draws, dtype=torch.float64)
     return images, torch.randint(CLASSES, (BATCH,), generator=draws)
+
+
+def prepare(head: MarginHead, step: int, labels: torch.Tensor, limit: int = BATCH, is_trial: bool = False) -> None:
+    """As a step does that has one micro-batch of up to `limit` samples on each rank."""
+    plan = BatchPlan(limit * world_size(), world_size(), limit)
+    head.prepare_step(step, [SimpleNamespace(labels=labels)], plan, is_trial)
 
 
 def dense_losses(kind: str, embeddings: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -55,7 +63,7 @@ def test_losses_and_gradients_are_those_of_plain_torch(kind: str) -> None:
     results = []
     for losses_of in (lambda x: head(x, labels), lambda x: dense_losses(kind, x, head.weight, labels)):
         head.weight.grad, inputs = None, embeddings.clone().requires_grad_()
-        head.begin(0, labels, BATCH)
+        prepare(head, 0, labels)
         losses = losses_of(inputs)
         (losses * factors).sum().backward()
         results.append((losses.detach(), inputs.grad, head.weight.grad))
@@ -68,7 +76,7 @@ def test_sampled_classes_are_the_positives_and_a_share_of_the_others() -> None:
     head, labels = head_of("cosface", 0.1, 5000), batch(0)[1]
     chosen = []
     for step in (0, 1, 0):
-        head.begin(step, labels, BATCH)
+        prepare(head, step, labels)
         head.weight.grad = None
         head(torch.ones(BATCH, FEATURES, requires_grad=True), labels).sum().backward()
         chosen.append({*head.weight.grad.abs().sum(1).nonzero()[:, 0].tolist()})
@@ -82,10 +90,10 @@ def rank_tries(share: float) -> tuple[list, bool]:
     head = head_of("arcface", share)
     labels, inputs = torch.tensor([0, CLASSES - 1]), torch.ones(2, FEATURES, dtype=torch.float64, requires_grad=True)
     if rank() == 0:
-        head.begin(0, labels, 3, alone=True)
+        prepare(head, 0, labels, limit=3, is_trial=True)
         head(inputs, labels).sum().backward()
         head.weight.grad = None
-    head.begin(0, labels, 3)
+    prepare(head, 0, labels, limit=3)
     losses = head(inputs, labels)
     losses.sum().backward()
     return losses.tolist(), isinstance(head.weight.grad, DTensor)
@@ -117,12 +125,12 @@ def rank_overflows(culprit: int, fused: bool) -> tuple[float, float, float]:
     optimizer = torch.optim.AdamW(
         [{"params": [*model[0].parameters()]}, {"params": [head.weight]}], lr=1.0, fused=fused
     )
-    head.begin(0, labels, BATCH)
+    prepare(head, 0, labels)
     accelerator.scaler.scale(head(model[:3](images.float()), labels).sum()).backward()
     before = [local(weight).detach().clone() for weight in (model[0].weight, head.weight)]
     if rank() == culprit:
         local(head.weight.grad)[1, 2] = torch.inf
-    unscale_gradients(accelerator, [optimizer], model)
+    unscale_gradients(accelerator, [optimizer], list(model.parameters()))
     norm = clip_gradients(model.parameters(), 0, "norm").item()
     accelerator.scaler.step(optimizer)
     accelerator.scaler.update()

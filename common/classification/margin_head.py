@@ -1,0 +1,235 @@
+"""Margin head: a softmax over hundreds of thousands of classes, whose weights are cut over the processes by class.
+
+Each process has the directions of its part of the classes (a DTensor, `Shard(0)`), and compares them with the embeddings of
+all processes. Sources: ArcFace (Deng et al., 2019, arXiv:1801.07698), CosFace (Wang et al., 2018, arXiv:1801.09414), and
+sampled negatives (An et al., "Partial FC", 2021, arXiv:2010.05222), which are a function of (seed, step, class) here. So
+the layout changes no number.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.data.batch_plan import BatchPlan
+from common.distributed import devices
+from common.distributed.collectives import rank, world_size
+from common.distributed.sharding import SelfSharded, all_gather, local, reduce_scatter
+from common.errors import Refused
+from common.randomness import key_of, mix
+
+_BLOCK = 1024  # classes whose first weights are drawn together
+_MARGINS = {"cosface": 0.35, "arcface": 0.5}  # the papers'
+
+
+def add_margin_head(config: Any, model: nn.Module, classes: int, device: torch.device, **options: Any) -> None:
+    """Give a model of embeddings a `MarginHead`, as `model.margin_head`, unless it is only evaluated; after `prepare_layers`.
+
+    Of a timm model, the outputs of its classifier are the embedding. `options` go to `MarginHead`.
+    """
+    if not config.eval_only:
+        options = {"seed": config.seed, "dtype": getattr(torch, config.dtype), "device": device} | options
+        model.margin_head = MarginHead(classes, model.num_classes, **options)
+
+
+class MarginHead(SelfSharded):
+    """Embeddings [B, D] and class ids int64[B] of this rank's micro-batch -> cross-entropy of each sample, [B].
+
+    Logits are `scale` times the cosine of embedding and direction of a class. The true class loses `margin`: of its cosine
+    (`cosface`), or added to its angle (`arcface`). With `share` below 1 a step compares with its positives, the classes of the
+    whole global batch, and with that share of all other classes; the rest have gradients of 0 in that step.
+
+    The directions are no part of a model's `state_dict`, moving average and export: checkpoints have them in a file of their
+    own. They are computed in their own precision, under autocast, too.
+    """
+
+    def __init__(
+        self,
+        classes: int,
+        features: int,
+        *,
+        kind: str = "cosface",
+        scale: float = 64.0,
+        margin: float | None = None,
+        share: float = 1.0,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        if kind not in _MARGINS or not 0 < share <= 1:
+            raise Refused(f"margin head: kind={kind}, share={share}; take cosface or arcface, and a share in (0, 1]")
+        classes_per_rank = math.ceil(classes / world_size())  # as DTensor cuts
+        if classes_per_rank * (world_size() - 1) >= classes:
+            raise Refused(f"{classes} classes leave some of {world_size()} processes without one: start fewer")
+        self.kind = kind
+        self.scale = scale
+        self.margin = _MARGINS[kind] if margin is None else margin
+        self.classes = classes
+        self.share = share
+        self.seed = seed
+        self._first = classes_per_rank * rank()
+        self._class_ids = np.arange(self._first, min(self._first + classes_per_rank, classes))  # this rank's
+        directions = self._draw_directions(features)
+        self.weight = self.shard_rows(directions.to(device, dtype), classes)
+
+    def _draw_directions(self, features: int) -> Tensor:
+        """The first weights of this rank's classes, [C, D]; each row is a function of (seed, class)."""
+        end = self._first + len(self._class_ids)
+        block_starts = range(self._first // _BLOCK * _BLOCK, end, _BLOCK)
+        blocks = torch.empty(len(block_starts) * _BLOCK, features)
+        for block, start in zip(blocks.split(_BLOCK), block_starts, strict=True):
+            generator = torch.Generator().manual_seed(key_of(self.seed, "margin head", start) >> 1)
+            block.normal_(0, 0.01, generator=generator)
+        return blocks[self._first - block_starts.start : end - block_starts.start]
+
+    @property
+    def looks_ahead(self) -> bool:
+        """True if the classes of all samples of a step are among its negatives; see `training.step.StepModule`."""
+        return self.share < 1
+
+    @torch.no_grad()
+    def prepare_step(self, step: int, batches: Sequence[Any], plan: BatchPlan, is_trial: bool) -> None:
+        """Choose the classes of a step; see `training.step.StepModule`. The host does not wait for the device.
+
+        In a trial, copies stand in place of the other ranks' samples, as in `sharding.alone`.
+        """
+        self._limit = plan.micro_batch_sizes[0]  # samples of a micro-batch
+        self._is_shared = world_size() > 1 and not is_trial
+        self._rows: Tensor | None = None  # of the classes in this step; None: all of this rank
+        if not self.looks_ahead:
+            return
+        labels = torch.cat([batch.labels for batch in batches])
+        num_rows = len(self._class_ids)
+        hashes = mix(self._class_ids, key_of(self.seed, "negatives", step))
+        is_negative = hashes < np.uint64(self.share * (2**64 - 1))
+        negatives = torch.from_numpy(np.flatnonzero(is_negative))
+        if devices.has_streams(labels.device):
+            negatives = negatives.pin_memory()
+        positives = self._gather(_pad(labels, self._limit * plan.micro_steps, value=-1)) - self._first
+        positives = torch.where((positives >= 0) & (positives < num_rows), positives, num_rows)
+        rows = torch.cat([negatives.to(labels.device, non_blocking=True), positives]).sort().values
+        # Rows of other ranks, and those that come twice, stay and don't count, so that the host knows how many there are.
+        is_repeated = rows == F.pad(rows, (1, 0), value=-1)[:-1]
+        self._is_counted = (rows < num_rows) & ~is_repeated
+        self._rows = rows.clamp(max=num_rows - 1)
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        if labels.dtype != torch.int64 or labels.ndim != 1:
+            raise Refused("a margin head takes one class id per image: leave out --mixup and --cutmix, and many labels")
+        weight = local(self.weight)
+        embeddings = F.normalize(embeddings.to(weight.dtype))
+        return _Losses.apply(embeddings, weight, labels, self)
+
+    def describe(self) -> dict[str, str]:
+        """A row of the start table."""
+        classes = f"{self.classes:,} classes"
+        if world_size() > 1:
+            classes += f", {len(self._class_ids):,} on this process"
+        negatives = f"{self.share:.3g} of them as negatives in a step" if self.share < 1 else "all compared in a step"
+        return {"margin head": f"{self.kind}, scale {self.scale:g}, margin {self.margin:g}: {classes}; {negatives}"}
+
+    def _apply_margin(self, cosines: Tensor) -> tuple[Tensor, Tensor | float]:
+        """The cosines of true classes after the margin, and their derivative. Beyond an angle of pi it goes on in a line."""
+        if self.kind == "cosface":
+            return cosines - self.margin, 1.0
+        cos_margin = math.cos(self.margin)
+        sin_margin = math.sin(self.margin)
+        sines = (1 - cosines.square()).clamp(min=1e-6).sqrt()
+        is_within = cosines > -cos_margin
+        moved = torch.where(is_within, cosines * cos_margin - sines * sin_margin, cosines - self.margin * sin_margin)
+        return moved, torch.where(is_within, cos_margin + cosines / sines * sin_margin, 1.0)
+
+    def _gather(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks, each of which has as many."""
+        if not self._is_shared:
+            return torch.cat([rows] * world_size())
+        gathered = rows.new_empty(world_size() * len(rows), *rows.shape[1:])
+        all_gather(gathered, rows.contiguous())
+        return gathered
+
+    def _reduce_scatter(self, rows: Tensor) -> Tensor:
+        """The sum over ranks of the rows of this rank's samples."""
+        summed = rows[: len(rows) // world_size()].contiguous()
+        if self._is_shared:
+            reduce_scatter(summed, rows)
+        return summed
+
+    def _all_reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+        if self._is_shared:
+            dist.all_reduce(values, operation)
+        return values
+
+    def _save_to_state_dict(self, *_: Any) -> None:
+        """Nothing: `TrainingState` saves and loads what a `state_dict` leaves out."""
+
+    _load_from_state_dict = _save_to_state_dict
+
+    def __deepcopy__(self, _: dict) -> nn.Module:
+        """A copy of a model, such as its moving average, has no head."""
+        return nn.Identity()
+
+
+class _Losses(torch.autograd.Function):
+    """Embeddings [B, D] of length 1, this rank's directions [C, D], class ids [B] -> losses [B].
+
+    One tensor [all samples of the micro-step, this rank's classes of the step] is held, and computed in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, embeddings: Tensor, weight: Tensor, labels: Tensor, head: MarginHead) -> Tensor:
+        all_embeddings = head._gather(_pad(embeddings, head._limit)) * head.scale  # [N, D]
+        targets = head._gather(_pad(labels, head._limit, value=-1)) - head._first  # [N]
+        is_own = (targets >= 0) & (targets < len(weight))
+        rows = head._rows
+        directions = weight if rows is None else weight[rows]
+        columns = targets if rows is None else torch.searchsorted(rows, targets)
+        true_class = (torch.arange(len(targets), device=targets.device), columns.clamp(0, len(directions) - 1))
+        inverse_norms = 1 / directions.norm(dim=1).clamp(min=1e-12)
+        logits = (all_embeddings @ directions.T).mul_(inverse_norms)
+        if rows is not None:
+            logits.masked_fill_(~head._is_counted, -torch.inf)
+        moved, slopes = head._apply_margin(logits[true_class] / head.scale)
+        logits[true_class] = torch.where(is_own, moved * head.scale, logits[true_class])
+        largest = head._all_reduce(logits.amax(1), dist.ReduceOp.MAX)
+        true_logits = torch.where(is_own, logits[true_class] - largest, 0)
+        exps = logits.sub_(largest[:, None]).exp_()
+        sums, true_logits = head._all_reduce(torch.stack([exps.sum(1), true_logits]))
+        ctx.save_for_backward(all_embeddings, directions, inverse_norms, exps, sums)
+        ctx.targets = is_own, true_class, slopes
+        ctx.rows = rows
+        ctx.num_rows = len(weight)
+        ctx.head = head
+        losses = (sums.log() - true_logits).view(world_size(), -1)[rank()]
+        return losses[: len(labels)].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
+        all_embeddings, directions, inverse_norms, exps, sums = ctx.saved_tensors
+        is_own, true_class, slopes = ctx.targets
+        head = ctx.head
+        factors = head._gather(_pad(grad_losses, head._limit))
+        grad_logits = exps.mul_((factors / sums)[:, None])
+        grad_true = grad_logits[true_class]
+        grad_logits[true_class] = torch.where(is_own, (grad_true - factors) * slopes, grad_true)
+        grad_logits.mul_(inverse_norms)
+        grad_embeddings = head._reduce_scatter(grad_logits @ directions).mul_(head.scale)
+        # All samples are in it already. Of all other gradients DDP takes the mean over ranks.
+        grad_directions = (grad_logits.T @ all_embeddings).div_(world_size())
+        along = torch.einsum("cd,cd->c", grad_directions, directions) * inverse_norms.square()
+        grad_directions.addcmul_(directions, along[:, None], value=-1)
+        grad_weight = grad_directions
+        if ctx.rows is not None:
+            grad_weight = grad_directions.new_zeros(ctx.num_rows, directions.shape[1])
+            grad_weight.index_add_(0, ctx.rows, grad_directions)
+        return grad_embeddings[: len(grad_losses)], grad_weight, None, None
+
+
+def _pad(rows: Tensor, length: int, value: float = 0.0) -> Tensor:
+    """`length` rows, of which the last are filled with `value`."""
+    return F.pad(rows, [0, 0] * (rows.ndim - 1) + [0, length - len(rows)], value=value)
