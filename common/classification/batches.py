@@ -20,8 +20,7 @@ from common.data.cache import Cache, open_cache
 from common.data.decoding import Picture
 from common.data.eval_cache import EvalCache
 from common.data.images import BrokenImage
-from common.data.loader import DeviceBatch
-from common.data.shards import expect
+from common.data.loader import DeviceBatch, prefetch_images
 from common.data.source import Source
 from common.data.stream import Stream
 from common.randomness import key_of, mix, seed_generators
@@ -92,7 +91,7 @@ class TrainDataset(Dataset):
         keys = mix(positions, key_of(self.seed, "augmentation")).tolist()
         images, indices = [], []
         broken: list[str] = []
-        expect(self.source, self.stream, positions)
+        prefetch_images(self.source, self.stream, positions)
         for index, key in zip(self.stream.indices(positions).tolist(), keys, strict=True):
             image, index = self._read(index, key, broken)
             images.append(image)
