@@ -16,9 +16,8 @@ from torch.utils.data import Dataset
 from common.classification.augmentation import Augmentation, Transforms
 from common.classification.balancing import sample_weights
 from common.classification.transforms import EvalTransform, TrainingTransform
-from common.data.cache import Cache, open_cache
+from common.data.cache import Cache, EvalCache, open_cache
 from common.data.decoding import Picture
-from common.data.eval_cache import EvalCache
 from common.data.images import BrokenImage
 from common.data.loader import DeviceBatch, prefetch_images
 from common.data.source import Source

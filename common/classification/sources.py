@@ -18,7 +18,7 @@ from common.data import data_spec, splits
 from common.data.data_spec import DataSpec, Given, Parts
 from common.data.digits import load_digits
 from common.data.huggingface import open_table
-from common.data.image_files import CAUSE, has_image_suffix, is_image_file
+from common.data.images import UNREAD_ADVICE, has_image_suffix, is_image_file
 from common.data.notes import Notes
 from common.data.source import Files, Source, refuse_broken
 from common.data.tables import part_labels, read_tables
@@ -245,12 +245,12 @@ def _scan(root: Path, folders: Sequence[str], classes: list[str]) -> Files:
         class_notes = Notes(str(root / folder), "images")
         inner[folder] = set()
         files = sorted(_image_files(root, folder, class_notes, inner[folder])) if (root / folder).is_dir() else []
-        class_notes.texts(len(files) + class_notes.num_left_out, CAUSE)
+        class_notes.texts(len(files) + class_notes.num_left_out, UNREAD_ADVICE)
         notes.merge(class_notes)
         paths.append(pa.array([path for path, _ in files], pa.large_binary()))
         sizes.append(np.array([size for _, size in files], np.int64))
     labels = np.repeat(np.arange(len(classes)), [*map(len, paths)])
-    lines = notes.texts(len(labels) + notes.num_left_out, CAUSE) + _check_inner(root, inner)
+    lines = notes.texts(len(labels) + notes.num_left_out, UNREAD_ADVICE) + _check_inner(root, inner)
     source = Files(str(root), pa.concat_arrays(paths), np.concatenate(sizes), labels=labels, classes=tuple(classes))
     return replace(source, notes=lines + _note_archives(root))
 

@@ -12,9 +12,8 @@ import numpy as np
 
 from common.config.origin import Origin, called_by_weights
 from common.data import splits
-from common.data.copies import find_copies
-from common.data.image_files import has_image_suffix
-from common.data.images import BrokenImage, opened
+from common.data.duplicates import find_copies
+from common.data.images import BrokenImage, has_image_suffix, opened
 from common.data.notes import Notes
 from common.data.source import Files, ModelClasses, earlier_fingerprint, group_by_folder
 from common.data.splits import Piece, kind_of

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
-from common.data.handover import Handover
 from common.data.stream import Stream
+from common.data.workers import Handover
 from common.distributed import devices, watchdog
 from common.distributed.collectives import local_world_size, rank, world_size
 from common.distributed.environment import cores

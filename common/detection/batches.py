@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset
 
-from common.data.cache import Cache, open_cache
+from common.data.cache import Cache, EvalCache, open_cache
 from common.data.decoding import Picture, resized
-from common.data.eval_cache import EvalCache
 from common.data.images import BrokenImage
 from common.data.loader import DeviceBatch, prefetch_images
 from common.data.notes import Notes
