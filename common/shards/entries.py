@@ -231,6 +231,8 @@ def _read_row(file: BinaryIO, sample: tars.Sample, image: tarfile.TarInfo, shard
         if shards.group:
             row[shards.group] = sample.group
         return row
+    if columns.keys and not isinstance(sample.label, dict):
+        raise ValueError(f"{sample.key}.json holds {json.dumps(sample.label)[:40]}, and no keys with values")
     row = {key: sample.label[key] for key in columns.keys if key in sample.label}
     row[HEADER] = []
     if columns.read_header:

@@ -26,6 +26,8 @@ from common.classification.sources import Spec, load
 from common.data import workers as loader_workers
 from common.data.loader import Prefetcher, evaluation_loader
 from common.data.stream import Blocks, Stream
+from common.detection.data.sources import Spec as BoxSpec
+from common.detection.data.sources import load as load_boxes
 from common.errors import Refused
 from common.files import CACHE
 from common.shards import block_cache, entries, ranges
@@ -216,6 +218,13 @@ def test_hostile_tars_are_refused_in_one_line_that_names_the_shard(tmp_path, kin
     said = refusal(tmp_path / "a.tar", alone=True)
     assert text in said and str(tmp_path / "a.tar") in said
     assert [file.name for file in tmp_path.rglob("*")] == ["a.tar"]
+
+
+@pytest.mark.parametrize("text", [b'"objects"', b"5", b'["objects"]'])
+def test_a_json_for_boxes_that_is_no_object_is_refused(tmp_path, text):
+    (tmp_path / "a.tar").write_bytes(with_json(text))
+    with bounded(), pytest.raises(Refused, match=re.escape(f"0.json holds {text.decode()}, and no keys")):
+        load_boxes(BoxSpec(str(tmp_path / "a.tar"), 0, 0.25))
 
 
 def test_tars_behind_tars_are_read_to_their_end(tmp_path):
