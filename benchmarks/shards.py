@@ -33,7 +33,9 @@ from table import Row, compare, script, take_turns
 from torch.utils.data import DataLoader
 
 from common.classification import sources
-from common.data import Stream, block_cache, shards
+from common.data import Stream
+from common.data.loader import prefetch_images
+from common.shards import block_cache, share_blocks
 
 COUNTS = (1, 17, 331, 500, 250, 700, 64, 137)  # samples of each shard on the disk
 WINDOW = 512  # samples that the peers shuffle
@@ -103,12 +105,12 @@ def ours(source: sources.Source, connections: int, memory: int, epoch: int) -> i
     stream, found = Stream(len(source), BATCH, 0), 0
     if connections:
         block_cache.IN_FLIGHT = connections
-        source, _ = shards.shared([source, source], memory)
+        (source,) = share_blocks([source], memory)
         stream = Stream(len(source), BATCH, 0, blocks=source.blocks)
     for start in range(0, len(source), BATCH):
         positions = epoch * len(source) + np.arange(start, min(start + BATCH, len(source)))
         if connections:
-            shards.expect(source, stream, positions)
+            prefetch_images(source, stream, positions)
         found += sum(len(source.content(index)) > 0 for index in stream.indices(positions).tolist())
     return found
 

@@ -16,12 +16,10 @@ from torch.utils.data import Dataset
 from common.classification.augmentation import Augmentation, Transforms
 from common.classification.balancing import sample_weights
 from common.classification.transforms import EvalTransform, TrainingTransform
-from common.data.cache import Cache, open_cache
+from common.data.cache import Cache, EvalCache, open_cache
 from common.data.decoding import Picture
-from common.data.eval_cache import EvalCache
 from common.data.images import BrokenImage
-from common.data.loader import DeviceBatch
-from common.data.shards import expect
+from common.data.loader import DeviceBatch, prefetch_images
 from common.data.source import Source
 from common.data.stream import Stream
 from common.randomness import key_of, mix, seed_generators
@@ -92,7 +90,7 @@ class TrainDataset(Dataset):
         keys = mix(positions, key_of(self.seed, "augmentation")).tolist()
         images, indices = [], []
         broken: list[str] = []
-        expect(self.source, self.stream, positions)
+        prefetch_images(self.source, self.stream, positions)
         for index, key in zip(self.stream.indices(positions).tolist(), keys, strict=True):
             image, index = self._read(index, key, broken)
             images.append(image)

@@ -18,7 +18,7 @@ from common.data import data_spec, splits
 from common.data.data_spec import DataSpec, Given, Parts
 from common.data.digits import load_digits
 from common.data.huggingface import open_table
-from common.data.image_files import CAUSE, has_image_suffix, is_image_file
+from common.data.images import UNREAD_ADVICE, has_image_suffix, is_image_file
 from common.data.notes import Notes
 from common.data.source import Files, Source, refuse_broken
 from common.data.tables import part_labels, read_tables
@@ -70,7 +70,7 @@ def load(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None 
     """The images to train on and to evaluate on, with the same classes. `spec.data` is one of
 
     - `digits`: 1,797 handwritten digits that come with scikit-learn (a folder of that name is `./digits`);
-    - shards, as `shards.find` knows them;
+    - shards, as `DataSpec.is_sharded` knows them;
     - an image folder with one subfolder per class, or a folder of such parts, as `splits.kind_of` knows them;
     - a Hugging Face data set, Parquet or CSV files, as `huggingface.open_table` knows them.
 
@@ -83,17 +83,32 @@ def load(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None 
     Raises `Refused` for data that can't be found, read, or trained on, and if more than `max_broken_share` of a part is
     missing.
     """
-    from common.data.shards import shard_parts, shared  # imports torch
+    if custom is None and spec.is_sharded():
+        sources = _load_shards(spec)
+    else:
+        with data_spec.reading(spec.data):
+            sources = _divide(spec, _open(spec, custom))
+    return data_spec.same_everywhere(sources)
 
-    shards = shard_parts(spec) if custom is None else None
+
+def _load_shards(spec: Spec) -> tuple[Source, ...]:
+    """The sources of shards. A collective. Raises `Refused`."""
+    # Imported here, since most data are no shards.
+    from common.shards import open_parts, share_blocks
+
+    parts = open_parts(spec)
     with data_spec.reading(spec.data):
-        parts = shards or _open(spec, custom)
-        pieces = spec.pieces(parts.labels)
-        undivided = data_spec.read(parts, pieces)
-        for source in undivided.values():
-            refuse_broken(spec.data, source, spec.max_broken_share)
-        sources = spec.divide(parts.labels, pieces, undivided)
-    return data_spec.same_everywhere(shared(sources, spec.shard_memory))
+        sources = _divide(spec, parts)
+    return share_blocks(sources, spec.shard_memory)
+
+
+def _divide(spec: Spec, parts: Parts) -> tuple[Any, ...]:
+    """The parts that are used; one of them divided, if there is none to evaluate on. Raises `Refused`."""
+    pieces = spec.pieces(parts.labels)
+    undivided = data_spec.read(parts, pieces)
+    for source in undivided.values():
+        refuse_broken(spec.data, source, spec.max_broken_share)
+    return spec.divide(parts.labels, pieces, undivided)
 
 
 def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None) -> Parts:
@@ -230,12 +245,12 @@ def _scan(root: Path, folders: Sequence[str], classes: list[str]) -> Files:
         class_notes = Notes(str(root / folder), "images")
         inner[folder] = set()
         files = sorted(_image_files(root, folder, class_notes, inner[folder])) if (root / folder).is_dir() else []
-        class_notes.texts(len(files) + class_notes.num_left_out, CAUSE)
+        class_notes.texts(len(files) + class_notes.num_left_out, UNREAD_ADVICE)
         notes.merge(class_notes)
         paths.append(pa.array([path for path, _ in files], pa.large_binary()))
         sizes.append(np.array([size for _, size in files], np.int64))
     labels = np.repeat(np.arange(len(classes)), [*map(len, paths)])
-    lines = notes.texts(len(labels) + notes.num_left_out, CAUSE) + _check_inner(root, inner)
+    lines = notes.texts(len(labels) + notes.num_left_out, UNREAD_ADVICE) + _check_inner(root, inner)
     source = Files(str(root), pa.concat_arrays(paths), np.concatenate(sizes), labels=labels, classes=tuple(classes))
     return replace(source, notes=lines + _note_archives(root))
 

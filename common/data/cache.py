@@ -1,7 +1,11 @@
-"""Cache of decoded images: a JPEG is decoded once, not in every epoch.
+"""Caches of decoded images: a JPEG is decoded once, not in every epoch or evaluation.
 
-All processes and data workers of a machine share one file without a name, in memory or in a folder, which the system frees
-with the last of them. A slot is filled when its image is first read; the first epoch sees the same pixels as later ones.
+Of training images, all processes and data workers of a machine share one file without a name, in memory or in a folder, which
+the system frees with the last of them. A slot is filled when its image is first read; the first epoch sees the same pixels as
+later ones.
+
+Of evaluated images, a data worker keeps those that it has decoded; the loader gives it the same batches each time. The caches
+of all workers and ranks of a machine take a small share of its memory together; images beyond that are decoded each time.
 """
 
 import os
@@ -16,12 +20,14 @@ from typing import BinaryIO
 import numpy as np
 import psutil
 import torch
+from torch.utils.data import get_worker_info
 
 from common.data.decoding import Picture
 from common.distributed.collectives import all_or_none, gather_objects, is_local_main, node_rank
 from common.distributed.environment import available_memory
 from common.errors import Refused
 
+EVAL_MEMORY_SHARE = 0.05  # of the memory that is available when a process keeps its first evaluated image
 _RECORD = np.dtype([("height", "<u4"), ("width", "<u4")])  # 0: not there yet
 
 
@@ -133,3 +139,32 @@ def unnamed_file(folder: str = "") -> BinaryIO:
 
 def _in_words(size: int) -> str:
     return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+# ---- evaluated images
+
+
+class EvalCache:
+    """Decoded images by index, of this process alone; `num_ranks` ranks of the machine have such caches."""
+
+    def __init__(self, num_ranks: int):
+        self._num_ranks = num_ranks
+        self._images: dict[int, torch.Tensor] = {}
+        self._free_bytes: int | None = None  # None until the first image
+
+    def get(self, index: int, decode: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The image uint8[3, H, W] at `index`, by `decode` the first time. It must not be written to."""
+        image = self._images.get(index)
+        if image is None:
+            image = decode()
+            self._keep(index, image)
+        return image
+
+    def _keep(self, index: int, image: torch.Tensor) -> None:
+        if self._free_bytes is None:
+            worker = get_worker_info()
+            num_processes = self._num_ranks * (worker.num_workers if worker else 1)
+            self._free_bytes = int(EVAL_MEMORY_SHARE * available_memory() / num_processes)
+        if image.nbytes <= self._free_bytes:
+            self._free_bytes -= image.nbytes
+            self._images[index] = image.clone()  # not a view of something larger

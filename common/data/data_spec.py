@@ -1,23 +1,28 @@
 """Opening of data: a format gives named parts, a `DataSpec` says which are read, and one to train on may be divided."""
 
+import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 
 from common.config.origin import Origin
 from common.data import splits
-from common.data.copies import find_copies
-from common.data.images import BrokenImage, opened
+from common.data.duplicates import find_copies
+from common.data.images import BrokenImage, has_image_suffix, opened
 from common.data.notes import Notes
 from common.data.source import Files, ModelClasses, earlier_fingerprint, group_by_folder
 from common.data.splits import Piece, kind_of
 from common.errors import Refused
+from common.files import walk
 from common.randomness import key_of
 
 _SHOWN = 5  # class names in a row of the start table
+_SHARDS = re.compile(r"\.tar($|[,?])|^\w+://")
 
 S = TypeVar("S")  # a source: images with labels, or with boxes
 
@@ -62,6 +67,22 @@ class DataSpec:
         if weights:
             given |= {"alone": True, "held_out": weights.trained_on(config.data) and not weights.config.get("split")}
         return cls(**(given | options))
+
+    def is_sharded(self) -> bool:
+        """True if the data are shards, which `common.shards` opens. A collective. Raises `Refused`.
+
+        The text of `data` decides, and the files of a folder: see `names_shards` and `list_tars`.
+        """
+        # Imported late, since it imports torch.
+        from common.distributed.collectives import all_or_none
+
+        with all_or_none("looking for shards"):
+            if self.streaming:
+                return True
+            folder = Path(self.data).expanduser().absolute()
+            if folder.is_dir():
+                return bool(list_tars(folder))
+            return names_shards(self.data)
 
     def refuse_columns(self) -> None:
         """Raises `Refused` if columns are named, for data that are no table."""
@@ -154,6 +175,31 @@ def _note_images(part: str, is_counted: np.ndarray, source: Any, change: str) ->
     notes = Notes(part, "images")
     notes.change(change, source.name(int(is_counted.argmax())), is_counted.sum())
     return notes.texts(len(source))
+
+
+def names_shards(data: str) -> bool:
+    """True if `data`, which is no folder, names shards: tars, or anything at a URL."""
+    return bool(_SHARDS.search(data))
+
+
+def list_tars(folder: Path) -> list[str]:
+    """The tars of a folder of shards, sorted; none if it is another folder, or none at all.
+
+    A set of shards may have a picture beside it. A folder with more images than tars is an image folder, and its tars
+    are archives that somebody left there.
+    """
+    if not folder.is_dir():
+        return []
+    files = itertools.chain(folder.glob("[!.]*.tar"), folder.glob("[!.]*/[!.]*.tar"))
+    tars = sorted(map(str, files))
+    if not tars:
+        return []
+    num_images = 0
+    for _, entries in walk(folder):
+        num_images += sum(has_image_suffix(entry.name) for entry in entries)
+        if num_images > len(tars):
+            return []
+    return tars
 
 
 def names_of(pieces: Sequence[Piece]) -> list[str]:

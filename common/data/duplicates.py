@@ -1,13 +1,15 @@
-"""Duplicates among training and validation images, for a dry run: images that are alike as thumbnails."""
+"""Duplicates among images: of the same path or bytes; and, for a dry run, images that are alike as thumbnails."""
 
+import hashlib
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from PIL import Image
 
-from common.data.images import BrokenImage
-from common.distributed.environment import cores
+from common.data.images import BrokenImage, read_file
 
 LIMIT = 10_000  # images that are read: about a minute on one core
 _SIDE = 16  # of the thumbnails that are compared, in pixels
@@ -16,9 +18,62 @@ _ROUGH = 12.0  # smallest standard deviation of a thumbnail: flat ones all look 
 _AT_ONCE = 256  # thumbnails that are compared with all others at a time
 _NAMED, _BROKEN = 3, 1_000  # pairs of duplicates, and unreadable images, that are named
 
+# Bytes of so many images, and so many bytes, are compared: about a second.
+_MAX_IMAGES = 20_000
+_MAX_BYTES = 2**28
+
+
+def find_copies(*sources: Any) -> np.ndarray:
+    """int64[N], of all images of `sources` one after another: the index of the first one that is the same.
+
+    Images are the same if their paths are, or their bytes. Bytes are compared among images of equal size, unless
+    these are many. Images in shards are all different.
+    """
+    numbers = np.arange(sum(map(len, sources)))
+    listings = [source.listing() for source in sources]
+    if None in listings:
+        return numbers
+    first_of = numbers.copy()
+    sizes = np.concatenate([sizes for _, sizes in listings])
+    paths = [paths for paths, _ in listings if paths is not None]
+    if len(paths) == len(sources):
+        codes = pa.concat_arrays(paths).dictionary_encode(null_encoding="encode").indices.to_numpy()
+        _, firsts = np.unique(codes, return_index=True)
+        first_of = np.where(sizes < 0, numbers, firsts[codes])
+
+    candidates = np.flatnonzero((first_of == numbers) & (sizes > 0))
+    _, size_ids, counts = np.unique(sizes[candidates], return_inverse=True, return_counts=True)
+    candidates = candidates[counts[size_ids] > 1]
+    if len(candidates) <= _MAX_IMAGES and sizes[candidates].sum() <= _MAX_BYTES:
+        indices = candidates.tolist()
+        first_by_digest: dict[bytes, int] = {}
+        with ThreadPoolExecutor(16) as pool:
+            for index, digest in zip(indices, pool.map(partial(_digest, sources), indices), strict=True):
+                first_of[index] = first_by_digest.setdefault(digest, index)
+    return first_of[first_of]
+
+
+def _digest(sources: tuple[Any, ...], index: int) -> bytes:
+    """A hash of an image's bytes; its own if it can't be read."""
+    for source in sources:
+        if index < len(source):
+            break
+        index -= len(source)
+    try:
+        content = source.content(index)
+        return hashlib.blake2b(read_file(content) if isinstance(content, str) else content, digest_size=16).digest()
+    except BrokenImage:
+        return source.name(index).encode()
+
+
+# ---- of a dry run
+
 
 def rows(train: Any, val: Any) -> dict[str, str]:
     """Rows of the start table about two sources."""
+    # Imported late, since it imports torch.
+    from common.distributed.environment import cores
+
     if train.fresh:
         return {}
     sources = train, val

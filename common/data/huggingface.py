@@ -14,11 +14,11 @@ import pyarrow.compute as pc
 from common.config.parsing import nearest_path
 from common.data.csv_files import read_csv, trim
 from common.data.splits import by_part, kind_of
-from common.data.tables import Split, is_text, listed
+from common.data.tables import Split, is_text
 from common.errors import Refused
 from common.files import check_regular, is_junk, match_files
 
-_HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[\w.-]+))?")
+HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[\w.-]+))?")
 
 
 def open_table(data: str, *, has_metadata: bool = False) -> dict[str, Split] | None:
@@ -53,7 +53,7 @@ def _open(data: str) -> dict[str, Any] | None:
     if opener := {".parquet": _open_parquet, ".csv": _open_csv, ".tsv": _open_csv}.get(path.suffix.lower()):
         files = match_files(str(path))
         return opener(files) if files else None
-    hub = None if path.exists() else _HUB_NAME.fullmatch(data)
+    hub = None if path.exists() else HUB_NAME.fullmatch(data)
     return _datasets().load_dataset(hub["name"], hub["config"]) if hub else None
 
 
@@ -107,28 +107,3 @@ def _open_parquet(files: list[str]) -> dict[str, Any]:
 def _open_csv(files: list[str]) -> dict[str, Any]:
     datasets, tables = _datasets(), read_csv(by_part(sorted(files)))
     return {name: datasets.Dataset(datasets.table.InMemoryTable(table)) for name, table in tables.items()}
-
-
-# ---- the Hub
-
-
-def hub_shards(data: str) -> dict[str, list[str]]:
-    """The names of the shards of each split of a data set on the Hub. Raises `Refused`."""
-    import datasets
-
-    named = _HUB_NAME.fullmatch(data)
-    if not named or Path(data).expanduser().exists():
-        raise Refused(
-            f"--streaming: --data {data} is no name on the Hugging Face Hub, such as owner/name; leave it out"
-        )
-    try:
-        files = datasets.load_dataset_builder(named["name"], named["config"]).config.data_files or {}
-    except Exception as error:  # the client's HTTP library raises errors of its own
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise Refused(f"--data {data}: can't be found on the Hugging Face Hub: {reason}") from error
-    found = {str(split): sorted(map(str, names)) for split, names in files.items()}
-    kinds = {Path(name).suffix or name for names in found.values() for name in names}
-    if len(kinds) != 1 or not kinds <= {".parquet", ".tar"}:
-        has = listed(sorted(kinds)) or "no files"
-        raise Refused(f"--streaming: --data {data} has {has}, not Parquet or tars; leave it out to download them")
-    return found

@@ -1,19 +1,23 @@
-"""Image files as upright 8-bit RGB pixels, as a person would see them.
+"""Image files: which files are images, and their pixels as upright 8-bit RGB, as a person would see them.
 
 An image that can't be decoded is a `BrokenImage` with its reason.
 """
 
 import errno
 import io
+import os
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from mimetypes import MimeTypes
 from os import PathLike
 from typing import Any
 
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, ImageOps, PngImagePlugin, UnidentifiedImageError
 
+from common.data.notes import Notes
 from common.data.pixels import MAX_PIXELS, BrokenImage, to_8_bit
 from common.data.tiff import open_tiff
 from common.files import open_regular, read_bytes
@@ -61,6 +65,14 @@ _FAULTS_OF_THE_FILE = {
 # The value of white in modes that hold more than 8 bits; black is 0.
 _WHITE = {"I;16": 65535, "I;16B": 65535, "I;16L": 65535, "I;16N": 65535, "I": 65535, "F": 1.0}
 
+# How a file shows that it is an image, or one of a kind that is not read.
+_HEAD = re.compile(rb"\xff\xd8\xff|\x89PNG|GIF8|RIFF....WEBP|BM....\0\0\0\0", re.DOTALL)
+_UNREAD_HEAD = re.compile(rb"....ftyp(hei|hev|mif|msf)|II\*\0|MM\0\*|\0\0\0\x0cJXL", re.DOTALL)  # HEIC, TIFF, JPEG XL
+_UNREAD_SUFFIXES = re.compile(r"\.(heic|heif|jxl|jxr|raw|dng|cr[23]|nef|arw|orf|rw2)")
+_TYPES = MimeTypes()  # without the files of the machine
+UNREAD_ADVICE = (
+    "they can't be read as images: convert them to JPEG or PNG; for HEIC, pip install pillow-heif will do, too"
+)
 
 Content = str | PathLike | bytes | Image.Image  # a path, the bytes of a file, or an image
 
@@ -170,3 +182,31 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image.convert("RGBA"))
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+# ---- which files are images
+
+
+def has_image_suffix(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in SUFFIXES
+
+
+def is_image_file(path: str, notes: Notes) -> bool:
+    """True for a regular file with an image's suffix, or with its first bytes. `notes` count those without the suffix."""
+    if has_image_suffix(path):
+        return True
+    suffix = os.path.splitext(path)[1].lower()
+    kind = _TYPES.guess_type(path)[0] or "image"
+    head = b""
+    if kind.startswith("image"):
+        with open_regular(path) as file:
+            head = file.read(16)
+    name = suffix if re.fullmatch(r"\.[a-z]\w{1,11}", suffix) else "without a suffix"
+    if _HEAD.match(head):
+        notes.change(f"({name}) are known by their first bytes", path)
+        return True
+    if _UNREAD_SUFFIXES.fullmatch(suffix) or _UNREAD_HEAD.match(head):
+        notes.leave_out(name, path)
+    else:
+        notes.skip(name, path)
+    return False

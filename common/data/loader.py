@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
-from common.data.handover import Handover
 from common.data.stream import Stream
+from common.data.workers import Handover
 from common.distributed import devices, watchdog
 from common.distributed.collectives import local_world_size, rank, world_size
 from common.distributed.environment import cores
@@ -83,6 +83,17 @@ def training_loader(samples: Any, plan: BatchPlan, start: int, stop: int, worker
 def evaluation_loader(samples: Any, batch_size: int, workers: int) -> DataLoader:
     """This rank's batches of a set that the ranks cover together, every sample once, in the same batches on any layout."""
     return _loader(samples, samples.batches(batch_size)[rank() :: world_size()], workers, evaluates=True)
+
+
+def prefetch_images(source: Any, stream: Stream, positions: np.ndarray) -> None:
+    """Begin to read the images at `positions`, and those at the next positions of this process, if they lie in blocks."""
+    if stream.blocks is None:
+        return
+    worker = get_worker_info()
+    num_steps = worker.num_workers if worker else 1  # until this process makes its next batch, or the one after it
+    next_positions = positions + num_steps * stream.global_batch_size
+    source.expect(stream.indices(positions))
+    source.expect(stream.indices(next_positions))
 
 
 class _Loader(DataLoader):

@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.data.csv_files import IMAGE_NAME, as_numbers, trim
-from common.data.image_files import has_image_suffix
-from common.data.images import BrokenImage
+from common.data.images import BrokenImage, has_image_suffix
 from common.data.source import Columns, fingerprint_of, spread
 from common.data.splits import kind_of
 from common.errors import Refused, printable

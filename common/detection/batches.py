@@ -17,13 +17,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset
 
-from common.data.cache import Cache, open_cache
+from common.data.cache import Cache, EvalCache, open_cache
 from common.data.decoding import Picture, resized
-from common.data.eval_cache import EvalCache
 from common.data.images import BrokenImage
-from common.data.loader import DeviceBatch
+from common.data.loader import DeviceBatch, prefetch_images
 from common.data.notes import Notes
-from common.data.shards import expect
 from common.data.stream import Stream
 from common.detection import defaults
 from common.detection.data.annotated import Annotated, Sample
@@ -147,7 +145,7 @@ class TrainDataset(Dataset):
         canvas = self.canvas(int(positions[0]) // self.stream.global_batch_size)
         samples: list[Sample] = []
         broken: list[str] = []
-        expect(self.source, self.stream, positions)
+        prefetch_images(self.source, self.stream, positions)
         for index, position in zip(self.stream.indices(positions).tolist(), positions.tolist(), strict=True):
             draws = self.augmentation.partners(position).tolist()
             partners = [(self._partner(position, draw), _FRESH + draw % _FRESH) for draw in draws]

@@ -14,11 +14,11 @@ from common.randomness import key_of, uniforms
 def build_stream(config: Any, source: Annotated) -> Stream:
     """The stream of a run, as --repeat_threshold and --group_window say."""
     weights = repeat_weights(source, config.repeat_threshold)
-    blocks = getattr(source, "blocks", None)
     if not config.group_window:
-        return Stream.of(config, len(source), weights, blocks=blocks)
+        return Stream.of(config, len(source), weights, blocks=source.blocks)
     aspects = source.sizes[:, 0] / source.sizes[:, 1]
-    return GroupedStream.of(config, len(source), weights, aspects=aspects, window=config.group_window, blocks=blocks)
+    options = {"aspects": aspects, "window": config.group_window, "blocks": source.blocks}
+    return GroupedStream.of(config, len(source), weights, **options)
 
 
 def repeat_weights(source: Annotated, threshold: float) -> np.ndarray | None:

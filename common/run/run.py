@@ -24,8 +24,8 @@ from common.config.parsing import identity, read_weights, short_hash
 from common.data import duplicates
 from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
+from common.data.cache import EvalCache
 from common.data.data_spec import data_rows, fingerprint, is_fingerprint
-from common.data.eval_cache import EvalCache
 from common.data.loader import DeviceBatch, evaluation_loader
 from common.distributed import determinism, devices, sharding, watchdog
 from common.distributed.collectives import (

@@ -10,9 +10,9 @@ import pytest
 from common.config.fields import option
 from common.config.parsing import parse
 from common.config.secrets import printable_name
-from common.data.shards import find
 from common.errors import Refused, printable
 from common.files import as_json
+from common.shards.names import list_shards
 
 LIST = "https://h/train-{000..001}.tar?$SIGNATURE,https://h/val.tar?$SIGNATURE"
 
@@ -47,7 +47,7 @@ def environment(monkeypatch) -> None:
     ],
 )
 def test_values_are_filled_in_last_and_shown_nowhere(monkeypatch, data, names, shown) -> None:
-    found = find(data)
+    found = list_shards(data)
     assert found == [name.replace("SIGNATURE_VALUE", os.environ["SIGNATURE"]) for name in names]
     assert printable_name(found[0]) == shown
     for text in (printable(f"could not read {found[0]}"), str(Refused(found)), json.dumps(as_json({"x": [found]}))):
@@ -68,7 +68,7 @@ def test_values_are_filled_in_last_and_shown_nowhere(monkeypatch, data, names, s
     ],
 )
 def test_a_secret_that_is_typed_is_refused_whatever_else_is(data) -> None:
-    for read in (find, lambda data: parse(Config, ["--data", data])):
+    for read in (list_shards, lambda data: parse(Config, ["--data", data])):
         with pytest.raises(Refused, match="a password or signature would be recorded") as error:
             read(data)
         assert "SECRET" not in str(error.value)
@@ -76,7 +76,7 @@ def test_a_secret_that_is_typed_is_refused_whatever_else_is(data) -> None:
 
 def test_a_variable_that_is_not_set_is_refused() -> None:
     with pytest.raises(Refused, match="the environment has no variable NOTHING"):
-        find("https://h/a.tar?$NOTHING")
+        list_shards("https://h/a.tar?$NOTHING")
 
 
 def test_variables_are_filled_in_only_where_they_are_typed(tmp_path) -> None:

@@ -7,8 +7,8 @@ import torch
 
 from common.classification.batches import EvalDataset
 from common.classification.sources import Spec, load
-from common.data import eval_cache
-from common.data.eval_cache import EvalCache
+from common.data import cache as cache_module
+from common.data.cache import EvalCache
 from common.data.loader import evaluation_loader
 from common.data.source import Files
 from common.distributed import environment
@@ -51,7 +51,9 @@ def test_images_are_decoded_once_and_stay_the_same(stripes, reads, workers) -> N
 
 def test_a_cache_takes_its_share_of_the_memory(monkeypatch) -> None:
     image = torch.zeros(3, 10, 10, dtype=torch.uint8)
-    monkeypatch.setattr(eval_cache, "available_memory", lambda: 2 * 2.5 * image.nbytes / eval_cache.MEMORY_SHARE)
+    monkeypatch.setattr(
+        cache_module, "available_memory", lambda: 2 * 2.5 * image.nbytes / cache_module.EVAL_MEMORY_SHARE
+    )
     cache = EvalCache(num_ranks=2)
     decoded = []
     for index in [0, 1, 2, 3] * 2:

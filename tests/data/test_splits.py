@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from common.data.copies import find_copies
+from common.data.duplicates import find_copies
 from common.data.source import Files
 from common.data.splits import held_out
 from common.errors import Refused
@@ -51,5 +51,5 @@ def test_files_of_equal_size_are_compared_unless_they_are_many(tmp_path, monkeyp
     files = Files(str(tmp_path), paths, sizes, labels=np.zeros(5, np.int64), classes=())
     assert find_copies(files).tolist() == [0, 1, 0, 0, 4]
     assert find_copies(files, files).tolist() == [0, 1, 0, 0, 4, 0, 1, 0, 0, 9]
-    monkeypatch.setattr("common.data.copies._MAX_IMAGES", 2)
+    monkeypatch.setattr("common.data.duplicates._MAX_IMAGES", 2)
     assert find_copies(files).tolist() == [0, 1, 2, 0, 4]

@@ -78,8 +78,9 @@ def test_asking_one_rank_stops_all_within_two_steps(forks, tmp_path) -> None:
 
 def hang_when(phase: str) -> None:
     """In a fork: SIGTERM to the run itself as `phase` begins, which then does not end."""
-    from common.data import loader, shard_index
+    from common.data import loader
     from common.run import run
+    from common.shards import entries
 
     run.GRACE_S = 0.1
 
@@ -88,7 +89,7 @@ def hang_when(phase: str) -> None:
         threading.Event().wait()
 
     if phase == "an index of shards":
-        shard_index._read = hang
+        entries._read_shard = hang
     elif phase == "an evaluation":
         evaluate = run.Run.evaluate
         run.Run.evaluate = lambda self, _, *rest, **options: evaluate(self, hang, *rest, **options)

@@ -67,7 +67,6 @@ def main(argv: list[str] | None = None) -> None:
 
 def predict(words: argparse.Namespace, trained, accelerator) -> None:
     """Write the rows of the images that `words` name; a collective."""
-    from common.data.shards import unlabelled
     from common.detection.data.image_headers import header_of
     from common.distributed import all_or_none, broadcast_object, is_main
     from tools.predict.output import Output
@@ -77,7 +76,11 @@ def predict(words: argparse.Namespace, trained, accelerator) -> None:
     with all_or_none("opening the output"):
         output = Output(words.output, words.overwrite) if is_main() else None
     with output or contextlib.nullcontext():
-        shards = unlabelled(trained.config, header_of if trained.is_detector else None) if words.data else None
+        shards = None
+        if words.data:
+            from common.shards import open_unlabelled
+
+            shards = open_unlabelled(trained.config, header_of if trained.is_detector else None)
         with all_or_none("listing the images"):
             plan = make_plan(words, trained, shards) if is_main() else None
         plan = broadcast_object(plan)

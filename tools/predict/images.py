@@ -3,14 +3,17 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
-from common.data.shards import Shards
 from common.data.source import Source, path_of
 from common.detection.data.annotated import Annotated
 from common.detection.data.image_headers import headers_of_files, upright_sizes
+
+if TYPE_CHECKING:
+    from common.shards import Shards  # imported late: most images lie in files
 
 _PLACEHOLDER = 32, 32  # size of an image that can't be read
 
@@ -26,6 +29,11 @@ class FileList:
 
     content = name
 
+    @property
+    def headers(self) -> np.ndarray:
+        """int64[N, 4] as `image_headers` reads them."""
+        return headers_of_files("", self.paths, may_miss=True)
+
     def expect(self, indices: np.ndarray) -> None:
         return
 
@@ -40,7 +48,7 @@ def file_list(files: Sequence[str]) -> FileList:
 class Numbered:
     """Images by number. An image's name is its number, so that `Batch.broken` says which one could not be read."""
 
-    files: FileList | Shards
+    files: "FileList | Shards"
     fingerprint = part = ""
 
     def name(self, index: int) -> str:
@@ -58,7 +66,7 @@ class Images(Numbered, Source):
     """Images to classify."""
 
     classes: tuple[str, ...]
-    files: FileList | Shards
+    files: "FileList | Shards"
     labels: np.ndarray  # all 0 or False: not used
     notes = ()
 
@@ -67,19 +75,16 @@ class Images(Numbered, Source):
 class Scenes(Numbered, Annotated):
     """Images in which to detect, with their sizes from `sizes_of`."""
 
-    files: FileList | Shards = field(kw_only=True)
+    files: "FileList | Shards" = field(kw_only=True)
 
 
-def images(files: FileList | Shards, classes: tuple[str, ...], multi_label: bool) -> Images:
+def images(files: "FileList | Shards", classes: tuple[str, ...], multi_label: bool) -> Images:
     shape, kind = ((len(files), len(classes)), np.bool_) if multi_label else ((len(files),), np.int64)
     return Images(classes, files, np.broadcast_to(np.zeros((), kind), shape))
 
 
-def sizes_of(files: FileList | Shards) -> np.ndarray:
+def sizes_of(files: "FileList | Shards") -> np.ndarray:
     """int64[N, 2]: width and height of the upright images, read from their headers; 32 x 32 of one that can't be read."""
-    if isinstance(files, FileList):
-        sizes = upright_sizes(headers_of_files("", files.paths, may_miss=True))
-    else:
-        sizes = upright_sizes(files.index.headers)
+    sizes = upright_sizes(files.headers)
     sizes[sizes[:, 0] == 0] = _PLACEHOLDER
     return sizes

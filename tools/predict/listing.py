@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from common.data.image_files import CAUSE, has_image_suffix, is_image_file
+from common.data.images import UNREAD_ADVICE, has_image_suffix, is_image_file
 from common.data.notes import Notes
 from common.errors import Refused
 from common.files import match_files, walk
@@ -24,7 +24,7 @@ def listing(words: Sequence[str]) -> tuple[list[str], list[str]]:
     skipped = Notes(title, "images")
     found = [file for word in words for file in _of_word(word, skipped)]
     files = [*dict.fromkeys(found)]
-    notes = list(skipped.texts(len(found) + skipped.num_left_out, CAUSE))
+    notes = list(skipped.texts(len(found) + skipped.num_left_out, UNREAD_ADVICE))
     if not files:
         raise Refused("; ".join([f"{title}: no image is there", *notes]))
     if len(files) < len(found):

@@ -4,11 +4,11 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from common.config.origin import places_of, some
-from common.data.shards import Shards
 from common.durable import make_folder
 from common.errors import Refused
 from common.files import MEDIUM, read_text
@@ -17,11 +17,14 @@ from tools.predict.images import file_list, sizes_of
 from tools.predict.listing import listing
 from tools.trained import Trained
 
+if TYPE_CHECKING:
+    from common.shards import Shards  # imported late: most images lie in files
+
 OF_BOXES, OF_LABELS = 0.3, 0.5  # if an evaluation has chosen none; 0.5 is what a multi-label evaluation counts with
 _MOST = 2**31  # bytes of an annotation file
 
 
-def make_plan(words: argparse.Namespace, trained: Trained, shards: Shards | None) -> dict:
+def make_plan(words: argparse.Namespace, trained: Trained, shards: "Shards | None") -> dict:
     """What every rank needs to know, as JSON, and `notes` for people. Raises `Refused`."""
     files, notes = ([], [*shards.notes]) if shards else listing(words.images)
     images = shards or file_list(files)

@@ -72,6 +72,15 @@ class Annotated:
         """Paths and sizes in bytes of the images, see `common.data.source.Source`."""
         return None
 
+    @property
+    def blocks(self) -> Blocks | None:
+        """Neighbours that are read together, if their order matters for the pace."""
+        return None
+
+    def expect(self, indices: np.ndarray) -> None:
+        """These images will be asked for soon."""
+        return
+
     def content(self, index: int) -> str | bytes | Image.Image:
         """Path or bytes of the image's file, or the image."""
         raise NotImplementedError
@@ -168,7 +177,6 @@ class AnnotatedImages(Annotated):
         return self.images.blocks
 
     def expect(self, indices: np.ndarray) -> None:
-        """These images will be asked for soon."""
         self.images.expect(indices)
 
     @cached_property

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from xml.etree.ElementTree import ParseError
 
-from common.data.image_files import has_image_suffix
+from common.data.images import has_image_suffix
 from common.data.notes import Notes
 from common.detection.data.annotated import AnnotatedImages
 from common.detection.data.stamps import Stamps

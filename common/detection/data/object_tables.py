@@ -10,8 +10,6 @@ import pyarrow.compute as pc
 
 from common.data import tables
 from common.data.data_spec import Parts
-from common.data.shard_index import Rows
-from common.data.shards import Shards
 from common.data.tables import Split, Table
 from common.detection.data.annotated import AnnotatedImages
 from common.detection.data.box_checks import FoundBoxes, check, class_ids
@@ -19,7 +17,7 @@ from common.detection.data.image_headers import header_of, headers_of_files, upr
 from common.errors import Refused
 
 BOX_FORMATS = ("xywh", "xyxy", "cxcywh")  # left top width height; left top right bottom; centre width height
-_BESIDE = ("width", "height", "image_id")
+BESIDE = ("width", "height", "image_id")
 _LABELS = ("category", "categories", "category_id", "label", "labels", "class", "class_id", "class_label")
 _FIELDS = {
     "boxes": ("bbox", "bboxes", "box", "boxes"),
@@ -29,43 +27,32 @@ _FIELDS = {
 }
 
 
-class ShardRows(Split):
-    """A part of shards: a table of facts about images, which lie elsewhere."""
-
-    def __init__(self, data: str, name: str, source: Shards):
-        import datasets
-
-        super().__init__(data, name, datasets.Dataset(datasets.table.InMemoryTable(source.index.rows)))
-        self.source = source
-
-
-def shard_rows(objects: str, group: str) -> Rows:
-    """The columns of shards that are kept: the objects, and others that `_read_split` reads."""
-    beside = [*_BESIDE, group] if group else _BESIDE
-
-    def find(split: Split, _image: str) -> list[str]:
-        return [find_objects(split, objects), *(name for name in beside if name in split.kinds)]
-
-    return Rows(find, (objects or "objects", *beside), header_of)
-
-
 def object_parts(
-    splits: Mapping[str, Split], image: str, objects: str, box_format: str, group: str
+    splits: Mapping[str, Split],
+    image: str,
+    objects: str,
+    box_format: str,
+    group: str,
+    shards: Mapping[str, Any] | None = None,
 ) -> Parts[AnnotatedImages]:
-    """The splits of a table; the first one decides on columns, format and classes. Raises `Refused`."""
+    """The splits of a table; the first one decides on columns, format and classes. Raises `Refused`.
+
+    With `shards`, the images of each split lie there, as `common.shards.Shards`, and there is no column of images.
+    """
 
     def read(names: Sequence[str]) -> list[AnnotatedImages]:
         chosen = [splits[name] for name in names]
-        column = "" if isinstance(chosen[0], ShardRows) else tables.find_image(chosen[0], image)
-        of_objects = find_objects(chosen[0], objects)
-        tables.require_columns(chosen, *filter(None, (column, of_objects)))
-        found: list[AnnotatedImages] = []
+        image_column = tables.find_image(chosen[0], image) if shards is None else ""
+        objects_column = find_objects(chosen[0], objects)
+        tables.require_columns(chosen, *filter(None, (image_column, objects_column)))
+        sources: list[AnnotatedImages] = []
         meant, classes = box_format, None
-        for split in chosen:
-            source, meant, classes = _read_split(split, column, of_objects, meant, classes)
+        for name, split in zip(names, chosen, strict=True):
+            images = None if shards is None else shards[name]
+            source, meant, classes = _read_split(split, images, image_column, objects_column, meant, classes)
             images = replace(source.images, groups=tables.read_groups(split, group))
-            found.append(replace(source, images=images))
-        return found
+            sources.append(replace(source, images=images))
+        return sources
 
     return Parts(tables.part_labels(dict(splits)), read)
 
@@ -96,13 +83,24 @@ def _fields_of(kind: pa.DataType) -> dict[str, str]:
 
 
 def _read_split(
-    split: Split, image: str, objects: str, box_format: str, classes: tuple[tuple[str, ...], pa.Array] | None
+    split: Split,
+    shards: Any | None,
+    image: str,
+    objects: str,
+    box_format: str,
+    classes: tuple[tuple[str, ...], pa.Array] | None,
 ) -> tuple[AnnotatedImages, str, tuple[tuple[str, ...], pa.Array]]:
-    """The split, the format of its boxes, and its classes: names and their values in the column."""
+    """The split, the format of its boxes, and its classes: names and their values in the column.
+
+    Its images lie in `shards`, or else in the column `image`.
+    """
     title = f"--data {split.title}"
     rows, columns = _objects(title, split.cells(objects))
     columns["labels"] = tables.clean_labels(columns["labels"])
-    images, headers = _images(split, image)
+    if shards is None:
+        images, headers = _read_images(split, image)
+    else:
+        images, headers = shards, shards.headers
     given = _class_names(split.features[objects])
     named = tables.vocabulary(columns["labels"], given)
     classes = classes or named
@@ -140,10 +138,8 @@ def _read_split(
     return check(found, headers), box_format, classes
 
 
-def _images(split: Split, image: str) -> tuple[Any, np.ndarray]:
+def _read_images(split: Split, image: str) -> tuple[Any, np.ndarray]:
     """The images of a split, and int64[N, 4] as `image_headers` reads them."""
-    if isinstance(split, ShardRows):
-        return split.source, split.source.index.headers
     column, none = split.images(image), np.zeros(len(split), np.int64)
     cells = column.with_format("arrow")[:].column(0)
     if pa.types.is_struct(cells.type):

@@ -1,7 +1,7 @@
 """Sources of images with boxes: reads the data that `--data` names, and holds out a share for evaluation."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,15 +12,13 @@ from common.config.parsing import nearest_path
 from common.data import data_spec, splits
 from common.data.data_spec import DataSpec, Given, Parts
 from common.data.huggingface import open_table
-from common.data.shard_names import printable_name
-from common.data.shards import shard_sources, shared
 from common.data.splits import kind_of
 from common.detection.class_map import parse_class_map
 from common.detection.data import annotation_cache, scenes
 from common.detection.data.annotated import Annotated, AnnotatedImages
 from common.detection.data.coco_files import coco_files, coco_folder
 from common.detection.data.folders import Folder, describe_unread
-from common.detection.data.object_tables import BOX_FORMATS, ShardRows, object_parts, shard_rows
+from common.detection.data.object_tables import BOX_FORMATS, object_parts
 from common.detection.data.voc_files import voc_folder, xml_folder
 from common.detection.data.yolo_files import yolo_folder
 from common.errors import Refused
@@ -61,25 +59,39 @@ def load(spec: Spec) -> tuple[Annotated, Annotated]:
     if spec.box_format and spec.box_format not in BOX_FORMATS:
         raise Refused(f"--box_format {spec.box_format}: is none of {', '.join(BOX_FORMATS)}")
 
-    labels, shards = shard_sources(spec, spec.objects_column, shard_rows(spec.objects_column, spec.group_column))
-    named = spec.objects_column, spec.box_format, spec.group_column
-    found: tuple[Annotated, ...]
+    sources: tuple[Annotated, ...]
+    if spec.is_sharded():
+        sources = _load_shards(spec)
+    else:
+        with data_spec.reading(spec.data):
+            sources = _load_files(spec)
+    return data_spec.same_everywhere(sources)
+
+
+def _load_shards(spec: Spec) -> tuple[AnnotatedImages, ...]:
+    """The sources of shards. A collective. Raises `Refused`."""
+    # Imported here, since most data are no shards.
+    from common.detection.data.shard_objects import open_parts, share_images
+
+    parts = open_parts(spec)
     with data_spec.reading(spec.data):
-        if shards:
-            table = {name: ShardRows(printable_name(spec.data), name, source) for name, source in shards.items()}
-            found = of_rows = _sources(spec, replace(object_parts(table, "", *named), labels=labels))
-        elif spec.data == "digits":
-            spec.refuse_columns()
-            train, val = scenes.load(spec.seed, spec.masks)
-            found = _sources(spec, Given({"train": train, "val": val}))
-        elif parts := open_table(spec.data):
-            found = of_rows = _sources(spec, object_parts(parts, spec.image_column, *named))
-        else:
-            found = _load_folder(spec)
-    if shards and not spec.alone:  # images to evaluate are read one by one, in the order of their sizes
-        images, *_ = shared([of_rows[0].images], spec.shard_memory)
-        found = (replace(of_rows[0], images=images), *of_rows[1:])
-    return data_spec.same_everywhere(found)
+        sources = _sources(spec, parts)
+    if spec.alone:  # images to evaluate are read one by one, in the order of their sizes
+        return sources
+    return (share_images(sources[0], spec.shard_memory),) + sources[1:]
+
+
+def _load_files(spec: Spec) -> tuple[Annotated, ...]:
+    """The sources of files, of tables or of digits. Raises `Refused`."""
+    if spec.data == "digits":
+        spec.refuse_columns()
+        train, val = scenes.load(spec.seed, spec.masks)
+        return _sources(spec, Given({"train": train, "val": val}))
+    table = open_table(spec.data)
+    if table:
+        columns = spec.image_column, spec.objects_column, spec.box_format, spec.group_column
+        return _sources(spec, object_parts(table, *columns))
+    return _load_folder(spec)
 
 
 def _sources(spec: Spec, parts: Parts[A]) -> tuple[A, ...]:

@@ -13,10 +13,11 @@ import fsspec
 import numpy as np
 import pytest
 
-from common.data import ranges
-from common.data.ranges import RangeFile, read, stat
-from common.data.shard_names import expand, printable_name, without_signature
+from common.config.secrets import printable_name
 from common.errors import Refused
+from common.shards import ranges
+from common.shards.names import expand, remove_signature
+from common.shards.ranges import RangeFile, read, stat
 from tests.harness.range_server import RangeServer
 
 DATA = np.random.default_rng(0).bytes(100_000)
@@ -40,7 +41,7 @@ def server(kept_server, quick):
 @pytest.fixture
 def quick(monkeypatch):
     """Short waits, and no proxy."""
-    for name, value in (("FIRST_WAIT_S", 0.01), ("LONGEST_WAIT_S", 0.05), ("PATIENCE_S", 5.0), ("SILENCE_S", 0.3)):
+    for name, value in (("FIRST_WAIT_S", 0.01), ("MAX_WAIT_S", 0.05), ("PATIENCE_S", 5.0), ("SILENCE_S", 0.3)):
         monkeypatch.setattr(ranges, name, value)
     monkeypatch.setenv("no_proxy", "*")
 
@@ -115,7 +116,7 @@ SIGNED = "https://h/a.tar?X-Amz-Date=1&X-Amz-Signature=2"
     ],
 )
 def test_only_the_signature_of_a_url_identifies_nothing(name, other, is_same):
-    assert (without_signature(name) == without_signature(other)) == is_same
+    assert (remove_signature(name) == remove_signature(other)) == is_same
 
 
 # ---- local files and fsspec
@@ -161,7 +162,7 @@ def test_ranges_of_fsspec(quick, monkeypatch):
                 raise OSError("https://h/?s3cr3t")
             return super().cat_file(*args, **kwargs)
 
-    monkeypatch.setattr(ranges, "file_system", lambda name: (Flaky(), "/kept/a.tar"))
+    monkeypatch.setattr(ranges, "get_file_system", lambda name: (Flaky(), "/kept/a.tar"))
     assert read(a, 0, 100, tags[a]) == DATA[:100]
     Flaky.left = 10**6
     monkeypatch.setattr(ranges, "PATIENCE_S", 0.1)
@@ -172,7 +173,7 @@ def test_ranges_of_fsspec(quick, monkeypatch):
     assert "s3cr3t" not in str(error.value)
     monkeypatch.undo()
     files.pipe("/kept/b.tar", DATA)
-    ranges._stat_of_minute.cache_clear()
+    ranges._get_stamp_of_minute.cache_clear()
     with pytest.raises(Refused, match=r"b\.tar: byte 500"):
         read(b, 500, 600, tags[b])
     files.rm("/kept/b.tar")

@@ -5,6 +5,7 @@ without a name, which the system frees with the last process.
 """
 
 import fcntl
+import math
 import os
 import threading
 import time
@@ -21,11 +22,12 @@ from common.data.cache import SharedFile, shared_file, unnamed_file
 from common.errors import Refused
 
 IN_FLIGHT = 8  # requests of a process at a time
-_TOGETHER = 2**25  # bytes of blocks that are asked for at once
+_MAX_REQUEST = 2**25  # bytes of blocks that are asked for at once
+_BOUNDS_BYTES = 16  # of the two numbers that say where a sample begins and ends
 _SLOT = np.dtype([("block", "<i8"), ("ready", "<i8"), ("used", "<i8")])  # block + 1, or 0 for none; a time in ns
-_WAIT = 0.002  # seconds until a block that another process reads is looked for again
+_WAIT_S = 0.002  # seconds until a block that another process reads is looked for again
 
-Fetch = Callable[[list[int]], list[list]]  # numbers of blocks -> the samples of each, as bytes. Raises `Refused`
+Fetch = Callable[[list[int]], list[list]]  # blocks -> the samples of each, as bytes. Raises `Refused`
 
 
 @dataclass
@@ -46,53 +48,56 @@ class BlockCache:
     def sample(self, block: int, number: int, fetch: Fetch) -> bytes:
         """A sample of a block: from its slot, or first from `fetch`, whose errors are raised."""
         while True:
-            with self._alone():
+            with self._lock_table():
                 slot = int((self._table["block"] == block + 1).argmax())
-                known, ready, _ = self._table[slot].tolist()
-                if known == block + 1 and ready:
+                slot_block, is_ready, _ = self._table[slot].tolist()
+                has_slot = slot_block == block + 1
+                if has_slot and is_ready:
                     self._table["used"][slot] = time.monotonic_ns()
-                    return self._sample(slot, number)
-            if known == block + 1 or block in self._asked or not self._fill([block], fetch):
-                time.sleep(_WAIT)
+                    return self._read_sample(slot, number)
+            if has_slot or block in self._requested or not self._fill([block], fetch):
+                time.sleep(_WAIT_S)
 
     def expect(self, shards: Mapping[int, int], fetch: Fetch) -> None:
         """Begin to read missing blocks, several of a shard at once. `shards`: block -> its shard, in ascending order."""
-        self._own()
-        present = {*self._asked, *(self._table["block"] - 1).tolist()}
+        self._renew_after_fork()
+        present = self._requested | set((self._table["block"] - 1).tolist())
         missing = [block for block in shards if block not in present]
-        most = max(1, min(-(-len(missing) // IN_FLIGHT), _TOGETHER // self.room))
-        self._asked.update(missing)
-        for _, found in groupby(missing, shards.__getitem__):
-            of_shard = [*found]
-            for start in range(0, len(of_shard), most):
-                self._pool.submit(self._fill_quietly, of_shard[start : start + most], fetch)
+        max_blocks = max(1, min(math.ceil(len(missing) / IN_FLIGHT), _MAX_REQUEST // self.room))
+        self._requested.update(missing)
+        for _, group in groupby(missing, shards.__getitem__):
+            blocks = list(group)
+            for start in range(0, len(blocks), max_blocks):
+                self._pool.submit(self._fill_quietly, blocks[start : start + max_blocks], fetch)
 
     def _fill_quietly(self, blocks: Sequence[int], fetch: Fetch) -> None:
         try:
             with suppress(Refused):  # raised when a sample of it is wanted
                 self._fill(blocks, fetch)
         finally:
-            self._asked.difference_update(blocks)
+            self._requested.difference_update(blocks)
 
     def _fill(self, blocks: Sequence[int], fetch: Fetch) -> bool:
         """Read those blocks that no process or thread reads or has read; False if there is none, or no slot for one."""
         slots: dict[int, int] = {}  # of the blocks that are still to be read
-        with self._alone():
+        with self._lock_table():
             for block in blocks:
                 busy = (self._table["block"] > 0) & (self._table["ready"] == 0)
                 if not (self._table["block"] == block + 1).any() and not busy.all():
                     slot = int(np.where(busy, np.iinfo(np.int64).max, self._table["used"]).argmin())
                     self._table[slot] = block + 1, 0, time.monotonic_ns()
                     slots[block] = slot
-        mine = [*slots]
+        if not slots:
+            return False
+        missing = list(slots)
         try:
-            for block, samples in zip(mine, fetch(mine) if mine else [], strict=True):
+            for block, samples in zip(missing, fetch(missing), strict=True):
                 self._write(slots[block], samples)
                 self._table["ready"][slots.pop(block)] = 1
         except BaseException:
-            self._table["block"][[*slots.values()]] = 0
+            self._table["block"][list(slots.values())] = 0
             raise
-        return bool(mine)
+        return True
 
     def _write(self, slot: int, samples: list) -> None:
         bounds = np.zeros((len(samples), 2), "<i8")  # where each sample begins and ends
@@ -107,20 +112,21 @@ class BlockCache:
             bounds[number] = start, start + len(sample)
         if end > self.room:
             raise Refused(f"a block of samples has {end:,} bytes, and its shard says at most {self.room:,}")
-        os.pwrite(self.file.fileno(), b"".join([bounds.tobytes(), *contents]), self._place(slot))
+        os.pwrite(self.file.fileno(), b"".join([bounds.tobytes()] + contents), self._offset(slot))
 
-    def _sample(self, slot: int, number: int) -> bytes:
-        place = self._place(slot)
-        start, end = np.frombuffer(os.pread(self.file.fileno(), 16, place + 16 * number), "<i8").tolist()
-        return os.pread(self.file.fileno(), end - start, place + start)
+    def _read_sample(self, slot: int, number: int) -> bytes:
+        offset = self._offset(slot)
+        bounds = os.pread(self.file.fileno(), _BOUNDS_BYTES, offset + _BOUNDS_BYTES * number)
+        start, end = np.frombuffer(bounds, "<i8").tolist()
+        return os.pread(self.file.fileno(), end - start, offset + start)
 
-    def _place(self, slot: int) -> int:
+    def _offset(self, slot: int) -> int:
         return _SLOT.itemsize * self.slots + self.room * slot
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _lock_table(self) -> Iterator[None]:
         """No other thread or process of the machine is in such a block."""
-        self._own()
+        self._renew_after_fork()
         with self._lock:
             fcntl.lockf(self.file, fcntl.LOCK_EX)
             try:
@@ -128,10 +134,12 @@ class BlockCache:
             finally:
                 fcntl.lockf(self.file, fcntl.LOCK_UN)
 
-    def _own(self) -> None:
+    def _renew_after_fork(self) -> None:
         """Threads and locks of this process: a forked one has none of its parent's threads."""
         if self._owner != os.getpid():
-            self._owner, self._lock, self._asked = os.getpid(), threading.Lock(), set[int]()
+            self._owner = os.getpid()
+            self._lock = threading.Lock()
+            self._requested = set[int]()
             self._pool = ThreadPoolExecutor(IN_FLIGHT, "blocks")
 
 
@@ -140,7 +148,7 @@ def open_blocks(slots: int, room: int) -> BlockCache:
 
     def make() -> BinaryIO:
         file = unnamed_file()
-        file.truncate(_SLOT.itemsize * slots + slots * room)
+        file.truncate(_SLOT.itemsize * slots + room * slots)
         return file
 
     return BlockCache(slots, room, shared_file("the cache of blocks", make))

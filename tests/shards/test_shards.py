@@ -23,13 +23,18 @@ import pytest
 import torch
 
 from common.classification.sources import Spec, load
-from common.data import block_cache, ranges, shard_index, shards
 from common.data import workers as loader_workers
-from common.data.block_cache import open_blocks
 from common.data.loader import Prefetcher, evaluation_loader
 from common.data.stream import Blocks, Stream
+from common.detection.data.sources import Spec as BoxSpec
+from common.detection.data.sources import load as load_boxes
 from common.errors import Refused
 from common.files import CACHE
+from common.shards import block_cache, entries, ranges
+from common.shards import index as shard_index
+from common.shards import source as shard_source
+from common.shards.block_cache import open_blocks
+from common.shards.source import Shards, share_blocks
 from tests.harness.odd_files import bounded
 from tests.harness.processes import data_workers
 from tests.harness.range_server import RangeServer
@@ -215,6 +220,13 @@ def test_hostile_tars_are_refused_in_one_line_that_names_the_shard(tmp_path, kin
     assert [file.name for file in tmp_path.rglob("*")] == ["a.tar"]
 
 
+@pytest.mark.parametrize("text", [b'"objects"', b"5", b'["objects"]'])
+def test_a_json_for_boxes_that_is_no_object_is_refused(tmp_path, text):
+    (tmp_path / "a.tar").write_bytes(with_json(text))
+    with bounded(), pytest.raises(Refused, match=re.escape(f"0.json holds {text.decode()}, and no keys")):
+        load_boxes(BoxSpec(str(tmp_path / "a.tar"), 0, 0.25))
+
+
 def test_tars_behind_tars_are_read_to_their_end(tmp_path):
     texts = [tar_of((f"{key}.cls", b" 1\n"), (f"{key}.png", key.encode())) for key in "abc"]
     (tmp_path / "a.tar").write_bytes(b"".join(texts))
@@ -290,7 +302,7 @@ def test_images_that_parquet_repeats_are_kept_once(server, encoding):
     table = pa.table({"image": column, "label": [0, 1] * 100})
     server.files["/a.parquet"] = parquet_of(table, compression="zstd", row_group_size=200, **options)
     source = read(f"{server.url}/a.parquet", alone=True)[0]
-    (source, _) = shards.shared([source, source], 20)
+    (source,) = share_blocks([source], 20)
     assert source.cache.room < 2**21
     assert [source.content(index) for index in (0, 1, 198, 199)] == images * 2
 
@@ -303,7 +315,7 @@ def test_an_index_is_kept_until_a_shard_changes(files, tmp_path, monkeypatch):
     write_tars(files, tmp_path / "tars", "train")
     before = read(tmp_path / "tars")
     found = []
-    monkeypatch.setattr(shard_index, "_read", lambda *_: found.append(1) or pytest.fail("was read again"))
+    monkeypatch.setattr(entries, "_read_shard", lambda *_: found.append(1) or pytest.fail("was read again"))
     assert [source.fingerprint for source in read(tmp_path / "tars")] == [source.fingerprint for source in before]
     monkeypatch.undo()
     monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
@@ -395,7 +407,7 @@ def test_an_archive_in_an_image_folder_makes_no_shards_of_it(tmp_path):
 
 
 def read_on_ranks(data: str, at_once: int) -> tuple[str, list[str]]:
-    shard_index._AT_ONCE = at_once
+    entries._AT_ONCE = at_once
     source = read(data, alone=True)[0]
     return source.fingerprint, [source.name(place) for place in range(0, len(source), 20)]
 
@@ -410,14 +422,14 @@ def test_a_start_with_an_index_of_a_billion_samples_reads_what_is_asked_for_alon
     """The files are sparse: 36 GB that take no room, and would take minutes to read."""
     count = 10**9
     (tmp_path / "entries").touch()
-    os.truncate(tmp_path / "entries", shard_index.ENTRY.itemsize * count)
+    os.truncate(tmp_path / "entries", entries.ENTRY.itemsize * count)
     np.lib.format.open_memmap(tmp_path / "labels.npy", "w+", np.int64, (count,))
     np.save(tmp_path / "edges.npy", np.arange(0, count + 1, 400))
     facts = {"classes": ["a", "b"], "counts": [count, 0], "fingerprint": "0", "notes": [], "block_bytes": 100}
     shard_index._seal(tmp_path, facts)
     began = time.process_time()
-    index = shard_index._load(tmp_path, shard_index.ShardList(("a.tar",), ((0, ""),), "", ""))
-    source = shards.Shards(index.entries, index, labels=index.labels, classes=index.classes)
+    index = shard_index._load(tmp_path, entries.ShardList(("a.tar",), ((0, ""),), "", ""))
+    source = Shards(index.entries, index, labels=index.labels, classes=index.classes)
     assert len(source) == count and source.class_counts.sum() == count and source.fingerprint == "0"
     assert Stream(count, 256, 0, blocks=Blocks(index.edges, 300)).indices(np.arange(256)).max() < count
     assert time.process_time() - began < 2
@@ -514,10 +526,10 @@ def test_data_workers_read_an_epoch_of_blocks_hardly_more_than_once_if_there_is_
     monkeypatch.setattr(shard_index, "_BLOCK", 2**13)
     source = read(f"{server.url}/tars/train-{{000..002}}.tar", alone=True)[0]
     count = len(source.blocks.edges) - 1
-    (source, _) = shards.shared([source, source], slots * source.index.block_bytes / 2**20)
+    (source,) = share_blocks([source], slots * source.index.block_bytes / 2**20)
     assert count > 60 and source.cache.slots == slots and source.blocks.pool == slots // 3
     assert source.notes[-1].startswith("99% of neighbours in the shards have the same class")
-    assert not shards._order_notes(np.random.default_rng(0).choice(2, 1000, p=[0.9, 0.1]))
+    assert not shard_source._describe_order(np.random.default_rng(0).choice(2, 1000, p=[0.9, 0.1]))
     server.asked.clear()
     fork, stream = multiprocessing.get_context("fork"), Stream(349, 8, 0, blocks=source.blocks)
     together, contents = fork.Barrier(3), [file.read_bytes() for file in in_order(files)]
@@ -536,7 +548,7 @@ def test_data_workers_read_an_epoch_of_blocks_hardly_more_than_once_if_there_is_
 def test_blocks_that_are_missing_together_come_in_few_answers(files, server, monkeypatch):
     monkeypatch.setattr(shard_index, "_BLOCK", 2**13)
     source = read(f"{server.url}/tars/train-{{000..002}}.tar", alone=True)[0]
-    (source, _) = shards.shared([source, source], 64)
+    (source,) = share_blocks([source], 64)
     server.asked.clear()
     source.expect(np.arange(349))
     contents = [file.read_bytes() for file in in_order(files)]

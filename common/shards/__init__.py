@@ -1,0 +1,12 @@
+"""Images in shards, tars or Parquet, local or at URLs: an index of where each image lies, and ranges of bytes."""
+
+from typing import TYPE_CHECKING
+
+from common.imports import face
+
+if TYPE_CHECKING:
+    from common.shards.entries import KeptColumns
+    from common.shards.parts import open_parts, open_sources, open_unlabelled
+    from common.shards.source import Shards, share_blocks
+
+__all__, __getattr__ = face(__name__)
