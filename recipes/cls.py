@@ -195,8 +195,9 @@ def build_targets(config: Config, data):
 
 def build_loss(config: Config, data, device: torch.device):
     """losses(logits [B, K], targets [B, K]) -> [B]: one loss per sample (reduction="none"), not averaged over the batch."""
-    weights = class_weights(config.class_weights, data.labels, len(data.classes))
-    weights = torch.as_tensor(1.0 if weights is None else weights).to(device, getattr(torch, config.dtype))
+    dtype = getattr(torch, config.dtype)
+    by_class = class_weights(config.class_weights, data.labels, len(data.classes))  # [K], or None: all alike
+    weights = torch.as_tensor(1.0 if by_class is None else by_class).to(device, dtype)
 
     def losses(logits, targets):
         logits = logits.to(targets.dtype)  # out of half precision

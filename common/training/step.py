@@ -29,8 +29,11 @@ class Samples(Protocol):
 
     source: Any  # of the images: `data.source.Source`, or `detection.data.annotated.Annotated`
     stream: Stream
-    unit: int  # consecutive positions that stay together on a rank
     few_shapes: bool  # convolutions have few different shapes, so cuDNN may search for the fastest algorithm for each
+
+    @property
+    def unit(self) -> int:
+        """Number of consecutive positions that stay together on a rank."""
 
     def __getitems__(self, positions: np.ndarray) -> DeviceBatch:
         """The samples at these positions of the stream: a pure function."""
@@ -41,7 +44,7 @@ class Samples(Protocol):
     def blank(self, count: int) -> DeviceBatch:
         """`count` samples of noise with everything that a batch of the run can have, as large as any."""
 
-    def shown(self, batch: DeviceBatch) -> list[tuple[str, str, list]]:
+    def shown(self, batch: Any) -> list[tuple[str, str, list]]:
         """Of each image of a batch, for people: what it shows, its name, and its boxes, (corners in pixels, class name)."""
 
 
