@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from common.errors import Refused, printable
@@ -97,51 +98,61 @@ def write(words: argparse.Namespace, trained, accelerator, plan: dict, shards, f
 
     from common.detection.data.annotated import no_boxes
     from common.distributed import broadcast_object, gather_to_main
-    from tools.predict import images, pictures
+    from tools.predict import images
     from tools.predict.rows import Rows
 
-    files, several = plan.pop("files"), plan["multi_label"]
+    files = plan.pop("files")
     files = shards or images.file_list(files)
+    is_multi_label = plan["multi_label"]
     source: images.Images | images.Scenes
     if trained.is_detector:
         source = images.Scenes(**no_boxes(trained.classes, np.array(plan.pop("sizes"))), files=files)
     else:
-        source = images.images(files, trained.classes, several)
+        source = images.images(files, trained.classes, is_multi_label)
     del files  # `source` has them
-    top = words.top or (0 if trained.is_detector or several else 1)
-    made = Rows(source, np.array(plan["thresholds"], np.float32), top, several)
+    top = words.top or (0 if trained.is_detector or is_multi_label else 1)
+    rows = Rows(source, np.array(plan["thresholds"], np.float32), top, is_multi_label)
     model, batches = trained.build(source, accelerator)
     batches.loader.batch_sampler.sort(key=lambda indices: indices[0])  # so that few rows wait for those before them
-    found = iter(trained.predict(model, batches))
-
-    def texts_of(batch: tuple | None) -> tuple[np.ndarray, ...]:
-        """The numbers of the images of a batch, their texts, and True for broken ones; draws the others, too."""
-        numbers, texts, broken = [], [], []
-        for index, row in made.of(*batch) if batch else ():
-            numbers.append(index)
-            texts.append(form.text(index, row).encode(errors="backslashreplace"))  # bytes of a name that are no text
-            broken.append("error" in row)
-            if "error" in row and words.format == "coco":  # which has no place for it
-                say(f"{row['file']}: {row['error']}", everywhere=True)
-            if words.draw and "error" not in row:
-                pictures.draw(words.draw, index, source, row)
-        # With None, since numpy would turn texts alone into one array.
-        return np.array(numbers, np.int64), np.array([*texts, None], object)[:-1], np.array(broken, bool)
-
-    rounds, broken = broadcast_object(len(batches)), 0  # the first rank has the most batches
+    predictions = iter(trained.predict(model, batches))
+    num_broken = 0
     with (
         torch.compiler.set_stance("force_eager"),
         tqdm(total=len(source), unit=" images", disable=None if output else True) as bar,
     ):
-        for _ in range(rounds):
-            for numbers, texts, are_broken in gather_to_main(texts_of(next(found, None))) or ():
-                for index, text in zip(numbers.tolist(), texts, strict=True):
+        for _ in range(broadcast_object(len(batches))):  # the first rank has the most batches
+            batch = next(predictions, None)
+            texts_by_rank = gather_to_main(make_texts(words, rows.of(*batch) if batch else (), source, form))
+            for indices, texts, is_broken in texts_by_rank or ():
+                for index, text in zip(indices.tolist(), texts, strict=True):
                     output.take(index, text)
-                broken += int(are_broken.sum())
-                bar.update(len(numbers))
+                num_broken += int(is_broken.sum())
+                bar.update(len(indices))
             if output:
                 output.flush()
-    say(f"{len(source):,} image{'s' * (len(source) != 1)}" + (f", {broken:,} with an error" if broken else ""))
+    errors = f", {num_broken:,} with an error" if num_broken else ""
+    say(f"{len(source):,} image{'s' * (len(source) != 1)}{errors}")
+
+
+def make_texts(words: argparse.Namespace, rows: Iterable[tuple[int, dict]], source, form) -> tuple:
+    """Indices int64[B] of the images of a batch, their texts, and bool[B], True for broken ones; draws the others, too."""
+    import numpy as np
+
+    from tools.predict import pictures
+
+    indices = []
+    texts: list[bytes | None] = []
+    is_broken = []
+    for index, row in rows:
+        indices.append(index)
+        texts.append(form.text(index, row).encode(errors="backslashreplace"))  # bytes of a name that are no text
+        is_broken.append("error" in row)
+        if "error" in row and words.format == "coco":  # which has no place for it
+            say(f"{row['file']}: {row['error']}", everywhere=True)
+        if words.draw and "error" not in row:
+            pictures.draw(words.draw, index, source, row)
+    texts.append(None)  # since numpy would turn texts alone into one array
+    return np.array(indices, np.int64), np.array(texts, object)[:-1], np.array(is_broken, bool)
 
 
 def say(text: str, everywhere: bool = False) -> None:
