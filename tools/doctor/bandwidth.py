@@ -1,10 +1,12 @@
 """Speed of an all-reduce within a machine and between machines, against the link."""
 
+import timeit
+from statistics import median
+
 import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
-from torch.utils.benchmark import Timer
 
 from common.distributed.collectives import leave_process_group, node_group, subgroup
 from tools.doctor.interfaces import find_interface, read_infiniband
@@ -28,10 +30,7 @@ def measure_bandwidth(world: World) -> list[Finding]:
         return []
     if any(world.exchange(world.is_cut)):
         return [Finding("network: bandwidth", "not run", "needs a process group")]
-    backend = "gloo"
-    if world.device.type == "cuda":
-        backend = "nccl"
-        torch.accelerator.set_device_index(world.device)  # for this thread: the timer waits for it
+    backend = "nccl" if world.device.type == "cuda" else "gloo"
     store = PrefixStore("group", world.store)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world_size)
     try:
@@ -84,9 +83,10 @@ def _measure(device: torch.device, group: dist.ProcessGroup | None) -> list[dict
         if calls and calls[-1]["ms"] / calls[-1]["bytes"] * size > MAX_CALL_MS:  # the same on all ranks
             break
         names = {"all_reduce": dist.all_reduce, "tensor": torch.ones(size // 4, device=device), "group": group}
-        # The time is that of the slowest rank; `timeit` leaves out its first calls, which connect.
-        mean = Timer("all_reduce(tensor, group=group)", globals=names).timeit(repeats).mean
-        longest = torch.tensor(mean, dtype=torch.float32, device=device)
+        call = "all_reduce(tensor, group=group); tensor[0].item()"  # which waits for the device
+        times = timeit.repeat(call, globals=names, number=1, repeat=repeats + 1)
+        # The time is that of the slowest rank; the first call, which connects, does not count.
+        longest = torch.tensor(median(times[1:]), dtype=torch.float32, device=device)
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
         seconds = longest.item()
         traffic = 2 * (num_ranks - 1) / num_ranks * size

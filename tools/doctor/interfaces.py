@@ -87,11 +87,10 @@ def try_ports(world: World) -> list[Finding]:
         with ThreadPoolExecutor(PARTNERS) as pool:
             failures = [text for text in pool.map(try_machine, partners) if text]
         world.is_cut |= any(world.exchange(failures))  # the listeners are open until all have tried
-    check = "network: ports"
     if world.is_cut:
         way_out = "firewall: let all TCP ports between the machines through, both ways; torch takes any that is free"
-        return [Finding(check, "failed", text, way_out, "all") for text in failures]
-    return [Finding(check, "ok", f"{PORTS} system-chosen ports open between all machines, both ways")]
+        return [Finding("network: ports", "failed", text, way_out, "all") for text in failures]
+    return [Finding("network: ports", "ok", f"{PORTS} system-chosen ports open between all machines, both ways")]
 
 
 def read_address(name: str) -> str:
