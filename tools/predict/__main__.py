@@ -26,21 +26,31 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "model", help="a run folder, its best/, a checkpoint, an exported folder; as --eval_only takes it"
     )
-    of_images = "files, folders, 'globs'; @FILE and -: a list of them in FILE or on stdin"
-    parser.add_argument("images", nargs="*", help=of_images)
-    of_shards = "tars or Parquet instead, as recipes take them: a pattern, a URL, or owner/name with --streaming"
-    parser.add_argument("--data", metavar="SHARDS", help=of_shards)
+    parser.add_argument(
+        "images", nargs="*", help="files, folders, 'globs'; @FILE and -: a list of them in FILE or on stdin"
+    )
+    parser.add_argument(
+        "--data",
+        metavar="SHARDS",
+        help="tars or Parquet instead, as recipes take them: a pattern, a URL, or owner/name with --streaming",
+    )
     parser.add_argument("-o", "--output", default="-", metavar="FILE", help="the file to write (default: stdout)")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
-    formats = ("jsonl", "csv", "coco")
-    parser.add_argument("--format", choices=formats, default="jsonl", help="coco: of detectors, with --images_of")
+    parser.add_argument(
+        "--format",
+        choices=("jsonl", "csv", "coco"),
+        default="jsonl",
+        help="coco: of detectors, with --images_of",
+    )
     parser.add_argument("--images_of", metavar="JSON", help="the annotations that have the ids of the images")
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="draw each image with its predictions")
     parser.add_argument("--top", type=int, metavar="K", help="the K best (default: the best class, all boxes)")
-    of_scores = (
-        "the lowest score to keep (default: of each class, as its evaluation chose; coco and one label per image: none)"
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        metavar="T",
+        help="the lowest score to keep (default: of each class, as its evaluation chose; coco and one label per image: none)",
     )
-    parser.add_argument("--threshold", type=float, metavar="T", help=of_scores)
     return parser
 
 
@@ -56,7 +66,9 @@ def main(argv: list[str] | None = None) -> None:
         raise Refused(f"--data names shards, and {words.images[0]} is named, too; give one of them")
     from tools.trained import load  # takes seconds, as do other imports in functions, which --help need not
 
-    trained = load(words.model, [*flags, *(["--data", words.data] if words.data else [])])
+    if words.data:
+        flags += ["--data", words.data]
+    trained = load(words.model, flags)
     if words.images_of and Path(words.images_of).resolve() == Path(words.output).resolve():
         raise Refused(f"--output {words.output}: is the file of --images_of; name another")
     if (words.format == "coco") != bool(words.images_of) or (words.images_of and not trained.is_detector):
@@ -101,15 +113,13 @@ def write(words: argparse.Namespace, trained, accelerator, plan: dict, shards, f
     from tools.predict import images
     from tools.predict.rows import Rows
 
-    files = plan.pop("files")
-    files = shards or images.file_list(files)
+    files = shards or images.file_list(plan.pop("files"))
     is_multi_label = plan["multi_label"]
     source: images.Images | images.Scenes
     if trained.is_detector:
         source = images.Scenes(**no_boxes(trained.classes, np.array(plan.pop("sizes"))), files=files)
     else:
         source = images.images(files, trained.classes, is_multi_label)
-    del files  # `source` has them
     top = words.top or (0 if trained.is_detector or is_multi_label else 1)
     rows = Rows(source, np.array(plan["thresholds"], np.float32), top, is_multi_label)
     model, batches = trained.build(source, accelerator)
@@ -141,7 +151,7 @@ def make_texts(words: argparse.Namespace, rows: Iterable[tuple[int, dict]], sour
     from tools.predict import pictures
 
     indices = []
-    texts: list[bytes | None] = []
+    texts = []
     is_broken = []
     for index, row in rows:
         indices.append(index)
@@ -151,8 +161,8 @@ def make_texts(words: argparse.Namespace, rows: Iterable[tuple[int, dict]], sour
             say(f"{row['file']}: {row['error']}", everywhere=True)
         if words.draw and "error" not in row:
             pictures.draw(words.draw, index, source, row)
-    texts.append(None)  # since numpy would turn texts alone into one array
-    return np.array(indices, np.int64), np.array(texts, object)[:-1], np.array(is_broken, bool)
+    # With None, since numpy would turn texts alone into one array.
+    return np.array(indices, np.int64), np.array([*texts, None], object)[:-1], np.array(is_broken, bool)
 
 
 def say(text: str, everywhere: bool = False) -> None:
