@@ -7,8 +7,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from common.errors import Refused
+from common.launching.launchers import Launch
 from tests.harness.launching import free_port
 from tests.harness.runs import start_tool
 from tests.harness.waiting import Limit
@@ -21,7 +23,7 @@ FAULTY = """
 import os, sys, time
 sys.path.insert(0, os.getcwd())
 from tools.doctor import session
-from tools.doctor.finding import Finding
+from tools.doctor.table import Finding
 from tools.doctor.session import Check
 
 def fails_alone(world):
@@ -111,8 +113,8 @@ def test_processes_that_can_not_meet_say_who_waits_for_what(launch, tmp_path) ->
     started = [launch.start_python(*words, *pair, env=env) for *pair, env in zip(files, worlds, strict=True)]
     assert [each.finish().returncode for each in started] == [1, 1]
     waits, knocks = (rows_of(file)["network: meeting", "all"] for file in files)
-    assert "rank 1 of 2 did not come within 1 s; the ranks of " in waits["measured"]
-    assert f"can't reach rank 0 at 127.0.0.1:{port}" in knocks["measured"] and "nothing listens" in knocks["way_out"]
+    assert "rank 1 of 2 did not come within 1 s; there are ranks of " in waits["way_out"]
+    assert f"can't meet the others at 127.0.0.1:{port}" in knocks["measured"] and "nothing listens" in knocks["way_out"]
 
 
 def test_checks_are_chosen_by_their_first_words_and_wrong_ones_are_refused(forks, tmp_path) -> None:
@@ -128,7 +130,7 @@ def test_checks_are_chosen_by_their_first_words_and_wrong_ones_are_refused(forks
     )
     for words, text in ((["--only", "lungs"], "--only lungs: take launch, "), (["no.py"], "no.py is not there")):
         with pytest.raises(Refused, match=text):
-            examine(arguments().parse_args(words), {})
+            examine(arguments().parse_args(words))
 
 
 def test_a_rehearsal_that_is_stopped_says_so_and_leaves_nothing(launch, tmp_path) -> None:
@@ -158,6 +160,7 @@ def test_a_rehearsal_trains_on_all_processes_leaves_nothing_and_a_failure_is_its
     assert rows.keys() == {"rehearsal: steps", "rehearsal: memory", "rehearsal: checkpoint"}
     figures = rows["rehearsal: steps"]["figures"]
     assert figures["samples"] == 16 and figures["checkpoint_bytes"] > 10**6 and figures["memory"] > 2**27
-    (row,) = rehearsal.rehearse(World(words=[*words, "--model", "no_such_model"]))
-    assert (row.status, row.measured) == ("failed", "the recipe made no step") and "no_such_model" in row.way_out
+    options = arguments().parse_args(["recipes/cls.py", *flags, "--model", "no_such_model"])
+    (row,) = rehearsal.rehearse(World(Launch("python"), options, torch.device("cpu"), ranks=[0]))
+    assert row.status == "failed" and "did not make 4 steps" in row.measured and "no_such_model" in row.way_out
     assert not any((tmp_path / "runs").iterdir())

@@ -57,8 +57,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             make_folder(words.output)
             write_json(words.output / "comparison.json", found)
         except OSError as error:
-            reason = f"can't be written ({error.strerror}): name another folder"
-            raise Refused(f"--output {words.output} {reason}") from error
+            raise Refused(
+                f"--output {words.output} can't be written ({error.strerror}): name another folder"
+            ) from error
         lines += ["", f"written: {words.output / 'comparison.json'}"]
     for line in lines:
         launch.say(line)

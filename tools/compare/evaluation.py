@@ -1,6 +1,6 @@
 """Evaluation of the models to compare on the same images, image by image."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,13 +67,18 @@ def f1(counts: np.ndarray) -> Measure:
 
 def measure(candidate: Candidate, accelerator) -> Measure | None:
     """Evaluate: the model's result as a function of how often each image counts; None but on the main process. A collective."""
+    model, batches = candidate.trained.build(candidate.val, accelerator)
+    predictions = candidate.trained.predict(batches.loader.dataset.adapt(model), batches)
     if candidate.trained.is_detector:
-        return _detect(candidate, accelerator)
+        return _measure_detector(candidate, predictions)
+    return _measure_classifier(candidate, predictions)
+
+
+def _measure_classifier(candidate: Candidate, predictions: Iterable[tuple]) -> Measure | None:
     val = candidate.val
-    model, batches = candidate.trained.build(val, accelerator)
-    model = batches.loader.dataset.adapt(model)
-    positions, counts = [np.zeros(0, np.int64)], [np.zeros((0, 2), np.int64)]
-    for batch, logits in candidate.trained.predict(model, batches):
+    positions = [np.zeros(0, np.int64)]
+    counts = [np.zeros((0, 2), np.int64)]
+    for batch, logits in predictions:
         if val.multi_label:  # as `ClassificationCounts` counts
             found, true = (logits > 0) & batch.readable[:, None], batch.labels.bool()
             decisions = torch.stack([(found & true).sum(1), (found ^ true).sum(1)], 1)
@@ -92,11 +97,9 @@ def measure(candidate: Candidate, accelerator) -> Measure | None:
     return f1(rows[first]) if val.multi_label else lambda weights: weights @ right / weights.sum(1)
 
 
-def _detect(candidate: Candidate, accelerator) -> Measure | None:
-    model, batches = candidate.trained.build(candidate.val, accelerator)
-    model = batches.loader.dataset.adapt(model)
+def _measure_detector(candidate: Candidate, predictions: Iterable[tuple]) -> Measure | None:
     found = Detections()
-    for batch, detections in candidate.trained.predict(model, batches):
+    for batch, detections in predictions:
         found.update(batch.positions.tolist(), [{key: one[key] for key in _BOXES} for one in detections])
     _check_count(found.results(candidate.val)["count"], candidate)  # also gathers them
     return AveragePrecision(candidate.val, *found.columns()) if is_main() else None

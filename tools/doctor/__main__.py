@@ -9,7 +9,6 @@ recipe and its flags, which stand last. The exit code is 0 if nothing failed, 1 
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -35,7 +34,7 @@ def main() -> None:
     from common.launching import launch  # torch, after --help
     from tools.doctor.session import examine
 
-    launch.run(lambda: sys.exit(examine(options, os.environ)))
+    launch.run(lambda: sys.exit(examine(options)))
 
 
 if __name__ == "__main__":

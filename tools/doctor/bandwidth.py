@@ -1,101 +1,102 @@
 """Speed of an all-reduce within a machine and between machines, against the link."""
 
-import time
-from datetime import timedelta
+import timeit
 from statistics import median
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from common.distributed.collectives import give_up_after, leave_process_group, subgroup
-from tools.doctor.finding import Finding, judged, speed
-from tools.doctor.interfaces import addresses, chosen, infiniband, link_speed
+from common.distributed.collectives import leave_process_group, node_group, subgroup
+from tools.doctor.interfaces import find_interface, read_infiniband
+from tools.doctor.table import Finding, judge
 from tools.doctor.world import World
 
-SIZES = {4 << 10: 20, 256 << 10: 10, 4 << 20: 5, 25 << 20: 3}  # bytes: calls; DDP's buckets have 25 MiB
-LONGEST_S = 1.0  # a size that would take longer for one call is left out
+NUM_CALLS = {4 << 10: 20, 256 << 10: 10, 4 << 20: 5, 25 << 20: 3}  # by bytes; DDP's buckets have 25 MiB
+MAX_CALL_MS = 1000.0  # a size that would take longer for one call is left out
 SLOW_MS = 5.0  # latency; neighbours in one data centre take 0.05 to 0.5 ms
 # A fair share of the link's nominal speed. Gloo sends a pair's data over one TCP connection, which a core drives at 5 to 20
 # Gbit/s, so more than 10 Gbit/s is not expected of it.
-FAIR, GLOO_GBIT = {"nccl": 0.5, "gloo": 0.2}, 10.0
-GROUP = timedelta(seconds=45)  # longer than the check may take, whose own limit names the culprit
+NCCL_SHARE = 0.5
+GLOO_SHARE = 0.2
+GLOO_GBIT = 10.0
 
 
-def bandwidth(world: World) -> list[Finding]:
+def measure_bandwidth(world: World) -> list[Finding]:
     """Form torch's process group; rows within a machine and between machines, measured by all ranks."""
-    if world.store is None:
+    world_size = len(world.ranks)
+    if world_size == 1:
         return []
     if any(world.exchange(world.is_cut)):
         return [Finding("network: bandwidth", "not run", "needs a process group")]
-    give_up_after(GROUP)
-    backend, store = "nccl" if world.device.type == "cuda" else "gloo", PrefixStore("group", world.store)
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=GROUP)
+    backend = "nccl" if world.device.type == "cuda" else "gloo"
+    store = PrefixStore("group", world.store)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world_size)
     try:
-        # All machines measure at the same time; the slowest one is reported.
-        within = [ranks for ranks in world.machines if len(ranks) > 1]
-        rows = [_compare(world, "within", within)] if within else []
-        between = [ranks[0] for ranks in world.machines]
-        return [*rows, _compare(world, "between", [between])] if len(between) > 1 else rows
+        nominal = {"network: within": 0.0, "network: between": min(world.exchange(_read_speed(backend)))}
+        findings = []
+        for check, group in (("network: within", node_group()), ("network: between", subgroup(world.main_ranks))):
+            results = world.exchange([world.hosts[world.rank], _measure(world.device, group)])
+            results = [result for result in results if result[1]]
+            if results:
+                host, calls = min(results, key=lambda result: result[1][-1]["gbit"])
+                findings.append(judge_link(check, backend, calls, nominal[check], host))
+        return findings
     finally:
         leave_process_group()
 
 
-def _compare(world: World, where: str, groups: list[list[int]]) -> Finding:
-    """Measure in each of these groups of ranks, and report the slowest."""
-    joined = [(ranks, subgroup(ranks)) for ranks in groups]
-    times = next((_measure(world, ranks, group) for ranks, group in joined if world.rank in ranks), None)
-    of_ranks = world.exchange([times, _link(world) if where == "between" and times else None])
-    found = [(times[-1]["gbit"], rank) for rank, (times, _) in enumerate(of_ranks) if times]
-    rank, nominal = min(found)[1], min((link for _, link in of_ranks if link), default=None)
-    host = f" on {world.hosts[rank]}" if where == "within" and len(world.machines) > 1 else ""
-    return of_link(f"network: {where}", dist.get_backend(), of_ranks[rank][0], nominal, host)
+def judge_link(check: str, backend: str, calls: list[dict], nominal: float, host: str) -> Finding:
+    """The row for what was measured on the slowest machine, by size. `nominal`: Gbit/s of the link; 0 if unknown."""
+    latency = calls[0]["ms"]
+    largest = calls[-1]
+    size = f"{largest['bytes'] / 2**20:.3g} MiB in {largest['ms']:.3g} ms"
+    measured = f"{backend} all-reduce {largest['gbit']:.3g} Gbit/s ({size}), latency {latency:.2g} ms"
+    if nominal:
+        measured += f"; the link has {nominal:.3g} Gbit/s"
+    expected = NCCL_SHARE * nominal
+    if backend == "gloo":
+        expected = GLOO_SHARE * min(nominal, GLOO_GBIT)
+    way_out = ""
+    if largest["gbit"] < expected:
+        way_out = (
+            f"less than {expected:.3g} Gbit/s, a fair share of the link: look for other traffic, a limit of the switch or "
+            "the virtual machine, errors (ip -s link) and the interface"
+        )
+    elif latency > SLOW_MS:
+        way_out = (
+            f"latency above {SLOW_MS:.0f} ms: every all-reduce waits so long; is the way long, through a VPN or a tunnel, or "
+            "are the cores busy?"
+        )
+    place = host if check == "network: within" else "all"
+    return judge(check, measured, bool(way_out), way_out, place=place, figures={"all-reduce": calls})
 
 
-def of_link(check: str, backend: str, slowest: list[dict], nominal: float | None, host: str = "") -> Finding:
-    """The row for what was measured. `nominal`: what the link should do."""
-    smallest, *_, largest = slowest
-    measured = (
-        f"{backend} all-reduce {speed(largest['gbit'])} ({largest['bytes'] / 2**20:.3g} MiB in {largest['ms']:.3g} ms), "
-        f"latency {smallest['ms']:.2g} ms{host}" + (f"; the link has {speed(nominal)}" if nominal else "")
-    )
-    expected = FAIR[backend] * (min(nominal or 0, GLOO_GBIT) if backend == "gloo" else nominal or 0)
-    traffic = (
-        "look for other traffic, a limit of the switch or the virtual machine, errors (ip -s link) and the interface"
-    )
-    far = "is the way long, through a VPN or a tunnel, or are the cores busy?"
-    return judged(
-        check,
-        measured,
-        (largest["gbit"] < expected, "warning", f"less than {speed(expected)}, a fair share of the link: {traffic}"),
-        (smallest["ms"] > SLOW_MS, "warning", f"latency above {SLOW_MS:.0f} ms: every all-reduce waits so long; {far}"),
-        figures={"all-reduce": slowest},
-    )
-
-
-def _measure(world: World, ranks: list[int], group) -> list[dict]:
-    """Time and bus bandwidth (bits per second over each link of a ring) of an all-reduce, by size."""
-    found: list[dict] = []
-    for size, repeats in SIZES.items():
-        if found and found[-1]["ms"] / found[-1]["bytes"] * size > 1000 * LONGEST_S:  # the same on all ranks
+def _measure(device: torch.device, group: dist.ProcessGroup | None) -> list[dict]:
+    """Time and bus bandwidth (bits per second over each link of a ring) of an all-reduce, by size; [] outside of a group."""
+    num_ranks = dist.get_world_size(group)
+    calls: list[dict] = []
+    if num_ranks < 2:
+        return calls
+    for size, repeats in NUM_CALLS.items():
+        if calls and calls[-1]["ms"] / calls[-1]["bytes"] * size > MAX_CALL_MS:  # the same on all ranks
             break
-        times, tensor = [], torch.ones(size // 4, device=world.device)
-        for _ in range(repeats + 1):
-            began = time.perf_counter()
-            dist.all_reduce(tensor, group=group)
-            if world.device.type == "cuda":
-                torch.accelerator.synchronize(world.device)
-            times.append(time.perf_counter() - began)
-        # Of the slowest rank; the first call, which connects, does not count.
-        agreed = torch.tensor(median(times[1:]), dtype=torch.float32, device=world.device)
-        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
-        seconds, traffic = float(agreed), 2 * (len(ranks) - 1) / len(ranks)
-        found.append({"bytes": size, "ms": 1000 * seconds, "gbit": 8e-9 * traffic * size / seconds})
-    return found
+        names = {"all_reduce": dist.all_reduce, "tensor": torch.ones(size // 4, device=device), "group": group}
+        call = "all_reduce(tensor, group=group); tensor[0].item()"  # which waits for the device
+        times = timeit.repeat(call, globals=names, number=1, repeat=repeats + 1)
+        # The time is that of the slowest rank; the first call, which connects, does not count.
+        longest = torch.tensor(median(times[1:]), dtype=torch.float32, device=device)
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+        seconds = longest.item()
+        traffic = 2 * (num_ranks - 1) / num_ranks * size
+        calls.append({"bytes": size, "ms": 1000 * seconds, "gbit": 8e-9 * traffic / seconds})
+    return calls
 
 
-def _link(world: World) -> float | None:
-    """Nominal Gbit/s of what the backend takes on this machine; None if unknown."""
-    if world.device.type == "cuda" and (devices := infiniband()):
-        return float(max(devices.values()))
-    return link_speed(chosen(addresses()) or "")
+def _read_speed(backend: str) -> float:
+    """Nominal Gbit/s of what the backend takes on this machine; 0 if unknown."""
+    infiniband = read_infiniband()
+    if backend == "nccl" and infiniband:
+        return infiniband
+    return psutil.net_if_stats()[find_interface()].speed / 1000

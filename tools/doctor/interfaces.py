@@ -2,6 +2,7 @@
 
 import os
 import socket
+import statistics
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,124 +10,108 @@ from pathlib import Path
 import psutil
 
 from common.launching.network import LOOPBACK
-from tools.doctor.finding import Finding, differing, judged, speed
+from tools.doctor.table import Finding, judge, name_ranks
 from tools.doctor.world import World
 
 PORTS = 4  # system-chosen ports that each machine tries at each other
 CONNECT_S = 2.0  # longer than any connection takes: SYN is repeated after 1 s
 PARTNERS = 16  # machines that each one tries
-_NET, _INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
+_INFINIBAND = Path("/sys/class/infiniband")
 
 
-def interfaces(world: World) -> list[Finding]:
+def check_interface(world: World) -> list[Finding]:
     """What gloo and NCCL take on this machine; on a single machine that is the loopback."""
-    if world.world_size == 1:
+    check = "network: interfaces"
+    name = find_interface()
+    if not name:  # one process, or no route to rank 0, which `meet` has reported
         return []
-    name, present = "network: interfaces", addresses()
-    shown = said(present)
-    taken, named = chosen(present), os.environ.get("GLOO_SOCKET_IFNAME")
-    if not taken and named:
-        measured = f"GLOO_SOCKET_IFNAME={named}: this machine has {shown}"
-        return [Finding(name, "failed", measured, "unset it or name one of these")]
-    if not taken:
-        return [Finding(name, "warning", f"unknown which is taken of {shown}", "export GLOO_SOCKET_IFNAME with one")]
-    stats = psutil.net_if_stats().get(taken)
-    if not stats or not stats.isup:
-        return [Finding(name, "failed", f"{taken} is down", f"ip link set {taken} up")]
-    words = [*present[taken], *([speed(own)] if (own := link_speed(taken)) else []), f"MTU {stats.mtu}"]
-    fast = [f"InfiniBand {device} {rate} Gbit/s" for device, rate in infiniband().items()]
-    measured = "; ".join([f"{taken} ({', '.join(words)})", *fast])
-    best = max(present, key=lambda each: link_speed(each) or 0)
-    fastest = link_speed(best) or 0.0
-    is_slower = not world.is_one_machine and fastest > (own or 1e9)
-    export = f"{best} has {speed(fastest)}: export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}"
-    return [judged(name, measured, (is_slower, "warning", f"{export} if it joins the machines"))]
+    interfaces = psutil.net_if_stats()
+    if name not in interfaces:
+        measured = f"GLOO_SOCKET_IFNAME={name}: this machine has {', '.join(interfaces)}"
+        return [Finding(check, "failed", measured, "unset it or name one of these")]
+    if not interfaces[name].isup:
+        return [Finding(check, "failed", f"{name} is down", f"ip link set {name} up")]
+    speeds = {each: interface.speed / 1000 for each, interface in interfaces.items()}  # 0 if it does not tell
+    speed = f", {speeds[name]:.3g} Gbit/s" if speeds[name] else ""
+    measured = f"{name} ({read_address(name)}{speed}, MTU {interfaces[name].mtu})"
+    infiniband = read_infiniband()
+    if infiniband:
+        measured += f"; InfiniBand {infiniband:.3g} Gbit/s"
+    best = max(speeds, key=speeds.__getitem__)
+    is_one_machine = world.launch.local_world_size == world.launch.world_size
+    is_slower = not is_one_machine and speeds[best] > (speeds[name] or 1.0)
+    exports = f"GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}"
+    way_out = f"{best} has {speeds[best]:.3g} Gbit/s: export {exports} if it joins the machines"
+    return [judge(check, measured, is_slower, way_out)]
 
 
-def same_mtu(world: World) -> list[Finding]:
-    """A row for each machine whose interface has another MTU than most."""
-    stats = psutil.net_if_stats().get(chosen(addresses()) or "")
-    lost = "large packets get lost or are split: ip link set INTERFACE mtu SIZE"
-    return differing(world, "network: MTU", "warning", lost, {"MTU": stats.mtu if stats else None})
-
-
-def ports(world: World) -> list[Finding]:
-    """Connects each machine to ports of the others that the system chose, as torch does."""
-    if world.is_one_machine:
+def compare_mtus(world: World) -> list[Finding]:
+    """A row for the machines whose interface has another MTU than most."""
+    interface = psutil.net_if_stats().get(find_interface())
+    mtus = world.exchange(interface.mtu if interface else 0)
+    usual = statistics.mode(mtus)
+    odd_ranks = [rank for rank in world.ranks if mtus[rank] != usual]
+    if not odd_ranks:
         return []
+    measured = f"MTU {mtus[odd_ranks[0]]} instead of {usual}"
+    way_out = "large packets get lost or are split: ip link set INTERFACE mtu SIZE"
+    return [Finding("network: MTU", "warning", measured, way_out, name_ranks(odd_ranks, world.hosts))]
+
+
+def try_ports(world: World) -> list[Finding]:
+    """Connect each machine to ports of the others that the system chose, as torch does."""
+    main_ranks = world.main_ranks
+    if len(main_ranks) < 2:
+        return []
+    partners: list[int] = []
     with ExitStack() as stack:
-        present = addresses()
-        taken = chosen(present) or ""
-        own = next(iter(present.get(taken, [])), LOOPBACK)  # as gloo announces
-        count = PORTS if world.is_local_main else 0
-        listeners = [stack.enter_context(socket.create_server((own, 0))) for _ in range(count)]
-        offers = world.exchange([own, [each.getsockname()[1] for each in listeners]])
-        firsts = [ranks[0] for ranks in world.machines]
-        place = firsts.index(world.rank) if world.is_local_main else 0
-        others = [*firsts[place + 1 :], *firsts[:place]][: PARTNERS * world.is_local_main]
-        targets = [(rank, offers[rank][0], port) for rank in others for port in offers[rank][1]]
-        with ThreadPoolExecutor(max(1, len(targets))) as pool:
-            results = [*pool.map(lambda target: connect(*target[1:]), targets)]
-        failures = [(rank, port, why) for (rank, _, port), why in zip(targets, results, strict=True) if why]
-        of_ranks = world.exchange(failures)  # the listeners stay open until all have tried
-    world.is_cut |= any(of_ranks)
-    rows = []
-    way_out = "firewall: let all TCP ports between the machines through, both ways; torch takes any that is free"
-    for rank, failed in enumerate(of_ranks):
-        for other in dict.fromkeys(to for to, *_ in failed):
-            tried = [(port, why) for to, port, why in failed if to == other]
-            whys = ", ".join(dict.fromkeys(why for _, why in tried))
-            way = f"{world.hosts[rank]} -> {world.hosts[other]} ({offers[other][0]})"
-            measured = f"{way}: {len(tried)} of {PORTS} ports {whys}, such as {tried[0][0]}"
-            rows.append(Finding("network: ports", "failed", measured, way_out))
-    measured = f"{PORTS} system-chosen ports open between all machines, both ways"
-    return rows or [Finding("network: ports", "ok", measured)]
+        address = read_address(find_interface())  # as gloo announces
+        ports = []
+        if world.rank in main_ranks:
+            index = main_ranks.index(world.rank)
+            partners = (main_ranks[index + 1 :] + main_ranks[:index])[:PARTNERS]
+            for _ in range(PORTS):
+                listener = stack.enter_context(socket.create_server((address, 0)))
+                ports.append(listener.getsockname()[1])
+        offers = world.exchange([address, ports])
+
+        def try_machine(rank: int) -> str:
+            address, ports = offers[rank]
+            try:
+                for port in ports:
+                    socket.create_connection((address, port), CONNECT_S).close()
+            except OSError as error:
+                return f"{world.hosts[world.rank]} -> {world.hosts[rank]}: port {port} of {address}: {error}"
+            return ""
+
+        with ThreadPoolExecutor(PARTNERS) as pool:
+            failures = [text for text in pool.map(try_machine, partners) if text]
+        world.is_cut |= any(world.exchange(failures))  # the listeners are open until all have tried
+    if world.is_cut:
+        way_out = "firewall: let all TCP ports between the machines through, both ways; torch takes any that is free"
+        return [Finding("network: ports", "failed", text, way_out, "all") for text in failures]
+    return [Finding("network: ports", "ok", f"{PORTS} system-chosen ports open between all machines, both ways")]
 
 
-def connect(host: str, port: int) -> str:
-    """Why a connection fails; "" if it is made."""
-    try:
-        socket.create_connection((host, port), timeout=CONNECT_S).close()
-        return ""
-    except TimeoutError:
-        return "filtered (no answer)"
-    except ConnectionRefusedError:
-        return "refused"
-    except OSError as error:
-        return error.strerror or str(error)
+def read_address(name: str) -> str:
+    """The first IPv4 address of an interface."""
+    for entry in psutil.net_if_addrs().get(name, []):
+        if entry.family == socket.AF_INET:
+            return entry.address
+    return LOOPBACK
 
 
-def addresses() -> dict[str, list[str]]:
-    """The IPv4 addresses of each interface."""
-    found = psutil.net_if_addrs().items()
-    return {name: [each.address for each in entries if each.family == socket.AF_INET] for name, entries in found}
+def find_interface() -> str:
+    """The interface that gloo takes: the first that GLOO_SOCKET_IFNAME names, which `choose_interface` sets."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
 
 
-def said(present: dict[str, list[str]]) -> str:
-    """Interfaces with their addresses, in words."""
-    return ", ".join(f"{name} {' '.join(of) or 'without address'}" for name, of in present.items())
-
-
-def chosen(present: dict[str, list[str]]) -> str | None:
-    """The interface that gloo takes: the first that GLOO_SOCKET_IFNAME names. None if none is named or there."""
-    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
-    return next((name for name in present if name in named), None)
-
-
-def link_speed(name: str) -> float | None:
-    """Nominal speed of an interface in Gbit/s; None if it has none, as the loopback, or does not tell."""
-    try:
-        mbit = int((_NET / name / "speed").read_text())
-    except (OSError, ValueError):
-        return None
-    return mbit / 1000 if mbit > 0 else None
-
-
-def infiniband() -> dict[str, int]:
-    """Active InfiniBand (or RoCE) devices that NCCL may use, with their rate in Gbit/s."""
-    found = {}
+def read_infiniband() -> float:
+    """Nominal Gbit/s of the fastest active InfiniBand (or RoCE) port that NCCL may use; 0 if there is none."""
+    rates = [0.0]
     if os.environ.get("NCCL_IB_DISABLE", "0") in ("0", ""):
-        for port in sorted(_INFINIBAND.glob("*/ports/*")):
+        for port in _INFINIBAND.glob("*/ports/*"):
             if "ACTIVE" in (port / "state").read_text():
-                found[port.parents[1].name] = int(float((port / "rate").read_text().split()[0]))
-    return found
+                rate = (port / "rate").read_text().split()[0]  # of "200 Gb/sec (4X HDR)"
+                rates.append(float(rate))
+    return max(rates)

@@ -5,7 +5,6 @@ that exceeds its limit on a rank ends the doctor there: a row says in which line
 """
 
 import argparse
-import contextlib
 import json
 import os
 import signal
@@ -13,229 +12,182 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, MutableMapping
-from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import psutil
-from torch.distributed import Store
+import torch
 
+from common.distributed import devices
 from common.distributed.collectives import is_lost_peer
+from common.distributed.environment import parent_command
 from common.durable import replace_file
 from common.errors import Refused, printable
-from common.launching.exit_codes import announce_exit
+from common.launching.exit_codes import announce_exit, handle_stopping
 from common.launching.launch import share_cores
-from common.launching.meeting import choose_interface
-from tools.doctor import bandwidth, interfaces, meeting, rehearsal
-from tools.doctor.finding import Finding, Status
-from tools.doctor.table import HERE, ON_MACHINE, fold, show
-from tools.doctor.world import LostPeer, World, this_process
-
-LAST_ROWS_S = 10.0  # how long rank 0 waits for the rows of a rank that is late
-PRINTED_S = 15.0  # how long the other ranks wait until rank 0 has printed the table
-_WAITING = ("torch/distributed/", "tools/doctor/world.py", "torch/cuda/")  # files in which a rank waits for others
-_STOPPING = (signal.SIGTERM, signal.SIGINT)
+from common.launching.launch_checks import check_launch, processes_asked, wants_cpu
+from common.launching.launchers import complete
+from tools.doctor.bandwidth import measure_bandwidth
+from tools.doctor.interfaces import check_interface, compare_mtus, try_ports
+from tools.doctor.rehearsal import rehearse
+from tools.doctor.table import Finding, fold, show
+from tools.doctor.world import World, meet
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check. `name` is unique; --only selects by its first word, with which its rows begin.
+    """A check, which runs on every rank, and whose rows there are the same or about the rank itself.
 
-    It runs on every rank. If it `exchanges` anything with others, it does so after all have met, and rank 0's rows count.
-    Else it runs before that, and may be run `once_per_machine`.
+    `name` is unique; --only selects by its first word, with which its rows begin. If it `exchanges` anything with others, it
+    runs after all have met. `limit`: seconds.
     """
 
     name: str
     function: Callable[[World], list[Finding]]
     exchanges: bool = True
-    limit: float = 15.0  # seconds
-    once_per_machine: bool = False
+    limit: float = 15.0
 
 
+class Stopped(Exception):
+    """The doctor ends before its checks: a person or the launcher ends it, or a check does not end.
+
+    Its arguments are status, measured value and way out of the row that says so.
+    """
+
+
+def accept_launch(world: World) -> list[Finding]:
+    """A row on whether the recipes accept this launch."""
+    world.is_cut = True
+    check_launch(os.environ, world.launch, torch.accelerator.device_count(), processes_asked(parent_command()))
+    world.is_cut = False
+    measured = f"processes: {world.launch.world_size}, {world.device.type}, started by {world.launch.launcher}"
+    return [Finding("launch", "ok", measured)]
+
+
+MEETING = Check("network: meeting", meet, exchanges=False, limit=1e6)  # it has limits of its own
 CHECKS = [
-    Check("launch", meeting.launch, exchanges=False),
-    Check("network: interfaces", interfaces.interfaces, exchanges=False, once_per_machine=True),
-    Check("network: MTU", interfaces.same_mtu),
-    Check("network: ports", interfaces.ports),
-    Check("rehearsal", rehearsal.rehearse, limit=rehearsal.LIMIT_S),
-    Check("network: bandwidth", bandwidth.bandwidth, limit=40.0),
+    Check("launch", accept_launch, exchanges=False),
+    Check("network: interfaces", check_interface, exchanges=False),
+    Check("network: MTU", compare_mtus),
+    Check("network: ports", try_ports),
+    Check("rehearsal", rehearse, limit=150.0),
+    Check("network: bandwidth", measure_bandwidth, limit=40.0),
 ]
 
 
-class Stopped(BaseException):
-    """A person, or the launcher after a death, ends the doctor."""
-
-
-def _stop(number: int, _frame: Any) -> None:
-    raise Stopped(f"stopped by {signal.Signals(number).name}")
-
-
-def examine(options: argparse.Namespace, environ: MutableMapping[str, str]) -> int:
+def examine(options: argparse.Namespace) -> int:
     """Run the checks that `options` asks for; returns the exit code. Raises `Refused`."""
-    words = {check: check.name.partition(":")[0] for check in CHECKS}
-    only = {word.strip() for word in (options.only or "").split(",")} - {""}
-    if unknown := only - {*words.values()}:
-        raise Refused(f"--only {', '.join(sorted(unknown))}: take {', '.join(dict.fromkeys(words.values()))}")
+    groups = [check.name.partition(":")[0] for check in CHECKS]
+    selected = options.only.split(",") if options.only else groups
+    unknown = sorted(set(selected) - set(groups))
+    if unknown:
+        raise Refused(f"--only {', '.join(unknown)}: take {', '.join(dict.fromkeys(groups))}")
     if options.recipe and not options.recipe.is_file():
         raise Refused(f"{options.recipe} is not there: give a recipe such as recipes/cls.py, then its flags")
-    checks = [check for check in CHECKS if not only or words[check] in only]
-    world = this_process(environ, options.recipe, options.flags)
-    session = Session(world, options, [*words.values()])
-    if world.device.type == "cpu":
-        share_cores(environ, world.launch)  # as the recipes do
-    if world.world_size > 1:
-        with contextlib.suppress(Refused):  # `meet` reports it
-            choose_interface(environ)
-    for number in _STOPPING:
-        signal.signal(number, _stop)
+    launch = complete(os.environ)
+    device = torch.device("cpu")
+    if devices.kind() == "cuda" and not wants_cpu(os.environ):
+        device = torch.device("cuda", launch.local_rank % torch.accelerator.device_count())
+    else:
+        share_cores(os.environ, launch)  # as the recipes do
+    world = World(launch, options, device, ranks=[launch.rank])
+    handle_stopping(_stop)
     try:
-        for check in checks:
-            if not check.exchanges:
-                session.run(check)
-        world.enter("network: meeting")
-        session.add(meeting.meet(world, environ, options.wait))
-        for check in checks:
-            if check.exchanges:
-                session.run(check)
+        run_check(MEETING, world)
+        for check, group in zip(CHECKS, groups, strict=True):
+            if group in selected:
+                run_check(check, world)
     except Stopped as stopped:
-        session.rows.append(Finding(world.check, "not run", str(stopped), place=HERE))
-        return session.end(stopped=True)
-    return session.end()
+        post(world, [Finding(world.check, *stopped.args)])
+        finish(world, code=1)
+        os._exit(1)  # the thread of the check may hang
+    return finish(world, code=0)
 
 
-class Session:
-    """The rows of this rank so far, which end in one table."""
+def run_check(check: Check, world: World) -> None:
+    """Run a check in a thread of its own, and post its rows. Raises `Stopped` if it does not end in time."""
+    if check.exchanges and len(world.ranks) < world.launch.world_size:
+        return
+    world.check = check.name
+    world.num_exchanges = 0
+    post(world, [])
+    findings: list[Finding] = []
+    thread = threading.Thread(target=lambda: findings.extend(_attempt(check, world)), daemon=True)
+    thread.start()
+    try:
+        thread.join(check.limit)
+        if thread.is_alive():
+            raise _describe_stuck(check, thread)
+    except Stopped:
+        for process in psutil.Process().children(recursive=True):
+            process.kill()
+        thread.join(5.0)  # in which it removes its files
+        raise
+    post(world, findings)
 
-    def __init__(self, world: World, options: argparse.Namespace, words: list[str]) -> None:
-        self.world, self.options, self.words, self.began = world, options, words, time.monotonic()
-        self.rows: list[Finding] = []
-        self._ending = threading.Lock()
 
-    def add(self, findings: list[Finding]) -> None:
-        """Add rows, and put all into the store, where rank 0 finds them even if this process dies."""
-        self.rows += findings
-        if self.world.store is not None:
-            post = {"check": self.world.check, "rows": [asdict(finding) for finding in self.rows]}
-            self.world.store.set(f"rows/{self.world.rank}", json.dumps(post))
+def post(world: World, findings: list[Finding]) -> None:
+    """Add rows of this rank, and put all into the store, where the others find them even if this process dies."""
+    world.findings += findings
+    rows = [asdict(finding) for finding in world.findings]
+    world.store.set(f"rows/{world.rank}", json.dumps([world.check, rows]))
 
-    def run(self, check: Check) -> None:
-        """Run a check. One that exchanges with processes that are not there becomes a row "not run"."""
-        world = self.world
-        if check.once_per_machine and not world.is_local_main:
-            return
-        if check.exchanges and not world.is_met:
-            self.add([Finding(check.name, "not run", "needs processes that meet")])
-            return
-        world.enter(check.name)
-        self.add([])
-        timer = threading.Timer(check.limit, self._overrun, (check, threading.get_ident()))
-        timer.daemon = True
-        timer.start()
-        try:
-            findings = check.function(world)
-            if check.exchanges:
-                findings = findings if world.is_main else []
-            else:
-                here = ON_MACHINE if check.once_per_machine else HERE
-                findings = [replace(each, place=here) if each.place == "all" else each for each in findings]
-        except Exception as error:
-            findings = self._failure(check, error)
-        finally:
-            timer.cancel()
-        self.add(findings)
 
-    def end(self, stopped: bool = False) -> int:
-        """Print the table, and return the exit code. A second call waits for ever: the process ends."""
-        self._ending.acquire()
-        if threading.current_thread() is threading.main_thread():
-            for number in _STOPPING:
-                signal.signal(number, signal.SIG_IGN)
-        world, store = self.world, self.world.store
-        self.add([])
-        if store is None:  # a rank that can't reach the others speaks for its machine
-            code = self._print([(world.rank, finding) for finding in self.rows]) if world.is_local_main else 0
-            code = code or int(world.world_size > 1)
-        else:
-            store.set(f"done/{world.rank}", "")
-            code = self._collect(store) if world.is_main else _printed(store)
-        if code := code or int(stopped):
-            announce_exit(code)
-        return code
-
-    def _collect(self, store: Store) -> int:
-        """Print the rows of all, and wait until the others have read the exit code."""
-        rows: list[tuple[int, Finding]] = []
-        until, answered = time.monotonic() + LAST_ROWS_S, -1  # but for rank 0 itself
-        for rank in (rank for rank, host in enumerate(self.world.hosts) if host):  # `meet` has named the others
-            with contextlib.suppress(RuntimeError):
-                store.wait([f"done/{rank}"], timedelta(seconds=max(0.02, until - time.monotonic())))
-            post: dict[str, Any] = {"check": "start", "rows": []}
-            if store.check([f"rows/{rank}"]):
-                post = json.loads(store.get(f"rows/{rank}"))
-            rows += [(rank, Finding(**row)) for row in post["rows"]]
-            is_done = store.check([f"done/{rank}"])
-            answered += is_done
-            if not is_done:
-                cause = "it has died or is stuck: see its own message"
-                rows.append((rank, Finding(post["check"], "failed", "no answer", cause, self.world.name(rank))))
-        code = self._print(rows)
-        store.set("printed", str(code))
-        until = time.monotonic() + PRINTED_S
-        while store.add("read", 0) < answered and time.monotonic() < until:
-            time.sleep(0.02)
-        return code
-
-    def _failure(self, check: Check, error: Exception) -> list[Finding]:
-        """The row of a check that raised; none if another rank has the cause."""
-        world, text = self.world, printable(" ".join(str(error).split())) or type(error).__name__
-        is_lost = isinstance(error, LostPeer) or is_lost_peer(error)
-        if is_lost and world.store is not None and world.store.check([f"raised/{check.name}"]):
-            return []
-        world.raised()
-        measured = "no answer" if is_lost else "refused" if isinstance(error, Refused) else "raised"
-        if measured == "raised":
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            text = f"{type(error).__name__}: {text:.300} ({place.filename}:{place.lineno})"
-        return [Finding(check.name, "failed", measured, text, HERE)]
-
-    def _overrun(self, check: Check, thread: int) -> None:
-        """Called by a thread when a check takes too long: say where, and end the process."""
-        stack = traceback.extract_stack(sys._current_frames()[thread])
-        place = next((frame for frame in reversed(stack) if "/torch/" not in frame.filename), stack[-1])
-        waits = any(part in frame.filename for frame in stack[-3:] for part in _WAITING)
-        seconds = f"{check.limit:.0f} s"
-        measured = f"waited {seconds} for other ranks" if waits else f"no end within {seconds}"
-        where = f"{'waits' if waits else 'stuck'} in {place.name} ({place.filename}:{place.lineno})"
-        status: Status = "not run" if waits else "failed"
-        self.rows.append(Finding(check.name, status, measured, where, HERE))
+def finish(world: World, code: int) -> int:
+    """Print the table of all ranks, and write it. Returns the exit code: `code`, or 1 if a row of any rank failed."""
+    handle_stopping(lambda number, frame: None)
+    store = world.store
+    world.arrive("done")
+    findings_by_rank = {}
+    for rank in world.ranks:
+        check, rows = json.loads(store.get(f"rows/{rank}"))
+        findings_by_rank[rank] = [Finding(**row) for row in rows]
+        if not store.check([f"done/{rank}"]):
+            row = Finding(check, "failed", "no answer", "it has died or is stuck: see its own message")
+            findings_by_rank[rank].append(row)
+    findings = fold(findings_by_rank, world.hosts)
+    if any(finding.status == "failed" for finding in findings):
         code = 1
-        try:
-            code = self.end()
-        finally:
-            sys.stdout.flush()
-            for process in psutil.Process().children(recursive=True):
-                process.kill()
-            os._exit(code or 1)
-
-    def _print(self, rows: list[tuple[int, Finding]]) -> int:
-        world, file = self.world, self.options.json
-        findings = fold(rows, world.hosts, self.words)
-        seconds = round(time.monotonic() - self.began, 1)
-        about = {"processes": world.world_size, "hosts": world.hosts, "seconds": seconds}
-        text = json.dumps(about | {"findings": [asdict(finding) for finding in findings]}, indent=2)
-        if file:
-            replace_file(Path(file), f"{text}\n".encode())
-        print(f"{show(findings, bool(self.options.only))} ({seconds:.0f} s)", flush=True)
-        return int(any(finding.status == "failed" for finding in findings))
+    if world.rank == world.ranks[0] and world.launch.local_rank == 0:  # of those that can't meet, one for each machine
+        seconds = round(time.monotonic() - world.start, 1)
+        content = {"processes": world.launch.world_size, "hosts": world.hosts, "seconds": seconds}
+        content["findings"] = [asdict(finding) for finding in findings]
+        if world.options.json:
+            replace_file(Path(world.options.json), json.dumps(content, indent=2).encode())
+        print(f"{show(findings)} ({seconds:.0f} s)", flush=True)
+    world.arrive("left")  # the store may end with rank 0
+    if code:
+        announce_exit(code)
+    return code
 
 
-def _printed(store: Store) -> int:
-    """The exit code, once rank 0 has printed the table."""
-    with contextlib.suppress(RuntimeError, ValueError):
-        store.wait(["printed"], timedelta(seconds=PRINTED_S))
-        code = int(store.get("printed"))
-        store.add("read", 1)
-        return code
-    return 1
+def _stop(number: int, _frame: FrameType | None) -> None:
+    raise Stopped("not run", f"stopped by {signal.Signals(number).name}")
+
+
+def _attempt(check: Check, world: World) -> list[Finding]:
+    """The rows of a check, or of its failure; none if another rank has the cause."""
+    try:
+        return check.function(world)
+    except Exception as error:
+        failure = f"failed/{check.name}"
+        if is_lost_peer(error) and world.store.check([failure]):
+            return []
+        world.store.set(failure, "")
+        if isinstance(error, Refused):
+            return [Finding(check.name, "failed", "refused", str(error))]
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {' '.join(str(error).split()):.300} ({frame.filename}:{frame.lineno})"
+        return [Finding(check.name, "failed", "raised", printable(text))]
+
+
+def _describe_stuck(check: Check, thread: threading.Thread) -> Stopped:
+    """What a check does that has not ended: it is stuck itself, or waits for others."""
+    stack = traceback.extract_stack(sys._current_frames()[thread.ident or 0])
+    place = next(frame for frame in reversed(stack) if "/torch/" not in frame.filename)
+    line = f"{place.name} ({place.filename}:{place.lineno})"
+    if place != stack[-1] or place.name == "exchange":
+        return Stopped("not run", f"waited {check.limit:.0f} s for other ranks", f"waits in {line}")
+    return Stopped("failed", f"no end within {check.limit:.0f} s", f"stuck in {line}")

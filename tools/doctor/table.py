@@ -1,74 +1,88 @@
-"""Table: folds the findings of all ranks into rows, and shows them for a person."""
+"""Table: what the checks found, rows of all ranks folded into rows of the run, and shown for a person."""
 
-import shutil
 import textwrap
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
-from tools.doctor.finding import Finding
-from tools.doctor.world import NAMED, places
+from common.distributed.collectives import first_few
 
 WIDTH = 100
-HERE, ON_MACHINE = "this rank", "this machine"  # places that `fold` replaces by names
-_STATUS = ("ok", "warning", "failed", "not run")
+INDENT = " " * 32  # of the column of measured values
+MAX_OK_ROWS = 4  # of one check
 
 
-def fold(rows: Sequence[tuple[int, Finding]], hosts: Sequence[str], order: Sequence[str] = ()) -> list[Finding]:
-    """The rows of all ranks as rows of the run: equal ones are one, with the ranks or hosts that they are from.
+@dataclass(frozen=True)
+class Finding:
+    """One row of the table.
 
-    A place "all" is about the run; HERE and ON_MACHINE are about the rank or machine itself; any other place is a name that
-    the check has given. `hosts` has the host of each rank.
-    `order` has the first words of checks, in the order of their rows.
-
-    Two ranks on a and b, both Finding("cores", "ok", "8", place=HERE) -> one row, place "all".
-    Rank 0 on a Finding("cores", "ok", "8", place=HERE), rank 1 on b "4" -> rows "8" with place "a" and "4" with place "b".
+    `check` is a name such as "network: ports", `status` is ok, warning, failed or not run. `measured` says the value with its
+    unit. `way_out` is empty if all is well, else the cause and what to do, in one line. `place` is what the row is about:
+    "all", "rank 3 (b)", a machine, or "" for the rank that says it. `figures` are the numbers behind it, for --json.
     """
-    speakers: dict[str, set[int]] = {HERE: {rank for rank, _ in rows}, ON_MACHINE: set()}  # that could have a row
-    same: dict[tuple[str, ...], list[tuple[int, Finding]]] = {}
-    for rank, finding in rows:
-        key = (finding.check, finding.status, finding.measured, finding.way_out, finding.place)
-        same.setdefault(key, []).append((rank, finding))
-        speakers.setdefault(finding.place, set()).add(rank)
+
+    check: str
+    status: str
+    measured: str
+    way_out: str = ""
+    place: str = ""
+    figures: dict = field(default_factory=dict, compare=False)
+
+
+def judge(check: str, measured: str, is_trouble: bool, way_out: str, status: str = "warning", **fields) -> Finding:
+    """A row with this status and way out if there `is_trouble`, else ok; `fields`: the others of `Finding`."""
+    if not is_trouble:
+        return Finding(check, "ok", measured, **fields)
+    return Finding(check, status, measured, way_out, **fields)
+
+
+def fold(findings_by_rank: dict[int, list[Finding]], hosts: list[str]) -> list[Finding]:
+    """The rows of all ranks as rows of the run, by check: equal ones are one, with the ranks or machines that say it.
+
+    `hosts` has the machine of each rank.
+
+    Two ranks on a and b, both Finding("cores", "ok", "8") -> one row, place "all".
+    Rank 0 on a Finding("cores", "ok", "8"), rank 1 on b "4" -> rows "8" with place "a" and "4" with place "b".
+    """
+    ranks_by_finding: dict[Finding, list[int]] = {}
+    for rank, findings in findings_by_rank.items():
+        for finding in findings:
+            ranks_by_finding.setdefault(finding, []).append(rank)
     folded = []
-    for found in same.values():
-        ranks, finding = [rank for rank, _ in found], found[0][1]
-        if finding.place in (HERE, ON_MACHINE):
-            among = speakers[finding.place]
-            finding = replace(finding, place="all" if among == {*ranks} else places(ranks, among, hosts))
-        folded.append(finding)
-    checks = [*dict.fromkeys(finding.check for _, finding in rows)]
-    words = [*dict.fromkeys([*order, *map(_word, checks)])]
-    return sorted(folded, key=lambda finding: (words.index(_word(finding.check)), checks.index(finding.check)))
+    for finding, ranks in ranks_by_finding.items():
+        place = "all" if len(ranks) == len(findings_by_rank) else name_ranks(ranks, hosts)
+        folded.append(replace(finding, place=finding.place or place))
+    return sorted(folded, key=attrgetter("check"))
 
 
-def _word(check: str) -> str:
-    return check.partition(":")[0]
+def name_ranks(ranks: list[int], hosts: list[str]) -> str:
+    """Names for `ranks`: their machines, if these have no other ranks; else rank by rank."""
+    names = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    if sum(host in names for host in hosts) > len(ranks):
+        names = [f"rank {rank} ({hosts[rank]})" for rank in ranks]
+    return first_few(names, ", ")
 
 
-def show(findings: Sequence[Finding], partly: bool = False) -> str:
+def show(findings: list[Finding]) -> str:
     """The table: a line per finding, with the way out below it, and a last line that counts them.
 
-    Of a check that is well in many places only some are shown. `partly`: only some checks were asked for.
+    Of a check that is well in many places only some are shown.
     """
-    shown: list[Finding] = []
-    for finding in findings:
-        if finding.status != "ok" or sum(one.check == finding.check for one in shown) < NAMED:
-            shown.append(finding)
-    width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
-    first = max([len(finding.check) for finding in shown] + [5])
     lines = []
-    for finding in shown:
-        place = "" if finding.place == "all" else f"{finding.place}: "
-        room = max(30, width - first - 11)
-        text = textwrap.wrap(place + finding.measured, room) or [""]
-        text += textwrap.wrap(finding.way_out, room, initial_indent="-> ", subsequent_indent="   ")
-        lines.append(f"{finding.status:<7}  {finding.check:<{first}}  {text[0]}")
-        lines += [f"{'':{first + 11}}{line}" for line in text[1:]]
-    counts = {status: sum(finding.status == status for finding in findings) for status in _STATUS}
-    verdict = "what was checked will work" if partly else "a run will work here"
+    num_ok: Counter[str] = Counter()
+    for finding in findings:
+        num_ok[finding.check] += finding.status == "ok"
+        if finding.status == "ok" and num_ok[finding.check] > MAX_OK_ROWS:
+            continue
+        text = finding.measured if finding.place == "all" else f"{finding.place}: {finding.measured}"
+        row = f"{finding.status:<7}  {finding.check:<21}  {text}"
+        lines += textwrap.wrap(row, WIDTH, subsequent_indent=INDENT)
+        lines += textwrap.wrap(finding.way_out, WIDTH, initial_indent=f"{INDENT}-> ", subsequent_indent=f"{INDENT}   ")
+    counts = Counter(finding.status for finding in findings)
+    verdict = "what was checked will work"
     if counts["failed"]:
         verdict = "a run will fail here"
     elif counts["not run"]:
         verdict = "not everything was checked"
-    said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    return "\n".join([*lines, "", f"{verdict}: {said}"])
+    summary = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+    return "\n".join([*lines, "", f"{verdict}: {summary}"])

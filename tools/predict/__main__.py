@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from common.errors import Refused, printable
@@ -25,21 +26,31 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "model", help="a run folder, its best/, a checkpoint, an exported folder; as --eval_only takes it"
     )
-    of_images = "files, folders, 'globs'; @FILE and -: a list of them in FILE or on stdin"
-    parser.add_argument("images", nargs="*", help=of_images)
-    of_shards = "tars or Parquet instead, as recipes take them: a pattern, a URL, or owner/name with --streaming"
-    parser.add_argument("--data", metavar="SHARDS", help=of_shards)
+    parser.add_argument(
+        "images", nargs="*", help="files, folders, 'globs'; @FILE and -: a list of them in FILE or on stdin"
+    )
+    parser.add_argument(
+        "--data",
+        metavar="SHARDS",
+        help="tars or Parquet instead, as recipes take them: a pattern, a URL, or owner/name with --streaming",
+    )
     parser.add_argument("-o", "--output", default="-", metavar="FILE", help="the file to write (default: stdout)")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
-    formats = ("jsonl", "csv", "coco")
-    parser.add_argument("--format", choices=formats, default="jsonl", help="coco: of detectors, with --images_of")
+    parser.add_argument(
+        "--format",
+        choices=("jsonl", "csv", "coco"),
+        default="jsonl",
+        help="coco: of detectors, with --images_of",
+    )
     parser.add_argument("--images_of", metavar="JSON", help="the annotations that have the ids of the images")
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="draw each image with its predictions")
     parser.add_argument("--top", type=int, metavar="K", help="the K best (default: the best class, all boxes)")
-    of_scores = (
-        "the lowest score to keep (default: of each class, as its evaluation chose; coco and one label per image: none)"
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        metavar="T",
+        help="the lowest score to keep (default: of each class, as its evaluation chose; coco and one label per image: none)",
     )
-    parser.add_argument("--threshold", type=float, metavar="T", help=of_scores)
     return parser
 
 
@@ -55,7 +66,9 @@ def main(argv: list[str] | None = None) -> None:
         raise Refused(f"--data names shards, and {words.images[0]} is named, too; give one of them")
     from tools.trained import load  # takes seconds, as do other imports in functions, which --help need not
 
-    trained = load(words.model, [*flags, *(["--data", words.data] if words.data else [])])
+    if words.data:
+        flags += ["--data", words.data]
+    trained = load(words.model, flags)
     if words.images_of and Path(words.images_of).resolve() == Path(words.output).resolve():
         raise Refused(f"--output {words.output}: is the file of --images_of; name another")
     if (words.format == "coco") != bool(words.images_of) or (words.images_of and not trained.is_detector):
@@ -100,51 +113,59 @@ def write(words: argparse.Namespace, trained, accelerator, plan: dict, shards, f
 
     from common.detection.data.annotated import no_boxes
     from common.distributed import broadcast_object, gather_to_main
-    from tools.predict import images, pictures
+    from tools.predict import images
     from tools.predict.rows import Rows
 
-    files, several = plan.pop("files"), plan["multi_label"]
-    files = shards or images.file_list(files)
+    files = shards or images.file_list(plan.pop("files"))
+    is_multi_label = plan["multi_label"]
     source: images.Images | images.Scenes
     if trained.is_detector:
         source = images.Scenes(**no_boxes(trained.classes, np.array(plan.pop("sizes"))), files=files)
     else:
-        source = images.images(files, trained.classes, several)
-    del files  # `source` has them
-    top = words.top or (0 if trained.is_detector or several else 1)
-    made = Rows(source, np.array(plan["thresholds"], np.float32), top, several)
+        source = images.images(files, trained.classes, is_multi_label)
+    top = words.top or (0 if trained.is_detector or is_multi_label else 1)
+    rows = Rows(source, np.array(plan["thresholds"], np.float32), top, is_multi_label)
     model, batches = trained.build(source, accelerator)
     batches.loader.batch_sampler.sort(key=lambda indices: indices[0])  # so that few rows wait for those before them
-    found = iter(trained.predict(model, batches))
-
-    def texts_of(batch: tuple | None) -> tuple[np.ndarray, ...]:
-        """The numbers of the images of a batch, their texts, and True for broken ones; draws the others, too."""
-        numbers, texts, broken = [], [], []
-        for index, row in made.of(*batch) if batch else ():
-            numbers.append(index)
-            texts.append(form.text(index, row).encode(errors="backslashreplace"))  # bytes of a name that are no text
-            broken.append("error" in row)
-            if "error" in row and words.format == "coco":  # which has no place for it
-                say(f"{row['file']}: {row['error']}", everywhere=True)
-            if words.draw and "error" not in row:
-                pictures.draw(words.draw, index, source, row)
-        # With None, since numpy would turn texts alone into one array.
-        return np.array(numbers, np.int64), np.array([*texts, None], object)[:-1], np.array(broken, bool)
-
-    rounds, broken = broadcast_object(len(batches)), 0  # the first rank has the most batches
+    predictions = iter(trained.predict(model, batches))
+    num_broken = 0
     with (
         torch.compiler.set_stance("force_eager"),
         tqdm(total=len(source), unit=" images", disable=None if output else True) as bar,
     ):
-        for _ in range(rounds):
-            for numbers, texts, are_broken in gather_to_main(texts_of(next(found, None))) or ():
-                for index, text in zip(numbers.tolist(), texts, strict=True):
+        for _ in range(broadcast_object(len(batches))):  # the first rank has the most batches
+            batch = next(predictions, None)
+            texts_by_rank = gather_to_main(make_texts(words, rows.of(*batch) if batch else (), source, form))
+            for indices, texts, is_broken in texts_by_rank or ():
+                for index, text in zip(indices.tolist(), texts, strict=True):
                     output.take(index, text)
-                broken += int(are_broken.sum())
-                bar.update(len(numbers))
+                num_broken += int(is_broken.sum())
+                bar.update(len(indices))
             if output:
                 output.flush()
-    say(f"{len(source):,} image{'s' * (len(source) != 1)}" + (f", {broken:,} with an error" if broken else ""))
+    errors = f", {num_broken:,} with an error" if num_broken else ""
+    say(f"{len(source):,} image{'s' * (len(source) != 1)}{errors}")
+
+
+def make_texts(words: argparse.Namespace, rows: Iterable[tuple[int, dict]], source, form) -> tuple:
+    """Indices int64[B] of the images of a batch, their texts, and bool[B], True for broken ones; draws the others, too."""
+    import numpy as np
+
+    from tools.predict import pictures
+
+    indices = []
+    texts = []
+    is_broken = []
+    for index, row in rows:
+        indices.append(index)
+        texts.append(form.text(index, row).encode(errors="backslashreplace"))  # bytes of a name that are no text
+        is_broken.append("error" in row)
+        if "error" in row and words.format == "coco":  # which has no place for it
+            say(f"{row['file']}: {row['error']}", everywhere=True)
+        if words.draw and "error" not in row:
+            pictures.draw(words.draw, index, source, row)
+    # With None, since numpy would turn texts alone into one array.
+    return np.array(indices, np.int64), np.array([*texts, None], object)[:-1], np.array(is_broken, bool)
 
 
 def say(text: str, everywhere: bool = False) -> None:
