@@ -44,7 +44,7 @@ class Replay(Run):
         self.rate = schedule(self.wanted - 1)
         self._seen: dict[str, list] = {"batch": [], "input": [], "guess": [], "losses": []}
         network, optimizers = super().prepare(model, optimizer, schedule, samples, *others)
-        self.last = self.wanted
+        self._ending.last = self.wanted
         return partial(self._forward, network), optimizers
 
     def _make_plan(self, samples):
@@ -80,9 +80,9 @@ class Replay(Run):
             self._settle()
             self._collect()
 
-    def _take_in(self, reports) -> None:
+    def _record_reports(self, reports) -> None:
         self.report = next((report for report in reports if report.step == self.wanted), None)
-        super()._take_in(reports)
+        super()._record_reports(reports)
 
     def should_evaluate(self) -> bool:
         return False
