@@ -7,7 +7,7 @@ import os
 import unicodedata
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import pyarrow as pa
@@ -44,6 +44,7 @@ class Source(Protocol):
     notes: tuple[str, ...]  # for people: how the data were read
     part: str  # which part of the data it is, for people: "val/" or "20 % held out of train/"
     model_classes: ModelClasses | None = None  # with --eval_only, those of the evaluated model
+    counted_items: ClassVar[str] = "images"  # what `class_counts` counts, for people
 
     @property
     def fingerprint(self) -> str:
@@ -85,7 +86,7 @@ class Source(Protocol):
 
     @property
     def class_counts(self) -> np.ndarray:
-        """int64[C]: how many images show each class."""
+        """int64[C]: how many `counted_items` are of each class."""
         return self.labels.sum(axis=0) if self.multi_label else np.bincount(self.labels, minlength=len(self.classes))
 
     def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:

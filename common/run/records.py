@@ -12,16 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.checkpoints.state import TrainingState
-from common.checkpoints.store import Checkpoint
 from common.config import parsing as configuration
 from common.config import recipe_source
 from common.config.fields import RunConfig
-from common.config.recipe_source import difference, keep, stem
-from common.data.batch_plan import BatchPlan
-from common.data.source import Source
-from common.data.stream import Stream
-from common.distributed import devices, sharding
+from common.distributed import devices
 from common.distributed.collectives import all_or_none, broadcast_object, gather_objects
 from common.errors import Refused
 from common.run import plots
@@ -30,10 +24,7 @@ from common.run.log import RunLog
 from common.run.progress import Progress
 from common.run.step_reports import StepReport
 from common.run.tracking import Tracker
-from common.training import batch_norm, timm_models
-from common.training import optimizer as optimization
 from common.training.optimizer import Schedule
-from common.training.step import Samples
 
 EXPLODED = 1_000  # a loss that rises by so much in the steps of a dry run is lost
 MOST_DRAWING = 0.02  # of the time of training, for pictures between the first step and the last
@@ -67,6 +58,7 @@ class Records:
         self._first_loss = 0.0
         self._drawing = FIRST_DRAWING_S  # seconds that pictures of this start took
         self._trained_before = 0.0  # seconds of training in earlier starts
+        self.facts: dict = {}  # the content of environment.json, once it is written
 
     @contextlib.contextmanager
     def writing(self, what: str) -> Iterator[None]:
@@ -80,75 +72,23 @@ class Records:
                 if self._folder:
                     self._folder.check()
 
-    def begin(
-        self, state: TrainingState, stream: Stream, schedule: Schedule, identity: dict, recipe: recipe_source.Source
-    ) -> None:
-        """Set the sources of rows, of the summary and of checkpoints."""
-        self._state, self._stream, self._schedule, self._identity = state, stream, schedule, identity
-        self._source = recipe
-
-    def resume(self, found: Checkpoint, said: dict) -> int:
-        """Log where the run resumes, and the effect of a new length; returns its last step.
-
-        `said` is the status.json that was found.
-        """
-        say, progress, step = self.log.say, self.progress, self.progress.step
-        before, now = found.record["total_steps"], self._schedule.total_steps
-        is_here = found.path.parent.resolve() == (self._path / "checkpoints").resolve()
-        if is_here and (said["status"], said["step"]) == ("finished", step):  # ended when its checkpoint was there
-            progress.ended_by = progress.ended_by or str(said["cause"])
-        changed = difference(found.record["source"], self._source)
-        flag = progress.ended_by_flag
-        stays = bool(progress.exhausted(self._config)) if flag else now <= before
-        if progress.ended_by and stays and is_here and not changed:
-            larger = f"--{flag}" if flag else "--epochs or --max_steps"
-            say(
-                f"this run was ended at step {step} of {before} by {progress.ended_by}; a larger {larger} takes it further"
-            )
-            return step
-        progress.ended_by = ""
-        if step >= now:
-            if changed:
-                raise Refused(
-                    f"{found.path} is finished, and was made by another source: give this run another --name, or a larger "
-                    "--epochs or --max_steps to train on with this one"
-                )
-            say(f"this run is finished at step {step}; a larger --epochs or --max_steps takes it further")
-            return now
-        say(f"resuming from step {step} of {now} ({found.path})")
-        earlier_data = str(found.record["config"].get("data", ""))
-        data = getattr(self._config, "data", "")
-        if data != earlier_data:
-            say(f"the data are the same, and lie at {data} now; the run began with {earlier_data}")
-        if before != now:
-            rate = dataclasses.replace(self._schedule, total_steps=before)(step - 1)
-            say(
-                f"its length was {before} steps: the schedule now has {now} steps from the start, so the learning rate "
-                f"continues at {self._schedule(step):.3g} (the last was {rate:.3g})"
-            )
-        return now
+    def begin(self, schedule: Schedule) -> None:
+        """Set where learning rates and epochs of rows are from."""
+        self._schedule = schedule
+        self._stream = schedule.stream
 
     def share(self) -> None:
         """Give all ranks the totals of the checkpoint, to count on from; a collective."""
         self.progress.best = broadcast_object(self.progress.best)
         self._trained_before = self.progress.seconds
 
-    def describe(self, rows: dict[str, str], train: Source, val: Source, plan: BatchPlan, sizes: dict) -> None:
-        """Print the start table: `rows` that have a value."""
-        self.log.table({name: value for name, value in rows.items() if value})
-        self._classes = list(train.classes)
-        self._sizes = {"train_images": len(train), "val_images": len(val), "classes": len(train.classes)} | sizes
-        self._sizes |= {"micro_batch_size": plan.micro_batch_sizes[0], "micro_steps": plan.micro_steps}
-
     def open(self, facts: dict) -> None:
         """Write the environment `facts`, drop rows of steps that will be repeated, and open the tracker."""
-        facts |= self._sizes | {"fingerprint": self._identity["data"], "steps": self._schedule.total_steps}
-        facts["parameters"] = sum(parameter.numel() for parameter in self._state.model.parameters())
-        folder, config, total_steps = self._folder, self._config, self._schedule.total_steps
+        folder, config = self._folder, self._config
         assert folder, "only the main process opens them"
         configuration.save(config, self._path / "config.yaml")
         folder.write("environment.json", facts)
-        keep(self._source, self._path)
+        recipe_source.keep(recipe_source.read(config), self._path)
         rows = folder.rewind(self.progress.step)
         folder.status("running", self.progress.step)
         tracker = Tracker(
@@ -159,9 +99,9 @@ class Records:
             rows=rows,
             say=self.log.say,
         )
-        self._facts = facts
+        self.facts = facts
         folder.write("tracker.json", {"id": tracker.run_id})
-        self.log.open(tracker, self.progress.step, total_steps)
+        self.log.open(tracker, self.progress.step, self._schedule.total_steps)
 
     def take_in(self, report: StepReport, seconds: float, evaluated: bool) -> None:
         """Count a step that took `seconds`, and note its row if one is due or the step is `evaluated`."""
@@ -200,22 +140,6 @@ class Records:
             if self.progress.step:  # before that, data workers are starting
                 self._drawing += time.perf_counter() - began
 
-    def checkpoint(self) -> dict:
-        """What a checkpoint holds beside tensors."""
-        return {
-            "name": self._path.name,
-            "recipe": stem(self._config),
-            "step": self.progress.step,
-            "classes": self._classes,
-            "total_steps": self._schedule.total_steps,
-            "identity": self._identity,
-            "source": self._source,
-            "numbers": self._state.numbers(),
-            "ledger": dataclasses.asdict(self.progress),
-            "config": dataclasses.asdict(self._config),
-            "environment": self._facts,
-        }
-
     def summary(self) -> dict:
         """The content of summary.json."""
         progress = self.progress
@@ -252,23 +176,6 @@ class Records:
         if devices.has_streams():
             row["perf/gpu_memory_gb"] = torch.accelerator.max_memory_allocated() / 2**30
         return row
-
-
-def start_rows(config: Any, model: torch.nn.Module, samples: Samples, plan: BatchPlan, steps: int) -> dict[str, str]:
-    """Rows about a run of `steps`; a row without a value is not printed."""
-    stream = samples.stream
-    least = stream.min_epoch_steps
-    longer = f", counted as {steps / least:.1f} of {least} steps each" if stream.extends_epochs else ""
-    return {
-        **timm_models.describe(config.model, model),
-        **samples.describe(),
-        "margin head": str(getattr(model, "margin_head", "")),
-        "batch norm": batch_norm.describe(model),
-        **sharding.describe(model),
-        "batch": str(plan),
-        "learning rate": optimization.describe(config, model),
-        "length": f"{steps:,} steps, {stream.epoch(steps):.1f} epochs{longer}",
-    }
 
 
 def _check_alike(results: Mapping[str, Any]) -> None:

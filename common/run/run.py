@@ -20,10 +20,9 @@ import torch
 from common.checkpoints.state import TrainingState
 from common.config import recipe_source
 from common.config.parsing import identity, read_weights, short_hash
-from common.data import duplicates
 from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
-from common.data.data_spec import data_rows, fingerprint, is_fingerprint
+from common.data.data_spec import fingerprint, is_fingerprint
 from common.data.eval_cache import EvalCache
 from common.data.loader import DeviceBatch, evaluation_loader
 from common.distributed import determinism, devices, sharding, watchdog
@@ -46,9 +45,10 @@ from common.run.eval_batches import EvalBatches
 from common.run.folder import RunFolder, read_json, write_status
 from common.run.profiling import Profile
 from common.run.progress import direction_of
-from common.run.records import Records, check_names, start_rows
+from common.run.records import Records, check_names
 from common.run.saving import Saving, find_run
 from common.run.shutdown import Shutdown
+from common.run.start_table import build_start_table, get_sizes
 from common.run.step_reports import Lap, StepReport, StepReports
 from common.run.tracking import require
 from common.training import batch_norm, exactness
@@ -233,25 +233,30 @@ class Run:
         trial_rows = self._fit()
         network, *wrapped = self._wrap(model, optimizers)
         warm_up(network, model, partial(self._training.attempt, network, self.plan))
-        counted = "boxes" if hasattr(train, "boxes") else "images"
-        rows = data_rows(self.config.data, train, val, counted)
-        rows |= start_rows(self.config, model, train_set, self.plan, schedule.total_steps) | freezing.describe()
-        rows |= {"layout": launch.describe(self.accelerator, self.config.dtype), "run folder": str(self.path)}
-        rows |= trial_rows
-        if self.config.dry_run and self._folder:
-            watchdog.note("looking for duplicates")
-            rows |= duplicates.rows(train, val)
-        self._records.describe(rows, train, val, self.plan, getattr(train_set, "sizes", {}))
+        rows = build_start_table(
+            self.config,
+            model,
+            train_set,
+            val,
+            plan=self.plan,
+            total_steps=schedule.total_steps,
+            freezing=freezing,
+            layout=launch.describe(self.accelerator, self.config.dtype),
+            folder=self.path,
+            trial=trial_rows,
+        )
+        self._records.log.table(rows)
 
         self._stream = schedule.stream
         self.total_steps = schedule.total_steps
         state = TrainingState(model, optimizers, self._ema and self._ema.module, self.accelerator.scaler)
-        self._resume(state, schedule, train, val, partial(val_set.export, train=train))
+        run_identity = self._identify(train, val)
+        self._resume(state, schedule, train, run_identity, partial(val_set.export, train=train))
         self._profile = Profile(self.config.profile, self.step, self.total_steps, self.path, self.say)
         self._step_reports = StepReports(self.config.global_batch_size, state.scaler)
         self._lap = Lap(self.device)  # of the present step
         self._update_size = UpdateSize(model, optimizers)
-        self._open_records()
+        self._open_records(get_sizes(model, train_set, val, self.plan) | {"fingerprint": run_identity["data"]})
         self._ending.forbid_leaving()
         self._started = True
         self._is_whole = True
@@ -337,25 +342,41 @@ class Run:
                 inexact = exactness.describe(self.config, self._training.uses_generator)
         return {"memory": peak} | inexact
 
-    def _resume(
-        self, state: TrainingState, schedule: Schedule, train: Any, val: Any, export: Callable[..., None]
-    ) -> None:
-        """Load the checkpoint to resume from, if there is one, and count on from its step."""
+    def _identify(self, train: Any, val: Any) -> dict[str, Any]:
+        """What the run is: its configuration and its data."""
         recorded = read_json(self.path / "environment.json").get("fingerprint", "")
         data = recorded if is_fingerprint(recorded, train, val) else fingerprint(train, val)
-        run_identity = identity(self.config) | {"data": data}
-        recipe = recipe_source.read(self.config)
+        return identity(self.config) | {"data": data}
+
+    def _resume(
+        self,
+        state: TrainingState,
+        schedule: Schedule,
+        train: Any,
+        run_identity: dict[str, Any],
+        export: Callable[..., None],
+    ) -> None:
+        """Load the checkpoint to resume from, if there is one, and count on from its step."""
         records = self._records
-        records.begin(state, schedule.stream, schedule, run_identity, recipe)
+        records.begin(schedule)
         watchdog.note("choosing and loading a checkpoint")
-        self._ending.last = self._saving.resume(state, export, run_identity, recipe) or schedule.total_steps
+        last = self._saving.resume(
+            state,
+            schedule,
+            class_names=train.classes,
+            identity=run_identity,
+            recipe=recipe_source.read(self.config),
+            export=export,
+        )
+        self._ending.last = last or schedule.total_steps
         records.share()
         self.step = records.progress.step
         self.best_step = records.progress.best.get("step", 0)
 
-    def _open_records(self) -> None:
-        """Open the files of the run folder, unless no step is left to make."""
+    def _open_records(self, sizes: dict[str, Any]) -> None:
+        """Open the files of the run folder, unless no step is left to make. `sizes` are added to environment.json."""
         facts = environment(launch.precision(self.accelerator, self.config.dtype), self.device, self.config)
+        facts |= sizes | {"steps": self.total_steps}
         with self._records.writing("writing the run folder"):
             if self._folder and self.step < self.last:
                 self._records.open(facts)

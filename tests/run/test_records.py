@@ -19,6 +19,15 @@ from tests.harness.dashboard import Dashboard
 NAN = float("nan")
 
 
+class ConstantRate:
+    """Stands in for a schedule, of epochs of ten steps."""
+
+    stream = SimpleNamespace(epoch=lambda step: step / 10)
+
+    def __call__(self, step: int) -> float:
+        return 0.1
+
+
 @pytest.fixture
 def records(tmp_path: Path):
     """`records(dry_run=True)`: those of a run of 30 steps, as they are after its start."""
@@ -28,8 +37,7 @@ def records(tmp_path: Path):
         folders.append(RunFolder(tmp_path / f"{len(folders)}"))
         folders[-1].rewind(0)
         records = Records(RunConfig(log_every=2, **options), folders[-1].path, folders[-1])
-        state, stream = SimpleNamespace(), SimpleNamespace(epoch=lambda step: step / 10)
-        records.begin(state, stream, lambda step: 0.1, {"data": "a"}, {"cls.py": ""})
+        records.begin(ConstantRate())
         records.share()
         records.log.open(Dashboard(), 0, 30)
         return records
