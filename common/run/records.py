@@ -103,29 +103,31 @@ class Records:
         folder.write("tracker.json", {"id": tracker.run_id})
         self.log.open(tracker, self.progress.step, self._schedule.total_steps)
 
-    def take_in(self, report: StepReport, seconds: float, evaluated: bool) -> None:
-        """Count a step that took `seconds`, and note its row if one is due or the step is `evaluated`."""
-        self.progress.take_in(report, seconds)
+    def record_step(self, report: StepReport, seconds: float, is_evaluated: bool) -> None:
+        """Count a step that took `seconds`, and note its row if one is due or `is_evaluated`: there is an evaluation."""
+        self.progress.record_step(report, seconds)
         self.progress.count_broken(report.step, report.broken, self._config, self.log.say)
         if self._config.dry_run:
             self._first_loss = self._first_loss or max(1.0, report.loss)
             if report.loss > EXPLODED * self._first_loss:  # it would not be finite some steps later
                 rose = f"the loss rose to {report.loss:.3g}, more than {EXPLODED:,} times the first"
                 raise Refused(f"step {report.step}: {rose}; {MENDED_BY}")
-        if report.step % self._config.log_every == 0 or evaluated:
+        if report.step % self._config.log_every == 0 or is_evaluated:
             self.log.note(report.step, self._row(report))
 
-    def evaluation(self, step: int, results: dict, leading: str, larger_is_better: bool = True) -> bool:
+    def record_evaluation(self, step: int, results: dict, leading: str, larger_is_better: bool = True) -> bool:
         """Log results as `eval/...`; returns whether `results[leading]` is the best so far. A collective."""
-        _check_alike(results)
-        numbers = {f"eval/{key}": value for key, value in results.items() if not isinstance(value, list)}
-        if wrong := [name for name, value in numbers.items() if isinstance(value, float) and not math.isfinite(value)]:
+        _refuse_differing(results)
+        metrics = {f"eval/{key}": value for key, value in results.items() if not isinstance(value, list)}
+        wrong = [name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]
+        if wrong:
             text = f"step {step}: {', '.join(wrong)} is not finite; {MENDED_BY}"
             if self._config.dry_run:
                 raise Refused(text)
             self.log.say(text)  # a run may get over it; if not, the loss of a later step stops it
-        self.log.note(step, numbers)
-        return self.progress.judge(step, numbers, f"eval/{leading}", larger_is_better)
+        self.log.leading = leading
+        self.log.note(step, metrics)
+        return self.progress.record_evaluation(step, metrics, f"eval/{leading}", larger_is_better)
 
     def has_time_to_draw(self) -> bool:
         """Whether the pictures of this start took at most `MOST_DRAWING` of its training; a guess before the first ones."""
@@ -178,17 +180,26 @@ class Records:
         return row
 
 
-def _check_alike(results: Mapping[str, Any]) -> None:
+def _refuse_differing(results: Mapping[str, Any]) -> None:
     """Raise `Refused`, with the name, if a result differs between ranks: it is of one rank's samples alone. A collective."""
-    numbers = {name: value for name, value in results.items() if not isinstance(value, str)}
-    of_ranks = gather_objects({name: np.ravel(np.array(value, float)).tolist() for name, value in numbers.items()})
-    for name in sorted({name for theirs in of_ranks for name in theirs}):
-        first, *others = (theirs.get(name, []) for theirs in of_ranks)
-        for other in others:
+    metrics = {}
+    for name, value in results.items():
+        if not isinstance(value, str):
+            metrics[name] = np.ravel(np.array(value, float)).tolist()
+    metrics_by_rank = gather_objects(metrics)
+    expected = metrics_by_rank[0]
+    for rank, actual in enumerate(metrics_by_rank[1:], start=1):
+        for name in sorted(expected.keys() | actual.keys()):
+            first = expected.get(name, [])
+            other = actual.get(name, [])
             # Machines of different kinds may differ in the last bits.
             if len(other) != len(first) or not np.allclose(other, first, 1e-5, equal_nan=True):
-                one, two = (f"{value[0]:.5g}" if value else "missing" for value in (first, other))
                 raise Refused(
-                    f"run.evaluate: {name} differs between processes ({one} on the first, {two} on another): sum over the "
-                    "samples of all of them with common.distributed.collectives.reduce_dict, then divide"
+                    f"run.evaluate: {name} differs between processes ({_format_first(first)} on the first, "
+                    f"{_format_first(other)} on rank {rank}): sum over the samples of all of them with "
+                    "common.distributed.collectives.reduce_dict, then divide"
                 )
+
+
+def _format_first(values: list[float]) -> str:
+    return f"{values[0]:.5g}" if values else "missing"

@@ -501,8 +501,8 @@ class Run:
         `evaluate(model, batches, data)` gets this rank's share of the images and their source. It returns a dict of results
         over all ranks, or an object with `results()`, which makes that dict, and `draw(pictures)`, which is called when
         there is time. Results are logged as `eval/...` and `eval/ema_...`. The model with the best `results[best_metric]` so
-        far, of the average if there is one, goes to `best/` with the next checkpoint. For names that are not known, as top1,
-        AP and loss are, `larger_is_better` is needed, else `Refused` is raised.
+        far, of the average if there is one, goes to `best/` with the next checkpoint. For names that are not known, as loss
+        and accuracy are, `larger_is_better` is needed, else `Refused` is raised.
         """
         self._settle()  # evaluations and checkpoints build on finite steps
         larger = direction_of(best_metric) if larger_is_better is None else larger_is_better
@@ -519,7 +519,7 @@ class Run:
             results = {f"ema_{key}": value for key, value in ema_results.items()} | results
             best_metric = f"ema_{best_metric}"
         self._records.progress.owes_evaluation = False
-        if self._records.evaluation(self.step, results, best_metric, larger):
+        if self._records.record_evaluation(self.step, results, best_metric, larger):
             watchdog.note("writing best/")
             self._saving.keep_best(results)
             self.best_step = self.step
@@ -594,7 +594,7 @@ class Run:
     def _record_reports(self, reports: list[StepReport]) -> None:
         for report in reports:
             is_evaluated = self._is_due(self.config.eval_every, report.step)
-            self._records.take_in(report, self._seconds.pop(report.step), is_evaluated)
+            self._records.record_step(report, self._seconds.pop(report.step), is_evaluated)
             self._ending.record_report(report)
 
     def _must_stop(self) -> bool:
