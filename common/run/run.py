@@ -86,9 +86,11 @@ class Run:
 
     def __init__(self, config: Any):
         """`config` is a recipe's, with the fields of `RunConfig` and `OptimizationConfig`, and its data and model."""
-        self.config, self.accelerator = config, launch.start(config)
+        self.config = config
+        self.accelerator = launch.start(config)
         self.device = self.accelerator.device
-        self.step, self.best_step = 0, 0
+        self.step = 0
+        self.best_step = 0
         self.weights = read_weights(config) if config.eval_only else None
         if self.weights is not None:
             eval_only.announce(config, self.weights)
@@ -213,16 +215,10 @@ class Run:
         `val_set` (`step.Evaluated`) says how images are evaluated, and exports the model accordingly.
         `compute_losses(network, batch)`, one loss per sample, is explained at `step.TrainingStep`.
         """
-        if self.weights is not None:
-            raise Refused(
-                f"--eval_only {self.config.eval_only}: this recipe has no way to evaluate alone; add to its main, before "
-                "run.prepare: if config.eval_only: return run.evaluate_only(model, val_set, evaluate)"
-            )
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        self._refuse_launch(optimizers)
-        TrainingState(model, optimizers)  # refuses parameters that no checkpoint would have
-        sharding.check(model)
-        train, val = train_set.source, val_set.source
+        self._check_trainable(model, optimizers)
+        train = train_set.source
+        val = val_set.source
         self._take_over_folder(train, val)
         self.model = model
         self._ema = optimization.build_ema(self.config, model)
@@ -231,25 +227,14 @@ class Run:
         self._training = TrainingStep(self.accelerator, model, train_set, compute_losses, freezing)
         self.plan = self._make_plan(train_set)
         trial_rows = self._fit()
-        network, *wrapped = self._wrap(model, optimizers)
+        network, wrapped = self._wrap(model, optimizers)
         warm_up(network, model, partial(self._training.attempt, network, self.plan))
-        rows = build_start_table(
-            self.config,
-            model,
-            train_set,
-            val,
-            plan=self.plan,
-            total_steps=schedule.total_steps,
-            freezing=freezing,
-            layout=launch.describe(self.accelerator, self.config.dtype),
-            folder=self.path,
-            trial=trial_rows,
-        )
-        self._records.log.table(rows)
+        self._print_start_table(train_set, val, schedule, freezing, trial_rows)
 
         self._stream = schedule.stream
         self.total_steps = schedule.total_steps
-        state = TrainingState(model, optimizers, self._ema and self._ema.module, self.accelerator.scaler)
+        averaged_model = self._ema.module if self._ema else None
+        state = TrainingState(model, optimizers, averaged_model, self.accelerator.scaler)
         run_identity = self._identify(train, val)
         self._resume(state, schedule, train, run_identity, partial(val_set.export, train=train))
         self._profile = Profile(self.config.profile, self.step, self.total_steps, self.path, self.say)
@@ -269,8 +254,8 @@ class Run:
         self._draw_first_batch(model)
         return network, wrapped[0] if isinstance(optimizer, torch.optim.Optimizer) else wrapped
 
-    def _refuse_launch(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Raise `Refused` if this launch can't train what the recipe gives to `prepare`."""
+    def _check_trainable(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Raise `Refused` if this start can't train `model` by these optimizers, or no checkpoint would have all of it."""
         if self.weights is not None:
             raise Refused(
                 f"--eval_only {self.config.eval_only}: this recipe has no way to evaluate alone; add to its main, before "
@@ -281,8 +266,10 @@ class Run:
                 f"fp16 with {len(optimizers)} optimizers: a step of one would change the scale of the others' gradients; "
                 "launch in bf16 or fp32, or take parameter groups of one optimizer"
             )
+        TrainingState(model, optimizers)  # refuses parameters that no optimizer has
+        sharding.check(model)
 
-    def _wrap(self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple:
+    def _wrap(self, model: torch.nn.Module, optimizers: list[Any]) -> tuple[torch.nn.Module, list[Any]]:
         """The network to train and its optimizers, wrapped by Accelerate: no model in shards, optimizers only under fp16."""
         network = model
         if not sharding.is_sharded(model):
@@ -293,7 +280,7 @@ class Run:
                 model.margin_head = head
         if self.accelerator.scaler:  # otherwise the wrapper would only take time
             optimizers = [self.accelerator.prepare_optimizer(optimizer) for optimizer in optimizers]
-        return network, *optimizers
+        return network, optimizers
 
     def _make_plan(self, train_set: Samples) -> BatchPlan:
         """How the global batch is spread: pairs of MixUp and groups of batch norm stay together."""
@@ -341,6 +328,23 @@ class Run:
                     self._training.check_draws(self.plan)
                 inexact = exactness.describe(self.config, self._training.uses_generator)
         return {"memory": peak} | inexact
+
+    def _print_start_table(
+        self, train_set: Samples, val: Any, schedule: Schedule, freezing: Freezing, trial_rows: dict[str, str]
+    ) -> None:
+        rows = build_start_table(
+            self.config,
+            self.model,
+            train_set,
+            val,
+            plan=self.plan,
+            total_steps=schedule.total_steps,
+            freezing=freezing,
+            layout=launch.describe(self.accelerator, self.config.dtype),
+            folder=self.path,
+            trial=trial_rows,
+        )
+        self._records.log.table(rows)
 
     def _identify(self, train: Any, val: Any) -> dict[str, Any]:
         """What the run is: its configuration and its data."""
