@@ -52,7 +52,9 @@ class Records:
     """The records of one start. All ranks call it alike; only the main process, which has a `folder`, writes."""
 
     def __init__(self, config: RunConfig, path: Path, folder: RunFolder | None):
-        self._config, self._path, self._folder = config, path, folder
+        self._config = config
+        self._path = path
+        self._folder = folder
         self.log = RunLog(folder)
         self.progress = Progress()
         self._first_loss = 0.0
@@ -84,7 +86,8 @@ class Records:
 
     def open(self, facts: dict) -> None:
         """Write the environment `facts`, drop rows of steps that will be repeated, and open the tracker."""
-        folder, config = self._folder, self._config
+        folder = self._folder
+        config = self._config
         assert folder, "only the main process opens them"
         configuration.save(config, self._path / "config.yaml")
         folder.write("environment.json", facts)
@@ -136,7 +139,8 @@ class Records:
     def draw(self, name: str, function: Callable, *arguments) -> None:
         """See `Run.draw`; on the main process."""
         if self._folder and not self._folder.lost:
-            path, began = self._path / "pictures" / f"{name}.png", time.perf_counter()
+            path = self._path / "pictures" / f"{name}.png"
+            began = time.perf_counter()
             if plots.attempt(path, self.log.say, function, *arguments):
                 self.log.pictures(self.progress.step or 1, {name: path})  # the first batch is step 1's
             if self.progress.step:  # before that, data workers are starting

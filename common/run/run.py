@@ -162,7 +162,7 @@ class Run:
         replacement = self._take_less(error)
         try:
             if self._started:
-                status, cause = self._shutdown.outcome(stopped, ending.requested_by, replacement or error)
+                status, cause = self._shutdown.decide_outcome(stopped, ending.requested_by, replacement or error)
                 leavers = launch.leavers(ending.is_leaving) if stopped else []
                 goes_on = stopped and launch.machine() not in leavers
                 self._shutdown.finish(status, cause, goes_on)
@@ -286,9 +286,8 @@ class Run:
         """How the global batch is spread: pairs of MixUp and groups of batch norm stay together."""
         limit = self.config.max_micro_batch_size
         if self._folder:
-            limit = min(
-                limit, micro_batch.kept(self.path, self.device) or limit
-            )  # more was too much in an earlier start
+            earlier_limit = micro_batch.load_limit(self.path, self.device)  # more was too much in an earlier start
+            limit = min(limit, earlier_limit or limit)
         return BatchPlan(
             self.config.global_batch_size,
             world_size(),
@@ -462,7 +461,8 @@ class Run:
         self._evaluation = None
         self._is_drawn = False
         outcome = self._training.end()
-        self.step = step = self.step + 1
+        self.step += 1
+        step = self.step
         if self._ema:
             self._ema.update(self.model, step)
         progress = self._records.progress

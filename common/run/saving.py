@@ -33,7 +33,10 @@ class Saving:
     """Checkpoints and `best/` of the run in the folder `path`."""
 
     def __init__(self, config: RunConfig, path: Path, folder: RunFolder | None, records: Records):
-        self.config, self._path, self._folder, self._records = config, path, folder, records
+        self.config = config
+        self._path = path
+        self._folder = folder
+        self._records = records
         self._say = records.log.say
         self._checkpoints = Checkpoints(path / "checkpoints", config.keep_checkpoints)
         self.writer = Writer()
