@@ -143,9 +143,10 @@ class Shutdown:
             rows["finished"] += f", ended by {progress.ended_by}"
         if progress.best:
             rows["best"] = f"{progress.headline(progress.best)} at step {progress.best['step']}: {path / 'best'}"
-            rows["last"] = (
-                f"{progress.headline(progress.last)} at step {progress.last['step']}, on {progress.last['eval/count']:,} images"
-            )
+            rows["last"] = f"{progress.headline(progress.last)} at step {progress.last['step']}"
+            num_images = progress.last.get("eval/count")  # a recipe's own results need not have it
+            if num_images is not None:
+                rows["last"] += f", on {num_images:,} images"
         if page:
             rows["report"] = str(page)
         if dashboard:
