@@ -264,8 +264,8 @@ def match_classes(weights: Origin, data: str, val: S, aliases: Mapping[str, str]
     return replace(source, classes=names), replace(source, model_classes=model_classes)
 
 
-def data_rows(data: str, train, val, samples: str = "images") -> dict[str, str]:
-    """Rows of the start table about two sources; `samples`, images or boxes, are in their `class_counts`."""
+def data_rows(data: str, train, val) -> dict[str, str]:
+    """Rows of the start table about two sources."""
     classes, counts = train.classes, train.class_counts
     rows = {
         "data": f"{data}: {len(train):,} + {len(val):,} images of {len(classes):,} classes",
@@ -276,9 +276,11 @@ def data_rows(data: str, train, val, samples: str = "images") -> dict[str, str]:
     }
     if counts is not None:
         few, many = int(counts.argmin()), int(counts.argmax())
-        rows[f"{samples} per class"] = f"{counts[few]:,} ({classes[few]}) to {counts[many]:,} ({classes[many]})"
+        rows[f"{train.counted_items} per class"] = (
+            f"{counts[few]:,} ({classes[few]}) to {counts[many]:,} ({classes[many]})"
+        )
     if len(never := np.flatnonzero(val.class_counts == 0)):
-        rows["not evaluated"] = f"{_names([classes[place] for place in never])}: no {samples} to evaluate"
+        rows["not evaluated"] = f"{_names([classes[place] for place in never])}: no {val.counted_items} to evaluate"
     with suppress(BrokenImage), opened(train.content(0)) as image:
         if image.format == "TIFF" and image.has_transparency_data:
             rows["transparency"] = f"becomes white: {train.name(0)} has a band for it, by its tag ExtraSamples"

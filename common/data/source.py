@@ -7,7 +7,7 @@ import os
 import unicodedata
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import pyarrow as pa
@@ -45,6 +45,7 @@ class Source(Protocol):
     part: str  # which part of the data it is, for people: "val/" or "20 % held out of train/"
     model_classes: ModelClasses | None = None  # with --eval_only, those of the evaluated model
     fresh: bool = False  # True if each position of the stream has a new image instead of one of the list
+    counted_items: ClassVar[str] = "images"  # what `class_counts` counts, for people
 
     @property
     def fingerprint(self) -> str:
@@ -86,7 +87,7 @@ class Source(Protocol):
 
     @property
     def class_counts(self) -> np.ndarray:
-        """int64[C]: how many images show each class."""
+        """int64[C]: how many `counted_items` are of each class."""
         return self.labels.sum(axis=0) if self.multi_label else np.bincount(self.labels, minlength=len(self.classes))
 
     def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:

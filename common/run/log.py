@@ -10,17 +10,21 @@ from tqdm import tqdm
 
 from common.errors import printable
 from common.run.folder import RunFolder
-from common.run.progress import display_name, of_exported
+from common.run.progress import display_name, get_shown_metrics, of_exported
 from common.run.tracking import Tracker
 
-_RESULTS = ("top1", "f1", "AP", "AP50")  # shown of an evaluation, beside its loss
 _LINE_SECONDS = 2.0  # shortest time between two progress lines if there is no terminal
 
 
 class RunLog:
-    """The log of one run. `folder` is None on every process except the main one."""
+    """The log of one run. `folder` is None on every process except the main one.
+
+    Attributes:
+        leading: the result that lines show of an evaluation, beside its loss; "" before the first.
+    """
 
     def __init__(self, folder: RunFolder | None):
+        self.leading = ""
         self._folder = folder
         self._bar = tqdm(disable=True)
         self._tracker: Tracker | None = None
@@ -107,18 +111,29 @@ class RunLog:
             self._tracker.images(step, pictures)
 
     def _show(self, row: dict) -> None:
-        results = of_exported({key: value for key, value in row.items() if key.startswith("eval/")})
-        values = {"loss": row.get("train/loss"), "loss scale": row.get("train/loss_scale")}
-        values |= {"eval loss": results.get("loss")}
-        values |= {display_name(key): results.get(key) for name in _RESULTS for key in (name, f"raw_{name}")}
-        values |= {"images/s": row.get("perf/images_per_second")}
-        parts = [f"{name} {value:.4g}" for name, value in values.items() if value is not None]
+        parts = [f"{name} {value:.4g}" for name, value in self._figures(row).items() if value is not None]
         self._bar.set_postfix_str(", ".join(parts))
-        now, step = time.perf_counter(), row["step"]
-        evaluated = any(key.startswith("eval/") for key in row)
-        if evaluated or (self._bar.disable and (now - self._line_at >= _LINE_SECONDS or step == self._total)):
+        now = time.perf_counter()
+        step = row["step"]
+        is_evaluated = any(key.startswith("eval/") for key in row)
+        is_due = now - self._line_at >= _LINE_SECONDS or step == self._total
+        if is_evaluated or (self._bar.disable and is_due):
             self._line_at = now
             self.say(f"step {step}/{self._total}  {'  '.join(parts)}{self._left(now, step)}")
+
+    def _figures(self, row: dict) -> dict[str, float | None]:
+        """What a line shows of a row, by its name; None for what the row does not have."""
+        results = of_exported({key: value for key, value in row.items() if key.startswith("eval/")})
+        figures = {
+            "loss": row.get("train/loss"),
+            "loss scale": row.get("train/loss_scale"),
+            "eval loss": results.get("loss"),
+        }
+        for metric in get_shown_metrics(self.leading):
+            for key in (metric, f"raw_{metric}"):
+                figures[display_name(key)] = results.get(key)
+        figures["images/s"] = row.get("perf/images_per_second")
+        return figures
 
     def _left(self, now: float, step: int) -> str:
         """The remaining time at the pace since the first row. Earlier steps would mislead: they include start-up."""

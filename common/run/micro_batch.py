@@ -40,11 +40,11 @@ def fit(plan: BatchPlan, training: TrainingStep, say: Callable[[str], None]) -> 
         if not any(failures):
             peak, room = max(zip(peaks, rooms, strict=True), key=lambda taken: taken[0] / taken[1])
             return plan, f"{peak / 2**30:.3g} of {room / 2**30:.3g} GiB at the peak of a step" if peak else ""
-        plan = halved(plan, "; " + shorten(next(filter(None, failures)), 100, placeholder=" ..."))
+        plan = halve(plan, "; " + shorten(next(filter(None, failures)), 100, placeholder=" ..."))
         say(f"micro-batches of {size} do not fit into memory: {plan}")
 
 
-def halved(plan: BatchPlan, why: str = "") -> BatchPlan:
+def halve(plan: BatchPlan, why: str = "") -> BatchPlan:
     """The same global batch in micro-batches of at most half the size. Raises `Refused`, with `why`, where none is smaller."""
     size = plan.micro_batch_sizes[0]
     if plan.undivided_for:
@@ -61,13 +61,13 @@ def halved(plan: BatchPlan, why: str = "") -> BatchPlan:
     return dataclasses.replace(plan, max_micro_batch_size=max(plan.unit, size // 2 // plan.unit * plan.unit))
 
 
-def keep(run: Path, plan: BatchPlan, device: torch.device) -> None:
+def save_limit(run: Path, plan: BatchPlan, device: torch.device) -> None:
     """Record in the run folder that devices of this kind take at most the micro-batches of `plan`."""
     write_json(run / _FILE, read_json(run / _FILE) | {devices.name(device): plan.max_micro_batch_size})
 
 
-def kept(run: Path, device: torch.device) -> int | None:
-    """What `keep` recorded, if anything."""
+def load_limit(run: Path, device: torch.device) -> int | None:
+    """The largest micro-batch that `save_limit` recorded for devices of this kind, if it did."""
     limit = read_json(run / _FILE).get(devices.name(device))
     return limit if isinstance(limit, int) and limit > 0 else None
 

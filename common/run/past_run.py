@@ -18,7 +18,6 @@ from common.run.plots import finite
 from common.run.progress import metric_of, of_exported
 
 _STEP = re.compile(r"\S+ \S+  step [\d,]+/")  # a line of the log about the progress
-LEADING = ("top1", "f1", "AP")  # the results that decide which model of cls.py and det.py is the best
 
 
 @dataclass(frozen=True)
@@ -64,18 +63,21 @@ class PastRun:
 
     @property
     def leading(self) -> str:
-        """The result that decides which model is best, such as `top1`; "" if there is none yet."""
+        """The result that decides which model is best, such as `accuracy`; "" if there is none yet."""
         return metric_of(str(self.summary.get("leading") or ""))
 
     def evaluation(self, which: str) -> dict[str, float | None]:
         """The results of the `best` or the `last` evaluation, numbers only, see `of_exported`."""
-        found = self.summary.get(which)
-        items = found.items() if isinstance(found, dict) else ()
-        return of_exported({key: finite(value) for key, value in items if key.startswith("eval/")})
+        results = self._recorded(which)
+        return of_exported({key: finite(value) for key, value in results.items() if key.startswith("eval/")})
 
     def step_of(self, which: str) -> int:
-        found = self.summary.get(which)
-        return int(finite(found.get("step")) or 0) if isinstance(found, dict) else 0
+        """The step of the `best` or the `last` evaluation; 0 if there is none."""
+        return int(finite(self._recorded(which).get("step")) or 0)
+
+    def _recorded(self, which: str) -> dict[str, Any]:
+        results = self.summary.get(which)
+        return results if isinstance(results, dict) else {}
 
     @property
     def messages(self) -> list[str]:

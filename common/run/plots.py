@@ -15,7 +15,7 @@ import numpy as np
 
 from common.durable import make_folder, replace_file
 from common.run.folder import read_json, read_rows
-from common.run.progress import display_name, is_share, metric_of
+from common.run.progress import display_name, get_shown_metrics, is_share, metric_of
 
 if TYPE_CHECKING:  # importing Matplotlib takes 0.4 s; it is done for the first plot
     from matplotlib.axes import Axes
@@ -29,6 +29,7 @@ NUMBERED_CLASSES = 20  # up to so many classes, cells of the confusion matrix sh
 NAMED_CLASSES = 50  # up to so many classes, its rows and columns have names
 # Fonts with Chinese, Japanese and Korean letters. The first that is installed is used.
 WIDE_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "Arial Unicode MS")
+_OF_EMA = " of the averaged weights (EMA)"
 SMOOTHED_POINTS = 300  # a longer line is drawn pale, under its mean over windows
 
 
@@ -40,47 +41,98 @@ def curves(folder: Path, path: Path | None = None) -> None:
     """
     from matplotlib.ticker import MaxNLocator
 
-    rows, summary = read_rows(folder / "metrics.jsonl"), read_json(folder / "summary.json")
-    known = [key for key in ("eval/top1", "eval/f1", "eval/AP") if any(key in row for row in rows)]
-    leading = str(summary.get("leading") or next(iter(known), "eval/evaluation"))
-    best_step = summary["best"].get("step") if isinstance(summary.get("best"), dict) else None
+    rows = read_rows(folder / "metrics.jsonl")
+    summary = read_json(folder / "summary.json")
+    leading = str(summary.get("leading") or _first_share(rows) or "eval/evaluation")
     metric = metric_of(leading)
-    name, scale, unit = display_name(metric), 100 if is_share(metric) else 1, " (%)" * is_share(metric)
     figure = new_figure(7.5, 7.5)
     loss, quality, rate = figure.subplots(3, sharex=True, height_ratios=(3, 3, 1.4))
-    _line(loss, rows, "train/loss", "training", BLUE)
+    _draw_losses(loss, rows)
+    _draw_results(quality, rows, metric)
     _line(rate, rows, "train/lr", "", INK)
-    for part, of, colour in (("eval/", "", ORANGE), ("eval/ema_", " of the averaged weights (EMA)", GREEN)):
-        _line(loss, rows, f"{part}loss", f"evaluation{of}", colour)
-        if metric == "AP":
-            _line(quality, rows, f"{part}AP50", f"AP50{of}", colour, 100, style="--")
-        _line(quality, rows, f"{part}{metric}", f"{name}{of}", colour, scale)
-    parts = dict.fromkeys(key for row in rows for key in row if re.fullmatch("train/loss_(?!scale$).*", key))
-    for number, key in enumerate(parts):
-        _line(loss, rows, key, key.removeprefix("train/loss_"), f"C{number}", style=":")
+    best = _find_best(rows, summary, leading)
     headline = folder.resolve().name
-    best = next((finite(row.get(leading)) for row in rows if row["step"] == best_step and leading in row), None)
-    if best is not None:
-        for axes in (loss, quality):
-            axes.axvline(best_step, color=GREY, linewidth=0.9, linestyle=":", zorder=0)
-        label = f"best/ (step {best_step:,})"
-        quality.plot(best_step, best * scale, "o", color=INK, fillstyle="none", markersize=9, label=label)
-        figures = f"{100 * best:.2f} %" if unit else f"{best:.4g}"
-        headline += f": best/ is of step {best_step:,}, {display_name(leading)} {figures}"
+    if best:
+        _mark_best(best, loss, quality)
+        headline += f": best/ is of step {best.step:,}, {display_name(leading)} {best.text}"
     title(figure.suptitle, headline)
-    for label, axes in {"loss": loss, name + unit: quality, "learning rate": rate}.items():
-        axes.set_ylabel(label)
-        axes.grid(color=PALE, linewidth=0.8)
-        axes.spines[["top", "right"]].set_visible(False)
-        if not axes.lines:
-            axes.text(0.5, 0.5, "nothing yet", color=GREY, ha="center", va="center", transform=axes.transAxes)
-        elif axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False)
+    _label_axes(loss, "loss")
+    _label_axes(quality, f"{display_name(metric)} (%)" if is_share(metric) else display_name(metric))
+    _label_axes(rate, "learning rate")
     rate.set_ylim(bottom=0)
     rate.set_xlabel("step")
     rate.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.align_ylabels()
     save(figure, path or folder / "pictures" / "curves.png")
+
+
+class _Best(NamedTuple):
+    """The leading result of the best evaluation."""
+
+    step: int
+    height: float  # in its axes
+    text: str
+
+
+def _first_share(rows: list[dict]) -> str:
+    """The first result of an evaluation that is a share; "" if there is none. It leads where no summary says what does."""
+    for row in rows:
+        for key in row:
+            if key.startswith("eval/") and is_share(key):
+                return key
+    return ""
+
+
+def _find_best(rows: list[dict], summary: dict, leading: str) -> _Best | None:
+    """The evaluation that summary.json calls the best, if the rows have it."""
+    recorded = summary.get("best")
+    step = recorded.get("step") if isinstance(recorded, dict) else None
+    for row in rows:
+        if row["step"] == step and leading in row:
+            value = finite(row[leading])
+            if value is None:
+                return None
+            if is_share(leading):
+                return _Best(row["step"], 100 * value, f"{100 * value:.2f} %")
+            return _Best(row["step"], value, f"{value:.4g}")
+    return None
+
+
+def _mark_best(best: _Best, loss: "Axes", quality: "Axes") -> None:
+    for axes in (loss, quality):
+        axes.axvline(best.step, color=GREY, linewidth=0.9, linestyle=":", zorder=0)
+    label = f"best/ (step {best.step:,})"
+    quality.plot(best.step, best.height, "o", color=INK, fillstyle="none", markersize=9, label=label)
+
+
+def _draw_losses(axes: "Axes", rows: list[dict]) -> None:
+    """Draw the losses of training and of evaluations, and the parts that training logs as `train/loss_NAME`."""
+    _line(axes, rows, "train/loss", "training", BLUE)
+    _line(axes, rows, "eval/loss", "evaluation", ORANGE)
+    _line(axes, rows, "eval/ema_loss", f"evaluation{_OF_EMA}", GREEN)
+    parts = dict.fromkeys(key for row in rows for key in row if re.fullmatch("train/loss_(?!scale$).*", key))
+    for i, key in enumerate(parts):
+        _line(axes, rows, key, key.removeprefix("train/loss_"), f"C{i}", style=":")
+
+
+def _draw_results(axes: "Axes", rows: list[dict], leading: str) -> None:
+    """Draw the leading result, and with dashes the other that is shown beside it."""
+    scale = 100 if is_share(leading) else 1
+    for prefix, suffix, colour in (("eval/", "", ORANGE), ("eval/ema_", _OF_EMA, GREEN)):
+        for metric in get_shown_metrics(leading):
+            label = f"{display_name(metric)}{suffix}"
+            style = "-" if metric == leading else "--"
+            _line(axes, rows, f"{prefix}{metric}", label, colour, scale=scale, style=style)
+
+
+def _label_axes(axes: "Axes", label: str) -> None:
+    axes.set_ylabel(label)
+    axes.grid(color=PALE, linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    if not axes.lines:
+        axes.text(0.5, 0.5, "nothing yet", color=GREY, ha="center", va="center", transform=axes.transAxes)
+    elif axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False)
 
 
 def confusion(matrix: Any, class_names: Sequence[str], path: Path, headline: str = "") -> None:

@@ -10,6 +10,8 @@ from common.config.fields import RunConfig
 from common.errors import Refused
 from common.run.step_reports import StepReport
 
+# A run is also shown without its recipe (tools.report, tools.compare), and a recipe of one's own registers nothing. So how a
+# result is read follows from its name alone, by these tables: names that are not in them are shown as they are.
 _NAMES = {
     "ece": "calibration error (ECE)",
     "top1": "top-1",
@@ -23,6 +25,7 @@ _NAMES = {
 _SHARES = re.compile(
     r"top\d+|f1(_macro)?|((mean_class|verification)_)?accuracy|exact_match|precision|recall(_at_1)?|ece|m?AP.*|AR.*"
 )
+_CLASS_RESULTS = {"AP": "AP", "f1": "F1"}  # a result of an evaluation -> what `per_class` then is; else accuracy
 _LOWER = {"loss", "ece", "error", "nll", "brier", "perplexity", "mae", "mse", "rmse"}  # are better if they are lower
 
 MOST_NAMED = 10_000  # a checkpoint keeps no more names of broken images
@@ -30,19 +33,22 @@ _WINDOW = 1_000  # samples of the stream over which at least the share of broken
 
 
 def display_name(key: str) -> str:
-    """The display name of a result: eval/top1 -> top-1, eval/ema_AP -> AP (EMA), raw_AP -> AP (without EMA)."""
-    name, metric = key.removeprefix("eval/"), metric_of(key)
-    weights = "" if metric == name else " (EMA)" if name.startswith("ema_") else " (without EMA)"
-    return _NAMES.get(metric, metric) + weights
+    """The display name of a result: eval/top5 -> top-5, eval/ema_loss -> loss (EMA), raw_loss -> loss (without EMA)."""
+    name = key.removeprefix("eval/")
+    metric = metric_of(key)
+    title = _NAMES.get(metric, metric)
+    if metric == name:
+        return title
+    return f"{title} (EMA)" if name.startswith("ema_") else f"{title} (without EMA)"
 
 
 def metric_of(key: str) -> str:
-    """A result's own name, whichever weights it is of: eval/ema_AP -> AP, raw_AP -> AP."""
+    """A result's own name, whichever weights it is of: eval/ema_loss -> loss, raw_loss -> loss."""
     return key.removeprefix("eval/").removeprefix("ema_").removeprefix("raw_")
 
 
 def is_share(key: str) -> bool:
-    """True for a share of 1, which people read in per cent: eval/top1, but not eval/loss."""
+    """True for a share of 1, which people read in per cent: eval/top5, but not eval/loss."""
     return bool(_SHARES.fullmatch(metric_of(key)))
 
 
@@ -51,15 +57,34 @@ def direction_of(key: str) -> bool | None:
     return False if metric_of(key) in _LOWER else is_share(key) or None
 
 
+def get_shown_metrics(leading: str) -> tuple[str, str]:
+    """The results that lines and curves show beside the loss, for the `leading` one: that, and its value at an IoU of 0.5.
+
+    Most evaluations have no result of the second name, such as AP50.
+    """
+    metric = metric_of(leading)
+    return metric, f"{metric}50"
+
+
+def class_result_name(results: Mapping[str, Any]) -> str:
+    """The display name of the `per_class` results of an evaluation with these results."""
+    for metric, name in _CLASS_RESULTS.items():
+        if metric in results:
+            return name
+    return "accuracy"
+
+
 def of_exported(results: Mapping[str, Any]) -> dict[str, Any]:
     """Results of an evaluation under plain names, the exported weights' (`best/`) first.
 
     With a moving average, the average is exported; results of the weights that it averages follow as `raw_...`:
-    {"eval/top1": 0.97, "eval/ema_top1": 0.94} -> {"top1": 0.94, "raw_top1": 0.97}
+    {"eval/loss": 0.97, "eval/ema_loss": 0.94} -> {"loss": 0.94, "raw_loss": 0.97}
     """
     plain = {key.removeprefix("eval/"): value for key, value in results.items()}
     averaged = {key.removeprefix("ema_"): value for key, value in plain.items() if key.startswith("ema_")}
-    raw = {f"raw_{key}" if averaged else key: value for key, value in plain.items() if not key.startswith("ema_")}
+    if not averaged:
+        return plain
+    raw = {f"raw_{key}": value for key, value in plain.items() if not key.startswith("ema_")}
     return averaged | raw
 
 
@@ -85,7 +110,7 @@ class Progress:
         self._steps, self._seconds, self._waited = 0, 0.0, 0.0  # since the last row
         self._named = set(self.broken_names)
 
-    def take_in(self, report: StepReport, seconds: float) -> None:
+    def record_step(self, report: StepReport, seconds: float) -> None:
         """Count a step that took `seconds`."""
         self.seconds += seconds
         self.skipped += report.skipped
@@ -99,8 +124,9 @@ class Progress:
         Raises `Refused` if more than `config.max_broken_share` of a fixed window of the stream are broken, so that any
         layout, also after a resume, stops at the same step.
         """
-        size, limit = config.global_batch_size, config.max_broken_share
-        steps = -(-_WINDOW // size)
+        size = config.global_batch_size
+        limit = config.max_broken_share
+        steps = math.ceil(_WINDOW / size)
         if (step - 1) % steps == 0:
             self.broken_in_window = 0
         self.broken += len(names)
@@ -108,13 +134,15 @@ class Progress:
         for name in dict.fromkeys(names):
             if name not in self._named:
                 self._named.add(name)
-                self.broken_names += [name] * (len(self.broken_names) <= MOST_NAMED)
+                if len(self.broken_names) <= MOST_NAMED:
+                    self.broken_names.append(name)
                 say(f"can't be read, a stand-in takes its place: {name}")
         if self.broken_in_window > limit * steps * size:
-            seen = ((step - 1) % steps + 1) * size
+            num_images = ((step - 1) % steps + 1) * size
+            last = names[-1] if names else "-"
             raise Refused(
-                f"step {step}: {self.broken_in_window:,} of the last {seen:,} images could not be read "
-                f"(the last: {names[-1] if names else '-'}), more than --max_broken_share {limit} of each {steps * size:,}: "
+                f"step {step}: {self.broken_in_window:,} of the last {num_images:,} images could not be read "
+                f"(the last: {last}), more than --max_broken_share {limit} of each {steps * size:,}: "
                 "mend the data, or raise the limit"
             )
 
@@ -135,14 +163,20 @@ class Progress:
         self._steps, self._seconds, self._waited = 0, 0.0, 0.0
         return pace
 
-    def judge(self, step: int, results: dict[str, float], leading: str, larger_is_better: bool = True) -> bool:
+    def record_evaluation(
+        self, step: int, results: dict[str, float], leading: str, larger_is_better: bool = True
+    ) -> bool:
         """Record the results of an evaluation. Returns whether `results[leading]` is the best so far."""
-        self.last, self.leading, self.larger_is_better = {"step": step} | results, leading, larger_is_better
-        better = not self.best or self._worth(results) > self._worth(self.best)
-        self.since_best = 0 if better else self.since_best + 1
-        if better:
+        self.last = {"step": step} | results
+        self.leading = leading
+        self.larger_is_better = larger_is_better
+        is_better = not self.best or self._worth(results) > self._worth(self.best)
+        if is_better:
             self.best = self.last
-        return better
+            self.since_best = 0
+        else:
+            self.since_best += 1
+        return is_better
 
     def _worth(self, results: dict[str, float]) -> float:
         """The leading result, larger if it is better; minus infinity if it is unknown or not finite."""
@@ -172,5 +206,10 @@ class Progress:
     def headline(self, results: dict[str, float]) -> str:
         """The leading result as text, such as `top-1 99.72 %` or `loss 0.0312`."""
         value = results[self.leading]
-        figure = "unknown" if value is None else f"{100 * value:.2f} %" if is_share(self.leading) else f"{value:.5g}"
+        if value is None:
+            figure = "unknown"
+        elif is_share(self.leading):
+            figure = f"{100 * value:.2f} %"
+        else:
+            figure = f"{value:.5g}"
         return f"{display_name(self.leading)} {figure}"

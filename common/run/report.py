@@ -15,7 +15,7 @@ from common.files import read_bytes
 from common.run import plots
 from common.run.past_run import PastRun
 from common.run.plots import finite
-from common.run.progress import display_name, is_share
+from common.run.progress import class_result_name, display_name, is_share
 
 FILE = "report.html"
 NOTHING = "-"  # in place of a number that there is not
@@ -132,11 +132,11 @@ def _classes(run: PastRun) -> Part:
     ordered = sorted(columns, key=lambda key: key != "per_class")
     first = columns[ordered[0]]
     names = sorted(first, key=lambda name: first[name] if first[name] is not None else 2)
-    leading = "AP" if "AP" in run.results else "F1" if "f1" in run.results else "accuracy"
+    title = class_result_name(run.results)
     return {
         "title": "Classes",
         "notes": ["Of the best model, on the validation data; the lowest come first."],
-        "head": ["class", *(leading if key == "per_class" else key.replace("_", " ") for key in ordered)],
+        "head": ["class", *(title if key == "per_class" else key.replace("_", " ") for key in ordered)],
         "rows": [(name, *(in_words(columns[key].get(name)) for key in ordered)) for name in names],
     }
 

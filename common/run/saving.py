@@ -4,16 +4,18 @@ All ranks call it alike; only the main process, which has a `folder`, writes.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from common.checkpoints.resume import choose_together, compare_identities
 from common.checkpoints.state import Tensors, TrainingState
-from common.checkpoints.store import AUDIT_FOLDER, Checkpoints, verify
+from common.checkpoints.store import AUDIT_FOLDER, Checkpoint, Checkpoints, verify
 from common.checkpoints.writer import Writer, take_part
 from common.config.fields import RunConfig, fields_with
-from common.config.recipe_source import Source
+from common.config.recipe_source import Source, difference, stem
 from common.distributed.collectives import broadcast_object
 from common.errors import Refused
 from common.files import MEDIUM
@@ -21,54 +23,129 @@ from common.run.best import Best
 from common.run.folder import RunFolder, read_json
 from common.run.progress import Progress
 from common.run.records import Records
+from common.training.optimizer import Schedule
 
 _LONG_WAIT = 1.0  # seconds; people are told of longer ones
-_AUDIT_SHARE = 0.25  # of the run; later a detector has memorised wrong boxes (docs/after_training.md)
+_AUDIT_SHARE = 0.25  # of the run; later a model has memorised wrong labels (docs/after_training.md)
 
 
 class Saving:
     """Checkpoints and `best/` of the run in the folder `path`."""
 
     def __init__(self, config: RunConfig, path: Path, folder: RunFolder | None, records: Records):
-        self.config, self._path, self._folder, self._records = config, path, folder, records
+        self.config = config
+        self._path = path
+        self._folder = folder
+        self._records = records
         self._say = records.log.say
         self._checkpoints = Checkpoints(path / "checkpoints", config.keep_checkpoints)
         self.writer = Writer()
 
-    def resume(self, state: TrainingState, export: Callable[..., None], identity: dict, recipe: Source) -> int | None:
+    def resume(
+        self,
+        state: TrainingState,
+        schedule: Schedule,
+        *,
+        class_names: Sequence[str],
+        identity: dict[str, Any],
+        recipe: Source,
+        export: Callable[..., None],
+    ) -> int | None:
         """Load the checkpoint to resume from, if there is one; returns the step after which the run then ends, else None.
 
-        `export(model, results=..., folder=...)` writes a folder of the model that is evaluated, which becomes `best/`.
+        `identity` and `recipe`, the run's own source, decide which checkpoints fit. `export(model, results=..., folder=...)`
+        writes a folder of the model that is evaluated, which becomes `best/`.
         """
-        self._state, records = state, self._records
+        self._state = state
+        self._schedule = schedule
+        self._class_names = list(class_names)
+        self._identity = identity
+        self._recipe = recipe
         recorded = fields_with(self.config, "is_recorded")
         self._best = Best(self._path, state, export, self._say, recorded) if self._folder else None
-        options = recipe, self.config.allow_changed_source
-        found = choose_together(self.config.resume, self._checkpoints, identity, self._say, *options)
-        if not found:
+        records = self._records
+        checkpoint = choose_together(
+            self.config.resume, self._checkpoints, identity, self._say, recipe, self.config.allow_changed_source
+        )
+        if not checkpoint:
             return None
-        nothing = {"status": "", "step": 0, "cause": ""}
-        said = broadcast_object(nothing | read_json(self._path / "status.json") if self._folder else None)
-        with records.writing(f"loading {found.path}"):
-            state.check(found.shapes(), str(found.path))
+        status = {"status": "", "step": 0, "cause": ""} | read_json(self._path / "status.json")
+        status = broadcast_object(status)
+        with records.writing(f"loading {checkpoint.path}"):
+            state.check(checkpoint.shapes(), str(checkpoint.path))
             try:
-                records.progress = Progress(**found.record["ledger"])
+                records.progress = Progress(**checkpoint.record["ledger"])
                 if self._best:
-                    self._best.mend(found, records.progress)
-                state.load(found.tensors(), found.record["numbers"])
-                return records.resume(found, said)
+                    self._best.mend(checkpoint, records.progress)
+                state.load(checkpoint.tensors(), checkpoint.record["numbers"])
+                return self._find_last_step(checkpoint, status)
             except (KeyError, TypeError, ValueError) as error:
                 raise Refused(
-                    f"{found.path} is not as this version of the code writes it ({type(error).__name__}: {error}): "
+                    f"{checkpoint.path} is not as this version of the code writes it ({type(error).__name__}: {error}): "
                     "go on with the version that wrote it, or give this run another --name"
                 ) from error
+
+    def _find_last_step(self, checkpoint: Checkpoint, status: dict) -> int:
+        """The step after which the resumed run ends. Logs where it resumes; `status` is the content of status.json."""
+        progress = self._records.progress
+        step = progress.step
+        total_steps = self._schedule.total_steps
+        has_changed = bool(difference(checkpoint.record["source"], self._recipe))
+        is_own = checkpoint.path.parent.resolve() == (self._path / "checkpoints").resolve()
+        if is_own and status["status"] == "finished" and status["step"] == step:  # ended when its checkpoint was there
+            progress.ended_by = progress.ended_by or str(status["cause"])
+        if is_own and not has_changed and self._stays_ended(checkpoint):
+            flag = progress.ended_by_flag
+            larger = f"--{flag}" if flag else "--epochs or --max_steps"
+            self._say(
+                f"this run was ended at step {step} of {checkpoint.record['total_steps']} by {progress.ended_by}; a larger "
+                f"{larger} takes it further"
+            )
+            return step
+        progress.ended_by = ""
+        if step < total_steps:
+            self._log_resume(checkpoint)
+        elif has_changed:
+            raise Refused(
+                f"{checkpoint.path} is finished, and was made by another source: give this run another --name, or a larger "
+                "--epochs or --max_steps to train on with this one"
+            )
+        else:
+            self._say(f"this run is finished at step {step}; a larger --epochs or --max_steps takes it further")
+        return total_steps
+
+    def _stays_ended(self, checkpoint: Checkpoint) -> bool:
+        """True if the run was ended early, and nothing that ended it has become larger."""
+        progress = self._records.progress
+        if not progress.ended_by:
+            return False
+        if progress.ended_by_flag:
+            return bool(progress.exhausted(self.config))
+        return self._schedule.total_steps <= checkpoint.record["total_steps"]
+
+    def _log_resume(self, checkpoint: Checkpoint) -> None:
+        """Log where the run resumes, and the effect of data at another place and of a new length."""
+        step = self._records.progress.step
+        total_steps = self._schedule.total_steps
+        self._say(f"resuming from step {step} of {total_steps} ({checkpoint.path})")
+        earlier_data = str(checkpoint.record["config"].get("data", ""))
+        data = getattr(self.config, "data", "")
+        if data != earlier_data:
+            self._say(f"the data are the same, and lie at {data} now; the run began with {earlier_data}")
+        earlier_steps = checkpoint.record["total_steps"]
+        if earlier_steps != total_steps:
+            earlier_rate = replace(self._schedule, total_steps=earlier_steps)(step - 1)
+            self._say(
+                f"its length was {earlier_steps} steps: the schedule now has {total_steps} steps from the start, so the "
+                f"learning rate continues at {self._schedule(step):.3g} (the last was {earlier_rate:.3g})"
+            )
 
     def keep_best(self, results: dict) -> None:
         """Export the model, which has these results; with the next checkpoint it takes the place of `best/`."""
         model = self._state.exported()
         with self._records.writing("writing best/"):
             if self._best:
-                self._best.export(model, results, self._records.checkpoint())
+                self._best.export(model, results, self._make_record())
 
     def save(self, step: int) -> None:
         """Copy the state, and let the writer make a checkpoint of it; waits for the checkpoint before if that is still written.
@@ -79,7 +156,8 @@ class Saving:
         with records.writing("writing a checkpoint"):
             if self._best:
                 records.log.check()
-                if (waited := self.writer.wait()) > _LONG_WAIT:
+                waited = self.writer.wait()
+                if waited > _LONG_WAIT:
                     self._say(
                         f"step {step}: waited {waited:.0f} s for the checkpoint before to be written; "
                         "a larger --checkpoint_every leaves it the time"
@@ -103,9 +181,25 @@ class Saving:
             self.writer.wait()
 
     def _start_writing(self, folder: RunFolder, best: Best) -> None:
-        records = self._records
-        contents = records.checkpoint(), records.summary()
-        self.writer.start(self._state.tensors(), partial(self._commit, folder, best, *contents))
+        commit = partial(self._commit, folder, best, self._make_record(), self._records.summary())
+        self.writer.start(self._state.tensors(), commit)
+
+    def _make_record(self) -> dict:
+        """What a checkpoint holds beside tensors."""
+        progress = self._records.progress
+        return {
+            "name": self._path.name,
+            "recipe": stem(self.config),
+            "step": progress.step,
+            "classes": self._class_names,
+            "total_steps": self._schedule.total_steps,
+            "identity": self._identity,
+            "source": self._recipe,
+            "numbers": self._state.numbers(),
+            "ledger": asdict(progress),
+            "config": asdict(self.config),
+            "environment": self._records.facts,
+        }
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written."""

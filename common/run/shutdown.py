@@ -21,8 +21,12 @@ class Shutdown:
     """The end of one start in the run folder `path`. `folder` is None on every process except the main one."""
 
     def __init__(self, config: RunConfig, path: Path, folder: RunFolder | None, records: Records, writer: Writer):
-        self._config, self._path, self._folder = config, path, folder
-        self._records, self._log, self._writer = records, records.log, writer
+        self._config = config
+        self._path = path
+        self._folder = folder
+        self._records = records
+        self._log = records.log
+        self._writer = writer
         self._in_order = False  # whether this start ended without an error
 
     def leave_no_trace(self) -> None:
@@ -33,32 +37,35 @@ class Shutdown:
     def take_less(self, plan: BatchPlan, device: torch.device) -> Exception:
         """This rank is out of memory: save half the micro-batch for the next start. Returns the exception to raise."""
         try:
-            less = micro_batch.halved(plan)
+            smaller = micro_batch.halve(plan)
             with writing(self._path):  # without it, every next start would fail in the same way
-                micro_batch.keep(self._path, less, device)
+                micro_batch.save_limit(self._path, smaller, device)
         except Refused as refusal:
             return refusal
-        size, limit = plan.micro_batch_sizes[0], less.max_micro_batch_size
-        other = ", which with --batch_norm local is another result" * (
-            getattr(self._config, "batch_norm", "") == "local"
+        text = (
+            f"out of memory with {plan.micro_batch_sizes[0]} samples at once, from now on at most "
+            f"{smaller.max_micro_batch_size}"
         )
-        return RestartNeeded(f"out of memory with {size} samples at once, from now on at most {limit}{other}")
+        if getattr(self._config, "batch_norm", "") == "local":
+            text += ", which with --batch_norm local is another result"
+        return RestartNeeded(text)
 
-    def outcome(self, stopped: bool, asked_by: str, error: BaseException | None) -> tuple[str, str]:
+    def decide_outcome(self, stopped: bool, requested_by: str, error: BaseException | None) -> tuple[str, str]:
         """Status and cause for status.json.
 
-        `asked_by` is what asked this process to stop, "" if nothing did. A collective if `stopped`, which is the same on
+        `requested_by` is what asked this process to stop, "" if nothing did. A collective if `stopped`, which is the same on
         all ranks.
         """
         progress = self._records.progress
         self._in_order = stopped or error is None
         if stopped:
-            return "resumable", ", ".join(dict.fromkeys(filter(None, gather_objects(asked_by))))
+            causes = dict.fromkeys(cause for cause in gather_objects(requested_by) if cause)
+            return "resumable", ", ".join(causes)
         if error is None:
             return "finished", progress.ended_by
         cause = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            return "resumable", asked_by or cause
+            return "resumable", requested_by or cause
         if is_lost_peer(error):
             cause = "the loss of another process"
             if not is_main() and not read_json(self._path / "status.json").get("cause"):  # the main one may be lost
@@ -79,7 +86,10 @@ class Shutdown:
         """
         if not self._folder:
             return
-        say, where, page, progress = self._log.say, "", None, self._records.progress
+        say = self._log.say
+        progress = self._records.progress
+        dashboard = ""
+        page = None
         try:
             self._writer.wait()
         except Exception as error:  # not in a run that ends well: all ranks have waited already
@@ -89,15 +99,10 @@ class Shutdown:
             self._log.close(1, patience=5.0)
             self._folder.check()
         try:
-            self._log.flush()
-            self._log.summary(self._records.summary())
-            if self._in_order:
-                self._records.draw("curves", plots.curves, self._path)
-            where = self._log.close(int(status == "failed"), patience=30.0 if status == "finished" else 5.0)
-            if status != "resumable" or not read_json(self._path / "status.json").get("cause"):  # why a rank was lost
-                self._folder.status(status, progress.step, cause)
-            if status == "failed":
-                self._folder.log(f"failed at step {progress.step}: {cause}")
+            self._write_results()
+            patience = 30.0 if status == "finished" else 5.0
+            dashboard = self._log.close(int(status == "failed"), patience=patience)
+            self._write_status(self._folder, status, cause)
             page = None if self._config.dry_run else self._report()
         except OSError as error:
             say(f"{self._path}: status and results could not be written: {error}")
@@ -107,7 +112,21 @@ class Shutdown:
         elif self._config.dry_run and status == "finished":
             say("dry run: steps, an evaluation, and a checkpoint written, verified and loaded; nothing was kept")
         elif status == "finished":
-            self._say_results(progress, where, page)
+            self._say_results(progress, dashboard, page)
+
+    def _write_results(self) -> None:
+        self._log.flush()
+        self._log.summary(self._records.summary())
+        if self._in_order:
+            self._records.draw("curves", plots.curves, self._path)
+
+    def _write_status(self, folder: RunFolder, status: str, cause: str) -> None:
+        step = self._records.progress.step
+        is_explained = bool(read_json(self._path / "status.json").get("cause"))  # by a rank that was lost
+        if status != "resumable" or not is_explained:
+            folder.status(status, step, cause)
+        if status == "failed":
+            folder.log(f"failed at step {step}: {cause}")
 
     def _report(self) -> Path | None:
         try:
@@ -116,19 +135,23 @@ class Shutdown:
             self._log.say(f"{self._path / report.FILE} could not be written: {type(error).__name__}: {error}")
             return None
 
-    def _say_results(self, progress: Progress, where: str, page: Path | None) -> None:
-        config, path = self._config, self._path
-        ended_by = f", ended by {progress.ended_by}" * bool(progress.ended_by)
-        rows = {"finished": f"{progress.step:,} steps in {progress.seconds:.0f} s of training{ended_by}"}
+    def _say_results(self, progress: Progress, dashboard: str, page: Path | None) -> None:
+        config = self._config
+        path = self._path
+        rows = {"finished": f"{progress.step:,} steps in {progress.seconds:.0f} s of training"}
+        if progress.ended_by:
+            rows["finished"] += f", ended by {progress.ended_by}"
         if progress.best:
             rows["best"] = f"{progress.headline(progress.best)} at step {progress.best['step']}: {path / 'best'}"
             rows["last"] = f"{progress.headline(progress.last)} at step {progress.last['step']}"
-            if "eval/count" in progress.last:
-                rows["last"] += f", on {progress.last['eval/count']:,} images"
-        rows |= {"report": str(page)} if page else {}
-        rows |= {config.tracker: where} if where else {}
-        length = progress.ended_by_flag or ("max_steps" if config.max_steps else "epochs")
-        length = f"--{length} {2 * getattr(config, length):g}"
-        rows["longer"] = f"the same command with {length} continues this run"
+            num_images = progress.last.get("eval/count")  # a recipe's own results need not have it
+            if num_images is not None:
+                rows["last"] += f", on {num_images:,} images"
+        if page:
+            rows["report"] = str(page)
+        if dashboard:
+            rows[config.tracker] = dashboard
+        flag = progress.ended_by_flag or ("max_steps" if config.max_steps else "epochs")
+        rows["longer"] = f"the same command with --{flag} {2 * getattr(config, flag):g} continues this run"
         rows["audit"] = f"python -m tools.audit {path} looks for wrong labels"
         self._log.table(rows)

@@ -67,9 +67,11 @@ class Lap:
     """The time of this rank from the beginning of a step until it can send its gradients: data and forward passes.
 
     Until then ranks don't wait for each other. On a GPU it is the device's time, which is read once the step is over.
+    `began` is when the step began, by this process's clock.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.began = time.perf_counter()
         self._events = (
             [torch.Event(device, enable_timing=True) for _ in range(2)] if devices.has_streams(device) else None
         )
@@ -224,7 +226,7 @@ class StepReports:
             data_wait=wait / world_size(),
             broken=names,
             stop=stop > 0,
-            ended_by=first_said(posted.ended_by) if ended else "",
+            ended_by=find_first_text(posted.ended_by) if ended else "",
             logged=self._means(posted, sums[ranks:], new > 0),
             ready=tuple(sums[:ranks]),
             **posted.report,
@@ -265,7 +267,7 @@ class StepReports:
         )
 
 
-def first_said(text: str) -> str:
+def find_first_text(text: str) -> str:
     """The first text of a rank that is not empty, on every rank. A collective. Two ranks, "" and "b": "b" on both."""
     return next(filter(None, gather_objects(text)), "")
 

@@ -160,39 +160,17 @@ class _WandB:
         os.environ.setdefault("WANDB_DATA_DIR", str(files))  # else pictures of tables would pile up in the home folder
         import wandb
 
-        def start(mode: str) -> WandBTracker:
-            settings = wandb.Settings(
-                console="off",  # capturing prints would slow down training, and the run folder has its own log
-                init_timeout=INIT_TIMEOUT_S,
-                finish_timeout=FINISH_TIMEOUT_S - 5,
-                finish_timeout_raises=True,
-                x_transaction_log_flush_interval=FLUSH_S,
-            )
-            run = {
-                "name": folder.name,
-                "id": run_id,
-                "resume": "allow",
-                "dir": folder,
-                "mode": mode,
-                "settings": settings,
-            }
-            run |= {key: config.get(key) or None for key in ("group", "notes")}
-            run["tags"] = [tag.strip() for tag in config.get("tags", "").split(",") if tag.strip()] or None
-            tracker = WandBTracker(config["project"], **run)
-            tracker.start()
-            return tracker
-
         mode = wandb.setup().settings.mode  # from WANDB_MODE or a settings file
-        online = mode in ("online", "shared")
+        is_online = mode in ("online", "shared")
         try:
-            no_key = online and not wandb.login(prompt=False, verify=False)
-            self.tracker = start("offline" if no_key else mode)
+            lacks_key = is_online and not wandb.login(prompt=False, verify=False)
+            self.tracker = self._start("offline" if lacks_key else mode, folder, config, run_id)
         except Exception as error:
-            if not online:
+            if not is_online:
                 raise
             say(f"W&B can't be reached ({_one_line(error)}): its rows are written offline")
             wandb.teardown()  # its service still holds the run id
-            self.tracker = start("offline")
+            self.tracker = self._start("offline", folder, config, run_id)
         self.run = self.tracker.tracker
         # The server says which step comes next; offline, only the files of the earlier start know.
         self.has_up_to = _last_step_in(earlier[-1]) if self.run.offline and earlier else self.run.starting_step - 1
@@ -200,6 +178,33 @@ class _WandB:
         self.tracker.store_init_configuration(config)
         offline = "" if self.run.disabled else f"{files} (to upload: wandb sync {files}/offline-run-*-{run_id})"
         self.where = self.run.url or offline
+
+    @staticmethod
+    def _start(mode: str, folder: Path, config: Mapping[str, Any], run_id: str) -> WandBTracker:
+        import wandb
+
+        settings = wandb.Settings(
+            console="off",  # capturing prints would slow down training, and the run folder has its own log
+            init_timeout=INIT_TIMEOUT_S,
+            finish_timeout=FINISH_TIMEOUT_S - 5,
+            finish_timeout_raises=True,
+            x_transaction_log_flush_interval=FLUSH_S,
+        )
+        tags = [tag.strip() for tag in config.get("tags", "").split(",") if tag.strip()]
+        tracker = WandBTracker(
+            config["project"],
+            name=folder.name,
+            id=run_id,
+            resume="allow",
+            dir=folder,
+            mode=mode,
+            settings=settings,
+            group=config.get("group") or None,
+            notes=config.get("notes") or None,
+            tags=tags or None,
+        )
+        tracker.start()
+        return tracker
 
     def log(self, step, metrics):
         # W&B's own step is set to the run's: left to count rows, it would start again from 0 in an offline resume, and

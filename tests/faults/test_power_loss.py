@@ -48,8 +48,8 @@ def improve(rank: int) -> None:
     from common.run.progress import Progress
     from common.run.run import Run
 
-    judge = Progress.judge
-    Progress.judge = lambda progress, step, results, leading, larger: judge(
+    record = Progress.record_evaluation
+    Progress.record_evaluation = lambda progress, step, results, leading, larger: record(
         progress, step, results | {leading: step / 1000}, leading, larger
     )
     Run.draw = lambda *_: None

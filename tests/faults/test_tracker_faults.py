@@ -39,7 +39,7 @@ def dash_late(environment: dict[str, str], kill: bool, rank: int = 0) -> None:
     def tell(run) -> None:
         first_step.set()
         if run.step == 5 and kill:
-            while not run._log._tracker.where():  # it starts in a thread
+            while not run._records.log._tracker.where():  # it starts in a thread
                 time.sleep(0.01)
             services = [child for child in psutil.Process().children(recursive=True) if "wandb" in child.name()]
             assert services

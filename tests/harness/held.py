@@ -21,7 +21,7 @@ def hold(step: int, sign: Path) -> None:
     def wait(run: Run) -> None:
         sign.touch()
         for _ in Limit(150).turns():
-            if run._asked_by:
+            if run._ending.requested_by:
                 return
         raise AssertionError("nobody has asked this process to stop")
 

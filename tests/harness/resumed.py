@@ -25,7 +25,7 @@ def after_step(act: Callable[["Run"], None], step: int = 0, once_written: bool =
         end_step(run, grad_norm)
         if step in (0, run.step):
             if once_written:
-                run._writer.wait()
+                run._saving.writer.wait()
             act(run)
 
     Run.end_step = end_and_act

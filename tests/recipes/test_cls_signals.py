@@ -79,10 +79,10 @@ def test_asking_one_rank_stops_all_within_two_steps(forks, tmp_path) -> None:
 def hang_when(phase: str) -> None:
     """In a fork: SIGTERM to the run itself as `phase` begins, which then does not end."""
     from common.data import loader
-    from common.run import run
+    from common.run import ending, run
     from common.shards import entries
 
-    run.GRACE_S = 0.1
+    ending.GRACE_S = 0.1
 
     def hang(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -136,9 +136,9 @@ def hang_on_the_second(rank: int) -> None:
     if rank == 1:
         hang_when("the wait for data")
     else:
-        from common.run import run
+        from common.run import ending
 
-        run.GRACE_S = 0.1
+        ending.GRACE_S = 0.1
         after_step(lambda _: os.kill(os.getpid(), signal.SIGTERM), 5)
 
 

@@ -71,8 +71,8 @@ def count_seconds(rank: int, each=(1.0, 1000.0), kill: int = 0) -> None:
     """Let each step of a rank take `each[rank]` seconds, and end the process after step `kill`."""
     from common.run.progress import Progress
 
-    take_in = Progress.take_in
-    Progress.take_in = lambda self, report, seconds: take_in(self, report, each[rank])
+    record_step = Progress.record_step
+    Progress.record_step = lambda self, report, seconds: record_step(self, report, each[rank])
     if kill:
         kill_at_step(kill)
 

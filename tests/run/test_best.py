@@ -36,7 +36,7 @@ class Training:
         with torch.no_grad():
             self.state.model.weight.fill_(-step)
             self.state.ema.weight.fill_(step)
-        if self.progress.judge(step, {"eval/top1": top1}, "eval/top1"):
+        if self.progress.record_evaluation(step, {"eval/top1": top1}, "eval/top1"):
             self.best.export(self.state.exported(), {"top1": top1, "of_classes": [top1, 1.0]}, self.record(step))
         self.best.take()
         files = {"model": self.state.model.state_dict(), "ema": self.state.ema.state_dict()}

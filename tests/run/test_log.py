@@ -43,6 +43,7 @@ def test_lines_go_to_the_terminal_and_the_log_without_control_characters(opened,
     journal, _, path = opened
     journal.say("a\nb \x1b[2J \x9b \u202e \udcff é 足")
     journal.table({"data": "digits", "model": "x\r\ny"})
+    journal.leading = "top1"
     journal.note(10, {"train/loss": 0.51234, "eval/top1": 0.875, "train/lr": 1.0, "eval/loss": None})
     journal.note(20, {"eval/top1": 1.0})
     journal.flush()

@@ -19,6 +19,15 @@ from tests.harness.dashboard import Dashboard
 NAN = float("nan")
 
 
+class ConstantRate:
+    """Stands in for a schedule, of epochs of ten steps."""
+
+    stream = SimpleNamespace(epoch=lambda step: step / 10)
+
+    def __call__(self, step: int) -> float:
+        return 0.1
+
+
 @pytest.fixture
 def records(tmp_path: Path):
     """`records(dry_run=True)`: those of a run of 30 steps, as they are after its start."""
@@ -28,8 +37,7 @@ def records(tmp_path: Path):
         folders.append(RunFolder(tmp_path / f"{len(folders)}"))
         folders[-1].rewind(0)
         records = Records(RunConfig(log_every=2, **options), folders[-1].path, folders[-1])
-        state, stream = SimpleNamespace(), SimpleNamespace(epoch=lambda step: step / 10)
-        records.begin(state, stream, lambda step: 0.1, {"data": "a"}, {"cls.py": ""})
+        records.begin(ConstantRate())
         records.share()
         records.log.open(Dashboard(), 0, 30)
         return records
@@ -46,8 +54,8 @@ def report(step: int, loss: float, **options) -> StepReport:
 def test_custom_numbers_are_in_the_row_and_cannot_replace_the_runs_own(records) -> None:
     kept = records()
     for step in (1, 2):
-        kept.take_in(report(step, 1.0, logged={"train/aux": 0.5 * step}), 0.1, evaluated=False)
-    kept.evaluation(2, {"top1": 0.5}, "top1")
+        kept.record_step(report(step, 1.0, logged={"train/aux": 0.5 * step}), 0.1, is_evaluated=False)
+    kept.record_evaluation(2, {"top1": 0.5}, "top1")
     kept.log.flush()
     (step, row), *others = kept.log._tracker.rows
     assert (step, row["train/aux"], row["eval/top1"], others) == (2, 1.0, 0.5, [])
@@ -67,7 +75,9 @@ def test_rows_tell_the_loss_scale_the_slowest_rank_and_the_gpus_memory(records, 
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: 2**31)
     for step, ready in ((2, (1.0, 4.0, 1.0)), (3, ()), (4, (1.0,)), (6, ())):
         told = StepReport(step, 1.0, 1.0, 0.0, (), stop=False, skipped=True, loss_scale=1 / step, ready=ready)
-        kept.take_in(dataclasses.replace(told, update={"weight_norm": 5.0, "lr_head": 0.1}), 10.0, evaluated=False)
+        kept.record_step(
+            dataclasses.replace(told, update={"weight_norm": 5.0, "lr_head": 0.1}), 10.0, is_evaluated=False
+        )
     kept.log.flush()
     first, second, third = (row for _, row in kept.log._tracker.rows)
     assert (first["perf/slowest_rank"], first["perf/slowest_rank_lag"]) == (1, pytest.approx(0.2))
@@ -82,14 +92,14 @@ def test_the_best_evaluation_is_the_lowest_of_a_loss_and_finite(records) -> None
     """A loss of 2.15 is no 215 %, and the model of the first evaluation, the worst, is not kept."""
     of = records(patience=2)
     losses = [NAN, 2.15, 0.5, 0.5, NAN]  # an equal one is no better
-    kept = [of.evaluation(step, {"loss": loss}, "loss", False) for step, loss in enumerate(losses)]
+    kept = [of.record_evaluation(step, {"loss": loss}, "loss", False) for step, loss in enumerate(losses)]
     assert kept == [True, True, True, False, False]
     assert of.progress.headline(of.progress.best) == "loss 0.5"
     assert of.summary()["leading"] == "eval/loss"
     of.log.summary(of.summary())
     assert {"best/step": 2, "best/eval/loss": 0.5, "last/step": 4}.items() <= of.log._tracker.results.items()
     assert "no better loss since step 2" in of.progress.exhausted(RunConfig(patience=2))
-    of.evaluation(5, {"top1": 0.25}, "top1", True)
+    of.record_evaluation(5, {"top1": 0.25}, "top1", True)
     assert of.progress.headline(of.progress.last) == "top-1 25.00 %"
 
 
@@ -103,15 +113,15 @@ def test_a_dry_run_refuses_a_loss_that_explodes_and_an_evaluation_that_is_not_fi
     for first, second, told in ((2.3, 5e7, "5e[+]07"), (1e-9, 1e3 + 1, "1e[+]03"), (2.3, 700.0, "")):
         for dry_run in (True, False):  # a run sees for itself
             kept = records(dry_run=dry_run)
-            kept.take_in(report(1, first), 0.1, evaluated=False)
+            kept.record_step(report(1, first), 0.1, is_evaluated=False)
             said = f"^step 2: the loss rose to {told}, more than 1,000 times the first; lower --lr"
             with pytest.raises(Refused, match=said) if told and dry_run else contextlib.nullcontext():
-                kept.take_in(report(2, second), 0.1, evaluated=True)
+                kept.record_step(report(2, second), 0.1, is_evaluated=True)
     told = "step 2: eval/loss is not finite; lower --lr, set --clip 1 or --warmup_epochs"
     with pytest.raises(Refused, match=told):
-        records(dry_run=True).evaluation(2, {"loss": NAN, "top1": 0.1}, "top1")
+        records(dry_run=True).record_evaluation(2, {"loss": NAN, "top1": 0.1}, "top1")
     kept = records()
-    kept.evaluation(2, {"loss": NAN, "top1": 0.1, "top5": None, "count": 3}, "top1")
+    kept.record_evaluation(2, {"loss": NAN, "top1": 0.1, "top5": None, "count": 3}, "top1")
     assert capsys.readouterr().out == told + "\n" and kept.progress.best["step"] == 2
 
 

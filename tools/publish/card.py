@@ -19,7 +19,7 @@ from common.config.origin import RUN_FILE, read_origin
 from common.detection.models.detr_architectures import ARCHITECTURES
 from common.errors import Refused, printable
 from common.files import MEDIUM, check_regular, read_text
-from common.run.past_run import LEADING, PastRun
+from common.run import PastRun
 from common.run.progress import display_name, of_exported
 
 DETECT = Path(__file__).resolve().parents[2] / "docs" / "detect.py"
@@ -49,7 +49,7 @@ class Published:
             self.results = of_exported(results)
             if newest := max((folder / "checkpoints").glob("step_*/record.json"), default=None):
                 compare(self.best, _read(newest)["best"]["files"], besides=frozenset(os.listdir(self.best)))
-            self.leading = next(name for name in LEADING if name in self.results)
+            self.leading = next(name for name in _METRICS if name in self.results)
             self.step, self.run, self.config = int(of_run["step"]), PastRun(folder), of_run["config"]
             self.of_run = {key: of_run[key] for key in ("name", "recipe", "step", "commit")}
             self.of_run["config"] = self._settings()

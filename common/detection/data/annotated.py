@@ -54,6 +54,7 @@ class Annotated:
     part: str = field(default="", kw_only=True)  # for people: "val.json" or "20 % held out of train.json"
     model_classes: ModelClasses | None = field(default=None, kw_only=True)  # with --eval_only, the evaluated model's
 
+    counted_items: ClassVar[str] = "boxes"  # what `class_counts` counts, for people
     fresh = False  # True if each position of the stream has a new scene instead of an image of the list
     strata = None  # images with boxes are held out from one stratum
     of_images: ClassVar[tuple[str, ...]] = ("image_ids", "sizes")  # columns with a row per image

@@ -1,0 +1,75 @@
+"""Start table: what a run prints about itself before its first step, and the sizes that it records."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.data import duplicates
+from common.data.batch_plan import BatchPlan
+from common.data.data_spec import data_rows
+from common.distributed import sharding, watchdog
+from common.distributed.collectives import is_main
+from common.training import batch_norm, timm_models
+from common.training import optimizer as optimization
+from common.training.freezing import Freezing
+from common.training.step import Samples, describe_step_modules
+
+
+def build_start_table(
+    config: Any,
+    model: torch.nn.Module,
+    train_set: Samples,
+    val: Any,
+    *,
+    plan: BatchPlan,
+    total_steps: int,
+    freezing: Freezing,
+    layout: str,
+    folder: Path,
+    trial: dict[str, str],
+) -> dict[str, str]:
+    """Rows of the start table in their order, name and value; those without a value are left out.
+
+    `val` is the source that is evaluated, `layout` describes processes and precision, `trial` has rows about the trial of a
+    step. With --dry_run the main process looks for duplicates, so its table has more rows than the others', which print none.
+    """
+    train = train_set.source
+    rows = data_rows(config.data, train, val)
+    rows |= timm_models.describe(config.model, model)
+    rows |= train_set.describe()
+    rows |= describe_step_modules(model)
+    rows["batch norm"] = batch_norm.describe(model)
+    rows |= sharding.describe(model)
+    rows["batch"] = str(plan)
+    rows["learning rate"] = optimization.describe(config, model)
+    rows["length"] = _describe_length(train_set, total_steps)
+    rows |= freezing.describe()
+    rows["layout"] = layout
+    rows["run folder"] = str(folder)
+    rows |= trial
+    if config.dry_run and is_main():
+        watchdog.note("looking for duplicates")
+        rows |= duplicates.rows(train, val)
+    return {name: value for name, value in rows.items() if value}
+
+
+def get_sizes(model: torch.nn.Module, train_set: Samples, val: Any, plan: BatchPlan) -> dict[str, Any]:
+    """Sizes of data, model and batches, for environment.json."""
+    train = train_set.source
+    sizes: dict[str, Any] = {"train_images": len(train), "val_images": len(val), "classes": len(train.classes)}
+    sizes |= getattr(train_set, "sizes", {})
+    sizes["micro_batch_size"] = plan.micro_batch_sizes[0]
+    sizes["micro_steps"] = plan.micro_steps
+    if plan.undivided_for:
+        sizes["undivided_for"] = plan.undivided_for
+    sizes["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    return sizes
+
+
+def _describe_length(train_set: Samples, total_steps: int) -> str:
+    stream = train_set.stream
+    text = f"{total_steps:,} steps, {stream.epoch(total_steps):.1f} epochs"
+    if stream.extends_epochs:
+        text += f", counted as {total_steps / stream.min_epoch_steps:.1f} of {stream.min_epoch_steps} steps each"
+    return text
