@@ -99,10 +99,16 @@ class Shutdown:
             self._log.close(1, patience=5.0)
             self._folder.check()
         try:
-            self._write_results()
+            self._log.flush()
+            self._log.summary(self._records.summary())
+            if status == "resumable":  # at once: launchers kill a process 30 s after they have asked it to stop
+                self._write_status(self._folder, status, cause)
+            if self._in_order:
+                self._records.draw("curves", plots.curves, self._path)
             patience = 30.0 if status == "finished" else 5.0
             dashboard = self._log.close(int(status == "failed"), patience=patience)
-            self._write_status(self._folder, status, cause)
+            if status != "resumable":
+                self._write_status(self._folder, status, cause)
             page = None if self._config.dry_run else self._report()
         except OSError as error:
             say(f"{self._path}: status and results could not be written: {error}")
@@ -113,12 +119,6 @@ class Shutdown:
             say("dry run: steps, an evaluation, and a checkpoint written, verified and loaded; nothing was kept")
         elif status == "finished":
             self._say_results(progress, dashboard, page)
-
-    def _write_results(self) -> None:
-        self._log.flush()
-        self._log.summary(self._records.summary())
-        if self._in_order:
-            self._records.draw("curves", plots.curves, self._path)
 
     def _write_status(self, folder: RunFolder, status: str, cause: str) -> None:
         step = self._records.progress.step
