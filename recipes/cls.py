@@ -221,7 +221,7 @@ def evaluate(model, batches, data):
         with batches.autocast():
             logits = predict(model, batch)  # [B, K]
         evaluation.update(batch, logits)
-    return evaluation  # has results() over all ranks, and pictures; a dict of results will do, too
+    return evaluation  # results() adds up all ranks, draw() makes pictures; a dict of results will do, without pictures
 
 
 def main() -> None:

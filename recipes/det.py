@@ -191,9 +191,9 @@ def evaluate(model, batches, data):
     evaluation = Evaluation(data)
     for batch in batches:  # this rank's share of the images, on the device and normalised
         with batches.autocast():
-            detections = predict(model, batch)
+            detections = predict(model, batch)  # of each image: boxes [n, 4], scores [n], labels int64[n]
         evaluation.update(batch, detections)
-    return evaluation  # has results() over all ranks, and pictures; a dict of results will do, too
+    return evaluation  # results() adds up all ranks, draw() makes pictures; a dict of results will do, without pictures
 
 
 def main() -> None:

@@ -112,8 +112,8 @@ def report(config: Any, origin: Origin, val: Source, results: dict, evaluation: 
                 remove(draft)
                 make_folder(draft)
                 content = {"evaluated": evaluated} | printed
-                if hasattr(evaluation, "draw"):
-                    evaluation.draw(SimpleNamespace(draw=partial(_draw, draft / "pictures")))
+                pictures = SimpleNamespace(draw=partial(_draw, draft / "pictures"))
+                plots.draw_evaluation(evaluation, pictures, launch.say)
                 if hasattr(evaluation, "details"):
                     content |= by_name(evaluation.details(), val.classes)
                 write_json(draft / "results.json", content)

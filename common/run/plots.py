@@ -187,6 +187,19 @@ def attempt(path: Path, say: Callable[[str], None], function: Callable, *argumen
     return True
 
 
+def draw_evaluation(evaluation: Any, pictures: Any, say: Callable[[str], None]) -> None:
+    """Draw what a recipe's `evaluate` has returned, if it has pictures; a failure is logged.
+
+    `pictures.draw(name, function, *arguments)` draws one of them.
+    """
+    if not hasattr(evaluation, "draw"):
+        return
+    try:
+        evaluation.draw(pictures)
+    except Exception as error:
+        say(f"the pictures of the evaluation could not be drawn: {type(error).__name__}: {error}")
+
+
 def run_of(path: Path) -> str:
     """The run's name, from the path of a plot: `runs/<name>/pictures/...`."""
     return Path(path).resolve().parent.parent.name

@@ -620,8 +620,8 @@ class Run:
 
     def _draw_evaluation(self) -> None:
         """Draw the pictures of this step's evaluation, if it has any and they are not drawn."""
-        if hasattr(self._evaluation, "draw") and not self._is_drawn:
-            self._evaluation.draw(self)
+        if not self._is_drawn:
+            plots.draw_evaluation(self._evaluation, self, self.say)
         self._is_drawn = True
 
     def _check_folder_is_shared(self) -> None:

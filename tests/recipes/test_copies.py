@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.harness.outcomes import Outcome, assert_same_training
+from tests.harness.several import load
 from tests.recipes.copied import CHANGES, PAGE, apply, copy, recipe_of
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +23,7 @@ EXACT += "--schedule constant".split()
 GROUPS = "--batch_norm group --norm_batch_size 10"  # leaves three processes unequal shares: 20, 20 and 10
 # Which changes are made together, and the flags of the run.
 DAYS = {
-    "focal": (("focal-loss", "a-second-head", "a-picture-of-your-own"), "--model test_vit --lr 2e-3"),
+    "focal": (("focal-loss", "a-second-head", "a-metric-and-its-picture"), "--model test_vit --lr 2e-3"),
     "margin": (("margin-head", "a-data-set-of-your-own"), "--model test_vit --lr 2e-3"),
     "stages": (("frozen-stages", "learning-rates-of-their-own", "an-evaluation-of-your-own"), f"{GROUPS} --lr 2e-3"),
     "optimizers": (
@@ -54,6 +55,7 @@ DRAWS = """Says when it draws.
 +    def draw(self, pictures):
 +        super().draw(pictures)
 +        print("draws at step", getattr(pictures, "step", "none"))
++        raise ValueError("no paint")
 +
 +
  def predict(model, batch):
@@ -74,7 +76,7 @@ def test_a_change_of_the_page_is_small_and_applies_to_the_recipe(name: str) -> N
     compile(apply(CHANGES[name], (ROOT / f"recipes/{recipe_of(name)}.py").read_text()), name, "exec")
     lines = [line for line in CHANGES[name].splitlines() if line[1:].strip()]
     come, go = (sum(line.startswith(sign) for line in lines) for sign in "+-")
-    assert 0 < come + go <= 20
+    assert 0 < come + go <= (30 if "picture" in name else 20)
     assert re.search(rf"\]\(#{name}\) \| \+{come}{f' -{go}' * bool(go)} \|", PAGE), f"the page's table: +{come} -{go}"
 
 
@@ -82,6 +84,12 @@ def test_a_change_of_the_page_is_small_and_applies_to_the_recipe(name: str) -> N
 def test_every_change_of_the_page_is_trained() -> None:
     elsewhere = {"hundreds-of-thousands-of-classes"}  # in test_layout.py
     assert {change for changes, _ in DAYS.values() for change in changes} == CHANGES.keys() - elsewhere
+
+
+def test_the_picture_of_the_page_is_drawn(tmp_path) -> None:
+    copy(tmp_path / "cls_ranks.py", CHANGES["a-metric-and-its-picture"])
+    load(tmp_path / "cls_ranks.py").draw_bars([7, 2, 1], tmp_path / "ranks.png")
+    assert (tmp_path / "ranks.png").stat().st_size > 1_000
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +163,8 @@ def test_the_changes_take_effect(runs: dict[str, dict[str, Outcome]]) -> None:
     assert "labels.csv: 199" in focal.stdout and len(focal.column("train/odd")) == 8
     assert {name.split("/")[0] for name in focal.tensors("optimizer")} >= {"odd.weight", "model.head.weight"}
     assert focal.read("best/config.json")["module"] == "TwoHeads"
+    ranks, losses = focal.column("eval/reciprocal_rank"), focal.column("eval/loss")
+    assert len(ranks) == len(losses) and (ranks >= focal.column("eval/top1")).all() and ranks.max() <= 1
     assert {"directions", "model.cls_token"} <= margin.tensors().keys() and "model.head.weight" not in margin.tensors()
     assert re.search("trained on +80 % of Shells", margin.stdout) and "stuff-0, stuff-1" in margin.stdout
 
@@ -197,6 +207,7 @@ def test_a_run_that_its_recipe_stops_ends_well_until_it_is_to_be_longer(runs) ->
     assert re.search("12 steps in [0-9]+ s of training, ended by no better result since step 4", first.stdout), first
     assert (first.folder / "best/model.safetensors").is_file()
     assert "draws at step 12" in first.stdout
+    assert "the pictures of the evaluation could not be drawn: ValueError: no paint" in first.stdout
     assert longer.outcome == "ok" and "resuming from step 12 of 44" in longer.stdout
     assert status(longer)[:2] == ("finished", 16), "it waits for 8 steps at most, and has waited longer"
 

@@ -61,7 +61,7 @@ MISTAKES = {
 """,
     "no direction": """A result of one's own that leads.
 @@ evaluate
--    return evaluation  # has results() over all ranks, and pictures; a dict of results will do, too
+-    return evaluation  # results() adds up all ranks, draw() makes pictures; a dict of results will do, without pictures
 +    results = evaluation.results()
 +    return results | {"regret": 1 - results["top1"]}
 @@ main
@@ -74,7 +74,7 @@ OF_ONE_RANK = """A metric that is not reduced.
 -from common.distributed import all_or_none
 +from common.distributed import all_or_none, rank
 @@ evaluate
--    return evaluation  # has results() over all ranks, and pictures; a dict of results will do, too
+-    return evaluation  # results() adds up all ranks, draw() makes pictures; a dict of results will do, without pictures
 +    return evaluation.results() | {"first": float(rank())}
 """
 OWN = ("train/confidence", "train/squared", "train/weight", "train/half")
