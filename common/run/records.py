@@ -15,6 +15,7 @@ import torch
 from common.config import parsing as configuration
 from common.config import recipe_source
 from common.config.fields import RunConfig
+from common.data.stream import Stream
 from common.distributed import devices
 from common.distributed.collectives import all_or_none, broadcast_object, gather_objects
 from common.errors import Refused
@@ -24,7 +25,6 @@ from common.run.log import RunLog
 from common.run.progress import Progress
 from common.run.step_reports import StepReport
 from common.run.tracking import Tracker
-from common.training.optimizer import Schedule
 
 EXPLODED = 1_000  # a loss that rises by so much in the steps of a dry run is lost
 MOST_DRAWING = 0.02  # of the time of training, for pictures between the first step and the last
@@ -74,10 +74,10 @@ class Records:
                 if self._folder:
                     self._folder.check()
 
-    def begin(self, schedule: Schedule) -> None:
-        """Set where learning rates and epochs of rows are from."""
-        self._schedule = schedule
-        self._stream = schedule.stream
+    def begin(self, stream: Stream, total_steps: int) -> None:
+        """Set the length of the run, and what counts its epochs."""
+        self._stream = stream
+        self._total_steps = total_steps
 
     def share(self) -> None:
         """Give all ranks the totals of the checkpoint, to count on from; a collective."""
@@ -104,7 +104,7 @@ class Records:
         )
         self.facts = facts
         folder.write("tracker.json", {"id": tracker.run_id})
-        self.log.open(tracker, self.progress.step, self._schedule.total_steps)
+        self.log.open(tracker, self.progress.step, self._total_steps)
 
     def record_step(self, report: StepReport, seconds: float, is_evaluated: bool) -> None:
         """Count a step that took `seconds`, and note its row if one is due or `is_evaluated`: there is an evaluation."""
@@ -170,7 +170,7 @@ class Records:
             "epoch": self._stream.epoch(report.step),
             "samples": report.step * self._config.global_batch_size,
             "train/loss": report.loss,
-            "train/lr": self._schedule(report.step - 1),
+            "train/lr": report.rate,
             "train/grad_norm": report.grad_norm,
             **{f"train/{name}": value for name, value in report.update.items()},
             **self.progress.pace(self._config.global_batch_size, report.ready),

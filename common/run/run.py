@@ -55,7 +55,6 @@ from common.run.tracking import require
 from common.training import batch_norm, exactness
 from common.training import optimizer as optimization
 from common.training.freezing import Freezing
-from common.training.optimizer import Schedule
 from common.training.step import Samples, TrainingStep
 from common.training.update_size import UpdateSize
 from common.training.warm_up import first_line, is_out_of_memory, warm_up
@@ -199,7 +198,7 @@ class Run:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        schedule: Schedule,
+        schedule: Callable[[int], float],
         train_set: Samples,
         val_set: Any,
         compute_losses: Callable[[torch.nn.Module, DeviceBatch], torch.Tensor],
@@ -213,6 +212,8 @@ class Run:
 
         The attributes of the run that need a model are born here: `model`, `plan`, `total_steps`, and those of the loop.
 
+        `schedule(step)` is the learning rate of a step, counted from 0; the run's length is its `total_steps` if it has that,
+        else that of --epochs or --max_steps.
         Several optimizers have parameters of their own each, are all stepped in every step, and come back as a list.
         `val_set` (`step.Evaluated`) says how images are evaluated, and exports the model accordingly.
         `compute_losses(network, batch)`, one loss per sample, is explained at `step.TrainingStep`.
@@ -232,10 +233,11 @@ class Run:
         trial_rows = self._fit()
         network, wrapped = self._wrap(model, optimizers)
         warm_up(network, model, partial(self._training.attempt, network, self.plan))
-        self._print_start_table(train_set, val, schedule, freezing, trial_rows)
+        self._stream = train_set.stream
+        self.total_steps = getattr(schedule, "total_steps", 0) or optimization.count_steps(self.config, self._stream)
+        rates = optimization.describe(self.config, model, schedule, optimizers, self.total_steps)
+        self._print_start_table(train_set, val, rates, freezing, trial_rows)
 
-        self._stream = schedule.stream
-        self.total_steps = schedule.total_steps
         averaged_model = self._ema.module if self._ema else None
         state = TrainingState(model, optimizers, averaged_model, self.accelerator.scaler)
         run_identity = self._identify(train, val)
@@ -244,7 +246,8 @@ class Run:
         self._step_reports = StepReports(self.config.global_batch_size, state.scaler)
         self._lap = Lap(self.device)  # of the present step
         self._update_size = UpdateSize(model, optimizers)
-        self._open_records(get_sizes(model, train_set, val, self.plan) | {"fingerprint": run_identity["data"]})
+        facts = get_sizes(model, train_set, val, self.plan)
+        self._open_records(facts | {"fingerprint": run_identity["data"], "optimization": rates})
         self._ending.forbid_leaving()
         self._started = True
         self._is_whole = True
@@ -329,7 +332,7 @@ class Run:
         return {"memory": peak} | inexact
 
     def _print_start_table(
-        self, train_set: Samples, val: Any, schedule: Schedule, freezing: Freezing, trial_rows: dict[str, str]
+        self, train_set: Samples, val: Any, rates: str, freezing: Freezing, trial_rows: dict[str, str]
     ) -> None:
         rows = build_start_table(
             self.config,
@@ -337,7 +340,8 @@ class Run:
             train_set,
             val,
             plan=self.plan,
-            total_steps=schedule.total_steps,
+            total_steps=self.total_steps,
+            rates=rates,
             freezing=freezing,
             layout=launch.describe(self.accelerator, self.config.dtype),
             folder=self.path,
@@ -354,24 +358,25 @@ class Run:
     def _resume(
         self,
         state: TrainingState,
-        schedule: Schedule,
+        schedule: Callable[[int], float],
         train: Any,
         run_identity: dict[str, Any],
         export: Callable[..., None],
     ) -> None:
         """Load the checkpoint to resume from, if there is one, and count on from its step."""
         records = self._records
-        records.begin(schedule)
+        records.begin(self._stream, self.total_steps)
         watchdog.note("choosing and loading a checkpoint")
         last = self._saving.resume(
             state,
             schedule,
+            total_steps=self.total_steps,
             class_names=train.classes,
             identity=run_identity,
             recipe=recipe_source.read(self.config),
             export=export,
         )
-        self._ending.last = last or schedule.total_steps
+        self._ending.last = last or self.total_steps
         records.share()
         self.step = records.progress.step
         self.best_step = records.progress.best.get("step", 0)
@@ -473,7 +478,14 @@ class Run:
         self._ending.stop_by_flags(progress, self.config)
         update = self._update_size.end() if self._is_logged(step) else None
         self._step_reports.post(
-            step, outcome, grad_norm, self._must_stop(), self._ending.stop_reason, update=update, lap=self._lap
+            step,
+            outcome,
+            grad_norm,
+            self._must_stop(),
+            self._ending.stop_reason,
+            update=update,
+            lap=self._lap,
+            rate=self._update_size.highest_rate(),
         )
         reports = self._step_reports.read()
         self._seconds[step] = time.perf_counter() - self._lap.began

@@ -44,8 +44,9 @@ class Saving:
     def resume(
         self,
         state: TrainingState,
-        schedule: Schedule,
+        schedule: Callable[[int], float],
         *,
+        total_steps: int,
         class_names: Sequence[str],
         identity: dict[str, Any],
         recipe: Source,
@@ -58,6 +59,7 @@ class Saving:
         """
         self._state = state
         self._schedule = schedule
+        self._total_steps = total_steps
         self._class_names = list(class_names)
         self._identity = identity
         self._recipe = recipe
@@ -89,7 +91,7 @@ class Saving:
         """The step after which the resumed run ends. Logs where it resumes; `status` is the content of status.json."""
         progress = self._records.progress
         step = progress.step
-        total_steps = self._schedule.total_steps
+        total_steps = self._total_steps
         has_changed = bool(difference(checkpoint.record["source"], self._recipe))
         is_own = checkpoint.path.parent.resolve() == (self._path / "checkpoints").resolve()
         if is_own and status["status"] == "finished" and status["step"] == step:  # ended when its checkpoint was there
@@ -121,12 +123,12 @@ class Saving:
             return False
         if progress.ended_by_flag:
             return bool(progress.exhausted(self.config))
-        return self._schedule.total_steps <= checkpoint.record["total_steps"]
+        return self._total_steps <= checkpoint.record["total_steps"]
 
     def _log_resume(self, checkpoint: Checkpoint) -> None:
         """Log where the run resumes, and the effect of data at another place and of a new length."""
         step = self._records.progress.step
-        total_steps = self._schedule.total_steps
+        total_steps = self._total_steps
         self._say(f"resuming from step {step} of {total_steps} ({checkpoint.path})")
         earlier_data = str(checkpoint.record["config"].get("data", ""))
         data = getattr(self.config, "data", "")
@@ -134,11 +136,14 @@ class Saving:
             self._say(f"the data are the same, and lie at {data} now; the run began with {earlier_data}")
         earlier_steps = checkpoint.record["total_steps"]
         if earlier_steps != total_steps:
-            earlier_rate = replace(self._schedule, total_steps=earlier_steps)(step - 1)
-            self._say(
-                f"its length was {earlier_steps} steps: the schedule now has {total_steps} steps from the start, so the "
-                f"learning rate continues at {self._schedule(step):.3g} (the last was {earlier_rate:.3g})"
-            )
+            text = f"its length was {earlier_steps} steps, and now is {total_steps}"
+            if isinstance(self._schedule, Schedule):
+                earlier_rate = replace(self._schedule, total_steps=earlier_steps)(step - 1)
+                text = (
+                    f"its length was {earlier_steps} steps: the schedule now has {total_steps} steps from the start, so the "
+                    f"learning rate continues at {self._schedule(step):.3g} (the last was {earlier_rate:.3g})"
+                )
+            self._say(text)
 
     def keep_best(self, results: dict) -> None:
         """Export the model, which has these results; with the next checkpoint it takes the place of `best/`."""
@@ -192,7 +197,7 @@ class Saving:
             "recipe": stem(self.config),
             "step": progress.step,
             "classes": self._class_names,
-            "total_steps": self._schedule.total_steps,
+            "total_steps": self._total_steps,
             "identity": self._identity,
             "source": self._recipe,
             "numbers": self._state.numbers(),

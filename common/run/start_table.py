@@ -11,7 +11,6 @@ from common.data.data_spec import data_rows
 from common.distributed import sharding, watchdog
 from common.distributed.collectives import is_main
 from common.training import batch_norm, timm_models
-from common.training import optimizer as optimization
 from common.training.freezing import Freezing
 from common.training.step import Samples, describe_step_modules
 
@@ -24,6 +23,7 @@ def build_start_table(
     *,
     plan: BatchPlan,
     total_steps: int,
+    rates: str,
     freezing: Freezing,
     layout: str,
     folder: Path,
@@ -31,8 +31,9 @@ def build_start_table(
 ) -> dict[str, str]:
     """Rows of the start table in their order, name and value; those without a value are left out.
 
-    `val` is the source that is evaluated, `layout` describes processes and precision, `trial` has rows about the trial of a
-    step. With --dry_run the main process looks for duplicates, so its table has more rows than the others', which print none.
+    `val` is the source that is evaluated, `rates` describes schedule and optimizers, `layout` processes and precision, and
+    `trial` has rows about the trial of a step. With --dry_run the main process looks for duplicates, so its table has more
+    rows than the others', which print none.
     """
     train = train_set.source
     rows = data_rows(config.data, train, val)
@@ -42,7 +43,7 @@ def build_start_table(
     rows["batch norm"] = batch_norm.describe(model)
     rows |= sharding.describe(model)
     rows["batch"] = str(plan)
-    rows["learning rate"] = optimization.describe(config, model)
+    rows["learning rate"] = rates
     rows["length"] = _describe_length(train_set, total_steps)
     rows |= freezing.describe()
     rows["layout"] = layout

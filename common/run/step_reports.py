@@ -37,6 +37,7 @@ class StepReport:
     broken: tuple[str, ...]  # images that could not be read, of all ranks
     stop: bool  # some rank was asked to stop
     skipped: bool  # fp16 found an overflow and left the weights as they were
+    rate: float = 0.0  # the highest learning rate of the step
     ended_by: str = ""  # why the recipe ends the run, if some rank does
     loss_scale: float | None = None  # fp16: the factor of the next step's loss
     logged: dict[str, float] = field(default_factory=dict)  # custom numbers: means over all values of the step
@@ -55,6 +56,7 @@ class _Posted:
     counts: dict[str, int]  # number of values of each custom number
     update: Update | None
     lap: "Lap | None"
+    rate: float
     copied: torch.Event | None = None
     report: dict[str, Any] = field(default_factory=dict)  # fields of `StepReport` that every rank knows by itself
     logged: dict[str, tuple[float, int]] = field(default_factory=dict)  # on the host: sum and count
@@ -132,10 +134,11 @@ class StepReports:
         ended_by: str = "",
         update: Update | None = None,
         lap: Lap | None = None,
+        rate: float = 0.0,
     ) -> None:
         """Take the numbers of this rank's `step`; `stop`: it was asked to stop, `ended_by`: why the recipe ends the run.
 
-        `update` is given on all ranks for a step that is logged, `lap` of each step.
+        `rate` is its highest learning rate. `update` is given on all ranks for a step that is logged, `lap` of each step.
         """
         losses = outcome.losses
         loss = losses.sum(dtype=devices.exact(losses.device))
@@ -149,7 +152,7 @@ class StepReports:
             for total in self._sums.values()
         ]
         on_host = torch.stack(numbers).to("cpu", non_blocking=True)
-        posted = _Posted(step, outcome, on_host, stop, ended_by, self._counts, update, lap)
+        posted = _Posted(step, outcome, on_host, stop, ended_by, self._counts, update, lap, rate)
         self._sums, self._counts = {}, {}
         if devices.has_streams(losses.device):
             posted.copied = devices.mark()
@@ -224,6 +227,7 @@ class StepReports:
             step=posted.step,
             loss=loss / self.global_batch_size,
             data_wait=wait / world_size(),
+            rate=posted.rate,
             broken=names,
             stop=stop > 0,
             ended_by=find_first_text(posted.ended_by) if ended else "",

@@ -9,7 +9,14 @@ if TYPE_CHECKING:
     from common.training.batch_norm import freeze as freeze_modules
     from common.training.compiling import compile_model
     from common.training.layers import prepare_layers
-    from common.training.optimizer import Schedule, build_ema, build_optimizer, build_schedule, set_learning_rate
+    from common.training.optimizer import (
+        Schedule,
+        build_ema,
+        build_optimizer,
+        build_schedule,
+        count_steps,
+        set_learning_rate,
+    )
     from common.training.timm_models import build_classifier, check_export, checkpoint_gradients, resolve_data_config
 
 __all__, __getattr__ = face(__name__)

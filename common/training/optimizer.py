@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from typing import Any
+from weakref import WeakSet
 
 import timm.optim
 import torch
@@ -50,6 +51,9 @@ ON_SHARDS = {
 }
 
 
+_BUILT: WeakSet[torch.optim.Optimizer] = WeakSet()  # optimizers that flags have made
+
+
 def build_optimizer(config: OptimizationConfig, model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer of timm's factory over the trainable parameters of `model`.
 
@@ -83,6 +87,7 @@ def build_optimizer(config: OptimizationConfig, model: nn.Module) -> torch.optim
         raise Refused(f"{told}; adamw, sgd, lion and lamb always can") from None
     if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["fused"]:
         optimizer.register_step_pre_hook(_begin_momentum)
+    _BUILT.add(optimizer)
     return optimizer
 
 
@@ -141,14 +146,47 @@ def lr_factors(config: OptimizationConfig) -> dict[str, float]:
     return {"backbone": config.backbone_lr_factor, "neck": config.neck_lr_factor, "head": config.head_lr_factor}
 
 
-def describe(config: OptimizationConfig, model: nn.Module) -> str:
-    """Learning rate and optimizer for the start table, with the rate of each part if they differ."""
-    peak, factors = peak_learning_rate(config), lr_factors(config)
-    text = f"{peak:.4g}, {config.schedule}, {config.opt}"
+def describe(
+    config: OptimizationConfig,
+    model: nn.Module,
+    schedule: Callable[[int], float],
+    optimizers: Sequence[torch.optim.Optimizer],
+    total_steps: int,
+) -> str:
+    """Learning rate, schedule and optimizers of a run, for people; of the flags only those that made them."""
+    names = [config.opt if optimizer in _BUILT else _describe_optimizer(optimizer) for optimizer in optimizers]
+    text = f"{_describe_schedule(schedule, total_steps)}, {' and '.join(names)}"
+    if not any(optimizer in _BUILT for optimizer in optimizers):
+        return text
+    peak = peak_learning_rate(config)
+    factors = lr_factors(config)
     if len(set(factors.values())) > 1:
         rates = [f"{part} {peak * factors[part]:.4g}" for part, of_part in parts(model).items() if of_part]
         text += f"; {', '.join(rates)}"
-    return text + f"; times {config.layer_decay:g} per layer from the head down" * (config.layer_decay < 1)
+    if config.layer_decay < 1:
+        text += f"; times {config.layer_decay:g} per layer from the head down"
+    return text
+
+
+def _describe_schedule(schedule: Callable[[int], float], total_steps: int) -> str:
+    if isinstance(schedule, Schedule):
+        return f"{schedule.peak:.4g}, {schedule.config.schedule}"
+    stride = max(1, total_steps // 1000)
+    highest = max(float(schedule(step)) for step in range(0, total_steps, stride))
+    name = getattr(schedule, "__name__", type(schedule).__name__)
+    first = float(schedule(0))
+    last = float(schedule(total_steps - 1))
+    return f"{first:.4g} to {highest:.4g} to {last:.4g} by {name}"
+
+
+def _describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Class and hyperparameters, as in `RMSprop (alpha 0.99, momentum 0)`, of an optimizer that no flag has made."""
+    values = []
+    for name, value in optimizer.defaults.items():
+        is_switch = value is None or isinstance(value, bool)
+        if name not in ("lr", "lr_scale") and not is_switch:
+            values.append(f"{name} {value}")
+    return f"{type(optimizer).__name__} ({', '.join(values)})"
 
 
 def peak_learning_rate(config: Any) -> float:
@@ -195,11 +233,16 @@ class Schedule:
 
 
 def build_schedule(config: Any, stream: Stream) -> Schedule:
-    """The schedule of a run of `--max_steps`, or else of `--epochs` in whole steps, rounded up; of two for `--dry_run`."""
+    """The schedule that the flags name, for a run of `count_steps`."""
+    return Schedule(config, stream, count_steps(config, stream))
+
+
+def count_steps(config: Any, stream: Stream) -> int:
+    """The length of a run: `--max_steps`, or else `--epochs` in whole steps, rounded up; two steps for `--dry_run`."""
     steps = config.max_steps or stream.steps(config.epochs)
     if steps < 1:
         raise Refused(f"--epochs {config.epochs}: no step to make; train longer, or take --eval_only")
-    return Schedule(config, stream, min(2, steps) if config.dry_run else steps)
+    return min(2, steps) if config.dry_run else steps
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -53,6 +53,11 @@ class UpdateSize:
         torch._foreach_sub_([*map(local, before)], [*map(local, weights)])
         return Update(self._rates(), torch.stack([size, total_norm(before)]))
 
+    def highest_rate(self) -> float:
+        """The highest learning rate that a group of the optimizers has now."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return max(float(group["lr"]) for group in groups)
+
     def _rates(self) -> dict[str, float]:
         """`lr_backbone`, `lr_head`, ...: the highest learning rate in each part; {} if all are the same."""
         if self._groups is None:

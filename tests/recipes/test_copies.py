@@ -24,7 +24,10 @@ GROUPS = "--batch_norm group --norm_batch_size 10"  # leaves three processes une
 # Which changes are made together, and the flags of the run.
 DAYS = {
     "focal": (("focal-loss", "a-second-head", "a-metric-and-its-picture"), "--model test_vit --lr 2e-3"),
-    "margin": (("margin-head", "a-data-set-of-your-own"), "--model test_vit --lr 2e-3"),
+    "margin": (
+        ("margin-head", "a-data-set-of-your-own", "a-schedule-of-your-own"),
+        "--model test_vit --lr 2e-3",
+    ),
     "stages": (("frozen-stages", "learning-rates-of-their-own", "an-evaluation-of-your-own"), f"{GROUPS} --lr 2e-3"),
     "optimizers": (
         ("two-optimizers", "an-augmentation-of-your-own", "early-stopping", "another-metric"),
@@ -166,6 +169,9 @@ def test_the_changes_take_effect(runs: dict[str, dict[str, Outcome]]) -> None:
     ranks, losses = focal.column("eval/reciprocal_rank"), focal.column("eval/loss")
     assert len(ranks) == len(losses) and (ranks >= focal.column("eval/top1")).all() and ranks.max() <= 1
     assert {"directions", "model.cls_token"} <= margin.tensors().keys() and "model.head.weight" not in margin.tensors()
+    triangle = [2e-3 * (1 - abs(2 * step / 9 - 1)) for step in range(1, 9)]
+    np.testing.assert_allclose(margin.column("train/lr"), triangle)
+    assert re.search("learning rate +0.0004444 to 0.001778 to 0.0004444 by schedule, adamw\n", margin.stdout)
     assert re.search("trained on +80 % of Shells", margin.stdout) and "stuff-0, stuff-1" in margin.stdout
 
     layers = sum(isinstance(layer, torch.nn.BatchNorm2d) for layer in timm.create_model("test_resnet").modules())

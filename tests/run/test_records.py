@@ -19,15 +19,6 @@ from tests.harness.dashboard import Dashboard
 NAN = float("nan")
 
 
-class ConstantRate:
-    """Stands in for a schedule, of epochs of ten steps."""
-
-    stream = SimpleNamespace(epoch=lambda step: step / 10)
-
-    def __call__(self, step: int) -> float:
-        return 0.1
-
-
 @pytest.fixture
 def records(tmp_path: Path):
     """`records(dry_run=True)`: those of a run of 30 steps, as they are after its start."""
@@ -37,7 +28,8 @@ def records(tmp_path: Path):
         folders.append(RunFolder(tmp_path / f"{len(folders)}"))
         folders[-1].rewind(0)
         records = Records(RunConfig(log_every=2, **options), folders[-1].path, folders[-1])
-        records.begin(ConstantRate())
+        stream = SimpleNamespace(epoch=lambda step: step / 10)  # epochs of ten steps
+        records.begin(stream, 30)
         records.share()
         records.log.open(Dashboard(), 0, 30)
         return records
