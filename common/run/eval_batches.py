@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from common.data.loader import DeviceBatch
+from common.distributed import gather_objects
 
 
 class EvalBatches:
@@ -27,15 +28,21 @@ class EvalBatches:
         self.device: torch.device = accelerator.device
         self._normalize = normalize
         self._accelerator = accelerator
+        self._broken: list[str] = []  # images that this rank could not read: name and reason
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
+            self._broken += batch.broken
             batch = batch.to(self.device)
             batch.images = self._normalize(batch)
             yield batch
 
     def __len__(self) -> int:
         return len(self.loader)
+
+    def gather_broken(self) -> list[str]:
+        """The images that could not be read, of all ranks, name and reason. A collective, to be called after the last batch."""
+        return [name for names in gather_objects(self._broken) for name in names]
 
     def autocast(self) -> AbstractContextManager:
         """The precision of the launch, for a forward pass."""

@@ -554,6 +554,8 @@ class Run:
             batches = EvalBatches(loader, self._val_set.normalize, self.accelerator)
             evaluation = evaluate(model, batches, self._val_set.source)
             results = results_of(evaluation)
+            broken = batches.gather_broken()
+        self._records.name_broken(broken)
         model.train()
         return evaluation, results
 
@@ -578,6 +580,8 @@ class Run:
         with torch.compiler.set_stance("force_eager"):
             evaluation = evaluate(val_set.adapt(model).eval(), batches, data)
             results = results_of(evaluation)
+        for name in batches.gather_broken():
+            launch.say(f"can't be read, counts as wrong: {name}")
         eval_only.report(self.config, weights, data, results, evaluation)
 
     def should_save(self) -> bool:
