@@ -5,7 +5,7 @@ that names of classes and files can't become markup.
 """
 
 import base64
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,26 +119,41 @@ def _results(run: PastRun) -> Part:
 
 
 def _classes(run: PastRun) -> Part:
-    columns = {
-        key: values
-        for key, values in run.results.items()
-        if isinstance(values, dict)
-        and values
-        and not key.startswith("raw_")
-        and all(v is None or finite(v) is not None for v in values.values())
-    }
+    title = class_result_name(run.results)
+    columns = _class_columns(run.results, title)
     if not columns:
         return {}
-    ordered = sorted(columns, key=lambda key: key != "per_class")
-    first = columns[ordered[0]]
-    names = sorted(first, key=lambda name: first[name] if first[name] is not None else 2)
-    title = class_result_name(run.results)
+    notes = ["Of the best model, on the validation data; the lowest come first."]
+    if "threshold" in columns:
+        notes.append("threshold: the score from which on the class is told from all others with the best F1.")
+    leading = next(iter(columns.values()))
+    names = sorted(leading, key=lambda name: 2.0 if leading[name] is None else float(leading[name] or 0))
     return {
         "title": "Classes",
-        "notes": ["Of the best model, on the validation data; the lowest come first."],
-        "head": ["class", *(title if key == "per_class" else key.replace("_", " ") for key in ordered)],
-        "rows": [(name, *(in_words(columns[key].get(name)) for key in ordered)) for name in names],
+        "notes": notes,
+        "head": ["class", *(column.replace("_", " ") for column in columns)],
+        "rows": [(name, *(in_words(values.get(name)) for values in columns.values())) for name in names],
     }
+
+
+def _class_columns(results: Mapping[str, Any], title: str) -> dict[str, dict[str, float | None]]:
+    """By title, a number of each class: the leading one, then the others."""
+    leading = results.get("per_class", {})
+    columns = {title: leading}
+    kept = [key for key in results if key not in ("per_class", "thresholds") and not key.startswith("raw_")]
+    columns |= {key: results[key] for key in kept if _is_of_classes(results[key], leading)}
+    same_as_leading = "recall" if title == "accuracy" else title.lower()
+    details = results.get("classes", {})
+    names = [key for key in next(iter(details.values()), {}) if key != same_as_leading]
+    columns |= {key: {name: row[key] for name, row in details.items()} for key in names}
+    return columns if leading else {}
+
+
+def _is_of_classes(values: Any, leading: Mapping[str, Any]) -> bool:
+    """True if `values` has a number of each class, or None."""
+    if not isinstance(values, dict) or values.keys() != leading.keys():
+        return False
+    return all(value is None or finite(value) is not None for value in values.values())
 
 
 def _pictures(run: PastRun) -> Part:

@@ -538,7 +538,8 @@ class Run:
         self._records.progress.owes_evaluation = False
         if self._records.record_evaluation(self.step, results, best_metric, larger):
             watchdog.note("writing best/")
-            self._saving.keep_best(results)
+            details = evaluation.details() if is_main() and hasattr(evaluation, "details") else {}
+            self._saving.keep_best(results | details)
             self.best_step = self.step
         self._ending.stop_by_flags(self._records.progress, self.config)
         self._evaluation = evaluation

@@ -102,6 +102,7 @@ class Freezing:
         frozen = sum(parameter.numel() for stage in self._frozen for parameter in stage.parameters)
         share = frozen / sum(parameter.numel() for parameter in self._model.parameters())
         layers = sum(len(stage.batch_norms) for stage in self._frozen)
+        share = min(share, 0.99)  # a head that trains is not rounded away
         text = _joined(self._frozen) + f" of {count}" * bool(count) + f", {share:.0%} of the parameters"
         text += f", {layers} batch norms with their statistics" * bool(layers)
         later = [f"{_joined(part)} from step {first + 1:,}" for first, part in self._parts]

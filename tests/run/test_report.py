@@ -115,13 +115,14 @@ def test_a_damaged_file_costs_its_own_part_at_most(tmp_path: Path, content: str)
 
 def test_classes_are_listed_lowest_first_and_no_fifo_is_waited_for(tmp_path: Path) -> None:
     results = {"f1": 0.5, "per_class": {"a": 0.5, "b": 0.0, "c": None}, "odd": {"a": "x"}}
-    results["threshold"] = dict.fromkeys("abc", 0.125)
+    results |= {"thresholds": dict.fromkeys("abc", 0.125), "threshold": 0.5}
+    results["classes"] = {name: {"images": 4, "f1": 0.5, "threshold": 0.125} for name in "abc"}
     folder = made(tmp_path / "a", **{"best/results.json": results, "metrics.jsonl": None, "summary.json": None})
     (folder / "pictures").mkdir()
     for name in ("pictures/errors.png", "metrics.jsonl", "summary.json", "environment.json"):
         os.mkfifo(folder / name)
     page = Page(folder)
-    assert "class F1 threshold b 0.00 % 12.50 % a 50.00 % 12.50 % c - 12.50 %" in page.text
+    assert "class F1 images threshold b 0.00 % 4 12.50 % a 50.00 % 4 12.50 % c - 4 12.50 %" in page.text
     for said in ("errors.png: can't be shown", "metrics.jsonl: not a regular file"):
         assert said in page.text
 

@@ -10,7 +10,14 @@ from common.data.stream import Stream
 from common.errors import Refused
 from common.training import batch_norm
 from common.training.freezing import Freezing, freeze
-from common.training.optimizer import build_ema, build_optimizer, clip_gradients, describe, set_learning_rate
+from common.training.optimizer import (
+    Schedule,
+    build_ema,
+    build_optimizer,
+    clip_gradients,
+    describe,
+    set_learning_rate,
+)
 from tests.training.small import Config
 
 STREAM = Stream(40, 8, 0)  # five steps an epoch
@@ -114,9 +121,10 @@ def test_each_part_has_its_rate_and_the_start_table_says_so() -> None:
     for name, parameter in model.named_parameters():
         factor = 3.0 if name.startswith("fc.") else 0.1
         assert rates[0][id(parameter)] == pytest.approx(factor * rates[1][id(parameter)]), name
-    assert describe(config, model) == (
+    schedule = Schedule(config, STREAM, 100)
+    assert describe(config, model, schedule, [optimizer], 100) == (
         "0.01, cosine, adamw; backbone 0.001, head 0.03; times 0.5 per layer from the head down"
     )
-    assert describe(Config(lr=0.01), model) == "0.01, cosine, adamw"
+    assert describe(Config(lr=0.01), model, schedule, [plain], 100) == "0.01, cosine, adamw"
     with pytest.raises(Refused, match=r"--neck_lr_factor 2\.0: ResNet has no neck"):
         build_optimizer(Config(neck_lr_factor=2.0), model)
