@@ -16,7 +16,6 @@ import statistics
 import tempfile
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import timm
 import torch
@@ -61,7 +60,7 @@ def train_bare(way: str, setting: Setting, folder: Path, workers: int) -> None:
             logits = model(images.contiguous(memory_format=torch.channels_last))
         return F.cross_entropy(logits.float(), labels)
 
-    with patch.object(torch.backends.cudnn, "benchmark", True):
+    with torch.backends.cudnn.flags(benchmark=True):
         train_by_hand(model, batches, compute_loss)
 
 

@@ -117,7 +117,7 @@ def measure_images(folder: Path, turns: int, goal: float) -> list[Row]:
         peers["SPDL"] = lambda path: collate_with_spdl([decode_with_spdl(path)])
     cache = open_cache(len(paths), CACHE, "")
     readers = peers | {
-        "JPEG": build_our_reader(),
+        "ours from JPEG": build_our_reader(),
         "cache": build_our_reader(cache),
     }
     ways = {name: partial(measure_cpu, read, paths) for name, read in readers.items()}

@@ -42,7 +42,7 @@ def test_all_scripts_make_one_table(launch: Launcher) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("script", "num_rows"), [("whole_run", 2), ("gpu", 4)])
+@pytest.mark.parametrize("script, num_rows", [("whole_run", 2), ("gpu", 4)])
 def test_scripts_outside_the_table_run_on_a_cpu(script: str, num_rows: int, launch: Launcher, tmp_path: Path) -> None:
     output = tmp_path / "rows.json"
     done = launch.start_python(f"benchmarks/{script}.py", "--quick", "--output", output).finish(400)
