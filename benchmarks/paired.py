@@ -82,7 +82,7 @@ def build_recipe_loop(
             "output_dir": folder,
             **build_flags(setting),
         }
-        argv = [path.name, *(f"--{flag}={value}" for flag, value in flags.items())]
+        argv = [path.name, *(f"--{flag}" if value is True else f"--{flag}={value}" for flag, value in flags.items())]
         try:
             with patch.object(sys, "argv", argv):
                 module.main()
