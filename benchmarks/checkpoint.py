@@ -1,6 +1,6 @@
 """Measures how long training stops for a checkpoint.
 
-    python benchmarks/checkpoint.py [--quick] [--turns N] [--output FILE]
+    python benchmarks/checkpoint.py [--quick] [--turns N]
 
 A model of 86 million parameters, with AdamW's state and a moving average: 1.4 GB. One training loop saves in two ways, in the
 order ABBA: in the background, as the recipes do, and with training waiting until the file is written. While a checkpoint is
@@ -42,7 +42,6 @@ class Training:
         self.model(self.images).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._synchronize()
 
     def save(self, in_background: bool) -> float:
         """Saves a checkpoint; returns for how many seconds training stopped."""
@@ -54,7 +53,8 @@ class Training:
             self.checkpoints.save(record, files)
             self.is_written = True
 
-        self._synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
         start = time.perf_counter()
         if in_background:
             self.writer.start(self.state.tensors(), write)
@@ -65,10 +65,6 @@ class Training:
             self.step()
         self.writer.wait()
         return seconds
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def measure(turns: int, quick: bool) -> list[Row]:

@@ -1,6 +1,6 @@
 """Measures what `recipes/det.py` adds to the detector's own step.
 
-    python benchmarks/detection.py [--quick] [--turns N] [--output FILE]
+    python benchmarks/detection.py [--quick] [--turns N]
 
 The recipe's own `main` is compared with a loop written by hand around the same detector, as in `loop.py`: the same scenes in
 the same order, resizing, loss, optimizer, gradient norm and learning rate per step.
@@ -25,9 +25,6 @@ from common.detection.models.spec import DetectorSpec
 
 def build_flags(setting: Setting) -> dict:
     return {
-        "data": "digits",
-        "hflip": 0,
-        "warmup_epochs": 0,
         "short_sides": setting.image_size,
         "long_side": setting.image_size,
         **FCOS_FLAGS,

@@ -1,6 +1,6 @@
 """Measures how much of a GPU's speed `recipes/cls.py` reaches on files.
 
-    python benchmarks/gpu.py [--quick] [--turns N] [--output FILE]
+    python benchmarks/gpu.py [--quick] [--turns N]
 
 ResNet-50 at 224 pixels in bf16, on JPEGs of 500 x 375 pixels, decoded by the workers or once (`--cache`). The peer is timm's
 loader with its prefetcher, as many workers and the same augmentation, in front of the loop written by hand of `paired.py`. The

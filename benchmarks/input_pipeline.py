@@ -1,6 +1,6 @@
 """Measures how fast photographs become training batches, compared with other libraries on the same files.
 
-    python benchmarks/input_pipeline.py [--quick] [--turns N] [--output FILE]
+    python benchmarks/input_pipeline.py [--quick] [--turns N]
 
 JPEGs of 500 x 375 pixels and of 12 megapixels are cropped to 224 pixels (crop_scale 0.08, flipped half the time). Measured are:
 
@@ -57,7 +57,6 @@ except (ImportError, RuntimeError):
 SIZE = 224
 CONFIG = SimpleNamespace(crop_scale=0.08, hflip=0.5, vflip=0.0, augment="")
 DATA = {"input_size": (3, SIZE, SIZE), "interpolation": "bilinear", "mean": (0.485, 0.456, 0.406), "std": (0.229,) * 3}
-MEAN, STD = (255 * torch.tensor(DATA[key])[:, None, None] for key in ("mean", "std"))
 CACHE = 336
 BOX_BATCH_SIZE = 8
 
@@ -132,16 +131,24 @@ def measure_images(folder: Path, turns: int, goal: float) -> list[Row]:
 # ---- loaders with one worker
 
 
+def normalize(images: torch.Tensor) -> torch.Tensor:
+    """As timm's loader does; our recipe does that on the device."""
+    mean, std = (255 * torch.tensor(DATA[key])[:, None, None] for key in ("mean", "std"))
+    return images.to(torch.float32, memory_format=torch.contiguous_format).sub_(mean).div_(std)
+
+
+def load_with_ours(samples: TrainDataset | BoxDataset, batch_size: int) -> DataLoader:
+    return training_loader(samples, BatchPlan(batch_size, 1, batch_size), 0, 10**9, workers=1)
+
+
 def our_loader(folder: Path, batch_size: int) -> Iterator:
-    """Ours, normalised like the others; the recipe does that on the device."""
     source, _ = sources.load(sources.Spec(str(folder), seed=0, val_share=0.25))
     samples = TrainDataset(source, Stream(len(source), batch_size, 0), TrainingTransform(CONFIG, DATA), 0)
-    for batch in training_loader(samples, BatchPlan(batch_size, 1, batch_size), 0, 10**9, workers=1):
-        yield batch.images.to(torch.float32, memory_format=torch.contiguous_format).sub_(MEAN).div_(STD)
+    for batch in load_with_ours(samples, batch_size):
+        yield normalize(batch.images)
 
 
 def spdl_loader(folder: Path, batch_size: int) -> Iterator:
-    """SPDL's, normalised as ours."""
     paths = [path for path, _ in open_long_folder(folder).samples]
     loader = spdl.dataloader.DataLoader(
         random.sample(paths, len(paths)),
@@ -151,7 +158,7 @@ def spdl_loader(folder: Path, batch_size: int) -> Iterator:
         num_threads=1,
     )
     for images in loader:
-        yield images.to(torch.float32, memory_format=torch.contiguous_format).sub_(MEAN).div_(STD)
+        yield normalize(images)
 
 
 def our_box_loader(folder: Path, short_side: int) -> Iterator:
@@ -159,7 +166,7 @@ def our_box_loader(folder: Path, short_side: int) -> Iterator:
     stream = Stream(len(source), BOX_BATCH_SIZE, seed=0)
     augmentation = BoxAugmentation(0, (short_side,), 1333, hflip=0.5)
     samples = BoxDataset(source, stream, augmentation, stride=32, fill=(124, 116, 104), seed=0)
-    return iter(training_loader(samples, BatchPlan(BOX_BATCH_SIZE, 1, BOX_BATCH_SIZE), 0, 10**9, workers=1))
+    return iter(load_with_ours(samples, BOX_BATCH_SIZE))
 
 
 def torchvision_box_loader(folder: Path, short_side: int) -> Iterator:

@@ -1,6 +1,6 @@
 """Measures what `recipes/cls.py` adds to the model's own step.
 
-    python benchmarks/loop.py [--quick] [--turns N] [--output FILE]
+    python benchmarks/loop.py [--quick] [--turns N]
 
 The recipe's own `main` is compared with a loop written by hand without any framework: the same timm model, images in memory,
 transforms, loss, optimizer, gradient norm and learning rate per step; the loss is read one step late. Both load data in the
@@ -19,7 +19,6 @@ from accelerate.state import PartialState
 from paired import Setting, build_recipe_loop, compare_loops, train_by_hand
 from table import Row, run_script
 from timm.data import create_transform, resolve_model_data_config
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from common.classification import sources
@@ -30,11 +29,8 @@ CROP_SCALE = 0.7
 
 def build_flags(setting: Setting) -> dict:
     return {
-        "data": "digits",
         "image_size": setting.image_size,
         "crop_scale": CROP_SCALE,
-        "hflip": 0,
-        "warmup_epochs": 0,
     }
 
 
@@ -51,21 +47,6 @@ class Images(Dataset):
 
     def __getitem__(self, index: int):
         return self.transform(self.source.image(index)), self.labels[index]
-
-
-def build_compute_loss(model: nn.Module, data_config: dict, device: torch.device) -> Callable:
-    """The loss of uint8 images and labels, which it normalises on the device; in bf16 if Accelerate says so."""
-    mean, std = (255 * torch.tensor(data_config[key], device=device)[:, None, None] for key in ("mean", "std"))
-
-    autocast = torch.autocast(device.type, torch.bfloat16, os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16")
-
-    def compute_loss(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        images = images.to(device, non_blocking=True).to(torch.float32).sub_(mean).div_(std)
-        with autocast:
-            logits = model(images)
-        return F.cross_entropy(logits.float(), labels.to(device, non_blocking=True))
-
-    return compute_loss
 
 
 def train_bare(setting: Setting, shard: Callable | None = None, **options: object) -> None:
@@ -87,8 +68,16 @@ def train_bare(setting: Setting, shard: Callable | None = None, **options: objec
         shard(model)
     size = setting.batch_size // world_size()
     loader = DataLoader(Images(source, transform), size, shuffle=True, drop_last=True, pin_memory=device.type == "cuda")
-    batches = itertools.chain.from_iterable(itertools.repeat(loader))
-    train_by_hand(model, batches, build_compute_loss(model, data_config, device))
+    mean, std = (255 * torch.tensor(data_config[key], device=device)[:, None, None] for key in ("mean", "std"))
+    autocast = torch.autocast(device.type, torch.bfloat16, os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16")
+
+    def compute_loss(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        images = images.to(device, non_blocking=True).to(torch.float32).sub_(mean).div_(std)
+        with autocast:
+            logits = model(images)
+        return F.cross_entropy(logits.float(), labels.to(device, non_blocking=True))
+
+    train_by_hand(model, itertools.chain.from_iterable(itertools.repeat(loader)), compute_loss)
 
 
 def measure(turns: int, quick: bool) -> list[Row]:

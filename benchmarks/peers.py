@@ -1,6 +1,6 @@
 """The peers of the other scripts, as people write them with the parts of timm and torchvision; nothing of this repository.
 
-    torchrun --nproc_per_node 2 benchmarks/peers.py {cls,det} FOLDER MODEL SIZE EPOCHS OUTPUT
+    torchrun --nproc_per_node 2 benchmarks/peers.py {cls,det} FOLDER SIZE EPOCHS OUTPUT
 
 is a whole run: of timm's data set, loader, optimizer, scheduler and saver in the order of its train script, or of torchvision's
 data set, transforms and FCOS in the order of its references/detection. It evaluates once per epoch and writes a checkpoint.
@@ -31,11 +31,11 @@ from torchvision.models.detection.fcos import FCOS, FCOSHead
 from torchvision.ops import FeaturePyramidNetwork
 from torchvision.transforms import v2
 
-BATCH_SIZE, LR, WEIGHT_DECAY, CROP_SCALE = 64, 1e-3, 0.05, 0.08  # of whole runs
+MODEL = "test_resnet"
+BATCH_SIZE, CROP_SCALE = 64, 0.08  # of whole runs
 BOX_BATCH_SIZE = 8
 LEVELS, WIDTH, CONVOLUTIONS = (3, 4), 64, 2  # of FCOS
 FCOS_FLAGS = {"detector": "fcos", "levels": "3-4", "width": WIDTH, "convolutions": CONVOLUTIONS}  # of det.py
-NUM_WORKERS = 1
 
 
 # ---- readers, without an end
@@ -97,8 +97,8 @@ class Run:
     evaluate: Callable[[], float]
 
 
-def build_cls(folder: Path, name: str, size: int) -> Run:
-    model = timm.create_model(name, num_classes=2)
+def build_cls(folder: Path, size: int) -> Run:
+    model = timm.create_model(MODEL, num_classes=2)
     data_config = resolve_data_config({"img_size": size}, model=model)
     loaders = []
     for split in ("train", "val"):
@@ -109,11 +109,8 @@ def build_cls(folder: Path, name: str, size: int) -> Run:
             is_training=split == "train",
             scale=(CROP_SCALE, 1.0),
             color_jitter=None,
-            interpolation=data_config["interpolation"],
-            mean=data_config["mean"],
-            std=data_config["std"],
-            crop_pct=data_config["crop_pct"],
-            num_workers=NUM_WORKERS,
+            num_workers=1,
+            **{name: data_config[name] for name in ("interpolation", "mean", "std", "crop_pct")},
             distributed=True,
             device=torch.device("cpu"),
         )
@@ -136,18 +133,18 @@ class Pyramid(nn.Module):
 
     out_channels = WIDTH
 
-    def __init__(self, name: str):
+    def __init__(self):
         super().__init__()
-        self.body = timm.create_model(name, features_only=True, out_indices=[level - 1 for level in LEVELS])
+        self.body = timm.create_model(MODEL, features_only=True, out_indices=[level - 1 for level in LEVELS])
         self.fpn = FeaturePyramidNetwork(self.body.feature_info.channels(), WIDTH)
 
     def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
         return self.fpn({str(level): features for level, features in zip(LEVELS, self.body(images), strict=True)})
 
 
-def build_det(folder: Path, name: str, short_side: int) -> Run:
+def build_det(folder: Path, short_side: int) -> Run:
     train_set, val_set = open_boxes(folder, "train", short_side), open_boxes(folder, "val")
-    options = {"num_workers": NUM_WORKERS, "collate_fn": collate_boxes}
+    options = {"num_workers": 1, "collate_fn": collate_boxes}
     batch_size = BOX_BATCH_SIZE // dist.get_world_size()
     sampler = DistributedSampler(train_set)
     train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **options)
@@ -156,7 +153,7 @@ def build_det(folder: Path, name: str, short_side: int) -> Run:
     anchors = AnchorGenerator([(2**level,) for level in LEVELS], [(1.0,)] * len(LEVELS))
     head = FCOSHead(WIDTH, num_anchors=1, num_classes=num_classes, num_convs=CONVOLUTIONS)
     sides = {"min_size": short_side, "max_size": 1333}
-    model = FCOS(Pyramid(name), num_classes, anchor_generator=anchors, head=head, score_thresh=0.05, **sides)
+    model = FCOS(Pyramid(), num_classes, anchor_generator=anchors, head=head, score_thresh=0.05, **sides)
 
     def compute_loss(network: nn.Module, batch: tuple) -> torch.Tensor:
         images, targets = batch
@@ -189,12 +186,12 @@ def build_det(folder: Path, name: str, short_side: int) -> Run:
 
 
 def main() -> None:
-    task, folder, model, size, epochs, output = sys.argv[1:]
+    task, folder, size, epochs, output = sys.argv[1:]
     dist.init_process_group("gloo")
     build = build_cls if task == "cls" else build_det
-    run = build(Path(folder), model, int(size))
+    run = build(Path(folder), int(size))
     network = DistributedDataParallel(run.model)
-    optimizer = create_optimizer_v2(run.model, "adamw", lr=LR, weight_decay=WEIGHT_DECAY)
+    optimizer = create_optimizer_v2(run.model, "adamw", lr=1e-3, weight_decay=0.05)
     updates = len(run.train_loader)
     options = {"num_epochs": int(epochs), "step_on_epochs": False, "updates_per_epoch": updates}
     scheduler, _ = create_scheduler_v2(optimizer, **options)

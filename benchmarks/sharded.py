@@ -1,6 +1,6 @@
 """Measures what `recipes/cls.py` adds to a sharded step (FSDP2), on CPU processes or several GPUs.
 
-    accelerate launch --config_file accelerate_configs/fsdp_cpu.yaml benchmarks/sharded.py [--output FILE]
+    accelerate launch --config_file accelerate_configs/fsdp_cpu.yaml benchmarks/sharded.py [--turns N]
 
 On several GPUs take fsdp_bf16.yaml.
 

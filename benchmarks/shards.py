@@ -1,7 +1,7 @@
 """Measures reading of images from shards: tars beside webdataset, Parquet beside `datasets`.
 
     pip install webdataset
-    python benchmarks/shards.py [--quick] [--turns N] [--output FILE]
+    python benchmarks/shards.py [--quick] [--turns N]
 
 The bytes of all images of an epoch are read in a random order, and nothing is decoded. On a disk one process reads; ours is the
 full permutation, and the peers shuffle a window of samples. The shards have 1 to 700 samples of about 40 kB, in the system's
@@ -12,7 +12,6 @@ one thread per connection; webdataset reads whole tars through `pipe:curl`, in a
 ratio is the median of the ratios of turns.
 """
 
-import importlib.util
 import io
 import itertools
 import os
@@ -43,6 +42,7 @@ LATENCIES = (0, 20, 100)  # ms until an answer begins
 CASES = ((1, 1024, ""), (4, 1024, ""), (4, 128, ", window of a fifth"))
 BATCH_SIZE = 256
 NUM_TARS = 8  # on the server
+SERVE = "--serve"
 
 
 def write_shards(folder: Path, shard_sizes: tuple[int, ...], log_bytes: float, with_parquet: bool = False) -> None:
@@ -185,10 +185,8 @@ def measure_disk(folder: Path, turns: int) -> list[Row]:
 def measure_http(folder: Path, shard_size: int, turns: int) -> list[Row]:
     write_shards(folder, (shard_size,) * NUM_TARS, 10.65)
     rows = []
-    paths = os.pathsep.join([str(Path(__file__).resolve().parent), *sys.path])
-    command = [sys.executable, "-c", "import shards; shards.serve()"]
-    environ = os.environ | {"PYTHONPATH": paths}
-    with subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, text=True) as server:
+    command = [sys.executable, os.path.abspath(__file__), SERVE]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as server:
         try:
             port = int(server.stdout.readline())
             for (connections, memory, note), latency in itertools.product(CASES, LATENCIES):
@@ -209,9 +207,6 @@ def measure_http(folder: Path, shard_size: int, turns: int) -> list[Row]:
 
 
 def measure(turns: int, quick: bool) -> list[Row]:
-    if not importlib.util.find_spec("webdataset"):
-        print("no rows of shards: pip install webdataset", file=sys.stderr)
-        return []
     sources.refuse_broken = lambda *_: None  # they are no images
     warnings.filterwarnings("ignore")
     with tempfile.TemporaryDirectory() as disk, tempfile.TemporaryDirectory() as served:
@@ -220,4 +215,7 @@ def measure(turns: int, quick: bool) -> list[Row]:
 
 
 if __name__ == "__main__":
-    run_script(__doc__, measure)
+    if sys.argv[1:] == [SERVE]:
+        serve()
+    else:
+        run_script(__doc__, measure)

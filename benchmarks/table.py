@@ -1,12 +1,10 @@
 """For all benchmarks: turns of several ways, the table with a `Row` per comparison, the command line."""
 
 import argparse
-import json
 import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 
@@ -61,12 +59,8 @@ def run_script(docstring: str, measure: Callable[[int, bool], list[Row]]) -> Non
     parser = argparse.ArgumentParser(description=docstring.splitlines()[0])
     parser.add_argument("--turns", type=int, default=5, help="repetitions (default: 5; `make bench`: 2)")
     parser.add_argument("--quick", action="store_true", help="only check that it works: little of everything, once")
-    parser.add_argument("--output", type=Path, help="also write the rows to this JSON file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = measure(1 if args.quick else args.turns, args.quick)
-    if os.environ.get("RANK", "0") != "0":
-        return
-    show(rows)
-    if args.output:
-        args.output.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    if os.environ.get("RANK", "0") == "0":
+        show(rows)

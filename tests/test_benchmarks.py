@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -33,31 +32,33 @@ def test_the_bare_loop_around_a_detector_takes_the_steps_of_the_recipe(launch: L
 
 
 @pytest.mark.long
-def test_all_scripts_make_one_table(launch: Launcher) -> None:
-    done = launch.start_python("benchmarks/everything.py", "--quick").finish(900)
-    assert done.returncode == 0, done.stderr
-    for script in ("input_pipeline", "loop", "detection", "startup", "checkpoint", "shards"):
-        assert f"benchmarks/{script}.py: " in done.stderr
-    assert done.stdout.count("\n") >= 30  # a row each
+@pytest.mark.parametrize(
+    "script, num_rows",
+    [
+        ("input_pipeline", 10),
+        ("loop", 3),
+        ("detection", 3),
+        ("startup", 3),
+        ("checkpoint", 1),
+        ("shards", 11),
+        ("whole_run", 2),
+        ("gpu", 4),
+    ],
+)
+def test_a_script_prints_its_rows(script: str, num_rows: int, launch: Launcher) -> None:
+    done = launch.start_python(f"benchmarks/{script}.py", "--quick").finish(400)
+    check_table(done, num_rows)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("script, num_rows", [("whole_run", 2), ("gpu", 4)])
-def test_scripts_outside_the_table_run_on_a_cpu(script: str, num_rows: int, launch: Launcher, tmp_path: Path) -> None:
-    output = tmp_path / "rows.json"
-    done = launch.start_python(f"benchmarks/{script}.py", "--quick", "--output", output).finish(400)
-    check_rows(done, output, num_rows)
+def test_a_sharded_loop_is_measured(launch: Launcher) -> None:
+    done = launch("fsdp_cpu", "benchmarks/sharded.py", "--quick")
+    check_table(done, num_rows=2)
 
 
-@pytest.mark.long
-def test_a_sharded_loop_is_measured(launch: Launcher, tmp_path: Path) -> None:
-    output = tmp_path / "rows.json"
-    done = launch("fsdp_cpu", "benchmarks/sharded.py", "--quick", "--output", output)
-    check_rows(done, output, num_rows=2)
-
-
-def check_rows(done: subprocess.CompletedProcess[str], output: Path, num_rows: int) -> None:
+def check_table(done: subprocess.CompletedProcess[str], num_rows: int) -> None:
     assert done.returncode == 0, done.stderr
-    rows = json.loads(output.read_text())
-    assert len(rows) == num_rows
-    assert all(row["ratio"] > 0 for row in rows)
+    header, *rows = done.stdout.splitlines()
+    assert header.split() == ["ours", "peer", "ratio", "goal", "peer,", "unit"]
+    # With SPDL, which the project does not require, there are more.
+    assert len(rows) >= num_rows
