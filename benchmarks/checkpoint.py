@@ -8,6 +8,7 @@ written in the background, training goes on. On the CPU torch uses one thread, a
 """
 
 import copy
+import itertools
 import tempfile
 import time
 from functools import partial
@@ -21,8 +22,6 @@ from common.checkpoints.state import TrainingState
 from common.checkpoints.store import Checkpoints
 from common.checkpoints.writer import Writer
 
-GOAL = 10  # times shorter than with training waiting
-
 
 class Training:
     """Trains a model on one batch, and saves it in either way."""
@@ -35,7 +34,7 @@ class Training:
         self.images = torch.rand(1, *self.model.pretrained_cfg["input_size"], device=self.device)
         self.checkpoints = Checkpoints(folder)
         self.writer = Writer()
-        self.num_saved = 0
+        self.numbers = itertools.count(1)
         self.is_written = False
 
     def step(self) -> None:
@@ -45,9 +44,8 @@ class Training:
 
     def save(self, in_background: bool) -> float:
         """Saves a checkpoint; returns for how many seconds training stopped."""
-        self.num_saved += 1
         self.is_written = False
-        record = {"step": self.num_saved, "numbers": self.state.numbers()}
+        record = {"step": next(self.numbers), "numbers": self.state.numbers()}
 
         def write(files: dict) -> None:
             self.checkpoints.save(record, files)
@@ -78,7 +76,7 @@ def measure(turns: int, quick: bool) -> list[Row]:
         }
         seconds = take_turns(ways, 2 * turns)
         num_bytes = sum(file.stat().st_size for file in training.checkpoints.paths()[0].iterdir())
-    return [compare(f"stop for a checkpoint of {num_bytes / 1e9:.2g} GB", "s", seconds, "training waits", goal=GOAL)]
+    return [compare(f"stop for a checkpoint of {num_bytes / 1e9:.2g} GB", "s", seconds, "training waits", goal=10)]
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ Blocks of steps of both run in one process in the order ABBA, several times.
 
 import contextlib
 import gc
-import importlib.util
+import importlib
 import io
 import math
 import shutil
@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from common.distributed.collectives import is_main
 
-ROOT = Path(__file__).resolve().parent.parent
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 LR, WEIGHT_DECAY = 1e-3, 0.05
 TOTAL_STEPS = 100_000  # of the schedule; a block ends much earlier
 WARM_UP = 3  # steps at the start of a block that are not measured
@@ -59,11 +59,8 @@ def build_recipe_loop(
     name: str, build_flags: Callable[[Setting], dict], make_folder: Callable[[], str] = tempfile.mkdtemp
 ) -> Loop:
     """`main` of recipes/<name>.py as a loop, with the flags of each setting, and no evaluation or checkpoint."""
-    path = ROOT / "recipes" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
+    sys.path.append(str(RECIPES))
+    module = importlib.import_module(name)
 
     def loop(setting: Setting) -> None:
         folder = make_folder()
@@ -84,7 +81,7 @@ def build_recipe_loop(
             "output_dir": folder,
             **build_flags(setting),
         }
-        argv = [path.name, *(f"--{flag}" if value is True else f"--{flag}={value}" for flag, value in flags.items())]
+        argv = [f"{name}.py", *(f"--{flag}" if value is True else f"--{flag}={value}" for flag, value in flags.items())]
         try:
             with patch.object(sys, "argv", argv):
                 module.main()

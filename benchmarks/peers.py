@@ -138,8 +138,8 @@ class Pyramid(nn.Module):
         self.body = timm.create_model(MODEL, features_only=True, out_indices=[level - 1 for level in LEVELS])
         self.fpn = FeaturePyramidNetwork(self.body.feature_info.channels(), WIDTH)
 
-    def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
-        return self.fpn({str(level): features for level, features in zip(LEVELS, self.body(images), strict=True)})
+    def forward(self, images: torch.Tensor) -> dict[int, torch.Tensor]:
+        return self.fpn(dict(zip(LEVELS, self.body(images), strict=True)))
 
 
 def build_det(folder: Path, short_side: int) -> Run:
@@ -152,18 +152,13 @@ def build_det(folder: Path, short_side: int) -> Run:
     num_classes = 1 + max(val_set.coco.cats)
     anchors = AnchorGenerator([(2**level,) for level in LEVELS], [(1.0,)] * len(LEVELS))
     head = FCOSHead(WIDTH, num_anchors=1, num_classes=num_classes, num_convs=CONVOLUTIONS)
-    sides = {"min_size": short_side, "max_size": 1333}
-    model = FCOS(Pyramid(), num_classes, anchor_generator=anchors, head=head, score_thresh=0.05, **sides)
-
-    def compute_loss(network: nn.Module, batch: tuple) -> torch.Tensor:
-        images, targets = batch
-        return sum(network(list(images), list(targets)).values())
+    model = FCOS(Pyramid(), num_classes, short_side, anchor_generator=anchors, head=head, score_thresh=0.05)
 
     def evaluate() -> float:
         """AP by pycocotools over all ranks, on the first; 0 on the others."""
         detections = []
         for images, targets in val_loader:
-            for target, output in zip(targets, model(list(images)), strict=True):
+            for target, output in zip(targets, model(images), strict=True):
                 boxes = torchvision.ops.box_convert(output["boxes"], "xyxy", "xywh").tolist()
                 for box, score, label in zip(boxes, output["scores"].tolist(), output["labels"].tolist(), strict=True):
                     result = {"image_id": target["image_id"], "bbox": box, "score": score, "category_id": label}
@@ -182,7 +177,7 @@ def build_det(folder: Path, short_side: int) -> Run:
             evaluation.summarize()
         return float(evaluation.stats[0])
 
-    return Run(model, train_loader, compute_loss, evaluate)
+    return Run(model, train_loader, lambda network, batch: sum(network(*batch).values()), evaluate)
 
 
 def main() -> None:
@@ -195,10 +190,7 @@ def main() -> None:
     updates = len(run.train_loader)
     options = {"num_epochs": int(epochs), "step_on_epochs": False, "updates_per_epoch": updates}
     scheduler, _ = create_scheduler_v2(optimizer, **options)
-    saver = None
-    if dist.get_rank() == 0:
-        Path(output).mkdir(parents=True, exist_ok=True)
-        saver = CheckpointSaver(run.model, optimizer, checkpoint_dir=output, recovery_dir=output)
+    saver = CheckpointSaver(run.model, optimizer, checkpoint_dir=output, recovery_dir=output)
     for epoch in range(int(epochs)):
         run.train_loader.sampler.set_epoch(epoch)
         network.train()
@@ -213,7 +205,7 @@ def main() -> None:
         run.model.eval()
         with torch.inference_mode():
             metric = run.evaluate()
-        if saver:
+        if dist.get_rank() == 0:
             saver.save_checkpoint(epoch, metric)
     dist.destroy_process_group()
 

@@ -38,8 +38,7 @@ from common.data import Stream, block_cache, shards
 SHARD_SIZES = (1, 17, 331, 500, 250, 700, 64, 137)  # samples of each shard on the disk
 WINDOW = 512  # samples that the peers shuffle
 LATENCIES = (0, 20, 100)  # ms until an answer begins
-# Connections; MiB of memory, for all images or a fifth of them; how the row says that.
-CASES = ((1, 1024, ""), (4, 1024, ""), (4, 128, ", window of a fifth"))
+CASES = ((1, 1024), (4, 1024), (4, 128))  # connections; MiB of memory, for all images or a fifth of them
 BATCH_SIZE = 256
 NUM_TARS = 8  # on the server
 SERVE = "--serve"
@@ -93,7 +92,6 @@ class Server(BaseHTTPRequestHandler):
             self.send_header("ETag", '"same"')
             self.send_header("Content-Range", f"bytes {first}-{last}/{size}")
             self.end_headers()
-            self.wfile.flush()
             while first <= last:
                 first += os.sendfile(self.connection.fileno(), file.fileno(), first, last - first + 1)
 
@@ -101,7 +99,6 @@ class Server(BaseHTTPRequestHandler):
 def serve() -> None:
     """Prints a port and serves the current folder on it."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    server.daemon_threads = True
     print(server.server_port, flush=True)
     server.serve_forever()
 
@@ -189,7 +186,7 @@ def measure_http(folder: Path, shard_size: int, turns: int) -> list[Row]:
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as server:
         try:
             port = int(server.stdout.readline())
-            for (connections, memory, note), latency in itertools.product(CASES, LATENCIES):
+            for (connections, memory), latency in itertools.product(CASES, LATENCIES):
                 url = f"http://127.0.0.1:{port}/{latency}"
                 source = open_source(f"{url}/{{0..{NUM_TARS - 1}}}.tar")
                 names = [f"pipe:curl -s {url}/{index}.tar" for index in range(NUM_TARS)]
@@ -198,7 +195,7 @@ def measure_http(folder: Path, shard_size: int, turns: int) -> list[Row]:
                     "ours": partial(read_ours, source, connections=connections, memory=memory),
                     "webdataset": partial(read_webdataset, names, workers=workers),
                 }
-                name = f"tars over http, {latency} ms, {connections} connection{'s' if workers else ''}{note}"
+                name = f"tars over http, {latency} ms, connections: {connections}, memory: {memory} MiB"
                 speeds = measure_ways(ways, NUM_TARS * shard_size, turns)
                 rows.append(compare(name, "samples/s", speeds, "webdataset", goal=1.0))
         finally:

@@ -66,8 +66,7 @@ def measure(turns: int, _: bool) -> list[Row]:
     """Every way in turn; the bare import is the peer, so that the goal is 1 / GOAL."""
     ways = {name: partial(time_start, command) for name, command in build_commands().items()}
     seconds = take_turns(ways, turns)
-    ours = list(ways)[1:]
-    return [compare(name, "s to the first step", seconds, BARE, name, goal=1 / GOAL) for name in ours]
+    return [compare(name, "s to the first step", seconds, BARE, name, goal=1 / GOAL) for name in list(ways)[1:]]
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def test_the_bare_loop_around_a_detector_takes_the_steps_of_the_recipe(launch: L
         ("checkpoint", 1),
         ("shards", 11),
         ("whole_run", 2),
-        ("gpu", 4),
+        ("gpu", 2),
     ],
 )
 def test_a_script_prints_its_rows(script: str, num_rows: int, launch: Launcher) -> None:
