@@ -117,15 +117,16 @@ def measure_images(folder: Path, turns: int, goal: float) -> list[Row]:
         "ours from JPEG": build_our_reader(),
         "cache": build_our_reader(open_cache(len(paths), CACHE, "")),
     }
+    if spdl:
+        readers["SPDL"] = lambda path: collate_with_spdl([decode_with_spdl(path)])
     ways = {name: partial(measure_cpu, read, paths) for name, read in readers.items()}
     take_turns(ways, 1)  # also fills the cache
     times = take_turns(ways, turns)
-    name = f"CPU of an image, {folder.name}"
-    return [
-        compare(name, "ms", times, "timm, as it comes", "ours from JPEG", goal),
-        compare(name, "ms", times, "timm without jitter", "ours from JPEG"),
-        compare(f"CPU of a cached image, {folder.name}", "ms", times, "ours from JPEG", "cache", goal=5.0),
-    ]
+    rows = [compare(f"CPU of a cached image, {folder.name}", "ms", times, "ours from JPEG", "cache", goal=5.0)]
+    for peer in [name for name in readers if name.startswith(("timm", "SPDL"))]:
+        peer_goal = goal if peer == "timm, as it comes" else None
+        rows.append(compare(f"CPU of an image, {folder.name}", "ms", times, peer, "ours from JPEG", peer_goal))
+    return rows
 
 
 # ---- loaders with one worker
@@ -197,27 +198,18 @@ def measure_loaders(
     return [compare(f"loader, {name}", "images/s", speeds, peer, ours, goal=goal) for peer in peers]
 
 
-def measure_spdl(folder: Path, batch_size: int, turns: int) -> list[Row]:
-    paths = [str(path) for path in sorted(folder.rglob("*.jpg"))]
-    readers = {"ours": build_our_reader(), "SPDL": lambda path: collate_with_spdl([decode_with_spdl(path)])}
-    times = take_turns({name: partial(measure_cpu, read, paths) for name, read in readers.items()}, 1 + turns)
-    loaders = {"ours": partial(our_loader, folder, batch_size), "SPDL": partial(spdl_loader, folder, batch_size)}
-    loader_rows = measure_loaders(folder.name, loaders, batch_size, turns)
-    return [compare(f"CPU of an image, {folder.name}", "ms", times, "SPDL"), *loader_rows]
-
-
 def measure(turns: int, _: bool) -> list[Row]:
     """All rows; two turns take about three minutes."""
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        folders = {}
         for width, height, batch_size, goal in ((500, 375, 32, 1.7), (4000, 3000, 8, 4.0)):
             folder = Path(scratch) / f"{width} x {height}"
-            folders[folder] = batch_size
             write_classes(folder, width, height, 4 * batch_size)
             rows += measure_images(folder, turns, goal)
             timm_peer = partial(timm_loader, folder, SIZE, batch_size, workers=1, device=torch.device("cpu"))
             loaders = {"ours": partial(our_loader, folder, batch_size), "timm, as it comes": timm_peer}
+            if spdl:
+                loaders["SPDL"] = partial(spdl_loader, folder, batch_size)
             rows += measure_loaders(folder.name, loaders, batch_size, turns)
         folder = Path(scratch) / "boxes"
         for split, num_images, seed in (("train", 64, 0), ("val", 2, 1)):
@@ -229,9 +221,6 @@ def measure(turns: int, _: bool) -> list[Row]:
             }
             name = f"boxes, short side {short_side}"
             rows += measure_loaders(name, loaders, BOX_BATCH_SIZE, turns, goal=2.5)
-        if spdl:  # last: its large buffers leave an allocator with which Pillow is faster than in a process of its own
-            for folder, batch_size in folders.items():
-                rows += measure_spdl(folder, batch_size, turns)
     return rows
 
 

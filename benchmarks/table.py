@@ -5,6 +5,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,9 +23,9 @@ class Row:
     goal: float | None = None  # for the ratio
 
 
-def take_turns(ways: Mapping[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
+def take_turns(ways: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, list[Any]]:
     """What each way returns in each turn. Turns go through the ways forwards and backwards."""
-    values: dict[str, list[float]] = {name: [] for name in ways}
+    values: dict[str, list[Any]] = {name: [] for name in ways}
     order = list(ways)
     for _ in range(turns):
         order.reverse()

@@ -41,7 +41,7 @@ def test_the_bare_loop_around_a_detector_takes_the_steps_of_the_recipe(launch: L
         ("startup", 3),
         ("checkpoint", 1),
         ("shards", 11),
-        ("whole_run", 2),
+        ("whole_run", 4),
         ("gpu", 2),
     ],
 )
