@@ -28,7 +28,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from common.distributed.collectives import is_main
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-LR, WEIGHT_DECAY = 1e-3, 0.05
+LR = 1e-3
+WEIGHT_DECAY = 0.05
 TOTAL_STEPS = 100_000  # of the schedule; a block ends much earlier
 WARM_UP = 3  # steps at the start of a block that are not measured
 THROUGHPUT = 0.97  # goal

@@ -32,9 +32,12 @@ from torchvision.ops import FeaturePyramidNetwork
 from torchvision.transforms import v2
 
 MODEL = "test_resnet"
-BATCH_SIZE, CROP_SCALE = 64, 0.08  # of whole runs
+BATCH_SIZE = 64  # of whole runs
 BOX_BATCH_SIZE = 8
-LEVELS, WIDTH, CONVOLUTIONS = (3, 4), 64, 2  # of FCOS
+CROP_SCALE = 0.08
+LEVELS = (3, 4)  # of FCOS
+WIDTH = 64
+CONVOLUTIONS = 2
 FCOS_FLAGS = {"detector": "fcos", "levels": "3-4", "width": WIDTH, "convolutions": CONVOLUTIONS}  # of det.py
 
 
@@ -143,7 +146,8 @@ class Pyramid(nn.Module):
 
 
 def build_det(folder: Path, short_side: int) -> Run:
-    train_set, val_set = open_boxes(folder, "train", short_side), open_boxes(folder, "val")
+    train_set = open_boxes(folder, "train", short_side)
+    val_set = open_boxes(folder, "val")
     options = {"num_workers": 1, "collate_fn": collate_boxes}
     batch_size = BOX_BATCH_SIZE // dist.get_world_size()
     sampler = DistributedSampler(train_set)

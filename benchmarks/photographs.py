@@ -34,7 +34,8 @@ def write_boxes(folder: Path, split: str, width: int, height: int, num_images: i
     """Writes the JPEGs, and <split>.json in COCO's format."""
     random = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    images, boxes = [], []
+    images = []
+    boxes = []
     for index, image in enumerate(draw_photographs(width, height, num_images, seed)):
         name = f"{split}_{index}.jpg"
         image.save(folder / name, quality=90)

@@ -83,7 +83,8 @@ class Server(BaseHTTPRequestHandler):
         time.sleep(int(latency) / 1000)
         with open(name, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            first, last = 0, size - 1
+            first = 0
+            last = size - 1
             requested = self.headers.get("Range")
             if requested:
                 first, last = map(int, requested.removeprefix("bytes=").split("-"))

@@ -41,7 +41,8 @@ def compare(
     ratios = []
     for value, peer_value in zip(values[ours], values[peer], strict=True):
         ratios.append(value / peer_value if unit.endswith("/s") else peer_value / value)
-    median, peer_median = statistics.median(values[ours]), statistics.median(values[peer])
+    median = statistics.median(values[ours])
+    peer_median = statistics.median(values[peer])
     return Row(name, unit, median, peer, peer_median, statistics.median(ratios), goal)
 
 
