@@ -68,8 +68,9 @@ chaos: $(DEV_STAMP) ## kill runs at random, 10 times as often as the tests do, a
 lint: $(DEV_STAMP) ## check style and types
 	@$(RUN) -m ruff check . && $(RUN) -m ruff format --check . && $(RUN) -m mypy && $(VENV)/bin/lint-imports --no-cache
 
-bench: $(RUN_STAMP) ## run the benchmarks and write benchmarks/results/; takes ten minutes (ARGS="--only loop")
-	@$(RUN) benchmarks/everything.py $(ARGS)
+BENCHMARKS = input_pipeline loop detection startup checkpoint shards
+bench: $(RUN_STAMP) ## run the benchmarks; takes ten minutes (BENCHMARKS="loop startup" ARGS="--turns 5")
+	@for name in $(BENCHMARKS); do $(RUN) benchmarks/$$name.py $(or $(ARGS),--turns 2) || exit; done
 
 gpu: $(DEV_STAMP) ## run the tests for GPUs on this machine's, print their figures, and measure its speed (ARGS="-k resume")
 	@$(RUN) -c 'import torch, sys; sys.exit(0 if torch.cuda.is_available() else \

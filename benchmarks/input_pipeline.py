@@ -1,210 +1,228 @@
 """Measures how fast photographs become training batches, compared with other libraries on the same files.
 
-    python benchmarks/input_pipeline.py [--quick] [--brief] [--output FILE]
+    python benchmarks/input_pipeline.py [--quick] [--turns N]
 
-JPEGs of 500 x 375 pixels and of 12 megapixels, made of scikit-learn's two photographs, are cropped to 224 pixels (crop_scale
-0.08, mirrored half the time). Measured are:
+JPEGs of 500 x 375 pixels and of 12 megapixels are cropped to 224 pixels (crop_scale 0.08, flipped half the time). Measured are:
 
-- CPU time of one image on one core, from the file to uint8 or to what the peer ends in. Peers: timm's train pipeline as it
-  comes (with colour jitter, which ours leaves to the device) and without jitter, and torchvision's usual transforms. The bound
-  is a plain decode, crop and resize. Also from `--cache`.
-- Images per second of each library's own loader, with the cores of the machine.
+- CPU time of one image on one core, from the file to uint8. Peers: timm's train pipeline as it comes (with colour jitter, which
+  ours leaves to the device) and without jitter, and SPDL with FFmpeg, which decodes to the same reduced size.
+  Also from `--cache`.
+- Images per second of each library's own loader with one worker, which is a thread in SPDL.
 
-All take turns in one run; a ratio is the median of the ratios of turns.
+Images with boxes, JPEGs of 640 x 480, are resized and flipped; the peer is torchvision's pipeline for detection. All take turns
+in one run; a ratio is the median of the ratios of turns.
 """
 
 import gc
 import itertools
-import statistics
+import math
+import random
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import timm.data
 import torch
-import torch.nn.functional as F
+from peers import collate_boxes, open_boxes, open_long_folder, timm_loader
+from photographs import write_boxes, write_classes
 from PIL import Image
-from simplejpeg import decode_jpeg
-from sklearn.datasets import load_sample_images
-from table import Row, compare, script, take_turns
+from table import Row, compare, run_script, take_turns
 from torch.utils.data import DataLoader
-from torchvision.datasets import ImageFolder
-from torchvision.transforms import v2
 
-from common.classification import sources
-from common.classification.batches import TrainDataset
+from common.classification import TrainDataset, sources
 from common.classification.transforms import TrainingTransform, crop
 from common.data.batch_plan import BatchPlan
 from common.data.cache import open_cache
 from common.data.decoding import Picture
-from common.data.loader import training_loader, worker_count
+from common.data.loader import training_loader
 from common.data.stream import Stream
+from common.detection import BoxAugmentation
+from common.detection import TrainDataset as BoxDataset
+from common.detection.data import sources as box_sources
 from common.randomness import seed_generators
 
-SIZE, BATCH = 224, 32
+try:
+    import spdl.dataloader
+    import spdl.io
+
+    spdl.io.demux_config()  # needs FFmpeg
+except (ImportError, RuntimeError):
+    spdl = None
+    print("no rows of SPDL: pip install spdl, and apt-get install ffmpeg", file=sys.stderr)
+
+SIZE = 224
 CONFIG = SimpleNamespace(crop_scale=0.08, hflip=0.5, vflip=0.0, augment="")
 DATA = {"input_size": (3, SIZE, SIZE), "interpolation": "bilinear", "mean": (0.485, 0.456, 0.406), "std": (0.229,) * 3}
 CACHE = 336
-FROM_JPEG = "ours from JPEG"
-
-
-def make_photographs(folder: Path, width: int, height: int, count: int) -> None:
-    """Writes `count` JPEGs to each of two class folders, each a different part of its photograph."""
-    random = np.random.default_rng(0)
-    for name, pixels in zip(("flower", "temple"), load_sample_images().images[::-1], strict=True):
-        (folder / name).mkdir(parents=True)
-        photograph = Image.fromarray(pixels)
-        for number in range(count):
-            share = random.uniform(0.5, 1, 2)
-            part = photograph.crop((0, 0, *(share * photograph.size).astype(int)))
-            part.resize((width, height), Image.Resampling.BICUBIC).save(folder / name / f"{number}.jpg", quality=90)
+BOX_BATCH_SIZE = 8
 
 
 # ---- an image on one core
 
 
-def timm_image(jitter: float | None) -> Callable[[str], object]:
-    transform = timm.data.create_transform(SIZE, is_training=True, use_prefetcher=True, color_jitter=jitter)
-    return lambda path: transform(Image.open(path).convert("RGB"))
-
-
-def torchvision_transform() -> v2.Compose:
-    vary = [v2.RandomResizedCrop(SIZE, antialias=True), v2.RandomHorizontalFlip()]
-    end = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(DATA["mean"], DATA["std"])]
-    return v2.Compose([*vary, *end])
-
-
-def torchvision_image() -> Callable[[str], object]:
-    transform = torchvision_transform()
-    return lambda path: transform(Image.open(path).convert("RGB"))
-
-
-def our_image(cache=None) -> Callable[[str], object]:
+def build_our_reader(cache=None) -> Callable[[str], torch.Tensor]:
     """As in a data worker, which seeds its generators for each image."""
-    transform, places = TrainingTransform(CONFIG, DATA), {}
+    transform = TrainingTransform(CONFIG, DATA)
+    indices: dict[str, int] = {}
 
-    def image(path: str) -> torch.Tensor:
-        seed_generators(hash(path) + len(places))
+    def read(path: str) -> torch.Tensor:
+        seed_generators(hash(path) + len(indices))
         if cache is None:
             return transform(Picture(path))
-        return transform(cache.picture(places.setdefault(path, len(places)), lambda: Picture(path)))
+        index = indices.setdefault(path, len(indices))
+        return transform(cache.picture(index, lambda: Picture(path)))
 
-    return image
-
-
-def bare_image(path: str) -> torch.Tensor:
-    """The bound: read, decode, crop, resize, and nothing else."""
-    with open(path, "rb") as file:
-        pixels = torch.from_numpy(decode_jpeg(file.read())).permute(2, 0, 1)
-    top, left, height, width = crop(*pixels.shape[1:], CONFIG.crop_scale)
-    part = pixels[None, :, top : top + height, left : left + width].contiguous(memory_format=torch.channels_last)
-    return F.interpolate(part, (SIZE, SIZE), mode="bilinear", antialias=True)[0]
+    return read
 
 
-def cpu_of_image(way: Callable[[str], object], paths: list[str]) -> float:
+def build_timm_reader(color_jitter: float | None) -> Callable[[str], torch.Tensor]:
+    transform = timm.data.create_transform(SIZE, is_training=True, use_prefetcher=True, color_jitter=color_jitter)
+    return lambda path: transform(Image.open(path).convert("RGB"))
+
+
+def decode_with_spdl(path: str):
+    """SPDL's frames: FFmpeg decodes to the smallest size of twice the crop's pixels, as ours, then crops, flips and resizes."""
+    packets = spdl.io.demux_image(path)
+    top, left, height, width = crop(packets.codec.height, packets.codec.width, CONFIG.crop_scale)
+    halvings = min(3, max(0, int(math.log2(min(height, width) / (2 * SIZE)))))
+    filters = f"crop={width >> halvings}:{height >> halvings}:{left >> halvings}:{top >> halvings}"
+    if random.random() < CONFIG.hflip:
+        filters += ",hflip"
+    filters += f",scale={SIZE}:{SIZE}:flags=bilinear,format=pix_fmts=rgb24"
+    decode_config = spdl.io.decode_config(decoder_options={"lowres": str(halvings), "threads": "1"})
+    return spdl.io.decode_packets(packets, decode_config=decode_config, filter_desc=filters)
+
+
+def collate_with_spdl(frames: list) -> torch.Tensor:
+    return spdl.io.to_torch(spdl.io.convert_frames(frames)).permute(0, 3, 1, 2)
+
+
+def measure_cpu(read: Callable[[str], object], paths: list[str]) -> float:
     """CPU milliseconds per image."""
-    began = time.process_time()
+    start = time.process_time()
     for path in paths:
-        way(path)
-    return 1e3 * (time.process_time() - began) / len(paths)
+        read(path)
+    return 1e3 * (time.process_time() - start) / len(paths)
 
 
-def rows_of_images(folder: Path, count: int, turns: int) -> list[Row]:
-    rows = []
-    for name, width, height, goal, share in (("500 x 375", 500, 375, 1.7, 1), ("4000 x 3000", 4000, 3000, 4.0, 16)):
-        make_photographs(folder / name, width, height, max(2, count // share))
-        paths = [str(path) for path in sorted((folder / name).rglob("*.jpg"))]
-        cache = open_cache(len(paths), CACHE, "")
-        ways = {
-            FROM_JPEG: our_image(),
-            "from the cache": our_image(cache),
-            "timm, as it comes": timm_image(0.4),
-            "timm without jitter": timm_image(None),
-            "torchvision": torchvision_image(),
-            "limit": bare_image,
-        }
-        for way in ways.values():
-            cpu_of_image(way, paths)  # also fills the cache
-        times = take_turns({name: partial(cpu_of_image, way, paths) for name, way in ways.items()}, turns)
-        limit, what = statistics.median(times["limit"]) if width < 1000 else None, f"CPU of an image, {name}"
-        for way, of_way in (("timm, as it comes", goal), ("timm without jitter", None), ("torchvision", None)):
-            rows.append(compare(what, "ms", times, way, FROM_JPEG, limit=limit, goal=of_way))
-        rows.append(compare(f"CPU of a cached image, {name}", "ms", times, FROM_JPEG, "from the cache", goal=5.0))
+def measure_images(folder: Path, turns: int, goal: float) -> list[Row]:
+    paths = [str(path) for path in sorted(folder.rglob("*.jpg"))]
+    readers = {
+        "timm, as it comes": build_timm_reader(0.4),
+        "timm without jitter": build_timm_reader(None),
+        "ours from JPEG": build_our_reader(),
+        "cache": build_our_reader(open_cache(len(paths), CACHE, "")),
+    }
+    if spdl:
+        readers["SPDL"] = lambda path: collate_with_spdl([decode_with_spdl(path)])
+    ways = {name: partial(measure_cpu, read, paths) for name, read in readers.items()}
+    take_turns(ways, 1)  # also fills the cache
+    times = take_turns(ways, turns)
+    rows = [compare(f"CPU of a cached image, {folder.name}", "ms", times, "ours from JPEG", "cache", goal=5.0)]
+    for peer in [name for name in readers if name.startswith(("timm", "SPDL"))]:
+        peer_goal = goal if peer == "timm, as it comes" else None
+        rows.append(compare(f"CPU of an image, {folder.name}", "ms", times, peer, "ours from JPEG", peer_goal))
     return rows
 
 
-# ---- loaders
+# ---- loaders with one worker
 
 
-def our_samples(folder: Path) -> TrainDataset:
-    train, _ = sources.load(sources.Spec(str(folder), seed=0, val_share=0.05))
-    return TrainDataset(train, Stream(len(train), BATCH, 0), TrainingTransform(CONFIG, DATA), 0)
-
-
-def our_loader(folder: Path, workers: int) -> Iterator:
-    """Ours, normalised like the others; the recipe does that on the device."""
+def normalize(images: torch.Tensor) -> torch.Tensor:
+    """As timm's loader does; our recipe does that on the device."""
     mean, std = (255 * torch.tensor(DATA[key])[:, None, None] for key in ("mean", "std"))
-    for batch in training_loader(our_samples(folder), BatchPlan(BATCH, 1, BATCH), 0, 10**9, workers):
-        yield batch.images.to(torch.float32, memory_format=torch.contiguous_format).sub_(mean).div_(std), batch.labels
+    return images.to(torch.float32, memory_format=torch.contiguous_format).sub_(mean).div_(std)
 
 
-def epochs(loader: DataLoader) -> Iterator:
-    """Epoch after epoch, as in a usual training script."""
-    return itertools.chain.from_iterable(itertools.repeat(loader))
+def load_with_ours(samples: TrainDataset | BoxDataset, batch_size: int) -> DataLoader:
+    return training_loader(samples, BatchPlan(batch_size, 1, batch_size), 0, 10**9, workers=1)
 
 
-def timm_loader(folder: Path, workers: int) -> Iterator:
-    loader = timm.data.create_loader(
-        ImageFolder(folder),
-        (3, SIZE, SIZE),
-        BATCH,
-        is_training=True,
-        num_workers=workers,
-        persistent_workers=workers > 0,
-        device=torch.device("cpu"),  # where its prefetcher normalises
+def our_loader(folder: Path, batch_size: int) -> Iterator:
+    source, _ = sources.load(sources.Spec(str(folder), seed=0, val_share=0.25))
+    samples = TrainDataset(source, Stream(len(source), batch_size, 0), TrainingTransform(CONFIG, DATA), 0)
+    for batch in load_with_ours(samples, batch_size):
+        yield normalize(batch.images)
+
+
+def spdl_loader(folder: Path, batch_size: int) -> Iterator:
+    paths = [path for path, _ in open_long_folder(folder).samples]
+    loader = spdl.dataloader.DataLoader(
+        random.sample(paths, len(paths)),
+        preprocessor=decode_with_spdl,
+        batch_size=batch_size,
+        aggregator=collate_with_spdl,
+        num_threads=1,
     )
-    return epochs(loader)
+    for images in loader:
+        yield normalize(images)
 
 
-def torchvision_loader(folder: Path, workers: int) -> Iterator:
-    dataset = ImageFolder(folder, torchvision_transform())
-    return epochs(DataLoader(dataset, BATCH, shuffle=True, num_workers=workers, drop_last=True))
+def our_box_loader(folder: Path, short_side: int) -> DataLoader:
+    source, _ = box_sources.load(box_sources.Spec(str(folder), seed=0, val_share=0.2))
+    stream = Stream(len(source), BOX_BATCH_SIZE, seed=0)
+    augmentation = BoxAugmentation(0, (short_side,), 1333, hflip=0.5)
+    samples = BoxDataset(source, stream, augmentation, stride=32, fill=(124, 116, 104), seed=0)
+    return load_with_ours(samples, BOX_BATCH_SIZE)
 
 
-def rows_of_loaders(folder: Path, batches: int, turns: int) -> list[Row]:
-    workers = max(1, worker_count(-1))
-
-    def speed(make: Callable[[Path, int], Iterator]) -> float:
-        gc.collect()  # the loader before
-        loader = make(folder, workers)
-        for _ in range(4 * workers + 1):  # skip what the workers had prefetched
-            next(loader)
-        began = time.perf_counter()
-        for _ in range(batches):
-            next(loader)
-        return BATCH * batches / (time.perf_counter() - began)
-
-    makers = {"ours": our_loader, "timm, as it comes": timm_loader, "torchvision": torchvision_loader}
-    speeds = take_turns({name: partial(speed, make) for name, make in makers.items()}, turns)
-    what = f"loader, {workers} worker{'s' * (workers > 1)}"
-    return [compare(what, "images/s", speeds, peer) for peer in list(makers)[1:]]
+def torchvision_box_loader(folder: Path, short_side: int) -> DataLoader:
+    images = open_boxes(folder, "train", short_side)
+    endless = itertools.cycle(range(len(images)))
+    return DataLoader(images, BOX_BATCH_SIZE, sampler=endless, num_workers=1, collate_fn=collate_boxes)
 
 
-def measure(quick: bool, brief: bool) -> tuple[list[Row], None]:
-    """All rows; with `brief` in about 90 seconds."""
-    count, turns, batches = (2, 1, 1) if quick else (64, 4 if brief else 6, 12)
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        rows = rows_of_images(Path(folder), count, turns)
-        loaded = Path(folder) / "loaded"
-        make_photographs(loaded, 500, 375, max(count * 2, BATCH))
-        rows += rows_of_loaders(loaded, batches, max(1, turns - 2))
-    return rows, None
+def measure_speed(build: Callable[[], Iterable], batch_size: int, batches: int) -> float:
+    """Images per second."""
+    gc.collect()  # the loader before
+    loader = iter(build())
+    for _ in range(5):  # skip what the worker had prefetched
+        next(loader)
+    start = time.perf_counter()
+    for _ in range(batches):
+        next(loader)
+    return batch_size * batches / (time.perf_counter() - start)
+
+
+def measure_loaders(
+    name: str, loaders: dict[str, Callable[[], Iterable]], batch_size: int, turns: int, goal: float | None = None
+) -> list[Row]:
+    """Compares the first loader with the others."""
+    ways = {title: partial(measure_speed, build, batch_size, batches=12) for title, build in loaders.items()}
+    speeds = take_turns(ways, turns)
+    ours, *peers = loaders
+    return [compare(f"loader, {name}", "images/s", speeds, peer, ours, goal=goal) for peer in peers]
+
+
+def measure(turns: int, _: bool) -> list[Row]:
+    """All rows; two turns take about three minutes."""
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for width, height, batch_size, goal in ((500, 375, 32, 1.7), (4000, 3000, 8, 4.0)):
+            folder = Path(scratch) / f"{width} x {height}"
+            write_classes(folder, width, height, 4 * batch_size)
+            rows += measure_images(folder, turns, goal)
+            timm_peer = partial(timm_loader, folder, SIZE, batch_size, workers=1, device=torch.device("cpu"))
+            loaders = {"ours": partial(our_loader, folder, batch_size), "timm, as it comes": timm_peer}
+            if spdl:
+                loaders["SPDL"] = partial(spdl_loader, folder, batch_size)
+            rows += measure_loaders(folder.name, loaders, batch_size, turns)
+        folder = Path(scratch) / "boxes"
+        for split, num_images, seed in (("train", 64, 0), ("val", 2, 1)):
+            write_boxes(folder, split, 640, 480, num_images, seed)
+        for short_side in (480, 800):
+            loaders = {
+                "ours": partial(our_box_loader, folder, short_side),
+                "torchvision": partial(torchvision_box_loader, folder, short_side),
+            }
+            name = f"boxes, short side {short_side}"
+            rows += measure_loaders(name, loaders, BOX_BATCH_SIZE, turns, goal=2.5)
+    return rows
 
 
 if __name__ == "__main__":
-    script(__doc__, measure)
+    run_script(__doc__, measure)

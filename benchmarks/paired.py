@@ -1,21 +1,19 @@
-"""Compares a recipe with a loop written by hand that does the same work. Shared by loop.py and detection.py.
+"""Compares a recipe with a loop written by hand that does the same work. Shared by the scripts that measure steps.
 
 Blocks of steps of both run in one process in the order ABBA, several times.
 """
 
 import contextlib
 import gc
-import importlib.util
+import importlib
 import io
-import itertools
 import math
 import shutil
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -29,8 +27,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from common.distributed.collectives import is_main
 
-ROOT = Path(__file__).resolve().parent.parent
-LR, WEIGHT_DECAY = 1e-3, 0.05
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+LR = 1e-3
+WEIGHT_DECAY = 0.05
 TOTAL_STEPS = 100_000  # of the schedule; a block ends much earlier
 WARM_UP = 3  # steps at the start of a block that are not measured
 THROUGHPUT = 0.97  # goal
@@ -53,20 +52,23 @@ class Setting:
 Loop = Callable[[Setting], None]  # trains until it is stopped
 
 
-class Enough(Exception):
+class BlockEnd(Exception):
     """Ends a block."""
 
 
-def recipe(name: str, flags: Callable[[Setting], dict], folder_of_runs: Callable[[], str] = tempfile.mkdtemp) -> Loop:
-    """Returns `main` of recipes/<name>.py as a loop, with `flags` for each setting, and no evaluation or checkpoint."""
-    path = ROOT / "recipes" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def build_recipe_loop(
+    name: str, build_flags: Callable[[Setting], dict], make_folder: Callable[[], str] = tempfile.mkdtemp
+) -> Loop:
+    """`main` of recipes/<name>.py as a loop, with the flags of each setting, and no evaluation or checkpoint."""
+    sys.path.append(str(RECIPES))
+    module = importlib.import_module(name)
 
     def loop(setting: Setting) -> None:
-        folder = folder_of_runs()
-        everything = {
+        folder = make_folder()
+        flags = {
+            "data": "digits",
+            "hflip": 0,
+            "warmup_epochs": 0,
             "model": setting.model,
             "global_batch_size": setting.batch_size,
             "max_micro_batch_size": setting.batch_size,
@@ -77,13 +79,12 @@ def recipe(name: str, flags: Callable[[Setting], dict], folder_of_runs: Callable
             "weight_decay": WEIGHT_DECAY,
             "workers": 0,
             "tracker": "none",
-            "resume": "never",
             "output_dir": folder,
-            **flags(setting),
+            **build_flags(setting),
         }
-        words = [f"--{flag}" if value is True else f"--{flag}={value}" for flag, value in everything.items()]
+        argv = [f"{name}.py", *(f"--{flag}" if value is True else f"--{flag}={value}" for flag, value in flags.items())]
         try:
-            with patch.object(sys, "argv", [path.name, *words]):
+            with patch.object(sys, "argv", argv):
                 module.main()
         finally:
             if is_main():  # which writes until it ends
@@ -92,81 +93,70 @@ def recipe(name: str, flags: Callable[[Setting], dict], folder_of_runs: Callable
     return loop
 
 
-def timed(loop: Callable[[], None], skipped: int, steps: int) -> tuple[float, float]:
-    """Wall and CPU milliseconds of a step of `loop`: of `steps` steps after the first `skipped`."""
-    made, stamps = itertools.count(1), []
+def time_steps(loop: Callable[[], None], num_skipped: int, num_steps: int) -> float:
+    """Milliseconds of a step of `loop`, over `num_steps` steps after the first `num_skipped`."""
+    num_done = 0
+    times = []
 
-    def stamp(*_) -> None:
-        number = next(made)
-        if number in (skipped, skipped + steps):
+    def record(*_) -> None:
+        nonlocal num_done
+        num_done += 1
+        if num_done in (num_skipped, num_skipped + num_steps):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            stamps.append((time.perf_counter(), time.process_time()))
-        if number == skipped + steps:
-            raise Enough
+            times.append(time.perf_counter())
+        if len(times) == 2:
+            raise BlockEnd
 
     gc.collect()
-    quiet, hook = io.StringIO(), register_optimizer_step_post_hook(stamp)
+    output = io.StringIO()
+    hook = register_optimizer_step_post_hook(record)
     try:
-        with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), contextlib.suppress(Enough):
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), contextlib.suppress(BlockEnd):
             loop()
     finally:
         hook.remove()
-    (wall, cpu), (wall_end, cpu_end) = stamps
-    return 1e3 * (wall_end - wall) / steps, 1e3 * (cpu_end - cpu) / steps
+    return 1e3 * (times[1] - times[0]) / num_steps
 
 
-def measure(loop: Loop, setting: Setting) -> tuple[float, float]:
-    """Wall and CPU milliseconds per step of a block."""
-    return timed(partial(loop, setting), WARM_UP, setting.steps)
+def measure_block(loop: Loop, setting: Setting) -> float:
+    """Milliseconds per step of a block."""
+    return time_steps(partial(loop, setting), WARM_UP, setting.steps)
 
 
-def train_by_hand(model: nn.Module, batches: Iterable[tuple], loss_of: Callable) -> None:
-    """The loop written by hand, without an end: `loss_of(*batch)` is the mean loss of a batch."""
+def train_by_hand(model: nn.Module, batches: Iterable[tuple], compute_loss: Callable) -> None:
+    """The loop written by hand, without an end: `compute_loss(*batch)` is the mean loss of a batch."""
     optimizer = create_optimizer_v2(model, "adamw", lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
     parameters = list(model.parameters())
-    numbers = torch.zeros(2)
+    metrics = torch.zeros(2)
     model.train()
     for step, batch in enumerate(batches):
         for group in optimizer.param_groups:
             group["lr"] = LR * (1 + math.cos(math.pi * step / TOTAL_STEPS)) / 2
-        loss = loss_of(*batch)
+        loss = compute_loss(*batch)
         loss.backward()
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
         optimizer.step()
         optimizer.zero_grad()
-        late = numbers.tolist()  # of the previous step
-        if not all(map(math.isfinite, late)):
-            raise FloatingPointError(f"step {step}: {late}")
-        numbers = torch.stack([loss.detach(), norm])
+        previous = metrics.tolist()
+        if not all(map(math.isfinite, previous)):
+            raise FloatingPointError(f"step {step}: {previous}")
+        metrics = torch.stack([loss.detach(), norm])
 
 
 def compare_loops(
-    name: str, recipe: Loop, bare: Loop, settings: Sequence[Setting], quartets: int
-) -> tuple[list[Row], list[dict[str, list[tuple[float, float]]]]]:
-    """A row per setting, with the bare loop as peer and bound; and the milliseconds of all blocks.
-
-    It prints what the recipe adds to short steps: to the last two of three settings, of few and many
-    samples.
-    """
-    rows, figures = [], []
+    name: str, recipe: Loop, bare: Loop, settings: Sequence[Setting], turns: int, quick: bool
+) -> list[Row]:
+    """A row per setting; the goal is the first one's."""
+    rows = []
     for setting in settings:
-        ways = {BARE: partial(measure, bare, setting), "ours": partial(measure, recipe, setting)}
-        take_turns(ways, 1)  # warm up both
-        figures.append(taken := take_turns(ways, 2 * quartets))
-        wall = {way: [times[0] for times in of_way] for way, of_way in taken.items()}
-        options = {"limit": statistics.median(wall[BARE]), "goal": None if rows else THROUGHPUT}
-        rows.append(compare(f"{name}.py, {setting}", "ms per step", wall, BARE, **options))
-    for clock, of_clock in enumerate(("wall", "cpu") if len(settings) == 3 else ()):
-        few, many = (setting.batch_size for setting in settings[1:])
-        small, large = (
-            statistics.median(a[clock] - b[clock] for a, b in zip(taken["ours"], taken[BARE], strict=True))
-            for taken in figures[1:]
-        )
-        a_sample = (large - small) / (many - few)
-        a_step = small - few * a_sample
-        print(
-            f"overhead ({of_clock}): {a_step:.2f} ms per step + {1e3 * a_sample:.1f} µs per sample (goal: 1 ms + 10 µs)"
-        )
-    return rows, figures
+        if quick:
+            setting = replace(setting, steps=1)
+        ways = {BARE: partial(measure_block, bare, setting), "ours": partial(measure_block, recipe, setting)}
+        take_turns(ways, 1)  # warms up both
+        times = take_turns(ways, 2 * turns)
+        goal = None if rows else THROUGHPUT
+        rows.append(compare(f"{name}, {setting}", "ms per step", times, BARE, goal=goal))
+    return rows

@@ -1,6 +1,6 @@
 """Measures start-up: the time from launching `recipes/cls.py` to the end of its first optimizer step.
 
-    python benchmarks/startup.py [--quick] [--brief] [--output FILE]
+    python benchmarks/startup.py [--turns N]
 
 The reference is a process that does `import torch, timm` and creates the same model; the goal is at most 1.3 times its time.
 Each row is a fresh process on one CPU. The rows take turns: there and back, again and again. `accelerate launch` imports torch,
@@ -17,86 +17,60 @@ import time
 from functools import partial
 from pathlib import Path
 
-from table import Row, compare, script, take_turns
+from table import Row, compare, run_script, take_turns
 
 ROOT = Path(__file__).resolve().parent.parent
+RECIPE = str(ROOT / "recipes" / "cls.py")
 MODEL = "test_resnet"
 GOAL = 1.3  # times the bare import
-BARE, PROCESS, LAUNCH, SHORT_LAUNCH = (
-    "import torch, timm; create_model",
-    "python recipes/cls.py",
-    "accelerate launch recipes/cls.py",
-    "accelerate-launch recipes/cls.py",
-)
-STARTED = "STARTUP_BENCHMARK_STARTED"  # environment variable: time of the launch, in seconds since 1970
+BARE = "import torch, timm; create_model"
+FIRST_STEP = "--first_step"
 
 
-def command(row: str, scratch: Path) -> list[str]:
-    """The command line of a row. The process writes its time to `scratch/seconds`."""
-    config = ["--config_file", ROOT / "accelerate_configs" / "cpu.yaml"]
-    flags = ["--data", "digits", "--image_size", "32", "--model", MODEL]
-    flags += ["--max_steps", "2", "--workers", "0", "--output_dir", scratch]
-    recipe = ROOT / "recipes" / "cls.py"
-    first_step = [__file__, "--first_step", scratch / "seconds", recipe, *flags]
+def build_commands() -> dict[str, list[object]]:
+    """The command line of each row, but for the folder of its run."""
     bin_folder = Path(sys.executable).parent
-    words = {
-        BARE: [sys.executable, __file__, "--bare", scratch / "seconds"],
-        PROCESS: [sys.executable, *first_step],
-        LAUNCH: [bin_folder / "accelerate", "launch", *config, *first_step],
-        SHORT_LAUNCH: [bin_folder / "accelerate-launch", *config, *first_step],
+    config = ["--config_file", ROOT / "accelerate_configs" / "cpu.yaml", __file__, FIRST_STEP]
+    bare = f"import os, torch, timm; timm.create_model('{MODEL}'); os._exit(0)"
+    return {
+        BARE: [sys.executable, "-c", bare],
+        "python recipes/cls.py": [sys.executable, __file__, FIRST_STEP],
+        "accelerate launch recipes/cls.py": [bin_folder / "accelerate", "launch", *config],
+        "accelerate-launch recipes/cls.py": [bin_folder / "accelerate-launch", *config],
     }
-    return [str(word) for word in words[row]]
 
 
-def seconds(row: str) -> float:
-    """Seconds of one fresh start, until the end of the first step."""
+def time_start(command: list[object]) -> float:
+    """Seconds of one fresh process, which ends with the first step."""
+    # PYTHONPATH: for a checkout that is not the installed one.
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as folder:
-        # PYTHONPATH: for a checkout that is not the installed one.
-        environ = os.environ | {STARTED: repr(time.time()), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command(row, Path(folder)), env=environ, capture_output=True)
-        if done.returncode:
-            raise RuntimeError(f"{row}: {done.stderr.decode()}")
-        return float(Path(folder, "seconds").read_text())
+        start = time.perf_counter()
+        subprocess.run([*command, folder], env=environ, stdout=subprocess.DEVNULL, check=True)
+        return time.perf_counter() - start
 
 
-def bare(output: Path) -> None:
-    """The reference: imports and model, as any script with timm needs them."""
-    import timm
-    import torch  # noqa: F401
-
-    timm.create_model(MODEL)
-    _leave(output)
-
-
-def first_step(output: Path, words: list[str]) -> None:
-    """Runs the recipe `words[0]` until the end of its first optimizer step."""
-    sys.argv, sys.path[0] = words, str(Path(words[0]).parent)
+def start_recipe(folder: str) -> None:
+    """Runs the recipe until the end of its first optimizer step."""
+    sys.argv = [RECIPE, "--data", "digits", "--image_size", "32", "--model", MODEL]
+    sys.argv += ["--max_steps", "2", "--workers", "0", "--output_dir", folder]
+    sys.path[0] = str(Path(RECIPE).parent)
 
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    register_optimizer_step_post_hook(lambda *_: _leave(output))
-    runpy.run_path(words[0], run_name="__main__")
+    register_optimizer_step_post_hook(lambda *_: os._exit(0))
+    runpy.run_path(RECIPE, run_name="__main__")
 
 
-def _leave(output: Path) -> None:
-    """Writes the time since the launch, and ends the process at once."""
-    output.write_text(str(time.time() - float(os.environ[STARTED])))
-    os._exit(0)
-
-
-def measure(quick: bool, brief: bool) -> tuple[list[Row], dict]:
+def measure(turns: int, _: bool) -> list[Row]:
     """Every way in turn; the bare import is the peer, so that the goal is 1 / GOAL."""
-    ours = (PROCESS, LAUNCH, SHORT_LAUNCH)
-    ways = {row: partial(seconds, row) for row in (BARE, *ours)}
-    taken = take_turns(ways, 1 if quick else 2 if brief else 3)
-    unit = "s to the first step"
-    return [compare(row, unit, taken, BARE, row, goal=1 / GOAL) for row in ours], taken
+    ways = {name: partial(time_start, command) for name, command in build_commands().items()}
+    seconds = take_turns(ways, turns)
+    return [compare(name, "s to the first step", seconds, BARE, name, goal=1 / GOAL) for name in list(ways)[1:]]
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--bare"]:  # the process of a row, as the next one
-        bare(Path(sys.argv[2]))
-    elif sys.argv[1:2] == ["--first_step"]:
-        first_step(Path(sys.argv[2]), sys.argv[3:])
+    if sys.argv[1:2] == [FIRST_STEP]:  # the process of a row
+        start_recipe(sys.argv[2])
     else:
-        script(__doc__, measure)
+        run_script(__doc__, measure)

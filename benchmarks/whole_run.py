@@ -1,188 +1,113 @@
-"""Measures whole runs of `recipes/cls.py`, launch and evaluation included, beside timm's and torchvision's parts.
+"""Measures whole runs of the recipes, launch, evaluations and checkpoints included, beside timm's and torchvision's parts.
 
-    python benchmarks/whole_run.py [--quick] [--brief] [--output FILE]
+    python benchmarks/whole_run.py [--quick] [--turns N]
 
-4,000 + 400 JPEGs of 500 x 375 pixels, 4 epochs, the same model, batch and augmentation (crops, mirrored half the time) on two
-CPU processes with a data worker each. Peers are two loops as people write them, started by torchrun: one of timm's data set,
-loader, optimizer, scheduler and checkpoint saver, in the order of its train script; one of torchvision's v2 transforms, with
-torch's loader and optimizer. Each evaluates once per epoch and writes a checkpoint. Runs take turns; a ratio is the median of
-the ratios of turns.
+Both train the same model on the same JPEGs with the same batch and augmentation (random crops and flips, or flips), on two CPU
+processes with a data worker each. The peers are in `peers.py`. Runs take turns; a ratio is the median of the ratios of turns.
 """
 
 import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import timm
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from input_pipeline import make_photographs
-from table import Row, compare, script, take_turns
-from timm.data import create_dataset, create_loader, resolve_data_config
-from timm.optim import create_optimizer_v2
-from timm.scheduler import create_scheduler_v2
-from timm.utils import CheckpointSaver
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
-from torchvision.datasets import ImageFolder
-from torchvision.transforms import v2
+import peers
+from photographs import write_boxes, write_classes
+from table import Row, compare, run_script, take_turns
 
 ROOT = Path(__file__).resolve().parent.parent
-EPOCHS, BATCH, LR, WEIGHT_DECAY, CROP_SCALE = 4, 64, 1e-3, 0.05, 0.08
-# Where reading is the cost, and where the model is: name, pixels, goal.
-SETTINGS = (("test_resnet", 64, 2.0), ("resnet18", 64, 1.0))
-Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
+BIN_FOLDER = Path(sys.executable).parent
+PEERS = {"cls": "timm's parts", "det": "torchvision's parts"}
 
 
-def ours(folder: Path, model: str, size: int, output: str) -> list[object]:
-    """The command of a run."""
+@dataclass(frozen=True)
+class Setting:
+    """What a run trains: an image classifier (cls) at `size` pixels, or a detector (det) at this short side."""
+
+    task: str
+    size: int
+    width: int  # of the JPEGs
+    height: int
+    num_train: int
+    num_val: int
+    epochs: int
+    goal: float
+
+    def __str__(self) -> str:
+        images = f"{self.num_train} + {self.num_val} of {self.width} x {self.height}"
+        return f"run of {self.task}.py, {self.size} px, {images}"
+
+
+SETTINGS = (
+    Setting("cls", 64, 4000, 3000, 300, 40, 6, goal=4.0),
+    Setting("cls", 64, 500, 375, 4000, 400, 4, goal=1.15),
+    Setting("det", 128, 4000, 3000, 300, 40, 6, goal=2.5),
+    Setting("det", 128, 640, 480, 1000, 100, 4, goal=1.3),
+)
+
+
+def build_our_command(setting: Setting, folder: Path, output: str) -> list[object]:
     flags = {
         "data": folder,
-        "model": model,
-        "image_size": size,
-        "crop_scale": CROP_SCALE,
-        "epochs": EPOCHS,
-        "global_batch_size": BATCH,
-        "lr": LR,
-        "weight_decay": WEIGHT_DECAY,
+        "model": peers.MODEL,
+        "epochs": setting.epochs,
         "workers": 1,
         "tracker": "none",
         "output_dir": output,
     }
-    launch = ["accelerate", "launch", "--config_file", ROOT / "accelerate_configs/multi_cpu.yaml"]
-    return [*launch, ROOT / "recipes/cls.py", *(f"--{flag}={value}" for flag, value in flags.items())]
+    if setting.task == "cls":
+        flags |= {"image_size": setting.size, "crop_scale": peers.CROP_SCALE, "global_batch_size": peers.BATCH_SIZE}
+    else:
+        flags |= {"short_sides": setting.size, "long_side": 1333, "global_batch_size": peers.BOX_BATCH_SIZE}
+        flags |= peers.FCOS_FLAGS
+    launch = [BIN_FOLDER / "accelerate", "launch", "--config_file", ROOT / "accelerate_configs/multi_cpu.yaml"]
+    return [*launch, ROOT / f"recipes/{setting.task}.py", *(f"--{name}={value}" for name, value in flags.items())]
 
 
-def theirs(peer: str, folder: Path, model: str, size: int, output: str) -> list[object]:
-    """The command of a peer's run."""
-    launch = ["torchrun", "--nproc_per_node", 2, "--standalone", Path(__file__).resolve()]
-    return [*launch, "--peer", peer, folder, model, size, output]
+def build_peer_command(setting: Setting, folder: Path, output: str) -> list[object]:
+    launch = [BIN_FOLDER / "torchrun", "--nproc_per_node", 2, "--standalone", peers.__file__]
+    return [*launch, setting.task, folder, setting.size, setting.epochs, output]
 
 
-# ---- the peers
+def time_run(build_command, setting: Setting, scratch: Path) -> tuple[float, float]:
+    """Seconds, and CPU seconds of all processes, each with one thread."""
+    words = [str(word) for word in build_command(setting, scratch / "data", tempfile.mkdtemp(dir=scratch))]
+    start = os.times()
+    subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, check=True)
+    end = os.times()
+    cpu = end.children_user + end.children_system - start.children_user - start.children_system
+    return end.elapsed - start.elapsed, cpu
 
 
-def timm_loaders(folder: Path, network: nn.Module, size: int) -> tuple[Batches, Batches]:
-    data = resolve_data_config({"img_size": size}, model=network)
-    train, val = (
-        create_dataset("", root=str(folder), split=split, is_training=split == "train") for split in ("train", "val")
-    )
-    options = {"mean": data["mean"], "std": data["std"], "interpolation": data["interpolation"], "num_workers": 1}
-    options |= {"distributed": True, "device": torch.device("cpu")}
-    share = BATCH // dist.get_world_size()
-    training = create_loader(
-        train, data["input_size"], share, is_training=True, scale=(CROP_SCALE, 1.0), color_jitter=None, **options
-    )
-    return training, create_loader(val, data["input_size"], share, crop_pct=data["crop_pct"], **options)
-
-
-def torchvision_loaders(folder: Path, _: nn.Module, size: int) -> tuple[Batches, Batches]:
-    end = [
-        v2.PILToTensor(),
-        v2.ToDtype(torch.float32, scale=True),
-        v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-    ]
-    vary = [v2.RandomResizedCrop(size, (CROP_SCALE, 1.0), antialias=True), v2.RandomHorizontalFlip()]
-    transforms = {"train": v2.Compose([*vary, *end]), "val": v2.Compose([v2.Resize(size), v2.CenterCrop(size), *end])}
-    loaders = []
-    for split, transform in transforms.items():
-        images = ImageFolder(folder / split, transform)
-        sampler = DistributedSampler(images, shuffle=split == "train")
-        share = BATCH // dist.get_world_size()
-        loaders.append(
-            DataLoader(
-                images, share, sampler=sampler, num_workers=1, drop_last=split == "train", persistent_workers=True
-            )
-        )
-    return loaders[0], loaders[1]
-
-
-def evaluate(network: nn.Module, batches: Batches) -> float:
-    """Top-1 over all ranks."""
-    network.eval()
-    counts = torch.zeros(2)
-    with torch.inference_mode():
-        for images, labels in batches:
-            counts += torch.tensor([(network(images).argmax(1) == labels).sum(), len(labels)])
-    dist.all_reduce(counts)
-    return float(counts[0] / counts[1])
-
-
-def train_peer(peer: str, folder: str, model: str, size: str, output: str) -> None:
-    """The run of a peer on this rank."""
-    dist.init_process_group("gloo")
-    plain = timm.create_model(model, num_classes=2)
-    network = DistributedDataParallel(plain)
-    loaders = timm_loaders if peer == "timm" else torchvision_loaders
-    training, validation = loaders(Path(folder), plain, int(size))
-    optimizer = create_optimizer_v2(plain, "adamw", lr=LR, weight_decay=WEIGHT_DECAY)
-    updates = len(training)
-    schedule, _ = create_scheduler_v2(optimizer, num_epochs=EPOCHS, step_on_epochs=False, updates_per_epoch=updates)
-    Path(output).mkdir(parents=True, exist_ok=True)
-    saver = (
-        CheckpointSaver(plain, optimizer, checkpoint_dir=output, recovery_dir=output) if dist.get_rank() == 0 else None
-    )
-    for epoch in range(EPOCHS):
-        training.sampler.set_epoch(epoch)
-        network.train()
-        for place, (images, labels) in enumerate(training):
-            loss = F.cross_entropy(network(images), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step_update(epoch * updates + place + 1)
-            if place % 50 == 0:
-                loss.item()  # as for a line of the log
-        top1 = evaluate(plain, validation)
-        if saver:
-            saver.save_checkpoint(epoch, top1)
-    dist.destroy_process_group()
-
-
-# ---- turns
-
-
-def environment() -> dict[str, str]:
-    """One thread per process; commands are found beside this Python."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-
-
-def seconds(command: list[object]) -> float:
-    began = time.perf_counter()
-    done = subprocess.run([*map(str, command)], env=environment(), capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stderr.strip()}")
-    return time.perf_counter() - began
-
-
-def measure(quick: bool, brief: bool) -> tuple[list[Row], None]:
-    turns, images = (1, 40) if quick else (1 if brief else 3, 2000)
-    rows = []
+def measure_setting(setting: Setting, turns: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "photographs"
-        make_photographs(folder / "train", 500, 375, images)
-        make_photographs(folder / "val", 500, 375, max(8, images // 10))
-        for model, size, goal in SETTINGS[: 1 if quick else None]:
+        folder = Path(scratch) / "data"
+        for seed, (split, num_images) in enumerate((("train", setting.num_train), ("val", setting.num_val))):
+            if setting.task == "cls":
+                write_classes(folder / split, setting.width, setting.height, num_images, seed)
+            else:
+                write_boxes(folder, split, setting.width, setting.height, num_images, seed)
+        peer = PEERS[setting.task]
+        commands = {"ours": build_our_command, peer: build_peer_command}
+        ways = {name: partial(time_run, command, setting, Path(scratch)) for name, command in commands.items()}
+        times = take_turns(ways, turns)
+    seconds = {name: [run[0] for run in runs] for name, runs in times.items()}
+    cpu = {name: [run[1] for run in runs] for name, runs in times.items()}
+    return [
+        compare(str(setting), "s", seconds, peer, goal=setting.goal),
+        compare(str(setting), "s of CPU", cpu, peer),
+    ]
 
-            def run(command: Callable[..., list[object]], model: str = model, size: int = size) -> float:
-                return seconds(command(folder, model, size, tempfile.mkdtemp(dir=scratch)))
 
-            peers = {f"{peer}'s parts": partial(run, partial(theirs, peer)) for peer in ("timm", "torchvision")}
-            times = take_turns({"ours": partial(run, ours)} | peers, turns)
-            what = f"a run of cls.py, {model}, {size} px"
-            rows += [compare(what, "s", times, peer, goal=goal) for peer in peers]
-    return rows, None
+def measure(turns: int, quick: bool) -> list[Row]:
+    settings = SETTINGS
+    if quick:
+        settings = [replace(setting, num_train=64, num_val=8, epochs=1) for setting in (SETTINGS[1], SETTINGS[-1])]
+    return [row for setting in settings for row in measure_setting(setting, turns)]
 
 
 if __name__ == "__main__":
-    if "--peer" in sys.argv:
-        train_peer(*sys.argv[2:])
-    else:
-        script(__doc__, measure)
+    run_script(__doc__, measure)

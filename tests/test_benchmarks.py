@@ -1,7 +1,7 @@
 """Benchmarks: every script runs, and its results have the promised form. How fast it is does not matter to a test."""
 
 import json
-from pathlib import Path
+import subprocess
 
 import pytest
 
@@ -16,8 +16,8 @@ import detection, paired, torch
 norm_of = torch.nn.utils.get_total_norm
 norms = []
 torch.nn.utils.get_total_norm = lambda *arguments: norms.append(norm_of(*arguments)) or norms[-1]
-for loop in (paired.recipe("det", detection.flags), detection.bare):
-    paired.measure(loop, paired.Setting("test_resnet", 64, 3, 2))
+for loop in (paired.build_recipe_loop("det", detection.build_flags), detection.train_bare):
+    paired.measure_block(loop, paired.Setting("test_resnet", 64, 3, 2))
 print([norm.item() for norm in norms])
 """
 
@@ -32,32 +32,33 @@ def test_the_bare_loop_around_a_detector_takes_the_steps_of_the_recipe(launch: L
 
 
 @pytest.mark.long
-def test_all_scripts_make_one_table(launch: Launcher, tmp_path: Path) -> None:
-    scripts = ("input_pipeline", "loop", "detection", "startup", "checkpoint", "shards")
-    script = launch.start_python("benchmarks/everything.py", "--quick", "--output", tmp_path)
-    done = script.finish(900)
-    assert done.returncode == 0, done.stderr
-    (path,) = tmp_path.glob("*.json")
-    result = json.loads(path.read_text())
-    assert tuple(result["scripts"]) == scripts and result["machine"]["cores"] > 0
-    rows = sum(len(part["rows"]) for part in result["scripts"].values())
-    assert rows >= 30 and done.stdout.count("\n") == rows + 3
+@pytest.mark.parametrize(
+    "script, num_rows",
+    [
+        ("input_pipeline", 10),
+        ("loop", 3),
+        ("detection", 3),
+        ("startup", 3),
+        ("checkpoint", 1),
+        ("shards", 11),
+        ("whole_run", 4),
+        ("gpu", 2),
+    ],
+)
+def test_a_script_prints_its_rows(script: str, num_rows: int, launch: Launcher) -> None:
+    done = launch.start_python(f"benchmarks/{script}.py", "--quick").finish(400)
+    check_table(done, num_rows)
 
 
 @pytest.mark.long
-def test_a_whole_run_is_measured_beside_those_of_other_libraries(launch: Launcher, tmp_path: Path) -> None:
-    done = launch.start_python("benchmarks/whole_run.py", "--quick", "--output", tmp_path / "whole").finish(400)
+def test_a_sharded_loop_is_measured(launch: Launcher) -> None:
+    done = launch("fsdp_cpu", "benchmarks/sharded.py", "--quick")
+    check_table(done, num_rows=2)
+
+
+def check_table(done: subprocess.CompletedProcess[str], num_rows: int) -> None:
     assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "whole").read_text())["rows"]
-    assert len(rows) == 2 and all(row["ratio"] > 0 for row in rows)
-
-
-@pytest.mark.long
-def test_scripts_for_gpus_run_on_cpus_too(launch: Launcher, tmp_path: Path) -> None:
-    started = launch.start_python("benchmarks/gpu.py", "--quick", "--compile", "--output", tmp_path / "gpu.json")
-    sharded = launch("fsdp_cpu", "benchmarks/sharded.py", "--quick", "--output", tmp_path / "sharded.json")
-    gpu = started.finish(400)
-    for done, name, count in ((gpu, "gpu", 3), (sharded, "sharded", 1)):
-        assert done.returncode == 0, done.stderr
-        rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
-        assert len(rows) == count and all(0 < row["ratio"] < 50 for row in rows)
+    header, *rows = done.stdout.splitlines()
+    assert header.split() == ["ours", "peer", "ratio", "goal", "peer,", "unit"]
+    # With SPDL, which the project does not require, there are more.
+    assert len(rows) >= num_rows
