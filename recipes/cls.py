@@ -261,7 +261,7 @@ def main() -> None:
             run.end_step(grad_norm)
 
             if run.should_evaluate():
-                run.evaluate(evaluate, best_metric="f1" if val_data.multi_label else "top1")
+                run.evaluate(evaluate, config.best_metric or ("f1" if val_data.multi_label else "top1"))
             if run.should_save():
                 run.save()
 

@@ -232,7 +232,7 @@ def main() -> None:
             run.end_step(grad_norm)
 
             if run.should_evaluate():
-                run.evaluate(evaluate, best_metric="AP")
+                run.evaluate(evaluate, config.best_metric or "AP")
             if run.should_save():
                 run.save()
 

@@ -196,6 +196,9 @@ class RunConfig(SharedFields):
     """Print the start table, then try two steps, an evaluation, and saving and loading a checkpoint, in a temporary folder."""
     eval_every: int = option(0, low=0, may_change=True, heading="evaluation")
     """Steps between evaluations (0: at the end of every epoch). The last step always has one."""
+    best_metric: str = option("", may_change=True)
+    """Result that decides which model is the best, and by which --patience counts: f1_macro, mean_class_accuracy, loss, AP50
+    (default: the recipe's)."""
     tracker: Literal["wandb", "tensorboard", "none"] = option(
         "wandb", may_change=True, heading="dashboard", is_common=True
     )

@@ -57,6 +57,10 @@ def direction_of(key: str) -> bool | None:
     return False if metric_of(key) in _LOWER else is_share(key) or None
 
 
+def _finite(value: float | None, default: float) -> float:
+    return default if value is None or not math.isfinite(value) else value
+
+
 def get_shown_metrics(leading: str) -> tuple[str, str]:
     """The results that lines and curves show beside the loss, for the `leading` one: that, and its value at an IoU of 0.5.
 
@@ -102,13 +106,15 @@ class Progress:
     last: dict = field(default_factory=dict)  # the newest one
     leading: str = ""  # the result that decides which evaluation is the best
     larger_is_better: bool = True  # of that result
-    since_best: int = 0  # evaluations since the best one
+    since_best: int = 0  # evaluations since the leading result became better
+    improved_step: int = 0  # the step of that evaluation
     owes_evaluation: bool = False  # one that a signal ended, to be made after the next step
     ended_by: str = ""  # why the run ended early, if it did: by the recipe's word or by a flag
 
     def __post_init__(self):
         self._steps, self._seconds, self._waited = 0, 0.0, 0.0  # since the last row
         self._named = set(self.broken_names)
+        self.improved_step = self.improved_step or self.best.get("step", 0)  # of a version that did not keep it
 
     def record_step(self, report: StepReport, seconds: float) -> None:
         """Count a step that took `seconds`."""
@@ -166,24 +172,26 @@ class Progress:
     def record_evaluation(
         self, step: int, results: dict[str, float], leading: str, larger_is_better: bool = True
     ) -> bool:
-        """Record the results of an evaluation. Returns whether `results[leading]` is the best so far."""
+        """Record the results of an evaluation, of which `leading` decides. Returns whether they are the best so far."""
         self.last = {"step": step} | results
         self.leading = leading
         self.larger_is_better = larger_is_better
-        is_better = not self.best or self._worth(results) > self._worth(self.best)
-        if is_better:
-            self.best = self.last
+        sign = 1 if larger_is_better else -1
+        prefix = leading[: -len(metric_of(leading))]  # of the same weights
+        worth = sign * _finite(results.get(leading), -sign * math.inf)
+        loss = _finite(results.get(f"{prefix}loss"), math.inf)
+        best_worth = sign * _finite(self.best.get(leading), -sign * math.inf)
+        best_loss = _finite(self.best.get(f"{prefix}loss"), math.inf)
+        if not self.best or worth > best_worth:
+            self.improved_step = step
             self.since_best = 0
         else:
             self.since_best += 1
-        return is_better
-
-    def _worth(self, results: dict[str, float]) -> float:
-        """The leading result, larger if it is better; minus infinity if it is unknown or not finite."""
-        value = results.get(self.leading)
-        if value is None or not math.isfinite(value):
-            return -math.inf
-        return value if self.larger_is_better else -value
+        # Equal results go to the lower loss, then to the later step.
+        is_best = not self.best or (worth, -loss) >= (best_worth, -best_loss)
+        if is_best:
+            self.best = self.last
+        return is_best
 
     @property
     def broken_files(self) -> int | None:
@@ -198,7 +206,9 @@ class Progress:
     def exhausted(self, config: RunConfig) -> str:
         """Why the run ends by a flag of `config`: the flag, its value and the reason; "" if it does not."""
         if 0 < config.patience <= self.since_best:
-            return f"--patience {config.patience}: no better {display_name(self.leading)} since step {self.best.get('step')}"
+            return (
+                f"--patience {config.patience}: no better {display_name(self.leading)} since step {self.improved_step}"
+            )
         if 0 < 3600 * config.max_hours <= self.seconds:
             return f"--max_hours {config.max_hours:g}"
         return ""

@@ -74,7 +74,7 @@ class Run:
         weights: with --eval_only, where the weights to evaluate are from; else None.
         say: logs lines, `run.say("a line")`; the main process prints them and writes them to log.txt.
         step: optimizer steps done.
-        best_step: the step of the best evaluation so far, over all starts; 0 before the first.
+        best_step: the step since which no evaluation had a better leading result, over all starts; 0 before the first.
 
     `Run.prepare` adds:
         model: as the recipe made it, without wrappers.
@@ -272,6 +272,12 @@ class Run:
                 f"fp16 with {len(optimizers)} optimizers: a step of one would change the scale of the others' gradients; "
                 "launch in bf16 or fp32, or take parameter groups of one optimizer"
             )
+        best_metric = self.config.best_metric
+        if best_metric and direction_of(best_metric) is None:
+            raise Refused(
+                f"--best_metric {best_metric}: whether a larger one is better is not known; take a result such as top1, "
+                "f1_macro, mean_class_accuracy, AP, AP50 or loss, or name your own in run.evaluate"
+            )
         TrainingState(model, optimizers)  # refuses parameters that no optimizer has
         sharding.check(model)
 
@@ -379,7 +385,7 @@ class Run:
         self._ending.last = last or self.total_steps
         records.share()
         self.step = records.progress.step
-        self.best_step = records.progress.best.get("step", 0)
+        self.best_step = records.progress.improved_step
 
     def _open_records(self, sizes: dict[str, Any]) -> None:
         """Open the files of the run folder, unless no step is left to make. `sizes` are added to environment.json."""
@@ -522,6 +528,10 @@ class Run:
         and accuracy are, `larger_is_better` is needed, else `Refused` is raised.
         """
         self._settle()  # evaluations and checkpoints build on finite steps
+        if self.config.best_metric not in ("", best_metric):
+            raise Refused(
+                f"--best_metric {self.config.best_metric}: this recipe decides by {best_metric}; leave out the flag"
+            )
         larger = direction_of(best_metric) if larger_is_better is None else larger_is_better
         if larger is None:
             raise Refused(
@@ -540,7 +550,7 @@ class Run:
             watchdog.note("writing best/")
             details = evaluation.details() if is_main() and hasattr(evaluation, "details") else {}
             self._saving.keep_best(results | details)
-            self.best_step = self.step
+        self.best_step = self._records.progress.improved_step
         self._ending.stop_by_flags(self._records.progress, self.config)
         self._evaluation = evaluation
         if broadcast_object(self._records.has_time_to_draw()):

@@ -24,7 +24,7 @@ NUMBERS = """Numbers of the samples and of the model, and pictures at each evalu
 +            run.log({"train/weight": next(model.parameters()).detach().norm(), "train/half": 0.5})
              grad_norm = run.clip_gradients(config.clip, config.clip_mode)
 @@ main
--                run.evaluate(evaluate, best_metric="f1" if val_data.multi_label else "top1")
+-                run.evaluate(evaluate, config.best_metric or ("f1" if val_data.multi_label else "top1"))
 +                evaluation = run.evaluate(evaluate, best_metric="top1")
 +                if run.step < run.last:  # after the last one, the run draws them itself
 +                    evaluation.draw(run)
@@ -65,7 +65,7 @@ MISTAKES = {
 +    results = evaluation.results()
 +    return results | {"regret": 1 - results["top1"]}
 @@ main
--                run.evaluate(evaluate, best_metric="f1" if val_data.multi_label else "top1")
+-                run.evaluate(evaluate, config.best_metric or ("f1" if val_data.multi_label else "top1"))
 +                run.evaluate(evaluate, best_metric="regret")
 """,
 }

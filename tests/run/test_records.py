@@ -83,13 +83,13 @@ def test_rows_tell_the_loss_scale_the_slowest_rank_and_the_gpus_memory(records, 
 def test_the_best_evaluation_is_the_lowest_of_a_loss_and_finite(records) -> None:
     """A loss of 2.15 is no 215 %, and the model of the first evaluation, the worst, is not kept."""
     of = records(patience=2)
-    losses = [NAN, 2.15, 0.5, 0.5, NAN]  # an equal one is no better
+    losses = [NAN, 2.15, 0.5, 0.5, NAN]  # an equal one is kept, but it is no better
     kept = [of.record_evaluation(step, {"loss": loss}, "loss", False) for step, loss in enumerate(losses)]
-    assert kept == [True, True, True, False, False]
+    assert kept == [True, True, True, True, False]
     assert of.progress.headline(of.progress.best) == "loss 0.5"
     assert of.summary()["leading"] == "eval/loss"
     of.log.summary(of.summary())
-    assert {"best/step": 2, "best/eval/loss": 0.5, "last/step": 4}.items() <= of.log._tracker.results.items()
+    assert {"best/step": 3, "best/eval/loss": 0.5, "last/step": 4}.items() <= of.log._tracker.results.items()
     assert "no better loss since step 2" in of.progress.exhausted(RunConfig(patience=2))
     of.record_evaluation(5, {"top1": 0.25}, "top1", True)
     assert of.progress.headline(of.progress.last) == "top-1 25.00 %"
