@@ -91,16 +91,19 @@ class Origin:
 
 
 def read_origin(path: str, recorded: Sequence[str] = ()) -> Origin:
-    """The origin of the weights in the folder `path`. Raises `Refused` if it has no weights or can't be read.
+    """The origin of the weights in the folder `path`; of a run folder, its best/ is meant.
 
+    Raises `Refused` if it has no weights or can't be read.
     `recorded` are fields that an evaluation of a checkpoint needs beside the run's identity, see `made_by`.
     """
     folder = Path(path)
+    if (folder / "config.yaml").is_file() and (folder / "best/config.json").is_file():
+        folder = folder / "best"
+        path = str(folder)
     is_checkpoint = (folder / "manifest.json").is_file()
     if not is_checkpoint and not (folder / "config.json").is_file():
         if (folder / "config.yaml").is_file() or (folder / "checkpoints").is_dir():
-            ways = f"{folder / 'best'} or a folder in {folder / 'checkpoints'}"
-            raise Refused(f"--eval_only {path}: is a run folder; name {ways}")
+            raise Refused(f"--eval_only {path}: this run has no best/ yet; name a folder in {folder / 'checkpoints'}")
         found = "neither config.json nor manifest.json is in it" if folder.exists() else "nothing is there"
         raise Refused(f"--eval_only {path}: no exported model and no checkpoint, {found}; name a run's best/")
     try:

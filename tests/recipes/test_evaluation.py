@@ -96,8 +96,8 @@ def labels(train, root: Path) -> Path:
 @pytest.mark.smoke
 def test_an_exported_model_has_the_numbers_of_its_run_wherever_it_was_copied(odd, forks, tmp_path) -> None:
     shutil.copytree(odd / "best", tmp_path / "model")
-    for best in (odd / "best", tmp_path / "model"):
-        results, said = printed(forks("--eval_only", best))
+    for named, best in ((odd / "best", odd / "best"), (tmp_path / "model", tmp_path / "model"), (odd, odd / "best")):
+        results, said = printed(forks("--eval_only", named))
         assert_same(results, recorded(best))
         assert 0 < results["top1"] < 1, "numbers worth comparing"
         assert f"evaluating {best} of the run odd, step " in said and "where the run had" not in said

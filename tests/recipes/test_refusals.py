@@ -56,8 +56,8 @@ det --data resized
     .../resized/train.json: 1 of 25 images have another size than annotated, first ...: 640 x 480 in ...
 
 -- what is to be evaluated, or begun with
-cls --eval_only runs/first
-    --eval_only runs/first: is a run folder; name runs/first/best or a folder in runs/first/checkpoints
+cls --eval_only runs/bare
+    --eval_only runs/bare: this run has no best/ yet; name a folder in runs/bare/checkpoints
 det --eval_only runs/boxes/best --data strangers
     runs/boxes/best does not know 1 of the ... classes of --data strangers (...); it knows 0, 1, 2, ...
 
@@ -125,6 +125,7 @@ def a_desk(forks, tmp_path_factory) -> Path:
         ended = forks.start(*words, recipe=Path(recipe).stem, before=partial(in_folder, desk)).end()
         assert ended.code == 0, ended
     shutil.copytree(desk / "runs/first", desk / "runs/forged")
+    shutil.copytree(desk / "runs/first", desk / "runs/bare", ignore=shutil.ignore_patterns("best"))
     (desk / "runs/forged/checkpoints/step_00000002/optimizer.pt").write_bytes(
         pickle.dumps(Malicious(desk / "executed"))
     )
