@@ -56,10 +56,6 @@ def uneven(model: nn.Module, step: int, rank: int) -> torch.Tensor | None:
     return loss_of(model, step, rank, branches, rows=rank != step % 3)
 
 
-def rows_on_some(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    return loss_of(model, step, rank, rows=rank > 0)
-
-
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
 
@@ -144,7 +140,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp16": ({}, {"compression": hvd.Compression.fp16}),
     "uneven": ({"loss": uneven}, {}),
     "sparse": ({"make": sgd, "sparse": True}, {}),
-    "sparse on some ranks": ({"loss": rows_on_some, "make": sgd, "sparse": True}, {"sparse_as_dense": True}),
+    "sparse on some ranks": (
+        {"loss": lambda model, step, rank: loss_of(model, step, rank, rows=rank > 0), "make": sgd, "sparse": True},
+        {"sparse_as_dense": True},
+    ),
 }
 
 
