@@ -56,7 +56,7 @@ def test_a_lost_host_comes_back(hosts, train, forks, tmp_path):
 
 
 @pytest.mark.long
-def test_ctrl_c_and_the_end_of_the_script_end_the_run_on_all_hosts(hosts, train, tmp_path):
+def test_the_end_of_the_script_ends_the_run_on_all_hosts(hosts, train, tmp_path):
     """Ctrl-C, as a terminal sends it; then SIGKILL, as when the script's machine fails."""
     for stop, code in ((signal.SIGINT, 75), (signal.SIGKILL, -9)):
         run = Watched(tmp_path / "run", [train()])
