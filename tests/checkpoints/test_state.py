@@ -4,7 +4,7 @@ import copy
 import json
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -63,15 +63,17 @@ class Training:
         self.config = Config(**{"lr": 0.02, "ema_decay": 0.9, **self.options})
         model = Network().to(dtype=self.dtype, memory_format=self.memory_format)
         self.ema = build_ema(self.config, model)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3) if self.fp16 else None
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3, enabled=self.fp16)
         optimizer = build_optimizer(self.config, model.stem if self.several else model)
         if self.several:
             rest = [model.head.weight, model.first.weight]
             optimizer = [torch.optim.SGD(rest, lr=0.1, momentum=0.9), optimizer, torch.optim.Adam([model.scale])]
-        self.state = TrainingState(model, optimizer, self.ema and self.ema.module, scaler)
+        self.state = TrainingState(
+            model, optimizer, ema=self.ema and self.ema.module, scaler=self.scaler if self.fp16 else None
+        )
 
     def train(self, first: int, last: int, overflows: Collection[int] = ()) -> "Training":
-        model, scaler = self.state.model.train(), self.state.scaler
+        model = self.state.model.train()
         optimizers = self.state.optimizer if self.several else [self.state.optimizer]
         for step in range(first, last):
             for each in optimizers:
@@ -79,27 +81,23 @@ class Training:
             images = torch.randn(6, 3, 7, 7, generator=torch.Generator().manual_seed(step)).to(self.dtype)
             loss = nn.functional.cross_entropy(model(images), torch.arange(6) % 5)
             loss = loss * (math.inf if step in overflows else 1)
-            (scaler.scale(loss) if scaler else loss).backward()
+            self.scaler.scale(loss).backward()
             for each in optimizers:
-                if scaler:
-                    scaler.unscale_(each)
-                    scaler.step(each)
-                    scaler.update()
-                else:
-                    each.step()
+                self.scaler.unscale_(each)
+                self.scaler.step(each)
+                self.scaler.update()
             model.zero_grad()
             if self.ema:
                 self.ema.update(model, step + 1)
         return self
 
-    def save(self, folder: Path, step: int) -> Path:
-        return Checkpoints(folder).save({"step": step, "numbers": self.state.numbers()}, self.state.tensors())
-
-    def resume(self, path: Path) -> "Training":
-        """Another start of the same run: new objects, which take over the checkpoint."""
-        new, found = Training(self.options, self.dtype, self.memory_format, self.fp16, self.several), verify(path)
-        new.state.check(found.shapes(), str(path))
-        new.state.load(found.tensors(), found.record["numbers"])
+    def resume(self, folder: Path) -> "Training":
+        """Another start of the same run: new objects, which take over a checkpoint."""
+        record = {"step": 1, "numbers": self.state.numbers()}
+        checkpoint = verify(Checkpoints(folder).save(record, self.state.tensors()))
+        new = replace(self)
+        new.state.check(checkpoint.shapes(), str(folder))
+        new.state.load(checkpoint.tensors(), checkpoint.record["numbers"])
         return new
 
 
@@ -146,7 +144,7 @@ CASES = [
 def test_a_resumed_run_is_bit_equal(name: str, options: dict, others: dict, tmp_path: Path) -> None:
     """Fused optimizers walk through memory: a state in another layout than its weights would silently be another's."""
     whole = Training(options, **others).train(0, 4)
-    resumed = whole.resume(whole.save(tmp_path, 4))
+    resumed = whole.resume(tmp_path)
     assert_equal(whole, resumed)
     assert_equal(whole.train(4, 9), resumed.train(4, 9))
     assert resumed.state.model.tied.weight is resumed.state.model.first.weight  # still tied
