@@ -76,12 +76,12 @@ def turned_files() -> dict[str, bytes]:
         "EXIF without orientation, and XMP": segment(0xE1, b"Exif\0\0II*\0\x08" + bytes(5)) + in_xmp,
     }
     plain = jpeg(64, 48)
-    files = {name: plain[:2] + segment + plain[2:] for name, segment in segments.items()}
+    files = {name: plain[:2] + inserted + plain[2:] for name, inserted in segments.items()}
     image = CHINA.resize((64, 48))
     png = encoded(image)
-    for place, index in (("before", png.index(b"IDAT") - 4), ("behind", len(png) - 12)):
+    for side, index in (("before", png.index(b"IDAT") - 4), ("behind", len(png) - 12)):
         for kind, body in ((b"eXIf", tags[6:]), (b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + packet)):
-            files[f"PNG, {kind.decode()} {place} the pixels"] = png[:index] + chunk(kind, body) + png[index:]
+            files[f"PNG, {kind.decode()} {side} the pixels"] = png[:index] + chunk(kind, body) + png[index:]
     floats = np.asarray(image, np.float32) / 255
     return files | {
         "WebP": encoded(image, "WEBP", exif=exif(6)),

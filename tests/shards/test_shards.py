@@ -152,13 +152,13 @@ def test_the_same_images_are_held_out_from_shards_as_from_files(files, server, t
     parquet = f"{server.url}/parquet/train-{{000..002}}.parquet"
     tars = (tmp_path / "tars", f"{server.url}/tars/train-{{000..002}}.tar", "memory://*.tar")
     for data in (*tars, parquet, f"file://{tmp_path}/parquet/*.parquet"):
-        for of_files, of_shards in zip(read(files), read(data), strict=True):
-            assert np.array_equal(of_files.labels, of_shards.labels)
-            contents = [Path(of_files.content(place)).read_bytes() for place in range(len(of_files))]
-            assert [of_shards.content(place) for place in range(len(of_shards))] == contents
-            some = of_shards.select(np.arange(3, 60, 7))
-            assert [some.content(place) for place in range(len(some))] == contents[3:60:7]
-            assert some.name(0) == of_shards.name(3) and some.fingerprint != of_shards.fingerprint
+        for expected, actual in zip(read(files), read(data), strict=True):
+            assert np.array_equal(expected.labels, actual.labels)
+            contents = [Path(expected.content(index)).read_bytes() for index in range(len(expected))]
+            assert [actual.content(index) for index in range(len(actual))] == contents
+            some = actual.select(np.arange(3, 60, 7))
+            assert [some.content(index) for index in range(len(some))] == contents[3:60:7]
+            assert some.name(0) == actual.name(3) and some.fingerprint != actual.fingerprint
     source = read(parquet, alone=True)[0]
     assert source.name(20) == f"{server.url}/parquet/train-002.parquet: row 2 of row group 0"
     assert np.diff(source.blocks.edges).tolist() == [1, 5, 5, 5, 2] + [5] * 66 + [1]
