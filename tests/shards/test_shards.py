@@ -146,12 +146,9 @@ def test_samples_of_a_group_are_held_out_together(server, tmp_path, kind):
 
 def test_the_same_images_are_held_out_from_shards_as_from_files(files, server, tmp_path):
     write_tars(files, tmp_path / "tars", "train")
-    write_parquet(files, tmp_path / "parquet", "train")
     store = fsspec.filesystem("memory")
     store.pipe({f"/{path.rpartition('/')[2]}": data for path, data in server.files.items() if "/tars/" in path})
-    parquet = f"{server.url}/parquet/train-{{000..002}}.parquet"
-    tars = (tmp_path / "tars", f"{server.url}/tars/train-{{000..002}}.tar", "memory://*.tar")
-    for data in (*tars, parquet, f"file://{tmp_path}/parquet/*.parquet"):
+    for data in (tmp_path / "tars", f"{server.url}/tars/train-{{000..002}}.tar", "memory://*.tar"):
         for expected, actual in zip(read(files), read(data), strict=True):
             assert np.array_equal(expected.labels, actual.labels)
             contents = [Path(expected.content(index)).read_bytes() for index in range(len(expected))]
@@ -159,7 +156,13 @@ def test_the_same_images_are_held_out_from_shards_as_from_files(files, server, t
             some = actual.select(np.arange(3, 60, 7))
             assert [some.content(index) for index in range(len(some))] == contents[3:60:7]
             assert some.name(0) == actual.name(3) and some.fingerprint != actual.fingerprint
-    source = read(parquet, alone=True)[0]
+
+
+def test_parquet_at_a_url_has_the_images_of_the_files(files, server, tmp_path):
+    write_parquet(files, tmp_path, "train")
+    for folder in (f"file://{tmp_path}", f"{server.url}/parquet"):  # by fsspec, and over http
+        source = read(f"{folder}/train-{{000..002}}.parquet", alone=True)[0]
+        assert [source.content(index) for index in range(349)] == [file.read_bytes() for file in in_order(files)]
     assert source.name(20) == f"{server.url}/parquet/train-002.parquet: row 2 of row group 0"
     assert np.diff(source.blocks.edges).tolist() == [1, 5, 5, 5, 2] + [5] * 66 + [1]
 
@@ -303,7 +306,7 @@ def test_an_index_is_kept_until_a_shard_changes(files, tmp_path, monkeypatch):
     write_tars(files, tmp_path / "tars", "train")
     before, shard = read(tmp_path / "tars"), tmp_path / "tars/train-000.tar"
     stat = shard.stat()
-    shard.write_bytes(bytes(stat.st_size))  # an index that was made again would refuse it
+    shard.write_bytes(b"x" * stat.st_size)  # an index that was made again would refuse it
     os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert [source.fingerprint for source in read(tmp_path / "tars")] == [source.fingerprint for source in before]
     shard.write_bytes(tar_of(*GOOD))
