@@ -6,6 +6,7 @@ import pytest
 
 from tests.cluster.two_machines import WORDS
 from tests.harness.runs import made_once
+from tests.harness.ssh import Hosts
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +17,9 @@ def alone(forks, tmp_path_factory) -> Path:
             done = forks(*WORDS, "--output_dir", run.parent, "--name", run.name)
             assert done.code == 0, done.stderr
     return run
+
+
+@pytest.fixture
+def hosts(nodes, tmp_path_factory) -> Hosts:
+    """Two machines that reach each other by ssh."""
+    return Hosts(nodes(2), tmp_path_factory.mktemp("ssh"))

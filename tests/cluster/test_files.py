@@ -10,7 +10,7 @@ from tests.harness.debian import require_package
 from tests.harness.launching import ROOT
 
 
-def test_shell_scripts_and_the_shell_lines_of_a_pod_pass_shellcheck(tmp_path) -> None:
+def test_scripts_and_the_shell_lines_of_a_pod_pass_shellcheck(tmp_path) -> None:
     require_package("shellcheck")
     scripts = [*(ROOT / "cluster").rglob("*.sh")]
     assert ROOT / "cluster/ssh/train.sh" in scripts

@@ -9,7 +9,6 @@ from tests.harness.debian import require_package
 from tests.harness.launching import Started
 from tests.harness.machines import Watched
 from tests.harness.paced import PACED
-from tests.harness.ssh import Hosts
 
 ENV = {
     "PYTHON": sys.executable,
@@ -22,11 +21,10 @@ ENV = {
 
 
 @pytest.mark.parametrize("name, stops", [("Open MPI", False), pytest.param("MPICH", True, marks=pytest.mark.long)])
-def test_two_machines_train_what_one_process_trains(name, stops, nodes, alone, tmp_path, tmp_path_factory):
+def test_two_machines_train_what_one_process_trains(name, stops, hosts, alone, tmp_path):
     """If it stops on the way, it saves at once, ends with 75 and leaves no process; the same command resumes it."""
     package, command = {"Open MPI": ("openmpi-bin", "mpirun.openmpi"), "MPICH": ("mpich", "mpirun.mpich")}[name]
     require_package(package)
-    hosts = Hosts(nodes(2), tmp_path_factory.mktemp("ssh"))
     hosts.provide("mpirun", f"/usr/bin/{command}")
     (tmp_path / "hosts.txt").write_text("".join(f"{node.address} 1  # GPUs\n\n" for node in hosts.nodes))
     (tmp_path / "cls_paced.py").write_text(PACED)

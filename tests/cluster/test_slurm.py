@@ -210,7 +210,7 @@ def test_a_job_that_is_asked_to_stop_requeues_itself(slurm, undisturbed, tmp_pat
 
 
 @pytest.mark.long
-def test_jobs_resume_after_a_signal_to_all_their_processes_and_after_scontrol_requeue(slurm, undisturbed, tmp_path):
+def test_jobs_resume_after_a_signal_and_after_scontrol_requeue(slurm, undisturbed, tmp_path):
     """Processes that srun started get the signal themselves; a launcher on each of two machines is ended by a requeue."""
     signalled = Held(slurm, tmp_path, "--ntasks-per-node=1", script="train.sh")
     requeued = Held(slurm, tmp_path, script="launch.sh", config="2node_cpu")

@@ -9,7 +9,6 @@ import pytest
 from tests.cluster.two_machines import assert_same_losses
 from tests.harness.machines import Watched
 from tests.harness.paced import PACED
-from tests.harness.ssh import Hosts
 
 STEPS = 160
 WORDS = (
@@ -17,11 +16,6 @@ WORDS = (
     *("--max_steps", STEPS, "--log_every", 1, "--eval_every", STEPS, "--checkpoint_every", 10, "--dtype", "float64"),
     *("--batch_norm", "group", "--norm_batch_size", 4, "--hflip", 0.5, "--name", "run"),
 )
-
-
-@pytest.fixture
-def hosts(nodes, tmp_path_factory) -> Hosts:
-    return Hosts(nodes(2), tmp_path_factory.mktemp("ssh"))
 
 
 @pytest.fixture
@@ -56,7 +50,7 @@ def test_a_lost_host_comes_back(hosts, train, forks, tmp_path):
 
 
 @pytest.mark.long
-def test_ctrl_c_and_the_end_of_the_script_end_the_run_on_all_hosts(hosts, train, tmp_path):
+def test_the_end_of_the_script_ends_the_run_on_all_hosts(hosts, train, tmp_path):
     """Ctrl-C, as a terminal sends it; then SIGKILL, as when the script's machine fails."""
     for stop, code in ((signal.SIGINT, 75), (signal.SIGKILL, -9)):
         run = Watched(tmp_path / "run", [train()])

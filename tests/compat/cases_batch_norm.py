@@ -24,7 +24,7 @@ def outcome(norm: nn.Module, x: torch.Tensor, first: int) -> dict[str, torch.Ten
     return seen | {"evaluated": norm.eval()(x).detach()}
 
 
-def equals_batch_norm_on_the_whole_batch() -> None:
+def test_equals_batch_norm_on_the_whole_batch() -> None:
     rank = hvd.rank()
     own = slice(sum(SHARES[:rank]), sum(SHARES[: rank + 1]))
     x = 3 + torch.randn(9, 4, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -38,6 +38,3 @@ def equals_batch_norm_on_the_whole_batch() -> None:
             torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-10, msg=f"{momentum}: {key}")
     with pytest.raises(ValueError, match="got 1 dimensions"):
         hvd.SyncBatchNorm(4)(torch.ones(4))
-
-
-CASES = (equals_batch_norm_on_the_whole_batch,)

@@ -29,7 +29,7 @@ def train(state: hvd.elastic.TorchState) -> torch.Tensor:
     return state.model.weight.detach().clone()
 
 
-def restored_as_committed() -> None:
+def test_restored_as_committed() -> None:
     state = made(epoch=3, history=[1], word=str(hvd.rank()))
     state.sync()
     assert (state.epoch, state.word) == (3, "0")
@@ -51,7 +51,7 @@ def restored_as_committed() -> None:
     assert torch.equal(train(state), after)  # the moments were restored too
 
 
-def repeated_after_failures() -> None:
+def test_repeated_after_failures() -> None:
     state, calls, resets = made(step=0), [], []
     state.register_reset_callbacks([lambda: resets.append(hvd.size())])
 
@@ -82,7 +82,7 @@ def repeated_after_failures() -> None:
     assert calls.count("again") == 4
 
 
-def sampled() -> None:
+def test_the_sampler_deals_out_the_rest() -> None:
     """Batches of 3 per rank of 20 samples: what is left after two is dealt out again."""
     data, size = range(20), hvd.size()
     everyone = lambda sampler: [index for own in hvd.allgather_object([*sampler]) for index in own]  # noqa: E731
@@ -108,36 +108,21 @@ class Odd:
     """A class that no reader knows."""
 
 
-def on_disk() -> None:
-    """A process that is started later continues from the commit; what can't be kept is refused."""
-    state, seen = made(epoch=1), []
-    state.sync()
-    weight = train(state)
-    state.epoch = 2
+def test_commits_on_disk() -> None:
+    """What does not fit to a script or can't be kept is refused. That a later start continues: test_elastic.py."""
+    state, other = made(epoch=1), hvd.elastic.TorchState(nn.Linear(2, 1), other=1)
     state.commit()
     hvd.barrier()
     assert state._path.exists() and not [*state._path.parent.glob(".*")]
-
-    @hvd.elastic.run
-    def run(state: hvd.elastic.TorchState) -> None:
-        seen.append((state.epoch, state.model.weight.detach().clone(), state.schedule.last_epoch))
-
-    new, other = made(epoch=7), hvd.elastic.TorchState(nn.Linear(2, 1), other=1)
-    new._path = other._path = state._path
-    run(new)
-    assert seen[0][0] == 2 and torch.equal(seen[0][1], weight) and seen[0][2] == 1
-    with pytest.raises(
-        ValueError, match="holds epoch, model, optimizer, scaler, schedule, and this script's state model"
-    ):
-        run(other)
+    other._path = state._path
+    text = "holds epoch, model, optimizer, scaler, schedule, and this script's state model"
+    with pytest.raises(ValueError, match=text):
+        hvd.elastic.run(lambda state: None)(other)
     if hvd.rank() == 0:
         with pytest.raises(TypeError, match=r"the elastic state holds .*Odd"):
             hvd.elastic.TorchState(odd=Odd()).commit()
-        new._remove()
-        assert not new._path.exists()
+        state._remove()
+        assert not state._path.exists()
         state._path = Path("/proc/nowhere/commit.pt")
         with pytest.raises(Refused, match=r"can't write the commit /proc/nowhere/.*set HOROVOD_ELASTIC_COMMITS"):
             state.commit()
-
-
-CASES = (restored_as_committed, repeated_after_failures, sampled, on_disk)

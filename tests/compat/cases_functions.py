@@ -35,7 +35,7 @@ def same(first: Any, second: Any) -> bool:
     return type(first) is type(second) and first == second
 
 
-def parameters() -> None:
+def test_parameters() -> None:
     """As a state dict, as pairs of which one is None, and as a list."""
     root = hvd.size() - 1
     forms = (
@@ -57,7 +57,7 @@ OPTIMIZERS = {
 }
 
 
-def optimizer_states() -> None:
+def test_optimizer_states() -> None:
     """The state is on the root, on all, on none, or on the others; with and without DistributedOptimizer."""
     is_root = hvd.rank() == 0
     for make in OPTIMIZERS.values():
@@ -86,7 +86,7 @@ class Stranger:
     """A class of the script's own."""
 
 
-def objects() -> None:
+def test_objects() -> None:
     rank, size = hvd.rank(), hvd.size()
     item = {"a": [1, 2.5, None], "t": torch.arange(3), "n": np.float64(0.5), 3: {4}, "x": argparse.Namespace(lr=1)}
     assert same(hvd.broadcast_object(item if rank == 1 else None, root_rank=1, name="item"), item)
@@ -100,7 +100,7 @@ def objects() -> None:
     assert isinstance(hvd.broadcast_object(Stranger() if rank == 0 else None), Stranger)
 
 
-def disagreements() -> None:
+def test_disagreements() -> None:
     other, model = min(hvd.rank(), 1), model_of(0)
     made = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())]
     cases = {
@@ -121,6 +121,3 @@ def disagreements() -> None:
         hvd.broadcast_parameters({"extra": "text"}, root_rank=0)
     with pytest.raises(ValueError, match="root rank 9 is not in"):
         hvd.broadcast_object(1, root_rank=9)
-
-
-CASES = (parameters, optimizer_states, objects, disagreements)

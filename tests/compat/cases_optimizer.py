@@ -56,10 +56,6 @@ def uneven(model: nn.Module, step: int, rank: int) -> torch.Tensor | None:
     return loss_of(model, step, rank, branches, rows=rank != step % 3)
 
 
-def rows_on_some(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    return loss_of(model, step, rank, rows=rank > 0)
-
-
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
 
@@ -127,7 +123,42 @@ def trained(
     return model.state_dict()
 
 
-def with_closure_and_reload() -> dict[str, torch.Tensor]:
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-10) -> None:
+    for key, value in actual.items():
+        assert torch.equal(hvd.broadcast(value, 0), value), f"{key} differs between ranks"
+        torch.testing.assert_close(value, expected[key], rtol=0, atol=tolerance, msg=key)
+
+
+# Of the reference, and of the three ranks; then of the three ranks alone.
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "default": ({}, {}),
+    "without names": ({}, {"named": False}),
+    "two passes": ({}, {"passes": 2}),
+    "sum": ({}, {"op": hvd.Sum, "factor": 1 / 3}),
+    "predivide": ({}, {"gradient_predivide_factor": 2.0}),
+    "clipped": ({"clip": 0.01}, {}),
+    "fp16": ({}, {"compression": hvd.Compression.fp16}),
+    "uneven": ({"loss": uneven}, {}),
+    "sparse": ({"make": sgd, "sparse": True}, {}),
+    "sparse on some ranks": (
+        {"loss": lambda model, step, rank: loss_of(model, step, rank, rows=rank > 0), "make": sgd, "sparse": True},
+        {"sparse_as_dense": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_steps_are_those_of_one_process(option: str) -> None:
+    """In float64 within 1e-10. In fp16 a gradient keeps 11 bits, and AdamW's steps of 0.01 then agree to about 1 %."""
+    shared, of_ranks = OPTIONS[option]
+    actual = trained(**shared, **of_ranks)
+    assert_equal(actual, reference(range(3), **shared), 1e-3 if option == "fp16" else 1e-10)
+    if option in ("fp16", "clipped"):
+        plain = reference(range(3))["head.weight"]
+        assert not torch.equal(actual["head.weight"], plain), "nothing was compressed or clipped"
+
+
+def test_closures_and_reloads() -> None:
     """Steps with a closure, gradients that are kept, and a reload of the state after each step."""
     model = Net()
     optimizer = hvd.DistributedOptimizer(adamw(model.parameters()), model.named_parameters())
@@ -141,10 +172,10 @@ def with_closure_and_reload() -> dict[str, torch.Tensor]:
 
         assert optimizer.step(closure) > 0
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    return model.state_dict()
+    assert_equal(model.state_dict(), reference(range(3)))
 
 
-def with_scaler_and_schedule() -> dict[str, torch.Tensor]:
+def test_a_scaler_and_schedules() -> None:
     """A gradient scaler that meets an overflow on one rank, and a scheduler made before the optimizer was wrapped."""
     model = Net()
     plain = adamw(model.parameters())
@@ -162,38 +193,10 @@ def with_scaler_and_schedule() -> dict[str, torch.Tensor]:
         later.step()
     assert scaler.get_scale() == 512.0
     assert schedule.get_last_lr() == later.get_last_lr() == [0.01]
-    return model.state_dict()
+    assert_equal(model.state_dict(), reference(range(3)))
 
 
-def equals_one_process() -> None:
-    """In float64 within 1e-10. In fp16 a gradient keeps 11 bits, and AdamW's steps of 0.01 then agree to about 1 %."""
-    ranks = range(hvd.size())
-    expected, clip = reference(ranks), reference(ranks, clip=0.01)
-    rows = {loss: reference(ranks, loss, sgd, sparse=True) for loss in (loss_of, rows_on_some)}
-    cases: dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {
-        "default": (trained(), expected),
-        "without names": (trained(named=False), expected),
-        "two passes": (trained(passes=2), expected),
-        "sum": (trained(op=hvd.Sum, factor=1 / hvd.size()), expected),
-        "predivide": (trained(gradient_predivide_factor=2.0), expected),
-        "closure": (with_closure_and_reload(), expected),
-        "scaler": (with_scaler_and_schedule(), expected),
-        "clipped": (trained(clip=0.01), clip),
-        "fp16": (trained(compression=hvd.Compression.fp16), expected),
-        "uneven": (trained(uneven), reference(ranks, uneven)),
-        "sparse": (trained(make=sgd, sparse=True), rows[loss_of]),
-        "sparse, on some ranks": (trained(rows_on_some, sgd, sparse=True, sparse_as_dense=True), rows[rows_on_some]),
-    }
-    for name, (found, right) in cases.items():
-        for key, value in found.items():
-            assert torch.equal(hvd.broadcast(value, 0), value), f"{name}: {key} differs between ranks"
-            tolerance = 1e-3 if name == "fp16" else 1e-10
-            torch.testing.assert_close(value, right[key], rtol=0, atol=tolerance, msg=f"{name}: {key}")
-    assert not torch.equal(cases["fp16"][0]["head.weight"], expected["head.weight"])  # it was compressed
-    assert not torch.allclose(clip["head.weight"], expected["head.weight"])
-
-
-def models_and_parameters_that_change() -> None:
+def test_models_and_parameters_that_change() -> None:
     """Two models with backwards of their own, in another order on odd steps; branches are thawed, or added, on the way."""
 
     def run(ranks: Sequence[int], wraps: bool) -> list[torch.Tensor]:
@@ -224,7 +227,7 @@ def models_and_parameters_that_change() -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
-def sparse_tables() -> None:
+def test_sparse_tables() -> None:
     """SparseAdam, which takes sparse gradients only, sums up rows of all ranks; then a rank uses none, and one differs."""
     rows_by_rank = [[1, 2, 2], [1, 7], [9, 3]]
 
@@ -256,7 +259,7 @@ def sparse_tables() -> None:
         optimizer.step(lambda: table(torch.tensor([1])).sum().backward())
 
 
-def part_of_the_ranks() -> None:
+def test_part_of_the_ranks() -> None:
     """Gradients of a process set are reduced in it; other ranks keep their own."""
     members = [0, 2]
     process_set = hvd.add_process_set(members)
@@ -276,7 +279,7 @@ def made(width: int = 2, bias: bool = True, **options: Any) -> tuple[Callable[[]
     return lambda: model(torch.ones(1, width)).sum().mul(hvd.rank() + 1).backward(), model, optimizer
 
 
-def misuse() -> None:
+def test_misuse() -> None:
     backward, model, optimizer = made()
     backward()
     with pytest.raises(AssertionError, match=r"before optimizer\.step"):
@@ -297,7 +300,7 @@ def misuse() -> None:
     assert (model.weight.grad == sum(range(1, hvd.size() + 1)) / hvd.size()).all()
 
 
-def disagreements() -> None:
+def test_disagreements() -> None:
     rank = hvd.rank()
     cases: dict[str, dict[str, Any]] = {
         r"bias: \[1\] torch.float32 cpu and None": {"bias": rank == 0},
@@ -321,7 +324,7 @@ def disagreements() -> None:
     optimizer.step()  # the world still works
 
 
-def refused() -> None:
+def test_refusals() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     named = [*model.named_parameters()]
@@ -336,9 +339,3 @@ def refused() -> None:
     }.items():
         with pytest.raises(ValueError, match=text):
             hvd.DistributedOptimizer(optimizer, **options)
-
-
-CASES = (
-    *(equals_one_process, models_and_parameters_that_change, sparse_tables, part_of_the_ranks),
-    *(misuse, disagreements, refused),
-)

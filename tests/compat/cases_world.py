@@ -1,10 +1,11 @@
 """Worlds that start and end: ranks on several machines, starting again, what is in flight at the end, overlapping process sets.
 
-Each of these cases calls `hvd.init` itself, in the world of `test_ranks`.
+Each of these cases calls `hvd.init` itself, behind all cases of `test_ranks` that share a world.
 """
 
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,14 @@ import torch
 import compat.horovod as hvd
 
 
-def machines() -> None:
+def test_nothing_of_the_shared_world_is_left() -> None:
+    hvd.shutdown()
+    assert not hvd.global_process_set.ranks and not hvd.is_initialized()
+    names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+    assert "pt_gloo_runloop" not in names  # one that still held a tensor would abort Python's end
+
+
+def test_ranks_of_machines() -> None:
     """Machines of 2 and 1 processes: rank 1 is alone with local rank 1."""
     rank = int(os.environ["RANK"])
     before = os.environ.copy()
@@ -27,25 +35,12 @@ def machines() -> None:
     os.environ.update(before)
 
 
-def starts_again() -> None:
-    """Two worlds one after the other; between them there is no process group."""
-    for start in range(2):
-        hvd.init()
-        assert hvd.is_initialized() and torch.distributed.is_initialized()
-        assert hvd.allreduce(torch.ones(2), op=hvd.Sum, name="same").tolist() == [hvd.size()] * 2
-        hvd.allreduce_async(torch.full((2,), float(start)), name="left")  # never asked for
-        hvd.shutdown()
-        hvd.shutdown()  # does nothing
-        assert not hvd.is_initialized() and not torch.distributed.is_initialized()
-    with pytest.raises(ValueError, match="use process sets"):
-        hvd.init(comm=[0])
-
-
-def flushes() -> None:
+def test_what_is_in_flight_at_the_end_is_finished() -> None:
     """What is in flight at shutdown is finished first; a thread asks only after rank 0 has begun to shut down."""
     hvd.init()
     tensor, size = torch.ones(3), hvd.size()
     hvd.allreduce(torch.ones(1), name="now")
+    hvd.allreduce_async(torch.ones(2), name="left")  # never asked for
     if hvd.rank() == 0:
         hvd.allreduce_async_(tensor, name="late", op=hvd.Sum)
     else:
@@ -53,12 +48,13 @@ def flushes() -> None:
         late.start()
         late.join()
     hvd.shutdown()
-    assert tensor.tolist() == [size] * 3
+    hvd.shutdown()  # does nothing
+    assert tensor.tolist() == [size] * 3 and not torch.distributed.is_initialized()
     with pytest.raises(ValueError, match="not initialized"):
         hvd.allreduce(tensor)
 
 
-def in_a_group_of_the_script() -> None:
+def test_in_a_group_of_the_script() -> None:
     """It is used, with its ranks, and is left as it was."""
     group = torch.distributed
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -75,7 +71,7 @@ def in_a_group_of_the_script() -> None:
     group.destroy_process_group()
 
 
-def process_sets() -> None:
+def test_process_sets() -> None:
     """Sets that overlap, given to init or added later, in all collectives."""
     evens, odds = hvd.ProcessSet([2, 0]), hvd.ProcessSet([1])
     with pytest.raises(ValueError, match="not initialized"):
@@ -121,9 +117,8 @@ def process_sets() -> None:
     assert hvd.add_process_set([0, 1]).process_set_id > own.process_set_id
     hvd.shutdown()
     assert evens.process_set_id is None
+    with pytest.raises(ValueError, match="use process sets"):
+        hvd.init(comm=[0])
     hvd.init(process_sets=[[0, 1], evens])
     assert evens.process_set_id == 2
     hvd.shutdown()
-
-
-CASES = (machines, flushes, in_a_group_of_the_script, process_sets, starts_again)

@@ -29,14 +29,6 @@ sampler = hvd.elastic.ElasticSampler(dataset)
 loader = DataLoader(dataset, batch_size=GLOBAL_BATCH // hvd.size(), sampler=sampler, num_workers=1)
 
 
-def die_once(step: int) -> None:
-    for kill in kills:
-        died = folder / f"killed {kill}"
-        if kill == f"{hvd.rank()}:{step}" and not died.exists():
-            died.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def set_rate() -> None:
     optimizer.param_groups[0]["lr"] = 0.01  # a script would scale it with hvd.size(); here the global batch stays
 
@@ -53,7 +45,11 @@ def train(state):
 
     while state.epoch < EPOCHS:
         for images, numbers in loader:
-            die_once(state.step)
+            for kill in kills:
+                died = folder / f"killed {kill}"
+                if kill == f"{hvd.rank()}:{state.step}" and not died.exists():
+                    died.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()
             # The last batches of an epoch differ in size, so sums are divided by what all ranks have.
             count = hvd.allreduce(torch.tensor(float(len(numbers))), op=hvd.Sum, name="count").item() / hvd.size()

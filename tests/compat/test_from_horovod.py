@@ -50,20 +50,25 @@ def test_the_eight_adaptations_are_in_the_script() -> None:
     assert all(code in source for _, cell in rows for code in re.findall("`(.+?)`", cell))
 
 
-def test_with_the_whole_set_as_the_batch_weights_are_those_of_the_plain_script(launch, tmp_path) -> None:
+@pytest.fixture(scope="module")
+def folder(launch, tmp_path_factory) -> Path:
+    """Where all scripts have trained: the plain one in one process, the others on two, which start once."""
     require_package(PACKAGE)
-    unpack(tmp_path, IMAGES)
-    (tmp_path / "run.py").write_text(RUN)
-    plain = f"{write(tmp_path, 'plain', f'{IMAGES}, 0.05')} {tmp_path}"
-    others = [
-        f"{write(tmp_path, name, f'{IMAGES // 2}, 0.025')} {tmp_path} {' '.join(SCRIPTS[name])}" for name in SCRIPTS
-    ]
-    alone = launch.start_python(tmp_path / "run.py", FOLDER, plain)
-    done = launch("multi_cpu", tmp_path / "run.py", FOLDER, *others, timeout=1200)
+    folder = tmp_path_factory.mktemp("scripts")
+    unpack(folder, IMAGES)
+    (folder / "run.py").write_text(RUN)
+    plain = f"{write(folder, 'plain', f'{IMAGES}, 0.05')} {folder}"
+    others = [f"{write(folder, name, f'{IMAGES // 2}, 0.025')} {folder} {' '.join(SCRIPTS[name])}" for name in SCRIPTS]
+    alone = launch.start_python(folder / "run.py", FOLDER, plain)
+    done = launch("multi_cpu", folder / "run.py", FOLDER, *others, timeout=1200)
     assert done.returncode == alone.finish(1200).returncode == 0, done.stderr
-    expected = torch.load(tmp_path / "plain/weights.pt")
-    for name in SCRIPTS:
-        weights = torch.load(tmp_path / name / "weights.pt")
-        assert weights.keys() == expected.keys()
-        furthest = max((weights[key] - expected[key]).abs().max().item() for key in expected)
-        assert furthest < (1e-3 if name == "compressed" else 1e-5), (name, furthest)
+    return folder
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_weights_are_those_of_the_plain_script(folder, script) -> None:
+    weights, expected = (torch.load(folder / name / "weights.pt") for name in (script, "plain"))
+    assert weights.keys() == expected.keys()
+    tolerance = 1e-3 if script == "compressed" else 1e-5
+    for key, value in weights.items():
+        torch.testing.assert_close(value, expected[key], rtol=0, atol=tolerance)

@@ -1,9 +1,13 @@
 """The Horovod API on three ranks, which are started once and run all cases of the modules beside this one."""
 
 import functools
+import json
+import os
 import pickle
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -22,41 +26,59 @@ from tests.compat import (
 )
 from tests.harness.launching import free_port
 
-CASES = (
-    *(*cases_collectives.CASES, *cases_disagreements.CASES, *cases_functions.CASES),
-    *(*cases_batch_norm.CASES, *cases_optimizer.CASES, *cases_elastic.CASES),
+
+def list_cases(*modules: ModuleType) -> dict[str, Callable[[], None]]:
+    """The functions `test_*` of modules, once for each value where one is parametrized, by module and name."""
+    cases = {}
+    for module in modules:
+        for name, function in vars(module).items():
+            if not name.startswith("test_"):
+                continue
+            name = f"{module.__name__.removeprefix('tests.compat.cases_')}: {name.removeprefix('test_')}"
+            marks = getattr(function, "pytestmark", [])
+            if not marks:
+                cases[name] = function
+            for mark in marks:
+                for value in mark.args[1]:
+                    cases[f"{name}: {value}"] = functools.partial(function, value)
+    return cases
+
+
+IN_ONE_WORLD = list_cases(
+    cases_collectives, cases_disagreements, cases_functions, cases_batch_norm, cases_optimizer, cases_elastic
 )
+CASES = IN_ONE_WORLD | list_cases(cases_world)
 
 
-def every_case() -> None:
-    failed = []
-
-    def run(case) -> None:
+def run_cases(folder: Path) -> None:
+    """On each rank: all cases, and the tracebacks of those that fail in a file of the folder."""
+    failures = {}
+    hvd.init()
+    for name, case in CASES.items():
+        if name in IN_ONE_WORLD:
+            hvd.barrier()
         torch.manual_seed(0)
         try:
             case()
         except BaseException:
-            failed.append(traceback.format_exc())
-
-    hvd.init()
-    for case in CASES:
-        hvd.barrier()
-        run(case)
-    hvd.shutdown()
-    assert not hvd.global_process_set.ranks and not hvd.is_initialized()
-    names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
-    assert "pt_gloo_runloop" not in names  # one that still held a tensor would abort Python's end
-    for case in cases_world.CASES:
-        run(case)
-    if failed:
-        raise AssertionError("\n".join(failed))
-    print("every case passed")
+            failures[name] = traceback.format_exc()
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(failures))
 
 
-def test_every_case(forks, tmp_path) -> None:
-    environment = {"SECOND_PORT": str(free_port()), VARIABLE: str(tmp_path / "commits")}
-    done = forks.run_main(3, functools.partial(every_case), environment, timeout=300)
-    assert done.returncode == 0 and done.stdout.count("every case passed") == 3, done.stderr
+@pytest.fixture(scope="module")
+def failures(forks, tmp_path_factory) -> list[dict[str, str]]:
+    """Of each rank, the tracebacks of the cases that failed there, by name."""
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {"SECOND_PORT": str(free_port()), VARIABLE: str(folder / "commits")}
+    done = forks.run_main(3, functools.partial(run_cases, folder), environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_case_passes_on_every_rank(failures, case: str) -> None:
+    texts = [of_rank[case] for of_rank in failures if case in of_rank]
+    assert not texts, "\n".join(texts)
 
 
 class Attack:

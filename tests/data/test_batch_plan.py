@@ -61,7 +61,7 @@ def test_the_way_out_that_a_refusal_names_is_a_way_out(arguments: tuple[int, int
         assert flag == "max_micro_batch_size" and str(next_refusal).startswith("--global_batch_size")
 
 
-def test_a_share_at_once_can_be_had_with_the_limit_that_the_refusal_names() -> None:
+def test_a_refusal_names_the_limit_for_a_share_at_once() -> None:
     with pytest.raises(Refused, match="raise --max_micro_batch_size to 6, or take --batch_norm group"):
         BatchPlan(10, 2, 4, 2, "--batch_norm global")
     assert BatchPlan(10, 2, 6, 2, "--batch_norm global").micro_steps == 1

@@ -38,7 +38,7 @@ def all_of(cache, read: Reads, count: int) -> list[np.ndarray]:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("in_folder", [False, True], ids=["memory", "folder"])
-def test_an_image_is_read_once_and_is_the_same_from_the_first_time(in_folder: bool, tmp_path: Path) -> None:
+def test_an_image_is_read_once_and_stays_the_same(in_folder: bool, tmp_path: Path) -> None:
     cache, read = open_cache(9, 24, str(tmp_path) if in_folder else ""), Reads()
     first, again = all_of(cache, read, 9), all_of(cache, read, 9)
     assert read.count == 9 and all(map(np.array_equal, first, again))
@@ -46,7 +46,7 @@ def test_an_image_is_read_once_and_is_the_same_from_the_first_time(in_folder: bo
     assert not list(tmp_path.iterdir())  # the file has no name: nothing is left behind, whatever happens
 
 
-def test_a_small_image_stays_as_it_is_and_no_shape_exceeds_its_slot() -> None:
+def test_a_small_image_stays_as_it_is_and_fits_its_slot() -> None:
     cache = open_cache(4, 24, "")
     images = [photograph(0, 23, 25), *(photograph(seed, 24, 24) for seed in (1, 2, 3))]  # these fill their slots
     for _ in range(2):
@@ -59,7 +59,7 @@ def test_a_small_image_stays_as_it_is_and_no_shape_exceeds_its_slot() -> None:
         assert (h, w) == (height, width) or h * w > 480 or min(height, width) < 24
 
 
-def test_a_slot_that_was_not_finished_is_written_again_and_a_full_disk_stops_nothing(monkeypatch) -> None:
+def test_a_slot_that_was_not_finished_is_written_again(monkeypatch) -> None:
     """By a process that was killed as it wrote, or where the disk was full for a moment."""
     cache, read, write = open_cache(4, 24, ""), Reads(), os.pwrite
     with monkeypatch.context() as patch:
@@ -71,7 +71,7 @@ def test_a_slot_that_was_not_finished_is_written_again_and_a_full_disk_stops_not
         assert all(map(np.array_equal, first, all_of(cache, read, 4))) and read.count == count
 
 
-def test_a_set_that_does_not_fit_and_a_bad_folder_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_set_that_does_not_fit_and_a_bad_folder_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     needs = "--cache 500: 10,000,000,000 images take up to .* GiB, and"
     for count, side, folder, told in (

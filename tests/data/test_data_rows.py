@@ -17,7 +17,7 @@ def rows(root: Path, **options) -> dict[str, str]:
 
 
 @pytest.mark.smoke
-def test_the_part_that_is_evaluated_is_named_and_what_is_not_evaluated(tmp_path):
+def test_what_is_and_what_is_not_evaluated_is_named(tmp_path):
     counts = {"cat": 4, "dog": 5}
     tree(tmp_path, {f"{part}/{name}": counts[name] for part in ("train", "Val", "test") for name in counts})
     for number in range(4):

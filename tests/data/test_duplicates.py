@@ -31,7 +31,7 @@ def told(folder: Path) -> dict[str, str]:
     return duplicates.rows(*sources.load(sources.Spec(str(folder), seed=0, val_share=0.2)))
 
 
-def test_copies_and_other_sizes_are_named_within_and_between_the_parts(folder: Path) -> None:
+def test_copies_and_other_sizes_are_named_by_their_parts(folder: Path) -> None:
     train, val = folder / "train/cat", folder / "val/cat"
     assert told(folder)["duplicates"] == "none"
     shutil.copy(train / "01.png", val / "copy.png")

@@ -1,5 +1,6 @@
 """Evaluated images are decoded once a run, within a share of the memory, and stay the same pixels."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -7,38 +8,20 @@ import torch
 
 from common.classification.batches import EvalDataset
 from common.classification.sources import Spec, load
-from common.data import cache as cache_module
-from common.data.cache import EvalCache
+from common.data.cache import EVAL_MEMORY_SHARE, EvalCache
 from common.data.loader import evaluation_loader
-from common.data.source import Files
 from common.distributed import environment
 
 DATA_CONFIG = {"input_size": (3, 48, 48), "interpolation": "bilinear", "crop_pct": 0.9}
 
 
-@pytest.fixture
-def reads(monkeypatch, tmp_path):
-    """Appends the index of each image that is read to a file, in any data worker."""
-    log = tmp_path / "reads"
-    log.touch()
-    read = Files.image
-
-    def logged(source, index):
-        with log.open("a") as file:
-            file.write(f"{index}\n")
-        return read(source, index)
-
-    monkeypatch.setattr(Files, "image", logged)
-    return lambda: log.read_text().split()
-
-
 @pytest.mark.parametrize("workers", [0, 2])
-def test_images_are_decoded_once_and_stay_the_same(stripes, reads, workers) -> None:
-    _, val = load(Spec(str(stripes), seed=0, val_share=0.2))
+def test_images_are_decoded_once_and_stay_the_same(stripes, tmp_path, workers) -> None:
+    """After the first evaluation their files are not missed."""
+    folder = shutil.copytree(stripes, tmp_path / "stripes")
+    _, val = load(Spec(str(folder), seed=0, val_share=0.2))
     transforms = SimpleNamespace(data_config=DATA_CONFIG, normalize=None)
-    plain = EvalDataset(val, transforms)
-    expected = [batch.images for batch in evaluation_loader(plain, 8, 0)]
-    num_reads = len(reads())
+    expected = [batch.images for batch in evaluation_loader(EvalDataset(val, transforms), 8, 0)]
     dataset = EvalDataset(val, transforms)
     dataset.cache = EvalCache(num_ranks=1)
     batches = evaluation_loader(dataset, 8, workers)
@@ -46,14 +29,15 @@ def test_images_are_decoded_once_and_stay_the_same(stripes, reads, workers) -> N
         actual = [batch.images.clone() for batch in batches]
         assert len(actual) == len(expected) > 2
         assert all(map(torch.equal, actual, expected))
-    assert len(reads()) == num_reads + len(val)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_a_cache_takes_its_share_of_the_memory(monkeypatch) -> None:
+def test_a_cache_takes_its_share_of_the_memory(monkeypatch, tmp_path) -> None:
     image = torch.zeros(3, 10, 10, dtype=torch.uint8)
-    monkeypatch.setattr(
-        cache_module, "available_memory", lambda: 2 * 2.5 * image.nbytes / cache_module.EVAL_MEMORY_SHARE
-    )
+    limit = int(2 * 2.5 * image.nbytes / EVAL_MEMORY_SHARE)
+    for name, text in {"max": limit, "current": 0, "stat": "inactive_file 0"}.items():
+        (tmp_path / f"memory.{name}").write_text(f"{text}\n")
+    monkeypatch.setattr(environment, "_CGROUP", tmp_path)
     cache = EvalCache(num_ranks=2)
     decoded = []
     for index in [0, 1, 2, 3] * 2:

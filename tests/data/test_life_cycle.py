@@ -18,7 +18,8 @@ from tests.harness.drawings import pets
 from tests.harness.launching import ROOT
 
 ROWS = range(60)
-KINDS = ("digits", "folder", "table", "coco with masks", "table of objects")
+LABELLED = ("digits", "folder", "table")
+ANNOTATED = {"coco with masks": {"masks": True}, "table of objects": {"box_format": "xywh"}}
 
 
 def data_of(kind: str, root: Path) -> Path | str:
@@ -38,15 +39,13 @@ def data_of(kind: str, root: Path) -> Path | str:
     return coco(root, ids=ROWS, annotations=[annotation(n, [n % 9, 1, 5, 5]) | outline for n in ROWS])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*LABELLED, *ANNOTATED])
 def test_a_source_lives_in_workers(kind: str, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / ".cache")
-    task, options = (
-        (labelled, {}) if kind in KINDS[:3] else (annotated, {"box_format": "xywh"} if "table" in kind else {})
-    )
-    options |= {"masks": True} if "masks" in kind else {}
-    source, _ = task.load(task.Spec(str(data_of(kind, tmp_path / "data")), seed=0, val_share=0.25, **options))
-    count = len(source) if kind in KINDS[:3] else 4
+    task = annotated if kind in ANNOTATED else labelled
+    spec = task.Spec(str(data_of(kind, tmp_path / "data")), seed=0, val_share=0.25, **ANNOTATED.get(kind, {}))
+    source, _ = task.load(spec)
+    count = 4 if kind in ANNOTATED else len(source)
     expected = [np.asarray(source.image(index)) for index in range(count)]
     twin = pickle.loads(pickle.dumps(source))
     facts = [(each.classes, each.fingerprint, each.name(3), each.notes) for each in (source, twin)]

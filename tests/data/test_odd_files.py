@@ -129,7 +129,7 @@ def test_a_file_that_is_none_is_refused_in_one_line(tmp_path: Path, monkeypatch,
     assert str(raised.value).strip() and "\n" not in str(raised.value)
 
 
-def test_small_files_of_a_run_count_as_absent_and_annotated_images_as_unreadable(tmp_path: Path) -> None:
+def test_a_fifo_counts_as_absent_or_as_an_unreadable_image(tmp_path: Path) -> None:
     link_to_fifo(tmp_path / "a.jpg")
     with bounded():
         assert read_json(tmp_path / "a.jpg") == {}

@@ -23,9 +23,7 @@ def handlers(monkeypatch):
         signal.signal(number, handler)
 
 
-def test_the_launcher_hears_signals_reports_a_failed_process_and_waits_for_one_that_ends(
-    handlers, tmp_path, caplog
-) -> None:
+def test_the_launcher_hears_signals_and_reports_failed_processes(handlers, tmp_path, caplog) -> None:
     told, heard = [], []
     agent.replace_log(lambda *failure: told.append(failure))
     agent.handle_signals(lambda number, frame: heard.append(number))

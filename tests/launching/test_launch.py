@@ -130,7 +130,7 @@ def test_a_launch_that_would_train_something_else_is_refused(
     assert "\n" not in str(refusal.value)
 
 
-def test_another_number_of_processes_or_machines_than_asked_for_is_refused() -> None:
+def test_other_processes_or_machines_than_asked_for_are_refused() -> None:
     """Machines may be missing only with at_least: c10d would let fewer start where clocks differ."""
     one = {**ONE, "ACCELERATE_USE_CPU": "True"}  # MULTI_CPU without mpirun, or --cpu
     with pytest.raises(Refused, match="launched for 2 processes on 1 machine, but on this one 1 started"):
@@ -145,7 +145,7 @@ def test_another_number_of_processes_or_machines_than_asked_for_is_refused() -> 
             check_launch(left, complete(dict(left)), accelerators=2, asked_for=asked_for)
 
 
-def test_several_machines_use_the_interface_that_leads_to_the_main_machine(monkeypatch) -> None:
+def test_machines_use_the_interface_towards_the_main_machine(monkeypatch) -> None:
     own = {"10.0.0.1": "10.0.0.7", "first": "127.0.1.1"}
     monkeypatch.setattr(network, "address_towards", own.__getitem__)
     monkeypatch.setattr(network, "interface_of", {"10.0.0.7": "eth1", "127.0.0.1": "lo"}.get)
@@ -176,9 +176,7 @@ def test_several_machines_use_the_interface_that_leads_to_the_main_machine(monke
         assert one["MASTER_ADDR"] == main
 
 
-def test_a_store_listens_on_all_interfaces_only_where_its_address_is_not_known_here_and_says_so(
-    monkeypatch, capsys
-) -> None:
+def test_a_store_listens_on_all_interfaces_only_if_it_has_to(monkeypatch, capsys) -> None:
     """As behind a name that on its own machine is a loopback, or an address that a router translates."""
     stores = []
     monkeypatch.setattr(network, "address_towards", {"10.0.0.1": "10.0.0.1", "first": "127.0.1.1"}.get)
@@ -205,7 +203,7 @@ def test_machines_leave_alone_if_the_others_can_continue() -> None:
     assert leaving(set(), 3, 3) == [], "machines are joining"
 
 
-def test_the_number_of_processes_is_read_from_the_launcher_and_its_file() -> None:
+def test_the_launcher_and_its_file_say_how_many_processes() -> None:
     file, script = "--config_file accelerate_configs", "recipes/cls.py --num_processes 9"
     for command, asked in (
         (f"/opt/bin/python3 /opt/bin/accelerate launch {file}/multi_cpu.yaml {script}", (2, 1)),
@@ -243,7 +241,7 @@ def test_the_flag_of_torch_distributed_launch_is_known(monkeypatch, flag) -> Non
     assert left == ["cls.py", "--lr", "0.5", "--local_rank=1"]
 
 
-def test_a_refusal_is_printed_once_and_waits_for_no_fifo_of_another_user(tmp_path, monkeypatch, capsys) -> None:
+def test_a_refusal_is_printed_once_and_waits_for_no_fifo(tmp_path, monkeypatch, capsys) -> None:
     """Neither where its note lies now nor in the shared temporary folder, where the name could be laid by anybody."""
     notes = tmp_path / f".cache/recipes/refusal-{socket.gethostname()}"
     notes.parent.mkdir(parents=True)

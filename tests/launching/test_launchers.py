@@ -128,7 +128,7 @@ def test_what_contradicts_or_is_missing_is_refused_in_one_line(environ, said) ->
     assert untouched == environ
 
 
-def test_the_processes_of_a_job_meet_at_one_place_and_other_jobs_at_another() -> None:
+def test_the_processes_of_each_job_meet_at_a_place_of_their_own() -> None:
     def place(environ: dict[str, str]) -> tuple[str, int]:
         launch = complete(dict(environ))
         return launch.address, launch.port

@@ -49,7 +49,7 @@ def test_machines_see_each_other_come_run_leave_and_close(member) -> None:
         first.present()
 
 
-def test_a_machine_that_falls_silent_is_lost_and_comes_back_when_it_is_heard(member) -> None:
+def test_a_silent_machine_is_lost_until_it_is_heard_again(member) -> None:
     store = HashStore()
     first, second = member(store, "a", silence=0.5), member(store, "b", silence=0.5)
     time.sleep(0.7)

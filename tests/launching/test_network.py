@@ -38,7 +38,7 @@ def test_the_address_and_interface_of_a_route_are_found() -> None:
     assert not is_own("192.0.2.1") and not is_own("no.such.name.invalid")
 
 
-def test_a_store_listens_at_one_address_and_is_the_one_that_torch_finds_there() -> None:
+def test_a_store_listens_at_one_address_where_torch_finds_it() -> None:
     """Once more where its port was used a moment ago, as where a run is started again."""
     port = 0
     for _ in range(2):
@@ -71,7 +71,7 @@ def test_a_launcher_listens_where_the_others_reach_it(monkeypatch) -> None:
         rendezvous._own_address("first", most=2)
 
 
-def test_a_late_listener_is_waited_for_and_the_reason_of_a_failed_connection_is_given() -> None:
+def test_a_late_listener_is_waited_for_or_the_reason_is_given() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

@@ -10,6 +10,7 @@ import pytest
 from tests.harness.debian import require_package
 from tests.harness.interrupted import Interrupted
 from tests.harness.launching import ROOT, Launcher, Started, free_port, small
+from tests.harness.outcomes import Outcome
 
 CLS = "recipes/cls.py"
 LENGTH = ("--max_steps", 6, "--log_every", 1, "--eval_every", 6, "--global_batch_size", 32, "--tracker", "none")
@@ -51,58 +52,60 @@ def words_of(folder: Path, *more: object) -> list[object]:
 
 def result(folder: Path) -> tuple[list[float], bytes]:
     """The losses and the last checkpoint's model."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    weights = max((folder / "checkpoints").glob("step_*")) / "model.safetensors"
-    return [row["train/loss"] for row in rows if "train/loss" in row], weights.read_bytes()
+    run = Outcome(folder=folder)
+    return run.column("train/loss").tolist(), (run.checkpoint / "model.safetensors").read_bytes()
 
 
-def test_every_launcher_gives_the_same_bits_and_a_refusal_is_one_line(launch, mpi, tmp_path) -> None:
-    """Two jobs run at a time, and don't meet each other. Those that get no GPU say what they use."""
-
-    def recipe(name: str) -> list[object]:
-        return [CLS, *words_of(tmp_path / name)]
-
-    pet = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_RDZV_BACKEND": "machines", "CUDA_VISIBLE_DEVICES": ""}
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": ""}
-    script = tmp_path / "notebook.py"
-    script.write_text(NOTEBOOK)
-    notebook = [script, *recipe("notebook_launcher")[1:]]
-
-    def exported() -> list[Started]:
-        ranks = [{**world, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-        return [launch.start_python(*recipe("exported variables"), env=rank) for rank in ranks]
-
-    done = launch("multi_cpu", *recipe("accelerated"))
+@pytest.fixture(scope="module")
+def accelerated(launch, tmp_path_factory) -> tuple[list[float], bytes]:
+    """What accelerate launch gives."""
+    folder = tmp_path_factory.mktemp("accelerated") / "run"
+    done = launch("multi_cpu", CLS, *words_of(folder))
     assert "fp32, started by accelerate launch\n" in done.stdout, done.stderr
-    accelerated = result(tmp_path / "accelerated")
-    torchrun = ["-m", "torch.distributed.run"]
-    pairs = [
-        {name: lambda name=name: [mpi[name](2, *recipe(name))] for name in ("Open MPI", "MPICH")},
-        {
-            "torchrun": lambda: [launch.start_python(*torchrun, *recipe("torchrun"), env=pet)],
-            "exported variables": exported,
-        },
-        {"notebook_launcher": lambda: [launch.start_python(*notebook, env={"ACCELERATE_USE_CPU": "1"})]},
-    ]
-    refused = mpi["MPICH"](2, CLS, *words_of(tmp_path / "x", "--lr", "x"))
-    for pair in pairs:
-        for name, launcher in {name: start() for name, start in pair.items()}.items():
-            done = [each.finish(180) for each in launcher]
-            assert [each.returncode for each in done] == [0] * len(done), f"{name}: {done}"
-            text = "".join(each.stdout for each in done)
-            assert f"2 processes on 1 node, cpu (gloo), fp32, started by {name}\n" in text, text
-            is_said = "this machine shows no GPU: the run trains on the CPU\n" in text
-            assert is_said == (name in ("torchrun", "exported variables")), text
-            assert len(result(tmp_path / name)[0]) == 6 and result(tmp_path / name) == accelerated, name
-
-    done = refused.finish()
-    (said,) = (line for line in done.stderr.splitlines() if line.startswith("cls.py: "))
-    assert done.returncode == 2 and "--lr x: must be a number" in said and not (tmp_path / "x").exists()
+    return result(folder)
 
 
-def test_a_run_under_mpirun_stops_on_request_survives_a_kill_and_resumes_under_other_launchers(
-    mpi, forks, tmp_path
-) -> None:
+def start(name: str, request, folder: Path) -> list[Started]:
+    """Start two processes by the launcher of this name; torchrun and exported variables are shown no GPU."""
+    words = [CLS, *words_of(folder)]
+    if name in ("Open MPI", "MPICH"):
+        return [request.getfixturevalue("mpi")[name](2, *words)]
+    python = request.getfixturevalue("launch").start_python
+    if name == "torchrun":
+        pet = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_RDZV_BACKEND": "machines", "CUDA_VISIBLE_DEVICES": ""}
+        return [python("-m", "torch.distributed.run", *words, env=pet)]
+    if name == "notebook_launcher":
+        script = folder.with_suffix(".py")
+        script.write_text(NOTEBOOK)
+        return [python(script, *words[1:], env={"ACCELERATE_USE_CPU": "1"})]
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": ""}
+    return [python(*words, env={**world, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+
+
+@pytest.mark.parametrize(
+    "names", [("Open MPI", "MPICH"), ("torchrun", "exported variables"), ("notebook_launcher",)], ids=", ".join
+)
+def test_a_launcher_gives_the_bits_of_accelerate_launch(names, accelerated, request, tmp_path) -> None:
+    """Two jobs run at a time, and don't meet each other. Those that get no GPU say what they use."""
+    jobs = {name: start(name, request, tmp_path / name) for name in names}
+    for name, started in jobs.items():
+        done = [each.finish(180) for each in started]
+        assert [each.returncode for each in done] == [0] * len(done), f"{name}: {done}"
+        text = "".join(each.stdout for each in done)
+        assert f"2 processes on 1 node, cpu (gloo), fp32, started by {name}\n" in text, text
+        is_told = "this machine shows no GPU: the run trains on the CPU\n" in text
+        assert is_told == ("torchrun" in names), text
+        assert len(accelerated[0]) == 6 and result(tmp_path / name) == accelerated, name
+
+
+def test_a_refusal_under_mpirun_is_one_line(mpi, tmp_path) -> None:
+    done = mpi["MPICH"](2, CLS, *words_of(tmp_path / "x", "--lr", "x")).finish()
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("cls.py: "))
+    assert done.returncode == 2 and "--lr x: must be a number" in line and not (tmp_path / "x").exists()
+
+
+def test_a_run_under_mpirun_resumes_under_other_launchers(mpi, forks, tmp_path) -> None:
+    """It has stopped on request, and was killed."""
     steps = ("--max_steps", 60, "--checkpoint_every", 20, "--batch_norm", "group", "--norm_batch_size", 4)
     steps = (*steps, "--eval_every", 60, "--workers", 1)
     folder = tmp_path / "interrupted"
