@@ -110,7 +110,10 @@ def read_members(file: BinaryIO, end: int) -> Iterator[tarfile.TarInfo]:
                         raise ValueError(f"it says that it has {member.size} bytes, and the shard ends before")
                     yield member
                     position = tar.offset
-            position = _skip_zeros(file, position)
+            start = position
+            position = _skip_zeros(file, start)
+            if position == start:  # the file ends before `end`
+                return
     except (tarfile.TarError, ValueError, IndexError, OverflowError, RecursionError) as error:
         raise ValueError(f"the member at byte {position}: {error}") from None
 
@@ -130,7 +133,8 @@ def _skip_zeros(file: BinaryIO, position: int) -> int:
 def read_name(header: bytes) -> str:
     """The name of the member whose headers these are; "" if they are none."""
     with suppress(ValueError):
-        return next(read_members(io.BytesIO(header), 2**63)).name
+        for member in read_members(io.BytesIO(header), 2**63):
+            return member.name
     return ""
 
 

@@ -30,7 +30,7 @@ from common.detection.data.sources import Spec as BoxSpec
 from common.detection.data.sources import load as load_boxes
 from common.errors import Refused
 from common.files import CACHE
-from common.shards import block_cache, entries, ranges
+from common.shards import block_cache, entries, ranges, tars
 from common.shards import index as shard_index
 from common.shards import source as shard_source
 from common.shards.block_cache import open_blocks
@@ -299,6 +299,10 @@ def test_images_that_parquet_repeats_are_kept_once(server, encoding):
 
 
 # ---- the index
+
+
+def test_headers_that_were_overwritten_with_zeros_have_no_name():
+    assert tars.read_name(bytes(1536)) == "", "the start of a run would never end"
 
 
 def test_an_index_is_kept_until_a_shard_changes(files, tmp_path, monkeypatch):
