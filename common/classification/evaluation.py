@@ -10,6 +10,7 @@ from common.classification.batches import Batch, other_class_ids
 from common.classification.calibration import TEMPERATURES, Calibration
 from common.classification.metrics import ClassificationCounts, Mistake, Mistakes
 from common.data.source import Source
+from common.errors import Refused
 
 
 class Evaluation:
@@ -39,7 +40,12 @@ class Evaluation:
 
     @torch.no_grad()
     def update(self, batch: Batch, logits: Tensor) -> None:
-        """Count a batch with its logits [B, K]."""
+        """Count a batch with its logits [B, K]. Raises `Refused` for anything else than a tensor of that shape."""
+        if not isinstance(logits, Tensor) or logits.ndim != 2:
+            shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise Refused(
+                f"evaluate: the model gave {shape} instead of logits [B, K]; choose them in the recipe's predict"
+            )
         logits = logits if logits.dtype == torch.float64 else logits.float()
         self.counts.update(logits, batch.labels, batch.readable)
         if self.calibration is None:
