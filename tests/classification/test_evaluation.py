@@ -10,7 +10,7 @@ from common.errors import Refused
 
 
 @pytest.mark.parametrize(
-    ("outputs", "named"), [((torch.zeros(4, 3), torch.zeros(4, 2)), "tuple"), (torch.zeros(4, 3, 1), r"\[4, 3, 1\]")]
+    "outputs,named", [((torch.zeros(4, 3), torch.zeros(4, 2)), "tuple"), (torch.zeros(4, 3, 1), r"\[4, 3, 1\]")]
 )
 def test_outputs_that_are_no_logits_are_refused_in_one_line(outputs, named: str) -> None:
     data = SimpleNamespace(classes=("a", "b", "c"), multi_label=False, model_classes=None)
