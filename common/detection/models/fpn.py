@@ -58,9 +58,8 @@ class Backbone(nn.Module):
             deepest = max(map_index)
             if not picks or feature_levels != list(range(lowest, int(min(highest, deepest)) + 1)):
                 strides = ", ".join(map(str, sorted(set(info.reduction()))))
-                raise Refused(
-                    f"--levels {lowest}-{highest}: {spec.model} has features at strides {strides} (level l is stride 2^l)"
-                )
+                problem = f"{spec.model} has features at strides {strides} (level l is stride 2^l)"
+                raise Refused(f"--levels {lowest}-{highest}: {problem}")
             if feature_levels[-1] < deepest:  # layers after the last map in use would have no gradient
                 features = _create_features(spec, out_indices=self.arguments["out_indices"])
                 picks = list(range(len(channels)))
