@@ -28,12 +28,7 @@ _FIELDS = {
 
 
 def object_parts(
-    splits: Mapping[str, Split],
-    image: str,
-    objects: str,
-    box_format: str,
-    group: str,
-    shards: Mapping[str, Any] | None = None,
+    splits: Mapping[str, Split], spec: Any, shards: Mapping[str, Any] | None = None
 ) -> Parts[AnnotatedImages]:
     """The splits of a table; the first one decides on columns, format and classes. Raises `Refused`.
 
@@ -42,17 +37,19 @@ def object_parts(
 
     def read(names: Sequence[str]) -> list[AnnotatedImages]:
         chosen = [splits[name] for name in names]
-        image_column = tables.find_image(chosen[0], image) if shards is None else ""
-        objects_column = find_objects(chosen[0], objects)
-        tables.require_columns(chosen, *filter(None, (image_column, objects_column)))
-        reader = _Reader(objects_column, box_format)
+        columns = []
+        if shards is None:
+            columns.append(tables.find_image(chosen[0], spec.image_column))
+        columns.append(find_objects(chosen[0], spec.objects_column))
+        tables.require_columns(chosen, *columns)
+        reader = _Reader(columns[-1], spec.box_format)
         sources = []
         for name, split in zip(names, chosen, strict=True):
             if shards is None:
-                images, headers = _read_images(split, image_column)
+                images, headers = _read_images(split, columns[0])
             else:
                 images, headers = shards[name], shards[name].headers
-            images = replace(images, groups=tables.read_groups(split, group))
+            images = replace(images, groups=tables.read_groups(split, spec.group_column))
             sources.append(reader.read(split, images, headers))
         return sources
 
@@ -142,15 +139,13 @@ class _Reader:
 
 def _read_images(split: Split, image: str) -> tuple[Any, np.ndarray]:
     """The images of a split, and int64[N, 4] as `image_headers` reads them."""
-    column, none = split.images(image), np.zeros(len(split), np.int64)
-    cells = column.with_format("arrow")[:].column(0)
-    if pa.types.is_struct(cells.type):
-        contents, paths = pc.struct_field(cells, "bytes"), pc.struct_field(cells, "path")
-        cells = paths if contents.null_count == len(contents) else contents
-    if tables.is_text(cells.type):
-        headers = headers_of_files(split.folder, cells.fill_null("").cast(pa.large_binary()).combine_chunks())
+    column = split.images(image)
+    contents, paths = tables.read_contents(column)
+    if contents is None:
+        headers = headers_of_files(split.folder, paths.fill_null("").cast(pa.large_binary()).combine_chunks())
     else:
-        headers = np.array([header_of(cell.as_py() or b"") for cell in cells], np.int64).reshape(-1, 4)
+        headers = np.array([header_of(cell.as_py() or b"") for cell in contents], np.int64).reshape(-1, 4)
+    none = np.zeros(len(split), np.int64)
     return Table(column, np.arange(len(split)), split.title, split.folder, labels=none, classes=()), headers
 
 

@@ -21,7 +21,7 @@ def open_parts(spec: Any) -> Parts[AnnotatedImages]:
     for name, source in images.items():
         rows = datasets.Dataset(datasets.table.InMemoryTable(source.index.rows))
         splits[name] = Split(printable_name(spec.data), name, rows)
-    parts = object_parts(splits, "", spec.objects_column, spec.box_format, spec.group_column, images)
+    parts = object_parts(splits, spec, images)
     return replace(parts, labels=labels)
 
 

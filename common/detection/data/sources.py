@@ -89,8 +89,7 @@ def _load_files(spec: Spec) -> tuple[Annotated, ...]:
         return _sources(spec, Given({"train": train, "val": val}))
     table = open_table(spec.data)
     if table:
-        columns = spec.image_column, spec.objects_column, spec.box_format, spec.group_column
-        return _sources(spec, object_parts(table, *columns))
+        return _sources(spec, object_parts(table, spec))
     return _load_folder(spec)
 
 
@@ -120,8 +119,7 @@ def _load_folder(spec: Spec) -> tuple[AnnotatedImages, ...]:
     if not folder:
         table = open_table(spec.data, has_metadata=True)
         if table:
-            columns = spec.image_column, spec.objects_column, spec.box_format, spec.group_column
-            return _sources(spec, object_parts(table, *columns))
+            return _sources(spec, object_parts(table, spec))
         raise Refused(
             f"--data {spec.data}: {describe_unread(path)}; expected digits, a folder with train.json "
             "(COCO), JPEGImages/ (Pascal VOC), or data.yaml or labels/ (YOLO), or a Hugging Face data "
