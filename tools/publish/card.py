@@ -17,7 +17,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from common.checkpoints import Damaged, compare
 from common.config.origin import RUN_FILE, read_origin
 from common.detection.models.detr_architectures import ARCHITECTURES
-from common.errors import Refused, printable
+from common.errors import Refused, describe_error, printable
 from common.files import MEDIUM, check_regular, read_text
 from common.run import PastRun
 from common.run.progress import display_name, of_exported
@@ -60,7 +60,7 @@ class Published:
                 f"{self.best}: is not what the run saved ({error}); start the run again, which mends it"
             ) from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration, RecursionError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            reason = describe_error(error)
             raise Refused(f"{folder}: not a whole run folder ({reason:.200}); copy it again") from None
 
     @property
