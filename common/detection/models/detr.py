@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torchvision.ops import box_convert
 
 from common.detection.models import queries
-from common.detection.models.boxes import to_device
-from common.detection.models.detector import Detector, Losses
+from common.detection.models.boxes import full_precision, to_device
+from common.detection.models.detector import Detector
 from common.detection.models.detr_models import build_model, empty_model, features_of, save_model
 from common.detection.models.spec import DetectorSpec
 
@@ -77,7 +77,7 @@ class DETR(Detector):
         columns = boxes, boxes.clamp(max=number), torch.full_like(boxes, number), positives
         return torch.stack([column.sum() for column in columns])
 
-    def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> Losses:
+    def compute_terms(self, images: Tensor, targets: list[dict], totals: Tensor) -> dict[str, Tensor]:
         """Losses of classes, L1 and generalised IoU of boxes, and distributions of D-FINE's edges."""
         boxes, labels, regions = queries.split_targets(targets, images)
         totals = totals.to(images.dtype)
@@ -86,7 +86,7 @@ class DETR(Detector):
             positions, number = [target["position"] for target in targets], self._queries(images.shape[2:])
             denoising = queries.noised(boxes, labels, positions, self.seed, number, self.config)
         outputs = self._predict(images, denoising)
-        with torch.autocast(images.device.type, enabled=False):
+        with full_precision(images):
             first = denoising.labels.shape[1] if denoising else 0
             wanted = queries.padded(boxes, 0), queries.padded(labels, 0)
             found = _Outputs.of(outputs, slice(first, None), own=True)
@@ -97,17 +97,17 @@ class DETR(Detector):
             counted = (match >= 0) | ~queries.in_crowds(found.boxes, regions)
             is_dense = getattr(self.config, "use_dense_one_to_one", False)
             of_boxes = pairs.across_outputs(counts, totals) if is_dense else pairs
-            terms = self._terms(found, pairs, of_boxes, *wanted, counted)
+            terms = self._compare(found, pairs, of_boxes, *wanted, counted)
             if denoising:
                 found = _Outputs.of(outputs, slice(first), own=False)
                 shape = found.boxes.shape[:3]
                 divisor = totals[0].clamp(min=1) * denoising.groups.clamp(min=1)
                 pairs = _Pairs(denoising.match[:, None].expand(shape), divisor, totals[3].expand(len(images), 2))
-                restored = self._terms(found, pairs, pairs, *wanted, denoising.real[:, None].expand(shape))
+                restored = self._compare(found, pairs, pairs, *wanted, denoising.real[:, None].expand(shape))
                 terms = {name: term + restored[name] for name, term in terms.items()}
             # transformers' loss leaves out some of D-FINE's logits; their gradients are zeros.
             terms["class"] = terms["class"] + 0 * outputs.intermediate_logits.sum((1, 2, 3))
-        return sum(terms.values(), torch.zeros_like(terms["class"])), terms
+        return terms
 
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
@@ -144,7 +144,7 @@ class DETR(Detector):
         encoded[name] = [x.to(images.dtype) for x in encoded[name]]
         # inputs_embeds gives the number of images, and keeps the sizes of the maps on the host.
         count = torch.empty(len(images), 0)
-        with torch.autocast(images.device.type, enabled=False), self._given(encoded, denoising):
+        with full_precision(images), self._given(encoded, denoising):
             return model(None, inputs_embeds=count, encoder_outputs=encoded)
 
     @contextlib.contextmanager
@@ -167,7 +167,7 @@ class DETR(Detector):
             if hook:
                 hook.remove()
 
-    def _terms(
+    def _compare(
         self, outputs: "_Outputs", pairs: "_Pairs", box_pairs: "_Pairs", boxes: Tensor, labels: Tensor, counted: Tensor
     ) -> dict[str, Tensor]:
         """The weighted losses [B] of O outputs with Q queries each, by name.
