@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import unicodedata
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, Self
@@ -233,6 +234,11 @@ def _length_of_common_folder(names: pa.Array | pa.ChunkedArray) -> int:
         return 0
     prefix = os.path.commonprefix(list(bounds.values()))  # noqa: RUF071  (of characters: its last name may be cut off)
     return len(os.path.dirname(prefix))
+
+
+def encode_paths(paths: Iterable[str | os.PathLike]) -> pa.LargeBinaryArray:
+    """A column of paths, as bytes: a file's name may be invalid text."""
+    return pa.array([os.fsencode(path) for path in paths], pa.large_binary())
 
 
 def path_of(root: str | os.PathLike, paths: pa.LargeBinaryArray, index: int) -> str:

@@ -1,8 +1,7 @@
 """Checks of boxes on loading: which can be trained on, and where they lie in the upright images."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ _ROUNDING = 1.0  # pixels beyond the image that are rounding errors
 _SUSPICIOUS = 0.5  # share of boxes beyond their image, or unreadable images, to refuse data
 _MAX_SHARE = 1.5  # corners up to this are shares of an image, not pixels
 _STAND_IN = 640  # pixels: sides of an image whose size is unknown
-_unknown: Any = partial(np.zeros, 0)
+_UNKNOWN: Any = None
 
 
 @dataclass(eq=False)
@@ -35,11 +34,11 @@ class RawBoxes:
     rows: np.ndarray  # int64[M] the image of each box
     boxes: np.ndarray  # float64[M, 4] left, top, width, height in pixels, or in shares if `relative`
     labels: np.ndarray  # int64[M]
-    category_ids: np.ndarray = field(default_factory=_unknown)  # int64[K]; default: from 0 up
-    image_ids: np.ndarray = field(default_factory=_unknown)  # int64[N]; default: from 0 up
-    sizes: np.ndarray = field(default_factory=_unknown)  # int64[N, 2] width and height; 0 if unknown
-    crowd: np.ndarray = field(default_factory=_unknown)  # bool[M]; default: none is
-    areas: np.ndarray = field(default_factory=_unknown)  # float64[M]; NaN if unknown
+    category_ids: np.ndarray = _UNKNOWN  # int64[K]; default: from 0 up
+    image_ids: np.ndarray = _UNKNOWN  # int64[N]; default: from 0 up
+    sizes: np.ndarray = _UNKNOWN  # int64[N, 2] width and height; 0 if unknown
+    crowd: np.ndarray = _UNKNOWN  # bool[M]; default: none is
+    areas: np.ndarray = _UNKNOWN  # float64[M]; NaN if unknown
     upright: bool = False  # True if boxes are of the upright image where sizes can't tell
     relative: bool = False  # True if boxes are shares of the upright image
     shapes: pa.StructArray | None = None  # M shapes in the same coordinates, if masks are asked for
@@ -53,7 +52,7 @@ class RawBoxes:
             "crowd": np.zeros(len(self.boxes), bool),
             "areas": np.full(len(self.boxes), np.nan),
         }
-        vars(self).update({name: default for name, default in defaults.items() if not len(getattr(self, name))})
+        vars(self).update({name: default for name, default in defaults.items() if getattr(self, name) is None})
         self.image_notes = Notes(self.title, "images")
         self.box_notes = Notes(self.title, "boxes")
 

@@ -109,7 +109,7 @@ class _Reader:
             title=title,
             images=images,
             classes=self.class_names,
-            category_ids=values.to_numpy() if pa.types.is_integer(values.type) else np.zeros(0),
+            category_ids=_to_numbers(values if pa.types.is_integer(values.type) else None, pa.int64(), 0),
             image_ids=_read_image_ids(split),
             sizes=sizes,
             rows=rows,
@@ -178,20 +178,20 @@ def _class_names(objects: Any) -> list[str] | None:
     return getattr(getattr(feature, "feature", feature), "names", None)
 
 
-def _to_numbers(column: pa.Array | None, kind: pa.DataType, missing: float) -> np.ndarray:
-    """The numbers of a column; none if there is no such column."""
+def _to_numbers(column: pa.Array | None, kind: pa.DataType, missing: float) -> Any:
+    """The numbers of a column; None if there is no such column."""
     if column is None:
-        return np.zeros(0)
+        return None
     return column.cast(kind).fill_null(missing).to_numpy(zero_copy_only=False)
 
 
-def _read_image_ids(split: Split) -> np.ndarray:
+def _read_image_ids(split: Split) -> Any:
     """The column image_id, if it holds distinct numbers; else none."""
     if "image_id" in split.kinds:
         ids = split.cells("image_id")
         if pa.types.is_integer(ids.type) and not ids.null_count and pc.count_distinct(ids).as_py() == len(ids):
             return ids.to_numpy().astype(np.int64)
-    return np.zeros(0)
+    return None
 
 
 def _as_xywh(boxes: np.ndarray, box_format: str) -> np.ndarray:

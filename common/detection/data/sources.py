@@ -1,7 +1,7 @@
 """Sources of images with boxes: reads the data that `--data` names, and holds out a share for evaluation."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,14 +71,16 @@ def load(spec: Spec) -> tuple[Annotated, Annotated]:
 def _load_shards(spec: Spec) -> tuple[AnnotatedImages, ...]:
     """The sources of shards. A collective. Raises `Refused`."""
     # Imported here, since most data are no shards.
-    from common.detection.data.shard_objects import open_parts, share_images
+    from common.detection.data.shard_objects import open_parts
+    from common.shards import share_blocks
 
     parts = open_parts(spec)
     with data_spec.reading(spec.data):
         sources = _sources(spec, parts)
     if spec.alone:  # images to evaluate are read one by one, in the order of their sizes
         return sources
-    return (share_images(sources[0], spec.shard_memory),) + sources[1:]
+    (images,) = share_blocks([sources[0].images], spec.shard_memory)
+    return (replace(sources[0], images=images),) + sources[1:]
 
 
 def _load_files(spec: Spec) -> tuple[Annotated, ...]:

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from common.data.notes import Notes
+from common.data.source import encode_paths
 from common.data.splits import kind_of
 from common.detection.data.annotated import AnnotatedImages, image_files
 from common.detection.data.box_checks import RawBoxes, check_files, find_class_ids
@@ -116,7 +117,7 @@ def _read(
     else:
         names = sorted(stems)
         notes = _note_unlabelled(title, image_names, stems)
-    stamps.take(str(annotations), pa.array([os.fsencode(f"{name}.xml") for name in names], pa.large_binary()))
+    stamps.take_files(f"{annotations}/{name}.xml" for name in names)
     sizes = []
     rows = []
     objects: list[_Object] = []
@@ -127,7 +128,7 @@ def _read(
         objects += image_objects
     labels = [entry.label for entry in objects]
     classes = classes or tuple(sorted(set(labels)))
-    paths = pa.array([os.fsencode(image_names.get(name, f"{name}.jpg")) for name in names], pa.large_binary())
+    paths = encode_paths(image_names.get(name, f"{name}.jpg") for name in names)
     images = image_files(str(image_folder), paths)
     text = pa.string()
     raw = RawBoxes(

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from common.data.notes import Notes
+from common.data.source import encode_paths
 from common.data.splits import kind_of
 from common.detection.data.annotated import AnnotatedImages, image_files
 from common.detection.data.box_checks import RawBoxes, check_files
@@ -215,7 +215,7 @@ def _read(folder: _Yolo, part: str, classes: tuple[str, ...] | None, stamps: Sta
             labels.append(label)
             boxes.extend(box)
     root = os.path.commonpath([os.path.dirname(file) for file in files])
-    paths = pa.array([os.fsencode(file.removeprefix(f"{root}/")) for file in files], pa.large_binary())
+    paths = encode_paths(file.removeprefix(f"{root}/") for file in files)
     raw = RawBoxes(
         title=title,
         images=image_files(root, paths),
