@@ -43,6 +43,7 @@ class RawBoxes:
     relative: bool = False  # True if boxes are shares of the upright image
     shapes: pa.StructArray | None = None  # M shapes in the same coordinates, if masks are asked for
     notes: Sequence[str] = ()  # what reading has corrected or left out
+    file_notes: Sequence[str] = ()  # the same of files; they come last
 
     def __post_init__(self) -> None:
         defaults = {
@@ -79,7 +80,7 @@ class RawBoxes:
         """A line for each note. Raises `Refused` if most boxes would be left out."""
         image_notes = self.image_notes.texts(len(self.images))
         box_notes = self.box_notes.texts(len(self.boxes), "correct them")
-        return tuple(f"{self.title}: {note}" for note in (*self.notes, *image_notes, *box_notes))
+        return tuple(f"{self.title}: {note}" for note in (*self.notes, *image_notes, *box_notes, *self.file_notes))
 
     def merge_files(self) -> None:
         """Let a file that is listed several times be one image, with the boxes of all its entries."""

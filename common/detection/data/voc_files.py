@@ -140,7 +140,7 @@ def _read(
         boxes=_to_boxes(objects),
         labels=find_class_ids(title, images, np.array(rows), pa.array(labels, text), pa.array(classes, text)),
         crowd=np.array([entry.is_difficult for entry in objects], bool),
-        notes=notes,
+        file_notes=notes,
     )
     return check_files(raw, stamps)
 

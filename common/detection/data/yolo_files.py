@@ -225,7 +225,7 @@ def _read(folder: _Yolo, part: str, classes: tuple[str, ...] | None, stamps: Sta
         labels=np.array(labels, np.int64),
         upright=True,
         relative=True,
-        notes=notes + label_notes,
+        file_notes=notes + label_notes,
     )
     return check_files(raw, stamps)
 
