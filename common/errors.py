@@ -25,6 +25,17 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def describe_error(error: Exception) -> str:
+    """Type and text of an error on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text; its type if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def csv_cell(value: object) -> object:
     """`value` for a CSV file: a text that a spreadsheet would take for a formula (=1, +a, -a, @a) begins with an apostrophe."""
     if not isinstance(value, str) or not value.startswith(("=", "+", "-", "@", "\t", "\r")):

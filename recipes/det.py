@@ -24,9 +24,9 @@ from common.detection import (
     Evaluation,
     TrainDataset,
     Transforms,
-    begin_with,
     build_detector,
     load_data,
+    load_pretrained,
     read_once,
     read_sides,
     refuse_missing,
@@ -150,7 +150,7 @@ def build_model(config: Config, class_names: Sequence[str], device: torch.device
     with all_or_none("building the model"):
         model = build_detector(spec)
         if weights:
-            model.begins_with = begin_with(model, weights, config, class_names)
+            model.begins_with = load_pretrained(model, weights, config, class_names)
     # In the start table.
     model.title = f"{config.detector} on {config.model}, up to {model.limit} detections in an image"
     prepare_layers(config, model)

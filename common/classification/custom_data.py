@@ -8,12 +8,11 @@ from functools import cached_property
 from typing import Protocol
 
 import numpy as np
-import pyarrow as pa
 from PIL import Image
 
 from common.data.data_spec import Parts
 from common.data.images import BrokenImage, faults_of_the_file, open_rgb
-from common.data.source import Columns, Files, fingerprint_of, spread
+from common.data.source import Columns, Files, encode_paths, fingerprint_of, spread
 from common.errors import Refused
 from common.files import sizes_of
 from common.randomness import mix
@@ -113,7 +112,7 @@ def _read(title: str, data: CustomDataset, classes: tuple[str, ...]) -> Files | 
     if not are_paths:
         return Items(title, data, np.arange(count), labels=ids, classes=classes)
     root = os.path.commonpath([os.path.dirname(path) for path in paths])
-    below = pa.array([os.fsencode(path[len(root) :].lstrip("/")) for path in paths], pa.large_binary())
+    below = encode_paths(path[len(root) :].lstrip("/") for path in paths)
     return Files(root, below, np.array(sizes_of(paths), np.int64), labels=ids, classes=classes)
 
 

@@ -20,7 +20,7 @@ from common.data.digits import load_digits
 from common.data.huggingface import open_table
 from common.data.images import UNREAD_ADVICE, has_image_suffix, is_image_file
 from common.data.notes import Notes
-from common.data.source import Files, Source, refuse_broken
+from common.data.source import Files, Source, encode_paths, refuse_broken
 from common.data.tables import part_labels, read_tables
 from common.errors import Refused
 from common.files import MEDIUM, holds_runs, is_junk, read_text, sizes_of, walk
@@ -207,7 +207,7 @@ def _read_annotations(file: Path, classes: list[str]) -> Files:
             raise Refused(f"{file}: line {row} must be a name and a class of the training data, with a tab between")
     root = file.parent / "images"
     sizes = np.array(sizes_of(str(root / line[0]) for line in lines), np.int64)
-    paths = pa.array([os.fsencode(line[0]) for line in lines], pa.large_binary())
+    paths = encode_paths(line[0] for line in lines)
     labels = np.array([ids[line[1]] for line in lines], np.int64)
     return Files(str(root), paths, sizes, labels=labels, classes=tuple(classes))
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import Refused
+from common.errors import Refused, describe_error
 from common.files import MEDIUM, check_regular, read_text
 
 RUN_FILE = "run.json"
@@ -125,7 +125,7 @@ def read_origin(path: str, recorded: Sequence[str] = ()) -> Origin:
         count = len(names) or content.get("num_classes")
         return Origin(path, is_checkpoint or "module" in content, run, config, tuple(map(str, names)), count)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = describe_error(error)
         raise Refused(f"--eval_only {path}: not a whole one ({reason}); name another, or copy it again") from None
 
 

@@ -43,12 +43,29 @@ def _read(file: str) -> pa.Table:
         raise Refused(f"{file}: can't be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise Refused(f"{file}: not readable as text ({error}); save it as CSV in UTF-8") from None
+    names = _read_names(file, head, separator)
+    num_skipped = 2 if start else 1
+    table = _parse(file, content, names, separator, num_skipped)
+    if not len(table):
+        raise Refused(f"{file}: no rows below the names of its columns")
+    if content.rstrip().count(b"\n") >= num_skipped + len(table):  # some are in cells
+        _refuse_swallowed_rows(file, table, separator, first_line=num_skipped + 1)
+    return table.select([name for name in names if name])  # pandas writes its row numbers without a name
+
+
+def _read_names(file: str, head: str, separator: str) -> list[str]:
+    """The names of the columns in the line `head`."""
     names = [name.strip() for name in next(csv.reader([head], delimiter=separator), [])]
     if not names or any(name.lower().endswith(tuple(SUFFIXES)) for name in names):
         raise Refused(f"{file}: its first line must name the columns, such as image,label; it is {head[:60]!r}")
-    if twice := {name for name in names if name and names.count(name) > 1}:
-        raise Refused(f"{file}: two columns are named {min(twice)}; rename one")
-    skipped = 1 + bool(start)
+    repeated = {name for name in names if name and names.count(name) > 1}
+    if repeated:
+        raise Refused(f"{file}: two columns are named {min(repeated)}; rename one")
+    return names
+
+
+def _parse(file: str, content: bytes, names: list[str], separator: str, num_skipped: int) -> pa.Table:
+    """The rows below the first `num_skipped` lines, as texts."""
     invalid_rows: list[pyarrow.csv.InvalidRow] = []
 
     def record_invalid(row: pyarrow.csv.InvalidRow) -> str:
@@ -56,9 +73,9 @@ def _read(file: str) -> pa.Table:
         return "error"
 
     try:
-        table = pyarrow.csv.read_csv(
+        return pyarrow.csv.read_csv(
             pa.BufferReader(content),
-            pyarrow.csv.ReadOptions(use_threads=False, column_names=names, skip_rows=skipped),
+            pyarrow.csv.ReadOptions(use_threads=False, column_names=names, skip_rows=num_skipped),
             pyarrow.csv.ParseOptions(delimiter=separator, newlines_in_values=True, invalid_row_handler=record_invalid),
             pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
         )
@@ -70,14 +87,9 @@ def _read(file: str) -> pa.Table:
         row = invalid_rows[0]
         number = content.count(b"\n", 0, content.find(b"\n" + row.text.encode())) + 2
         raise Refused(
-            f"{file}: line {number}: not readable as CSV with {separator!r} between columns: {row.actual_columns} cells, and "
-            f"the first line has {row.expected_columns}; a text with {separator!r} needs quotation marks around it"
+            f"{file}: line {number}: not readable as CSV with {separator!r} between columns: {row.actual_columns} cells, "
+            f"and the first line has {row.expected_columns}; a text with {separator!r} needs quotation marks around it"
         ) from None
-    if not len(table):
-        raise Refused(f"{file}: no rows below the names of its columns")
-    if content.rstrip().count(b"\n") >= skipped + len(table):  # some are in cells
-        _refuse_swallowed_rows(file, table, separator, first_line=skipped + 1)
-    return table.select([name for name in names if name])  # pandas writes its row numbers without a name
 
 
 def _decode(content: bytes) -> bytes:

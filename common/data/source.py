@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import unicodedata
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, Self
@@ -36,11 +37,10 @@ class ModelClasses:
         return sorted(set(range(len(self.names))) - set(self.ids))
 
 
-class Source(Protocol):
-    """A fixed list of labelled images. It can be pickled, and works after a fork."""
+class ImageList(Protocol):
+    """A fixed list of images, of any task. It can be pickled, and works after a fork."""
 
     classes: tuple[str, ...]  # names by class id
-    labels: np.ndarray  # int64[N] class ids, or bool[N, C] if an image may show several classes
     notes: tuple[str, ...]  # for people: how the data were read
     part: str  # which part of the data it is, for people: "val/" or "20 % held out of train/"
     model_classes: ModelClasses | None = None  # with --eval_only, those of the evaluated model
@@ -50,22 +50,15 @@ class Source(Protocol):
     @property
     def fingerprint(self) -> str:
         """Hex; equal for the same list of images (names, sizes) with the same labels and classes."""
-        ...
+        raise NotImplementedError
 
     def name(self, index: int) -> str:
         """The image in words for people, such as its path or `digits[17]`."""
-        ...
+        raise NotImplementedError
 
     def content(self, index: int) -> str | bytes | Image.Image:
         """Path or bytes of the image's file, or the image. Raises `BrokenImage` if there is none."""
-        ...
-
-    def image(self, index: int) -> Image.Image:
-        """The image, RGB and upright. Raises `images.BrokenImage` if it can't be decoded."""
-        return open_rgb(self.content(index))
-
-    def __len__(self) -> int:
-        return len(self.labels)
+        raise NotImplementedError
 
     @property
     def blocks(self) -> Blocks | None:
@@ -75,6 +68,23 @@ class Source(Protocol):
     def expect(self, indices: np.ndarray) -> None:
         """These images will be asked for soon."""
         return
+
+    def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
+        """The images' paths, None if the data have their bytes, and sizes int64[N] in bytes; None if that is unknown."""
+        return None
+
+
+class Source(ImageList, Protocol):
+    """A list of labelled images."""
+
+    labels: np.ndarray  # int64[N] class ids, or bool[N, C] if an image may show several classes
+
+    def image(self, index: int) -> Image.Image:
+        """The image, RGB and upright. Raises `images.BrokenImage` if it can't be decoded."""
+        return open_rgb(self.content(index))
+
+    def __len__(self) -> int:
+        return len(self.labels)
 
     @property
     def multi_label(self) -> bool:
@@ -89,10 +99,6 @@ class Source(Protocol):
     def class_counts(self) -> np.ndarray:
         """int64[C]: how many `counted_items` are of each class."""
         return self.labels.sum(axis=0) if self.multi_label else np.bincount(self.labels, minlength=len(self.classes))
-
-    def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
-        """The images' paths, None if the data have their bytes, and sizes int64[N] in bytes; None if that is unknown."""
-        return None
 
     @property
     def missing(self) -> np.ndarray:
@@ -228,6 +234,11 @@ def _length_of_common_folder(names: pa.Array | pa.ChunkedArray) -> int:
         return 0
     prefix = os.path.commonprefix(list(bounds.values()))  # noqa: RUF071  (of characters: its last name may be cut off)
     return len(os.path.dirname(prefix))
+
+
+def encode_paths(paths: Iterable[str | os.PathLike]) -> pa.LargeBinaryArray:
+    """A column of paths, as bytes: a file's name may be invalid text."""
+    return pa.array([os.fsencode(path) for path in paths], pa.large_binary())
 
 
 def path_of(root: str | os.PathLike, paths: pa.LargeBinaryArray, index: int) -> str:

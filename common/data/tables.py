@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -201,14 +201,14 @@ class Table(Columns):
 
     @cached_property
     def fingerprint(self) -> str:
-        contents, paths = _contents(self.column)
+        contents, paths = read_contents(self.column)
         if self.sizes is not None:  # otherwise a path is only where the bytes once came from
             return fingerprint_of(self.classes, self.labels, self.sizes, paths and paths.take(self.rows))
         return fingerprint_of(self.classes, self.labels, pc.binary_length(contents).fill_null(-1).to_numpy()[self.rows])
 
     def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray]:
-        contents, paths = _contents(self.column)
-        if paths is not None and (contents is None or contents.null_count == len(contents)):
+        contents, paths = read_contents(self.column)
+        if contents is None:
             paths = paths.cast(pa.large_binary()).combine_chunks().take(pa.array(self.rows))
             return paths, np.zeros(len(paths), np.int64) if self.sizes is None else self.sizes
         return None, pc.binary_length(contents).fill_null(-1).to_numpy()[self.rows].astype(np.int64)
@@ -280,18 +280,19 @@ def require_columns(splits: Sequence[Split], *names: str) -> None:
             raise Refused(f"--data {split.data}: split {split.name} has no column {min(missing)}, {has}")
 
 
-def _contents(column: "datasets.Dataset") -> tuple[pa.ChunkedArray | None, pa.ChunkedArray | None]:
-    """Bytes and paths of a column of images; None if it has no bytes, or no paths."""
+def read_contents(column: "datasets.Dataset") -> tuple[Any, Any]:
+    """Bytes and paths of a column of images, as chunked arrays; None if it has no bytes, or no paths."""
     cells = column.with_format("arrow")[:].column(0)
     if pa.types.is_struct(cells.type):
-        return pc.struct_field(cells, "bytes"), pc.struct_field(cells, "path")
+        contents = pc.struct_field(cells, "bytes")
+        return None if contents.null_count == len(contents) else contents, pc.struct_field(cells, "path")
     return (None, cells) if is_text(cells.type) else (cells, None)
 
 
 def _file_sizes(column: "datasets.Dataset", folder: str) -> np.ndarray | None:
     """int64[N]: bytes of each file, -1 for a missing one; None if the column has bytes."""
-    contents, paths = _contents(column)
-    if paths is None or (contents is not None and contents.null_count < len(contents)):
+    contents, paths = read_contents(column)
+    if contents is not None:
         return None
     names = (name for chunk in paths.chunks for name in chunk.to_pylist())
     return np.array(sizes_of(os.path.join(folder, name) if name else "" for name in names), np.int64)

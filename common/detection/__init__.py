@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from common.detection.models.detectors import build_detector
     from common.detection.models.spec import DetectorSpec
     from common.detection.transforms import BoxAugmentation, read_sides
-    from common.detection.weights.begin import begin_with, read_once
+    from common.detection.weights.begin import load_pretrained, read_once
     from common.detection.weights.sources import origin as weights_origin
     from common.detection.weights.sources import settings as weights_settings
 

@@ -12,7 +12,7 @@ from common.config.secrets import check_secrets, printable_name
 from common.data.data_spec import list_tars
 from common.data.huggingface import HUB_NAME
 from common.data.tables import listed
-from common.errors import Refused, hide
+from common.errors import Refused, describe_error, hide
 from common.files import match_files
 
 _SUFFIXES = (".tar", ".parquet")
@@ -174,7 +174,7 @@ def list_hub_shards(data: str) -> dict[str, list[str]]:
     try:
         data_files = datasets.load_dataset_builder(name["name"], name["config"]).config.data_files or {}
     except Exception as error:  # the client's HTTP library raises errors of its own
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = describe_error(error)
         raise Refused(f"--data {data}: can't be found on the Hugging Face Hub: {reason}") from error
     names_by_split = {}
     suffixes: set[str] = set()

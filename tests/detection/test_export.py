@@ -18,7 +18,7 @@ from common.detection.export import export
 from common.detection.models.detectors import Matched, build_detector
 from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation
-from common.detection.weights.begin import begin_with
+from common.detection.weights.begin import load_pretrained
 from common.detection.weights.sources import read
 from common.errors import Refused
 
@@ -140,7 +140,7 @@ def test_a_new_run_begins_with_what_the_old_one_knows_of_its_classes(family, tmp
     for names, (count, new) in NEW_CLASSES.items():
         fresh, names = make(family, classes=count, **options), names.split()
         before = {name: tensor.clone() for name, tensor in fresh.state_dict().items()}
-        said = begin_with(fresh, read(str(folder)), fresh.flags, names)
+        said = load_pretrained(fresh, read(str(folder)), fresh.flags, names)
         for name, tensor in fresh.state_dict().items():
             if name not in heads:
                 assert torch.equal(tensor, theirs[name]), name

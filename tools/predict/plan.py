@@ -10,7 +10,7 @@ import numpy as np
 
 from common.config.origin import places_of, some
 from common.durable import make_folder
-from common.errors import Refused
+from common.errors import Refused, describe_error
 from common.files import MEDIUM, read_text
 from common.run.progress import of_exported
 from tools.predict.images import file_list, sizes_of
@@ -88,7 +88,7 @@ def ids_of(file: str, files: Sequence[str], classes: Sequence[str]) -> tuple[lis
         numbers = {str(image["file_name"]): int(image["id"]) for image in content["images"]}
         categories = {str(category["name"]): int(category["id"]) for category in content["categories"]}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = describe_error(error)
         raise Refused(f"--images_of {file}: not COCO's annotations ({reason:.200}); name an instances.json") from None
     ids = []
     for path in files:

@@ -17,7 +17,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from common.checkpoints import Damaged, compare
 from common.config.origin import RUN_FILE, read_origin
 from common.detection.models.detr_architectures import ARCHITECTURES
-from common.errors import Refused, printable
+from common.errors import Refused, describe_error, printable
 from common.files import MEDIUM, check_regular, read_text
 from common.run import PastRun
 from common.run.progress import display_name, of_exported
@@ -25,6 +25,7 @@ from common.run.progress import display_name, of_exported
 DETECT = Path(__file__).resolve().parents[2] / "docs" / "detect.py"
 _TASKS = {"cls": "image-classification", "det": "object-detection"}
 _METRICS = {"top1": "accuracy", "f1": "f1", "AP": "mean_average_precision"}  # the hub's names, by the leading result
+_PER_CLASS = {"top1": "Accuracy", "f1": "F1", "AP": "AP"}  # results of each class, by the leading result
 _WEIGHTS = ("model.safetensors", "config.json", "preprocessor_config.json")
 # Flags whose text the recipe checks: it is a choice, or a list of numbers. Of others only numbers and switches are published.
 _CHOICES = """dtype comm_hook lr_scaling schedule clip_mode loss class_weights sampling batch_norm detector variant opt augment
@@ -59,7 +60,7 @@ class Published:
                 f"{self.best}: is not what the run saved ({error}); start the run again, which mends it"
             ) from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration, RecursionError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            reason = describe_error(error)
             raise Refused(f"{folder}: not a whole run folder ({reason:.200}); copy it again") from None
 
     @property
@@ -87,31 +88,17 @@ class Published:
 
     def card(self, to: str, license_: str, dataset: str) -> str:
         """The text of README.md, with the hub's metadata first."""
-        task, value, title = _TASKS["det" if self.is_detector else "cls"], self.results[self.leading], to.split("/")[1]
-        dataset = dataset or ("digits" if self.config.get("data") == "digits" else "not named")
-        metric = _METRICS[self.leading]
-        has_masks = self.config.get("detector") == "mask_rcnn"
-        data = ModelCardData(
-            license=license_ or None,
-            library_name=self.library,
-            pipeline_tag=task,
-            tags=[task, "vision-recipes", *(["instance-segmentation"] if has_masks else [])],
-            metrics=[metric],
-            model_name=title,
-            eval_results=None
-            if value is None
-            else [EvalResult(task, dataset, dataset, metric, value, dataset_split="validation")],
-        )
-        per_class, model = self.results.get("per_class") or {}, self.of_run["config"].get("model", "")
-        published = f"the published weights of {cell(model) or 'its model'}"
-        kind = f"{self.config['detector']} detector" if self.is_detector else f"{model} image classifier"
-        shown = [(display_name(key), _figure(found)) for key, found in self.results.items() if _is_result(key, found)]
+        title = to.split("/")[1]
+        model = self.of_run["config"].get("model", "")
+        per_class = self.results.get("per_class") or {}
+        if not dataset:
+            dataset = "digits" if self.config.get("data") == "digits" else "not named"
         card = ModelCard.from_template(
-            data,
+            self._metadata(title, license_, dataset),
             template_path=str(Path(__file__).with_name("card.jinja")),
             title=cell(title),
             to=to,
-            kind=kind.strip(),
+            kind=f"{self.config['detector']} detector" if self.is_detector else f"{model} image classifier".strip(),
             license=cell(license_),
             library=self.library,
             script=DETECT.name if self._has_script() else "",
@@ -120,24 +107,51 @@ class Published:
             step=f"{self.step:,}",
             status=cell(str(self.run.status.get("status"))),
             averaged=any(key.startswith("raw_") for key in self.results),
-            results=shown,
-            per_class_name="AP" if self.is_detector else "F1" if self.leading == "f1" else "Accuracy",
-            per_class=[(cell(name), _figure(found)) for name, found in per_class.items()],
+            results=[
+                (display_name(key), _figure(value)) for key, value in self.results.items() if _is_result(key, value)
+            ],
+            per_class_name=_PER_CLASS[self.leading],
+            per_class=[(cell(name), _figure(value)) for name, value in per_class.items()],
             pictures=self.pictures,
             data=f"Data set: {cell(dataset)}",
-            classes=[*map(cell, self.classes)],
+            classes=list(map(cell, self.classes)),
             training=self._training(),
-            settings=[(name, cell(str(found))) for name, found in self.of_run["config"].items()],
+            settings=[(name, cell(str(value))) for name, value in self.of_run["config"].items()],
             images=f"{self.results['count']:,}",
             broken=self.results.get("broken"),
             leading=display_name(self.leading),
-            began="other weights (--init)"
-            if self.config.get("init")
-            else published
-            if self.config.get("pretrained")
-            else "",
+            began=self._name_start(model),
         )
         return card.content
+
+    def _metadata(self, title: str, license_: str, dataset: str) -> ModelCardData:
+        """What the hub sorts models by."""
+        task = _TASKS["det" if self.is_detector else "cls"]
+        metric = _METRICS[self.leading]
+        value = self.results[self.leading]
+        tags = [task, "vision-recipes"]
+        if self.config.get("detector") == "mask_rcnn":
+            tags.append("instance-segmentation")
+        results = None
+        if value is not None:
+            results = [EvalResult(task, dataset, dataset, metric, value, dataset_split="validation")]
+        return ModelCardData(
+            license=license_ or None,
+            library_name=self.library,
+            pipeline_tag=task,
+            tags=tags,
+            metrics=[metric],
+            model_name=title,
+            eval_results=results,
+        )
+
+    def _name_start(self, model: str) -> str:
+        """The weights that the run began with, for people; "" if it began with none."""
+        if self.config.get("init"):
+            return "other weights (--init)"
+        if self.config.get("pretrained"):
+            return f"the published weights of {cell(model) or 'its model'}"
+        return ""
 
     def _settings(self) -> dict[str, Any]:
         """The flags that define the run, as far as their values can't name a file or a person."""

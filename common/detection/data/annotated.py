@@ -12,7 +12,7 @@ from PIL import Image
 from common.data.cache import Cache
 from common.data.decoding import Picture
 from common.data.images import BrokenImage
-from common.data.source import Files, ModelClasses, fingerprint_of
+from common.data.source import Files, ImageList, ModelClasses, fingerprint_of
 from common.data.stream import Blocks
 from common.detection.data.masks import Masks, decode
 
@@ -31,7 +31,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Annotated:
+class Annotated(ImageList):
     """N images with M boxes of K classes, which can be pickled and work after a fork.
 
     Subclasses define `fingerprint`, `name` and `content`.
@@ -55,36 +55,9 @@ class Annotated:
     model_classes: ModelClasses | None = field(default=None, kw_only=True)  # with --eval_only, the evaluated model's
 
     counted_items: ClassVar[str] = "boxes"  # what `class_counts` counts, for people
-    fresh = False  # True if each position of the stream has a new scene instead of an image of the list
     strata = None  # images with boxes are held out from one stratum
     of_images: ClassVar[tuple[str, ...]] = ("image_ids", "sizes")  # columns with a row per image
     has_masks = property(lambda self: self.masks is not None)  # True if samples have
-
-    @property
-    def fingerprint(self) -> str:
-        """Hex; equal for the same list of images with the same annotations."""
-        raise NotImplementedError
-
-    def name(self, index: int) -> str:
-        """The image in words for people, such as its path."""
-        raise NotImplementedError
-
-    def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
-        """Paths and sizes in bytes of the images, see `common.data.source.Source`."""
-        return None
-
-    @property
-    def blocks(self) -> Blocks | None:
-        """Neighbours that are read together, if their order matters for the pace."""
-        return None
-
-    def expect(self, indices: np.ndarray) -> None:
-        """These images will be asked for soon."""
-        return
-
-    def content(self, index: int) -> str | bytes | Image.Image:
-        """Path or bytes of the image's file, or the image."""
-        raise NotImplementedError
 
     def __post_init__(self) -> None:
         if len(self.truth) != len(self.boxes):

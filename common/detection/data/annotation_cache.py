@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from common import files, randomness
 from common.data import images
+from common.data.source import encode_paths
 from common.detection.data.annotated import AnnotatedImages, image_files
 from common.detection.data.masks import Masks
 from common.detection.data.stamps import Stamps, stamps_of
@@ -42,7 +43,7 @@ def file_of(what: object, origin: Path) -> Path | None:
     `repr(what)` says which data are read and how; `origin` is the file or folder with the annotations. Its
     stamps are part of the name: machines that share a home may have different copies.
     """
-    looks = stamps_of("/", pa.array([os.fsencode(origin)], pa.large_binary())).tolist()
+    looks = stamps_of("/", encode_paths([origin])).tolist()
     words = [repr(what), looks, np.__version__, pa.__version__, PIL.__version__, os.geteuid()]
     digest = hashlib.blake2b(json.dumps(words).encode(), digest_size=16)
     with suppress(OSError, RuntimeError):

@@ -20,7 +20,7 @@ import pyarrow.json
 
 from common.data.splits import kind_of
 from common.detection.data.annotated import AnnotatedImages, image_files
-from common.detection.data.box_checks import FoundBoxes, check_files, class_ids
+from common.detection.data.box_checks import RawBoxes, check_files, find_class_ids
 from common.detection.data.folders import Folder, refusing
 from common.detection.data.masks import KIND
 from common.detection.data.stamps import Stamps
@@ -44,6 +44,8 @@ _OPTIONAL = {"width", "height", "area", "iscrowd", "supercategory", *KIND}
 # Segmentations are lists or objects, counts are lists or texts: columns of their own, with own names.
 _RENAMED = {rb'"segmentation"(\s*:\s*\{)': rb'"rle"\1', rb'"counts"(\s*:\s*")': rb'"packed"\1'}
 _WRONG_TYPE = (pa.ArrowException, TypeError, ValueError, OverflowError)
+Columns = dict[str, dict[str, pa.Array]]  # images, annotations, categories: the column of each field
+
 _PLACES = ("*.json", "annotations/*.json", "*/_annotations.coco.json")
 # In a folder that is named after the part.
 _OTHER_PLACES = ("*/labels.json", "*/annotations/instances*.json")
@@ -94,17 +96,55 @@ def _read(
 ) -> AnnotatedImages:
     """A part, with these classes or else its own in the order of their ids. Raises `Refused`."""
     file = files[name]
+    title = str(file)
     stamps.take_files([file])
     columns = _read_json(file, masks)
+    root_names = _pop_root_categories(columns)
+    _refuse_repeated(file, columns)
     images, boxes, categories = (columns[key] for key in _KINDS)
+    if not len(images["id"]):
+        raise Refused(f"{file}: no images in it; it needs at least one")
+    paths = images["file_name"].cast(pa.large_binary())
+    source = image_files(_find_image_folder(root, file, paths, stamps), paths)
+    rows = _find_image_rows(file, boxes["image_id"], images["id"])
+    names = categories["name"]
+    classes = classes or tuple(names.take(pc.sort_indices(categories["id"])).to_pylist())
+    class_names = pa.array(classes, pa.string())
+    unlisted = pc.binary_join_element_wise("category_id", boxes["category_id"].cast(pa.string()), " ")
+    box_names = pc.coalesce(names.take(pc.index_in(boxes["category_id"], categories["id"])), unlisted)
+    raw = RawBoxes(
+        title=title,
+        images=source,
+        classes=classes,
+        category_ids=_to_numbers(categories["id"].take(pc.index_in(class_names, names)), -1),
+        image_ids=_to_numbers(images["id"]),
+        sizes=np.stack([_to_numbers(images["width"]), _to_numbers(images["height"])], axis=1),
+        rows=rows,
+        boxes=_to_boxes(file, boxes["bbox"]),
+        labels=find_class_ids(title, source, rows, box_names, class_names),
+        crowd=_to_numbers(boxes["iscrowd"]) != 0,
+        areas=_to_numbers(boxes["area"], np.nan),
+        shapes=pa.StructArray.from_arrays([boxes[key] for key in KIND], list(KIND)) if masks else None,
+        notes=[
+            f"the category 0, {name}, is left out: it is above others, and no object is of it" for name in root_names
+        ],
+    )
+    return check_files(raw, stamps)
+
+
+def _pop_root_categories(columns: Columns) -> list[str]:
+    """Take out the category that Roboflow adds above all others, which may have the name of one. Returns its name."""
+    categories = columns["categories"]
     categories["name"] = pc.utf8_trim_whitespace(categories["name"])
     ids, names, parents = (column.to_numpy(zero_copy_only=False) for column in categories.values())
-    # Roboflow adds a category above all others, which may have the name of one.
     is_root = (ids == 0) & (parents == "none") & np.isin(names, np.append(parents, names[ids != 0]))
-    is_root &= ~np.isin(ids, boxes["category_id"])
-    root_names = names[is_root]
+    is_root &= ~np.isin(ids, columns["annotations"]["category_id"])
     columns["categories"] = {field: column.filter(pa.array(~is_root)) for field, column in categories.items()}
-    categories = columns["categories"]
+    return names[is_root].tolist()
+
+
+def _refuse_repeated(file: Path, columns: Columns) -> None:
+    """Raise `Refused` if images or categories share what must be their own."""
     for key, field in (("images", "id"), ("categories", "id"), ("categories", "name")):
         values = columns[key][field].to_numpy(zero_copy_only=False)
         distinct, counts = np.unique(values, return_counts=True)
@@ -112,48 +152,35 @@ def _read(
             value = distinct[counts.argmax()]
             ids = ", ".join(map(str, columns[key]["id"].filter(pa.array(values == value))[:5].to_pylist()))
             raise Refused(f"{file}: {counts.max()} {key} with the {field} {value}; give each its own (ids {ids})")
-    if not len(images["id"]):
-        raise Refused(f"{file}: no images in it; it needs at least one")
-    paths = images["file_name"].cast(pa.large_binary())
-    found_images = image_files(_image_folder(root, file, paths, stamps), paths)
-    rows = _numbers(pc.index_in(boxes["image_id"], images["id"]), -1).astype(np.int64)
-    if (strays := rows < 0).any():
+
+
+def _find_image_rows(file: Path, owners: pa.Array, image_ids: pa.Array) -> np.ndarray:
+    """int64[M]: the index in `image_ids` of each annotation's image."""
+    rows = _to_numbers(pc.index_in(owners, image_ids), -1).astype(np.int64)
+    is_stray = rows < 0
+    if is_stray.any():
+        first = int(is_stray.argmax())
         raise Refused(
-            f"{file}: {strays.sum():,} annotations of images that are not in it, first annotations[{strays.argmax()}] with "
-            f"image_id {boxes['image_id'][strays.argmax()]}; remove them"
+            f"{file}: {is_stray.sum():,} annotations of images that are not in it, first annotations[{first}] with "
+            f"image_id {owners[first]}; remove them"
         )
-    names = categories["name"]
-    classes = classes or tuple(names.take(pc.sort_indices(categories["id"])).to_pylist())
-    places = pc.index_in(boxes["category_id"], categories["id"])
-    unlisted = pc.binary_join_element_wise("category_id", boxes["category_id"].cast(pa.string()), " ")
-    named = pc.coalesce(names.take(places), unlisted)
-    if (lengths := pc.list_value_length(boxes["bbox"]).to_numpy() != 4).any():
-        box = int(lengths.argmax())
-        raise Refused(f"{file}: annotations[{box}] has a bbox of other than 4 numbers: left, top, width, height")
-    found = FoundBoxes(
-        title=str(file),
-        images=found_images,
-        classes=classes,
-        category_ids=_numbers(categories["id"].take(pc.index_in(pa.array(classes, pa.string()), names)), -1),
-        image_ids=_numbers(images["id"]),
-        sizes=np.stack([_numbers(images["width"], 0), _numbers(images["height"], 0)], axis=1),
-        rows=rows,
-        boxes=_numbers(boxes["bbox"].flatten(), np.nan).reshape(-1, 4),
-        labels=class_ids(str(file), found_images, rows, named, pa.array(classes, pa.string())),
-        crowd=_numbers(boxes["iscrowd"], 0) != 0,
-        areas=_numbers(boxes["area"], np.nan),
-        shapes=pa.StructArray.from_arrays([boxes[key] for key in KIND], list(KIND)) if masks else None,
-    )
-    for root_name in root_names:
-        found.notes.append(f"the category 0, {root_name}, is left out: it is above others, and no object is of it")
-    return check_files(found, stamps)
+    return rows
 
 
-def _numbers(column: pa.Array, missing: float | None = None) -> np.ndarray:
-    return (column if missing is None else column.fill_null(missing)).to_numpy(zero_copy_only=False).copy()
+def _to_boxes(file: Path, column: pa.ListArray) -> np.ndarray:
+    """float64[M, 4], NaN for what is missing."""
+    is_wrong = pc.list_value_length(column).to_numpy() != 4
+    if is_wrong.any():
+        first = int(is_wrong.argmax())
+        raise Refused(f"{file}: annotations[{first}] has a bbox of other than 4 numbers: left, top, width, height")
+    return _to_numbers(column.flatten(), np.nan).reshape(-1, 4)
 
 
-def _image_folder(root: Path, file: Path, paths: pa.LargeBinaryArray, stamps: Stamps) -> str:
+def _to_numbers(column: pa.Array, missing: float = 0) -> np.ndarray:
+    return column.fill_null(missing).to_numpy(zero_copy_only=False).copy()
+
+
+def _find_image_folder(root: Path, file: Path, paths: pa.LargeBinaryArray, stamps: Stamps) -> str:
     """The first folder, beside the file or named after it, that has the first or the last image."""
     stem = file.stem.removeprefix("instances_")
     part = stem.rstrip("0123456789")
@@ -176,7 +203,7 @@ def _image_folder(root: Path, file: Path, paths: pa.LargeBinaryArray, stamps: St
 # ---- reading
 
 
-def _read_json(file: Path, masks: bool) -> dict[str, dict[str, pa.Array]]:
+def _read_json(file: Path, masks: bool) -> Columns:
     """{images, annotations, categories: {field: column}}; optional fields may be null."""
     fields_of = _KINDS | {"annotations": _KINDS["annotations"] | (KIND if masks else {})}
     kinds = {key: pa.list_(pa.struct(list(fields.items()))) for key, fields in fields_of.items()}
@@ -185,7 +212,7 @@ def _read_json(file: Path, masks: bool) -> dict[str, dict[str, pa.Array]]:
     if masks:
         for old, new in _RENAMED.items():  # only keys match: a quote inside a text has a backslash before it
             text = re.sub(old, new, text)
-    columns = {}
+    columns: Columns = {}
     try:
         table = pyarrow.json.read_json(
             io.BytesIO(text),
@@ -208,13 +235,13 @@ def _read_json(file: Path, masks: bool) -> dict[str, dict[str, pa.Array]]:
     return columns
 
 
-def _read_slowly(file: Path, text: bytes, fields_of: dict[str, dict]) -> dict[str, dict[str, pa.Array]]:
+def _read_slowly(file: Path, text: bytes, fields_of: dict[str, dict]) -> Columns:
     """As Arrow reads them, with "1", true and 1.0 as 1. Raises `Refused` with the first value of a wrong type."""
     with refusing(file, "JSON"):
         content = json.loads(text)
     if not isinstance(content, dict):
         raise Refused(f"{file}: holds a list, not COCO's object of images, annotations and categories")
-    columns: dict[str, dict[str, pa.Array]] = {}
+    columns: Columns = {}
     for key, fields in fields_of.items():
         entries = content.get(key)
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):

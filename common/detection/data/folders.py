@@ -4,7 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree.ElementTree import ParseError
 
@@ -101,7 +101,3 @@ def drop_repeated(title: str, listed: Sequence[str]) -> tuple[list[str], tuple[s
         repeated, _ = Counter(listed).most_common(1)[0]
         lines.change("name an image again, which is read once", repeated, len(listed) - len(names))
     return names, lines.texts(len(listed))
-
-
-def add_notes(source: AnnotatedImages, title: str, notes: tuple[str, ...]) -> AnnotatedImages:
-    return replace(source, notes=source.notes + tuple(f"{title}: {note}" for note in notes))

@@ -64,7 +64,7 @@ def upright_sizes(headers: np.ndarray) -> np.ndarray:
     return np.where(headers[:, 2:3] >= 5, headers[:, 1::-1], headers[:, :2])
 
 
-def turned(boxes: np.ndarray, headers: np.ndarray) -> np.ndarray:
+def rotate_boxes(boxes: np.ndarray, headers: np.ndarray) -> np.ndarray:
     """Boxes [M, 4] (left, top, width, height) in stored pixels -> in pixels of the upright image.
 
     `headers` [M, 4] are of each box's image. EXIF's orientations 5 to 8 also exchange the axes.

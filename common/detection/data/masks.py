@@ -63,7 +63,7 @@ class Masks:
         return np.concatenate([np.frombuffer(sink.getvalue(), np.uint8), self.turns])
 
 
-def checked(shapes: pa.StructArray, sizes: np.ndarray) -> tuple[pa.StructArray, np.ndarray]:
+def check_shapes(shapes: pa.StructArray, sizes: np.ndarray) -> tuple[pa.StructArray, np.ndarray]:
     """The shapes, null if one can't be drawn, and bool[M] for these. `sizes` int[M, 2] of their images."""
     polygons, rle = (pc.struct_field(shapes, name) for name in KIND)
     rings = polygons.flatten()  # all objects' polygons

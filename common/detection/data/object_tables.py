@@ -1,7 +1,7 @@
 """Hugging Face data sets with a column of objects: finds the columns, the box format and the classes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from common.data import tables
 from common.data.data_spec import Parts
 from common.data.tables import Split, Table
 from common.detection.data.annotated import AnnotatedImages
-from common.detection.data.box_checks import FoundBoxes, check, class_ids
+from common.detection.data.box_checks import RawBoxes, check, find_class_ids
 from common.detection.data.image_headers import header_of, headers_of_files, upright_sizes
 from common.errors import Refused
 
@@ -28,12 +28,7 @@ _FIELDS = {
 
 
 def object_parts(
-    splits: Mapping[str, Split],
-    image: str,
-    objects: str,
-    box_format: str,
-    group: str,
-    shards: Mapping[str, Any] | None = None,
+    splits: Mapping[str, Split], spec: Any, shards: Mapping[str, Any] | None = None
 ) -> Parts[AnnotatedImages]:
     """The splits of a table; the first one decides on columns, format and classes. Raises `Refused`.
 
@@ -42,16 +37,20 @@ def object_parts(
 
     def read(names: Sequence[str]) -> list[AnnotatedImages]:
         chosen = [splits[name] for name in names]
-        image_column = tables.find_image(chosen[0], image) if shards is None else ""
-        objects_column = find_objects(chosen[0], objects)
-        tables.require_columns(chosen, *filter(None, (image_column, objects_column)))
-        sources: list[AnnotatedImages] = []
-        meant, classes = box_format, None
+        columns = []
+        if shards is None:
+            columns.append(tables.find_image(chosen[0], spec.image_column))
+        columns.append(find_objects(chosen[0], spec.objects_column))
+        tables.require_columns(chosen, *columns)
+        reader = _Reader(columns[-1], spec.box_format)
+        sources = []
         for name, split in zip(names, chosen, strict=True):
-            images = None if shards is None else shards[name]
-            source, meant, classes = _read_split(split, images, image_column, objects_column, meant, classes)
-            images = replace(source.images, groups=tables.read_groups(split, group))
-            sources.append(replace(source, images=images))
+            if shards is None:
+                images, headers = _read_images(split, columns[0])
+            else:
+                images, headers = shards[name], shards[name].headers
+            images = replace(images, groups=tables.read_groups(split, spec.group_column))
+            sources.append(reader.read(split, images, headers))
         return sources
 
     return Parts(tables.part_labels(dict(splits)), read)
@@ -82,77 +81,82 @@ def _fields_of(kind: pa.DataType) -> dict[str, str]:
     return found if {"boxes", "labels"} <= found.keys() else {}
 
 
-def _read_split(
-    split: Split,
-    shards: Any | None,
-    image: str,
-    objects: str,
-    box_format: str,
-    classes: tuple[tuple[str, ...], pa.Array] | None,
-) -> tuple[AnnotatedImages, str, tuple[tuple[str, ...], pa.Array]]:
-    """The split, the format of its boxes, and its classes: names and their values in the column.
+@dataclass
+class _Reader:
+    """Reads splits of a table, of which the first one decides on the box format and the classes."""
 
-    Its images lie in `shards`, or else in the column `image`.
-    """
-    title = f"--data {split.title}"
-    rows, columns = _objects(title, split.cells(objects))
-    columns["labels"] = tables.clean_labels(columns["labels"])
-    if shards is None:
-        images, headers = _read_images(split, image)
-    else:
-        images, headers = shards, shards.headers
-    given = _class_names(split.features[objects])
-    named = tables.vocabulary(columns["labels"], given)
-    classes = classes or named
-    if given and named[0] != classes[0]:
-        raise Refused(
-            f"{title}: names other classes in {objects} than train: {', '.join(given[:5])}; make them the same"
+    column: str  # of objects
+    box_format: str  # "": the only one that is possible
+    class_names: tuple[str, ...] = ()
+    class_values: pa.Array | None = None  # what stands for the names in the column
+
+    def read(self, split: Split, images: Any, headers: np.ndarray) -> AnnotatedImages:
+        """The annotations of `images`; `headers` int64[N, 4] as `image_headers` reads them. Raises `Refused`."""
+        title = f"--data {split.title}"
+        rows, columns = _list_objects(title, split.cells(self.column))
+        labels = tables.clean_labels(columns["labels"])
+        values = self._choose_classes(split, labels)
+        if (pc.list_value_length(columns["boxes"]).fill_null(0).to_numpy(zero_copy_only=False) != 4).any():
+            raise Refused(f"{title}: a box in column {self.column} has other than 4 numbers")
+        boxes = _to_numbers(columns["boxes"].flatten(), pa.float64(), np.nan).reshape(-1, 4)
+        sizes = _read_sizes(split)
+        notes = []
+        if not self.box_format:
+            frames = sizes if sizes.all() else upright_sizes(headers)
+            self.box_format = _find_only_format(title, boxes, frames[rows])
+            notes.append(f"the boxes can only be {self.box_format}")
+        raw = RawBoxes(
+            title=title,
+            images=images,
+            classes=self.class_names,
+            category_ids=_to_numbers(values if pa.types.is_integer(values.type) else None, pa.int64(), 0),
+            image_ids=_read_image_ids(split),
+            sizes=sizes,
+            rows=rows,
+            boxes=_as_xywh(boxes, self.box_format),
+            labels=find_class_ids(title, images, rows, labels.cast(values.type), values),
+            crowd=_to_numbers(columns.get("crowd"), pa.bool_(), False),
+            areas=_to_numbers(columns.get("area"), pa.float64(), np.nan),
+            upright=True,  # as `datasets` itself decodes images
+            notes=notes,
         )
-    names, values = classes
-    if (pc.list_value_length(columns["boxes"]).fill_null(0).to_numpy(zero_copy_only=False) != 4).any():
-        raise Refused(f"{title}: a box in column {objects} has other than 4 numbers")
-    boxes = _numbers(columns["boxes"].flatten(), pa.float64(), np.nan).reshape(-1, 4)
-    sides = [split.cells(side) for side in ("width", "height") if side in split.kinds]
-    sizes = np.zeros((len(split), 2), np.int64)
-    if len(sides) == 2:
-        sizes = np.stack([_numbers(side, pa.int64(), 0) for side in sides], 1)
-    notes = []
-    if not box_format:
-        box_format = _only_format(title, boxes, (sizes if sizes.all() else upright_sizes(headers))[rows])
-        notes.append(f"the boxes can only be {box_format}")
-    found = FoundBoxes(
-        title=title,
-        images=images,
-        classes=names,
-        category_ids=values.to_numpy() if pa.types.is_integer(values.type) else np.zeros(0),
-        image_ids=_image_ids(split),
-        sizes=sizes,
-        rows=rows,
-        boxes=_as_xywh(boxes, box_format),
-        labels=class_ids(title, images, rows, columns["labels"].cast(values.type), values),
-        crowd=_numbers(columns.get("crowd"), pa.bool_(), False),
-        areas=_numbers(columns.get("area"), pa.float64(), np.nan),
-        upright=True,  # as `datasets` itself decodes images
-    )
-    found.notes += notes
-    return check(found, headers), box_format, classes
+        return check(raw, headers)
+
+    def _choose_classes(self, split: Split, labels: pa.Array) -> pa.Array:
+        """The values of the classes in the column. Raises `Refused` if the split names others than the first one."""
+        given = _class_names(split.features[self.column])
+        names, values = tables.vocabulary(labels, given)
+        if self.class_values is None:
+            self.class_names = names
+            self.class_values = values
+        if given and names != self.class_names:
+            raise Refused(
+                f"--data {split.title}: names other classes in {self.column} than train: {', '.join(given[:5])}; make them "
+                "the same"
+            )
+        return self.class_values
 
 
 def _read_images(split: Split, image: str) -> tuple[Any, np.ndarray]:
     """The images of a split, and int64[N, 4] as `image_headers` reads them."""
-    column, none = split.images(image), np.zeros(len(split), np.int64)
-    cells = column.with_format("arrow")[:].column(0)
-    if pa.types.is_struct(cells.type):
-        contents, paths = pc.struct_field(cells, "bytes"), pc.struct_field(cells, "path")
-        cells = paths if contents.null_count == len(contents) else contents
-    if tables.is_text(cells.type):
-        headers = headers_of_files(split.folder, cells.fill_null("").cast(pa.large_binary()).combine_chunks())
+    column = split.images(image)
+    contents, paths = tables.read_contents(column)
+    if contents is None:
+        headers = headers_of_files(split.folder, paths.fill_null("").cast(pa.large_binary()).combine_chunks())
     else:
-        headers = np.array([header_of(cell.as_py() or b"") for cell in cells], np.int64).reshape(-1, 4)
+        headers = np.array([header_of(cell.as_py() or b"") for cell in contents], np.int64).reshape(-1, 4)
+    none = np.zeros(len(split), np.int64)
     return Table(column, np.arange(len(split)), split.title, split.folder, labels=none, classes=()), headers
 
 
-def _objects(title: str, cells: pa.Array) -> tuple[np.ndarray, dict[str, pa.Array]]:
+def _read_sizes(split: Split) -> np.ndarray:
+    """int64[N, 2] width and height, if the split has these columns; else zeros."""
+    if not {"width", "height"} <= split.kinds.keys():
+        return np.zeros((len(split), 2), np.int64)
+    return np.stack([_to_numbers(split.cells(side), pa.int64(), 0) for side in ("width", "height")], axis=1)
+
+
+def _list_objects(title: str, cells: pa.Array) -> tuple[np.ndarray, dict[str, pa.Array]]:
     """The row of each object, and columns of all objects; cells are lists of objects or objects of lists."""
     names = _fields_of(cells.type)
     if tables.is_list(cells.type):
@@ -174,20 +178,20 @@ def _class_names(objects: Any) -> list[str] | None:
     return getattr(getattr(feature, "feature", feature), "names", None)
 
 
-def _numbers(column: pa.Array | None, kind: pa.DataType, missing: float) -> np.ndarray:
-    """The numbers of a column; none if there is no such column."""
+def _to_numbers(column: pa.Array | None, kind: pa.DataType, missing: float) -> Any:
+    """The numbers of a column; None if there is no such column."""
     if column is None:
-        return np.zeros(0)
+        return None
     return column.cast(kind).fill_null(missing).to_numpy(zero_copy_only=False)
 
 
-def _image_ids(split: Split) -> np.ndarray:
+def _read_image_ids(split: Split) -> Any:
     """The column image_id, if it holds distinct numbers; else none."""
     if "image_id" in split.kinds:
         ids = split.cells("image_id")
         if pa.types.is_integer(ids.type) and not ids.null_count and pc.count_distinct(ids).as_py() == len(ids):
             return ids.to_numpy().astype(np.int64)
-    return np.zeros(0)
+    return None
 
 
 def _as_xywh(boxes: np.ndarray, box_format: str) -> np.ndarray:
@@ -198,7 +202,7 @@ def _as_xywh(boxes: np.ndarray, box_format: str) -> np.ndarray:
     return boxes if box_format == "xywh" else np.concatenate([first - last / 2, last], axis=1)
 
 
-def _only_format(title: str, boxes: np.ndarray, sizes: np.ndarray) -> str:
+def _find_only_format(title: str, boxes: np.ndarray, sizes: np.ndarray) -> str:
     """xywh or xyxy, if the other is impossible. Raises `Refused` if both or neither are possible."""
     if boxes.max(initial=0) <= 1:
         return "xywh"  # no boxes, or shares of an image, are refused later

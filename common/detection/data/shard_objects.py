@@ -9,7 +9,7 @@ from common.data.tables import Split
 from common.detection.data.annotated import AnnotatedImages
 from common.detection.data.image_headers import header_of
 from common.detection.data.object_tables import BESIDE, find_objects, object_parts
-from common.shards import KeptColumns, open_sources, share_blocks
+from common.shards import KeptColumns, open_sources
 
 
 def open_parts(spec: Any) -> Parts[AnnotatedImages]:
@@ -21,14 +21,8 @@ def open_parts(spec: Any) -> Parts[AnnotatedImages]:
     for name, source in images.items():
         rows = datasets.Dataset(datasets.table.InMemoryTable(source.index.rows))
         splits[name] = Split(printable_name(spec.data), name, rows)
-    parts = object_parts(splits, "", spec.objects_column, spec.box_format, spec.group_column, images)
+    parts = object_parts(splits, spec, images)
     return replace(parts, labels=labels)
-
-
-def share_images(source: AnnotatedImages, memory: int) -> AnnotatedImages:
-    """`source` with a cache of `memory` MiB for blocks of images, if they lie in blocks. A collective. Raises `Refused`."""
-    (images,) = share_blocks([source.images], memory)
-    return replace(source, images=images)
 
 
 def _keep_columns(objects: str, group: str) -> KeptColumns:

@@ -1,7 +1,7 @@
 """Sources of images with boxes: reads the data that `--data` names, and holds out a share for evaluation."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,14 +71,16 @@ def load(spec: Spec) -> tuple[Annotated, Annotated]:
 def _load_shards(spec: Spec) -> tuple[AnnotatedImages, ...]:
     """The sources of shards. A collective. Raises `Refused`."""
     # Imported here, since most data are no shards.
-    from common.detection.data.shard_objects import open_parts, share_images
+    from common.detection.data.shard_objects import open_parts
+    from common.shards import share_blocks
 
     parts = open_parts(spec)
     with data_spec.reading(spec.data):
         sources = _sources(spec, parts)
     if spec.alone:  # images to evaluate are read one by one, in the order of their sizes
         return sources
-    return (share_images(sources[0], spec.shard_memory),) + sources[1:]
+    (images,) = share_blocks([sources[0].images], spec.shard_memory)
+    return (replace(sources[0], images=images),) + sources[1:]
 
 
 def _load_files(spec: Spec) -> tuple[Annotated, ...]:
@@ -89,8 +91,7 @@ def _load_files(spec: Spec) -> tuple[Annotated, ...]:
         return _sources(spec, Given({"train": train, "val": val}))
     table = open_table(spec.data)
     if table:
-        columns = spec.image_column, spec.objects_column, spec.box_format, spec.group_column
-        return _sources(spec, object_parts(table, *columns))
+        return _sources(spec, object_parts(table, spec))
     return _load_folder(spec)
 
 
@@ -120,8 +121,7 @@ def _load_folder(spec: Spec) -> tuple[AnnotatedImages, ...]:
     if not folder:
         table = open_table(spec.data, has_metadata=True)
         if table:
-            columns = spec.image_column, spec.objects_column, spec.box_format, spec.group_column
-            return _sources(spec, object_parts(table, *columns))
+            return _sources(spec, object_parts(table, spec))
         raise Refused(
             f"--data {spec.data}: {describe_unread(path)}; expected digits, a folder with train.json "
             "(COCO), JPEGImages/ (Pascal VOC), or data.yaml or labels/ (YOLO), or a Hugging Face data "

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from common.data.source import encode_paths
+
 _COARSEST = 2.0  # seconds: resolution of a file system's clock (FAT); a change within it would not be seen
 
 
@@ -27,7 +29,7 @@ class Stamps:
 
     def take_files(self, files: Iterable[str | Path]) -> None:
         """The same for absolute paths. A folder's stamp changes with the names in it."""
-        self.take("/", pa.array([os.fsencode(file) for file in files], pa.large_binary()))
+        self.take("/", encode_paths(files))
 
     def hold(self) -> bool:
         """True if nothing has changed."""

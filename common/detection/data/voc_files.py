@@ -15,12 +15,12 @@ import numpy as np
 import pyarrow as pa
 
 from common.data.notes import Notes
+from common.data.source import encode_paths
 from common.data.splits import kind_of
 from common.detection.data.annotated import AnnotatedImages, image_files
-from common.detection.data.box_checks import FoundBoxes, check_files, class_ids
+from common.detection.data.box_checks import RawBoxes, check_files, find_class_ids
 from common.detection.data.folders import (
     Folder,
-    add_notes,
     drop_repeated,
     has_pairs,
     is_image,
@@ -41,6 +41,14 @@ class _Part(NamedTuple):
     annotations: Path
     images: Path
     list_file: Path | None = None
+
+
+class _Object(NamedTuple):
+    """An object of an image."""
+
+    label: str
+    corners: list[float]
+    is_difficult: bool
 
 
 def voc_folder(root: Path) -> Folder | None:
@@ -103,50 +111,73 @@ def _read(
     title = f"{root} {part}"
     stamps.take_files([annotations, image_folder] + ([list_file] if list_file else []))
     stems = {file.stem for file in annotations.glob("*.xml") if not is_junk(file.name)}
-    files = {os.path.splitext(name)[0]: name for name in sorted(os.listdir(image_folder)) if is_image(name)}
+    image_names = {os.path.splitext(name)[0]: name for name in sorted(os.listdir(image_folder)) if is_image(name)}
     if list_file:
-        lines = [line.strip() for line in text_of(list_file).splitlines() if line.strip()]
-        # A list of one class has a column of -1, 0 or 1; names may have spaces.
-        listed = [line if line in stems else re.sub(r"\s+-?\d+$", "", line) for line in lines]
-        listed = [os.path.splitext(name)[0] if is_image(name) and name not in stems else name for name in listed]
-        names, notes = drop_repeated(title, listed)
+        names, notes = drop_repeated(title, _read_list(list_file, stems))
     else:
         names = sorted(stems)
-        unlabelled = sorted(files.keys() - stems)
-        image_notes = Notes(title, "images")
-        if unlabelled:
-            first = files[unlabelled[0]]
-            image_notes.leave_out("no XML file has their name", first, count=len(unlabelled))
-        notes = image_notes.texts(len(files))
-    stamps.take(str(annotations), pa.array([os.fsencode(f"{name}.xml") for name in names], pa.large_binary()))
-    sizes, objects = [], []  # objects: row of the image, class, corners, whether it is difficult
+        notes = _note_unlabelled(title, image_names, stems)
+    stamps.take_files(f"{annotations}/{name}.xml" for name in names)
+    sizes = []
+    rows = []
+    objects: list[_Object] = []
     for row, name in enumerate(names):
-        size, found_there = _read_xml(annotations / f"{name}.xml")
+        size, image_objects = _read_xml(annotations / f"{name}.xml")
         sizes.append(size)
-        objects += [(row, *found) for found in found_there]
-    rows, labels, corners, difficult = zip(*objects, strict=True) if objects else ((),) * 4
+        rows += [row] * len(image_objects)
+        objects += image_objects
+    labels = [entry.label for entry in objects]
     classes = classes or tuple(sorted(set(labels)))
-    boxes = np.array(corners, np.float64).reshape(-1, 4)
-    if not (boxes == 0).any():
-        boxes[:, :2] -= 1  # pixels are counted from 1, the last one included
-    boxes[:, 2:] -= boxes[:, :2]
-    paths = pa.array([os.fsencode(files.get(name, f"{name}.jpg")) for name in names], pa.large_binary())
+    paths = encode_paths(image_names.get(name, f"{name}.jpg") for name in names)
     images = image_files(str(image_folder), paths)
-    found = FoundBoxes(
+    text = pa.string()
+    raw = RawBoxes(
         title=title,
         images=images,
         classes=classes,
         sizes=np.array(sizes, np.int64).reshape(-1, 2),
         rows=np.array(rows, np.int64),
-        boxes=boxes,
-        labels=class_ids(title, images, np.array(rows), pa.array(labels, pa.string()), pa.array(classes, pa.string())),
-        crowd=np.array(difficult, bool),
+        boxes=_to_boxes(objects),
+        labels=find_class_ids(title, images, np.array(rows), pa.array(labels, text), pa.array(classes, text)),
+        crowd=np.array([entry.is_difficult for entry in objects], bool),
+        file_notes=notes,
     )
-    return add_notes(check_files(found, stamps), title, notes)
+    return check_files(raw, stamps)
 
 
-def _read_xml(file: Path) -> tuple[tuple[int, int], list[tuple[str, list[float], bool]]]:
-    """Width and height (0 if unknown); class, corners and True if difficult, of each object of a file."""
+def _read_list(file: Path, stems: set[str]) -> list[str]:
+    """The names in a list of images without their suffixes; `stems` are those that have annotations."""
+    names = []
+    for line in text_of(file).splitlines():
+        name = line.strip()
+        if name not in stems:  # names may have spaces, and a list of one class has a column of -1, 0 or 1
+            name = re.sub(r"\s+-?\d+$", "", name)
+        if name not in stems and is_image(name):
+            name = os.path.splitext(name)[0]
+        if name:
+            names.append(name)
+    return names
+
+
+def _note_unlabelled(title: str, image_names: dict[str, str], stems: set[str]) -> tuple[str, ...]:
+    notes = Notes(title, "images")
+    unlabelled = sorted(image_names.keys() - stems)
+    if unlabelled:
+        notes.leave_out("no XML file has their name", image_names[unlabelled[0]], count=len(unlabelled))
+    return notes.texts(len(image_names))
+
+
+def _to_boxes(objects: list[_Object]) -> np.ndarray:
+    """float64[M, 4] left, top, width, height."""
+    boxes = np.array([entry.corners for entry in objects], np.float64).reshape(-1, 4)
+    if not (boxes == 0).any():
+        boxes[:, :2] -= 1  # pixels are counted from 1, the last one included
+    boxes[:, 2:] -= boxes[:, :2]
+    return boxes
+
+
+def _read_xml(file: Path) -> tuple[tuple[int, int], list[_Object]]:
+    """Width and height of the image, 0 if unknown, and the objects of a file."""
     try:
         with refusing(file, "XML"):
             tree = ElementTree.fromstring(read_bytes(file, SMALL))
@@ -158,11 +189,12 @@ def _read_xml(file: Path) -> tuple[tuple[int, int], list[tuple[str, list[float],
             raise Refused(f"{file}: a size of {width} x {height} pixels; correct it")
         objects = []
         for entry in tree.iter("object"):
-            name, box = entry.findtext("name"), [entry.findtext(f"bndbox/{corner}", "") for corner in _CORNERS]
-            if not name or not all(box):
+            name = entry.findtext("name")
+            corners = [entry.findtext(f"bndbox/{corner}", "") for corner in _CORNERS]
+            if not name or not all(corners):
                 raise Refused(f"{file}: an object lacks its name or one of bndbox/{', '.join(_CORNERS)}")
             is_difficult = entry.findtext("difficult", "").strip().lower() in ("1", "true", "yes")
-            objects.append((name.strip(), [float(corner) for corner in box], is_difficult))
+            objects.append(_Object(name.strip(), list(map(float, corners)), is_difficult))
     except (ValueError, OverflowError) as error:
         raise Refused(f"{file}: a size or corner is no number: {error}") from None
     return (width, height), objects

@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from common.data.notes import Notes
+from common.data.source import encode_paths
 from common.data.splits import kind_of
 from common.detection.data.annotated import AnnotatedImages, image_files
-from common.detection.data.box_checks import FoundBoxes, check_files
+from common.detection.data.box_checks import RawBoxes, check_files
 from common.detection.data.folders import (
     Folder,
-    add_notes,
     drop_repeated,
     has_pairs,
     is_image,
@@ -216,8 +215,8 @@ def _read(folder: _Yolo, part: str, classes: tuple[str, ...] | None, stamps: Sta
             labels.append(label)
             boxes.extend(box)
     root = os.path.commonpath([os.path.dirname(file) for file in files])
-    paths = pa.array([os.fsencode(file.removeprefix(f"{root}/")) for file in files], pa.large_binary())
-    found = FoundBoxes(
+    paths = encode_paths(file.removeprefix(f"{root}/") for file in files)
+    raw = RawBoxes(
         title=title,
         images=image_files(root, paths),
         classes=names or tuple(map(str, range(max(labels, default=-1) + 1))),
@@ -226,8 +225,9 @@ def _read(folder: _Yolo, part: str, classes: tuple[str, ...] | None, stamps: Sta
         labels=np.array(labels, np.int64),
         upright=True,
         relative=True,
+        file_notes=notes + label_notes,
     )
-    return add_notes(check_files(found, stamps), title, notes + label_notes)
+    return check_files(raw, stamps)
 
 
 def _match_labels(

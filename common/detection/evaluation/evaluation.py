@@ -37,8 +37,9 @@ class Evaluation:
         return results
 
     def details(self) -> dict[str, Any]:
-        """For a report, after `results`."""
-        return self.detections.details()
+        """For a report, after `results`: the score of the best F1, in all and of each class."""
+        matches = self.detections.matches
+        return {"threshold": matches.threshold, "classes": matches.classes}
 
     def draw(self, pictures: Any) -> None:
         """Draw what `results` has gathered: `pictures.draw(name, function, *arguments)` calls `function(*arguments, path)`."""

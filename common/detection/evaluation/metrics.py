@@ -67,10 +67,6 @@ class Detections:
                 results |= _evaluate_masks(source, *self.columns(), *self.masks) if masks else {}
         return broadcast_object(results)
 
-    def details(self) -> dict:
-        """For a report beside `results`: the score of the best F1, in all and of each class."""
-        return {"threshold": self.matches.threshold, "classes": self.matches.classes}
-
     def columns(self) -> tuple[np.ndarray, np.ndarray]:
         """`images` int64[n] and `rows` float32[n, 6] of all detections."""
         return np.concatenate([_NO_IMAGES, *self.images]), np.concatenate([_NO_ROWS, *self.rows])

@@ -23,6 +23,11 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if devices.has_streams(device) else x.to(device)
 
 
+def full_precision(x: Tensor) -> torch.autocast:
+    """A context on the device of `x` in which nothing is computed in half precision."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
 class BoxCoder(_utils.BoxCoder):
     """torchvision's box coder: boxes as distances from others, [n, 4 K] for K boxes each."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -56,13 +57,18 @@ class Detector(nn.Module):
         """No rows of the start table but those of every model."""
         return {}
 
+    def compute_terms(self, images: Tensor, targets: list[dict], totals: Tensor) -> dict[str, Tensor]:
+        """The parts [B] of `losses`, by name; one of them is "class"."""
+        raise NotImplementedError
+
     def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> Losses:
         """Losses that are already divided: their *sum* over the global batch is its loss.
 
         `images` [B, 3, H, W] are normalised, `totals` int64[C] is the sum of `counts` over the global
         batch. Every parameter gets a gradient, with boxes or without. The loss is the sum of its parts.
         """
-        raise NotImplementedError
+        terms = self.compute_terms(images, targets, totals)
+        return sum(terms.values(), torch.zeros_like(terms["class"])), terms
 
     def forward(self, images: Tensor, targets: list[dict], totals: Tensor) -> Losses:
         """As `losses`, but their *mean* is the loss; `totals` int64[C + 1] ends with the number of images."""

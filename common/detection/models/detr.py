@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torchvision.ops import box_convert
 
 from common.detection.models import queries
-from common.detection.models.boxes import to_device
-from common.detection.models.detector import Detector, Losses
+from common.detection.models.boxes import full_precision, to_device
+from common.detection.models.detector import Detector
 from common.detection.models.detr_models import build_model, empty_model, features_of, save_model
 from common.detection.models.spec import DetectorSpec
 
@@ -77,7 +77,7 @@ class DETR(Detector):
         columns = boxes, boxes.clamp(max=number), torch.full_like(boxes, number), positives
         return torch.stack([column.sum() for column in columns])
 
-    def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> Losses:
+    def compute_terms(self, images: Tensor, targets: list[dict], totals: Tensor) -> dict[str, Tensor]:
         """Losses of classes, L1 and generalised IoU of boxes, and distributions of D-FINE's edges."""
         boxes, labels, regions = queries.split_targets(targets, images)
         totals = totals.to(images.dtype)
@@ -86,7 +86,7 @@ class DETR(Detector):
             positions, number = [target["position"] for target in targets], self._queries(images.shape[2:])
             denoising = queries.noised(boxes, labels, positions, self.seed, number, self.config)
         outputs = self._predict(images, denoising)
-        with torch.autocast(images.device.type, enabled=False):
+        with full_precision(images):
             first = denoising.labels.shape[1] if denoising else 0
             wanted = queries.padded(boxes, 0), queries.padded(labels, 0)
             found = _Outputs.of(outputs, slice(first, None), own=True)
@@ -97,17 +97,17 @@ class DETR(Detector):
             counted = (match >= 0) | ~queries.in_crowds(found.boxes, regions)
             is_dense = getattr(self.config, "use_dense_one_to_one", False)
             of_boxes = pairs.across_outputs(counts, totals) if is_dense else pairs
-            terms = self._terms(found, pairs, of_boxes, *wanted, counted)
+            terms = self._compare(found, pairs, of_boxes, *wanted, counted)
             if denoising:
                 found = _Outputs.of(outputs, slice(first), own=False)
                 shape = found.boxes.shape[:3]
                 divisor = totals[0].clamp(min=1) * denoising.groups.clamp(min=1)
                 pairs = _Pairs(denoising.match[:, None].expand(shape), divisor, totals[3].expand(len(images), 2))
-                restored = self._terms(found, pairs, pairs, *wanted, denoising.real[:, None].expand(shape))
+                restored = self._compare(found, pairs, pairs, *wanted, denoising.real[:, None].expand(shape))
                 terms = {name: term + restored[name] for name, term in terms.items()}
             # transformers' loss leaves out some of D-FINE's logits; their gradients are zeros.
             terms["class"] = terms["class"] + 0 * outputs.intermediate_logits.sum((1, 2, 3))
-        return sum(terms.values(), torch.zeros_like(terms["class"])), terms
+        return terms
 
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
@@ -144,7 +144,7 @@ class DETR(Detector):
         encoded[name] = [x.to(images.dtype) for x in encoded[name]]
         # inputs_embeds gives the number of images, and keeps the sizes of the maps on the host.
         count = torch.empty(len(images), 0)
-        with torch.autocast(images.device.type, enabled=False), self._given(encoded, denoising):
+        with full_precision(images), self._given(encoded, denoising):
             return model(None, inputs_embeds=count, encoder_outputs=encoded)
 
     @contextlib.contextmanager
@@ -167,56 +167,54 @@ class DETR(Detector):
             if hook:
                 hook.remove()
 
-    def _terms(
-        self, found: "_Outputs", pairs: "_Pairs", of_boxes: "_Pairs", boxes: Tensor, labels: Tensor, counted: Tensor
+    def _compare(
+        self, outputs: "_Outputs", pairs: "_Pairs", box_pairs: "_Pairs", boxes: Tensor, labels: Tensor, counted: Tensor
     ) -> dict[str, Tensor]:
         """The weighted losses [B] of O outputs with Q queries each, by name.
 
         Args:
-            pairs, of_boxes: the pairs that the losses of classes and the losses of boxes compare.
+            pairs, box_pairs: the pairs that the losses of classes and the losses of boxes compare.
             boxes, labels: [B, n + 1, 4] and int64[B, n + 1], padded at the end.
             counted: bool[B, O, Q], False for padding and queries without a box in a crowd region.
         """
         config = self.config
-        compared = queries.pair(pairs.match, found.boxes, boxes)
-        hit = queries.hits(pairs.match, labels, self.classes)
-        goal = compared[2].detach()[..., None] * hit
-        doubt = found.logits.detach().sigmoid() ** config.focal_loss_gamma
-        if hasattr(config, "weight_loss_mal"):  # DEIMv2's matchability-aware loss
-            scale, goal = config.weight_loss_mal, goal**config.focal_loss_gamma
-            weight = torch.where(hit, 1, doubt if config.mal_alpha is None else config.mal_alpha * doubt)
-        else:
-            scale, weight = config.weight_loss_vfl, torch.where(hit, goal, config.focal_loss_alpha * doubt)
-        classification = F.binary_cross_entropy_with_logits(found.logits, goal, weight, reduction="none").sum(-1)
-        terms = {"class": scale * (classification * counted).sum((1, 2)) / pairs.divisor}
+        compared = queries.pair(pairs.match, outputs.boxes, boxes)
+        terms = {"class": self._classify(outputs.logits, pairs, labels, compared[2].detach(), counted)}
 
-        if of_boxes is not pairs:
-            compared = queries.pair(of_boxes.match, found.boxes, boxes)
-        predicted, wanted, overlap, generalised = compared
-        matched, quality = of_boxes.match >= 0, overlap.detach()
+        if box_pairs is not pairs:
+            compared = queries.pair(box_pairs.match, outputs.boxes, boxes)
+        predicted, expected, overlap, generalised = compared
+        quality = overlap.detach()
         sums = {
-            "box": config.weight_loss_bbox * (predicted - wanted).abs().sum(-1),
+            "box": config.weight_loss_bbox * (predicted - expected).abs().sum(-1),
             "giou": config.weight_loss_giou * (1 - generalised),
         }
-        edges = found.edges
+        edges = outputs.edges
         if edges:
             layers = slice(edges.logits.shape[1])
-            corners = box_convert(wanted[:, layers], "cxcywh", "xyxy")
+            corners = box_convert(expected[:, layers], "cxcywh", "xyxy")
             unlikely = self._unlikelihood(edges.logits, edges.references, corners) * quality[:, layers]
-            sums["fgl"] = config.weight_loss_fgl * unlikely * matched[:, layers]
-        terms |= {name: values.sum((1, 2)) / of_boxes.divisor for name, values in sums.items()}
+            sums["fgl"] = config.weight_loss_fgl * unlikely * (box_pairs.match >= 0)[:, layers]
+        terms |= {name: values.sum((1, 2)) / box_pairs.divisor for name, values in sums.items()}
         if edges:
-            layers = slice(edges.students)
-            students = F.log_softmax(edges.logits[:, layers] / _TEMPERATURE, -1)
-            teacher = F.softmax(edges.teacher / _TEMPERATURE, -1)[:, None].expand_as(students)
-            apart = F.kl_div(students, teacher, reduction="none").sum((-2, -1)) * _TEMPERATURE**2
-            matched, missed = matched[:, layers], (counted & ~matched)[:, layers]
-            apart = apart * torch.where(matched, quality[:, layers], edges.trust[:, None])
-            # Means over both kinds of queries, weighted by the square roots of their numbers.
-            roots = (4 * of_boxes.numbers).sqrt()
-            both = torch.stack([(apart * matched).sum((1, 2)), (apart * missed).sum((1, 2))], -1) / roots.clamp(min=1)
-            terms["ddf"] = config.weight_loss_ddf * of_boxes.share * both.sum(-1) / roots.sum(-1).clamp(min=1)
+            terms["ddf"] = _distil(edges, box_pairs, quality, counted, config.weight_loss_ddf)
         return terms
+
+    def _classify(self, logits: Tensor, pairs: "_Pairs", labels: Tensor, quality: Tensor, counted: Tensor) -> Tensor:
+        """[B]: the weighted loss of classes; `quality` [B, O, Q] is the goal of a matched query."""
+        config = self.config
+        is_hit = queries.hits(pairs.match, labels, self.classes)
+        goal = quality[..., None] * is_hit
+        doubt = logits.detach().sigmoid() ** config.focal_loss_gamma
+        if hasattr(config, "weight_loss_mal"):  # DEIMv2's matchability-aware loss
+            scale = config.weight_loss_mal
+            goal = goal**config.focal_loss_gamma
+            weight = torch.where(is_hit, 1, doubt if config.mal_alpha is None else config.mal_alpha * doubt)
+        else:
+            scale = config.weight_loss_vfl
+            weight = torch.where(is_hit, goal, config.focal_loss_alpha * doubt)
+        losses = F.binary_cross_entropy_with_logits(logits, goal, weight, reduction="none").sum(-1)
+        return scale * (losses * counted).sum((1, 2)) / pairs.divisor
 
     def _unlikelihood(self, edges: Tensor, references: Tensor, wanted: Tensor) -> Tensor:
         """[B, O, Q]: cross-entropy of wanted boxes (corners) under distributions of edges [B, O, Q, 4, bins].
@@ -279,6 +277,21 @@ class _Edges:
     students: int  # number of the E outputs that learn from the teacher
     teacher: Tensor  # [B, Q, 4, bins]
     trust: Tensor  # [B, Q] weight of an unmatched query of the teacher
+
+
+def _distil(edges: _Edges, pairs: _Pairs, quality: Tensor, counted: Tensor, weight: float) -> Tensor:
+    """[B]: how far the students' distributions are from the teacher's; `quality` and `counted` are [B, O, Q]."""
+    layers = slice(edges.students)
+    students = F.log_softmax(edges.logits[:, layers] / _TEMPERATURE, -1)
+    teacher = F.softmax(edges.teacher / _TEMPERATURE, -1)[:, None].expand_as(students)
+    distance = F.kl_div(students, teacher, reduction="none").sum((-2, -1)) * _TEMPERATURE**2
+    matched = pairs.match[:, layers] >= 0
+    missed = counted[:, layers] & ~matched
+    distance = distance * torch.where(matched, quality[:, layers], edges.trust[:, None])
+    sums = torch.stack([(distance * matched).sum((1, 2)), (distance * missed).sum((1, 2))], -1)
+    # Means over both kinds of queries, weighted by the square roots of their numbers.
+    roots = (4 * pairs.numbers).sqrt()
+    return weight * pairs.share * (sums / roots.clamp(min=1)).sum(-1) / roots.sum(-1).clamp(min=1)
 
 
 @dataclass

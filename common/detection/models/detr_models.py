@@ -13,7 +13,7 @@ from torch import nn
 from common.detection.models.class_rows import class_rows, take_classes
 from common.detection.models.detr_architectures import ARCHITECTURES, SMALL_OF
 from common.detection.models.spec import DetectorSpec
-from common.errors import Refused
+from common.errors import Refused, first_line
 from common.files import SMALL, check_regular, read_text
 from common.training import timm_models
 
@@ -155,7 +155,7 @@ def load(spec: DetectorSpec, fresh: Callable, prepare: Callable) -> tuple[nn.Mod
             pretrained = transformers.AutoModelForObjectDetection.from_pretrained
             trained = prepare(pretrained(name, config=config, dtype=torch.float32))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         known = known_models(family)
         raise Refused(f"--model {name}: can't be loaded (is the hub in reach?), {known}: {reason}") from None
     model = _for_classes(spec, config, trained, lambda: prepare(fresh(config, spec.seed)))

@@ -3,7 +3,7 @@
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,52 +37,41 @@ class Backbone(nn.Module):
         lowest, highest = levels
         if not 1 <= lowest <= highest <= _COARSEST:
             raise Refused(f"--levels {lowest}-{highest}: must be two levels from 1 to {_COARSEST}, the finer first")
-        make = partial(
-            create,
-            spec.model,
-            pretrained=spec.pretrained,
-            seed=spec.seed,
-            wishes={"drop_path_rate": spec.drop_path, **_OF_ANY_SIZE},
-            optional=tuple(_OF_ANY_SIZE),
-            features_only=True,
-        )
-        features = make()
-        self.pretrained_cfg, info = features.pretrained_cfg, features.feature_info
+        features = _create_features(spec)
+        self.pretrained_cfg = features.pretrained_cfg
+        self.levels = tuple(range(lowest, highest + 1))
+        self.width = spec.width
+        info = features.feature_info
         # The deepest of each level.
-        found = {math.log2(reduction): place for place, reduction in enumerate(info.reduction())}
-        picks = {level: found[level] for level in range(lowest, highest + 1) if level in found}
-        channels, indices = (
-            [column[pick] for pick in picks.values()] for column in (info.channels(), info.out_indices)
-        )
-        self.arguments = {"model_name": self.pretrained_cfg["architecture"], "out_indices": indices}
-        self.arguments |= {name: value for name, value in features.created_with.items() if name in _OF_ANY_SIZE}
-        self.arguments |= AS_PRETRAINED.get(self.pretrained_cfg["architecture"], {})
-        if [*found] == [4] and levels != (4, 4):
-            made = list(range(lowest, max(lowest, min(highest, 5)) + 1))
-            channels = [info.channels()[-1]] * len(made)
+        map_index = {math.log2(reduction): index for index, reduction in enumerate(info.reduction())}
+        feature_levels = [level for level in self.levels if level in map_index]
+        picks = [map_index[level] for level in feature_levels]
+        channels = [info.channels()[pick] for pick in picks]
+        self.arguments = _list_arguments(features, [info.out_indices[pick] for pick in picks])
+        if list(map_index) == [4] and levels != (4, 4):
+            feature_levels = list(range(lowest, max(lowest, min(highest, 5)) + 1))
+            channels = [info.channels()[-1]] * len(feature_levels)
             torch.manual_seed(spec.seed + 1)
-            features = SimplePyramid(features, channels[0], made)
-            picks = {level: place for place, level in enumerate(made)}
-        elif list(picks) != list(range(lowest, int(min(highest, max(found))) + 1)) or not picks:
-            strides = ", ".join(map(str, sorted(set(info.reduction()))))
-            raise Refused(
-                f"--levels {lowest}-{highest}: {spec.model} has features at strides {strides} (level l is stride 2^l)"
-            )
-        elif max(picks) < max(found):  # layers after the last map in use would have no gradient
-            features = make(out_indices=indices)
-            picks = {level: place for place, level in enumerate(picks)}
-        if not isinstance(features, SimplePyramid):
+            features = SimplePyramid(features, channels[0], feature_levels)
+            picks = list(range(len(channels)))
+        else:
+            deepest = max(map_index)
+            if not picks or feature_levels != list(range(lowest, int(min(highest, deepest)) + 1)):
+                strides = ", ".join(map(str, sorted(set(info.reduction()))))
+                problem = f"{spec.model} has features at strides {strides} (level l is stride 2^l)"
+                raise Refused(f"--levels {lowest}-{highest}: {problem}")
+            if feature_levels[-1] < deepest:  # layers after the last map in use would have no gradient
+                features = _create_features(spec, out_indices=self.arguments["out_indices"])
+                picks = list(range(len(channels)))
             check_features(features, self.arguments)
-        torch.manual_seed(spec.seed + 2)
-        self.features, self.levels, self.width = features, tuple(range(lowest, highest + 1)), spec.width
-        self.stride = 2 ** max(picks)  # coarser levels round up
-        self._picks, self._is_even = list(picks.values()), spec.variant != "own"
+        self.features = features
+        self.stride = 2 ** feature_levels[-1]  # coarser levels round up
+        self._picks = picks
+        self._is_even = spec.variant != "own"
         self._channels_last = getattr(features, "output_fmt", "NCHW") == "NHWC"  # Swin, MambaOut
-        extra, is_second = [level for level in self.levels if level > max(picks)], spec.variant == "torchvision_v2"
-        convolved = coarser == "convolutions"
-        block = Coarser(extra, spec.width, convolved * (channels[-1] if is_second else spec.width)) if extra else None
-        norm = nn.BatchNorm2d if is_second and not convolved else None
-        self.fpn = FeaturePyramidNetwork(channels, spec.width, block, norm)
+        torch.manual_seed(spec.seed + 2)
+        extra_levels = [level for level in self.levels if level > feature_levels[-1]]
+        self.fpn = _build_fpn(spec, channels, extra_levels, is_convolved=coarser == "convolutions")
 
     def forward(self, images: Tensor) -> list[Tensor]:
         maps = self.features(images)
@@ -106,6 +95,39 @@ class Backbone(nn.Module):
         if not self._is_even:
             return [(2**level, 2**level) for level in self.levels]
         return [(canvas[0] // down, canvas[1] // across) for down, across in self.grid_sizes(canvas)]
+
+
+def _create_features(spec: DetectorSpec, **options: Any) -> nn.Module:
+    """The timm model that gives maps of features."""
+    return create(
+        spec.model,
+        pretrained=spec.pretrained,
+        seed=spec.seed,
+        wishes={"drop_path_rate": spec.drop_path, **_OF_ANY_SIZE},
+        optional=tuple(_OF_ANY_SIZE),
+        features_only=True,
+        **options,
+    )
+
+
+def _list_arguments(features: nn.Module, out_indices: list[int]) -> dict[str, Any]:
+    """With what timm makes the same features."""
+    architecture = features.pretrained_cfg["architecture"]
+    sizes = {name: value for name, value in features.created_with.items() if name in _OF_ANY_SIZE}
+    return {"model_name": architecture, "out_indices": out_indices} | sizes | AS_PRETRAINED.get(architecture, {})
+
+
+def _build_fpn(
+    spec: DetectorSpec, channels: list[int], extra_levels: list[int], is_convolved: bool
+) -> FeaturePyramidNetwork:
+    """A pyramid over maps with so many channels, and coarser levels above it."""
+    is_second = spec.variant == "torchvision_v2"
+    coarser = None
+    if extra_levels:
+        convolved_channels = channels[-1] if is_second else spec.width
+        coarser = Coarser(extra_levels, spec.width, convolved_channels if is_convolved else 0)
+    norm = nn.BatchNorm2d if is_second and not is_convolved else None
+    return FeaturePyramidNetwork(channels, spec.width, coarser, norm)
 
 
 class Coarser(ExtraFPNBlock):

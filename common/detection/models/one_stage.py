@@ -11,8 +11,8 @@ from torchvision.models.detection.retinanet import RetinaNetHead
 from torchvision.ops import box_area, sigmoid_focal_loss
 
 from common.detection.models.anchors import Anchors, match
-from common.detection.models.boxes import BoxCoder, filled, overlaps
-from common.detection.models.detector import Losses, Suppressing
+from common.detection.models.boxes import BoxCoder, filled, full_precision, overlaps
+from common.detection.models.detector import Suppressing
 from common.detection.models.fpn import Backbone, GroupNorm
 from common.detection.models.spec import DetectorSpec
 from common.patches.torch import change_class
@@ -39,7 +39,7 @@ class OneStage(Suppressing):
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
         outputs = self.head(self.backbone(images))
-        with torch.autocast(images.device.type, enabled=False):
+        with full_precision(images):
             lengths = self.anchors.level_lengths(images.shape[2:])
             columns = zip(*self._found(outputs, images), sizes, strict=True)
             return [self._select(*one, lengths) for one in columns]
@@ -88,10 +88,10 @@ class FCOS(OneStage):
         places = self._places(canvas, targets[0]["boxes"].device)
         return torch.stack([self._assign(*places, target)[2].sum() for target in targets]).sum(0, keepdim=True)
 
-    def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> Losses:
+    def compute_terms(self, images: Tensor, targets: list[dict], totals: Tensor) -> dict[str, Tensor]:
         """Focal loss of classes, generalised IoU of boxes, binary cross-entropy of centre-ness."""
         outputs = self.head(self.backbone(images))
-        with torch.autocast(images.device.type, enabled=False):
+        with full_precision(images):
             logits, distances, centreness = self._wide(outputs)
             points, strides, reach = self._places(images.shape[2:], images.device)
             assigned = [self._assign(points, strides, reach, target) for target in targets]
@@ -109,12 +109,11 @@ class FCOS(OneStage):
             centred = F.binary_cross_entropy_with_logits(centreness, ratio.sqrt(), reduction="none") * foreground
 
             total = totals[0].clamp(min=1).to(logits.dtype)
-            terms = {
+            return {
                 "class": self.class_loss(logits, labels, foreground, ignored) / total,
                 "box": distance.sum(1) / total,
                 "centerness": centred.sum(1) / total,
             }
-        return sum(terms.values(), torch.zeros_like(terms["class"])), terms
 
     def _found(self, outputs: dict[str, Tensor], images: Tensor) -> tuple[Tensor, Tensor]:
         """Scores are the root of class probability times centre-ness."""
@@ -177,10 +176,10 @@ class RetinaNet(OneStage):
             part.conv = part.conv[: self.convolutions]
         self.coder = BoxCoder((1.0, 1.0, 1.0, 1.0))
 
-    def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> Losses:
+    def compute_terms(self, images: Tensor, targets: list[dict], totals: Tensor) -> dict[str, Tensor]:
         """Focal loss of classes and distance of encoded boxes."""
         outputs = self.head(self.backbone(images))
-        with torch.autocast(images.device.type, enabled=False):
+        with full_precision(images):
             logits, deltas, anchors = self._wide(outputs, images)
             canvas = filled(images.shape[:1:-1], targets[0]["labels"])  # width, height
             rule = self.foreground_iou, self.background_iou, True
@@ -195,8 +194,7 @@ class RetinaNet(OneStage):
 
             divisor = foreground.sum(1).clamp(min=1) * totals[0].to(logits.dtype)
             classification = self.class_loss(logits, labels, foreground, ignored)
-            terms = {"class": classification / divisor, "box": distance.sum((1, 2)) / divisor}
-        return sum(terms.values(), torch.zeros_like(terms["class"])), terms
+            return {"class": classification / divisor, "box": distance.sum((1, 2)) / divisor}
 
     def _found(self, outputs: dict[str, Tensor], images: Tensor) -> tuple[Tensor, Tensor]:
         """Scores are class probabilities."""

@@ -13,8 +13,8 @@ from torchvision.models.detection.rpn import RPNHead, concat_box_prediction_laye
 from torchvision.ops import MultiScaleRoIAlign
 
 from common.detection.models.anchors import Anchors, draws_of, match, sample
-from common.detection.models.boxes import BoxCoder, clip, filled, suppress
-from common.detection.models.detector import Losses, Suppressing
+from common.detection.models.boxes import BoxCoder, clip, filled, full_precision, suppress
+from common.detection.models.detector import Suppressing
 from common.detection.models.fpn import Backbone
 from common.detection.models.spec import DetectorSpec
 from common.randomness import key_of, mix
@@ -42,7 +42,7 @@ class RegionProposalNetwork(nn.Module):
         objectness, deltas = self.head(features)
         batch, dtype = len(features[0]), self.head.cls_logits.weight.dtype
         objectness, deltas = concat_box_prediction_layers(objectness, deltas)
-        with torch.autocast(deltas.device.type, enabled=False):
+        with full_precision(deltas):
             anchors = self.anchors(canvas, dtype, deltas.device)
             return objectness.to(dtype).view(batch, -1), deltas.to(dtype).view(batch, -1, 4), anchors
 
@@ -136,38 +136,37 @@ class FasterRCNN(Suppressing):
             self.roi_heads["mask_predictor"] = MaskRCNNPredictor(width, width, spec.classes + 1)
             self.mask_pool = MultiScaleRoIAlign(names, output_size=_MASK // 2, sampling_ratio=2)
 
-    def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> Losses:
+    def compute_terms(self, images: Tensor, targets: list[dict], totals: Tensor) -> dict[str, Tensor]:
         """The proposals' losses, cross-entropy of classes and smooth distance of encoded boxes."""
         canvas = filled(images.shape[:1:-1], targets[0]["labels"])  # width, height
         features = self.backbone(images)
         outputs = self.rpn(features, images.shape[2:])
-        with torch.autocast(images.device.type, enabled=False):
+        with full_precision(images):
             terms = self.rpn.losses(outputs, targets, canvas, self.seed)
             proposals = self.rpn.select(outputs, images.shape[2:], [one.get("size", canvas) for one in targets])
             count, pairs = len(outputs[2]), zip(proposals, targets, strict=True)
             drawn = [self._draw(*some, count, one, canvas) for some, one in pairs]
         logits, deltas = self._predict(features, [one["places"] for one in drawn], images.shape[2:])
-        with torch.autocast(images.device.type, enabled=False):
+        with full_precision(images):
             lengths = [len(one["places"]) for one in drawn]
             columns = logits.split(lengths), deltas.split(lengths), drawn
             parts = [self._box_losses(*some) for some in zip(*columns, strict=True)]
             terms |= {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
         if self.has_masks:
             terms["mask"] = self._mask_loss(features, images.shape[2:], targets, drawn)
-        terms = {name: term / totals[0].to(term.dtype) for name, term in terms.items()}
-        return sum(terms.values(), torch.zeros_like(terms["class"])), terms
+        return {name: term / totals[0].to(term.dtype) for name, term in terms.items()}
 
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
         """Scores are class probabilities."""
         features = self.backbone(images)
         outputs = self.rpn(features, images.shape[2:])
-        with torch.autocast(images.device.type, enabled=False):
+        with full_precision(images):
             proposals = [boxes for boxes, _ in self.rpn.select(outputs, images.shape[2:], list(sizes))]
         logits, deltas = self._predict(features, proposals, images.shape[2:])
         lengths = [boxes.shape[0] for boxes in proposals]
         found = []
-        with torch.autocast(images.device.type, enabled=False):
+        with full_precision(images):
             parts = zip(logits.split(lengths), deltas.split(lengths), proposals, sizes, strict=True)
             for scores, delta, places, size in parts:
                 boxes = self.coder.decode_single(delta, places).view(-1, self.classes + 1, 4)[:, 1:].reshape(-1, 4)
@@ -186,7 +185,7 @@ class FasterRCNN(Suppressing):
     def _pool(self, pool: nn.Module, features: list[Tensor], places: list[Tensor], canvas: Sequence[int]) -> Tensor:
         """Features at places of all images: [R, width, size, size], in the precision of the places."""
         named = {str(level): x.to(places[0].dtype) for level, x in zip(self.pooled, features, strict=False)}
-        with torch.autocast(places[0].device.type, enabled=False):
+        with full_precision(places[0]):
             return pool(named, places, [tuple(canvas)] * len(places))
 
     def _draw(self, boxes: Tensor, anchors: Tensor, after: int, target: dict, canvas: Tensor) -> dict[str, Tensor]:
@@ -221,7 +220,7 @@ class FasterRCNN(Suppressing):
         places, labels, which = ([one[key][:limit] for one in drawn] for key in ("places", "labels", "which"))
         logits = self._mask_logits(features, places, labels, canvas)
         costs = []
-        with torch.autocast(logits.device.type, enabled=False):
+        with full_precision(logits):
             parts = logits.split([*map(len, places)])
             for logit, target, boxes, label, index in zip(parts, targets, places, labels, which, strict=True):
                 masks = F.pad(target["masks"], (0, 0, 0, 0, 0, 1))  # an empty one at the end

@@ -12,8 +12,8 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from common.detection.models import queries
-from common.detection.models.boxes import to_device
-from common.detection.models.detector import Detector, Losses
+from common.detection.models.boxes import full_precision, to_device
+from common.detection.models.detector import Detector
 from common.detection.models.detr_architectures import ARCHITECTURES
 from common.detection.models.detr_models import (
     empty_model,
@@ -75,12 +75,12 @@ class RFDETR(Detector):
         """int64[1]: boxes of these images."""
         return torch.stack([(~target["crowd"]).sum() for target in targets]).sum(0, keepdim=True)
 
-    def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> Losses:
+    def compute_terms(self, images: Tensor, targets: list[dict], totals: Tensor) -> dict[str, Tensor]:
         """IoU-aware binary cross-entropy of classes, L1 and generalised IoU of boxes: [B]."""
         config, alpha = self.config, self.config.focal_alpha
         boxes, labels, regions = queries.split_targets(targets, images)
         logits, found = self._predict(images)
-        with torch.autocast(images.device.type, enabled=False):
+        with full_precision(images):
             wanted, ids = queries.padded(boxes, 0), queries.padded(labels, 0)
             match = queries.match(logits, found, wanted, ids, [*map(len, labels)], **self.costs)
             counted = (match >= 0) | ~queries.in_crowds(found, regions)
@@ -96,8 +96,7 @@ class RFDETR(Detector):
                 "giou": config.giou_loss_coefficient * (1 - generalised),
             }
             divisor = (totals[0] * self._groups).clamp(min=1)
-            terms = {name: values.sum((1, 2)) / divisor for name, values in sums.items()}
-        return sum(terms.values(), torch.zeros_like(terms["class"])), terms
+            return {name: values.sum((1, 2)) / divisor for name, values in sums.items()}
 
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
@@ -123,7 +122,7 @@ class RFDETR(Detector):
     def _predict(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [B, O, Q, K] and boxes [B, O, Q, 4]: of decoder layers, then of the selection, one per group."""
         maps = self.model.model.backbone.projector(self.backbone(images).feature_maps)
-        with torch.autocast(images.device.type, enabled=False):
+        with full_precision(images):
             return self._decode(maps.to(images.dtype))
 
     def _decode(self, maps: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ from common.detection.models.detectors import OF_TRANSFORMERS, build_detector
 from common.detection.models.spec import DetectorSpec
 from common.detection.weights import torchvision_weights
 from common.detection.weights.weights import Weights
-from common.errors import Refused
+from common.errors import Refused, describe_error, first_line
 from common.files import SMALL, check_regular, open_regular, read_text
 
 # Keys for the weights in a checkpoint, an average first; without them the file is a state dict.
@@ -82,7 +82,7 @@ def read(source: str, peeking: bool = False) -> Weights:
         else:
             raise Refused(f"{source}: nothing is there{nearest_path(path)}; there are {_FITTING}")
     except _READABLE as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = describe_error(error)
         raise Refused(f"{source}: not a whole exported detector ({reason}); name a run's best/") from None
     return replace(weights, source=source)
 
@@ -151,7 +151,7 @@ def _text_of(source: str, name: str) -> str:
         try:
             path = Path(hf_hub_download(source, name))
         except (OSError, ValueError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             raise Refused(
                 f"{source}: nothing is there, nor can it be had from the hub ({reason}); there are {_FITTING}"
             ) from None
@@ -201,5 +201,5 @@ def _content(path: Path) -> dict:
                 f"{path}: would execute code to be read ({found[1]}), as files of whole models do, Ultralytics' too; save its "
                 "tensors alone where it was made, torch.save(model.state_dict(), FILE)"
             ) from None
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise Refused(f"{path}: not a whole file of torch.save or safetensors ({reason:.100}); copy it again") from None
