@@ -126,7 +126,7 @@ def use_groups() -> tuple:
     return identity(), *map(int, totals), options._timeout.total_seconds(), counts
 
 
-def test_groups_are_of_the_ranks_that_share_a_host_and_may_differ_in_size(processes: Processes) -> None:
+def test_groups_are_of_the_ranks_that_share_a_host(processes: Processes) -> None:
     """They are made once, and have the timeout that was set. Ranks of the same groups count the same collectives."""
     *found, counts = zip(*processes.run(use_groups, ranks=3), strict=True)
     assert [*zip(*found, strict=True)] == [
@@ -138,39 +138,39 @@ def test_groups_are_of_the_ranks_that_share_a_host_and_may_differ_in_size(proces
     assert identity() == (0, 1, True, 1, True, 0)
 
 
-def fail_together(cases: list[dict[int, BaseException]]) -> list[str]:
-    outcomes = []
-    for failures in cases:
-        try:
-            with collectives.all_or_none("loading data"):
-                if collectives.rank() in failures:
-                    raise failures[collectives.rank()]
-            outcomes.append("none")
-        except BaseException as error:
-            outcomes.append(f"{type(error).__name__}: {error}")
-        collectives.barrier()  # all ranks are still in step
-    return outcomes
+def fail_together(failures: dict[int, BaseException]) -> str:
+    try:
+        with collectives.all_or_none("loading data"):
+            if collectives.rank() in failures:
+                raise failures[collectives.rank()]
+        outcome = "none"
+    except BaseException as error:
+        outcome = f"{type(error).__name__}: {error}"
+    collectives.barrier()  # all ranks are still in step
+    return outcome
 
 
-def test_all_or_none_raises_on_every_rank_or_on_none(processes: Processes) -> None:
-    refused = Refused("lr -1 is negative")
-    cases = [
-        {},
-        {1: OSError("no such file")},
-        {0: OSError("a\nb"), 2: KeyboardInterrupt()},
-        {0: refused, 2: refused},
-        {0: refused, 2: OSError("gone")},
-    ]
-    told = "Refused: rank 1: while loading data: OSError: no such file"
-    both = "Refused: rank 0: while loading data: OSError: a b; rank 2: while loading data: KeyboardInterrupt: "
-    refusal = "Refused: lr -1 is negative"
-    mixed = "Refused: rank 0: while loading data: Refused: lr -1 is negative; rank 2: while loading data: OSError: gone"
-    assert processes.run(fail_together, cases, ranks=3) == [
-        ["none", told, "OSError: a\nb", refusal, refusal],
-        ["none", "OSError: no such file", both, refusal, mixed],
-        ["none", told, "KeyboardInterrupt: ", refusal, "OSError: gone"],
-    ]
-    assert fail_together(cases[::3]) == ["none", refusal]
+NEGATIVE = Refused("lr -1 is negative")
+LOST = "Refused: rank 1: while loading data: OSError: no such file"
+BOTH = "Refused: rank 0: while loading data: OSError: a b; rank 2: while loading data: KeyboardInterrupt: "
+MIXED = "Refused: rank 0: while loading data: Refused: lr -1 is negative; rank 2: while loading data: OSError: gone"
+REFUSAL = "Refused: lr -1 is negative"
+
+
+@pytest.mark.parametrize(
+    "failures, outcomes",
+    [
+        ({}, ["none"] * 3),
+        ({0: NEGATIVE}, [REFUSAL]),
+        ({1: OSError("no such file")}, [LOST, "OSError: no such file", LOST]),
+        ({0: OSError("a\nb"), 2: KeyboardInterrupt()}, ["OSError: a\nb", BOTH, "KeyboardInterrupt: "]),
+        ({0: NEGATIVE, 2: NEGATIVE}, [REFUSAL] * 3),
+        ({0: NEGATIVE, 2: OSError("gone")}, [REFUSAL, MIXED, "OSError: gone"]),
+    ],
+)
+def test_all_or_none_raises_on_every_rank_or_on_none(processes: Processes, failures: dict, outcomes: list[str]) -> None:
+    ranks = min(len(outcomes), 3)
+    assert processes.run(fail_together, failures, ranks=ranks) == outcomes[:ranks]
 
 
 def enter_in_turn(folder: str, failing: int) -> tuple[str, list[str]]:
@@ -190,7 +190,7 @@ def enter_in_turn(folder: str, failing: int) -> tuple[str, list[str]]:
     return outcome, seen
 
 
-def test_the_first_rank_of_a_node_goes_first_and_a_failure_reaches_all(processes: Processes, tmp_path) -> None:
+def test_the_first_rank_of_a_node_goes_first(processes: Processes, tmp_path) -> None:
     def run(failing: int) -> list[tuple[str, list[str]]]:
         return processes.run(enter_in_turn, tempfile.mkdtemp(dir=tmp_path), failing, ranks=3)
 

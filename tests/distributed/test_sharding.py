@@ -111,7 +111,7 @@ def rank_computes_in_half() -> tuple[list, bool]:
     return kept, all(torch.equal(sharding.whole(mine.grad), theirs.grad) for mine, theirs in pairs)
 
 
-def test_no_copy_of_a_matrix_in_half_precision_waits_for_the_backward_pass(processes) -> None:
+def test_no_half_precision_copy_waits_for_the_backward_pass(processes) -> None:
     """It would be as large as half the whole model on each device. The gradients are the same, bit for bit."""
     matrices = [sorted(layer.weight.shape) for layer in vit().modules() if isinstance(layer, nn.Linear)]
     for kept, is_equal in processes.run(rank_computes_in_half, ranks=2):
@@ -174,7 +174,7 @@ def rank_asks_too_much() -> None:
         sharding.shard(scalar, torch.float32)
 
 
-def test_a_weight_that_would_not_be_sharded_and_a_model_that_cannot_be_cut_are_refused(processes) -> None:
+def test_a_weight_that_would_not_be_sharded_is_refused(processes) -> None:
     """Each rank would train its own."""
     processes.run(rank_asks_too_much, ranks=2)
 
@@ -209,7 +209,7 @@ def test_models_are_cut_into_their_blocks() -> None:
         assert max(size for block, size in sizes.items() if block is not None) <= largest * sizes.total(), name
 
 
-def test_blocks_that_share_weights_stay_together_and_a_model_of_blocks_alone_keeps_one_for_itself() -> None:
+def test_blocks_that_share_weights_stay_together() -> None:
     """Each pass begins with what no block has."""
     model = nn.Sequential(*(nn.TransformerEncoderLayer(4, 1, 8) for _ in range(3)))
     assert find_blocks(model) == [*model][:2]

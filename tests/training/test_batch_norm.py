@@ -113,9 +113,7 @@ def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 @pytest.mark.parametrize("shares", [[7], [4, 5, 3]])
 @pytest.mark.parametrize("mode", ["global", "node"])
-def test_shared_statistics_equal_plain_batch_norm_on_the_concatenated_batch(
-    processes: Processes, mode: str, shares: list[int]
-) -> None:
+def test_shared_statistics_equal_those_of_the_whole_batch(processes: Processes, mode: str, shares: list[int]) -> None:
     expected = reference([sum(shares)])
     for actual in processes.run(steps, mode, shares, 100, ranks=len(shares)):
         assert_equal(actual, expected, 1e-10)
@@ -147,7 +145,7 @@ def steps_on_nodes(shares: list[int]) -> dict[str, torch.Tensor]:
         return steps("node", shares, 100)
 
 
-def test_node_statistics_stay_on_the_node_and_running_statistics_are_the_runs(processes: Processes) -> None:
+def test_node_statistics_stay_on_the_node(processes: Processes) -> None:
     actual = processes.run(steps_on_nodes, [4, 5, 6], ranks=3)[0]
     expected = reference([9, 6])
     # The running statistics of the nodes are averaged by their ranks: two of three have seen the first node's.
@@ -166,7 +164,7 @@ def test_group_statistics_are_the_same_on_every_layout(processes: Processes) -> 
     assert_equal(steps("local", [12], 4), reference([4, 4, 4]), 1e-12)
 
 
-def test_what_can_not_be_converted_or_is_not_whole_groups_is_refused() -> None:
+def test_what_can_not_be_converted_is_refused() -> None:
     class Custom(nn.BatchNorm2d):
         pass
 
@@ -180,7 +178,7 @@ def test_what_can_not_be_converted_or_is_not_whole_groups_is_refused() -> None:
     model.eval()(samples(6))
 
 
-def test_frozen_stages_move_neither_weights_nor_statistics_and_the_others_do() -> None:
+def test_frozen_layers_move_neither_weights_nor_statistics() -> None:
     model = small_model()
     with pytest.raises(Refused, match=r"before batch_norm.convert"):
         batch_norm.freeze(model)
@@ -201,7 +199,7 @@ def test_frozen_stages_move_neither_weights_nor_statistics_and_the_others_do() -
     assert batch_norm.unit(model) == 1 and batch_norm.describe(model) == "frozen: all layers are in frozen stages"
 
 
-def test_frozen_keeps_running_statistics_and_trains_weight_and_bias() -> None:
+def test_frozen_keeps_statistics_and_trains_weight_and_bias() -> None:
     model, plain = small_model(), small_model().eval()
     convert(model, "frozen")
     before = copy.deepcopy(model.state_dict())
@@ -213,7 +211,7 @@ def test_frozen_keeps_running_statistics_and_trains_weight_and_bias() -> None:
     assert model[1].weight.grad.abs().max() > 0
 
 
-def test_neither_an_evaluation_nor_a_discarded_pass_moves_statistics() -> None:
+def test_an_evaluation_or_a_discarded_pass_moves_no_statistics() -> None:
     model = small_model()
     convert(model, "local")
     before = copy.deepcopy(model.state_dict())
@@ -240,7 +238,7 @@ def test_gradient_checkpointing_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("mode", ["local", "frozen"])
-def test_the_gradient_of_a_single_sample_is_right_also_where_its_places_become_tokens(mode: str) -> None:
+def test_the_gradient_of_a_single_sample_is_right(mode: str) -> None:
     """On the CPU, where torch 2.14's own batch norm gets it wrong."""
     layer = nn.Sequential(nn.BatchNorm2d(3)).double()
     convert(layer, mode)
@@ -271,7 +269,7 @@ def compile_shared() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def test_a_compiled_model_with_shared_statistics_agrees_and_is_one_graph(processes: Processes) -> None:
+def test_a_compiled_model_agrees_and_is_one_graph(processes: Processes) -> None:
     assert processes.run(compile_shared, ranks=2) == [1, 1]
 
 
@@ -287,7 +285,7 @@ def alone_and_together() -> torch.Tensor:
     return model(samples(4)[2 * dist.get_rank() :][:2]).mean((0, 2, 3)).detach()
 
 
-def test_within_alone_no_rank_waits_and_afterwards_statistics_are_shared_again(processes: Processes) -> None:
+def test_within_alone_no_rank_waits(processes: Processes) -> None:
     """Afterwards a rank's own outputs do not have a mean of 0, as they would alone."""
     means, others = processes.run(alone_and_together, ranks=2)
     assert means.abs().max() > 1e-4
@@ -307,7 +305,7 @@ class Counted(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("momenta", [(0.1, 0.1), (0.3, 0.1)])
-def test_running_statistics_are_those_of_plain_layers_and_a_step_that_overflowed_leaves_none(momenta) -> None:
+def test_running_statistics_are_those_of_plain_layers(momenta) -> None:
     plain = nn.Sequential(*(nn.BatchNorm2d(3, momentum=momentum) for momentum in momenta)).double()
     model = copy.deepcopy(plain)
     convert(model, "local")
