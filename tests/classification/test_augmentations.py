@@ -35,7 +35,7 @@ AS_ALWAYS = {  # the first numbers, and those at two later positions
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_numbers_stay_as_they_have_always_been_and_types_and_memory_format_of_a_batch(kind: str, dtype) -> None:
+def test_random_numbers_stay_as_they_have_always_been(kind: str, dtype) -> None:
     """Else a run that is resumed after an update would continue with other images."""
     augmentation = KINDS[kind](3, dtype)
     later = np.array([6, 7]) if kind == "mixing" else np.array([10**12, 10**12 + 1])
@@ -51,7 +51,7 @@ def test_random_numbers_stay_as_they_have_always_been_and_types_and_memory_forma
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
-def test_normalised_images_are_new_and_of_the_runs_type_and_memory_format(dtype, layout) -> None:
+def test_normalised_images_have_the_type_of_the_run(dtype, layout) -> None:
     config = {"mean": (0.1, 0.5, 0.9), "std": (0.2, 0.3, 0.4)}
     mean, std = (torch.tensor(config[key], dtype=dtype)[:, None, None] for key in ("mean", "std"))
     image = torch.randint(256, (4, 3, 5, 6), dtype=torch.uint8)
@@ -143,7 +143,7 @@ def test_mixup_shares_follow_their_beta_distribution() -> None:
         assert np.isfinite(Mixing(2**63 - 1, alpha, alpha, SIZE).sample(2**40 + np.arange(200))).all()
 
 
-def test_cutmix_boxes_follow_the_paper_and_with_both_on_each_pair_takes_one_at_even_odds() -> None:
+def test_cutmix_boxes_follow_the_paper() -> None:
     """Sides go with sqrt(1 - lambda), lambda uniform; the centre is uniform, so that boxes are cut off at the border."""
     rows = Mixing(3, 0.0, 1.0, (200, 200)).sample(np.arange(20_000))
     top, bottom, left, right = rows[:, TOP : RIGHT + 1].T

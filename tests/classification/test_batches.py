@@ -118,7 +118,7 @@ def test_the_seed_and_the_epoch_vary_an_image() -> None:
     assert not torch.equal(other.__getitems__(np.arange(12)).images, first.images)
 
 
-def test_a_broken_image_is_replaced_by_a_neighbour_and_named_once() -> None:
+def test_a_broken_image_is_replaced_and_named_once() -> None:
     source = Numbers(20, broken=frozenset({5, 6, 7, 19}))
     stream, transform, positions = Stream(20, 20, seed=5), TrainingTransform(VARIED, DATA), np.arange(20)
     batch = TrainDataset(source, stream, transform, 5).__getitems__(positions)
@@ -147,7 +147,7 @@ def test_the_feed_adds_up_what_it_waited_for_and_what_was_broken() -> None:
     assert 0.04 <= waited < 10 and broken == ("a", "b") and feed.take() == (0.0, ())
 
 
-def test_the_cores_are_shared_by_the_ranks_of_a_machine_and_limited_by_its_container(monkeypatch, tmp_path) -> None:
+def test_cores_are_shared_by_ranks_and_limited_by_a_container(monkeypatch, tmp_path) -> None:
     assert loader.worker_count(0) == 0 and loader.worker_count(5) == 5
     monkeypatch.setattr(environment, "_ALLOTMENT", tmp_path / "cpu.max")
     for cores, ranks, workers in ((1, 1, 0), (8, 2, 3), (3, 8, 0), (64, 1, 16)):
@@ -160,7 +160,7 @@ def test_the_cores_are_shared_by_the_ranks_of_a_machine_and_limited_by_its_conta
 
 
 @pytest.mark.parametrize("device, goes_on", [("cuda", True), ("mps", False)])
-def test_a_batch_goes_to_its_device_whole_and_only_to_cuda_while_it_is_copied(monkeypatch, device, goes_on) -> None:
+def test_a_batch_goes_to_its_device_whole(monkeypatch, device, goes_on) -> None:
     """On MPS such a copy reads memory that is in use again."""
     asked, batch = [], samples(Numbers(12), **LAYERS).__getitems__(np.arange(12))
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *to, **options: asked.append((*to, options)) or tensor)

@@ -45,7 +45,7 @@ def ece(logits: Tensor, labels: Tensor) -> float:
     return float(total)
 
 
-def test_ece_and_nll_are_those_of_the_definition_before_and_after_the_temperature() -> None:
+def test_ece_and_nll_are_those_of_the_definition() -> None:
     logits, labels = overconfident()
     found = calibrated(logits, labels, temperatures=TEMPERATURES).results()
     best = found["temperature"]
@@ -73,7 +73,7 @@ def test_float32_with_huge_logits_and_images_that_do_not_count() -> None:
     assert sure["ece"] == 1 and np.isfinite(sure["nll"])
 
 
-def test_without_a_best_temperature_or_without_images_there_is_none() -> None:
+def test_without_a_best_temperature_there_is_none() -> None:
     """With every image right, the smaller the temperature the better."""
     found = calibrated(torch.eye(3), torch.arange(3), temperatures=TEMPERATURES).results()
     assert found["temperature"] is found["ece_after"] is found["nll_after"] is None and found["ece"] > 0.4

@@ -77,7 +77,7 @@ def everything(*sources) -> dict[str, int]:
     return {source.name(index): int(source.labels[index]) for source in sources for index in range(len(source))}
 
 
-def test_paths_are_columns_of_which_a_share_of_each_class_is_held_out(files: list) -> None:
+def test_a_share_of_each_class_of_paths_is_held_out(files: list) -> None:
     train, val = read(Shells(files))
     assert everything(train, val) == {str(path): label for path, label in files}
     assert (train.classes, train.labels.dtype, train.multi_label) == (("cockle", "limpet"), np.int64, False)

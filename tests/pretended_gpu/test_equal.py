@@ -148,7 +148,7 @@ def test_a_compiled_model_trains_what_the_cpu_trains_without(runs) -> None:
     assert_equal(runs["cpu"]["group"], runs["gpus"]["compiled"])
 
 
-def test_a_run_resumes_bit_equal_where_it_was_and_equal_elsewhere(runs) -> None:
+def test_a_run_resumes_bit_equal_and_equal_elsewhere(runs) -> None:
     """A checkpoint of two GPUs, resumed on them and on the CPU."""
     whole, resumed = runs["gpus"]["global"], runs["gpus"]["from gpus"]
     assert [row["train/loss"] for row in whole.rows if "train/loss" in row][HALF:] == list(resumed.column("train/loss"))

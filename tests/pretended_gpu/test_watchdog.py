@@ -39,7 +39,7 @@ HANGING = """\
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["stuck", pytest.param("stopped", marks=pytest.mark.long)])
 def test_the_process_that_hangs_is_named(gpus, tmp_path, how):
-    """The others wait for their devices, over NCCL. The groups of the run, of hosts and of the machine would give up much later."""
+    """The others wait for their devices, over NCCL. No group would give up before."""
     script = copy(tmp_path / "cls_hanging.py", HANGING)
     words = ("--tracker", "none", "--workers", 1, "--batch_norm", "node", "--log_every", 1, "--max_steps", 50)
     words = (*words, "--collective_timeout", PATIENCE, "--output_dir", tmp_path, "--name", "run")

@@ -31,7 +31,7 @@ def test_a_removed_a_moved_and_a_relabelled_box_are_found() -> None:
     assert everything == [("relabelled", 1, 1), ("missing", -1, 2), ("moved", 0, 0)]
 
 
-def test_a_class_that_scores_nearly_as_well_as_the_given_one_is_no_finding() -> None:
+def test_a_class_that_scores_nearly_as_well_is_no_finding() -> None:
     found = [(A, 0.9, 0), (B, 0.9, 1), (moved(B, 1), 0.7, 2)]
     objects = [(A, 0, False), (B, 2, False)]
     assert kinds(objects, found) == [("relabelled", 1, 1)]
@@ -39,7 +39,7 @@ def test_a_class_that_scores_nearly_as_well_as_the_given_one_is_no_finding() -> 
     assert kinds(objects, found) == []
 
 
-def test_the_table_names_the_box_and_the_suggestion_and_less_sure_ones_stand_last() -> None:
+def test_the_table_names_box_and_suggestion_surest_first() -> None:
     found = [(A, 0.9, 0), (B, 0.8, 1), (DOWN, 0.95, 2)]
     wide = one_image([(moved(A, 15), 0, False), (B, 2, False)], found)
     near = one_image([(moved(A, 8), 0, False), (moved(B, 10), 1, False)], [(A, 0.9, 0), (B, 0.9, 1), (DOWN, 0.9, 2)])

@@ -81,7 +81,7 @@ def test_every_format_is_the_model_that_was_measured(trained_classifier, tmp_pat
     assert checked.returncode == 1 and "digits[" in checked.stdout and "probabilities differ by" in checked.stdout
 
 
-def test_another_preprocessing_is_refused_by_the_names_of_the_images(trained_classifier, tmp_path, monkeypatch) -> None:
+def test_another_preprocessing_is_refused_by_image_names(trained_classifier, tmp_path, monkeypatch) -> None:
     digits = load(str(trained_classifier), ["--workers", "0"], 0).val
     for index in range(12):
         place = tmp_path / "data" / digits.classes[digits.labels[index]]
@@ -150,7 +150,7 @@ def test_runtimes_agree_with_torch_on_photographs(tmp_path) -> None:
         assert several.shape == (3, 10) and np.abs(several - expected[1]).max() <= limit
 
 
-def test_each_class_of_multi_label_data_has_a_probability_of_its_own(tmp_path) -> None:
+def test_several_labels_have_a_probability_each(tmp_path) -> None:
     model = timm_models.build_classifier("test_resnet", 3)
     config = timm_models.resolve_data_config(model, 32, 1.0)
     timm_models.export(model, ("a", "b", "c"), config, True, {}, tmp_path / "best")

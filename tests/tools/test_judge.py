@@ -74,7 +74,7 @@ def parts(tmp_path_factory) -> Path:
     return root
 
 
-def test_each_part_of_the_data_and_each_setting_has_a_report_of_its_own(parts, run_several, tmp_path) -> None:
+def test_each_part_and_each_setting_has_a_report_of_its_own(parts, run_several, tmp_path) -> None:
     words = f"--data {parts} --model test_vit --image_size 32 --max_steps 4 --lr 1e-3 --output_dir {tmp_path}"
     run = run_several(1, {"folders": words.split()})["folders"].folder
     assert "test" not in (run / "metrics.jsonl").read_text() and not (run / "evaluation").exists()

@@ -45,7 +45,7 @@ def ran(words: list, folder: Path) -> str:
     return done.stdout
 
 
-def test_every_number_of_a_run_with_a_moving_average_is_that_of_the_file_it_exports(
+def test_numbers_of_an_averaged_run_are_those_of_its_export(
     run_several, trained_classifier, forks, tmp_path, capsys
 ) -> None:
     words = "--config recipes/presets/digits.yaml --epochs 2 --ema_decay 0.98 --tracker none --workers 0 --output_dir"
@@ -87,7 +87,7 @@ def test_every_number_of_a_run_with_a_moving_average_is_that_of_the_file_it_expo
     assert f"top-1 (without EMA) {100 * raw:.2f} %" in page
 
 
-def test_the_card_of_a_classifier_has_its_figures_and_code_that_runs(trained_classifier, tmp_path) -> None:
+def test_the_card_of_a_classifier_has_code_that_runs(trained_classifier, tmp_path) -> None:
     card, text = published(trained_classifier, tmp_path / "model", "--license", "apache-2.0")
     results = read(trained_classifier / "best" / "results.json")
     assert card.data.license == "apache-2.0" and card.data.library_name == "timm"
@@ -110,7 +110,7 @@ def test_the_card_of_a_classifier_has_its_figures_and_code_that_runs(trained_cla
     assert len(scores) == 5 and {name for name, _ in scores} <= set("0123456789") and float(scores[0][1]) > 0.1
 
 
-def test_the_card_of_a_detector_has_its_figures_and_code_that_runs(trained_detector, tmp_path, capsys) -> None:
+def test_the_card_of_a_detector_has_code_that_runs(trained_detector, tmp_path, capsys) -> None:
     card, text = published(trained_detector, tmp_path / "model")
     assert "no --license is given" in capsys.readouterr().err and "License: none was given" in text
     results = read(trained_detector / "best" / "results.json")
@@ -150,7 +150,7 @@ def test_nothing_that_names_a_person_or_a_folder_is_published(trained_classifier
         assert settings["model"] == "test_resnet" and settings["lr"] == original["config"]["lr"], "it can be evaluated"
 
 
-def test_names_in_a_card_are_no_markup_and_unfinished_runs_say_so(trained_classifier, tmp_path) -> None:
+def test_names_in_a_card_are_no_markup(trained_classifier, tmp_path) -> None:
     run = copied(trained_classifier, tmp_path / "<i>a|*b*")
     odd, best = "a|b <i>*_`\n[x](https://x)", run / "best"
     config, results = read(best / "config.json"), read(best / "results.json")

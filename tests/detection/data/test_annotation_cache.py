@@ -107,7 +107,7 @@ def test_whatever_changes_is_read_again(tmp_path, monkeypatch, case):
         check_same(mine, its)
 
 
-def test_without_a_place_to_write_or_on_a_full_disk_the_data_are_read(tmp_path, monkeypatch):
+def test_without_room_for_the_cache_the_data_are_read(tmp_path, monkeypatch):
     root = coco(coco(tmp_path / "data"), "val")
     monkeypatch.setenv(files.CACHE, "/proc/none")
     assert len(read(root)[0]) == 3
@@ -116,7 +116,7 @@ def test_without_a_place_to_write_or_on_a_full_disk_the_data_are_read(tmp_path, 
         assert len(read(root)[0]) == 3 and not [*small.iterdir()]
 
 
-def test_what_a_kill_has_left_and_unused_caches_are_removed_after_a_month(tmp_path, place, only_cache):
+def test_unused_caches_are_removed_after_a_month(tmp_path, place, only_cache):
     root = coco(coco(tmp_path / "data"), "val")
     place.mkdir()
     for name in (".a.arrow.tmp", "b.arrow"):

@@ -64,7 +64,7 @@ def check_columns(source):
 
 
 @pytest.mark.smoke
-def test_coco_boxes_become_columns_by_image_with_ids_mapped_both_ways(tmp_path, monkeypatch):
+def test_coco_boxes_become_columns_by_image(tmp_path, monkeypatch):
     """By Arrow alone, also with segmentations of both kinds, and with keys that nobody needs."""
     monkeypatch.setattr(coco_files, "_read_slowly", lambda *_: pytest.fail("Python's reader: minutes for COCO"))
     other = [{"id": 1, "name": "bird"}, {"id": 2, "name": "cat"}]
@@ -165,7 +165,7 @@ def test_a_broken_image_is_noted_on_loading_and_named_on_reading(tmp_path):
     assert "2 of 3 images can't be read, first" in refusal(tmp_path)
 
 
-def test_the_hold_out_depends_on_seed_and_path_alone_and_the_fingerprint_on_any_content(tmp_path):
+def test_the_hold_out_depends_on_seed_and_path_alone(tmp_path):
     """A run would otherwise resume on other data."""
     ids = range(1, 41)
     boxes = [annotation(n, [n % 9, 1, 5, 5]) for n in ids]
@@ -331,7 +331,7 @@ def test_rotated_images_turn_their_boxes(tmp_path, upright):
 # ---- Pascal VOC
 
 
-def test_voc_counts_pixels_from_one_and_difficult_objects_as_crowd(tmp_path):
+def test_voc_counts_from_one_and_difficult_objects_as_crowd(tmp_path):
     train, val = read(voc(tmp_path))
     check_columns(train)
     assert train.classes == val.classes == ("cat", "dog") and train.offsets.tolist() == [0, 2, 2, 3]
@@ -342,7 +342,7 @@ def test_voc_counts_pixels_from_one_and_difficult_objects_as_crowd(tmp_path):
     assert boxes_of(zero, 0)[0] == [0, 1, 20, 30]  # somebody counted from 0
 
 
-def test_voc_is_evaluated_on_val_or_if_asked_on_test_which_takes_trainval_to_train_on(tmp_path):
+def test_voc_is_evaluated_on_val_or_on_test_if_asked(tmp_path):
     lists = {"train": "a", "val": "c", "trainval": "abe", "test": "d", "dog_train": "a"}
     root = voc(tmp_path, lists, e=[])
     train, val = read(root)
@@ -445,7 +445,7 @@ def test_objects_become_columns_in_either_shape(tmp_path, shape):
     assert np.array_equal(boxes_of(val, 1), [[*b[:2], b[0] + b[2], b[1] + b[3]] for b in XYWH[val.images.rows[1]]])
 
 
-def test_boxes_are_read_in_their_format_if_only_one_is_possible_or_as_is_said(tmp_path):
+def test_boxes_are_read_in_the_only_format_or_the_named_one(tmp_path):
     corners, either = [[[20, 10, 35, 20]], [[1, 2, 30, 30]]], [[[2, 3, 5, 6]], [[2, 3, 9, 9]]]
     train, _ = read(saved(tmp_path / "xyxy", table(corners), table(corners)))
     assert boxes_of(train, 0) == corners[0] and "the boxes can only be xyxy" in train.notes[0]
@@ -612,7 +612,7 @@ def test_a_part_is_evaluated_alone_in_every_format(tmp_path):
         part(tmp_path / "coco", "more")
 
 
-def test_the_folder_of_a_part_is_evaluated_with_the_names_that_stand_beside_it(tmp_path):
+def test_the_folder_of_a_part_has_the_names_beside_it(tmp_path):
     """As Roboflow exports them."""
     coco(tmp_path, "test")
     (tmp_path / "test.json").rename(tmp_path / "test/_annotations.coco.json")
@@ -633,7 +633,7 @@ def test_the_folder_of_a_part_is_evaluated_with_the_names_that_stand_beside_it(t
     assert [source.part for source in read(root)] == ["train/images", "valid/images"]
 
 
-def test_data_without_parts_are_evaluated_whole_unless_the_model_was_trained_on_them(tmp_path):
+def test_data_without_parts_are_evaluated_whole(tmp_path):
     root = coco(tmp_path, ids=range(8), annotations=[annotation(n, [1, 2, 3, 4]) for n in range(8)])
     assert [len(part(root, split)) for split in ("", "all", "val")] == [8, 8, 2]
     assert [len(part(root, split, held_out=True)) for split in ("", "all", "train")] == [2, 8, 6]

@@ -119,7 +119,7 @@ def outline_of(left: float, top: float, right: float, bottom: float) -> list[flo
     return [left, top, right, top, right, bottom, left, bottom]
 
 
-def test_detections_on_thresholds_count_as_pycocotools_counts_them_on_the_file(tmp_path, monkeypatch) -> None:
+def test_detections_on_thresholds_count_as_in_pycocotools(tmp_path, monkeypatch) -> None:
     """Boxes and masks, on one rank or several."""
     random, annotations, found = np.random.default_rng(0), [], []
     for number in range(1, IMAGES + 1):

@@ -135,7 +135,7 @@ def test_the_losses_of_rf_detr_add_up_to_those_of_transformers(side, tolerance):
 
 
 @pytest.mark.parametrize("family", PRECISE)
-def test_with_the_same_noise_the_losses_of_denoising_are_those_of_transformers(family, monkeypatch):
+def test_losses_of_denoising_are_those_of_transformers(family, monkeypatch):
     """Of images with equally many boxes: transformers' groups depend on the batch."""
     dtype, tolerance = PRECISE[family]
     detector = make(family, dtype)
@@ -161,7 +161,7 @@ def test_with_the_same_noise_the_losses_of_denoising_are_those_of_transformers(f
     compare(detector, images, targets, tolerance)
 
 
-def test_noise_is_a_function_of_the_image_and_its_position_in_the_stream():
+def test_noise_is_a_function_of_image_and_position():
     """A positive keeps most of its box, a negative does not. Both are the same in any batch."""
     images = [relative(scene(count), torch.float64) for count in (3, 0, 8)]
     config = SimpleNamespace(num_labels=4, num_denoising=24, label_noise_ratio=0.5, box_noise_scale=1.0)
@@ -184,7 +184,7 @@ def test_noise_is_a_function_of_the_image_and_its_position_in_the_stream():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_exported_folder_is_one_of_transformers_and_one_of_ours(family, tmp_path):
+def test_an_export_is_a_folder_of_transformers_and_ours(family, tmp_path):
     detector = (make_rf_detr() if family == "rf_detr" else make(family, torch.float32)).eval()
     if family == "rf_detr":  # folders of the hub have dropout
         detector.config.dropout = detector.config.backbone_config.hidden_dropout_prob = 0.1
@@ -214,7 +214,7 @@ def test_an_exported_folder_is_one_of_transformers_and_one_of_ours(family, tmp_p
 
 
 @pytest.mark.parametrize("name", ["rtdetr_v2_r18vd", "dfine_n", "deimv2_s", "rf_detr"])
-def test_on_photographs_boxes_and_scores_are_those_of_transformers(name, tmp_path):
+def test_photographs_have_the_boxes_of_transformers(name, tmp_path):
     """A portrait, a tiny one and a strip; in float64, but for norms of transformers."""
     side, (first, second) = 128, load_sample_images().images
     if name == "rf_detr":
@@ -249,7 +249,7 @@ def test_on_photographs_boxes_and_scores_are_those_of_transformers(name, tmp_pat
         assert boxes.std() > 1 and found["scores"].std() > 1e-4  # not all alike
 
 
-def test_images_with_fewer_places_than_queries_have_fewer_and_so_does_their_export(tmp_path):
+def test_small_images_have_fewer_queries_and_so_has_an_export(tmp_path):
     detector = make_rf_detr()
     assert [x.shape[:3] for x in detector._predict(torch.zeros(2, 3, 32, 32))] == [(2, 9, 4)] * 2
     detector.eval().export(tmp_path, NAMES, 32)
@@ -273,7 +273,7 @@ PUBLISHED = {"rtdetr_v2_r18vd": 20, "dfine_n": 4, "dfine_s": 10, "deimv2_n": 3.6
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_an_architecture_has_as_many_parameters_as_the_published_model(name):
+def test_an_architecture_is_as_large_as_the_published_model(name):
     family = next(family for family in FAMILIES if name.startswith(family))
     model = build_detector(DetectorSpec(family, name, 91 if family == "rf_detr" else 80)).model
     count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
@@ -281,7 +281,7 @@ def test_an_architecture_has_as_many_parameters_as_the_published_model(name):
     assert count == pytest.approx(PUBLISHED[name], abs=tolerance)
 
 
-def test_predictions_that_are_not_finite_are_matched_all_the_same():
+def test_predictions_that_are_not_finite_are_matched():
     """The step's loss then says so. There may be more boxes than queries, or none."""
     logits, boxes = torch.full((2, 1, 3, 4), float("nan")), torch.full((2, 1, 3, 4), float("inf"))
     costs = {"alpha": 0.25, "gamma": 2.0, "class_cost": 2.0, "bbox_cost": 5.0, "giou_cost": 2.0}
