@@ -1,9 +1,15 @@
 """Boxes that are missing, moved or relabelled are found by confident detections."""
 
+from common.detection.data.annotated import Annotated
 from tests.harness.detections import A, B, moved, one_image
 from tools.audit import boxes as suspects
 
 DOWN = (10, 60, 50, 95)
+
+
+class Named(Annotated):
+    def name(self, index: int) -> str:
+        return f"{index}.png"
 
 
 def kinds(objects: list, found: list) -> list[tuple[str, int, int]]:
@@ -41,11 +47,11 @@ def test_a_class_that_scores_nearly_as_well_is_no_finding() -> None:
 
 def test_the_table_names_box_and_suggestion_surest_first() -> None:
     found = [(A, 0.9, 0), (B, 0.8, 1), (DOWN, 0.95, 2)]
-    wide = one_image([(moved(A, 15), 0, False), (B, 2, False)], found)
-    near = one_image([(moved(A, 8), 0, False), (moved(B, 10), 1, False)], [(A, 0.9, 0), (B, 0.9, 1), (DOWN, 0.9, 2)])
+    wide = one_image([(moved(A, 15), 0, False), (B, 2, False)], found, Named)
+    near = [(moved(A, 8), 0, False), (moved(B, 10), 1, False)]
+    near = one_image(near, [(A, 0.9, 0), (B, 0.9, 1), (DOWN, 0.9, 2)], Named)
     tables = []
     for matches in (wide, near):
-        object.__setattr__(matches.source, "name", lambda index: f"{index}.png")
         header, *rows = suspects.rows(matches.source, suspects.Findings(matches, suspects.findings(matches)))
         tables.append([dict(zip(header, row, strict=True)) for row in rows])
     missing, relabelled, shifted = tables[0]
