@@ -22,12 +22,6 @@ from tests.harness.shards import add
 _NUMBERS = itertools.count()
 
 
-@pytest.fixture(autouse=True)
-def _quiet_and_in_the_test_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / ".cache")
-    datasets.disable_progress_bars()
-
-
 def read(data, seed=0, val_share=0.25, **options):
     return load(Spec(str(data), seed=seed, val_share=val_share, **options))
 
@@ -91,32 +85,6 @@ def test_coco_boxes_become_columns_by_image(tmp_path, monkeypatch):
     assert labels.tolist() == [1] and crowd.tolist() == [True]
     boxes[:] = 0  # a sample is the caller's own
     assert boxes_of(train, 2) == [[0, 0, 40, 30]]
-
-
-@pytest.mark.parametrize(
-    "json_name, images",
-    [
-        ("annotations/instances_{}2017.json", "{}2017"),
-        ("annotations/instances_{}2017.json", "images/{}2017"),
-        ("annotations/{}.json", "images/{}"),
-        ("annotations/{}.json", "images"),
-        ("{}.json", "."),
-        ("{}/_annotations.coco.json", "{}"),
-    ],
-)
-def test_coco_files_and_images_are_found_where_people_put_them(tmp_path, json_name, images):
-    for part in ("train", "val"):
-        names = [{"id": number, "file_name": f"{part}{number}.jpg"} for number in (10, 4, 25)]
-        coco(tmp_path, part, change=partial(dict.update, images=names))
-        place = tmp_path / json_name.format(part)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / f"{part}.json").rename(place)
-        target = tmp_path / images.format(part)
-        target.mkdir(parents=True, exist_ok=True)
-        for file in (tmp_path / part).glob("*.jpg"):
-            file.rename(target / f"{part}{file.name}")
-    train, val = read(tmp_path)
-    assert len(train) == len(val) == 3 and train.image(0).size == val.image(2).size == (40, 30)
 
 
 def test_what_coco_may_leave_out(tmp_path):
