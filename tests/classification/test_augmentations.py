@@ -108,31 +108,27 @@ def test_only_the_rectangle_becomes_noise() -> None:
     assert normal.mean().abs() < 0.05 and abs(normal.std() - 1) < 0.05
 
 
-def timm_pair(images: torch.Tensor, targets: torch.Tensor, row: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two images as timm mixes them, by the numbers of `row`: it flips the batch, which for two is our pair."""
-    labels, weight = targets.argmax(1), float(row[TARGET])
-    if row[OUTSIDE] == 1:
-        box = tuple(int(edge) for edge in row[TOP : RIGHT + 1])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(timm_mixup, "rand_bbox", lambda *_, **__: box)
-            (top, bottom, left, right), weight = timm_mixup.cutmix_bbox_and_lam(images.shape, 0.5)
-        mixed = images.clone()
-        mixed[:, :, top:bottom, left:right] = images.flip(0)[:, :, top:bottom, left:right]
-    else:
-        mixed = images * weight + images.flip(0) * (1 - weight)
-    return mixed, timm_mixup.mixup_target(labels, targets.shape[1], weight, smoothing=0.0).double()
-
-
 @pytest.mark.parametrize("alphas", [(0.4, 0.0), (0.0, 1.0), (0.8, 1.0)])
-def test_a_pair_is_mixed_as_timm_mixes_it(alphas: tuple[float, float]) -> None:
+def test_a_pair_is_mixed_as_timm_mixes_it(monkeypatch, alphas: tuple[float, float]) -> None:
     mixing = Mixing(1, *alphas, SIZE)
     rows = mixing.sample(np.arange(80))
     images, targets = torch.rand(80, 3, *SIZE, dtype=torch.float64), torch.eye(5).double().repeat(16, 1)
     mixed, soft = mixing.apply(images, targets, torch.from_numpy(rows))
     for pair, row in enumerate(rows):
-        here = slice(2 * pair, 2 * pair + 2)
-        expected, expected_soft = timm_pair(images[here], targets[here], row)
-        assert torch.allclose(mixed[here], expected, atol=1e-7) and torch.allclose(soft[here], expected_soft, atol=1e-6)
+        two = slice(2 * pair, 2 * pair + 2)  # timm flips the batch, which for two is our pair
+        original, weight = images[two], float(row[TARGET])
+        if row[OUTSIDE] == 1:
+            box = tuple(int(edge) for edge in row[TOP : RIGHT + 1])
+            monkeypatch.setattr(timm_mixup, "rand_bbox", lambda *_, box=box, **__: box)
+            (top, bottom, left, right), weight = timm_mixup.cutmix_bbox_and_lam(original.shape, 0.5)
+            expected = original.clone()
+            expected[:, :, top:bottom, left:right] = original.flip(0)[:, :, top:bottom, left:right]
+        else:
+            expected = original * weight + original.flip(0) * (1 - weight)
+        labels = targets[two].argmax(1)
+        assert torch.allclose(mixed[two], expected, atol=1e-7)
+        expected = timm_mixup.mixup_target(labels, targets.shape[1], weight, smoothing=0.0).double()
+        assert torch.allclose(soft[two], expected, atol=1e-6)
 
 
 def test_mixup_shares_follow_their_beta_distribution() -> None:

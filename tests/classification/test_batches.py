@@ -23,6 +23,7 @@ from common.data.images import BrokenImage
 from common.data.loader import Prefetcher, training_loader
 from common.data.stream import Stream
 from common.distributed import environment
+from common.distributed.collectives import world_size
 from common.randomness import key_of, mix, seed_generators
 from tests.harness.processes import data_workers
 
@@ -90,22 +91,25 @@ def each_sample(batch: Batch) -> dict[int, bytes]:
 LAYERS = dict(drop_path_layers=3)
 
 
-@pytest.mark.smoke
-def test_a_sample_is_the_same_in_whatever_batch_worker_or_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+def samples_of_rank(limit: int, workers: int) -> dict[int, bytes]:
+    """What this rank's batches of eight steps hold for each position."""
     source = Numbers(50, broken=frozenset({3, 4, 17}))
-    seen = []
-    for world_size, limit, workers in ((1, 12, 0), (1, 4, 2), (3, 2, 1)):
-        of_layout: dict[int, bytes] = {}
-        for rank in range(world_size):
-            monkeypatch.setattr(loader, "rank", lambda rank=rank: rank)
-            plan = BatchPlan(12, world_size, limit, 2)
-            batches = list(training_loader(samples(source, **LAYERS), plan, 3, 11, workers))
-            assert len(batches) == 8 * plan.micro_steps and batches[0].images.dtype == torch.uint8
-            for batch in batches:
-                of_layout |= each_sample(batch)
-        seen.append(of_layout)
-    assert list(seen[0]) == list(range(36, 36 + 96))
-    assert seen[0] == seen[1] == seen[2]
+    plan = BatchPlan(12, world_size(), limit, 2)
+    batches = list(training_loader(samples(source, **LAYERS), plan, 3, 11, workers))
+    assert len(batches) == 8 * plan.micro_steps and batches[0].images.dtype == torch.uint8
+    by_position = {}
+    for batch in batches:
+        by_position |= each_sample(batch)
+    return by_position
+
+
+@pytest.mark.smoke
+def test_a_sample_is_the_same_in_whatever_batch_worker_or_layout(processes) -> None:
+    expected = samples_of_rank(12, 0)
+    assert list(expected) == list(range(36, 36 + 96))
+    assert samples_of_rank(4, 2) == expected
+    of_ranks = processes.run(samples_of_rank, 2, 0, ranks=3)
+    assert sum(map(len, of_ranks)) == len(expected) and of_ranks[0] | of_ranks[1] | of_ranks[2] == expected
 
 
 def test_the_seed_and_the_epoch_vary_an_image() -> None:

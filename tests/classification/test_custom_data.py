@@ -101,15 +101,6 @@ def test_a_share_of_each_class_of_paths_is_held_out(files: list) -> None:
     assert "other classes to evaluate than to train on" in refusal(parts)
 
 
-def test_the_fingerprint_is_that_of_sizes_labels_and_classes(files: list) -> None:
-    first = read(Shells(files))[0].fingerprint
-    assert first == read(Shells(files))[0].fingerprint
-    assert first != read(Shells(files, ("limpet", "cockle")))[0].fingerprint
-    assert first != read(Shells([(path, 1 - label) for path, label in files]))[0].fingerprint
-    files[0][0].write_bytes(b"")
-    assert read(Shells(files))[0].fingerprint != first
-
-
 def test_images_are_read_when_they_are_wanted() -> None:
     data = Counted([(image(number), number % 2) for number in range(200)])
     train, val = read(data)

@@ -58,15 +58,10 @@ def test_an_exported_model_is_the_same_in_plain_timm(architecture: str, tmp_path
     assert theirs["crop_mode"] == "squash"
     assert json.loads((folder / "results.json").read_text()) == {"top1": 0.5}
 
-    # The same folder is a --model: as it is, or with a new head where the classes are others.
+    # The same folder is a --model.
     again = build_classifier(str(folder), len(CLASSES), image_size=SIZE)
     assert torch.equal(outputs(again), outputs(model))
     assert timm_models.resolve_data_config(again) == theirs
-    other = build_classifier(str(folder), 3, image_size=SIZE, seed=1)
-    assert outputs(other).shape == (2, 3)
-    kept = [name for name, value in other.state_dict().items() if torch.equal(value, model.state_dict().get(name))]
-    head = {name for name, _ in other.get_classifier().named_parameters(prefix=other.default_cfg["classifier"])}
-    assert set(kept) == other.state_dict().keys() - head
 
 
 @pytest.mark.parametrize("architecture, multi_label", [("test_vit", False), ("test_nfnet", True)])

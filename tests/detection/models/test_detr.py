@@ -142,13 +142,16 @@ def test_losses_of_denoising_are_those_of_transformers(family, monkeypatch):
     images, targets = batch([5, 5, 5], dtype)
     for place, target in enumerate(targets):
         target["boxes"] = target["boxes"] * torch.tensor([0.9, 0.95, 1.0][place])
-    module, made, seen = importlib.import_module(type(detector.model).__module__), [], 0
-    noised, original = queries.noised, module.get_contrastive_denoising_training_group
+    module, seen = importlib.import_module(type(detector.model).__module__), 0
+    original = module.get_contrastive_denoising_training_group
+    columns = [[relative(target, dtype)[key] for target in targets] for key in ("boxes", "class_labels")]
+    positions = [target["position"] for target in targets]
+    noise = queries.noised(*columns, positions, detector.seed, detector._queries(CANVAS), detector.config)
 
     def ours(class_embed, **options):
         nonlocal seen
         labels, _boxes, mask, values = original(class_embed=class_embed, **options)
-        (noise,), rows = made, slice(seen, seen + len(options["targets"]))
+        rows = slice(seen, seen + len(options["targets"]))
         seen = rows.stop
         assert values["dn_num_group"] == noise.groups[0]
         for places, match in zip(values["dn_positive_idx"], noise.match[rows], strict=True):
@@ -156,7 +159,6 @@ def test_losses_of_denoising_are_those_of_transformers(family, monkeypatch):
         assert all(torch.equal(mask == 0, visible) for visible in noise.visible[rows, 0])
         return class_embed(noise.labels[rows]), torch.logit(noise.boxes[rows], 1e-5), mask.to(labels.dtype), values
 
-    monkeypatch.setattr(queries, "noised", lambda *args: made.append(noised(*args)) or made[-1])
     monkeypatch.setattr(module, "get_contrastive_denoising_training_group", ours)
     compare(detector, images, targets, tolerance)
 
