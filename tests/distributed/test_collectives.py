@@ -39,32 +39,44 @@ def exchange() -> dict:
         "broadcast": [c.broadcast_object(f"from {rank}", source) for source in range(c.world_size())],
         "counts": c.reduce_counts(counts).tolist(),
         "untouched": counts.tolist() == [[1, 2**60], [rank, 5]],
-        "reduced": {op: c.reduce_dict(values, op) for op in ("sum", "mean", "max", "min")},
+        **{op: c.reduce_dict(values, op) for op in ("sum", "mean", "max", "min")},
         "nan": [str(c.reduce_dict(odd, op)["loss"]) for op in ("sum", "mean", "max", "min")],
         "arrays": gathered
         and [[(array.dtype, array.shape, array.tolist()) for array in of_rank] for of_rank in gathered],
     }
 
 
-def test_one_process_and_several_exchange_alike(processes: Processes) -> None:
-    def expected(ranks: range) -> dict:
-        count, numbers = len(ranks), [rank + 1.0 for rank in ranks]
-        reductions = {"sum": sum(numbers), "mean": sum(numbers) / count, "max": float(count), "min": 1.0}
-        return {
-            "gathered": [{"rank": rank} for rank in ranks],
-            "broadcast": [f"from {rank}" for rank in ranks],
-            "counts": [[count, count * 2**60], [sum(ranks), count * 5]],
-            "untouched": True,
-            "reduced": {op: {"b": of, "a": count / 2 if op == "sum" else 0.5} for op, of in reductions.items()},
-            "nan": ["nan" if count > 1 else "2.0"] * 4,
-            "arrays": [
-                [(array.dtype, array[rank:].shape, array[rank:].tolist()) for array in ARRAYS] for rank in ranks
-            ],
-        }
+@pytest.fixture(scope="module")
+def exchanged(processes: Processes) -> dict[int, list[dict]]:
+    """What each rank of one and of three has after its exchanges, by number of ranks."""
+    return {ranks: processes.run(exchange, ranks=ranks) if ranks > 1 else [exchange()] for ranks in (1, 3)}
 
-    assert exchange() == expected(range(1))
-    three = expected(range(3))
-    assert processes.run(exchange, ranks=3) == [three, three | {"arrays": None}, three | {"arrays": None}]
+
+EXPECTED = {  # of n ranks r with the values r + 1
+    "gathered": lambda ranks: [{"rank": rank} for rank in ranks],
+    "broadcast": lambda ranks: [f"from {rank}" for rank in ranks],
+    "counts": lambda ranks: [[len(ranks), len(ranks) * 2**60], [sum(ranks), len(ranks) * 5]],
+    "untouched": lambda ranks: True,
+    "sum": lambda ranks: {"b": sum(ranks) + len(ranks), "a": 0.5 * len(ranks)},
+    "mean": lambda ranks: {"b": sum(ranks) / len(ranks) + 1, "a": 0.5},
+    "max": lambda ranks: {"b": float(len(ranks)), "a": 0.5},
+    "min": lambda ranks: {"b": 1.0, "a": 0.5},
+    "nan": lambda ranks: ["nan" if len(ranks) > 1 else "2.0"] * 4,
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", EXPECTED)
+def test_one_process_and_several_exchange_alike(exchanged, name: str, ranks: int) -> None:
+    assert [of_rank[name] for of_rank in exchanged[ranks]] == [EXPECTED[name](range(ranks))] * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_main_process_alone_gathers_arrays(exchanged, ranks: int) -> None:
+    of_main, *others = (of_rank["arrays"] for of_rank in exchanged[ranks])
+    assert others == [None] * (ranks - 1)
+    for rank, arrays in enumerate(of_main):
+        assert arrays == [(array.dtype, array[rank:].shape, array[rank:].tolist()) for array in ARRAYS]
 
 
 def be_sent_a_pickle(marker: str) -> list[str]:

@@ -240,18 +240,10 @@ def test_the_category_above_all_others_is_left_out(tmp_path):
     categories = [{"id": n, "name": "cell", "supercategory": "cell"} for n in (0, 1)]
     categories[0]["supercategory"] = "none"
     flat = [category | {"supercategory": "none"} for category in categories]
-    train, _ = read(
-        coco(
-            coco(tmp_path / "flat", annotations=[annotation(4, [1, 2, 3, 4], 1)], categories=flat),
-            "val",
-            annotations=[annotation(4, [1, 2, 3, 4], 1)],
-            categories=flat,
-        )
-    )
-    assert train.category_ids.tolist() == [1]
-    for name, used in (("unused", 1), ("used", 0)):
+    for name, used, given in (("flat", 1, flat), ("unused", 1, categories), ("used", 0, categories)):
         for split in ("train", "val"):
-            coco(tmp_path / name, split, annotations=[annotation(4, [1, 2, 3, 4], used)], categories=categories)
+            coco(tmp_path / name, split, annotations=[annotation(4, [1, 2, 3, 4], used)], categories=given)
+    assert read(tmp_path / "flat")[0].category_ids.tolist() == [1]
     train, val = read(tmp_path / "unused")
     assert train.classes == val.classes == ("cell",) and train.category_ids.tolist() == [1]
     assert "the category 0, cell, is left out: it is above others, and no object is of it" in train.notes[0]
@@ -270,25 +262,20 @@ def test_the_file_of_a_data_set_can_be_given_itself(tmp_path):
 # ---- EXIF
 
 
-def rotated(root: Path, orientations, upright: bool):
-    """Images of these orientations, annotated as stored or `upright`."""
+@pytest.mark.parametrize("upright", [False, True])
+def test_rotated_images_turn_their_boxes(tmp_path, upright):
+    """The size of those on their side says how they were annotated; those upside down follow."""
     stored, images, boxes = (8, 4, 24, 12), [], []
-    for number, orientation in enumerate(orientations):
+    for number, orientation in enumerate(range(1, 9)):
         for part in ("train", "val"):
-            image = open_rgb(picture(root / part / f"{number}.jpg", (40, 30), stored, orientation))
+            image = open_rgb(picture(tmp_path / part / f"{number}.jpg", (40, 30), stored, orientation))
         width, height = image.size if upright else (40, 30)
         left, top, right, bottom = red_box(image) if upright else stored
         images.append({"id": number, "file_name": f"{number}.jpg", "width": width, "height": height})
         boxes.append(annotation(number, [left, top, right - left, bottom - top]))
     for part in ("train", "val"):
-        coco(root, part, (), boxes, change=lambda content: content.update(images=images))
-    return read(root)[0]
-
-
-@pytest.mark.parametrize("upright", [False, True])
-def test_rotated_images_turn_their_boxes(tmp_path, upright):
-    """The size of those on their side says how they were annotated; those upside down follow."""
-    train = rotated(tmp_path, range(1, 9), upright)
+        coco(tmp_path, part, (), boxes, change=partial(dict.update, images=images))
+    train, _ = read(tmp_path)
     for index in range(8):
         assert train.image(index).size == tuple(train.sizes[index]) == ((40, 30) if index < 4 else (30, 40))
         assert boxes_of(train, index) == [red_box(train.image(index))]
@@ -460,10 +447,7 @@ def with_two_columns(root):
     return saved(root, made.add_column("more", made["objects"][:], feature=made.features["objects"]))
 
 
-def new_class(root):
-    return coco(coco(root), "val", categories=[*CATEGORIES[:2], {"id": 90, "name": "cow"}])
-
-
+COW = [*CATEGORIES[:2], {"id": 90, "name": "cow"}]
 NUMBERS = {"label": datasets.Value("int64"), "labels": [[8, 3], [], [3], [3]]}
 NEW = table(label=NUMBERS["label"], labels=[[8, 5], [], [3], [3]])
 NARROW = [annotation(4, [n, 2, width, 4]) for n, width in enumerate((0, 5, 0))]
@@ -501,7 +485,7 @@ BAD = [
     (partial(voc, **{name: [("dog", (0.1, 0.2, 0.5, 0.9), 0)] for name in "abd"}), "boxes are in shares of the image"),
     (partial(coco, annotations=[annotation(4, [25, 20, 39, 29])]), "1 of 1 boxes reach beyond their"),
     (partial(written, make=coco, name="train.json", text='{"images": ['), "train.json: not readable as JSON"),
-    (new_class, "4.jpg: cow; the classes are cat, dog, bird"),
+    (lambda root: coco(coco(root), "val", categories=COW), "4.jpg: cow; the classes are cat, dog, bird"),
     (partial(voc, c=[("cow", (2, 3, 4, 5), 0)]), "c.jpg: cow; the classes are cat, dog"),
     (partial(voc, a=[("dog", ("x", 3, 4, 5), 0)]), "a.xml: a size or corner is no number"),
     (partial(voc, a="<a><object><name>dog</name></object></a>"), "a.xml: an object lacks its name or"),

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sklearn.datasets import load_sample_images
 
 from common.detection.models import queries
 from common.detection.models.detectors import build_detector
@@ -26,9 +25,9 @@ transformers = pytest.importorskip("transformers")
 NAMES = ("one", "two", "three", "four")
 
 
-def make(family, dtype=torch.float64):
-    """A small detector, moved off its initial weights, where many distributions are alike."""
-    detector = build_detector(DetectorSpec(family, "test_resnet", 4, width=64, seed=1))
+def make(family, dtype=torch.float64, name="test_resnet"):
+    """A detector, moved off its initial weights, where many distributions are alike."""
+    detector = build_detector(DetectorSpec(family, name, 4, width=64, seed=1))
     move(detector)
     batch_norm.convert(detector, "frozen")
     return detector.to(dtype)
@@ -185,11 +184,17 @@ def test_noise_is_a_function_of_image_and_position():
     assert at_once.visible.any(-1).all()  # a row that sees nothing would be NaN
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_export_is_a_folder_of_transformers_and_ours(family, tmp_path):
-    detector = (make_rf_detr() if family == "rf_detr" else make(family, torch.float32)).eval()
-    if family == "rf_detr":  # folders of the hub have dropout
-        detector.config.dropout = detector.config.backbone_config.hidden_dropout_prob = 0.1
+PUBLISHED_TOO = [("rtdetr_v2", "rtdetr_v2_r18vd"), ("dfine", "dfine_n"), ("deimv2", "deimv2_s")]
+
+
+@pytest.mark.parametrize("family, name", [*((family, "test_resnet") for family in FAMILIES), *PUBLISHED_TOO])
+def test_an_export_is_a_folder_of_transformers_and_ours(family, name, tmp_path):
+    """That both find the same in photographs is tested in tests/recipes/test_det_evaluation.py."""
+    if family == "rf_detr":
+        detector = make_rf_detr().eval()
+        detector.config.dropout = detector.config.backbone_config.hidden_dropout_prob = 0.1  # as folders of the hub
+    else:
+        detector = make(family, torch.float32, name).eval()
     detector.export(tmp_path / "best", NAMES, 128)
     auto = transformers.AutoModelForObjectDetection
     model, info = auto.from_pretrained(tmp_path / "best", output_loading_info=True)
@@ -213,42 +218,6 @@ def test_an_export_is_a_folder_of_transformers_and_ours(family, tmp_path):
     images, targets = batch([3, 0], torch.float32, (128, 128))
     first, second = (same.losses(images, targets, same.counts(targets, (128, 128)))[0] for _ in range(2))
     assert torch.equal(first, second)  # without dropout
-
-
-@pytest.mark.parametrize("name", ["rtdetr_v2_r18vd", "dfine_n", "deimv2_s", "rf_detr"])
-def test_photographs_have_the_boxes_of_transformers(name, tmp_path):
-    """A portrait, a tiny one and a strip; in float64, but for norms of transformers."""
-    side, (first, second) = 128, load_sample_images().images
-    if name == "rf_detr":
-        detector = make_rf_detr()
-    else:
-        family = next(family for family in FAMILIES if name.startswith(family))
-        detector = build_detector(DetectorSpec(family, name, 4, seed=1))
-        move(detector, boxes=0.05, classes=0.1)
-    for module in detector.modules():  # statistics that fit photographs, or all queries would be nearly the same
-        if isinstance(module, torch.nn.BatchNorm2d):
-            module.momentum = 1.0
-    with torch.no_grad():
-        detector._predict(torch.from_numpy(first[:side, :side] / 255).float().permute(2, 0, 1)[None])
-    detector.eval().export(tmp_path / "best", NAMES, side)
-    theirs = transformers.AutoModelForObjectDetection.from_pretrained(tmp_path / "best").double().eval()
-    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "best")
-    detector.double()
-    for photo in (first[:, 100:300], second[200:231, 300:347], second[:200, :600]):
-        pixels = processor(photo, return_tensors="pt")["pixel_values"].double()
-        with torch.no_grad():
-            output = theirs(pixels)
-        height, width, _ = photo.shape
-        (expected,) = processor.post_process_object_detection(output, threshold=0.0, target_sizes=[(height, width)])
-        (found,) = detector.detect(pixels, torch.tensor([[side, side]]))
-        torch.testing.assert_close(found["scores"], expected["scores"], rtol=0, atol=1e-5)  # as many as queries
-        boxes = found["boxes"] * torch.tensor([width, height, width, height]) / side
-        # Of nearly equal scores, either may come first: that differs between processors.
-        alike = (found["scores"][:, None] - expected["scores"]).abs() <= 1e-5
-        alike &= found["labels"][:, None] == expected["labels"]
-        alike &= ((boxes[:, None] - expected["boxes"]).abs() <= 0.01).all(-1)
-        assert alike.any(0).all() and alike.any(1).all()
-        assert boxes.std() > 1 and found["scores"].std() > 1e-4  # not all alike
 
 
 def test_small_images_have_fewer_queries_and_so_has_an_export(tmp_path):
