@@ -4,7 +4,6 @@ What differs from the trained model is refused by the images' names, and a refus
 """
 
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -23,6 +22,7 @@ from common.errors import Refused
 from common.training import batch_norm, timm_models
 from tests.harness.launching import ROOT
 from tests.harness.runs import copied, read
+from tests.tools.changed import update_json
 from tools.export import classifier, formats, verify
 from tools.export.__main__ import load, main
 
@@ -73,10 +73,9 @@ def test_every_format_is_the_model_that_was_measured(trained_classifier, tmp_pat
     assert weights.count(bias.tobytes()) == 1
     weights = weights.replace(bias.tobytes(), (bias + (np.arange(10) == 3).astype(np.float32)).tobytes())
     (folder / "model.bin").write_bytes(weights)
-    about = read(folder / "export.json")
     assert "model.bin is not the file that was measured" in check(folder).stdout
-    about["files"]["model.bin"] = hashlib.sha256(weights).hexdigest()
-    (folder / "export.json").write_text(json.dumps(about))
+    digests = read(folder / "export.json")["files"] | {"model.bin": hashlib.sha256(weights).hexdigest()}
+    update_json(folder / "export.json", files=digests)
     checked = check(folder)
     assert checked.returncode == 1 and "digits[" in checked.stdout and "probabilities differ by" in checked.stdout
 
@@ -177,8 +176,8 @@ def test_a_module_that_a_copied_recipe_defines_is_exported(trained_classifier, t
     config = {"input_size": (3, 32, 32), "interpolation": "bicubic", "crop_pct": 1.0}
     config |= {"mean": (0.5,) * 3, "std": (0.5,) * 3}
     timm_models.export(model, [*"0123456789"], config, False, {}, tmp_path / "best")
-    record = read(trained_classifier / "best" / "run.json")
-    (tmp_path / "best" / "run.json").write_text(json.dumps(record | {"recipe": "mine"}))
+    shutil.copy(trained_classifier / "best" / "run.json", tmp_path / "best")
+    update_json(tmp_path / "best" / "run.json", recipe="mine")
     source = (ROOT / "recipes" / "cls.py").read_text()
     begin = source.index("        model = build_classifier(")
     end = source.index("        check_export(")

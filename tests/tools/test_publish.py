@@ -17,6 +17,7 @@ from common.run.folder import read_rows
 from common.run.report import FILE
 from tests.harness.launching import inherited
 from tests.harness.runs import copied, read, refusal
+from tests.tools.changed import update_json
 from tools.compare.__main__ import main as compare
 from tools.publish.__main__ import main
 from tools.report import main as write_report
@@ -133,10 +134,8 @@ def test_nothing_that_names_a_person_or_a_folder_is_published(trained_classifier
     for number, place in enumerate(PLACES):
         run, model = copied(trained_classifier, tmp_path / f"run-{number}"), tmp_path / f"model-{number}"
         flags = dict.fromkeys(texts, place)
-        of_run = original | {"config": original["config"] | flags, "notes": place}
-        (run / "best/run.json").write_text(json.dumps(of_run))
-        facts = read(run / "environment.json") | {"command": f"recipes/cls.py --data {place}", "recipe": place}
-        (run / "environment.json").write_text(json.dumps(facts))
+        update_json(run / "best/run.json", config=original["config"] | flags, notes=place)
+        update_json(run / "environment.json", command=f"recipes/cls.py --data {place}", recipe=place)
         (run / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load((run / "config.yaml").read_text()) | flags))
         log = (run / "log.txt").read_text()
         (run / "log.txt").write_text(log.replace("digits", place).replace("test_resnet", place))
@@ -152,12 +151,10 @@ def test_nothing_that_names_a_person_or_a_folder_is_published(trained_classifier
 def test_names_in_a_card_are_no_markup(trained_classifier, tmp_path) -> None:
     run = copied(trained_classifier, tmp_path / "<i>a|*b*")
     odd, best = "a|b <i>*_`\n[x](https://x)", run / "best"
-    config, results = read(best / "config.json"), read(best / "results.json")
-    config["label_names"][3] = odd
-    results["per_class"] = {odd if key == "3" else key: value for key, value in results["per_class"].items()}
-    results["per_class"]["4"] = None
-    (best / "config.json").write_text(json.dumps(config))
-    (best / "results.json").write_text(json.dumps(results))
+    names, accuracies = list("0123456789"), read(best / "results.json")["per_class"]
+    names[3] = odd
+    update_json(best / "config.json", label_names=names)
+    update_json(best / "results.json", per_class=dict(zip(names, accuracies.values(), strict=True)) | {"4": None})
     (run / "status.json").write_text(json.dumps({"status": "resumable", "step": 20, "cause": "", "time": ""}))
     _, text = published(run, tmp_path / "model")
     assert r"| a\|b \<i\>\*\_\`\\n\[x\]\(https\://x\) |" in text and "\n| 4 | - |" in text

@@ -1,6 +1,5 @@
 """A tool finds the recipe, the configuration and the weights of a run; what it can't use is refused in one line."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from common.detection.weights import sources
 from common.errors import Refused
 from tests.harness.outcomes import Outcome
+from tests.tools.changed import update_json
 from tools.trained import RECIPES, load
 
 
@@ -66,16 +66,14 @@ def test_no_name_in_a_file_becomes_code(trained_classifier, tmp_path, monkeypatc
     evil = tmp_path / "flowers" / "source" / "evil.py"
     for file in (evil, best / "evil.py"):
         file.write_text(f"open({str(tmp_path / 'EXECUTED')!r}, 'w')\n")
-    record = json.loads((best / "run.json").read_text())
     monkeypatch.chdir(best)
     for name in ("evil", "../source/evil", str(best / "evil"), "../recipes/cls", ["evil"], {"cls": 1}, 7):
-        (best / "run.json").write_text(json.dumps(record | {"recipe": name}))
+        update_json(best / "run.json", recipe=name)
         with pytest.raises(Refused, match=r"was trained by .*which is not .*name that file by --recipe"):
             load(str(best))
     checkpoint = max((trained_classifier / "checkpoints").glob("step_*"))
     checkpoint = shutil.copytree(checkpoint, tmp_path / "checkpoints" / checkpoint.name)
-    record = json.loads((checkpoint / "record.json").read_text())
-    (checkpoint / "record.json").write_text(json.dumps(record | {"recipe": "../evil"}))
+    update_json(checkpoint / "record.json", recipe="../evil")
     with pytest.raises(Refused, match="name that file by --recipe"):
         load(str(checkpoint))
     assert not (tmp_path / "EXECUTED").exists()
@@ -83,8 +81,7 @@ def test_no_name_in_a_file_becomes_code(trained_classifier, tmp_path, monkeypatc
 
 def test_a_recipe_that_the_user_names_is_executed(trained_classifier, tmp_path) -> None:
     best = shutil.copytree(trained_classifier / "best", tmp_path / "best")
-    record = json.loads((best / "run.json").read_text())
-    (best / "run.json").write_text(json.dumps(record | {"recipe": "mine"}))
+    update_json(best / "run.json", recipe="mine")
     copy = Path(shutil.copy(RECIPES / "cls.py", tmp_path / "mine.py"))
     assert load(str(best), ["--recipe", str(RECIPES / "det.py"), "--recipe", str(copy)]).recipe.__file__ == str(copy)
     with pytest.raises(Refused, match=r"mine\.py, which is not .*det\.py"):
