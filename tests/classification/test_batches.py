@@ -6,7 +6,9 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -151,16 +153,23 @@ def test_the_feed_adds_up_what_it_waited_for_and_what_was_broken() -> None:
     assert 0.04 <= waited < 10 and broken == ("a", "b") and feed.take() == (0.0, ())
 
 
-def test_cores_are_shared_by_ranks_and_limited_by_a_container(monkeypatch, tmp_path) -> None:
-    assert loader.worker_count(0) == 0 and loader.worker_count(5) == 5
-    monkeypatch.setattr(environment, "_ALLOTMENT", tmp_path / "cpu.max")
-    for cores, ranks, workers in ((1, 1, 0), (8, 2, 3), (3, 8, 0), (64, 1, 16)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores))
-        monkeypatch.setattr(loader, "local_world_size", lambda ranks=ranks: ranks)
-        assert loader.worker_count(-1) == workers
-    for allotted, workers in (("max 100000", 16), ("400000 100000", 3), ("50000 100000", 0)):
-        (tmp_path / "cpu.max").write_text(allotted + "\n")
-        assert loader.worker_count(-1) == workers
+def workers_of_rank(cores: int, limit: Path) -> int:
+    """How many data workers this rank starts by itself on a machine with so many cores, in a container with this file."""
+    with mock.patch.object(os, "sched_getaffinity", return_value=range(cores)):
+        with mock.patch.object(environment, "_ALLOTMENT", limit):
+            assert (loader.worker_count(0), loader.worker_count(5)) == (0, 5)
+            return loader.worker_count(-1)
+
+
+@pytest.mark.parametrize("cores, ranks, workers", [(1, 1, 0), (8, 2, 3), (3, 3, 0), (64, 1, 16)])
+def test_the_ranks_of_a_machine_share_its_cores(processes, tmp_path, cores: int, ranks: int, workers: int) -> None:
+    assert processes.run(workers_of_rank, cores, tmp_path / "none", ranks=ranks) == [workers] * ranks
+
+
+@pytest.mark.parametrize("limit, workers", [("max 100000", 16), ("400000 100000", 3), ("50000 100000", 0)])
+def test_a_container_limits_the_cores(tmp_path, limit: str, workers: int) -> None:
+    (tmp_path / "cpu.max").write_text(f"{limit}\n")
+    assert workers_of_rank(64, tmp_path / "cpu.max") == workers
 
 
 @pytest.mark.parametrize("device, goes_on", [("cuda", True), ("mps", False)])

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 
 
-def update_json(file: Path, **changes: object) -> dict:
-    """Set keys of a JSON file; the content it had."""
-    content = json.loads(file.read_text())
-    file.write_text(json.dumps(content | changes))
-    return content
+def update_json(file: Path, **changes: object) -> None:
+    """Set keys of a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
