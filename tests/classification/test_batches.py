@@ -155,10 +155,10 @@ def test_the_feed_adds_up_what_it_waited_for_and_what_was_broken() -> None:
 
 def workers_of_rank(cores: int, limit: Path) -> int:
     """How many data workers this rank starts by itself on a machine with so many cores, in a container with this file."""
-    with mock.patch.object(os, "sched_getaffinity", return_value=range(cores)):
-        with mock.patch.object(environment, "_ALLOTMENT", limit):
-            assert (loader.worker_count(0), loader.worker_count(5)) == (0, 5)
-            return loader.worker_count(-1)
+    affinity = mock.patch.object(os, "sched_getaffinity", return_value=range(cores))
+    with affinity, mock.patch.object(environment, "_ALLOTMENT", limit):
+        assert (loader.worker_count(0), loader.worker_count(5)) == (0, 5)
+        return loader.worker_count(-1)
 
 
 @pytest.mark.parametrize("cores, ranks, workers", [(1, 1, 0), (8, 2, 3), (3, 3, 0), (64, 1, 16)])

@@ -42,5 +42,5 @@ def test_kernels_are_deterministic_if_that_is_asked_for(runs, name: str, setting
 def test_an_operator_without_a_deterministic_kernel_is_refused(runs) -> None:
     """torch itself raises for it; without the flag it runs."""
     assert runs["refused"].outcome == "refused"
-    told = "--deterministic: torch has no deterministic kernel of adaptive_avg_pool2d_backward_cuda"
-    assert runs["refused"].text.startswith(told)
+    message = "--deterministic: torch has no deterministic kernel of adaptive_avg_pool2d_backward_cuda"
+    assert runs["refused"].text.startswith(message)

@@ -14,11 +14,11 @@ WORDS = ("--tracker", "none", "--log_every", 1, "--eval_every", 100)
 SEGMENTS = "from common.launching.launch import let_segments_grow as let; let(found := {}); print(found)"
 
 
-def assert_predicted(run: Outcome, least: float = 0.9) -> tuple[float, float]:
+def assert_predicted(run: Outcome, min_share: float = 0.9) -> tuple[float, float]:
     """The start table predicted the peak memory of a step with all states; both, in GiB."""
     predicted, room = map(float, re.search("memory +(.+) of (.+) GiB at the peak of a step", run.stdout).groups())
     peak = run.column("perf/gpu_memory_gb")[0]  # before the evaluation
-    assert least * predicted < peak < (1.02 if IS_REAL else 1.01) * predicted < room
+    assert min_share * predicted < peak < (1.02 if IS_REAL else 1.01) * predicted < room
     return predicted, peak
 
 
@@ -38,9 +38,9 @@ def runs(run_on_gpus, tmp_path_factory) -> dict[str, Outcome]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name, least", [("local", 0.9), ("frozen", 0.5)])
-def test_training_takes_the_memory_that_was_foreseen(runs, name: str, least: float) -> None:
-    assert_predicted(runs[name], least)
+@pytest.mark.parametrize("name, min_share", [("local", 0.9), ("frozen", 0.5)])
+def test_training_takes_the_memory_that_was_foreseen(runs, name: str, min_share: float) -> None:
+    assert_predicted(runs[name], min_share)
 
 
 @pytest.mark.gpu
@@ -53,8 +53,8 @@ def test_a_micro_batch_without_room_on_one_gpu_shrinks_on_both(runs) -> None:
 def test_a_micro_batch_that_can_not_shrink_is_refused_on_both(runs) -> None:
     """Neither waits for the other's statistics."""
     run = runs["global"]
-    told = "the 32 samples that --batch_norm global needs at once do not fit into memory: take"
-    assert run.outcome == "refused" and run.text.startswith(told)
+    message = "the 32 samples that --batch_norm global needs at once do not fit into memory: take"
+    assert run.outcome == "refused" and run.text.startswith(message)
     assert "; CUDA out of memory. Tried to allocate " in run.text
 
 

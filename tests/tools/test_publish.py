@@ -194,6 +194,6 @@ def test_a_failed_upload_is_told_in_one_line(trained_classifier, monkeypatch) ->
         raise OSError("401 Client Error\n\nInvalid credentials")
 
     monkeypatch.setattr(HfApi, "upload_folder", upload)
-    told = refusal(main, trained_classifier, "--to", "someone/digits", "--private")
-    assert "--to someone/digits: 401 Client Error; log in with" in told
+    message = refusal(main, trained_classifier, "--to", "someone/digits", "--private")
+    assert "--to someone/digits: 401 Client Error; log in with" in message
     assert pushed["private"] and pushed["repo_id"] == "someone/digits" and "README.md" in pushed["files"]

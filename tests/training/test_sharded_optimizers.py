@@ -48,9 +48,9 @@ def rank_trains(name: str) -> float:
         return math.inf
     trained(whole, name, slice(None), 1)
     apart, moved = 0.0, 0.0
-    for mine, theirs, before in zip(model.parameters(), whole.parameters(), vit(2).parameters(), strict=True):
-        apart += (sharding.whole(mine.detach()) - theirs).square().sum()
-        moved += (theirs - before).square().sum()
+    for actual, expected, start in zip(model.parameters(), whole.parameters(), vit(2).parameters(), strict=True):
+        apart += (sharding.whole(actual.detach()) - expected).square().sum()
+        moved += (expected - start).square().sum()
     return (apart / moved).sqrt().item()
 
 
