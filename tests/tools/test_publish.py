@@ -61,6 +61,7 @@ def test_numbers_of_an_averaged_run_are_those_of_its_export(
     of_card = figures(text, "Result | Validation")
     for name, key in (("top-1", "top1"), ("mean class accuracy", "mean_class_accuracy"), ("macro F1", "f1_macro")):
         assert of_card[name] == shown(true[key])
+    assert figures(text, "Class | Accuracy") == {name: shown(value) for name, value in true["per_class"].items()}
     assert shown(raw) not in text and "The weights are the moving average" in text
     for results in (read(tmp_path / "model" / "results.json"), read(run / "best" / "results.json")):
         assert (results["top1"], results["raw_top1"]) == pytest.approx((true["top1"], raw), abs=1e-12)

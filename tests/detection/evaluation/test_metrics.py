@@ -17,6 +17,7 @@ from common.detection.evaluation.metrics import NAMES, Detections
 from common.distributed.collectives import rank
 from tests.harness.annotations import annotation, coco, picture
 from tests.harness.detections import CLASSES, awkward, boxes_in_coco, columns, hits_of, of_pycocotools
+from tools.compare.average_precision import AveragePrecision
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -80,6 +81,8 @@ def test_more_than_100_objects_are_counted_as_pycocotools_does() -> None:
     precision = expected.eval["precision"][:, :, 0, 0, -1]
     assert precision.mean() < 0.99 and results["AP"] == precision.mean()
     assert results["AR100"] == expected.eval["recall"][:, 0, 0, -1].mean()
+    of_compare = AveragePrecision(source, *detections.columns())(np.ones((1, 2)))
+    assert of_compare[0] == pytest.approx(results["AP"], abs=1e-12)
 
 
 def test_a_mask_lies_on_the_pixels_of_its_box() -> None:
