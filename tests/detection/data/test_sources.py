@@ -168,14 +168,6 @@ def test_images_of_a_group_are_on_one_side(tmp_path):
     root = saved(tmp_path / "table", table([[[0, 0, 9, 9]]] * 24, video=[n % 8 for n in range(24)]))
     train, val = read(root, box_format="xywh", group_column="video")
     assert not {*train.images.rows % 8} & {*val.images.rows % 8} and len(val) == 6
-    with tarfile.open(tmp_path / "all.tar", "w") as tar:
-        for n in range(24):
-            sample = {"objects": [{"bbox": [0, 0, 9, 9], "category": "a"}], "video": f"v{n % 8}"}
-            add(tar, f"{n}.png", (tmp_path / "folders/train/v1/1.jpg").read_bytes())
-            add(tar, f"{n}.json", json.dumps(sample).encode())
-    train, val = read(tmp_path / "all.tar", box_format="xywh", group_column="video")
-    videos = [{int(Path(source.name(n)).stem) % 8 for n in range(len(source))} for source in (train, val)]
-    assert not videos[0] & videos[1] and len(val) == 6
 
 
 def as_text(entry, *names):
