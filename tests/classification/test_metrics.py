@@ -146,10 +146,10 @@ def test_a_perfect_class_keeps_a_threshold_of_one_half() -> None:
 def rank_looks(keep: int) -> list[Mistake]:
     """The mistakes in a rank's share of the batches, which come in the order of no image; image 5 could not be read."""
     logits, labels = samples()
+    confidences, predicted = logits.softmax(1).max(1)
     mistakes = Mistakes(keep)
     for these in torch.arange(203).flip(0).split(17)[rank() :: world_size()]:
-        confidences, predicted = logits[these].softmax(1).max(1)
-        mistakes.update(confidences, predicted, labels[these], these, these != 5)
+        mistakes.update(confidences[these], predicted[these], labels[these], these, these != 5)
     return mistakes.merge()
 
 
