@@ -42,6 +42,8 @@ def make(family, backbone="test_resnet", levels=(3, 5), classes=10, **options):
                 parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
             if name.endswith("cls_logits.bias") and "rpn" not in name:
                 parameter.fill_(-1.0)
+            if name.endswith("bbox_reg.bias") and family == "fcos":  # boxes with an area
+                parameter.copy_(2 + 0.5 * torch.randn(parameter.shape, generator=generator))
     return detector.eval()
 
 
@@ -50,11 +52,14 @@ def leave(detector, folder, short_side=128, long_side=256, source=SOURCE):
     return folder
 
 
-@pytest.mark.parametrize("backbone, levels", [("test_mambaout", (3, 7)), ("test_efficientnet", (3, 4))])
-def test_the_script_detects_without_this_project(backbone, levels, tmp_path, monkeypatch, capsys) -> None:
-    """Also with channels last. Other sizes and families are compared in tests/recipes/test_det_evaluation.py."""
+@pytest.mark.parametrize(
+    "family, backbone, levels",
+    [("fcos", "test_mambaout", (3, 7)), ("mask_rcnn", "test_efficientnet", (3, 4))],  # the first: channels last
+)
+def test_the_script_detects_without_this_project(family, backbone, levels, tmp_path, monkeypatch, capsys) -> None:
+    """Other sizes and families are compared in tests/recipes/test_det_evaluation.py."""
     assert not re.search(r"(import|from) (common|recipes|tools)\b", SCRIPT.read_text())
-    detector = make("mask_rcnn", backbone, levels)
+    detector = make(family, backbone, levels)
     blocks = np.random.default_rng(0).integers(0, 256, (8, 10, 3), dtype=np.uint8)
     image = Image.fromarray(blocks).resize((160, 128), Image.Resampling.NEAREST)
     image.save(tmp_path / "photo.png")
