@@ -154,15 +154,9 @@ def test_node_statistics_stay_on_the_node(processes: Processes) -> None:
     assert_equal(actual, expected, 1e-10)
 
 
-@pytest.mark.parametrize("shares, micro", [([24], 8), ([12, 12], 4), ([16, 8], 8), ([12, 8, 4], 12)])
-def test_group_statistics_are_the_same_on_every_layout(processes: Processes, shares: list[int], micro: int) -> None:
-    results = processes.run(steps, "group", shares, micro, 4, ranks=len(shares))
-    assert_equal(results[-1], reference([4] * 6), 1e-12)
-
-
 @pytest.mark.parametrize("mode, num_samples, micro", [("group", 24, 12), ("local", 12, 4)])
 def test_one_process_has_the_statistics_of_groups(mode: str, num_samples: int, micro: int) -> None:
-    """Those of local statistics are micro-batches, as of plain batch norm."""
+    """Those of local statistics are micro-batches, as of plain batch norm. Layouts: tests/recipes/test_layout.py."""
     assert_equal(steps(mode, [num_samples], micro, 4), reference([4] * (num_samples // 4)), 1e-12)
 
 
