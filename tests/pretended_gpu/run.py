@@ -4,7 +4,7 @@ import functools
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
@@ -22,6 +22,13 @@ def run(main: Callable[[], None]) -> None:
                 sys.exit(f"{lost} kernels or functions of the GPU were called that nothing computes: see above")
 
 
+def run_script(words: Sequence[str]) -> None:
+    """A script, as Python itself does."""
+    sys.argv = [*words]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 def run_in_fork(main: Callable[[], None]) -> None:
     """In a fork; on real GPUs, if there are."""
     sys.path.insert(0, "")
@@ -35,6 +42,4 @@ def run_in_fork(main: Callable[[], None]) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv = sys.argv[1:]  # as Python itself does
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-    run(functools.partial(runpy.run_path, sys.argv[0], run_name="__main__"))
+    run(functools.partial(run_script, sys.argv[1:]))
