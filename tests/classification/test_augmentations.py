@@ -35,7 +35,7 @@ AS_ALWAYS = {  # the first numbers, and those at two later positions
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_numbers_stay_as_they_have_always_been_and_types_and_memory_format_of_a_batch(kind: str, dtype) -> None:
+def test_random_numbers_stay_as_they_have_always_been(kind: str, dtype) -> None:
     """Else a run that is resumed after an update would continue with other images."""
     augmentation = KINDS[kind](3, dtype)
     later = np.array([6, 7]) if kind == "mixing" else np.array([10**12, 10**12 + 1])
@@ -51,7 +51,7 @@ def test_random_numbers_stay_as_they_have_always_been_and_types_and_memory_forma
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
-def test_normalised_images_are_new_and_of_the_runs_type_and_memory_format(dtype, layout) -> None:
+def test_normalised_images_have_the_type_of_the_run(dtype, layout) -> None:
     config = {"mean": (0.1, 0.5, 0.9), "std": (0.2, 0.3, 0.4)}
     mean, std = (torch.tensor(config[key], dtype=dtype)[:, None, None] for key in ("mean", "std"))
     image = torch.randint(256, (4, 3, 5, 6), dtype=torch.uint8)
@@ -108,31 +108,27 @@ def test_only_the_rectangle_becomes_noise() -> None:
     assert normal.mean().abs() < 0.05 and abs(normal.std() - 1) < 0.05
 
 
-def timm_pair(images: torch.Tensor, targets: torch.Tensor, row: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two images as timm mixes them, by the numbers of `row`: it flips the batch, which for two is our pair."""
-    labels, weight = targets.argmax(1), float(row[TARGET])
-    if row[OUTSIDE] == 1:
-        box = tuple(int(edge) for edge in row[TOP : RIGHT + 1])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(timm_mixup, "rand_bbox", lambda *_, **__: box)
-            (top, bottom, left, right), weight = timm_mixup.cutmix_bbox_and_lam(images.shape, 0.5)
-        mixed = images.clone()
-        mixed[:, :, top:bottom, left:right] = images.flip(0)[:, :, top:bottom, left:right]
-    else:
-        mixed = images * weight + images.flip(0) * (1 - weight)
-    return mixed, timm_mixup.mixup_target(labels, targets.shape[1], weight, smoothing=0.0).double()
-
-
 @pytest.mark.parametrize("alphas", [(0.4, 0.0), (0.0, 1.0), (0.8, 1.0)])
-def test_a_pair_is_mixed_as_timm_mixes_it(alphas: tuple[float, float]) -> None:
+def test_a_pair_is_mixed_as_timm_mixes_it(monkeypatch, alphas: tuple[float, float]) -> None:
     mixing = Mixing(1, *alphas, SIZE)
     rows = mixing.sample(np.arange(80))
     images, targets = torch.rand(80, 3, *SIZE, dtype=torch.float64), torch.eye(5).double().repeat(16, 1)
     mixed, soft = mixing.apply(images, targets, torch.from_numpy(rows))
     for pair, row in enumerate(rows):
-        here = slice(2 * pair, 2 * pair + 2)
-        expected, expected_soft = timm_pair(images[here], targets[here], row)
-        assert torch.allclose(mixed[here], expected, atol=1e-7) and torch.allclose(soft[here], expected_soft, atol=1e-6)
+        two = slice(2 * pair, 2 * pair + 2)  # timm flips the batch, which for two is our pair
+        original, weight = images[two], float(row[TARGET])
+        if row[OUTSIDE] == 1:
+            box = tuple(int(edge) for edge in row[TOP : RIGHT + 1])
+            monkeypatch.setattr(timm_mixup, "rand_bbox", lambda *_, box=box, **__: box)
+            (top, bottom, left, right), weight = timm_mixup.cutmix_bbox_and_lam(original.shape, 0.5)
+            expected = original.clone()
+            expected[:, :, top:bottom, left:right] = original.flip(0)[:, :, top:bottom, left:right]
+        else:
+            expected = original * weight + original.flip(0) * (1 - weight)
+        labels = targets[two].argmax(1)
+        assert torch.allclose(mixed[two], expected, atol=1e-7)
+        expected = timm_mixup.mixup_target(labels, targets.shape[1], weight, smoothing=0.0).double()
+        assert torch.allclose(soft[two], expected, atol=1e-6)
 
 
 def test_mixup_shares_follow_their_beta_distribution() -> None:
@@ -143,7 +139,7 @@ def test_mixup_shares_follow_their_beta_distribution() -> None:
         assert np.isfinite(Mixing(2**63 - 1, alpha, alpha, SIZE).sample(2**40 + np.arange(200))).all()
 
 
-def test_cutmix_boxes_follow_the_paper_and_with_both_on_each_pair_takes_one_at_even_odds() -> None:
+def test_cutmix_boxes_follow_the_paper() -> None:
     """Sides go with sqrt(1 - lambda), lambda uniform; the centre is uniform, so that boxes are cut off at the border."""
     rows = Mixing(3, 0.0, 1.0, (200, 200)).sample(np.arange(20_000))
     top, bottom, left, right = rows[:, TOP : RIGHT + 1].T

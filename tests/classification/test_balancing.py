@@ -9,7 +9,7 @@ from common.errors import Refused
 LABELS = np.repeat(np.arange(4), [1, 4, 16, 0])  # a class without samples, too
 
 
-def test_class_weights_follow_the_frequencies_and_have_mean_1_over_the_samples() -> None:
+def test_class_weights_follow_frequencies_and_have_mean_1() -> None:
     assert class_weights("none", LABELS, 4) is None
     for kind, wanted in (("balanced", [1, 1 / 4, 1 / 16]), ("sqrt", [1, 1 / 2, 1 / 4])):
         weights = class_weights(kind, LABELS, 4)

@@ -6,7 +6,9 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from common.data.images import BrokenImage
 from common.data.loader import Prefetcher, training_loader
 from common.data.stream import Stream
 from common.distributed import environment
+from common.distributed.collectives import world_size
 from common.randomness import key_of, mix, seed_generators
 from tests.harness.processes import data_workers
 
@@ -90,22 +93,25 @@ def each_sample(batch: Batch) -> dict[int, bytes]:
 LAYERS = dict(drop_path_layers=3)
 
 
-@pytest.mark.smoke
-def test_a_sample_is_the_same_in_whatever_batch_worker_or_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+def samples_of_rank(limit: int, workers: int) -> dict[int, bytes]:
+    """What this rank's batches of eight steps hold for each position."""
     source = Numbers(50, broken=frozenset({3, 4, 17}))
-    seen = []
-    for world_size, limit, workers in ((1, 12, 0), (1, 4, 2), (3, 2, 1)):
-        of_layout: dict[int, bytes] = {}
-        for rank in range(world_size):
-            monkeypatch.setattr(loader, "rank", lambda rank=rank: rank)
-            plan = BatchPlan(12, world_size, limit, 2)
-            batches = list(training_loader(samples(source, **LAYERS), plan, 3, 11, workers))
-            assert len(batches) == 8 * plan.micro_steps and batches[0].images.dtype == torch.uint8
-            for batch in batches:
-                of_layout |= each_sample(batch)
-        seen.append(of_layout)
-    assert list(seen[0]) == list(range(36, 36 + 96))
-    assert seen[0] == seen[1] == seen[2]
+    plan = BatchPlan(12, world_size(), limit, 2)
+    batches = list(training_loader(samples(source, **LAYERS), plan, 3, 11, workers))
+    assert len(batches) == 8 * plan.micro_steps and batches[0].images.dtype == torch.uint8
+    by_position = {}
+    for batch in batches:
+        by_position |= each_sample(batch)
+    return by_position
+
+
+@pytest.mark.smoke
+def test_a_sample_is_the_same_in_whatever_batch_worker_or_layout(processes) -> None:
+    expected = samples_of_rank(12, 0)
+    assert list(expected) == list(range(36, 36 + 96))
+    assert samples_of_rank(4, 2) == expected
+    of_ranks = processes.run(samples_of_rank, 2, 0, ranks=3)
+    assert sum(map(len, of_ranks)) == len(expected) and of_ranks[0] | of_ranks[1] | of_ranks[2] == expected
 
 
 def test_the_seed_and_the_epoch_vary_an_image() -> None:
@@ -118,7 +124,7 @@ def test_the_seed_and_the_epoch_vary_an_image() -> None:
     assert not torch.equal(other.__getitems__(np.arange(12)).images, first.images)
 
 
-def test_a_broken_image_is_replaced_by_a_neighbour_and_named_once() -> None:
+def test_a_broken_image_is_replaced_and_named_once() -> None:
     source = Numbers(20, broken=frozenset({5, 6, 7, 19}))
     stream, transform, positions = Stream(20, 20, seed=5), TrainingTransform(VARIED, DATA), np.arange(20)
     batch = TrainDataset(source, stream, transform, 5).__getitems__(positions)
@@ -147,20 +153,27 @@ def test_the_feed_adds_up_what_it_waited_for_and_what_was_broken() -> None:
     assert 0.04 <= waited < 10 and broken == ("a", "b") and feed.take() == (0.0, ())
 
 
-def test_the_cores_are_shared_by_the_ranks_of_a_machine_and_limited_by_its_container(monkeypatch, tmp_path) -> None:
-    assert loader.worker_count(0) == 0 and loader.worker_count(5) == 5
-    monkeypatch.setattr(environment, "_ALLOTMENT", tmp_path / "cpu.max")
-    for cores, ranks, workers in ((1, 1, 0), (8, 2, 3), (3, 8, 0), (64, 1, 16)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores))
-        monkeypatch.setattr(loader, "local_world_size", lambda ranks=ranks: ranks)
-        assert loader.worker_count(-1) == workers
-    for allotted, workers in (("max 100000", 16), ("400000 100000", 3), ("50000 100000", 0)):
-        (tmp_path / "cpu.max").write_text(allotted + "\n")
-        assert loader.worker_count(-1) == workers
+def workers_of_rank(cores: int, limit: Path) -> int:
+    """How many data workers this rank starts by itself on a machine with so many cores, in a container with this file."""
+    affinity = mock.patch.object(os, "sched_getaffinity", return_value=range(cores))
+    with affinity, mock.patch.object(environment, "_ALLOTMENT", limit):
+        assert (loader.worker_count(0), loader.worker_count(5)) == (0, 5)
+        return loader.worker_count(-1)
+
+
+@pytest.mark.parametrize("cores, ranks, workers", [(1, 1, 0), (8, 2, 3), (3, 3, 0), (64, 1, 16)])
+def test_the_ranks_of_a_machine_share_its_cores(processes, tmp_path, cores: int, ranks: int, workers: int) -> None:
+    assert processes.run(workers_of_rank, cores, tmp_path / "none", ranks=ranks) == [workers] * ranks
+
+
+@pytest.mark.parametrize("limit, workers", [("max 100000", 16), ("400000 100000", 3), ("50000 100000", 0)])
+def test_a_container_limits_the_cores(tmp_path, limit: str, workers: int) -> None:
+    (tmp_path / "cpu.max").write_text(f"{limit}\n")
+    assert workers_of_rank(64, tmp_path / "cpu.max") == workers
 
 
 @pytest.mark.parametrize("device, goes_on", [("cuda", True), ("mps", False)])
-def test_a_batch_goes_to_its_device_whole_and_only_to_cuda_while_it_is_copied(monkeypatch, device, goes_on) -> None:
+def test_a_batch_goes_to_its_device_whole(monkeypatch, device, goes_on) -> None:
     """On MPS such a copy reads memory that is in use again."""
     asked, batch = [], samples(Numbers(12), **LAYERS).__getitems__(np.arange(12))
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *to, **options: asked.append((*to, options)) or tensor)

@@ -77,7 +77,7 @@ def everything(*sources) -> dict[str, int]:
     return {source.name(index): int(source.labels[index]) for source in sources for index in range(len(source))}
 
 
-def test_paths_are_columns_of_which_a_share_of_each_class_is_held_out(files: list) -> None:
+def test_a_share_of_each_class_of_paths_is_held_out(files: list) -> None:
     train, val = read(Shells(files))
     assert everything(train, val) == {str(path): label for path, label in files}
     assert (train.classes, train.labels.dtype, train.multi_label) == (("cockle", "limpet"), np.int64, False)
@@ -99,15 +99,6 @@ def test_paths_are_columns_of_which_a_share_of_each_class_is_held_out(files: lis
     assert [len(read(parts, split="test", alone=alone)[1]) for alone in (False, True)] == [2, 2]
     parts["valid"].classes = ("limpet", "cockle")
     assert "other classes to evaluate than to train on" in refusal(parts)
-
-
-def test_the_fingerprint_is_that_of_sizes_labels_and_classes(files: list) -> None:
-    first = read(Shells(files))[0].fingerprint
-    assert first == read(Shells(files))[0].fingerprint
-    assert first != read(Shells(files, ("limpet", "cockle")))[0].fingerprint
-    assert first != read(Shells([(path, 1 - label) for path, label in files]))[0].fingerprint
-    files[0][0].write_bytes(b"")
-    assert read(Shells(files))[0].fingerprint != first
 
 
 def test_images_are_read_when_they_are_wanted() -> None:

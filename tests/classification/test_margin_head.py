@@ -71,7 +71,7 @@ def test_losses_and_gradients_are_those_of_plain_torch(kind: str) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_sampled_classes_are_the_positives_and_a_share_of_the_others() -> None:
+def test_sampled_classes_are_the_positives_and_some_others() -> None:
     """Others than in the step before, and the same when the step is made again. The rest gets no gradient."""
     head, labels = head_of("cosface", 0.1, 5000), batch(0)[1]
     chosen = []
@@ -156,7 +156,7 @@ def rank_builds() -> list:
     return whole(head_of("cosface", classes=2500).weight.detach()).tolist()
 
 
-def test_first_weights_do_not_depend_on_the_layout_and_too_few_classes_are_refused(processes) -> None:
+def test_first_weights_do_not_depend_on_the_layout(processes) -> None:
     """More classes than are drawn at once."""
     expected = processes.run(rank_builds, ranks=1)
     assert torch.tensor(expected).std().item() == pytest.approx(0.01, rel=0.05)

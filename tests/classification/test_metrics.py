@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from common.classification import metrics
 from common.classification.metrics import ClassificationCounts, Mistake, Mistakes
+from common.distributed.collectives import rank, world_size
 
 
 def samples(count: int = 203, classes: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +69,7 @@ def test_an_image_that_could_not_be_read_is_wrong_and_not_absent() -> None:
     assert (results["exact_match"], results["f1"], results["broken"]) == (1 / 3, 2 / 3, 2)
 
 
-def test_ties_go_to_the_first_class_a_nan_is_never_right_and_nothing_counted_is_none() -> None:
+def test_ties_nans_and_nothing_counted() -> None:
     counts = ClassificationCounts(7, "cpu")
     counts.update(torch.zeros(7, 7), torch.arange(7))
     assert (counts.results()["top1"], counts.results()["top5"]) == (1 / 7, 5 / 7)
@@ -81,7 +82,7 @@ def test_ties_go_to_the_first_class_a_nan_is_never_right_and_nothing_counted_is_
     assert (nothing["top1"], nothing["loss"], nothing["mean_class_accuracy"], nothing["count"]) == (None,) * 3 + (0,)
 
 
-def test_very_many_classes_are_counted_without_the_matrix_by_coarser_scores_and_in_parts(monkeypatch) -> None:
+def test_very_many_classes_are_counted_without_the_matrix(monkeypatch) -> None:
     fine = counted(*samples(), batch=203)
     monkeypatch.setattr(metrics, "AT_ONCE", metrics.SCORE_BINS)  # 146 rows, and one class
     parts = counted(*samples(), batch=203)
@@ -95,7 +96,7 @@ def test_very_many_classes_are_counted_without_the_matrix_by_coarser_scores_and_
 
 
 @pytest.mark.parametrize("multi_label", [False, True])
-def test_precision_recall_and_f1_of_each_class_agree_with_scikit_learn(multi_label: bool) -> None:
+def test_metrics_of_each_class_agree_with_scikit_learn(multi_label: bool) -> None:
     """Also of a class that nothing shows, one that is never predicted, an image with a NaN, and ties."""
     logits, labels = samples()
     logits[:, 5], logits[17] = -9, float("nan")
@@ -134,7 +135,7 @@ def test_a_threshold_has_the_best_f1_of_scikit_learns_curve(multi_label: bool) -
         assert every.max() > every[metrics.SCORE_BINS // 2], "a choice that matters"
 
 
-def test_a_perfect_class_keeps_one_half_and_unreadable_images_are_missed_at_any_threshold() -> None:
+def test_a_perfect_class_keeps_a_threshold_of_one_half() -> None:
     counts = ClassificationCounts(2, "cpu")
     counts.update(torch.eye(2) * 10, torch.arange(2))
     assert counts.thresholds() == ([0.5, 0.5], [1, 1])
@@ -142,17 +143,22 @@ def test_a_perfect_class_keeps_one_half_and_unreadable_images_are_missed_at_any_
     assert counts.thresholds() == ([0.5, 0.5], [1, 2 / 3])
 
 
-def test_mistakes_are_the_most_confident_wrong_ones_in_a_fixed_order() -> None:
-    """An image that could not be read, or that has a NaN, is no mistake to look at."""
+def rank_looks(keep: int) -> list[Mistake]:
+    """The mistakes in a rank's share of the batches, which come in the order of no image; image 5 could not be read."""
     logits, labels = samples()
-    sound = torch.arange(203) != 5
+    confidences, predicted = logits.softmax(1).max(1)
+    mistakes = Mistakes(keep)
+    for these in torch.arange(203).flip(0).split(17)[rank() :: world_size()]:
+        mistakes.update(confidences[these], predicted[these], labels[these], these, these != 5)
+    return mistakes.merge()
+
+
+@pytest.mark.parametrize("keep, ranks", [(5, 1), (24, 2), (500, 3)])
+def test_mistakes_are_the_most_confident_wrong_ones(processes, keep: int, ranks: int) -> None:
+    """On every rank in the same order. An image that could not be read is no mistake to look at."""
+    logits, labels = samples()
     confidences, predicted = logits.softmax(1).max(1)
     wrong = [index for index in range(203) if index != 5 and predicted[index] != labels[index]]
     best = sorted(wrong, key=lambda index: (-confidences[index].item(), index))
-    for keep in (5, 24, 500):
-        mistakes = Mistakes(keep)
-        for these in torch.arange(203).flip(0).split(17):
-            mistakes.update(confidences[these], predicted[these], labels[these], these, sound[these])
-        expected = [Mistake(i, labels[i].item(), predicted[i].item(), confidences[i].item()) for i in best[:keep]]
-        assert mistakes.merge() == expected
-    assert Mistakes().merge() == []
+    expected = [Mistake(i, labels[i].item(), predicted[i].item(), confidences[i].item()) for i in best[:keep]]
+    assert processes.run(rank_looks, keep, ranks=ranks) == [expected] * ranks

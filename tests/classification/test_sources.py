@@ -56,7 +56,7 @@ def reds(source) -> list[int]:
     return [source.image(index).getpixel((0, 0))[0] for index in range(len(source))]
 
 
-def test_digits_are_the_real_ones_with_a_fixed_stratified_fifth_held_out():
+def test_a_fixed_stratified_fifth_of_the_digits_is_held_out():
     from sklearn.datasets import load_digits
 
     train, val = read("digits", seed=0)
@@ -321,7 +321,7 @@ def test_paths_of_nothing_are_refused(tmp_path, monkeypatch):
     assert f"no permission to read {tmp_path}" in refusal(tmp_path)
 
 
-def test_the_hold_out_is_stratified_seeded_and_complete_and_hardly_changes_when_a_file_comes_or_the_folder_moves(
+def test_the_hold_out_is_stratified_and_stays_when_files_come(
     tmp_path,
 ):
     root = pets(tmp_path / "a", cats=20, dogs=20)
@@ -341,7 +341,7 @@ def test_the_hold_out_is_stratified_seeded_and_complete_and_hardly_changes_when_
         before = after
 
 
-def test_images_are_found_in_any_case_through_links_and_under_names_that_are_no_text(tmp_path):
+def test_images_are_found_through_links_and_under_odd_names(tmp_path):
     """Never hidden ones. Links do not lead in circles, and a dangling one is a broken image."""
     pets(tmp_path / "store", cats=2, dogs=2)
     root = tmp_path / "data"
@@ -453,7 +453,7 @@ def check_rows(*sources):
         assert source.labels.dtype == np.int64 and not source.multi_label and len(source.fingerprint) == 32
 
 
-def test_save_to_disk_and_parquet_hold_out_the_same_rows_with_class_names_from_the_data(tmp_path):
+def test_saved_data_and_parquet_hold_out_the_same_rows(tmp_path):
     data, found = classified(30), []
     data.save_to_disk(tmp_path / "saved")
     (tmp_path / "folder").mkdir()
@@ -488,7 +488,7 @@ def test_a_split_to_evaluate_on_is_used_as_it_is(tmp_path):
     assert [len(alone(tmp_path / "test.parquet", held_out=held_out)) for held_out in (False, True)] == [9, 3]
 
 
-def test_lists_of_labels_are_multi_label_and_a_column_with_class_names_is_the_label(tmp_path):
+def test_lists_of_labels_are_several_labels_of_an_image(tmp_path):
     tags = [[0], [0, 2], [], [1, 2], [2]]
     named = datasets.List(datasets.ClassLabel(names=["x", "y", "z", "never"]))
     labelled(tags, named).save_to_disk(tmp_path / "named")
@@ -514,7 +514,7 @@ def test_images_may_be_bytes_paths_or_a_pair(tmp_path):
         assert train.fingerprint != val.fingerprint
 
 
-def test_a_broken_cell_is_one_broken_image_and_not_an_error_of_the_whole_set(tmp_path):
+def test_a_broken_cell_is_one_broken_image(tmp_path):
     content = {"image": [png(0), b"no image", None, png(3)[:30], png(4), b""], "label": [0, 1] * 3}
     datasets.Dataset.from_dict(content).cast_column("image", datasets.Image()).to_parquet(tmp_path / "a.parquet")
     pq.write_table(pa.table(content), tmp_path / "b.parquet")
@@ -677,19 +677,15 @@ def sheet(root: Path, text: str, rows: list[str] = (), encoding: str = "utf-8") 
         ("file,kind\nimages/{n}.png,{nothing}", "NA none null"),
     ],
 )
-def test_a_csv_file_of_paths_and_labels_is_read_whatever_its_separator(tmp_path, text, classes):
+def test_a_csv_file_is_read_whatever_its_separator(tmp_path, text, classes):
     train, val = read(sheet(tmp_path, text))
     assert train.classes == val.classes == tuple(classes.split()) and (len(train), len(val)) == (9, 3)
     assert sorted(reds(train) + reds(val)) == list(range(12))
     assert val.labels.tolist() == [number % 3 for number in reds(val)]
     assert val.name(0) == f"{tmp_path}/images/{reds(val)[0]}.png"
-    again = read(tmp_path / "labels.csv")
-    assert [part.fingerprint for part in again] == [train.fingerprint, val.fingerprint]
-    picture(tmp_path / f"images/{reds(val)[0]}.png").write_bytes(b"another size")
-    assert read(tmp_path / "labels.csv")[1].fingerprint != val.fingerprint
 
 
-def test_a_column_named_split_or_several_files_say_what_is_evaluated(tmp_path):
+def test_a_column_split_or_several_files_are_parts(tmp_path):
     parts = ["Training"] * 6 + ["dev"] * 4 + ["Test"] * 2
     rows = [f"images/{n}.png,{n % 2},{part}" for n, part in enumerate(parts)]
     pq.write_table(pa.csv.read_csv(sheet(tmp_path, "file,kind,Split", rows)), tmp_path / "labels.parquet")
@@ -792,13 +788,13 @@ BAD_CSV = [
 
 
 @pytest.mark.parametrize("text, flags, told", BAD_CSV)
-def test_csv_refusals_are_one_line_that_names_the_file_and_the_way_out(tmp_path, text, flags, told):
+def test_csv_refusals_name_the_file_and_the_way_out(tmp_path, text, flags, told):
     flags = dict(flags)
     file = sheet(tmp_path, text, encoding=flags.pop("encoding", "utf-8"))
     assert told in refusal(file, **flags)
 
 
-def test_missing_files_are_counted_before_training_with_the_path_that_was_tried(tmp_path):
+def test_missing_files_are_counted_and_the_first_is_named(tmp_path):
     text = refusal(sheet(tmp_path, "file,kind\n{n}.png,{two}"))
     assert text.startswith(f"--data {tmp_path}/labels.csv: 12 of 12 images are missing, the first is {tmp_path}/0.png;")
     (tmp_path / "windows.csv").write_text("image,label\n" + "".join(f"images\\{n}.png,{n % 2}\n" for n in range(12)))

@@ -76,7 +76,7 @@ def test_no_magnitude_of_a_policy_fails(magnitude: int) -> None:
         varied(ViewSettings(augment=policy.format(magnitude)), range(20), photograph(9, 9))
 
 
-def test_switched_off_the_image_is_only_resized_and_flips_come_as_often_as_asked() -> None:
+def test_flips_come_as_often_as_asked() -> None:
     image = photograph(32, 32)
     original = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)
     assert all(torch.equal(each, original) for each in varied(PLAIN, range(20), image))
@@ -122,7 +122,7 @@ def test_evaluation_shows_what_timm_would(size: tuple[int, int], crop_mode: str)
     assert torch.allclose((mine - mean) / std, theirs, atol=1e-5)
 
 
-def test_a_stripe_that_an_evaluation_would_enlarge_beyond_the_limit_is_broken() -> None:
+def test_a_stripe_that_would_be_enlarged_too_much_is_broken() -> None:
     """20,000 x 1 pixels would become 4,480,000 x 224: 4 GB. Below the limit a stripe is evaluated as any image."""
     transform = EvalTransform(DATA | {"input_size": (3, 224, 224), "crop_pct": 1.0})
     with bounded(10, 256), pytest.raises(BrokenImage, match=r"would be enlarged to .*, the limit is 89478485"):

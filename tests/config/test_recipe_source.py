@@ -35,7 +35,7 @@ def begin(folder: Path, monkeypatch, **files: str) -> recipe_source.Source:
     return recipe_source.read()
 
 
-def test_a_recipe_is_its_file_and_the_modules_beside_it_that_it_imports(tmp_path, monkeypatch) -> None:
+def test_a_recipe_is_its_file_and_the_modules_beside_it(tmp_path, monkeypatch) -> None:
     hard = "import os, losses.focal\nfrom mine import model\nfrom common import run\nfrom . import near\n"
     files = {"losses__focal": LOSS, "losses____init__": "", "mine": "import deep", "deep": "import hard", "near": ""}
     read = begin(tmp_path, monkeypatch, hard=hard, common____init__="", common__run="", far="", **files)
@@ -79,7 +79,7 @@ def test_other_code_is_shown_in_a_few_lines() -> None:
     assert recipe_source.difference({"hard.py": "%matplotlib"}, {"hard.py": "%matplotlib inline"})
 
 
-def test_a_recipe_is_the_module_of_its_configuration_and_cells_of_a_notebook_are_refused(monkeypatch) -> None:
+def test_cells_of_a_notebook_are_refused(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
     assert recipe_source.started(Path()).name == "pathlib.py"
     with pytest.raises(Refused, match="a recipe is a file"):

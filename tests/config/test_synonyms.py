@@ -17,7 +17,7 @@ FIELDS = {recipe: {field.name for field in dataclasses.fields(config)} for recip
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_names_of_other_tools_lead_to_flags_of_the_recipe_and_are_no_flags(recipe: str) -> None:
+def test_names_of_other_tools_lead_to_flags_of_the_recipe(recipe: str) -> None:
     for text, names in HINTS.items():
         flag = re.match(r"--(\w+)", text)[1]
         for name in names.split() if flag in FIELDS[recipe] else ():

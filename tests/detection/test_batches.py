@@ -95,7 +95,7 @@ def test_objects_that_get_too_small_to_train_on_have_a_row():
 
 
 @pytest.mark.parametrize("square, short_side", [(False, 7), (True, 48)])
-def test_without_variation_training_shows_the_pixels_of_the_evaluation(square, short_side):
+def test_plain_training_shows_the_pixels_of_the_evaluation(square, short_side):
     """Also of images that are made much smaller, of which no margin is cut off."""
     data = source()
     plain = BoxAugmentation(0, (short_side,), 80, square=square)

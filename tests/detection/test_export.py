@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from common.detection.data import scenes
 from common.detection.export import export
@@ -88,7 +89,7 @@ class Three:
     classes, category_ids = ("cat", "dog", "emu"), np.array([7, 1, 90])
 
 
-def test_a_folder_says_what_the_data_calls_its_classes_and_is_for_more_than_its_owner(best, tmp_path) -> None:
+def test_a_folder_names_classes_and_is_readable_by_others(best, tmp_path) -> None:
     detector, folder = best
     config = json.loads((folder / "config.json").read_text())
     assert config["classes"] == ["cat", "dog", "emu"] and config["category_ids"] == [7, 1, 90]
@@ -122,7 +123,7 @@ NEW_CLASSES = {
 
 
 @pytest.mark.parametrize("family", ["retinanet", "mask_rcnn"])
-def test_a_new_run_begins_with_what_the_old_one_knows_of_its_classes(family, tmp_path) -> None:
+def test_a_new_run_begins_with_the_classes_that_are_known(family, tmp_path) -> None:
     options = {"hidden": 16, "mask_width": 16} if family == "mask_rcnn" else {}
     trained = make(family, classes=3, **options)
     folder, theirs = leave(trained, tmp_path / "best", source=Three()), trained.state_dict()
@@ -158,13 +159,13 @@ def test_a_new_run_begins_with_what_the_old_one_knows_of_its_classes(family, tmp
         assert said == f"{taken} of {len(theirs)} tensors of {folder}{head}"
 
 
-def test_what_a_detector_calls_its_classes_is_matched_with_the_data() -> None:
+def test_classes_of_a_detector_are_matched_with_the_data() -> None:
     found = {
         "boxes": torch.arange(20.0).view(5, 4),
         "scores": torch.arange(5.0),
         "labels": torch.tensor([2, 0, 1, 2, 0]),
     }
-    detector = make("fcos", classes=3)
+    detector = nn.Module()
     detector.detect = lambda images, sizes: [found]
     (matched,) = Matched(detector, [2, 0]).detect(torch.zeros(1, 3, 8, 8), torch.tensor([[8, 8]]))
     assert matched["labels"].tolist() == [0, 1, 0, 1] and matched["scores"].tolist() == [0, 1, 3, 4]

@@ -11,7 +11,7 @@ from common.errors import Refused
 from tests.harness.detections import columns
 
 
-def test_an_image_weighs_as_its_rarest_class_which_counts_once_an_image_and_not_as_a_crowd():
+def test_an_image_weighs_as_its_rarest_class():
     objects = [[0], [0, 0, 0], [0, 1], [], [1, 0], [0], [0], [0], [2, 2, 0], [0]]
     images = [[((0, 0, 5, 5), label) for label in of_image] for of_image in objects]
     images[0].append(((0, 0, 5, 5), 3, True))
@@ -32,7 +32,7 @@ def aspects(count, seed=0):
 
 
 @pytest.mark.parametrize("size, window", [(1000, 16), (103, 4), (5, 3)])
-def test_each_epoch_holds_each_image_exactly_once_and_any_position_can_be_asked_alone(size, window):
+def test_each_epoch_holds_each_image_exactly_once(size, window):
     stream = GroupedStream(size, 8, 3, aspects=aspects(size), window=window)
     drawn = stream.indices(np.arange(4 * size))
     assert (np.sort(drawn.reshape(4, size), axis=1) == np.arange(size)).all()
@@ -40,7 +40,7 @@ def test_each_epoch_holds_each_image_exactly_once_and_any_position_can_be_asked_
     assert (stream.indices(order) == drawn[order]).all() and stream.indices(np.array([10**12]))[0] in range(size)
 
 
-def test_steps_hold_similar_shapes_in_an_order_that_says_nothing_about_them():
+def test_steps_hold_similar_shapes_in_random_order():
     shapes = aspects(10_000)
     stream = GroupedStream(10_000, 16, 0, aspects=shapes, window=16)
     mixed = {name: shapes[one.indices(np.arange(9_984))].reshape(-1, 16) for name, one in

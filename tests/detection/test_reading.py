@@ -115,7 +115,7 @@ def test_samples_are_those_of_decoding_everything(size, short_side, most, mean, 
     assert np.mean(means) <= 1.5 and (most == 0 or max(means) > 0)
 
 
-def test_every_kind_of_file_is_upright_and_an_evaluation_decodes_all_of_it() -> None:
+def test_every_file_is_upright_and_evaluated_in_full() -> None:
     """As the script beside an exported detector does, at whatever size."""
     data, shown = source(FILES), BoxAugmentation(0, (10_000,), 48)  # their long side becomes 48
     evaluation = EvalDataset(data, SimpleNamespace(resize=shown, stride=16, fill=FILL, normalize=None))
@@ -172,6 +172,6 @@ def test_a_cache_shows_nearly_the_same() -> None:
                 assert not len(one["boxes"]) or (one["boxes"] - other["boxes"]).abs().max() <= 1
 
 
-def test_a_cache_is_refused_for_scenes_that_are_never_shown_again() -> None:
+def test_a_cache_of_scenes_made_afresh_is_refused() -> None:
     with pytest.raises(Refused, match="--cache: every position has an image of its own"):
         samples_of(scenes.load(0)[0], cache=open_cache(8, 32, ""))

@@ -105,7 +105,7 @@ def test_no_image_is_larger_than_its_metadata_say(position, size, way, count):
         assert (np.array(result.image.shape[:0:-1]) == bound).all()
 
 
-def test_an_object_of_which_little_is_left_is_left_out_and_a_crowd_region_stays():
+def test_an_object_of_which_little_is_left_is_dropped():
     """MixUp with a narrow image cuts others: a box keeps less than a tenth of itself in some places."""
     augmentation, narrow = build(mixup=1.0), painted((20, 80), 0)
     kept = {False: [], True: []}

@@ -39,32 +39,44 @@ def exchange() -> dict:
         "broadcast": [c.broadcast_object(f"from {rank}", source) for source in range(c.world_size())],
         "counts": c.reduce_counts(counts).tolist(),
         "untouched": counts.tolist() == [[1, 2**60], [rank, 5]],
-        "reduced": {op: c.reduce_dict(values, op) for op in ("sum", "mean", "max", "min")},
+        **{op: c.reduce_dict(values, op) for op in ("sum", "mean", "max", "min")},
         "nan": [str(c.reduce_dict(odd, op)["loss"]) for op in ("sum", "mean", "max", "min")],
         "arrays": gathered
         and [[(array.dtype, array.shape, array.tolist()) for array in of_rank] for of_rank in gathered],
     }
 
 
-def test_one_process_and_several_exchange_alike(processes: Processes) -> None:
-    def expected(ranks: range) -> dict:
-        count, numbers = len(ranks), [rank + 1.0 for rank in ranks]
-        reductions = {"sum": sum(numbers), "mean": sum(numbers) / count, "max": float(count), "min": 1.0}
-        return {
-            "gathered": [{"rank": rank} for rank in ranks],
-            "broadcast": [f"from {rank}" for rank in ranks],
-            "counts": [[count, count * 2**60], [sum(ranks), count * 5]],
-            "untouched": True,
-            "reduced": {op: {"b": of, "a": count / 2 if op == "sum" else 0.5} for op, of in reductions.items()},
-            "nan": ["nan" if count > 1 else "2.0"] * 4,
-            "arrays": [
-                [(array.dtype, array[rank:].shape, array[rank:].tolist()) for array in ARRAYS] for rank in ranks
-            ],
-        }
+@pytest.fixture(scope="module")
+def exchanged(processes: Processes) -> dict[int, list[dict]]:
+    """What each rank of one and of three has after its exchanges, by number of ranks."""
+    return {ranks: processes.run(exchange, ranks=ranks) if ranks > 1 else [exchange()] for ranks in (1, 3)}
 
-    assert exchange() == expected(range(1))
-    three = expected(range(3))
-    assert processes.run(exchange, ranks=3) == [three, three | {"arrays": None}, three | {"arrays": None}]
+
+EXPECTED = {  # of n ranks r with the values r + 1
+    "gathered": lambda ranks: [{"rank": rank} for rank in ranks],
+    "broadcast": lambda ranks: [f"from {rank}" for rank in ranks],
+    "counts": lambda ranks: [[len(ranks), len(ranks) * 2**60], [sum(ranks), len(ranks) * 5]],
+    "untouched": lambda ranks: True,
+    "sum": lambda ranks: {"b": sum(ranks) + len(ranks), "a": 0.5 * len(ranks)},
+    "mean": lambda ranks: {"b": sum(ranks) / len(ranks) + 1, "a": 0.5},
+    "max": lambda ranks: {"b": float(len(ranks)), "a": 0.5},
+    "min": lambda ranks: {"b": 1.0, "a": 0.5},
+    "nan": lambda ranks: ["nan" if len(ranks) > 1 else "2.0"] * 4,
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", EXPECTED)
+def test_one_process_and_several_exchange_alike(exchanged, name: str, ranks: int) -> None:
+    assert [of_rank[name] for of_rank in exchanged[ranks]] == [EXPECTED[name](range(ranks))] * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_main_process_alone_gathers_arrays(exchanged, ranks: int) -> None:
+    of_main, *others = (of_rank["arrays"] for of_rank in exchanged[ranks])
+    assert others == [None] * (ranks - 1)
+    for rank, arrays in enumerate(of_main):
+        assert arrays == [(array.dtype, array[rank:].shape, array[rank:].tolist()) for array in ARRAYS]
 
 
 def be_sent_a_pickle(marker: str) -> list[str]:
@@ -126,7 +138,7 @@ def use_groups() -> tuple:
     return identity(), *map(int, totals), options._timeout.total_seconds(), counts
 
 
-def test_groups_are_of_the_ranks_that_share_a_host_and_may_differ_in_size(processes: Processes) -> None:
+def test_groups_are_of_the_ranks_that_share_a_host(processes: Processes) -> None:
     """They are made once, and have the timeout that was set. Ranks of the same groups count the same collectives."""
     *found, counts = zip(*processes.run(use_groups, ranks=3), strict=True)
     assert [*zip(*found, strict=True)] == [
@@ -138,39 +150,40 @@ def test_groups_are_of_the_ranks_that_share_a_host_and_may_differ_in_size(proces
     assert identity() == (0, 1, True, 1, True, 0)
 
 
-def fail_together(cases: list[dict[int, BaseException]]) -> list[str]:
-    outcomes = []
-    for failures in cases:
-        try:
-            with collectives.all_or_none("loading data"):
-                if collectives.rank() in failures:
-                    raise failures[collectives.rank()]
-            outcomes.append("none")
-        except BaseException as error:
-            outcomes.append(f"{type(error).__name__}: {error}")
-        collectives.barrier()  # all ranks are still in step
-    return outcomes
+def fail_together(failures: dict[int, BaseException]) -> str:
+    try:
+        with collectives.all_or_none("loading data"):
+            if collectives.rank() in failures:
+                raise failures[collectives.rank()]
+        outcome = "none"
+    except BaseException as error:
+        outcome = f"{type(error).__name__}: {error}"
+    collectives.barrier()  # all ranks are still in step
+    return outcome
 
 
-def test_all_or_none_raises_on_every_rank_or_on_none(processes: Processes) -> None:
-    refused = Refused("lr -1 is negative")
-    cases = [
-        {},
-        {1: OSError("no such file")},
-        {0: OSError("a\nb"), 2: KeyboardInterrupt()},
-        {0: refused, 2: refused},
-        {0: refused, 2: OSError("gone")},
-    ]
-    told = "Refused: rank 1: while loading data: OSError: no such file"
-    both = "Refused: rank 0: while loading data: OSError: a b; rank 2: while loading data: KeyboardInterrupt: "
-    refusal = "Refused: lr -1 is negative"
-    mixed = "Refused: rank 0: while loading data: Refused: lr -1 is negative; rank 2: while loading data: OSError: gone"
-    assert processes.run(fail_together, cases, ranks=3) == [
-        ["none", told, "OSError: a\nb", refusal, refusal],
-        ["none", "OSError: no such file", both, refusal, mixed],
-        ["none", told, "KeyboardInterrupt: ", refusal, "OSError: gone"],
-    ]
-    assert fail_together(cases[::3]) == ["none", refusal]
+NEGATIVE = Refused("lr -1 is negative")
+LOST = "Refused: rank 1: while loading data: OSError: no such file"
+BOTH = "Refused: rank 0: while loading data: OSError: a b; rank 2: while loading data: KeyboardInterrupt: "
+MIXED = "Refused: rank 0: while loading data: Refused: lr -1 is negative; rank 2: while loading data: OSError: gone"
+REFUSAL = "Refused: lr -1 is negative"
+
+
+@pytest.mark.parametrize(
+    "failures, outcomes",
+    [
+        ({}, ["none"] * 3),
+        ({0: NEGATIVE}, [REFUSAL]),
+        ({1: OSError("no such file")}, [LOST, "OSError: no such file", LOST]),
+        ({0: OSError("a\nb"), 2: KeyboardInterrupt()}, ["OSError: a\nb", BOTH, "KeyboardInterrupt: "]),
+        ({0: NEGATIVE, 2: NEGATIVE}, [REFUSAL] * 3),
+        ({0: NEGATIVE, 2: OSError("gone")}, [REFUSAL, MIXED, "OSError: gone"]),
+    ],
+)
+def test_all_or_none_raises_on_every_rank_or_on_none(processes: Processes, failures: dict, outcomes: list[str]) -> None:
+    """Also without a process group."""
+    ranks = len(outcomes)
+    assert outcomes == (processes.run(fail_together, failures, ranks=ranks) if ranks > 1 else [fail_together(failures)])
 
 
 def enter_in_turn(folder: str, failing: int) -> tuple[str, list[str]]:
@@ -190,7 +203,7 @@ def enter_in_turn(folder: str, failing: int) -> tuple[str, list[str]]:
     return outcome, seen
 
 
-def test_the_first_rank_of_a_node_goes_first_and_a_failure_reaches_all(processes: Processes, tmp_path) -> None:
+def test_the_first_rank_of_a_node_goes_first(processes: Processes, tmp_path) -> None:
     def run(failing: int) -> list[tuple[str, list[str]]]:
         return processes.run(enter_in_turn, tempfile.mkdtemp(dir=tmp_path), failing, ranks=3)
 

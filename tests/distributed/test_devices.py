@@ -22,7 +22,7 @@ def test_a_machine_with_another_makers_accelerator(monkeypatch: pytest.MonkeyPat
     assert [devices.exact(kind) == torch.float64 for kind in kinds] == [True, True, True, False]
 
 
-def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_is_not_recorded_as_one_on_the_gpu(
+def test_the_record_names_the_device_of_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -111,7 +111,7 @@ def rank_computes_in_half() -> tuple[list, bool]:
     return kept, all(torch.equal(sharding.whole(mine.grad), theirs.grad) for mine, theirs in pairs)
 
 
-def test_no_copy_of_a_matrix_in_half_precision_waits_for_the_backward_pass(processes) -> None:
+def test_no_half_precision_copy_waits_for_the_backward_pass(processes) -> None:
     """It would be as large as half the whole model on each device. The gradients are the same, bit for bit."""
     matrices = [sorted(layer.weight.shape) for layer in vit().modules() if isinstance(layer, nn.Linear)]
     for kept, is_equal in processes.run(rank_computes_in_half, ranks=2):
@@ -174,7 +174,7 @@ def rank_asks_too_much() -> None:
         sharding.shard(scalar, torch.float32)
 
 
-def test_a_weight_that_would_not_be_sharded_and_a_model_that_cannot_be_cut_are_refused(processes) -> None:
+def test_a_weight_that_would_not_be_sharded_is_refused(processes) -> None:
     """Each rank would train its own."""
     processes.run(rank_asks_too_much, ranks=2)
 
@@ -190,26 +190,29 @@ def test_neighbours_share_a_model_and_replicas_the_same_shard(processes) -> None
     assert found == [[[0, 2], [0, 1]], [[1, 3], [0, 1]], [[0, 2], [2, 3]], [[1, 3], [2, 3]]]
 
 
-def test_models_are_cut_into_their_blocks() -> None:
-    """So that no part is much larger than one block."""
-    for name, blocks, largest in (
+@pytest.mark.parametrize(
+    "name, min_blocks, largest",
+    [
         ("vit_tiny_patch16_224", 12, 0.09),
         ("resnet50", 16, 0.25),
         ("convnext_atto", 12, 0.25),
         ("swin_tiny_patch4_window7_224", 12, 0.26),
         ("efficientnet_b0", 15, 0.14),
-    ):
-        with torch.device("meta"):
-            model = timm.create_model(name)
-        found, sizes = find_blocks(model), Counter()
-        inner = {id(parameter): block for block in reversed(found) for parameter in block.parameters()}
-        for parameter in model.parameters():
-            sizes[inner.get(id(parameter))] += parameter.numel()
-        assert len(found) >= blocks, name
-        assert max(size for block, size in sizes.items() if block is not None) <= largest * sizes.total(), name
+    ],
+)
+def test_models_are_cut_into_their_blocks(name: str, min_blocks: int, largest: float) -> None:
+    """So that no part is much larger than one block."""
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    blocks, sizes = find_blocks(model), Counter()
+    inner = {id(parameter): block for block in reversed(blocks) for parameter in block.parameters()}
+    for parameter in model.parameters():
+        sizes[inner.get(id(parameter))] += parameter.numel()
+    assert len(blocks) >= min_blocks
+    assert max(size for block, size in sizes.items() if block is not None) <= largest * sizes.total()
 
 
-def test_blocks_that_share_weights_stay_together_and_a_model_of_blocks_alone_keeps_one_for_itself() -> None:
+def test_blocks_that_share_weights_stay_together() -> None:
     """Each pass begins with what no block has."""
     model = nn.Sequential(*(nn.TransformerEncoderLayer(4, 1, 8) for _ in range(3)))
     assert find_blocks(model) == [*model][:2]

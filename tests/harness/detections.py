@@ -44,10 +44,10 @@ def moved(box, x: float) -> tuple:
     return box[0] + x, box[1], box[2] + x, box[3]
 
 
-def one_image(objects: list, found: list) -> Matches:
+def one_image(objects: list, found: list, source_type: type[Annotated] = Annotated) -> Matches:
     """Objects (box, class, crowd) and detections (box, score, class) of a picture of 100 x 100 pixels."""
     rows = np.array([(*box, score, label) for box, score, label in found], np.float32).reshape(-1, 6)
-    return Matches(Annotated(**columns([objects])), np.zeros(len(rows), np.int64), rows)
+    return Matches(source_type(**columns([objects])), np.zeros(len(rows), np.int64), rows)
 
 
 def awkward(seed: int) -> tuple[Annotated, list[dict]]:

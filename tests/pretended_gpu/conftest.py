@@ -93,13 +93,10 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def run_on_gpus(run_several, gpus: Gpus):
-    """`run_several(devices, cases)` of tests/conftest.py, on as many GPUs; `wrapped` is given what runs the cases."""
+    """`run_several(devices, cases)` of tests/conftest.py, on as many GPUs."""
 
-    def run(devices: int, cases, *, precision: str = "", gib: object = 16, wrapped=None, **options):
-        def run_main(devices, main, env, timeout):
-            main = functools.partial(wrapped, main) if wrapped else main
-            return gpus.run_main(devices, main, env, gib=gib, precision=precision, timeout=timeout)
-
+    def run(devices: int, cases, *, precision: str = "", gib: object = 16, **options):
+        run_main = functools.partial(gpus.run_main, gib=gib, precision=precision)
         return run_several(devices, cases, run_main=run_main, **options)
 
     return run

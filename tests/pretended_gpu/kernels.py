@@ -83,20 +83,9 @@ def announced():
         runtime.pretended_compute(0)
 
 
-def poison(tensor: torch.Tensor) -> None:
-    """Fills uninitialised memory with NaN: a reused block of the allocator still has its old values."""
-    storage = tensor.untyped_storage()
-    if is_cuda(tensor) and storage.nbytes():
-        ctypes.memset(storage.data_ptr(), 0xFF, storage.nbytes())
-
-
 def unknown() -> int:
     """Number of calls of kernels and runtime functions that nothing computes."""
     return ctypes.c_ulong.in_dll(runtime, "pretended_unknown").value
-
-
-def is_mask(index: object) -> bool:
-    return is_cuda(index) and index.dtype in (torch.bool, torch.uint8)
 
 
 class Kernels(TorchDispatchMode):
@@ -114,8 +103,10 @@ class Kernels(TorchDispatchMode):
         runtime.pretended_settle(torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()))
         if is_without_kernel(func):
             result = func(*args, **kwargs)
-            if "empty" in name:
-                poison(result)
+            if "empty" in name and is_cuda(result) and result.untyped_storage().nbytes():
+                # NaN everywhere: a reused block of the allocator still has its old values.
+                storage = result.untyped_storage()
+                ctypes.memset(storage.data_ptr(), 0xFF, storage.nbytes())
             return result
         if func.namespace == "_c10d_functional":
             with self:
@@ -138,11 +129,13 @@ class Kernels(TorchDispatchMode):
 
     def without_masks(self, x, indices, *rest):
         """Replaces masks among indices by their positions. As on CUDA, the host waits until their number is known."""
-        if rest and not any(rest[1:]) and is_one_number(rest[0]) and sum(map(is_tensor, indices)) == 1:
-            return x, indices, *rest  # a fill under a mask needs no positions
+        if rest and not any(rest[1:]) and sum(map(is_tensor, indices)) == 1:
+            value = rest[0]
+            if value.numel() == 1 and not value.is_cuda:
+                return x, indices, *rest  # a fill under a mask needs no positions
         result = []
         for index in indices:
-            if is_mask(index):
+            if is_cuda(index) and index.dtype in (torch.bool, torch.uint8):
                 torch.cuda.current_stream(index.device).synchronize()
                 result += [sent(places, index.device) for places in host(index).nonzero().unbind(1)]
             else:
@@ -170,10 +163,6 @@ def functional(name: str, x: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 def is_tensor(x: object) -> bool:
     return isinstance(x, torch.Tensor)
-
-
-def is_one_number(x: torch.Tensor) -> bool:
-    return x.numel() == 1 and not x.is_cuda
 
 
 def cuda_device(args: tuple, kwargs: dict) -> torch.device | None:
@@ -214,7 +203,8 @@ def compute(func, args: tuple, kwargs: dict, seed: int | None = None) -> Any:
     def run(args: tuple, kwargs: dict) -> Any:
         if seed is not None:
             torch.default_generator.manual_seed(seed)
-        return instead(func)(*args, **kwargs)
+        function = INSTEAD.get(func._schema.name.split("::")[1], func)
+        return function(*args, **kwargs)
 
     with torch.random.fork_rng([], enabled=seed is not None):
         try:
@@ -256,10 +246,6 @@ def fill(func, results: Any, computed: Any) -> None:
 
 SOFTMAX = ("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data")
 INSTEAD: dict[str, Callable] = {name: decomposition_table[getattr(aten, name).default] for name in SOFTMAX}
-
-
-def instead(func) -> Callable:
-    return INSTEAD.get(func._schema.name.split("::")[1], func)
 
 
 def kernel(function: Callable) -> Callable:

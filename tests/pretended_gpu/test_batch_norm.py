@@ -1,4 +1,7 @@
-"""Batch norm computes on CUDA what it computes on the CPU, with few kernels and little memory."""
+"""Batch norm computes on CUDA what it computes on the CPU, with few kernels and little memory.
+
+Two ranks, each with a GPU and with unequal micro-batches, compute all cases in one launch.
+"""
 
 import ctypes
 import functools
@@ -7,6 +10,7 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,8 +18,10 @@ from torch import nn
 from common.training import batch_norm
 
 CHANNELS = 6
-SHAPES = {"maps": (3, 5), "rows": (), "tokens": (7,)}
+SHAPES = {"maps": (3, 5), "channels_last": (3, 5), "rows": (), "tokens": (7,)}
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-3}  # a rounding step of each type
+CASES = list(itertools.product(("group", "node", "global"), TOLERANCES, SHAPES))
+MODES = {"group 2": 2, "group 8": 8, "node": 1, "global": 1}  # number of groups in a batch
 
 
 def layer_of(mode: str, group_size: int, dtype: torch.dtype, shape: tuple) -> nn.Module:
@@ -38,13 +44,13 @@ def results(layer: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> dict[s
     return named | {name: parameter.grad for name, parameter in layer.named_parameters()}
 
 
-def compare(mode: str, dtype: str, shape: str, channels_last: bool) -> float:
+def compare(mode: str, dtype: str, shape: str) -> float:
     """The largest difference between GPU and CPU, relative to the largest value."""
     kind, count = getattr(torch, dtype), (6, 4)[dist.get_rank()]
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = (torch.randn(count, CHANNELS, *SHAPES[shape], dtype=torch.float64, generator=generator) + 5).to(kind)
     gradient = torch.randn(x.shape, dtype=torch.float64, generator=generator).to(kind)
-    if channels_last:
+    if shape == "channels_last":
         x = x.to(memory_format=torch.channels_last)
     of = {
         device: results(layer_of(mode, 2, kind, SHAPES[shape]).to(device), x.to(device), gradient.to(device))
@@ -57,13 +63,11 @@ def compare(mode: str, dtype: str, shape: str, channels_last: bool) -> float:
     )
 
 
-def cost(mode: str, groups: int, channels_last: bool) -> dict:
+def measure_cost(mode: str, groups: int, memory_format: torch.memory_format) -> dict:
     """Kernel launches of forward and backward, and peak memory beyond input and gradient, in units of the input's size."""
     count, kind = 32, torch.bfloat16
     layer = layer_of(mode, count // groups, kind, (64, 64)).cuda()
-    x = torch.randn(count, CHANNELS, 64, 64).to(kind).cuda()
-    if channels_last:
-        x = x.to(memory_format=torch.channels_last)
+    x = torch.randn(count, CHANNELS, 64, 64).to(kind).cuda().to(memory_format=memory_format)
     gradient, x = torch.ones_like(x), x.requires_grad_()
     before = torch.cuda.memory_allocated()
     from tests.pretended_gpu import kernels
@@ -76,38 +80,40 @@ def cost(mode: str, groups: int, channels_last: bool) -> dict:
     return {"launches": launches.value - launched, "peak": round(peak, 2)}
 
 
-def compare_all(file: Path) -> None:
-    """On each of two ranks: every mode with the CPU, and what it costs."""
+def compute_all(file: Path) -> None:
+    """What a rank does: every mode beside the CPU, and what it costs."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    layouts = (("maps", ""), ("maps", " channels_last"), ("rows", ""), ("tokens", ""))
-    cases = itertools.product(("group", "node", "global"), TOLERANCES, layouts)
-    errors = {
-        f"{mode} {dtype} {shape}{last}": compare(mode, dtype, shape, bool(last)) for mode, dtype, (shape, last) in cases
-    }
-    modes = (("group", 2), ("group", 8), ("node", 1), ("global", 1))
-    cases = itertools.product(modes, ("", " channels_last"))
-    costs = {f"{mode} {groups}{last}": cost(mode, groups, bool(last)) for (mode, groups), last in cases}
+    errors = {" ".join(case): compare(*case) for case in CASES}
+    costs = {}
+    for layout in ("contiguous_format", "channels_last"):
+        for mode, groups in MODES.items():
+            costs[f"{mode} {layout}"] = measure_cost(mode.split()[0], groups, getattr(torch, layout))
     if dist.get_rank() == 0:
         file.write_text(json.dumps({"errors": errors, "costs": costs}))
     dist.destroy_process_group()
 
 
-def test_all_modes_equal_the_cpu_and_neither_kernels_nor_memory_grow(gpus, tmp_path) -> None:
-    """Outputs, gradients and statistics on two GPUs with unequal micro-batches, for all types and memory formats.
-
-    The number of kernels does not grow with the number of groups, and shared statistics make no float32 copies.
-    """
-    done = gpus.run_main(2, functools.partial(compare_all, tmp_path / "found.json"))
+@pytest.fixture(scope="module")
+def computed(gpus, tmp_path_factory) -> dict[str, dict]:
+    if gpus.real:
+        pytest.skip("there is a real GPU")
+    file = tmp_path_factory.mktemp("computed") / "computed.json"
+    done = gpus.run_main(2, functools.partial(compute_all, file))
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert len(found["errors"]) == 3 * 4 * 4
-    for case, error in found["errors"].items():
-        assert error < TOLERANCES[case.split()[1]], f"{case}: {error}"
-    launches, peaks = ({case: cost[key] for case, cost in found["costs"].items()} for key in ("launches", "peak"))
-    for last in ("", " channels_last"):
-        # One group after the other would take four per group.
-        assert launches[f"group 2{last}"] == launches[f"group 8{last}"] < 20
-        assert launches[f"global 1{last}"] == launches[f"node 1{last}"] < 16  # 40 with plain operators
-        assert peaks[f"global 1{last}"] <= 2.1  # output and gradient; 11.3 with plain operators
-        assert peaks[f"group 8{last}"] <= 4.1
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("mode, dtype, shape", CASES)
+def test_outputs_gradients_and_statistics_equal_the_cpu(computed, mode: str, dtype: str, shape: str) -> None:
+    assert computed["errors"][f"{mode} {dtype} {shape}"] < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("layout", ["contiguous_format", "channels_last"])
+def test_neither_kernels_nor_memory_grow_with_the_groups(computed, layout: str) -> None:
+    """One group after the other would take four kernels per group; shared statistics make no float32 copies."""
+    few, many, node, world = (computed["costs"][f"{mode} {layout}"] for mode in MODES)
+    assert few["launches"] == many["launches"] < 20
+    assert world["launches"] == node["launches"] < 16  # 40 with plain operators
+    assert world["peak"] <= 2.1  # output and gradient; 11.3 with plain operators
+    assert many["peak"] <= 4.1

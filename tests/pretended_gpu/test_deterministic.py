@@ -2,35 +2,45 @@
 
 import pytest
 
-from tests.harness.launching import ROOT
+from tests.harness.outcomes import Outcome
+from tests.recipes.copied import copy
 
 WORDS = "--max_steps 2 --eval_every 2 --workers 0 --tracker none --mixup 0.2 --random_erasing 0.3 --clip 1".split()
-STEPS = "        for step in run.steps():\n"
-SAYS = """
-        import os
-
-        asked = torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
-        print("asked", *asked, torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark)
-
+PRINTS = """\
+@@ main
+         for step in run.steps():
++            import os
++
++            cudnn = torch.backends.cudnn
++            print("deterministic", torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark)
++            print("cuBLAS", os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
 """
-LOGITS = "logits = network(images)"
-POOLED = "logits = network(F.adaptive_avg_pool2d(images.requires_grad_(), 24))"
+POOLED = """\
+@@
+-                logits = network(images)  # [B, K]
++                logits = network(F.adaptive_avg_pool2d(images.requires_grad_(), 24))
+"""
+pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.gpu
-def test_deterministic_kernels_are_asked_for_and_an_operator_without_one_is_refused(run_on_gpus, tmp_path) -> None:
-    """torch itself raises for such an operator. Without the flag it runs, and cuDNN searches for its fastest algorithms."""
-    recipe = (ROOT / "recipes" / "cls.py").read_text().replace(STEPS, SAYS + STEPS)
-    plain, pooled = tmp_path / "plain.py", tmp_path / "pooled.py"
-    plain.write_text(recipe)
-    pooled.write_text(recipe.replace(LOGITS, POOLED))
+@pytest.fixture(scope="module")
+def runs(run_on_gpus, tmp_path_factory) -> dict[str, Outcome]:
+    folder = tmp_path_factory.mktemp("recipes")
+    plain = copy(folder / "plain.py", PRINTS)
+    pooled = copy(folder / "pooled.py", PRINTS, POOLED)
     cases = {"plain": [plain, "--deterministic"], "refused": [pooled, "--deterministic"], "free": [pooled]}
-    runs = run_on_gpus(1, {name: [*words, *WORDS] for name, words in cases.items()})
-    plain, refused, free = runs.values()
-    assert plain.outcome == free.outcome == "ok"
-    assert "asked True :4096:8 True False" in plain.stdout
-    assert "asked False :4096:8 False True" in free.stdout
-    assert refused.outcome == "refused"
-    assert refused.text.startswith(
-        "--deterministic: torch has no deterministic kernel of adaptive_avg_pool2d_backward_cuda"
-    )
+    return run_on_gpus(1, {name: [*words, *WORDS] for name, words in cases.items()})
+
+
+@pytest.mark.parametrize("name, settings", [("plain", "True True False"), ("free", "False False True")])
+def test_kernels_are_deterministic_if_that_is_asked_for(runs, name: str, settings: str) -> None:
+    """Without the flag cuDNN searches for its fastest algorithms."""
+    assert runs[name].outcome == "ok"
+    assert f"deterministic {settings}\ncuBLAS :4096:8\n" in runs[name].stdout
+
+
+def test_an_operator_without_a_deterministic_kernel_is_refused(runs) -> None:
+    """torch itself raises for it; without the flag it runs."""
+    assert runs["refused"].outcome == "refused"
+    message = "--deterministic: torch has no deterministic kernel of adaptive_avg_pool2d_backward_cuda"
+    assert runs["refused"].text.startswith(message)

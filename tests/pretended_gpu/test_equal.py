@@ -148,7 +148,7 @@ def test_a_compiled_model_trains_what_the_cpu_trains_without(runs) -> None:
     assert_equal(runs["cpu"]["group"], runs["gpus"]["compiled"])
 
 
-def test_a_run_resumes_bit_equal_where_it_was_and_equal_elsewhere(runs) -> None:
+def test_a_run_resumes_bit_equal_and_equal_elsewhere(runs) -> None:
     """A checkpoint of two GPUs, resumed on them and on the CPU."""
     whole, resumed = runs["gpus"]["global"], runs["gpus"]["from gpus"]
     assert [row["train/loss"] for row in whole.rows if "train/loss" in row][HALF:] == list(resumed.column("train/loss"))
@@ -192,24 +192,35 @@ def exact(run_several, words, thorough) -> dict[str, Outcome]:
     return run_several(1, {name: words(name, flags[name], "exact") for name in names}, as_typed=True)
 
 
-@pytest.mark.parametrize(
-    "devices, precision", [pytest.param(*each, marks=[pytest.mark.long] * (n > 0)) for n, each in enumerate(PRECISIONS)]
+@pytest.fixture(
+    scope="module", params=[pytest.param(each, marks=[pytest.mark.long] * (n > 0)) for n, each in enumerate(PRECISIONS)]
 )
-def test_runs_in_any_precision_train_evaluate_draw_and_resume(devices, precision, run_on_gpus, words, exact) -> None:
-    """Losses stay as close to float64 as the precision allows over a few steps."""
+def rounded(request, run_on_gpus, words, exact) -> tuple[str, dict[str, Outcome]]:
+    """A precision, and the runs in it."""
+    devices, precision = request.param
     place = f"{devices}{precision}"
     cases = {name: words(name, ROUNDED[name], place) for name in exact}
     half = cases["resnet"][-1] / "resnet" / "checkpoints" / f"step_{HALF:08d}"
     cases["resumed"] = words("resumed", f"{ROUNDED['resnet']} --resume {half}", place)
-    runs = run_on_gpus(devices, cases, precision=precision, as_typed=True, pictures=True)
-    for name in exact:
-        assert runs[name].outcome == "ok" and "could not be drawn" not in runs[name].stdout, runs[name].stdout
-        assert {"eval/count", "eval/loss" if name != "fcos" else "eval/AP"} <= runs[name].rows[-1].keys()
-        first, later = TOLERANCE[precision]
-        losses, expected = (run.column("train/loss") for run in (runs[name], exact[name]))
-        np.testing.assert_allclose(losses[0], expected[0], rtol=first)
-        np.testing.assert_allclose(losses, expected, rtol=later)
-        assert list((runs[name].folder / "pictures").glob("confusion*")) and (runs[name].folder / "best").is_dir()
+    return precision, run_on_gpus(devices, cases, precision=precision, as_typed=True, pictures=True)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name != "resnet")) for name in ROUNDED]
+)
+def test_losses_stay_as_close_to_float64_as_precision_allows(name: str, rounded, exact) -> None:
+    precision, run = rounded[0], rounded[1][name]
+    assert run.outcome == "ok" and "could not be drawn" not in run.stdout, run.stdout
+    assert {"eval/count", "eval/AP" if name == "fcos" else "eval/loss"} <= run.rows[-1].keys()
+    first, later = TOLERANCE[precision]
+    losses, expected = run.column("train/loss"), exact[name].column("train/loss")
+    np.testing.assert_allclose(losses[0], expected[0], rtol=first)
+    np.testing.assert_allclose(losses, expected, rtol=later)
+    assert list((run.folder / "pictures").glob("confusion*")) and (run.folder / "best").is_dir()
+
+
+def test_a_run_in_any_precision_resumes_bit_equal(rounded) -> None:
+    _, runs = rounded
     assert list((runs["resnet"].folder / "wandb").glob("offline-run-*"))
     assert list(runs["resumed"].column("train/loss")) == list(runs["resnet"].column("train/loss")[HALF:])
     assert identical(runs["resumed"].tensors(), runs["resnet"].tensors())

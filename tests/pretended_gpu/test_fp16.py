@@ -1,7 +1,6 @@
 """fp16 on pretended GPUs: a step that overflows leaves the training state unchanged; a loss that is not finite ends the run."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -29,47 +28,44 @@ SMALL_HEAD = KINDS["sampled"].replace("16.0", "2.0")  # its own gradients overfl
 SHARDED = "cls --model test_vit --opt adamw --ema_decay 0.9 --max_micro_batch_size 2"
 
 
+# On the last rank, in steps 1 and 3.
+OVERFLOW = """\
+@@ main
++        from common.distributed.collectives import rank, world_size
++
++        is_last = rank() == world_size() - 1
+         for step in run.steps():
+@@ main
++                if is_last and step in (0, 2):
++                    losses.register_hook(lambda gradient: 1e30 * gradient)
+                 run.backward(losses)  # gradients are sent with the last micro-batch
+"""
+# The same of one number of a shard.
+OVERFLOW_OF_A_SHARD = """\
+@@ main
++            from common.distributed.collectives import rank, world_size
++
++            if rank() == world_size() - 1 and step in (0, 2):
++                shards = [parameter.grad.to_local() for parameter in model.parameters()]
++                next(shard for shard in shards if shard.numel()).view(-1)[:1].fill_(torch.inf)
+             grad_norm = run.clip_gradients(config.clip, config.clip_mode)
+"""
+
+
+def command(case: str, folder: Path, overflow: str = OVERFLOW) -> list[object]:
+    """The command line of a case, of a copy of its recipe in which gradients overflow."""
+    name, *words = f"{case} --output_dir RUNS {LENGTH}".replace("RUNS", str(folder / "runs")).split()
+    recipe = "det" if name == "det" else "cls"
+    changes = [CHANGE.replace(HEAD, SMALL_HEAD)] if name == "head" else []
+    file = copy(folder / f"{name}_{len(overflow)}.py", *changes, overflow, recipe=recipe)
+    return [file, *words, "--data", folder / recipe, "--global_batch_size", 2 if recipe == "det" else 8]
+
+
 @pytest.fixture(scope="module")
 def runs(gpus, run_on_gpus, folder: Path) -> dict[str, Outcome]:
-    """One launch on two GPUs, if there are, in which only the last one's gradients overflow, in steps 1 and 3."""
-    return overflowing(run_on_gpus, gpus.at_most(2), folder, CASES | {"unsharded": SHARDED})
-
-
-def overflowing(run_on_gpus, devices: int, folder: Path, named: dict[str, str], **options) -> dict[str, Outcome]:
-    cases = {}
-    for name, case in named.items():
-        recipe, *words = f"{case} --output_dir RUNS {LENGTH}".replace("RUNS", str(folder / "runs")).split()
-        file, size = f"recipes/{recipe}.py", 2 if recipe == "det" else 8
-        if recipe == "head":
-            file, recipe = copy(folder / "head.py", CHANGE.replace(HEAD, SMALL_HEAD)), "cls"
-        cases[name] = [file, *words, "--data", folder / recipe, "--global_batch_size", size]
-    return run_on_gpus(devices, cases, precision="fp16", wrapped=overflow_in_steps_1_and_3, **options)
-
-
-def overflow_in_steps_1_and_3(main: Callable[[], None]) -> None:
-    """`main`, in whose runs the last rank's gradients overflow; of a sharded model, one number of its shard."""
-    from common.distributed import sharding
-    from common.distributed.collectives import rank, world_size
-    from common.run.run import Run
-
-    backward, clip_gradients = Run.backward, Run.clip_gradients
-
-    def overflows_here(run: Run) -> bool:
-        return run.step in (0, 2) and rank() == world_size() - 1
-
-    def overflowing_backward(run: Run, losses: torch.Tensor) -> None:
-        if overflows_here(run) and not sharding.is_sharded(run.model):
-            losses.register_hook(lambda gradient: 1e30 * gradient)
-        backward(run, losses)
-
-    def overflowing_clip(run: Run, *options: object) -> torch.Tensor:
-        if overflows_here(run) and sharding.is_sharded(run.model):
-            shards = [sharding.local(parameter.grad) for parameter in run.model.parameters()]
-            next(shard for shard in shards if shard.numel()).view(-1)[:1].fill_(torch.inf)
-        return clip_gradients(run, *options)
-
-    Run.backward, Run.clip_gradients = overflowing_backward, overflowing_clip
-    main()
+    """One launch on two GPUs, if there are, in which only the last one's gradients overflow."""
+    cases = {name: command(case, folder) for name, case in (CASES | {"unsharded": SHARDED}).items()}
+    return run_on_gpus(gpus.at_most(2), cases, precision="fp16")
 
 
 @pytest.mark.parametrize("name", ["fused", "compressed", "head", "detected"])
@@ -85,7 +81,7 @@ def test_an_overflow_on_one_gpu_skips_the_step_on_all(runs, name):
     assert not any(tensor.isnan().any() for file in ("model", "optimizer") for tensor in run.tensors(file).values())
 
 
-def test_fused_sgd_trains_what_unfused_sgd_trains_after_a_first_step_that_overflowed(runs):
+def test_fused_sgd_trains_what_unfused_sgd_trains(runs):
     """Unwritten memory is NaN here, so a momentum that starts from it would show."""
     fused, unfused = runs["fused"], runs["unfused"]
     for key in ("train/loss", "train/loss_scale"):
@@ -94,7 +90,7 @@ def test_fused_sgd_trains_what_unfused_sgd_trains_after_a_first_step_that_overfl
         torch.testing.assert_close(fused.tensors(file), unfused.tensors(file))
 
 
-def test_a_resume_after_a_first_step_that_overflowed_is_bit_equal(runs):
+def test_a_resume_after_an_overflow_is_bit_equal(runs):
     """Weights, momentum, loss scale and its growth counter, rows."""
     whole, again = runs["fused"], runs["resumed"]
     assert len(again.rows) < len(whole.rows)
@@ -106,16 +102,18 @@ def test_a_resume_after_a_first_step_that_overflowed_is_bit_equal(runs):
         assert whole.column(key).tolist()[-len(again.column(key)) :] == again.column(key).tolist()
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_though_gradients_overflow_in_the_same_step(runs):
+def test_a_loss_that_is_not_finite_stops_the_run(runs):
+    """Though gradients overflow in the same step."""
     run = runs["diverged"]
     assert run.outcome == "refused"
     assert run.text.startswith("step 3: the loss of the samples at positions 16, 17, ")
     assert run.text.endswith("take a bf16 config: beyond 65,504 fp16 is infinite")
 
 
-def test_an_overflow_in_one_shard_skips_the_step_on_all_and_changes_nothing_else(runs, run_on_gpus, folder: Path):
+def test_an_overflow_in_one_shard_skips_the_step_on_all(runs, run_on_gpus, folder: Path):
     """One number of one rank's shard: the same steps are skipped, at the same scale, as by DDP, and the rest is equal."""
-    whole, cut = runs["unsharded"], overflowing(run_on_gpus, 2, folder, {"sharded": SHARDED}, env=FSDP)["sharded"]
+    case = command(SHARDED, folder, OVERFLOW_OF_A_SHARD)
+    whole, cut = runs["unsharded"], run_on_gpus(2, {"sharded": case}, precision="fp16", env=FSDP)["sharded"]
     assert cut.outcome == "ok" and "in 2 shards" in cut.stdout, cut.text
     assert [norm is None for norm in cut.column("train/grad_norm")] == [True, False, True, False]
     for key in ("train/loss_scale", "train/skipped_steps"):

@@ -197,27 +197,27 @@ def check(steps, waits, hidden=None):
         assert IS_REAL or others == REPORT | (hidden or {}), step
 
 
-def of_cls(*names):
-    return {name: ("recipes/cls.py", *CLS[name]) for name in names}
+QUICK = ("groups", "faster_rcnn")
 
 
-def of_det(*names):
-    return {name: ("recipes/det.py", DET[name][0], f"--detector {name} {DET[name][1]}") for name in names}
+@pytest.fixture(scope="module")
+def steps(count, thorough):
+    """The steps of each run on one GPU."""
+    cases = {name: ("recipes/cls.py", precision, words) for name, (precision, words) in CLS.items()}
+    for name, (precision, words, _) in DET.items():
+        cases[name] = ("recipes/det.py", precision, f"--detector {name} {words}")
+    return count({name: case for name, case in cases.items() if thorough or name in QUICK})
 
 
-def check_all(found):
-    for name in found.keys() & CLS.keys():
-        check(found[name], {})
-    for name in found.keys() & DET.keys():
-        check(found[name], DET[name][2])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in [*CLS, *DET]]
+)
+def test_a_step_waits_only_for_what_a_detector_has_to_know(steps, name):
+    check(steps[name], DET[name][2] if name in DET else {})
 
 
-def test_steps_wait_for_nothing_but_what_a_detector_has_to_know(count):
-    check_all(count(of_cls("groups") | of_det("faster_rcnn")))
-
-
-def test_on_two_gpus_steps_wait_for_nothing_and_one_that_does_is_found(count, tmp_path):
-    """Also with numbers that a copied recipe logs: only the waits that were added are there."""
+def test_on_two_gpus_only_a_wait_that_was_added_is_found(count, tmp_path):
+    """Also with numbers that a copied recipe logs."""
     steps = count({"waiting": (copy(tmp_path / "waiting" / "cls.py", WAITING), *CLS["varied"])}, devices=2)["waiting"]
     timed = {"cudaEventSynchronize waiting/cls.py, parallel/distributed.py": 8}  # by DDP in its first ten steps
     check(steps, {"waiting/cls.py": 1}, timed | {"cudaMemcpyAsync waiting/cls.py": 1})
@@ -230,8 +230,3 @@ def test_a_head_that_is_cut_by_class_waits_for_nothing(count, tmp_path):
     words = "--model test_vit --clip 1 --ema_decay 0.9 --max_micro_batch_size 4"
     steps = count({"head": (copy(tmp_path / "head" / "cls.py", change), "fp16", words)}, devices=2)["head"]
     check(steps, {}, {"cudaEventSynchronize head/cls.py, parallel/distributed.py": 8})
-
-
-@pytest.mark.long
-def test_no_option_and_no_detector_makes_a_step_wait_for_more(count):
-    check_all(count(of_cls(*CLS) | of_det(*DET)))

@@ -14,35 +14,48 @@ WORDS = ("--tracker", "none", "--log_every", 1, "--eval_every", 100)
 SEGMENTS = "from common.launching.launch import let_segments_grow as let; let(found := {}); print(found)"
 
 
-def assert_predicted(run: Outcome, least: float = 0.9) -> tuple[float, float]:
+def assert_predicted(run: Outcome, min_share: float = 0.9) -> tuple[float, float]:
     """The start table predicted the peak memory of a step with all states; both, in GiB."""
     predicted, room = map(float, re.search("memory +(.+) of (.+) GiB at the peak of a step", run.stdout).groups())
     peak = run.column("perf/gpu_memory_gb")[0]  # before the evaluation
-    assert least * predicted < peak < (1.02 if IS_REAL else 1.01) * predicted < room
+    assert min_share * predicted < peak < (1.02 if IS_REAL else 1.01) * predicted < room
     return predicted, peak
 
 
-@pytest.mark.gpu
-def test_a_micro_batch_that_one_of_two_gpus_has_no_room_for_is_made_smaller_on_both(run_on_gpus, tmp_path):
-    """Neither waits for the other's statistics; one that can't shrink is refused; training takes the predicted memory."""
-    draw_stripes(tmp_path / "data", (80, 30))
-    words = ["--data", tmp_path / "data", "--image_size", 64, "--max_micro_batch_size", 64, *WORDS, "--max_steps", 2]
+@pytest.fixture(scope="module")
+def runs(run_on_gpus, tmp_path_factory) -> dict[str, Outcome]:
+    """Runs on two GPUs, of which the second has little memory."""
+    data = tmp_path_factory.mktemp("data")
+    draw_stripes(data, (80, 30))
+    words = ["--data", data, "--image_size", 64, "--max_micro_batch_size", 64, *WORDS, "--max_steps", 2]
     cases = {
         "global": [*words, "--batch_norm", "global", "--image_size", 128],
         "local": [*words, "--ema_decay", 0.9, "--mixup", 0.2, "--random_erasing", 0.5],
         # A frozen backbone keeps no activations, so that mixing and erasing take most of the memory.
         "frozen": [*words, "--freeze_stages", "all", "--mixup", 0.2, "--cutmix", 0.2, "--random_erasing", 0.5],
     }
-    done = run_on_gpus(2, cases, precision="fp16", gib="16,0.06")
-    assert done["global"].outcome == "refused"
-    assert done["global"].text.startswith(
-        "the 32 samples that --batch_norm global needs at once do not fit into memory: take"
-    )
-    assert "; CUDA out of memory. Tried to allocate " in done["global"].text
-    assert "micro-batches of 32 do not fit into memory: 64 = 2 processes x 2 " in done["local"].stdout
-    assert " of 0.06 GiB at the peak of a step" in done["local"].stdout
-    assert_predicted(done["local"])
-    assert_predicted(done["frozen"], least=0.5)
+    return run_on_gpus(2, cases, precision="fp16", gib="16,0.06")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, min_share", [("local", 0.9), ("frozen", 0.5)])
+def test_training_takes_the_memory_that_was_foreseen(runs, name: str, min_share: float) -> None:
+    assert_predicted(runs[name], min_share)
+
+
+@pytest.mark.gpu
+def test_a_micro_batch_without_room_on_one_gpu_shrinks_on_both(runs) -> None:
+    assert "micro-batches of 32 do not fit into memory: 64 = 2 processes x 2 " in runs["local"].stdout
+    assert " of 0.06 GiB at the peak of a step" in runs["local"].stdout
+
+
+@pytest.mark.gpu
+def test_a_micro_batch_that_can_not_shrink_is_refused_on_both(runs) -> None:
+    """Neither waits for the other's statistics."""
+    run = runs["global"]
+    message = "the 32 samples that --batch_norm global needs at once do not fit into memory: take"
+    assert run.outcome == "refused" and run.text.startswith(message)
+    assert "; CUDA out of memory. Tried to allocate " in run.text
 
 
 @pytest.mark.gpu

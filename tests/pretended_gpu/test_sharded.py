@@ -29,7 +29,7 @@ def train(run_on_gpus, devices: int, gib: float, model: str, folder: Path) -> Ou
 def assert_trained(run: Outcome, states: float, devices: int, gib: float) -> tuple[float, float]:
     """Nothing was whole on a device, the trial foresaw the peak, `best/` is whole; GiB foreseen and at the peak of a step."""
     assert run.outcome == "ok", run.text
-    predicted, peak = assert_predicted(run, least=0.75)
+    predicted, peak = assert_predicted(run, min_share=0.75)
     assert states / devices < 0.97 * peak and predicted < gib
     assert np.isfinite(run.column("train/loss")).all()
     shapes = [

@@ -5,36 +5,42 @@ import re
 
 import pytest
 
+from tests.recipes.copied import copy
+
 PATIENCE = 15
-# A recipe whose rank 1 hangs when it takes its eighth batch; the micro-batch search and DDP's warm-up take three.
-HANGING = """
-import json, os, runpy, signal, sys, threading
-import torch, torch.distributed as dist
-from common.data import loader as loading
-take, taken = loading.Prefetcher.__next__, []
-def hang(feed):
-    taken.append(feed)
-    if len(taken) == 8 and os.environ["RANK"] == "1":
-        groups = dist.distributed_c10d._world.pg_map.items()
-        options = [group._get_backend(torch.device("cpu" if kind == "gloo" else "cuda")).options for group, (kind, _) in groups]
-        print("GROUPS", json.dumps([[each.backend, each._timeout.total_seconds()] for each in options]))
-        print("MONITOR", os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"], flush=True)
-        if "STOP" in os.environ:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        threading.Event().wait()
-    return take(feed)
-loading.Prefetcher.__next__ = hang
-sys.argv[0] = "recipes/cls.py"
-runpy.run_path(sys.argv[0], run_name="__main__")
+# Rank 1 hangs in step 5, having said what the timeouts are.
+HANGING = """\
+@@ main
+         for step in run.steps():
++            if step == 4 and rank() == 1:
++                hang()
+@@ main
++def hang():
++    import json, os, signal, threading
++    import torch.distributed as dist
++
++    devices = {"gloo": "cpu", "nccl": "cuda"}
++    groups = dist.distributed_c10d._world.pg_map.items()
++    options = [group._get_backend(torch.device(devices[kind])).options for group, (kind, _) in groups]
++    print("GROUPS", json.dumps([[each.backend, each._timeout.total_seconds()] for each in options]))
++    print("MONITOR", os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"], flush=True)
++    if "STOP" in os.environ:
++        os.kill(os.getpid(), signal.SIGSTOP)
++    threading.Event().wait()
++
++
+ def main() -> None:
+@@
+ from common.run import Run
++from common.distributed.collectives import rank
 """
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["stuck", pytest.param("stopped", marks=pytest.mark.long)])
-def test_the_process_that_hangs_is_named_where_the_others_wait_for_their_devices(gpus, tmp_path, how):
-    """Over NCCL. The default group, the hosts' group and the machine's group would all give up much later."""
-    script = tmp_path / "cls_hanging.py"
-    script.write_text(HANGING)
+def test_the_process_that_hangs_is_named(gpus, tmp_path, how):
+    """The others wait for their devices, over NCCL. No group would give up before."""
+    script = copy(tmp_path / "cls_hanging.py", HANGING)
     words = ("--tracker", "none", "--workers", 1, "--batch_norm", "node", "--log_every", 1, "--max_steps", 50)
     words = (*words, "--collective_timeout", PATIENCE, "--output_dir", tmp_path, "--name", "run")
     env = {"STOP": "1"} if how == "stopped" else {}

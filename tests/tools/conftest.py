@@ -1,11 +1,25 @@
 """Finished runs that tests of tools look at: made once per session. Copy what a test changes."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.harness.forked import Ended, Forks
 from tests.harness.launching import Launcher
-from tests.harness.runs import made_once
+from tests.harness.runs import made_once, start_tool
+
+
+@pytest.fixture(scope="session")
+def run_tool(forks: Forks) -> Callable[..., list[Ended]]:
+    """`run_tool(2, "compare", run, other)`: how two ranks of a tool have ended, which they must do well."""
+
+    def run(ranks: int, tool: str, *words: object) -> list[Ended]:
+        ended = [rank.end(300) for rank in start_tool(forks, ranks, tool, *words)]
+        assert {rank.code for rank in ended} == {0}, ended
+        return ended
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from common.classification import sources
-from tests.harness.runs import refusal, start_tool
+from tests.harness.runs import refusal
 from tools.audit.__main__ import main, write_table
 
 SHARE = 0.05  # of the labels
@@ -20,13 +20,6 @@ EXACT = (
 
 def suspicious(folder: Path) -> list[dict]:
     return list(csv.DictReader((folder / "suspicious.csv").read_text().splitlines()))
-
-
-def audit(forks, processes: int, *words: object) -> list[str]:
-    """What the tool prints on its ranks."""
-    ended = [rank.end() for rank in start_tool(forks, processes, "audit", *words, "--workers", 0)]
-    assert {rank.code for rank in ended} == {0}, ended
-    return [rank.stdout for rank in ended]
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +40,10 @@ def runs(run_several, tmp_path_factory) -> dict[str, Path]:
     return {name: run.folder for name, run in runs.items()}
 
 
-def test_changed_labels_are_found(runs, forks) -> None:
+def test_changed_labels_are_found(runs, run_tool) -> None:
     """Else a user would mend what is right."""
-    printed = audit(forks, 2, runs["preset"])
-    assert "labels are likely wrong" in printed[0] and not printed[1]
+    main_rank, other = run_tool(2, "audit", runs["preset"], "--workers", 0)
+    assert "labels are likely wrong" in main_rank.stdout and not other.stdout
     rows = [row for row in suspicious(runs["preset"]) if row["verdict"] == "likely wrong"]
     true = [Path(row["image"]).stem.partition("_")[0] for row in rows]
     hits = [row["suggested"] == name for row, name in zip(rows, true, strict=True) if row["label"] != name]
@@ -59,10 +52,11 @@ def test_changed_labels_are_found(runs, forks) -> None:
     assert (runs["preset"] / "pictures/suspicious.png").stat().st_size > 10_000
 
 
-def test_the_verdicts_are_the_same_on_any_layout(runs, forks, tmp_path) -> None:
+def test_the_verdicts_are_the_same_on_any_layout(runs, run_tool, tmp_path) -> None:
     checkpoint = runs["exact"] / "checkpoints/step_00000024"
-    audit(forks, 1, checkpoint, "-o", tmp_path / "one")
-    audit(forks, 2, checkpoint, "-o", tmp_path / "two", "--max_micro_batch_size", 6)
+    words = ("audit", checkpoint, "--workers", 0, "-o")
+    run_tool(1, *words, tmp_path / "one")
+    run_tool(2, *words, tmp_path / "two", "--max_micro_batch_size", 6)
     one, two = (suspicious(tmp_path / name) for name in ("one", "two"))
     assert len(one) >= 20 and not (runs["exact"] / "suspicious.csv").exists()
     for key in ("rank", "verdict", "image", "label", "suggested"):
@@ -71,14 +65,14 @@ def test_the_verdicts_are_the_same_on_any_layout(runs, forks, tmp_path) -> None:
     assert numbers[1] == pytest.approx(numbers[0], abs=2e-6)
 
 
-def test_a_detector_is_audited_at_a_quarter_of_its_run(run_several, scenes, forks, tmp_path) -> None:
+def test_a_detector_is_audited_at_a_quarter_of_its_run(run_several, scenes, run_tool, tmp_path) -> None:
     words = ["--data", scenes, "--output_dir", tmp_path, "--max_steps", 8, "--checkpoint_every", 2, "--keep_for_audit"]
     run = run_several(2, {"boxes": words}, recipe="recipes/det.py")["boxes"]
     assert run.outcome == "ok", run.text
     assert [path.name for path in (run.folder / "audit").iterdir()] == ["step_00000002"]
     assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["step_00000006", "step_00000008"]
-    (printed,) = audit(forks, 1, run.folder)
-    assert "audit/step_00000002: " in printed and "are worth a look, in " in printed
+    (ended,) = run_tool(1, "audit", run.folder, "--workers", 0)
+    assert "audit/step_00000002: " in ended.stdout and "are worth a look, in " in ended.stdout
     assert suspicious(run.folder) is not None and (run.folder / "pictures/suspicious.png").exists()
 
 

@@ -53,7 +53,7 @@ def test_a_model_that_only_doubts_accuses_nobody(seed: int) -> None:
     assert len(found.indices) == min(240, (logits.argmax(1).numpy() != labels).sum())
 
 
-def test_a_class_that_was_not_learnt_gets_a_line_of_its_own_and_no_verdict() -> None:
+def test_a_class_that_was_not_learnt_gets_a_line_of_its_own() -> None:
     labels, logits = doubting()
     rare = np.flatnonzero(labels == 9)
     logits[rare, 9] -= 12  # what is left of the class looks like others
@@ -70,7 +70,7 @@ def test_a_class_that_was_not_learnt_gets_a_line_of_its_own_and_no_verdict() -> 
     assert "no label is likely wrong; class j: 20 of 20 images look like others" in said
 
 
-def test_of_several_labels_the_decision_that_fits_worst_counts_and_is_only_worth_a_look() -> None:
+def test_of_several_labels_the_worst_decision_counts() -> None:
     labels = np.zeros((3, 10), bool)
     labels[0, 1] = labels[1, 2] = labels[2, 3] = True
     logits = torch.where(torch.from_numpy(labels), 5.0, -5.0).double()

@@ -162,7 +162,7 @@ def test_a_picture_may_show_one_object_or_none(family, thorough, tmp_path) -> No
             assert np.array_equal(found["labels"], one["labels"])
 
 
-def test_an_export_of_a_run_has_its_average_precision_and_is_verified_without_torch(trained_detector, tmp_path) -> None:
+def test_an_export_has_the_ap_of_its_run_without_torch(trained_detector, tmp_path) -> None:
     run = copied(trained_detector, tmp_path / "run")
     main([str(run), "--to", "onnx", "--workers", "0"])
     folder = run / "export" / "onnx"
@@ -196,7 +196,7 @@ def test_an_export_of_a_run_has_its_average_precision_and_is_verified_without_to
     check_photographs(detector, plain, {"onnx": (session, 0.01), "openvino": (run_openvino, 0.01)})
 
 
-def test_what_finds_other_boxes_is_refused_by_the_names_of_the_images(trained_detector, scenes) -> None:
+def test_other_boxes_are_refused_by_the_names_of_images(trained_detector, scenes) -> None:
     task = load(str(trained_detector), ["--workers", "0", "--data", str(scenes)], 0)
     assert not judge(task, lambda pixels: found_by(task.module, pixels)).refusal
 

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.harness.drawings import draw_stripes
+from tests.harness.outcomes import Outcome
 from tests.harness.runs import copied, read
 
 
@@ -66,39 +67,62 @@ def test_a_report_has_the_numbers_of_the_run_and_of_any_layout(run, reported, fo
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory) -> Path:
-    """Images of five classes in train/, val/ and test/."""
-    root = tmp_path_factory.mktemp("parts")
+def on_parts(run_several, tmp_path_factory) -> dict[str, Outcome]:
+    """A run on images in train/, val/ and test/, and evaluations of it and of a copy of its model, by name."""
+    folder = tmp_path_factory.mktemp("parts")
     for seed, part in enumerate(("train", "val", "test")):
-        draw_stripes(root / part, (16, 14, 12, 10, 8), seed=seed)
-    return root
+        draw_stripes(folder / "data" / part, (16, 14, 12, 10, 8), seed=seed)
+    words = f"--data {folder}/data --model test_vit --image_size 32 --max_steps 4 --lr 1e-3 --output_dir {folder}"
+    [run] = run_several(1, {"run": words.split()}).values()
+    assert "test" not in (run.folder / "metrics.jsonl").read_text() and not (run.folder / "evaluation").exists()
+    best, copy = run.folder / "best", shutil.copytree(run.folder / "best", folder / "model")
+    cases = {
+        "val": ["--eval_only", best],
+        "test": ["--eval_only", best, "--split", "test"],
+        "large": ["--eval_only", best, "--image_size", 64],
+        "copy": ["--eval_only", copy, "--output_dir", folder / "here"],
+        "dry": ["--eval_only", copy, "--output_dir", folder / "dry", "--dry_run"],
+        "nowhere": ["--eval_only", copy, "--output_dir", "/proc/here"],
+    }
+    return {"run": run} | run_several(1, cases)
 
 
-def test_each_part_of_the_data_and_each_setting_has_a_report_of_its_own(parts, run_several, tmp_path) -> None:
-    words = f"--data {parts} --model test_vit --image_size 32 --max_steps 4 --lr 1e-3 --output_dir {tmp_path}"
-    run = run_several(1, {"folders": words.split()})["folders"].folder
-    assert "test" not in (run / "metrics.jsonl").read_text() and not (run / "evaluation").exists()
-    shutil.copytree(run / "best", tmp_path / "model")
-    flags = {"best-val": "", "best-test": "--split test", "best-val-": "--image_size 64"}
-    cases = {name: ["--eval_only", run / "best", *words.split()] for name, words in flags.items()}
-    cases["alone"] = ["--eval_only", tmp_path / "model", "--output_dir", tmp_path / "here"]
-    cases["dry"] = ["--eval_only", tmp_path / "model", "--output_dir", tmp_path / "dry", "--dry_run"]
-    cases["nowhere"] = ["--eval_only", tmp_path / "model", "--output_dir", "/proc/here"]
-    ended = run_several(1, cases)
-    reports = {}
-    for name in ("best-val", "best-test", "best-val-", "alone"):
-        reports[name] = Path(re.findall("^report: (.*)$", ended[name].stdout, re.MULTILINE)[0])
-        assert printed(ended[name])["top1"] == report_in(reports[name])["top1"]
-    assert {*reports.values()} == {*(run / "evaluation").iterdir(), *(tmp_path / "here/evaluation").iterdir()}
-    for name in flags:
-        assert reports[name].name.startswith(name), reports
-        evaluated = report_in(reports[name])["evaluated"]
-        assert evaluated["part"] == ("test/" if "test" in name else "val/")
-        assert evaluated["config"]["image_size"] == (64 if name == "best-val-" else 32)
-    assert reports["alone"].name.startswith("model-val-") and len([*(tmp_path / "model").iterdir()]) == 4
-    assert ended["nowhere"].outcome == "ok" and "can't be written (" in ended["nowhere"].stdout
-    assert "name another --output_dir" in ended["nowhere"].stdout
-    assert printed(ended["dry"])["top1"] == printed(ended["alone"])["top1"] and not (tmp_path / "dry").exists()
+def report_of(ended: Outcome) -> Path:
+    """The folder that an evaluation has named as its report."""
+    return Path(re.findall("^report: (.*)$", ended.stdout, re.MULTILINE)[0])
+
+
+@pytest.mark.parametrize(
+    "name, start, part, size",
+    [
+        ("val", "best-val", "val/", 32),
+        ("test", "best-test", "test/", 32),
+        ("large", "best-val-", "val/", 64),
+        ("copy", "model-val-", "val/", 32),
+    ],
+)
+def test_each_part_and_each_setting_has_a_report_of_its_own(on_parts, name, start, part, size) -> None:
+    report = report_of(on_parts[name])
+    evaluated = report_in(report)["evaluated"]
+    assert printed(on_parts[name])["top1"] == report_in(report)["top1"]
+    assert report.name.startswith(start)
+    assert (evaluated["part"], evaluated["config"]["image_size"]) == (part, size)
+
+
+def test_reports_stand_with_the_run_or_where_they_are_asked_for(on_parts) -> None:
+    folder = on_parts["run"].folder
+    assert {*(folder / "evaluation").iterdir()} == {report_of(on_parts[name]) for name in ("val", "test", "large")}
+    assert [*(folder.parent / "here/evaluation").iterdir()] == [report_of(on_parts["copy"])]
+    assert len([*(folder.parent / "model").iterdir()]) == 4, "nothing is written beside a model"
+
+
+def test_an_evaluation_without_a_report_has_its_numbers(on_parts) -> None:
+    """One that is not asked for, or can't be written."""
+    assert printed(on_parts["dry"])["top1"] == printed(on_parts["copy"])["top1"]
+    assert not (on_parts["run"].folder.parent / "dry").exists()
+    nowhere = on_parts["nowhere"]
+    assert nowhere.outcome == "ok" and "can't be written (" in nowhere.stdout
+    assert "name another --output_dir" in nowhere.stdout
 
 
 # --- detectors

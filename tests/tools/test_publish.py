@@ -17,6 +17,7 @@ from common.run.folder import read_rows
 from common.run.report import FILE
 from tests.harness.launching import inherited
 from tests.harness.runs import copied, read, refusal
+from tests.tools.changed import update_json
 from tools.compare.__main__ import main as compare
 from tools.publish.__main__ import main
 from tools.report import main as write_report
@@ -45,7 +46,7 @@ def ran(words: list, folder: Path) -> str:
     return done.stdout
 
 
-def test_every_number_of_a_run_with_a_moving_average_is_that_of_the_file_it_exports(
+def test_numbers_of_an_averaged_run_are_those_of_its_export(
     run_several, trained_classifier, forks, tmp_path, capsys
 ) -> None:
     words = "--config recipes/presets/digits.yaml --epochs 2 --ema_decay 0.98 --tracker none --workers 0 --output_dir"
@@ -87,7 +88,7 @@ def test_every_number_of_a_run_with_a_moving_average_is_that_of_the_file_it_expo
     assert f"top-1 (without EMA) {100 * raw:.2f} %" in page
 
 
-def test_the_card_of_a_classifier_has_its_figures_and_code_that_runs(trained_classifier, tmp_path) -> None:
+def test_the_card_of_a_classifier_has_code_that_runs(trained_classifier, tmp_path) -> None:
     card, text = published(trained_classifier, tmp_path / "model", "--license", "apache-2.0")
     results = read(trained_classifier / "best" / "results.json")
     assert card.data.license == "apache-2.0" and card.data.library_name == "timm"
@@ -110,7 +111,7 @@ def test_the_card_of_a_classifier_has_its_figures_and_code_that_runs(trained_cla
     assert len(scores) == 5 and {name for name, _ in scores} <= set("0123456789") and float(scores[0][1]) > 0.1
 
 
-def test_the_card_of_a_detector_has_its_figures_and_code_that_runs(trained_detector, tmp_path, capsys) -> None:
+def test_the_card_of_a_detector_has_code_that_runs(trained_detector, tmp_path, capsys) -> None:
     card, text = published(trained_detector, tmp_path / "model")
     assert "no --license is given" in capsys.readouterr().err and "License: none was given" in text
     results = read(trained_detector / "best" / "results.json")
@@ -134,10 +135,8 @@ def test_nothing_that_names_a_person_or_a_folder_is_published(trained_classifier
     for number, place in enumerate(PLACES):
         run, model = copied(trained_classifier, tmp_path / f"run-{number}"), tmp_path / f"model-{number}"
         flags = dict.fromkeys(texts, place)
-        of_run = original | {"config": original["config"] | flags, "notes": place}
-        (run / "best/run.json").write_text(json.dumps(of_run))
-        facts = read(run / "environment.json") | {"command": f"recipes/cls.py --data {place}", "recipe": place}
-        (run / "environment.json").write_text(json.dumps(facts))
+        update_json(run / "best/run.json", config=original["config"] | flags, notes=place)
+        update_json(run / "environment.json", command=f"recipes/cls.py --data {place}", recipe=place)
         (run / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load((run / "config.yaml").read_text()) | flags))
         log = (run / "log.txt").read_text()
         (run / "log.txt").write_text(log.replace("digits", place).replace("test_resnet", place))
@@ -150,15 +149,13 @@ def test_nothing_that_names_a_person_or_a_folder_is_published(trained_classifier
         assert settings["model"] == "test_resnet" and settings["lr"] == original["config"]["lr"], "it can be evaluated"
 
 
-def test_names_in_a_card_are_no_markup_and_unfinished_runs_say_so(trained_classifier, tmp_path) -> None:
+def test_names_in_a_card_are_no_markup(trained_classifier, tmp_path) -> None:
     run = copied(trained_classifier, tmp_path / "<i>a|*b*")
     odd, best = "a|b <i>*_`\n[x](https://x)", run / "best"
-    config, results = read(best / "config.json"), read(best / "results.json")
-    config["label_names"][3] = odd
-    results["per_class"] = {odd if key == "3" else key: value for key, value in results["per_class"].items()}
-    results["per_class"]["4"] = None
-    (best / "config.json").write_text(json.dumps(config))
-    (best / "results.json").write_text(json.dumps(results))
+    names, accuracies = list("0123456789"), read(best / "results.json")["per_class"]
+    names[3] = odd
+    update_json(best / "config.json", label_names=names)
+    update_json(best / "results.json", per_class=dict(zip(names, accuracies.values(), strict=True)) | {"4": None})
     (run / "status.json").write_text(json.dumps({"status": "resumable", "step": 20, "cause": "", "time": ""}))
     _, text = published(run, tmp_path / "model")
     assert r"| a\|b \<i\>\*\_\`\\n\[x\]\(https\://x\) |" in text and "\n| 4 | - |" in text
@@ -166,7 +163,7 @@ def test_names_in_a_card_are_no_markup_and_unfinished_runs_say_so(trained_classi
     assert "The run was not finished (resumable)" in text
 
 
-def test_what_cannot_be_published_is_refused_in_one_line(trained_classifier, tmp_path, monkeypatch) -> None:
+def test_what_cannot_be_published_is_refused_in_one_line(trained_classifier, tmp_path) -> None:
     def refused(run: Path, *words: object) -> str:
         return refusal(main, run, "--to", "someone/digits", *words)
 
@@ -188,6 +185,8 @@ def test_what_cannot_be_published_is_refused_in_one_line(trained_classifier, tmp
     assert "has no best/" in refused(run, *new)
     assert not (tmp_path / "new").exists()
 
+
+def test_a_failed_upload_is_told_in_one_line(trained_classifier, monkeypatch) -> None:
     pushed = {}
     monkeypatch.setattr(HfApi, "create_repo", lambda self, to, **options: pushed.update(options, to=to))
 
@@ -196,5 +195,6 @@ def test_what_cannot_be_published_is_refused_in_one_line(trained_classifier, tmp
         raise OSError("401 Client Error\n\nInvalid credentials")
 
     monkeypatch.setattr(HfApi, "upload_folder", upload)
-    assert "--to someone/digits: 401 Client Error; log in with" in refused(trained_classifier, "--private")
+    message = refusal(main, trained_classifier, "--to", "someone/digits", "--private")
+    assert "--to someone/digits: 401 Client Error; log in with" in message
     assert pushed["private"] and pushed["repo_id"] == "someone/digits" and "README.md" in pushed["files"]

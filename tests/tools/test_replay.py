@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from common.errors import Refused
-from tests.harness.forked import Forks
 from tests.harness.runs import read, rows_of, start_tool
 from tools.replay.replay import replay
 
@@ -16,13 +15,6 @@ EXACT = (
     "--model test_resnet --batch_norm group --norm_batch_size 2 --mixup 0.2 --cutmix 0.5 --random_erasing 0.25 "
     "--checkpoint_every 6 --max_micro_batch_size 6"
 )
-
-
-def replayed(forks: Forks, *words: object, ranks: int = 1) -> str:
-    """What `python -m tools.replay` prints on so many ranks."""
-    ended = [rank.end(300) for rank in start_tool(forks, ranks, "replay", *words)]
-    assert [rank.code for rank in ended] == [0] * ranks, ended
-    return ended[0].stdout
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -37,9 +29,9 @@ def logged(run: Path, step: int) -> dict:
     return next(row for row in rows_of(run / "metrics.jsonl") if row["step"] == step)
 
 
-def test_a_step_of_two_processes_is_replayed_on_one_and_on_two(trained_classifier, forks, tmp_path) -> None:
+def test_a_step_of_two_processes_is_replayed_on_one_and_on_two(trained_classifier, run_tool, tmp_path) -> None:
     before = content(trained_classifier)
-    replayed(forks, trained_classifier, "--step", 100, "-o", tmp_path / "out", "--workers", 1)
+    run_tool(1, "replay", trained_classifier, "--step", 100, "-o", tmp_path / "out", "--workers", 1)
     numbers = read(tmp_path / "out/step.json")["numbers"]
     for key in ("train/loss", "train/grad_norm", "train/lr"):  # one process sums them in another order
         assert numbers[key]["logged"] == logged(trained_classifier, 100)[key]
@@ -50,16 +42,16 @@ def test_a_step_of_two_processes_is_replayed_on_one_and_on_two(trained_classifie
     right = [sample["loss"] for sample in samples if sample["predicted"] == sample["label"]]
     assert len(right) > 50 and np.mean(right) < numbers["train/loss"]["logged"]
     assert (tmp_path / "out/sheet.png").stat().st_size > 20_000
-    words = (trained_classifier, "--step", 100, "-o", tmp_path / "two", "--workers", 0)
-    assert "the same bits" in replayed(forks, *words, ranks=2)
+    words = ("replay", trained_classifier, "--step", 100, "-o", tmp_path / "two", "--workers", 0)
+    assert "the same bits" in run_tool(2, *words)[0].stdout
     assert rows_of(tmp_path / "two/samples.jsonl") == samples
     with pytest.raises(Refused, match="out exists: name another"):
         replay(trained_classifier, 100, tmp_path / "out", [], False)
     assert content(trained_classifier) == before and {path.name for path in tmp_path.iterdir()} == {"out", "two"}
 
 
-def test_a_step_of_a_detector_is_replayed_from_the_first_one(trained_detector, forks, tmp_path) -> None:
-    replayed(forks, trained_detector, "--step", 10, "--from_start", "-o", tmp_path / "out", "--workers", 0)
+def test_a_step_of_a_detector_is_replayed_from_the_first_one(trained_detector, run_tool, tmp_path) -> None:
+    run_tool(1, "replay", trained_detector, "--step", 10, "--from_start", "-o", tmp_path / "out", "--workers", 0)
     numbers = read(tmp_path / "out/step.json")["numbers"]
     row = logged(trained_detector, 10)
     for key in ("train/loss", "train/loss_class", "train/loss_box", "train/grad_norm"):
@@ -69,9 +61,9 @@ def test_a_step_of_a_detector_is_replayed_from_the_first_one(trained_detector, f
     assert all(sample["boxes"] and sample["boxes"][0]["label"] in "0123456789" for sample in samples)
 
 
-def test_a_step_of_another_layout_agrees_in_float64(run_several, forks, tmp_path) -> None:
+def test_a_step_of_another_layout_agrees_in_float64(run_several, run_tool, tmp_path) -> None:
     (run,) = run_several(3, {"three": [*EXACT.split(), "--output_dir", tmp_path]}).values()
-    replayed(forks, run.folder, "--step", 9, "-o", tmp_path / "out")
+    run_tool(1, "replay", run.folder, "--step", 9, "-o", tmp_path / "out")
     assert abs(read(tmp_path / "out/step.json")["numbers"]["train/loss"]["difference"]) < 1e-8
 
 

@@ -1,6 +1,5 @@
 """A tool finds the recipe, the configuration and the weights of a run; what it can't use is refused in one line."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -10,6 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from common.detection.weights import sources
 from common.errors import Refused
+from tests.harness.outcomes import Outcome
+from tests.tools.changed import update_json
 from tools.trained import RECIPES, load
 
 
@@ -18,27 +19,37 @@ def test_a_run_folder_is_taken_by_init_as_tools_take_it(trained_detector) -> Non
     assert of_run.settings == of_best.settings and of_run.tensors.keys() == of_best.tensors.keys()
 
 
-def test_weights_that_are_no_numbers_are_refused_by_name(
-    trained_classifier, trained_detector, run_several, tmp_path
-) -> None:
-    cases, expected = {}, {}
-    for run, kind, change, said in (
-        (trained_classifier, "int8", lambda tensor: tensor.to(torch.int8), "int8"),
-        (trained_classifier, "infinite", lambda tensor: tensor / 0, "has numbers that are not finite"),
-        (trained_classifier, "short", lambda tensor: tensor[:1], "can't be made of this folder"),
-        (trained_detector, "bool", lambda tensor: tensor > 0, "another detector: 1 tensors differ"),
-        (trained_detector, "infinite", lambda tensor: tensor / 0, "has numbers that are not finite"),
-    ):
+UNFIT = {  # by recipe: how a weight is changed, and what is said
+    "cls int8": (lambda tensor: tensor.to(torch.int8), "int8"),
+    "cls infinite": (lambda tensor: tensor / 0, "has numbers that are not finite"),
+    "cls short": (lambda tensor: tensor[:1], "can't be made of this folder"),
+    "det bool": (lambda tensor: tensor > 0, "another detector: 1 tensors differ"),
+    "det infinite": (lambda tensor: tensor / 0, "has numbers that are not finite"),
+}
+
+
+@pytest.fixture(scope="module")
+def unfit(trained_classifier, trained_detector, run_several, tmp_path_factory) -> dict[str, tuple[str, Outcome]]:
+    """The name of the tensor that was changed, and the evaluation of these weights."""
+    folder, names, cases = tmp_path_factory.mktemp("unfit"), {}, {}
+    for case, (change, _) in UNFIT.items():
+        recipe = case.split()[0]
+        run = trained_detector if recipe == "det" else trained_classifier
         tensors = load_file(run / "best" / "model.safetensors")
-        name = next(name for name in tensors if tensors[name].ndim == 4)
-        best = shutil.copytree(run / "best", tmp_path / f"{run.name} {kind}")
-        save_file(tensors | {name: change(tensors[name])}, best / "model.safetensors", {"format": "pt"})
-        cases[best.name] = [f"recipes/{run.name}.py", "--eval_only", best, "--data", "digits"]
-        expected[best.name] = said, name
-    for case, ended in run_several(1, cases).items():
-        said, name = expected[case]
-        assert ended.outcome == "refused" and said in ended.text and name in ended.text, ended
-        assert "\n" not in ended.text and "hub" not in ended.text
+        names[case] = next(name for name in tensors if tensors[name].ndim == 4)
+        best = shutil.copytree(run / "best", folder / case)
+        changed = tensors | {names[case]: change(tensors[names[case]])}
+        save_file(changed, best / "model.safetensors", {"format": "pt"})
+        cases[case] = [f"recipes/{recipe}.py", "--eval_only", best, "--data", "digits"]
+    outcomes = run_several(1, cases)
+    return {case: (names[case], outcomes[case]) for case in UNFIT}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_weights_that_are_no_numbers_are_refused_by_name(unfit, case: str) -> None:
+    name, ended = unfit[case]
+    assert ended.outcome == "refused" and UNFIT[case][1] in ended.text and name in ended.text, ended
+    assert "\n" not in ended.text and "hub" not in ended.text
 
 
 def test_the_recipe_of_a_copied_best_is_this_projects(trained_classifier, tmp_path) -> None:
@@ -55,16 +66,14 @@ def test_no_name_in_a_file_becomes_code(trained_classifier, tmp_path, monkeypatc
     evil = tmp_path / "flowers" / "source" / "evil.py"
     for file in (evil, best / "evil.py"):
         file.write_text(f"open({str(tmp_path / 'EXECUTED')!r}, 'w')\n")
-    record = json.loads((best / "run.json").read_text())
     monkeypatch.chdir(best)
     for name in ("evil", "../source/evil", str(best / "evil"), "../recipes/cls", ["evil"], {"cls": 1}, 7):
-        (best / "run.json").write_text(json.dumps(record | {"recipe": name}))
+        update_json(best / "run.json", recipe=name)
         with pytest.raises(Refused, match=r"was trained by .*which is not .*name that file by --recipe"):
             load(str(best))
     checkpoint = max((trained_classifier / "checkpoints").glob("step_*"))
     checkpoint = shutil.copytree(checkpoint, tmp_path / "checkpoints" / checkpoint.name)
-    record = json.loads((checkpoint / "record.json").read_text())
-    (checkpoint / "record.json").write_text(json.dumps(record | {"recipe": "../evil"}))
+    update_json(checkpoint / "record.json", recipe="../evil")
     with pytest.raises(Refused, match="name that file by --recipe"):
         load(str(checkpoint))
     assert not (tmp_path / "EXECUTED").exists()
@@ -72,8 +81,7 @@ def test_no_name_in_a_file_becomes_code(trained_classifier, tmp_path, monkeypatc
 
 def test_a_recipe_that_the_user_names_is_executed(trained_classifier, tmp_path) -> None:
     best = shutil.copytree(trained_classifier / "best", tmp_path / "best")
-    record = json.loads((best / "run.json").read_text())
-    (best / "run.json").write_text(json.dumps(record | {"recipe": "mine"}))
+    update_json(best / "run.json", recipe="mine")
     copy = Path(shutil.copy(RECIPES / "cls.py", tmp_path / "mine.py"))
     assert load(str(best), ["--recipe", str(RECIPES / "det.py"), "--recipe", str(copy)]).recipe.__file__ == str(copy)
     with pytest.raises(Refused, match=r"mine\.py, which is not .*det\.py"):

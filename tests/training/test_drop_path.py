@@ -10,7 +10,7 @@ from torch import nn
 from common.training.drop_path import convert, draws, set_draws
 
 
-def test_rate_and_expectation_are_those_of_timm_in_independent_layers() -> None:
+def test_rate_and_expectation_are_those_of_timm() -> None:
     model = nn.Sequential(DropPath(0.25), nn.Identity(), DropPath(0.25))
     assert convert(model) == 2
     numbers = draws(np.arange(100_000), batch_size=1, seed=0, layers=2)
@@ -23,7 +23,7 @@ def test_rate_and_expectation_are_those_of_timm_in_independent_layers() -> None:
     assert torch.equal(model.eval()(y), y)
 
 
-def test_each_layer_uses_its_own_draws_and_rows_of_one_sample_stay_together() -> None:
+def test_each_layer_uses_its_own_draws() -> None:
     model = nn.Sequential(DropPath(0.5), DropPath(0.5))
     assert convert(model) == 2
     set_draws(model, torch.tensor([[0.1, 0.1, 0.9, 0.9], [0.1, 0.9, 0.1, 0.9]]))

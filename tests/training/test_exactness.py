@@ -46,25 +46,23 @@ def trained(config: Config, layout: tuple[tuple[int, ...], ...]) -> dict[str, to
 
 
 @pytest.mark.parametrize("clip, mode", [(0.0, "norm"), pytest.param(0.01, "agc", marks=pytest.mark.long)])
-def test_every_optimizer_is_the_same_on_every_layout_or_known_not_to_be(clip: float, mode: str) -> None:
+@pytest.mark.parametrize("name", timm.optim.list_optimizers(exclude_filters=_UNFIT))
+def test_an_optimizer_is_exact_or_known_not_to_be(name: str, clip: float, mode: str) -> None:
     """On a vision transformer in float64, whose keys' biases have a gradient of nothing but rounding noise."""
-    start, wrong, built = vit(1).state_dict(), [], 0
-    for name in timm.optim.list_optimizers(exclude_filters=_UNFIT):
-        config = Config(opt=name, lr=3e-3, clip=clip, clip_mode=mode)
-        try:
-            one, other = (trained(config, layout) for layout in (WHOLE, CUT))
-        except Refused:  # bitsandbytes and apex
-            assert name.startswith(("bnb", "fused"))
-            continue
-        built += 1
-        apart = sum((one[key] - other[key]).square().sum() for key in one).sqrt()
-        moved = sum((one[key] - start[key]).square().sum() for key in one).sqrt()
-        assert moved > 0
-        if apart > 1e-8 * moved and not exactness.moves_by_noise(name):
-            wrong.append(f"{name}: {apart / moved:.0e}")
-        if not clip and apart < 1e-10 * moved and exactness.moves_by_noise(name):
-            wrong.append(f"{name}: said to be inexact, {apart / moved:.0e}")
-    assert not wrong and built > 60
+    config = Config(opt=name, lr=3e-3, clip=clip, clip_mode=mode)
+    try:
+        whole, cut = (trained(config, layout) for layout in (WHOLE, CUT))
+    except Refused:
+        assert name.startswith(("bnb", "fused")), "only bitsandbytes and apex may be missing"
+        pytest.skip("needs a package that is not installed")
+    start = vit(1).state_dict()
+    apart = sum((whole[key] - cut[key]).square().sum() for key in whole).sqrt()
+    moved = sum((whole[key] - start[key]).square().sum() for key in whole).sqrt()
+    assert moved > 0
+    if exactness.moves_by_noise(name):
+        assert clip or apart >= 1e-10 * moved, "said to be inexact"
+    else:
+        assert apart <= 1e-8 * moved
 
 
 def test_only_what_is_not_exact_has_a_row_in_the_start_table() -> None:

@@ -64,7 +64,7 @@ def test_a_stage_begins_to_train_in_its_step_and_not_before(opt: str) -> None:
     assert moved(built(config), config, 6) == [head, head, upper, upper, everything, everything]
 
 
-def test_what_stays_frozen_needs_no_gradient_and_keeps_its_statistics() -> None:
+def test_what_stays_frozen_keeps_weights_and_statistics() -> None:
     config = Config(freeze_stages="2", ema_decay=0.9)
     model = built(config)
     assert moved(model, config, 2) == [{"layer3", "layer4", "fc"}] * 2
@@ -89,7 +89,7 @@ def test_what_can_not_be_frozen_is_refused_with_what_can(stages: str, epochs: st
         Freezing(config, built(config), STREAM)
 
 
-def test_a_module_without_stages_or_without_anything_to_train_is_refused() -> None:
+def test_a_module_without_stages_is_refused() -> None:
     class Small(nn.Sequential):
         def get_classifier(self) -> nn.Module:
             return self[-1]
@@ -104,7 +104,7 @@ def test_a_module_without_stages_or_without_anything_to_train_is_refused() -> No
 
 
 @pytest.mark.parametrize("flag, wrong", [("freeze_stages", "two 1.5"), ("unfreeze_epochs", "2,1 x 1, -1")])
-def test_a_value_that_is_no_number_of_stages_or_list_of_epochs_is_refused(flag: str, wrong: str) -> None:
+def test_a_value_that_is_no_number_of_stages_is_refused(flag: str, wrong: str) -> None:
     for value in wrong.split():
         with pytest.raises(Refused, match=f"--{flag} .*must be"):
             parse(Config, [f"--{flag}={value}"])

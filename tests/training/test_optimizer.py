@@ -36,7 +36,7 @@ def network() -> nn.Module:
         (dict(layer_decay=0.5), "--layer_decay 0.5: Sequential does not say which parameters form a layer"),
     ],
 )
-def test_an_optimizer_that_can_not_be_built_is_refused_in_one_line(options: dict, told: str) -> None:
+def test_an_optimizer_that_can_not_be_built_is_refused(options: dict, told: str) -> None:
     with pytest.raises(Refused, match=told):
         build_optimizer(Config(**options), network())
 
@@ -80,7 +80,7 @@ def rates(total: int, **options) -> list[float]:
 
 
 @pytest.mark.smoke
-def test_a_cosine_begins_at_the_peak_after_the_warm_up_and_ends_at_its_least() -> None:
+def test_a_cosine_falls_from_the_peak_to_its_minimum() -> None:
     values = rates(50, warmup_epochs=1, min_lr_ratio=0.1)
     assert values[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
     assert values[10] == 1 and values[30] == pytest.approx(0.55)  # half-way
@@ -89,13 +89,13 @@ def test_a_cosine_begins_at_the_peak_after_the_warm_up_and_ends_at_its_least() -
 
 
 @pytest.mark.parametrize("epochs", ["", "0", "-1", "8,", "8,x", "nan", "inf"])
-def test_epochs_at_which_no_rate_can_fall_are_refused_in_one_line(epochs: str) -> None:
+def test_epochs_at_which_no_rate_can_fall_are_refused(epochs: str) -> None:
     with pytest.raises(Refused, match=f"^--step_epochs {epochs}: must be epochs above 0"):
         Schedule(Config(step_epochs=epochs), STREAM, 10)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "step", "constant"])
-def test_every_rate_is_above_zero_and_at_most_the_peak_however_short_the_run(kind: str) -> None:
+def test_every_rate_is_above_zero_and_at_most_the_peak(kind: str) -> None:
     for total, warmup in itertools.product((1, 2, 7, 50), (0.0, 0.1, 1.0, 30.0)):
         values = rates(total, schedule=kind, warmup_epochs=warmup, step_epochs="5")
         assert all(0 < value <= 1 for value in values)
@@ -104,7 +104,7 @@ def test_every_rate_is_above_zero_and_at_most_the_peak_however_short_the_run(kin
         assert all(high >= low for high, low in itertools.pairwise(values[rising:]))
 
 
-def test_linear_constant_and_step_schedules_and_the_peak_of_a_batch_size() -> None:
+def test_schedules_and_the_peak_of_a_batch_size() -> None:
     assert rates(20, schedule="linear", warmup_epochs=1)[10:] == pytest.approx([1 - step / 10 for step in range(10)])
     assert rates(30, schedule="constant", warmup_epochs=1)[9:] == [1.0] * 21
     stairs = rates(70, schedule="step", step_epochs="2", step_factor=0.5, warmup_epochs=1)
@@ -126,7 +126,7 @@ def test_linear_constant_and_step_schedules_and_the_peak_of_a_batch_size() -> No
         ("agc", 0, lambda parameters, limit: None),
     ],
 )
-def test_clipping_is_torchs_or_timms_and_tells_the_norm_before_it(mode: str, limit: float, clip) -> None:
+def test_clipping_is_that_of_torch_or_timm(mode: str, limit: float, clip) -> None:
     mine, theirs = network(), network()
     images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     for model in (mine, theirs):
@@ -140,7 +140,7 @@ def test_clipping_is_torchs_or_timms_and_tells_the_norm_before_it(mode: str, lim
     assert (limit == 0.01) != all(map(torch.equal, after, before))
 
 
-def test_the_moving_average_begins_with_the_weights_of_the_first_step() -> None:
+def test_the_moving_average_begins_with_the_first_step() -> None:
     """decay(step) = min(decay, 1 - step ** (-2 / 3)), steps counted from 1."""
     model = nn.Linear(1, 1)
     average, expected = build_ema(Config(ema_decay=0.5), model), 0.0

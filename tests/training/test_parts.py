@@ -43,7 +43,7 @@ def named(model: nn.Module) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
-def test_stages_of_a_classifier_are_timms_groups_and_hold_all_but_the_head(name: str) -> None:
+def test_stages_of_a_classifier_are_the_groups_of_timm(name: str) -> None:
     model = timm.create_model(name)
     names = named(model)
     found = [[names[id(tensor)] for tensor in stage] for stage in stages(model)]

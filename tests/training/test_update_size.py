@@ -21,7 +21,7 @@ def step(size: UpdateSize, optimizers: list, rate: float) -> tuple:
     return update.rates, update.norms.tolist()
 
 
-def test_norms_are_of_the_weights_that_a_step_trains_with_several_optimizers() -> None:
+def test_norms_are_of_the_weights_that_a_step_trains() -> None:
     model = nn.ParameterList(torch.tensor([value]) for value in (3.0, 4.0, 5.0))
     first, second, third = model
     optimizers = [torch.optim.SGD([first, third], lr=1.0), torch.optim.SGD([second], lr=1.0)]

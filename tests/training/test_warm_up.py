@@ -77,10 +77,10 @@ def leave_no_trace(norm: str) -> list[str]:
     return differing + [name for name in now if "running" in name and not torch.equal(now[name], before[name])]
 
 
-def test_the_model_is_as_it_was(processes: Processes) -> None:
-    for norm in ("as it came", "group", "global"):
-        assert leave_no_trace(norm) == []
-        assert processes.run(leave_no_trace, norm, ranks=2) == [[], []]
+@pytest.mark.parametrize("norm", ["as it came", "group", "global"])
+def test_the_model_is_as_it_was(processes: Processes, norm: str) -> None:
+    assert leave_no_trace(norm) == []
+    assert processes.run(leave_no_trace, norm, ranks=2) == [[], []]
 
 
 CUDA = "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."

@@ -67,7 +67,7 @@ def png(file: Path, width: int, height: int) -> None:
     write(file, b"\x89PNG\r\n\x1a\n" + body)
 
 
-def test_folders_that_link_to_each_other_and_images_that_claim_to_be_huge(tmp_path: Path) -> None:
+def test_linked_folders_and_images_that_claim_to_be_huge(tmp_path: Path) -> None:
     root = tmp_path / "data"
     for number in range(12):
         picture(root / f"images/{number}/{number}.png", (8, 8))

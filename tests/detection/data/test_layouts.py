@@ -6,33 +6,14 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
-import datasets
 import numpy as np
 import pytest
 
-from common.detection.data.sources import Spec, load
-from common.errors import Refused
+from tests.detection.data.test_sources import read, refusal
 from tests.harness.annotations import annotation, coco, picture, voc, voc_xml, yolo
 
 BOM = b"\xef\xbb\xbf"
 LINE = "0 .5 .5 .25 .2\n"
-
-
-@pytest.fixture(autouse=True)
-def _caches_in_the_test_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / ".cache")
-    datasets.disable_progress_bars()
-
-
-def read(data, **options):
-    return load(Spec(str(data), seed=0, val_share=0.25, **options))
-
-
-def refusal(data, **options) -> str:
-    with pytest.raises(Refused) as refused:
-        read(data, **options)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
 
 
 def write(file: Path, content: str | bytes) -> Path:
@@ -232,31 +213,21 @@ def test_a_confidence_is_no_part_of_a_label(tmp_path):
 # ---- layouts
 
 
-def _rename_images(part: str, content: dict) -> None:
-    for image in content["images"]:
-        image["file_name"] = f"{part}{image['file_name']}"
-
-
 def make_coco(root: Path, json_name: str, images: str) -> None:
     for part in ("train", "val"):
-        coco(root, part, change=partial(_rename_images, part))
-        images_folder = root / images.format(part)
-        for file in list((root / part).glob("[0-9]*.jpg")):
-            images_folder.mkdir(parents=True, exist_ok=True)
-            file.rename(images_folder / f"{part}{file.name}")
+        names = [{"id": number, "file_name": f"{part}{number}.jpg"} for number in (10, 4, 25)]
+        coco(root, part, change=partial(dict.update, images=names))
         write(root / json_name.format(part), (root / f"{part}.json").read_bytes())
-        (root / f"{part}.json").unlink()
+        if json_name != "{}.json":
+            (root / f"{part}.json").unlink()
+        folder = root / images.format(part)
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in list((root / part).glob("[0-9]*.jpg")):
+            file.rename(folder / f"{part}{file.name}")
 
 
 def make_voc(folder: Path, annotations: str, images: str) -> None:
     scenes(folder / images, folder / annotations, suffix=".xml", text=voc_xml([("cat", (11, 10, 20, 15), 0)]))
-
-
-def make_cvat(root: Path) -> None:
-    scenes(root / "obj_train_data")
-    write(root / "obj.names", "cat\n")
-    write(root / "obj.data", "classes = 1\ntrain = data/train.txt\nnames = data/obj.names\nbackup = backup/\n")
-    write(root / "train.txt", "".join(f"data/obj_train_data/{number}.jpg\n" for number in range(4)))
 
 
 def make_mixed(root: Path, *parts: str, names: str = "classes.txt") -> None:
@@ -265,43 +236,57 @@ def make_mixed(root: Path, *parts: str, names: str = "classes.txt") -> None:
         write(root / part / names, "cat\n")
 
 
-def make_metadata(root: Path) -> None:
-    objects = {"bbox": [[10, 9, 10, 6]], "categories": [0]}
-    for part in ("train", "validation"):
-        scenes(root / part, root / "other")
-        rows = [json.dumps({"file_name": f"{number}.jpg", "objects": objects}) for number in range(4)]
-        write(root / part / "metadata.jsonl", "\n".join(rows))
-
-
 LAYOUTS = {
-    "FiftyOne": lambda root: make_coco(root, "{}/labels.json", "{}/data"),
+    "COCO": lambda root: make_coco(root, "annotations/instances_{}2017.json", "{}2017"),
+    "COCO, images/": lambda root: make_coco(root, "annotations/instances_{}2017.json", "images/{}2017"),
+    "COCO of parts": lambda root: make_coco(root, "annotations/{}.json", "images/{}"),
+    "COCO, images of all parts": lambda root: make_coco(root, "annotations/{}.json", "images"),
+    "COCO, all in a folder": lambda root: make_coco(root, "{}.json", "."),
+    "COCO of Roboflow": lambda root: make_coco(root, "{}/_annotations.coco.json", "{}"),
+    "COCO of FiftyOne": lambda root: make_coco(root, "{}/labels.json", "{}/data"),
     "COCO of Supervisely": lambda root: make_coco(root, "{}/annotations/instances.json", "{}/img"),
-    "train_annotations.json": lambda root: make_coco(root, "annotations/{}_annotations.json", "images"),
-    "train.coco.json": lambda root: make_coco(root, "{}.coco.json", "{}"),
+    "COCO, train_annotations.json": lambda root: make_coco(root, "annotations/{}_annotations.json", "images"),
+    "COCO, train.coco.json": lambda root: make_coco(root, "{}.coco.json", "{}"),
     "VOC of Roboflow": lambda root: [make_voc(root / part, ".", ".") for part in ("train", "valid")],
     "VOC of Kaggle": lambda root: make_voc(root, "annotations", "images"),
     "VOC of LabelImg": lambda root: make_voc(root, ".", "."),
     "VOC of FiftyOne": lambda root: make_voc(root, "labels", "data"),
     "VOC, XML beside images/": lambda root: make_voc(root, "Annotations", "."),
-    "YOLO 1.1 of CVAT": make_cvat,
     "YOLO of LabelImg": lambda root: make_mixed(root, "."),
     "YOLO of LabelImg, parts": lambda root: make_mixed(root, "train", "val"),
     "Darknet of Roboflow": lambda root: make_mixed(root, "train", "valid", names="_darknet.labels"),
-    "metadata.jsonl": make_metadata,
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_of_tools_are_read(tmp_path, name):
     LAYOUTS[name](tmp_path)
-    options = {"box_format": "xywh"} if name == "metadata.jsonl" else {}
-    train, val = read(tmp_path, **options)
-    if "json" in name or "COCO" in name or name == "FiftyOne":
-        assert len(val) in (3, 4) and train.image(0).size == (40, 30)
+    train, val = read(tmp_path)
+    if "COCO" in name:
+        assert len(train) == len(val) == 3 and train.image(0).size == val.image(2).size == (40, 30)
     else:
         assert len(train) + len(val) == (8 if (tmp_path / "train").is_dir() else 4)
         assert train.classes == ("cat",) and len(train.boxes) == len(train)
         assert np.allclose(train.boxes[0], [10, 9, 20, 15] if "VOC" in name else [15, 12, 25, 18])
+
+
+def test_the_folder_of_cvat_is_read(tmp_path):
+    scenes(tmp_path / "obj_train_data")
+    write(tmp_path / "obj.names", "cat\n")
+    write(tmp_path / "obj.data", "classes = 1\ntrain = data/train.txt\nnames = data/obj.names\nbackup = backup/\n")
+    write(tmp_path / "train.txt", "".join(f"data/obj_train_data/{number}.jpg\n" for number in range(4)))
+    train, val = read(tmp_path)
+    assert len(train) + len(val) == 4 and train.classes == ("cat",) and np.allclose(train.boxes[0], [15, 12, 25, 18])
+
+
+def test_a_folder_with_metadata_is_read(tmp_path):
+    objects = {"bbox": [[10, 9, 10, 6]], "categories": [0]}
+    for part in ("train", "validation"):
+        scenes(tmp_path / part, tmp_path / "other")
+        rows = [json.dumps({"file_name": f"{number}.jpg", "objects": objects}) for number in range(4)]
+        write(tmp_path / part / "metadata.jsonl", "\n".join(rows))
+    train, val = read(tmp_path, box_format="xywh")
+    assert (len(train), len(val)) == (4, 4) and train.boxes[0].tolist() == [10, 9, 20, 15]
 
 
 def test_a_folder_without_parts_is_called_all_images(tmp_path):

@@ -44,7 +44,7 @@ def runs(mask):
 POLYGONS = [[3, 4, 20.5, 5, 18, 22.5], [25, 5, 38, 5, 38, 20, 25, 20.25]]
 
 
-def test_polygons_and_run_lengths_become_the_masks_of_pycocotools(tmp_path, monkeypatch):
+def test_outlines_become_the_masks_of_pycocotools(tmp_path, monkeypatch):
     from pycocotools import mask as pycoco
 
     monkeypatch.setattr(coco_files, "_read_slowly", lambda *_: pytest.fail("Python's reader: minutes for COCO"))
@@ -100,7 +100,7 @@ def test_what_can_not_be_drawn_is_counted_and_its_box_stands_in(tmp_path):
     assert (masks[-1] != box).any()
 
 
-def test_runs_that_make_no_sense_are_a_broken_image_and_data_without_outlines_are_refused(tmp_path):
+def test_data_without_outlines_are_refused(tmp_path):
     source = written(tmp_path, [POLYGONS, {"counts": "04", "size": [HEIGHT, WIDTH]}])
     with pytest.raises(BrokenImage, match="outline that can't be drawn"):
         source.sample(0, 0)
@@ -110,7 +110,7 @@ def test_runs_that_make_no_sense_are_a_broken_image_and_data_without_outlines_ar
         load(Spec(str(yolo(tmp_path / "yolo")), seed=0, val_share=0.2, masks=True))
 
 
-def test_shapes_are_columns_that_follow_their_boxes_and_make_the_fingerprint(tmp_path):
+def test_outlines_follow_their_boxes_and_make_the_fingerprint(tmp_path):
     boxes = [[2, 3, 30, 20], [50, 3, 0, 5], [1, 1, 9, 9]]  # one without an area, which is left out
     source = written(tmp_path, [POLYGONS, POLYGONS[:1], POLYGONS[1:]], boxes=boxes)
     assert len(source.boxes) == len(source.masks.shapes) == 2

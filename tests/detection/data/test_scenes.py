@@ -18,7 +18,7 @@ def shown(sample):
 
 
 @pytest.mark.smoke
-def test_scenes_to_train_on_differ_by_seed_and_position_and_those_to_evaluate_are_fixed():
+def test_scenes_vary_in_training_and_are_fixed_in_evaluation():
     train, val = scenes.load(seed=0)
     varied, other = scenes.load(seed=5, masks=True)
     shows = [source.scene(position)[0].tobytes() for source in (train, varied) for position in (0, 7, 10**12)]

@@ -29,7 +29,7 @@ def test_each_kind_of_mistake_is_told_apart() -> None:
     assert (matches.hit.tolist(), matches.false_alarm_count) == ([True, False, False], 4)
 
 
-def test_a_detection_of_the_right_class_comes_before_a_surer_one_of_another() -> None:
+def test_a_detection_of_the_right_class_comes_first() -> None:
     matches = one_image([(A, 0, False)], [(A, 0.9, 1), (A, 0.8, 0)])
     assert matches.confusion()[0].tolist() == [1, 0, 0, 0] and matches.confusion()[3].tolist() == [0, 1, 0, 0]
     twice = one_image([(A, 0, False), (A, 0, False)], [(A, 0.9, 0)])

@@ -14,6 +14,7 @@ from common.detection.data.sources import Spec, load
 from common.detection.evaluation import metrics
 from common.detection.evaluation.matching import IN_CROWD, NONE, Matches
 from common.detection.evaluation.metrics import NAMES, Detections
+from common.distributed.collectives import rank
 from tests.harness.annotations import annotation, coco, picture
 from tests.harness.detections import CLASSES, awkward, boxes_in_coco, columns, hits_of, of_pycocotools
 from tools.compare.average_precision import AveragePrecision
@@ -80,9 +81,8 @@ def test_more_than_100_objects_are_counted_as_pycocotools_does() -> None:
     precision = expected.eval["precision"][:, :, 0, 0, -1]
     assert precision.mean() < 0.99 and results["AP"] == precision.mean()
     assert results["AR100"] == expected.eval["recall"][:, 0, 0, -1].mean()
-    assert AveragePrecision(source, *detections.columns())(np.ones((1, 2)))[0] == pytest.approx(
-        results["AP"], abs=1e-12
-    )
+    of_compare = AveragePrecision(source, *detections.columns())(np.ones((1, 2)))
+    assert of_compare[0] == pytest.approx(results["AP"], abs=1e-12)
 
 
 def test_a_mask_lies_on_the_pixels_of_its_box() -> None:
@@ -119,7 +119,15 @@ def outline_of(left: float, top: float, right: float, bottom: float) -> list[flo
     return [left, top, right, top, right, bottom, left, bottom]
 
 
-def test_detections_on_thresholds_count_as_pycocotools_counts_them_on_the_file(tmp_path, monkeypatch) -> None:
+def rank_evaluates(source: Annotated, found: list[dict]) -> dict:
+    """The results of three ranks, the second of which has no image."""
+    share = (slice(25, IMAGES), slice(0), slice(25))[rank()]
+    detections = Detections()
+    detections.update(range(IMAGES)[share], found[share])
+    return detections.results(source)
+
+
+def test_detections_on_thresholds_count_as_in_pycocotools(processes, tmp_path) -> None:
     """Boxes and masks, on one rank or several."""
     random, annotations, found = np.random.default_rng(0), [], []
     for number in range(1, IMAGES + 1):
@@ -156,11 +164,4 @@ def test_detections_on_thresholds_count_as_pycocotools_counts_them_on_the_file(t
             hits = hits_of(expected, len(rows))
             assert (hits == NONE).any() and (hits >= 0).any()
             np.testing.assert_array_equal(Matches(source, images, columns).hits, hits)
-    first, second, idle = Detections(), Detections(), Detections()
-    first.update(range(25), found[:25])
-    second.update(range(25, IMAGES), found[25:])
-    gathered = []
-    monkeypatch.setattr(metrics, "gather_to_main", lambda columns: gathered.append(columns) or gathered)
-    for rank in (second, idle, first):
-        at_once = rank.results(source)
-    assert at_once == results
+    assert processes.run(rank_evaluates, source, found, ranks=3) == [results] * 3

@@ -53,7 +53,7 @@ def test_every_picture_is_drawn_of_anything(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("classes", [1, 21])
-def test_precision_over_recall_is_drawn_for_any_number_of_classes(tmp_path: Path, classes: int) -> None:
+def test_precision_over_recall_is_drawn_for_any_classes(tmp_path: Path, classes: int) -> None:
     falling = np.linspace(1, 0, 101)[None] ** np.linspace(0.2, 3, classes)[:, None]
     falling[-1] = -1 if classes > 1 else falling[-1]  # no objects of the last class
     path = tmp_path / "pictures" / "a.png"

@@ -85,7 +85,7 @@ def run(detector, images, targets, split):
 
 
 @EVERY
-def test_losses_and_gradients_do_not_depend_on_the_split_of_the_batch(family):
+def test_losses_do_not_depend_on_the_split_of_the_batch(family):
     detector = make(family).double()
     images, targets = five()
     whole, terms, gradients = run(detector, images.double(), targets, [5])
@@ -98,7 +98,7 @@ def test_losses_and_gradients_do_not_depend_on_the_split_of_the_batch(family):
 
 
 @EVERY
-def test_crowd_regions_and_images_without_boxes_are_learnt_from_as_they_should(family):
+def test_crowds_and_images_without_boxes_are_learnt_from(family):
     """The latter are all background. An image that is all crowd teaches nothing but boxes within."""
     detector = make(family)
     images, _ = five()
@@ -150,7 +150,7 @@ def test_double_precision_is_not_used_unless_it_is_asked_for(family):
 
 
 @EVERY
-def test_detections_are_sorted_inside_the_true_image_and_of_classes_from_0(family):
+def test_detections_are_sorted_and_inside_the_image(family):
     """Boxes of the DETRs are not clipped, as in transformers, and each query gives one."""
     detector, (images, _) = make(family).eval(), five()
     detector.score_threshold = 0.0

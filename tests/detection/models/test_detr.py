@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sklearn.datasets import load_sample_images
 
 from common.detection.models import queries
 from common.detection.models.detectors import build_detector
@@ -26,9 +25,9 @@ transformers = pytest.importorskip("transformers")
 NAMES = ("one", "two", "three", "four")
 
 
-def make(family, dtype=torch.float64):
-    """A small detector, moved off its initial weights, where many distributions are alike."""
-    detector = build_detector(DetectorSpec(family, "test_resnet", 4, width=64, seed=1))
+def make(family, dtype=torch.float64, name="test_resnet"):
+    """A detector, moved off its initial weights, where many distributions are alike."""
+    detector = build_detector(DetectorSpec(family, name, 4, width=64, seed=1))
     move(detector)
     batch_norm.convert(detector, "frozen")
     return detector.to(dtype)
@@ -135,20 +134,23 @@ def test_the_losses_of_rf_detr_add_up_to_those_of_transformers(side, tolerance):
 
 
 @pytest.mark.parametrize("family", PRECISE)
-def test_with_the_same_noise_the_losses_of_denoising_are_those_of_transformers(family, monkeypatch):
+def test_losses_of_denoising_are_those_of_transformers(family, monkeypatch):
     """Of images with equally many boxes: transformers' groups depend on the batch."""
     dtype, tolerance = PRECISE[family]
     detector = make(family, dtype)
     images, targets = batch([5, 5, 5], dtype)
     for place, target in enumerate(targets):
         target["boxes"] = target["boxes"] * torch.tensor([0.9, 0.95, 1.0][place])
-    module, made, seen = importlib.import_module(type(detector.model).__module__), [], 0
-    noised, original = queries.noised, module.get_contrastive_denoising_training_group
+    module, seen = importlib.import_module(type(detector.model).__module__), 0
+    original = module.get_contrastive_denoising_training_group
+    columns = [[relative(target, dtype)[key] for target in targets] for key in ("boxes", "class_labels")]
+    positions = [target["position"] for target in targets]
+    noise = queries.noised(*columns, positions, detector.seed, detector._queries(CANVAS), detector.config)
 
     def ours(class_embed, **options):
         nonlocal seen
         labels, _boxes, mask, values = original(class_embed=class_embed, **options)
-        (noise,), rows = made, slice(seen, seen + len(options["targets"]))
+        rows = slice(seen, seen + len(options["targets"]))
         seen = rows.stop
         assert values["dn_num_group"] == noise.groups[0]
         for places, match in zip(values["dn_positive_idx"], noise.match[rows], strict=True):
@@ -156,12 +158,11 @@ def test_with_the_same_noise_the_losses_of_denoising_are_those_of_transformers(f
         assert all(torch.equal(mask == 0, visible) for visible in noise.visible[rows, 0])
         return class_embed(noise.labels[rows]), torch.logit(noise.boxes[rows], 1e-5), mask.to(labels.dtype), values
 
-    monkeypatch.setattr(queries, "noised", lambda *args: made.append(noised(*args)) or made[-1])
     monkeypatch.setattr(module, "get_contrastive_denoising_training_group", ours)
     compare(detector, images, targets, tolerance)
 
 
-def test_noise_is_a_function_of_the_image_and_its_position_in_the_stream():
+def test_noise_is_a_function_of_image_and_position():
     """A positive keeps most of its box, a negative does not. Both are the same in any batch."""
     images = [relative(scene(count), torch.float64) for count in (3, 0, 8)]
     config = SimpleNamespace(num_labels=4, num_denoising=24, label_noise_ratio=0.5, box_noise_scale=1.0)
@@ -183,11 +184,17 @@ def test_noise_is_a_function_of_the_image_and_its_position_in_the_stream():
     assert at_once.visible.any(-1).all()  # a row that sees nothing would be NaN
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_exported_folder_is_one_of_transformers_and_one_of_ours(family, tmp_path):
-    detector = (make_rf_detr() if family == "rf_detr" else make(family, torch.float32)).eval()
-    if family == "rf_detr":  # folders of the hub have dropout
-        detector.config.dropout = detector.config.backbone_config.hidden_dropout_prob = 0.1
+PUBLISHED_TOO = [("rtdetr_v2", "rtdetr_v2_r18vd"), ("dfine", "dfine_n"), ("deimv2", "deimv2_s")]
+
+
+@pytest.mark.parametrize("family, name", [*((family, "test_resnet") for family in FAMILIES), *PUBLISHED_TOO])
+def test_an_export_is_a_folder_of_transformers_and_ours(family, name, tmp_path):
+    """That both find the same in photographs is tested in tests/recipes/test_det_evaluation.py."""
+    if family == "rf_detr":
+        detector = make_rf_detr().eval()
+        detector.config.dropout = detector.config.backbone_config.hidden_dropout_prob = 0.1  # as folders of the hub
+    else:
+        detector = make(family, torch.float32, name).eval()
     detector.export(tmp_path / "best", NAMES, 128)
     auto = transformers.AutoModelForObjectDetection
     model, info = auto.from_pretrained(tmp_path / "best", output_loading_info=True)
@@ -213,43 +220,7 @@ def test_an_exported_folder_is_one_of_transformers_and_one_of_ours(family, tmp_p
     assert torch.equal(first, second)  # without dropout
 
 
-@pytest.mark.parametrize("name", ["rtdetr_v2_r18vd", "dfine_n", "deimv2_s", "rf_detr"])
-def test_on_photographs_boxes_and_scores_are_those_of_transformers(name, tmp_path):
-    """A portrait, a tiny one and a strip; in float64, but for norms of transformers."""
-    side, (first, second) = 128, load_sample_images().images
-    if name == "rf_detr":
-        detector = make_rf_detr()
-    else:
-        family = next(family for family in FAMILIES if name.startswith(family))
-        detector = build_detector(DetectorSpec(family, name, 4, seed=1))
-        move(detector, boxes=0.05, classes=0.1)
-    for module in detector.modules():  # statistics that fit photographs, or all queries would be nearly the same
-        if isinstance(module, torch.nn.BatchNorm2d):
-            module.momentum = 1.0
-    with torch.no_grad():
-        detector._predict(torch.from_numpy(first[:side, :side] / 255).float().permute(2, 0, 1)[None])
-    detector.eval().export(tmp_path / "best", NAMES, side)
-    theirs = transformers.AutoModelForObjectDetection.from_pretrained(tmp_path / "best").double().eval()
-    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "best")
-    detector.double()
-    for photo in (first[:, 100:300], second[200:231, 300:347], second[:200, :600]):
-        pixels = processor(photo, return_tensors="pt")["pixel_values"].double()
-        with torch.no_grad():
-            output = theirs(pixels)
-        height, width, _ = photo.shape
-        (expected,) = processor.post_process_object_detection(output, threshold=0.0, target_sizes=[(height, width)])
-        (found,) = detector.detect(pixels, torch.tensor([[side, side]]))
-        torch.testing.assert_close(found["scores"], expected["scores"], rtol=0, atol=1e-5)  # as many as queries
-        boxes = found["boxes"] * torch.tensor([width, height, width, height]) / side
-        # Of nearly equal scores, either may come first: that differs between processors.
-        alike = (found["scores"][:, None] - expected["scores"]).abs() <= 1e-5
-        alike &= found["labels"][:, None] == expected["labels"]
-        alike &= ((boxes[:, None] - expected["boxes"]).abs() <= 0.01).all(-1)
-        assert alike.any(0).all() and alike.any(1).all()
-        assert boxes.std() > 1 and found["scores"].std() > 1e-4  # not all alike
-
-
-def test_images_with_fewer_places_than_queries_have_fewer_and_so_does_their_export(tmp_path):
+def test_small_images_have_fewer_queries_and_so_has_an_export(tmp_path):
     detector = make_rf_detr()
     assert [x.shape[:3] for x in detector._predict(torch.zeros(2, 3, 32, 32))] == [(2, 9, 4)] * 2
     detector.eval().export(tmp_path, NAMES, 32)
@@ -273,7 +244,7 @@ PUBLISHED = {"rtdetr_v2_r18vd": 20, "dfine_n": 4, "dfine_s": 10, "deimv2_n": 3.6
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_an_architecture_has_as_many_parameters_as_the_published_model(name):
+def test_an_architecture_is_as_large_as_the_published_model(name):
     family = next(family for family in FAMILIES if name.startswith(family))
     model = build_detector(DetectorSpec(family, name, 91 if family == "rf_detr" else 80)).model
     count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
@@ -281,7 +252,7 @@ def test_an_architecture_has_as_many_parameters_as_the_published_model(name):
     assert count == pytest.approx(PUBLISHED[name], abs=tolerance)
 
 
-def test_predictions_that_are_not_finite_are_matched_all_the_same():
+def test_predictions_that_are_not_finite_are_matched():
     """The step's loss then says so. There may be more boxes than queries, or none."""
     logits, boxes = torch.full((2, 1, 3, 4), float("nan")), torch.full((2, 1, 3, 4), float("inf"))
     costs = {"alpha": 0.25, "gamma": 2.0, "class_cost": 2.0, "bbox_cost": 5.0, "giou_cost": 2.0}

@@ -83,14 +83,14 @@ def target(boxes, crowd):
     return {"boxes": torch.tensor(boxes), "labels": torch.arange(len(boxes)) + 1, "crowd": torch.tensor(crowd)}
 
 
-def test_a_box_that_no_anchor_touches_claims_none_and_half_in_a_crowd_region_is_ignored():
+def test_a_box_that_no_anchor_touches_claims_none():
     places = torch.tensor([[-20.0, 0, 20, 10], [0, 0, 30, 10]])
     boxes = target([[0.0, 0, 10, 10], [50, 50, 60, 60]], [True, False])
     *_, foreground, ignored = match(places, boxes, torch.tensor([64, 64]), 0.5, 0.4, rescue=True)
     assert not foreground.any() and ignored.tolist() == [True, False]  # of the first, the half inside counts
 
 
-def test_a_sample_has_foreground_first_up_to_its_share_and_background_for_the_rest():
+def test_a_sample_has_its_share_of_foreground():
     kinds = torch.arange(60) % 3  # foreground, background, neither
     for size, counts in ((8, (2, 6)), (40, (10, 20))):
         chosen, valid = sample(kinds == 0, kinds == 1, draws_of(torch.arange(60), 7), size, 0.25)
@@ -99,7 +99,7 @@ def test_a_sample_has_foreground_first_up_to_its_share_and_background_for_the_re
         assert [int((kinds[drawn] == kind).sum()) for kind in range(3)] == [*counts, 0]
 
 
-def test_rounding_errors_do_not_decide_which_of_equal_proposals_stay():
+def test_rounding_does_not_choose_among_equal_proposals():
     """In a plain area all anchors have one score, up to errors that depend on the micro-batch."""
     rpn = build_detector(DetectorSpec("faster_rcnn", "test_resnet", 4, levels=(3, 4), width=32, hidden=32)).rpn
     anchors = rpn.anchors((256, 256), torch.float64, torch.device("cpu"))

@@ -134,7 +134,7 @@ def test_classes_keep_their_rows_by_name(fcos, tmp_path: Path) -> None:
         begun(tmp_path / "x.pth", names, "--init_classes", "mug")
 
 
-def test_checkpoints_of_training_programs_are_read_with_their_moving_average_first(fcos, tmp_path: Path) -> None:
+def test_checkpoints_of_training_programs_are_read(fcos, tmp_path: Path) -> None:
     """torchvision's references keep the command line in a checkpoint; DDP, Lightning and torch.compile add to names."""
     state, older = fcos.state_dict(), {name: tensor + 1 for name, tensor in fcos.state_dict().items()}
     wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
@@ -184,7 +184,7 @@ def test_published_batch_norm_has_no_epsilon(tmp_path: Path) -> None:
         assert same == (near and torch.allclose(mine["scores"], wanted["scores"], rtol=0, atol=1e-5))
 
 
-def test_what_is_no_detector_of_torchvision_is_refused_in_one_line(fcos, tmp_path: Path, monkeypatch) -> None:
+def test_what_is_no_detector_of_torchvision_is_refused(fcos, tmp_path: Path, monkeypatch) -> None:
     state, file = fcos.state_dict(), tmp_path / "x.pth"
     small = state | {"head.classification_head.conv.0.weight": torch.zeros(64, 256, 3, 3)}
     for content, says in (
