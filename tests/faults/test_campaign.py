@@ -212,7 +212,7 @@ class _AllBefore:
         return self.number > 0
 
 
-def begin(temporary: Path, environment: dict[str, str], rank: int) -> None:
+def begin(temporary: Path, environment: dict[str, str]) -> None:
     """In a fork: a folder for temporary files, and variables."""
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
     os.environ.update(environment)

@@ -20,10 +20,11 @@ import torch
 import yaml
 
 from common.checkpoints.store import Checkpoints, verify
+from common.launching import launch
 from tests.harness.disks import disk, mount
 from tests.harness.odd_files import Malicious
 from tests.harness.outcomes import Outcome, identical
-from tests.harness.resumed import STEPS, after_step, assert_same_run, kill_at_step
+from tests.harness.resumed import STEPS, AfterStep, assert_same_run, signal_at
 
 WORDS = (
     *("--image_size", 16, "--global_batch_size", 8, "--workers", 1, "--tracker", "none", "--max_steps", STEPS),
@@ -31,10 +32,10 @@ WORDS = (
 )
 
 
-def train(forks, data: Path, folder: Path, *words: object, before=None):
+def train(forks, data: Path, folder: Path, *words: object, observer=None):
     """A run in `folder`, of one process."""
     command = (*WORDS, "--data", data, "--output_dir", folder.parent, "--name", folder.name, *words)
-    return forks(*command, before=before)
+    return forks(*command, observer=observer)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def whole(forks, data, tmp_path_factory) -> Path:
 def killed(forks, data, tmp_path_factory) -> Path:
     """The folder of a run that was killed after nine steps: it has the checkpoints of four and eight."""
     folder = tmp_path_factory.mktemp("killed") / "run"
-    ended = train(forks, data, folder, before=functools.partial(kill_at_step, 9))
+    ended = train(forks, data, folder, observer=signal_at(9))
     assert ended.code == -signal.SIGKILL, ended
     return folder
 
@@ -88,7 +89,7 @@ def test_a_checkpoint_that_can_not_be_written_stops_the_run(forks, data, whole, 
     act, says, mend = FAILURES[failure]
     with disk(tmp_path / "disk", "24m") as root:
         folder = root / "run"
-        ended = train(forks, data, folder, before=functools.partial(after_step, act, 6))
+        ended = train(forks, data, folder, observer=AfterStep(act, 6))
         assert ended.code == 2 and len(ended.stderr.splitlines()) == 1, ended
         assert f"{folder} can't be written (" in ended.stderr and says in ended.stderr, ended.stderr
         assert "make room, and the same command resumes" in ended.stderr
@@ -115,24 +116,23 @@ def replace(folder: Path) -> None:
     (folder / "status.json").write_text('{"status": "running"}')
 
 
-def lose_after_step_6(lose: Callable[[Path], None], rank: int) -> None:
-    """In a fork: `lose` the run folder; each step that is done is told."""
-    from common.launching import launch
-
-    def tell_and_lose(run) -> None:
-        os.write(1, f"done {run.step}\n".encode())
-        if rank == 0 and run.step == 6:
-            lose(run.path)
-
+def end_at_once() -> None:
     launch.REFUSAL_DELAY_S = 0  # no launcher ends the others here
-    after_step(tell_and_lose)
+
+
+def tell_and_lose(lose: Callable[[Path], None] | None, run) -> None:
+    """Each step that is made is told; `lose` the run folder after the sixth."""
+    os.write(1, f"done {run.step}\n".encode())
+    if lose and run.step == 6:
+        lose(run.path)
 
 
 @pytest.mark.parametrize("lose", [shutil.rmtree, replace])
 def test_all_ranks_end_within_two_steps_and_leave_what_stands_there_alone(forks, data, tmp_path, lose):
     folder = tmp_path / "run"
     words = (*WORDS, "--data", data, "--output_dir", tmp_path, "--name", "run")
-    ends = [fork.end() for fork in forks.start_ranks(2, *words, before=functools.partial(lose_after_step_6, lose))]
+    observers = {rank: AfterStep(functools.partial(tell_and_lose, act)) for rank, act in enumerate((lose, None))}
+    ends = [fork.end() for fork in forks.start_ranks(2, *words, observers=observers, before=end_at_once)]
     for end in ends:
         assert end.code == 2 and "done 6\n" in end.stdout and "done 9\n" not in end.stdout, end
     said = ends[0].stderr.partition("cls.py: ")[2]  # before, a library may warn

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.harness.outcomes import Outcome
+from tests.recipes.copied import copy
 
 STEPS = 8
 WORDS = (
@@ -21,22 +22,33 @@ WORDS = (
     *("--eval_every", 100, "--global_batch_size", 32, "--max_micro_batch_size", 32),
     *("--dtype", "float64", "--batch_norm", "frozen"),
 )
-# A recipe of which rank `RANK` has no memory left for more than eight samples, from its fifth step on.
+# A recipe of which the last rank has no memory left for more than eight samples, from its fifth step on.
 FULL = """
-import os, runpy, sys
-import psutil, torch
-from common.data import loader as loading
-assert not psutil.Process().children(), "data workers of the process that this one has replaced"
-take, taken = loading.Prefetcher.__next__, []
-def fail(feed):
-    batch = take(feed)
-    taken.append(batch)
-    if len(taken) > 5 and len(batch.positions) > 8 and os.environ.get("RANK", "0") == os.environ["FULL_RANK"]:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    return batch
-loading.Prefetcher.__next__ = fail
-sys.argv[0] = "recipes/cls.py"
-runpy.run_path(sys.argv[0], run_name="__main__")
+@@
++import os
+ from collections.abc import Sequence
+@@
++import psutil
+ import torch
+ import torch.nn.functional as F
+@@
+-from common.run import Run
++from common.run import Observer, Run
+@@
++assert not psutil.Process().children(), "data workers of the process that this one has replaced"
++
++
++class Full(Observer):
++    def on_micro_batch(self, step, batch):
++        is_last_rank = int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1
++        if step >= 5 and len(batch.positions) > 8 and is_last_rank:
++            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
++
++
+ def main() -> None:
+@@ main
+-    with Run(config) as run:  # joins the other ranks, claims runs/<name>/, handles signals
++    with Run(config, Full()) as run:
 """
 
 
@@ -90,18 +102,19 @@ def test_a_run_that_is_out_of_memory_later_goes_on_by_itself_with_half_the_micro
     launch, undisturbed, tmp_path, processes
 ):
     """One process starts itself anew, several are started anew by their launcher; each step is there once."""
-    script = tmp_path / "cls_full.py"
-    script.write_text(FULL)
-    words, last = (*WORDS, "--output_dir", tmp_path, "--name", "run"), str(processes - 1)
+    script = copy(tmp_path / "cls_full.py", FULL)
+    words = (*WORDS, "--output_dir", tmp_path, "--name", "run")
     words += ("--workers", 1) * (processes > 1)  # of two processes on two cores none would have any
     config, flags = ("cpu", ()) if processes == 1 else ("multi_cpu", ("--max_restarts", 3))
-    done = launch(config, script, *words, flags=flags, env={"FULL_RANK": last})
+    done = launch(config, script, *words, flags=flags)
     assert done.returncode == 0, done.stderr
     assert_same_run(tmp_path / "run", undisturbed)
     assert json.loads((tmp_path / "run" / "micro_batch.json").read_text()) == {"cpu": 8}
 
 
 def be_too_large() -> None:
+    """In a fork: a model finds no room on its device, which no model does on a CPU; so torch's method is replaced."""
+
     def to(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 

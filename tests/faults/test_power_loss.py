@@ -22,6 +22,7 @@ from common.checkpoints.store import Checkpoints, verify
 from tests.harness import forked
 from tests.harness.disks import Ext4, after_power_loss, ext4
 from tests.harness.outcomes import Outcome, best_files, identical, keeps_best, seal
+from tests.recipes.copied import copy
 
 STEPS = 6
 WORDS = (
@@ -35,24 +36,26 @@ def words(data: Path, folder: Path, tracker: str = "none") -> tuple:
     return (*WORDS, "--data", data, "--output_dir", folder.parent, "--name", folder.name, "--tracker", tracker)
 
 
+# Each evaluation is the best so far, so that `best/` changes with each checkpoint.
+IMPROVING = """
+@@ main
+-                run.evaluate(evaluate, best_metric="f1" if val_data.multi_label else "top1")
++                improving = lambda *args: evaluate(*args).results() | {"top1": run.step / 1000}
++                run.evaluate(improving, best_metric="top1")
+"""
+
+
 @pytest.fixture(scope="module")
-def whole(forks, data, tmp_path_factory) -> Path:
+def improving(tmp_path_factory) -> Path:
+    return copy(tmp_path_factory.mktemp("recipe") / "cls.py", IMPROVING)
+
+
+@pytest.fixture(scope="module")
+def whole(forks, improving, data, tmp_path_factory) -> Path:
     """The folder of a run that nobody disturbed."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    train(forks, data, folder, before=improve)
+    train(forks, data, folder, recipe=improving)
     return folder
-
-
-def improve(rank: int) -> None:
-    """In a fork: each evaluation is the best so far, so that `best/` changes with each checkpoint; no pictures but curves."""
-    from common.run.progress import Progress
-    from common.run.run import Run
-
-    record = Progress.record_evaluation
-    Progress.record_evaluation = lambda progress, step, results, leading, larger: record(
-        progress, step, results | {leading: step / 1000}, leading, larger
-    )
-    Run.draw = lambda *_: None
 
 
 def photographer(disk: Ext4, album: Path, commits: bool, times: int) -> None:
@@ -60,7 +63,6 @@ def photographer(disk: Ext4, album: Path, commits: bool, times: int) -> None:
 
     With `commits` all names reach the disk just before: as when a file system's own commit comes at that moment.
     """
-    improve(0)
     photograph, seen, count, turn, owner = {}, Counter(), 0, threading.Lock(), os.getpid()
     canary = os.open(disk.folder / "canary", os.O_WRONLY | os.O_CREAT)
     fsync = os.fsync
@@ -126,18 +128,17 @@ def assert_promises(said: dict, found: Path) -> int:
     return newest
 
 
-def train(forks, data: Path, folder: Path, processes: int = 1, *more: object, before=None) -> str:
+def train(forks, data: Path, folder: Path, processes: int = 1, *more: object, recipe: str | Path = "cls") -> str:
     """Run the same command in this folder to its end; what was said."""
-    drawn = before is improve
-    ranks = forks.start_ranks(processes, *words(data, folder), *more, before=before, pictures=drawn)
+    ranks = forks.start_ranks(processes, *words(data, folder), *more, recipe=recipe, pictures=True)
     ends = [fork.end() for fork in ranks]
     assert [end.code for end in ends] == [0] * processes, ends
     return ends[0].stdout
 
 
-def assert_goes_on(forks, data: Path, found: Path, whole: Path, *more: object, before=None) -> None:
+def assert_goes_on(forks, data: Path, found: Path, whole: Path, recipe: Path) -> None:
     """The same command, in the folder that was found, ends as the run that nobody disturbed."""
-    assert "damaged" not in train(forks, data, found, *more, before=before)
+    assert "damaged" not in train(forks, data, found, recipe=recipe)
     one, other = (Outcome(folder=path) for path in (found, whole))
     assert [row["step"] for row in one.rows] == [row["step"] for row in other.rows]
     assert (one.column("train/loss") == other.column("train/loss")).all()
@@ -172,12 +173,14 @@ def developed_and_checked(album: Path, scratch: Path) -> tuple[list[Path], list[
     "commits, times, restarts",
     [(True, 1, 2), *(pytest.param(commits, 9, 12, marks=pytest.mark.long) for commits in (True, False))],
 )
-def test_a_power_loss_before_any_file_operation_loses_nothing(forks, data, whole, tmp_path, commits, times, restarts):
+def test_a_power_loss_before_any_file_operation_loses_nothing(
+    forks, improving, data, whole, tmp_path, commits, times, restarts
+):
     album = tmp_path / "album"
     album.mkdir()
     with ext4(tmp_path, "40m") as disk:
         before = functools.partial(photographer, disk, album, commits, times)
-        ended = forks(*words(data, disk.folder / "run"), before=before, pictures=True)
+        ended = forks(*words(data, disk.folder / "run"), recipe=improving, before=before, pictures=True)
         assert ended.code == 0, ended
         disk.photograph(album / "9999.image")
         (album / "9999.json").write_text(json.dumps({"before": "the end", "made": STEPS}))
@@ -187,7 +190,7 @@ def test_a_power_loss_before_any_file_operation_loses_nothing(forks, data, whole
     status = json.loads((developed[-1] / "status.json").read_text())
     assert status["status"] == "finished" and {path.name for path in developed[-1].glob("pictures/*")} >= {"curves.png"}
     for found in random.Random(7).sample(developed, min(restarts, len(developed))):
-        assert_goes_on(forks, data, found, whole, before=improve)
+        assert_goes_on(forks, data, found, whole, improving)
 
 
 def test_all_ranks_know_that_the_best_model_is_lost(forks, data, tmp_path):

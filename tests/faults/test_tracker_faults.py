@@ -3,20 +3,22 @@
 More of this: tests/run/test_tracking.py, and runs that are killed and go on in tests/recipes/test_dashboards.py.
 """
 
-import functools
 import json
 import os
 import pickle
 import threading
 import time
+from dataclasses import dataclass
 
 import psutil
 import pytest
+import wandb
 
+from common.run import Observer, tracking
 from tests.harness.disks import disk, mount
 from tests.harness.launching import free_port
 from tests.harness.odd_files import Malicious
-from tests.harness.resumed import STEPS, after_step, assert_same_run
+from tests.harness.resumed import STEPS, assert_same_run
 
 WORDS = (
     *("--image_size", 16, "--global_batch_size", 8, "--workers", 1, "--max_steps", STEPS, "--log_every", 1),
@@ -24,30 +26,36 @@ WORDS = (
 )
 
 
-def dash_late(environment: dict[str, str], kill: bool, rank: int = 0) -> None:
-    """In a fork: W&B starts once the first step is done; with `kill`, its service dies after the fifth."""
-    from common.run import tracking
+@dataclass
+class LateDashboard(Observer):
+    """W&B starts once the first step is made; with `kill`, its service dies after the fifth.
 
-    os.environ.update(environment)
-    tracking.INIT_TIMEOUT_S = 3.0  # in the thread: it would only make the end of this short run longer
-    first_step, start = threading.Event(), tracking._WandB.__init__
+    Nothing but the library itself can be made to start late, so that a function of it is replaced.
+    """
 
-    def start_late(*arguments) -> None:
-        assert first_step.wait(60), "the first step waits for the dashboard"
-        start(*arguments)
+    environment: dict[str, str]
+    kill: bool
 
-    def tell(run) -> None:
-        first_step.set()
-        if run.step == 5 and kill:
+    def on_prepare(self, model, train_set, compute_losses) -> None:
+        os.environ.update(self.environment)
+        tracking.INIT_TIMEOUT_S = 3.0  # in the thread: it would only make the end of this short run longer
+        self.first_step = threading.Event()
+        self.setup = wandb.setup
+        wandb.setup = self.set_up_late
+
+    def set_up_late(self, *args, **kwargs):
+        assert self.first_step.wait(60), "the first step waits for the dashboard"
+        return self.setup(*args, **kwargs)
+
+    def on_end_step(self, run, step) -> None:
+        self.first_step.set()
+        if step == 5 and self.kill:
             while not run._records.log._tracker.where():  # it starts in a thread
                 time.sleep(0.01)
             services = [child for child in psutil.Process().children(recursive=True) if "wandb" in child.name()]
             assert services
             for service in services:
                 service.kill()
-
-    tracking._WandB.__init__ = start_late
-    after_step(tell, once_written=False)
 
 
 @pytest.fixture
@@ -58,7 +66,7 @@ def run(forks, data, tmp_path):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         words = (*WORDS, "--data", data, "--output_dir", tmp_path, "--name", name, "--tracker", tracker)
-        ended = forks(*words, before=functools.partial(dash_late, environment or {}, kill))
+        ended = forks(*words, observer=LateDashboard(environment or {}, kill))
         assert ended.code == 0, ended
         return ended.stdout, folder
 
