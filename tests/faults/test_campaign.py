@@ -240,7 +240,7 @@ def _files(folder: Path) -> set[Path]:
         pytest.param(4, 2, {}, marks=pytest.mark.long),
     ],
 )
-def test_runs_that_are_killed_at_random_are_bit_equal_to_the_undisturbed(forks, tmp_path, processes, kills, options):
+def test_runs_killed_at_random_are_bit_equal_to_the_undisturbed(forks, tmp_path, processes, kills, options):
     Campaign(forks, tmp_path / "campaign", (processes,), **options).run(kills * TIMES)
 
 
@@ -248,7 +248,7 @@ LONG = [pytest.param(40, {"shards": True, "seed": seed}, marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize("kills, options", [(3, {}), (4, {"shards": True}), *LONG])
-def test_runs_that_are_killed_and_moved_are_the_undisturbed_in_float64(forks, tmp_path, kills, options):
+def test_runs_killed_and_moved_are_the_undisturbed_in_float64(forks, tmp_path, kills, options):
     """Between one process and several; with shards also between shards and data parallelism."""
     layouts = (1, 2, 3) if options else (1, 2, 3, 4)
     Campaign(forks, tmp_path / "campaign", layouts, **options).run(kills * TIMES)

@@ -128,7 +128,7 @@ def tell_and_lose(lose: Callable[[Path], None] | None, run) -> None:
 
 
 @pytest.mark.parametrize("lose", [shutil.rmtree, replace])
-def test_all_ranks_end_within_two_steps_and_leave_what_stands_there_alone(forks, data, tmp_path, lose):
+def test_a_run_that_lost_its_folder_ends_and_leaves_others_alone(forks, data, tmp_path, lose):
     folder = tmp_path / "run"
     words = (*WORDS, "--data", data, "--output_dir", tmp_path, "--name", "run")
     observers = {rank: AfterStep(functools.partial(tell_and_lose, act)) for rank, act in enumerate((lose, None))}

@@ -155,7 +155,7 @@ def test_a_machine_whose_cable_is_out_is_noticed_by_its_silence(nodes, start, tm
 
 @pytest.mark.long
 @pytest.mark.alone
-def test_loss_of_the_main_machine_ends_the_others_and_loses_nothing(nodes, forks, start, tmp_path):
+def test_loss_of_the_main_machine_ends_all_and_loses_nothing(nodes, forks, start, tmp_path):
     """The other machine reports it. The same command with another machine's address resumes from the last checkpoint."""
     first, second = nodes(2)
     run = both_train(tmp_path, [start(node, first, *ELASTIC) for node in (first, second)])

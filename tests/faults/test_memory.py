@@ -75,7 +75,7 @@ def assert_same_run(folder: Path, undisturbed: Outcome) -> None:
     assert json.loads((folder / "status.json").read_text())["status"] == "finished"
 
 
-def test_the_largest_micro_batch_that_fits_is_found_before_the_first_step(forks, stripes, tmp_path):
+def test_the_largest_micro_batch_that_fits_is_found_by_a_trial(forks, stripes, tmp_path):
     """With a real limit on this process's memory; then one that is too small for a single sample."""
     words = [*WORDS, "--data", stripes, "--image_size", 128, "--output_dir", tmp_path, "--max_steps", 2]
     whole = forks(*words, "--name", "whole")
@@ -98,9 +98,7 @@ def test_the_largest_micro_batch_that_fits_is_found_before_the_first_step(forks,
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_a_run_that_is_out_of_memory_later_goes_on_by_itself_with_half_the_micro_batch(
-    launch, undisturbed, tmp_path, processes
-):
+def test_a_run_out_of_memory_continues_with_half_the_micro_batch(launch, undisturbed, tmp_path, processes):
     """One process starts itself anew, several are started anew by their launcher; each step is there once."""
     script = copy(tmp_path / "cls_full.py", FULL)
     words = (*WORDS, "--output_dir", tmp_path, "--name", "run")
@@ -121,7 +119,7 @@ def be_too_large() -> None:
     torch.nn.Module.to = to
 
 
-def test_a_model_that_does_not_fit_is_refused_by_a_line_that_names_the_file(forks) -> None:
+def test_a_model_that_does_not_fit_is_refused_in_one_line(forks) -> None:
     ended = forks("--max_steps", 1, "--name", "too_large", before=be_too_large)
     [line] = [line for line in ended.stderr.splitlines() if "memory" in line]
     assert ended.code == 2

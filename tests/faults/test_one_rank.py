@@ -52,7 +52,7 @@ def status(folder: Path) -> dict:
     return json.loads((folder / "status.json").read_text())
 
 
-def test_a_process_that_hangs_is_named_with_where_it_stands_and_all_end(forks, tmp_path):
+def test_a_process_that_hangs_is_named_and_all_end(forks, tmp_path):
     """Stopped, as by a debugger or a dying machine; stopped where it keeps the store; stuck in reading."""
     words = (*WORDS, "--collective_timeout", PATIENCE, "--output_dir", tmp_path)
     hanging = {"stopped": 2, "first": 0, "stuck": 1}
@@ -153,7 +153,7 @@ def test_a_failure_of_one_rank_ends_all_and_is_the_cause(forks, tmp_path, fault)
         assert f"cls.py: rank 0 ({host}) lost another process: see its message" in first.stderr
 
 
-def test_a_killed_process_takes_its_workers_along_and_the_others_end_at_once(forks, tmp_path):
+def test_a_killed_process_takes_its_workers_and_peers_along(forks, tmp_path):
     """The first and the last one, as their workers wait to hand over the next batches."""
     words = (*WORDS, "--model", "test_vit", "--drop_path", 0.1, "--random_erasing", 0.3, "--mixup", 0.2)
     words += ("--global_batch_size", 32, "--image_size", 64, "--output_dir", tmp_path, "--workers", 2)

@@ -64,7 +64,7 @@ def forge(stranger: Node, address: str, port: int | str, marker) -> list[str]:
     return done.stdout.split()
 
 
-def test_two_machines_listen_to_each_other_alone_and_execute_nothing_that_a_stranger_writes(nodes, tmp_path):
+def test_machines_execute_nothing_that_a_stranger_writes(nodes, tmp_path):
     """In the ranks' store the run writes over it; in the launchers' store it ends the run."""
     first, second, stranger = nodes(3)
     words = (*WORDS, "--output_dir", tmp_path, "--name", "run")

@@ -94,7 +94,7 @@ def test_run_killed_at_every_kind_of_step_is_bit_equal(train, whole, tmp_path, s
 
 
 @pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_run_killed_before_each_of_its_file_operations_is_bit_equal(train, tmp_path, each):
+def test_run_killed_before_each_file_operation_is_bit_equal(train, tmp_path, each):
     """One start after the other dies, each before a kind of operation that none has died at.
 
     Also when it mends what a kill left. In the long test each file's name makes a kind, four times.
@@ -196,7 +196,7 @@ def test_finished_run_started_again_says_so_and_changes_nothing(train, whole, tm
 # --- which checkpoint
 
 
-def test_an_older_checkpoint_branches_off_and_only_the_same_data_go_on(train, whole, images, tmp_path):
+def test_an_older_checkpoint_branches_off(train, whole, images, tmp_path):
     """In the same folder, a checkpoint that the run has left behind and changed data are refused."""
     shutil.copytree(whole, tmp_path / "run")
     before, longer = content(tmp_path / "run"), (*EVERYTHING, "--max_steps", 18)
@@ -222,7 +222,7 @@ def test_an_older_checkpoint_branches_off_and_only_the_same_data_go_on(train, wh
     assert read(tmp_path / "run", "status.json")["step"] == 18
 
 
-def test_same_command_resumes_elsewhere_but_not_with_another_seed(forks, images, tmp_path, tmp_path_factory):
+def test_same_command_resumes_elsewhere_but_not_by_another_seed(forks, images, tmp_path, tmp_path_factory):
     """Without a --name: with another layout and cadence, and data at another place, as a requeued job's."""
     command = ["--data", images, "--output_dir", tmp_path, *SMALL]
     assert forks(*command, observer=signal_at(6)).code == -signal.SIGKILL

@@ -191,7 +191,7 @@ def test_changes_of_a_detector_take_effect(runs: dict[str, dict[str, Outcome]]) 
     assert json.loads(best.stdout.splitlines()[-1])["AP"] == pytest.approx(summary["best"]["eval/AP"])
 
 
-def test_a_run_that_its_recipe_stops_ends_well_until_it_is_to_be_longer(runs) -> None:
+def test_a_run_that_its_recipe_stops_ends_well(runs) -> None:
     """After an evaluation it ends there; pictures, results and best/ are those of a run's end."""
     first, longer = runs[1]["stopped"], runs[1]["stopped, longer"]
     assert re.search("12 steps in [0-9]+ s of training, ended by no better result since step 4", first.stdout), first

@@ -72,7 +72,7 @@ def die_with_all(run) -> None:
     "recipe, tracker, processes",
     [("cls", "tensorboard", 2), ("det", "online", 1), pytest.param("cls", "offline", 1, marks=pytest.mark.long)],
 )
-def test_each_row_and_picture_is_shown_once_through_a_kill_and_a_longer_run(
+def test_each_row_and_picture_is_shown_once_through_a_kill(
     forks, scenes, tmp_path, recipe: str, tracker: str, processes: int
 ) -> None:
     folder, of_wandb = tmp_path / "run", tracker != "tensorboard"

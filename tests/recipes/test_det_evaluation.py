@@ -151,7 +151,7 @@ def test_the_limit_of_detections_follows_the_objects(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("family", ["fcos", "faster_rcnn", "rtdetr_v2", "rf_detr"])
-def test_ap_and_every_detection_are_the_same_for_1_to_30_images_at_once(family, photos) -> None:
+def test_detections_are_the_same_for_1_to_30_images_at_once(family, photos) -> None:
     """In float64."""
     case = Case(family, str(photos), "float64")
     case.val = case.with_objects()

@@ -94,7 +94,7 @@ def labels(train, root: Path) -> Path:
 
 
 @pytest.mark.smoke
-def test_an_exported_model_has_the_numbers_of_its_run_wherever_it_was_copied(odd, forks, tmp_path) -> None:
+def test_an_exported_model_has_the_numbers_of_its_run_anywhere(odd, forks, tmp_path) -> None:
     shutil.copytree(odd / "best", tmp_path / "model")
     for best in (odd / "best", tmp_path / "model"):
         results, said = printed(forks("--eval_only", best))
@@ -131,7 +131,7 @@ def test_two_processes_count_every_image_once(run_several, odd, labels, root, fo
     assert_same(printed(runs["best"])[0], recorded(odd / "best"))
 
 
-def test_averaged_weights_are_evaluated_beside_the_others_and_choose_the_best(odd, train, root) -> None:
+def test_averaged_weights_are_evaluated_and_choose_the_best(odd, train, root) -> None:
     parts = train("parts", PARTS.format(root=root))
     row, without = (rows_of(run / "metrics.jsonl")[-1] for run in (odd, parts))
     assert {f"eval/{key}" for key in ("ema_loss", "ema_top1", "loss", "top1")} <= row.keys()
@@ -159,7 +159,7 @@ def test_what_a_flag_or_a_preset_overrides_is_said_and_used(odd, forks, tmp_path
     assert word == f"cls.py: --model test_resnet: {odd}/best brings its own model, test_vit; leave --model out"
 
 
-def test_a_part_is_evaluated_by_its_name_and_a_folder_whole_unless_it_was_trained_on(odd, train, root, forks) -> None:
+def test_a_split_is_evaluated_by_its_name_and_a_new_folder_whole(odd, train, root, forks) -> None:
     run = train("parts", PARTS.format(root=root))
     for words, part in (([], "val/, 60"), (["--split", "test"], "test/, 60"), (["--split", "train"], "train/, 60")):
         results, said = printed(forks("--eval_only", run / "best", *words))
@@ -170,7 +170,7 @@ def test_a_part_is_evaluated_by_its_name_and_a_folder_whole_unless_it_was_traine
     assert "the folder, 60 images" in said and "val_share" not in said
 
 
-def test_classes_are_matched_by_name_whatever_their_order_and_number(odd, root, forks) -> None:
+def test_classes_are_matched_by_name_in_any_order_and_number(odd, root, forks) -> None:
     everything, _ = printed(forks("--eval_only", odd / "best", "--split", "all"))
     best = root / "renamed best"
     shutil.copytree(odd / "best", best)
@@ -197,7 +197,7 @@ def test_classes_are_matched_by_name_whatever_their_order_and_number(odd, root, 
     assert results["top1"] < 1, "what is taken for a class that the data do not have is wrong"
 
 
-def test_a_folder_without_class_names_is_evaluated_in_the_order_of_the_data(odd, root, forks, tmp_path) -> None:
+def test_a_model_without_class_names_has_the_order_of_the_data(odd, root, forks, tmp_path) -> None:
     model, folder = timm.create_model("test_resnet", num_classes=5), tmp_path / "timm"
     timm_models.export(model, STUFFS, timm_models.resolve_data_config(model, 64, 0.9), False, {}, folder)
     content = json.loads((folder / "config.json").read_text())

@@ -19,7 +19,7 @@ from tests.harness.detections import of_pycocotools
 SIDE = 96  # of the images, which are evaluated at scale 1
 
 
-def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision_scored_by_pycocotools(forks, tmp_path) -> None:
+def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision(forks, tmp_path) -> None:
     theirs, file, data = random_model("fcos_resnet50_fpn"), tmp_path / "x.pth", tmp_path / "data"
     with torch.no_grad():
         theirs.head.classification_head.cls_logits.bias[[1, 47]] += 3  # person and cup are what it finds

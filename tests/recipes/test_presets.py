@@ -59,7 +59,7 @@ def test_a_preset_is_a_configuration_for_usual_numbers_of_gpus(path, tmp_path) -
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_a_preset_opens_with_its_commands_and_the_kind_of_its_figure(path, monkeypatch) -> None:
+def test_a_preset_opens_with_its_commands_and_kind_of_figure(path, monkeypatch) -> None:
     """A reported figure must not pass for a measured one."""
     reported = "Reported by the source, not measured here: "
     kinds = re.findall(rf"^# (Expected: measured here: |Expected: no figure|{reported})", opening(path), re.MULTILINE)

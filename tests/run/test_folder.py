@@ -44,7 +44,7 @@ time.sleep(600)
 
 
 @pytest.mark.smoke
-def test_a_second_run_is_refused_until_the_first_is_gone_also_if_its_workers_live(tmp_path) -> None:
+def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path) -> None:
     path = tmp_path / "a"
     command = [sys.executable, "-c", HOLDER, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
@@ -97,7 +97,7 @@ def test_a_row_that_does_not_fit_on_the_disk_is_not_half_there(folder: RunFolder
 
 
 @pytest.mark.parametrize("name", [".lock", "log.txt"])
-def test_no_link_in_a_strangers_folder_is_followed_and_no_fifo_waited_for(tmp_path, name) -> None:
+def test_no_link_is_followed_and_no_fifo_waited_for(tmp_path, name) -> None:
     victim, run = tmp_path / "victim", tmp_path / "run"
     victim.write_text("mine")
     run.mkdir()

@@ -24,7 +24,7 @@ def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_step_has_one_row_and_the_dashboard_begins_after_the_first_step(opened) -> None:
+def test_a_step_has_one_row_and_the_dashboard_begins_late(opened) -> None:
     journal, dashboard, path = opened
     assert not dashboard.begun
     journal.advance(1)
@@ -39,7 +39,7 @@ def test_a_step_has_one_row_and_the_dashboard_begins_after_the_first_step(opened
     assert dashboard.rows == [(10, {"train/loss": 0.5, "eval/top1": 0.9}), (20, {"train/loss": 0.25})]
 
 
-def test_lines_go_to_the_terminal_and_the_log_without_control_characters(opened, capsys) -> None:
+def test_lines_are_logged_without_control_characters(opened, capsys) -> None:
     journal, _, path = opened
     journal.say("a\nb \x1b[2J \x9b \u202e \udcff é 足")
     journal.table({"data": "digits", "model": "x\r\ny"})
