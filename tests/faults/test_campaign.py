@@ -28,8 +28,8 @@ import pytest
 from tests.harness.drawings import draw_scenes, draw_stripes
 from tests.harness.forked import Fork, Forks
 from tests.harness.launching import small
-from tests.harness.outcomes import Outcome, assert_same_training
-from tests.harness.resumed import assert_same_run, read
+from tests.harness.outcomes import Outcome, assert_same_training, read
+from tests.harness.resumed import assert_same_run
 from tests.recipes.test_layout import FSDP
 
 STEPS = 16
@@ -109,11 +109,11 @@ class Campaign:
             assert_same_training(self.whole, one)
         else:
             assert_same_run(one.folder, self.whole.folder, STEPS)
-            mine, theirs = (read(outcome.folder, "summary.json") for outcome in (one, self.whole))
+            mine, theirs = (read(outcome.folder / "summary.json") for outcome in (one, self.whole))
             for key in theirs.keys() - {"train_seconds", "images_per_second"}:
                 assert mine[key] == theirs[key], (key, mine[key], theirs[key])
         assert [row["step"] for row in one.rows] == [*range(1, STEPS + 1)], "a step is missing or there twice"
-        status = read(one.folder, "status.json")
+        status = read(one.folder / "status.json")
         assert (status["status"], status["step"]) == ("finished", STEPS), status
         mine, theirs = (_files(outcome.folder) for outcome in (one, self.whole))
         assert mine == theirs, f"left behind: {mine - theirs}, missing: {theirs - mine}"

@@ -6,7 +6,6 @@ More of this: tests/checkpoints/test_store.py, tests/recipes/test_cls_resume.py,
 
 import functools
 import io
-import json
 import os
 import pickle
 import shutil
@@ -23,7 +22,7 @@ from common.checkpoints.store import Checkpoints, verify
 from common.launching import launch
 from tests.harness.disks import disk, mount
 from tests.harness.odd_files import Malicious
-from tests.harness.outcomes import Outcome, identical
+from tests.harness.outcomes import Outcome, identical, read
 from tests.harness.resumed import STEPS, AfterStep, assert_same_run, signal_at
 
 WORDS = (
@@ -93,7 +92,7 @@ def test_a_checkpoint_that_can_not_be_written_stops_the_run(forks, data, whole, 
         assert ended.code == 2 and len(ended.stderr.splitlines()) == 1, ended
         assert f"{folder} can't be written (" in ended.stderr and says in ended.stderr, ended.stderr
         assert "make room, and the same command resumes" in ended.stderr
-        status = json.loads((folder / "status.json").read_text())
+        status = read(folder / "status.json")
         assert status["status"] == "failed" and says in status["cause"] and 8 <= status["step"] < STEPS, status
         assert [verify(path).step for path in Checkpoints(folder / "checkpoints").paths()] == [4]
         assert not list(folder.rglob(".*.tmp"))

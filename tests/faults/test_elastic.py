@@ -1,6 +1,5 @@
 """A run continues as the same run when a process dies, when a machine is lost or asked to leave, and when it comes back."""
 
-import json
 import re
 import subprocess
 import time
@@ -14,7 +13,7 @@ import pytest
 
 from tests.harness.launching import Started
 from tests.harness.machines import Node, Watched
-from tests.harness.outcomes import Outcome
+from tests.harness.outcomes import Outcome, read
 from tests.harness.paced import PACED
 
 STEPS = 160
@@ -125,7 +124,7 @@ def test_all_machines_stop_where_none_can_go_on(nodes, start, tmp_path, asked):
         by = " by SIGTERM" * (process in asked_of)
         assert each.returncode == 75, each
         assert said_once(f"{machine.name}: asked to stop{by}: {ALL_STOP}", each), each.stderr
-    status = json.loads((tmp_path / "run/status.json").read_text())
+    status = read(tmp_path / "run/status.json")
     assert (status["status"], status["cause"]) == ("resumable", "SIGTERM")
     assert (tmp_path / f"run/checkpoints/step_{status['step']:08d}").is_dir()
 

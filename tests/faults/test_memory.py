@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import json
 import os
 import resource
 import sys
@@ -13,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from tests.harness.outcomes import Outcome
+from tests.harness.outcomes import Outcome, read
 from tests.recipes.copied import copy
 
 STEPS = 8
@@ -72,7 +71,7 @@ def assert_same_run(folder: Path, undisturbed: Outcome) -> None:
     run = Outcome(folder=folder)
     assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))
     np.testing.assert_allclose(run.column("train/loss"), undisturbed.column("train/loss"), rtol=1e-8)
-    assert json.loads((folder / "status.json").read_text())["status"] == "finished"
+    assert read(folder / "status.json")["status"] == "finished"
 
 
 def test_the_largest_micro_batch_that_fits_is_found_by_a_trial(forks, stripes, tmp_path):
@@ -107,7 +106,7 @@ def test_a_run_out_of_memory_continues_with_half_the_micro_batch(launch, undistu
     done = launch(config, script, *words, flags=flags)
     assert done.returncode == 0, done.stderr
     assert_same_run(tmp_path / "run", undisturbed)
-    assert json.loads((tmp_path / "run" / "micro_batch.json").read_text()) == {"cpu": 8}
+    assert read(tmp_path / "run" / "micro_batch.json") == {"cpu": 8}
 
 
 def be_too_large() -> None:

@@ -1,6 +1,5 @@
 """When one process hangs, fails or sees other data, all processes end soon, and one message says why."""
 
-import json
 import math
 import os
 import re
@@ -17,6 +16,7 @@ import torch
 from common.run import Observer
 from tests.harness.drawings import draw_stripes
 from tests.harness.forked import Ended, Fork
+from tests.harness.outcomes import read
 from tests.harness.resumed import AfterStep
 from tests.harness.waiting import Limit
 from tests.recipes.copied import copy
@@ -49,7 +49,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 
 
 def status(folder: Path) -> dict:
-    return json.loads((folder / "status.json").read_text())
+    return read(folder / "status.json")
 
 
 def test_a_process_that_hangs_is_named_and_all_end(forks, tmp_path):

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from common.checkpoints.store import Checkpoints, verify
 from tests.harness import forked
 from tests.harness.disks import Ext4, after_power_loss, ext4
-from tests.harness.outcomes import Outcome, best_files, identical, keeps_best, seal
+from tests.harness.outcomes import Outcome, best_files, identical, keeps_best, read, seal
 from tests.recipes.copied import copy
 
 STEPS = 6
@@ -98,7 +98,7 @@ def photographer(disk: Ext4, album: Path, commits: bool, times: int) -> None:
 def made_so_far(folder: Path) -> int:
     """The step of the newest checkpoint that the run has said is there."""
     try:
-        return json.loads((folder / "status.json").read_text())["step"]
+        return read(folder / "status.json")["step"]
     except (OSError, ValueError):
         return 0
 
@@ -113,13 +113,13 @@ def assert_promises(said: dict, found: Path) -> int:
         Image.open(picture).load()
     if (found / "best").exists():
         assert load_file(found / "best/model.safetensors")
-        assert json.loads((found / "best/config.json").read_text())
-        assert json.loads((found / "best/results.json").read_text())
+        assert read(found / "best/config.json")
+        assert read(found / "best/results.json")
     checkpoints = [verify(path) for path in Checkpoints(found / "checkpoints").paths()]
     newest = checkpoints[0].step if checkpoints else 0
     assert newest >= said["made"], "a checkpoint is gone that was said to be there"
     if (found / "summary.json").exists():
-        assert json.loads((found / "summary.json").read_text())["step"] <= newest
+        assert read(found / "summary.json")["step"] <= newest
     if not checkpoints:
         return 0
     steps = [json.loads(row)["step"] for row in (found / "metrics.jsonl").read_bytes().splitlines() if row[-1:] == b"}"]
@@ -144,7 +144,7 @@ def assert_goes_on(forks, data: Path, found: Path, whole: Path, recipe: Path) ->
     assert (one.column("train/loss") == other.column("train/loss")).all()
     assert all(identical(one.tensors(file), other.tensors(file)) for file in ("model", "optimizer", "ema"))
     assert best_files(found) == best_files(whole)
-    mine, theirs = (json.loads((path / "summary.json").read_text()) for path in (found, whole))
+    mine, theirs = (read(path / "summary.json") for path in (found, whole))
     assert mine["best"] == theirs["best"] and mine["step"] == theirs["step"]
     left = {path.name for path in found.rglob(".*")} - {".lock"}
     assert not left, f"left behind: {left}"
@@ -186,8 +186,8 @@ def test_a_power_loss_before_any_file_operation_loses_nothing(
         (album / "9999.json").write_text(json.dumps({"before": "the end", "made": STEPS}))
     developed, steps = developed_and_checked(album, tmp_path)
     assert {0, 2, 4, STEPS} <= set(steps) and len(developed) > 30, steps
-    assert json.loads((developed[-1] / "summary.json").read_text())["best"]["step"] == STEPS
-    status = json.loads((developed[-1] / "status.json").read_text())
+    assert read(developed[-1] / "summary.json")["best"]["step"] == STEPS
+    status = read(developed[-1] / "status.json")
     assert status["status"] == "finished" and {path.name for path in developed[-1].glob("pictures/*")} >= {"curves.png"}
     for found in random.Random(7).sample(developed, min(restarts, len(developed))):
         assert_goes_on(forks, data, found, whole, improving)
@@ -198,12 +198,12 @@ def test_all_ranks_know_that_the_best_model_is_lost(forks, data, tmp_path):
     folder = tmp_path / "run"
     train(forks, data, folder, 2, "--max_steps", 4, "--eval_every", 3)  # the best model is from step 3 or 4
     shutil.rmtree(folder / "best")
-    record = json.loads((folder / "checkpoints/step_00000004/record.json").read_text())
+    record = read(folder / "checkpoints/step_00000004/record.json")
     record["ledger"]["best"] |= {"step": 3, "eval/ema_top1": 2.0}  # no later one can be better
     record["ledger"]["last"] |= {"step": 3}
     (folder / "checkpoints/step_00000004/record.json").write_text(json.dumps(record))
     seal(folder / "checkpoints/step_00000004")
     said = train(forks, data, folder, 2)
     assert "is lost; best/ will be the best of the evaluations from now on" in said
-    assert json.loads((folder / "summary.json").read_text())["best"]["step"] in (5, 6)
+    assert read(folder / "summary.json")["best"]["step"] in (5, 6)
     assert load_file(folder / "best/model.safetensors")

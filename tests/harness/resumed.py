@@ -1,7 +1,6 @@
 """Runs that something happens to at a step, and the comparison of a run that was killed with one that was not."""
 
 import functools
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.run import Observer, Run
-from tests.harness.outcomes import Outcome, best_files, identical
+from tests.harness.outcomes import Outcome, best_files, identical, read
 
 STEPS = 12
 
@@ -49,14 +48,10 @@ def assert_same_run(folder: Path, reference: Path, steps: int = STEPS) -> None:
     assert actual.checkpoint.name == expected.checkpoint.name
     for file in actual.checkpoint.glob("*.safetensors"):
         assert identical(actual.tensors(file.stem), expected.tensors(file.stem)), file.name
-    one, other = (json.loads((run.checkpoint / "record.json").read_text()) for run in (actual, expected))
+    one, other = (read(run.checkpoint / "record.json") for run in (actual, expected))
     for record in (one, other):
         record["ledger"].pop("seconds")
     for key in ("step", "identity", "numbers", "ledger"):
         assert one[key] == other[key], key
     assert best_files(folder) == best_files(reference)
-    assert read(folder, "status.json")["status"] == "finished"
-
-
-def read(folder: Path, name: str) -> dict:
-    return json.loads((folder / name).read_text())
+    assert actual.read("status.json")["status"] == "finished"

@@ -16,8 +16,8 @@ import pytest
 from common.checkpoints.store import Damaged, verify
 from tests.harness.drawings import draw_stripes
 from tests.harness.forked import Ended
-from tests.harness.outcomes import Outcome, identical, keeps_best
-from tests.harness.resumed import STEPS, AfterStep, assert_same_run, read, signal_at
+from tests.harness.outcomes import Outcome, identical, keeps_best, read
+from tests.harness.resumed import STEPS, AfterStep, assert_same_run, signal_at
 
 SMALL = (
     "--image_size 16 --global_batch_size 8 --max_micro_batch_size 4 "
@@ -87,10 +87,10 @@ def test_run_killed_at_every_kind_of_step_is_bit_equal(train, whole, tmp_path, s
         assert died.code == -signal.SIGKILL, died.stderr
         with (folder / "metrics.jsonl").open("a") as rows:
             rows.write('{"step": 13, "train/lo')  # as a machine that dies tears it
-    assert read(folder, "status.json")["status"] == "running"  # with no process at work: killed
+    assert read(folder / "status.json")["status"] == "running"  # with no process at work: killed
     assert train("killed", *EVERYTHING).code == 0
     assert_same_run(folder, whole)
-    assert read(folder, "summary.json")["best"] == read(whole, "summary.json")["best"]
+    assert read(folder / "summary.json")["best"] == read(whole / "summary.json")["best"]
 
 
 @pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.long)])
@@ -167,12 +167,12 @@ def test_ctrl_c_saves_within_two_steps_and_twice_ends_at_once(train, whole, tmp_
     folder = tmp_path / "stopped"
     stopped = train("stopped", *EVERYTHING, observer=signal_at(6, signal.SIGINT, once_written=False))
     assert stopped.code == 75 and "stopped by Ctrl-C" in stopped.stdout
-    status = read(folder, "status.json")
+    status = read(folder / "status.json")
     assert (status["status"], status["cause"]) == ("resumable", "Ctrl-C")
     assert 6 <= status["step"] <= 8 and max(checkpoints(folder)) == f"step_{status['step']:08d}"
     twice = AfterStep(interrupt_twice, status["step"] + 1, once_written=False)
     assert train("stopped", *EVERYTHING, observer=twice).code != 0
-    assert read(folder, "status.json")["step"] == status["step"] + 1
+    assert read(folder / "status.json")["step"] == status["step"] + 1
     assert max(checkpoints(folder)) == f"step_{status['step']:08d}", "nothing was saved"
     assert train("stopped", *EVERYTHING).code == 0
     assert_same_run(folder, whole)
@@ -189,7 +189,7 @@ def test_finished_run_started_again_says_so_and_changes_nothing(train, whole, tm
     assert again.code == 0, again.stderr
     assert "finished" in again.stdout and "--max_steps" in again.stdout
     assert content(tmp_path / "run") == before
-    status = read(tmp_path / "run", "status.json")
+    status = read(tmp_path / "run" / "status.json")
     assert (status["status"], status["step"]) == ("finished", STEPS)
 
 
@@ -219,7 +219,7 @@ def test_an_older_checkpoint_branches_off(train, whole, images, tmp_path):
     again = train("branch", "--resume", older, *longer)  # the same command goes on, as after a kill
     assert again.code == 0 and "resuming from step 12 of 18" in again.stdout, again.stderr
     assert train("run", "--resume", newest, *longer, "--data", moved).code == 0
-    assert read(tmp_path / "run", "status.json")["step"] == 18
+    assert read(tmp_path / "run" / "status.json")["step"] == 18
 
 
 def test_same_command_resumes_elsewhere_but_not_by_another_seed(forks, images, tmp_path, tmp_path_factory):

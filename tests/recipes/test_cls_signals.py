@@ -9,9 +9,9 @@ import pytest
 
 from common.run import Observer, ending
 from tests.harness.interrupted import Interrupted
-from tests.harness.outcomes import Outcome
+from tests.harness.outcomes import Outcome, read
 from tests.harness.range_server import RangeServer
-from tests.harness.resumed import assert_same_run, read, signal_at
+from tests.harness.resumed import assert_same_run, signal_at
 from tests.harness.shards import draw_noise, write_tars
 from tests.recipes.copied import copy
 
@@ -53,7 +53,7 @@ def test_interrupted_run_is_bit_equal_to_the_uninterrupted(launch, run_several, 
         asked = processes > 1 and "KILL" not in interruption
         assert code == 75 if asked else code != 0, interruption
         assert not asked or "Traceback" not in started.stderr.read_text(), "it was asked to stop"
-        status = read(folder, "status.json")
+        status = read(folder / "status.json")
         if cause:
             assert status["status"] == "resumable" and cause in status["cause"], (interruption, status)
         else:

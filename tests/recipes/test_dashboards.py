@@ -16,7 +16,8 @@ import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.harness.resumed import AfterStep, read
+from tests.harness.outcomes import read
+from tests.harness.resumed import AfterStep
 from tests.harness.wandb_server import WandbServer
 
 FLAGS = {
@@ -117,7 +118,7 @@ def test_each_row_and_picture_is_shown_once_through_a_kill(
         assert {*PICTURES[recipe]} <= shown[step].keys(), step
         if of_wandb:
             assert {shown[step][name]["path"] for name in PICTURES[recipe]} <= server.uploads
-    for part, results in read(folder, "summary.json").items():
+    for part, results in read(folder / "summary.json").items():
         for key, value in results.items() if part in ("best", "last") else ():
             assert value is None or summary[f"{part}/{key}"] == pytest.approx(value, rel=1e-6), (part, key)
-    assert read(folder, "summary.json")["last"]["step"] == STEPS
+    assert read(folder / "summary.json")["last"]["step"] == STEPS

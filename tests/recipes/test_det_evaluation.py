@@ -29,6 +29,7 @@ from common.detection.models.detectors import OF_TRANSFORMERS
 from common.run.eval_batches import EvalBatches
 from tests.harness.annotations import annotation, coco
 from tests.harness.launching import small
+from tests.harness.outcomes import read
 from tests.harness.photographs import exif
 from tests.harness.several import load
 
@@ -173,7 +174,7 @@ def by_name(source, rows: list[tuple]) -> dict[str, torch.Tensor]:
 
 
 def files(photos: Path) -> list[str]:
-    content = json.loads((photos / "val.json").read_text())
+    content = read(photos / "val.json")
     return [str(photos / image["file_name"]) for image in content["images"]]
 
 

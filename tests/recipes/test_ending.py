@@ -3,7 +3,6 @@
 Each start counts on from its checkpoint; a run that has ended stays ended until the flag is larger.
 """
 
-import json
 import signal
 import time
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from common.run import Observer
-from tests.harness.outcomes import Outcome
+from tests.harness.outcomes import Outcome, read
 from tests.harness.resumed import assert_same_run, signal_at
 
 # No weight moves, so nothing gets better than the first evaluation.
@@ -105,4 +104,4 @@ def test_the_clock_of_the_main_process_decides_for_all(forks, stripes, tmp_path)
     ranks = forks.start_ranks(2, *words, observers={0: HourlySteps(), 1: HourlySteps(hours=1000)})
     ends = [rank.end() for rank in ranks]
     assert [end.code for end in ends] == [0, 0], ends[0].stderr
-    assert json.loads((tmp_path / "run/status.json").read_text())["step"] == 8
+    assert read(tmp_path / "run/status.json")["step"] == 8

@@ -174,7 +174,7 @@ def test_classes_are_matched_by_name_in_any_order_and_number(odd, root, forks) -
     everything, _ = printed(forks("--eval_only", odd / "best", "--split", "all"))
     best = root / "renamed best"
     shutil.copytree(odd / "best", best)
-    content = json.loads((best / "config.json").read_text())
+    content = read(best / "config.json")
     content["label_names"] = [
         f"{9 - number} {name}"  # sorted the other way round
         for number, name in enumerate(STUFFS)
@@ -200,7 +200,7 @@ def test_classes_are_matched_by_name_in_any_order_and_number(odd, root, forks) -
 def test_a_model_without_class_names_has_the_order_of_the_data(odd, root, forks, tmp_path) -> None:
     model, folder = timm.create_model("test_resnet", num_classes=5), tmp_path / "timm"
     timm_models.export(model, STUFFS, timm_models.resolve_data_config(model, 64, 0.9), False, {}, folder)
-    content = json.loads((folder / "config.json").read_text())
+    content = read(folder / "config.json")
     del content["label_names"]
     (folder / "config.json").write_text(json.dumps(content))
     assert refusal(forks("--eval_only", folder)).endswith("does not say which data it was trained on; add --data")

@@ -15,6 +15,7 @@ from torchvision.transforms.v2 import functional as F
 from tests.detection.weights.test_torchvision_weights import random_model
 from tests.harness.annotations import annotation, coco
 from tests.harness.detections import of_pycocotools
+from tests.harness.outcomes import read
 
 SIDE = 96  # of the images, which are evaluated at scale 1
 
@@ -38,7 +39,7 @@ def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision(forks, tmp_path)
             crop = Image.fromarray(photo[top : top + SIDE, left : left + SIDE + 16])
             crop.save(data / part / f"{n}.jpg", quality=100)
     words = f"--eval_only {file} --data {data} --init_classes mug=cup --short_sides {SIDE} --long_side 1000"
-    content = json.loads((data / "val.json").read_text())
+    content = read(data / "val.json")
     theirs.transform.min_size, theirs.transform.max_size = (SIDE,), 1000
     rows = []
     for number in (image["id"] for image in content["images"]):

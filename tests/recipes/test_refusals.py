@@ -23,6 +23,7 @@ from tests.harness import several
 from tests.harness.drawings import draw_scenes, draw_stripes
 from tests.harness.launching import ROOT
 from tests.harness.odd_files import Malicious
+from tests.harness.outcomes import read
 
 SMALL = "--opt sgd --global_batch_size 8 --batch_norm local --eval_every 1000 --schedule constant --tracker none --workers 0"
 FIRST = f"cls --data pets --name first {SMALL} --max_steps 2"
@@ -117,7 +118,7 @@ def a_desk(forks, tmp_path_factory) -> Path:
     for name, changed in CHANGED_SCENES.items():
         shutil.copytree(desk / "scenes", desk / name)
         for part in ("train", "val"):
-            content = json.loads((desk / "scenes" / f"{part}.json").read_text())
+            content = read(desk / "scenes" / f"{part}.json")
             changed(content)
             (desk / name / f"{part}.json").write_text(json.dumps(content))
     for command in (FIRST, FIRST_DET):
@@ -250,5 +251,5 @@ def test_a_run_outlives_its_terminal(forks, a_desk, tmp_path) -> None:
     words = [*words_of(FIRST)[1:], "--data", a_desk / "pets", "--output_dir", tmp_path]
     ended = forks(*words, before=print_to_a_full_disk)
     assert ended.code == 0 and re.fullmatch(".*rest of it is lost.*No space left on device\n", ended.stderr), ended
-    assert json.loads((tmp_path / "first/status.json").read_text())["status"] == "finished"
+    assert read(tmp_path / "first/status.json")["status"] == "finished"
     assert "finished  2 steps" in (tmp_path / "first/log.txt").read_text()

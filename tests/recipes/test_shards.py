@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.harness.outcomes import read
 from tests.harness.range_server import RangeServer
 from tests.harness.shards import COUNTS, add, draw_noise, write_parquet, write_tars
 
@@ -31,7 +32,7 @@ def data(scenes, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("shards")
     (root / "boxes").mkdir()
     for part, counts in (("train", (1, 7, 17)), ("val", (7,))):
-        content = json.loads((scenes / f"{part}.json").read_text())
+        content = read(scenes / f"{part}.json")
         names, rows = {one["id"]: int(one["name"]) for one in content["categories"]}, []
         for image in content["images"]:
             its = [one for one in content["annotations"] if one["image_id"] == image["id"]]
