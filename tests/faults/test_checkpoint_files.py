@@ -165,42 +165,51 @@ def as_yaml(marker: Path) -> bytes:
     return f"!!python/object/apply:os.mkdir [{marker}]\n".encode()
 
 
-def test_a_payload_in_the_run_folder_or_the_exported_model_never_executes(run_several, data, whole, killed, tmp_path):
-    """The run resumes from its checkpoint; an exported model is refused, or read without the forged file."""
-    marker, cases = tmp_path / "executed", {}
-    small = ["--data", data, "--image_size", 16, "--workers", 1]
-    files = (
-        "config.yaml",
-        "environment.json",
-        "metrics.jsonl",
-        "summary.json",
-        "status.json",
-        "tracker.json",
-        "log.txt",
-    )
-    for payload in (as_pickle, as_yaml):
-        folder = tmp_path / payload.__name__
-        shutil.copytree(killed, folder)
+RUN_FILES = "config.yaml environment.json metrics.jsonl summary.json status.json tracker.json log.txt".split()
+FORGED = {  # files of a run folder, or of an exported model, and what they were made to be
+    "run by pickle": (RUN_FILES, as_pickle),
+    "run by yaml": (RUN_FILES, as_yaml),
+    "config.json": (["config.json"], as_pickle),
+    "results.json": (["results.json"], as_pickle),
+    "model.safetensors": (["model.safetensors"], as_torch),
+}
+
+
+@pytest.fixture(scope="module")
+def forged(run_several, data, whole, killed, tmp_path_factory) -> dict[str, Outcome]:
+    """Runs that resume, and evaluations of an exported model, with forged files."""
+    folder = tmp_path_factory.mktemp("forged")
+    cases = {}
+    for name, (files, forge) in FORGED.items():
+        is_run = files is RUN_FILES
+        shutil.copytree(killed if is_run else whole / "best", folder / name)
         for file in files:
-            (folder / file).write_bytes(payload(marker))
-        cases[folder.name] = [*WORDS, "--data", data, "--output_dir", tmp_path, "--name", folder.name]
-    for file, payload in {"config.json": as_pickle, "results.json": as_pickle, "model.safetensors": as_torch}.items():
-        exported = tmp_path / f"{payload.__name__} {file}"
-        shutil.copytree(whole / "best", exported)
-        (exported / file).write_bytes(payload(marker))
-        cases[exported.name] = [*small, "--eval_only", exported, "--output_dir", tmp_path / "reports"]
-    for name, outcome in run_several(1, cases).items():
-        if " " in name:
-            assert outcome.outcome == ("ok" if "results.json" in name else "refused"), (name, outcome)
-            assert "\n" not in outcome.text
-        else:
-            assert outcome.outcome == "ok" and "resuming from step 8 of 12" in outcome.stdout, outcome
-            assert identical(*(Outcome(folder=path).tensors() for path in (outcome.folder, whole)))
-    assert not marker.exists()
-    for load, payload in (
-        (pickle.load, as_pickle),
-        (functools.partial(torch.load, weights_only=False), as_torch),
-        (yaml.unsafe_load, as_yaml),
-    ):
-        load(io.BytesIO(payload(marker)))  # the payloads of this test would execute
-        marker.rmdir()
+            (folder / name / file).write_bytes(forge(whole.with_name(f"executed by {name}")))
+        words = WORDS if is_run else ("--eval_only", folder / name, "--image_size", 16)
+        cases[name] = [*words, "--data", data, "--output_dir", folder if is_run else folder / "reports"]
+    return run_several(1, cases)
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_file_of_a_run_or_a_model_never_executes(forged, whole, name):
+    """The run resumes from its checkpoint; an exported model is refused, or read without the forged file."""
+    outcome = forged[name]
+    assert not whole.with_name(f"executed by {name}").exists()
+    if name.startswith("run"):
+        assert outcome.outcome == "ok" and "resuming from step 8 of 12" in outcome.stdout, outcome
+        assert identical(outcome.tensors(), Outcome(folder=whole).tensors())
+    else:
+        assert outcome.outcome == ("ok" if name == "results.json" else "refused") and "\n" not in outcome.text, outcome
+
+
+LOADERS = {
+    as_pickle: pickle.load,
+    as_torch: functools.partial(torch.load, weights_only=False),
+    as_yaml: yaml.unsafe_load,
+}
+
+
+@pytest.mark.parametrize("forge", LOADERS)
+def test_the_forged_files_of_these_tests_would_execute(tmp_path, forge):
+    LOADERS[forge](io.BytesIO(forge(tmp_path / "executed")))
+    assert (tmp_path / "executed").is_dir()

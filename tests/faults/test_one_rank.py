@@ -52,39 +52,50 @@ def status(folder: Path) -> dict:
     return read(folder / "status.json")
 
 
-def test_a_process_that_hangs_is_named_and_all_end(forks, tmp_path):
-    """Stopped, as by a debugger or a dying machine; stopped where it keeps the store; stuck in reading."""
-    words = (*WORDS, "--collective_timeout", PATIENCE, "--output_dir", tmp_path)
-    hanging = {"stopped": 2, "first": 0, "stuck": 1}
-    runs = {name: forks.start_ranks(2 + (name == "stopped"), *words, "--name", name) for name in hanging}
+# Ranks, and the one that hangs.
+HANGING = {"stopped": (3, 2), "stopped where it keeps the store": (2, 0), "stuck in reading": (2, 1)}
+
+
+@pytest.fixture(scope="module")
+def hung(forks, tmp_path_factory) -> dict[str, tuple[list[Fork], list[Ended], Path]]:
+    """Runs of which one process hangs, at the same time: its main process is stopped, or its data worker."""
+    folder = tmp_path_factory.mktemp("hung")
+    words = (*WORDS, "--collective_timeout", PATIENCE, "--output_dir", folder)
+    runs = {name: forks.start_ranks(count, *words, "--name", name) for name, (count, _) in HANGING.items()}
     workers = []
     for name, ranks in runs.items():
-        until_step(tmp_path / name, 4, ranks)
-        processes = [psutil.Process(rank.process.pid) for rank in ranks]
-        workers += [worker for process in processes for worker in process.children()]
-        guilty = processes[hanging[name]]
-        if name == "stuck":
-            [guilty] = guilty.children()  # its data worker
-        guilty.suspend()
-    assert len(workers) == sum(map(len, runs.values()))
-    for name, ranks in runs.items():
-        guilty = hanging[name]
-        ended = ends(ranks)
-        assert [each.code for each in ended] == [
-            -signal.SIGKILL if rank == guilty and name != "stuck" else 1 for rank in range(len(ranks))
-        ], (name, ended)
-        said = "".join(each.stderr for each in ended)
-        who = f"cls.py: rank {guilty} (process {ranks[guilty].process.pid} on {os.uname().nodename})"
-        assert said.count("cls.py: ") == said.count(who) == 1, (name, said)
-        if name == "stuck":
-            assert re.search(r"keeps the others waiting: step \d+, waiting for data\n.* is at\n", said), said
-        else:
-            assert "gives no sign of life, it is stopped or its machine hangs; its last was step" in said
-            assert int(re.search(r"stands? at step (\d+)", said)[1]) >= 4
-        assert f"No progress for {PATIENCE} s (--collective_timeout): all processes end" in said
-        assert status(tmp_path / name)["status"] == "failed"
-        assert status(tmp_path / name)["cause"] in said and f"rank {guilty}" in status(tmp_path / name)["cause"]
+        until_step(folder / name, 4, ranks)
+        for rank, fork in enumerate(ranks):
+            process = psutil.Process(fork.process.pid)
+            [worker] = process.children()
+            workers.append(worker)
+            if rank == HANGING[name][1]:
+                (worker if "reading" in name else process).suspend()
+    outcomes = {name: (ranks, ends(ranks), folder / name) for name, ranks in runs.items()}
     assert_gone(workers)
+    return outcomes
+
+
+@pytest.mark.parametrize("name", HANGING)
+def test_a_process_that_hangs_is_named_and_all_end(hung, name):
+    """As stopped by a debugger or a dying machine; its step and its stack are said."""
+    ranks, ended, folder = hung[name]
+    count, guilty = HANGING[name]
+    codes = [1] * count
+    if "stopped" in name:
+        codes[guilty] = -signal.SIGKILL
+    assert [each.code for each in ended] == codes, ended
+    said = "".join(each.stderr for each in ended)
+    who = f"cls.py: rank {guilty} (process {ranks[guilty].process.pid} on {os.uname().nodename})"
+    assert said.count("cls.py: ") == said.count(who) == 1, said
+    if "stopped" in name:
+        assert "gives no sign of life, it is stopped or its machine hangs; its last was step" in said
+        assert int(re.search(r"stands? at step (\d+)", said)[1]) >= 4
+    else:
+        assert re.search(r"keeps the others waiting: step \d+, waiting for data\n.* is at\n", said), said
+    assert f"No progress for {PATIENCE} s (--collective_timeout): all processes end" in said
+    found = status(folder)
+    assert found["status"] == "failed" and found["cause"] in said and f"rank {guilty}" in found["cause"]
 
 
 class Raise(Observer):
@@ -153,22 +164,22 @@ def test_a_failure_of_one_rank_ends_all_and_is_the_cause(forks, tmp_path, fault)
         assert f"cls.py: rank 0 ({host}) lost another process: see its message" in first.stderr
 
 
-def test_a_killed_process_takes_its_workers_and_peers_along(forks, tmp_path):
-    """The first and the last one, as their workers wait to hand over the next batches."""
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_takes_its_workers_and_peers_along(forks, tmp_path, victim):
+    """As its workers wait to hand over the next batches."""
     words = (*WORDS, "--model", "test_vit", "--drop_path", 0.1, "--random_erasing", 0.3, "--mixup", 0.2)
-    words += ("--global_batch_size", 32, "--image_size", 64, "--output_dir", tmp_path, "--workers", 2)
-    for victim in (0, 1):
-        ranks = forks.start_ranks(2, *words, "--name", victim)
-        until_step(tmp_path / str(victim), 6, ranks)
-        family = [psutil.Process(each.process.pid) for each in ranks]
-        family += [worker for each in family for worker in each.children()]
-        assert len(family) == 6
-        ranks[victim].process.kill()
-        other = ranks[1 - victim].end(GONE_S)
-        assert_gone(family)
-        assert (other.code == 1 and "lost another process" in other.stderr) or victim == 0, other.stderr
-        found = status(tmp_path / str(victim))
-        assert (found["status"], found["cause"]) == ("resumable", "the loss of another process"), victim
+    words += ("--global_batch_size", 32, "--image_size", 64, "--output_dir", tmp_path, "--workers", 2, "--name", "run")
+    ranks = forks.start_ranks(2, *words)
+    until_step(tmp_path / "run", 6, ranks)
+    family = [psutil.Process(each.process.pid) for each in ranks]
+    family += [worker for each in family for worker in each.children()]
+    assert len(family) == 6
+    ranks[victim].process.kill()
+    other = ranks[1 - victim].end(GONE_S)
+    assert_gone(family)
+    assert (other.code == 1 and "lost another process" in other.stderr) or victim == 0, other.stderr
+    found = status(tmp_path / "run")
+    assert (found["status"], found["cause"]) == ("resumable", "the loss of another process")
 
 
 OTHER_DATA = """The second rank reads another folder, as where machines have copies of their own.

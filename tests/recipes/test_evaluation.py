@@ -112,23 +112,35 @@ def test_an_exported_model_has_the_numbers_of_its_run_anywhere(odd, forks, tmp_p
     assert "of the run odd, step 3" in said
 
 
-def test_two_processes_count_every_image_once(run_several, odd, labels, root, forks) -> None:
-    """Also where they are more than images."""
+WEIGHTS = {"best": 22, "checkpoint": 22, "fewer images than processes": 2, "labels": 23}  # what is evaluated: images
+
+
+@pytest.fixture(scope="module")
+def commands(odd, labels, root) -> dict[str, list]:
     for name in ("stuff_1", "stuff_3"):
         (root / "tiny" / name).mkdir(parents=True)
         shutil.copy(root / "flat" / name / "0.png", root / "tiny" / name)
-    cases = {
-        "best": [odd / "best", "--max_micro_batch_size", 7],
-        "checkpoint": [odd / "checkpoints/step_00000003"],
-        "tiny": [odd / "best", "--data", root / "tiny"],
-        "labels": [labels / "best"],
-    }
-    runs = run_several(2, {name: ["--eval_only", *words] for name, words in cases.items()})
-    for name, words in cases.items():
-        wanted, _ = printed(forks("--eval_only", *words))
-        assert_same(printed(runs[name])[0], {key: value for key, value in wanted.items() if key != "eval_only"})
-        assert wanted["count"] == {"tiny": 2, "labels": 23}.get(name, 22) and not runs[name].folder.exists()
-    assert_same(printed(runs["best"])[0], recorded(odd / "best"))
+    words = [
+        [odd / "best", "--max_micro_batch_size", 7],
+        [odd / "checkpoints/step_00000003"],
+        [odd / "best", "--data", root / "tiny"],
+        [labels / "best"],
+    ]
+    return {name: ["--eval_only", *of_name] for name, of_name in zip(WEIGHTS, words, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def on_two(run_several, commands) -> dict[str, Outcome]:
+    """The evaluations of `commands` on two processes."""
+    return run_several(2, commands)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_two_processes_count_every_image_once(name, on_two, commands, forks) -> None:
+    expected, _ = printed(forks(*commands[name]))
+    expected.pop("eval_only")
+    assert_same(printed(on_two[name])[0], expected)
+    assert expected["count"] == WEIGHTS[name] and not on_two[name].folder.exists()
 
 
 def test_averaged_weights_are_evaluated_and_choose_the_best(odd, train, root) -> None:
