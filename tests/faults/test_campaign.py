@@ -34,19 +34,19 @@ from tests.recipes.test_layout import FSDP
 
 STEPS = 16
 WORDS = (
-    *("--workers", 1, "--tracker", "none", "--max_steps", STEPS, "--log_every", 1),
-    *("--eval_every", 5, "--keep_checkpoints", 1, "--ema_decay", 0.9, "--clip", 1.0),
-)
+    f"--workers 1 --tracker none --max_steps {STEPS} --log_every 1 --eval_every 5 --keep_checkpoints 1 "
+    "--ema_decay 0.9 --clip 1.0"
+).split()
 WORDS_OF = {
     "cls": (
-        *("--image_size", 32, "--global_batch_size", 16, "--max_micro_batch_size", 8, "--mixup", 0.2, "--cache", 24),
-        *("--batch_norm", "group", "--norm_batch_size", 4, "--hflip", 0.5, "--random_erasing", 0.2, "--drop_path", 0.2),
-    ),
+        "--image_size 32 --global_batch_size 16 --max_micro_batch_size 8 --mixup 0.2 --cache 24 --batch_norm group "
+        "--norm_batch_size 4 --hflip 0.5 --random_erasing 0.2 --drop_path 0.2"
+    ).split(),
     "det": (
-        *("--short_sides", "48,64", "--long_side", 96, "--group_window", 2, "--width", 32),
-        *("--global_batch_size", 4, "--max_micro_batch_size", 2, "--batch_norm", "group", "--norm_batch_size", 2),
-        *("--hflip", 0.3, "--photometric", 0.3, "--iou_crop", 0.3, "--zoom_out", 0.3, "--mosaic", 0.3, "--mixup", 0.3),
-    ),
+        "--short_sides 48,64 --long_side 96 --group_window 2 --width 32 --global_batch_size 4 "
+        "--max_micro_batch_size 2 --batch_norm group --norm_batch_size 2 --hflip 0.3 --photometric 0.3 --iou_crop 0.3 "
+        "--zoom_out 0.3 --mosaic 0.3 --mixup 0.3"
+    ).split(),
 }
 OPERATIONS = 90  # file operations of a start that a kill is drawn from: about as many as an undisturbed run has
 GONE_S = 30.0  # the ranks that were not killed end within this time

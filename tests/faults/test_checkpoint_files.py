@@ -26,9 +26,9 @@ from tests.harness.outcomes import Outcome, identical, read
 from tests.harness.resumed import STEPS, AfterStep, assert_same_run, signal_at
 
 WORDS = (
-    *("--image_size", 16, "--global_batch_size", 8, "--workers", 1, "--tracker", "none", "--max_steps", STEPS),
-    *("--log_every", 1, "--checkpoint_every", 4, "--eval_every", STEPS, "--ema_decay", 0.9),
-)
+    f"--image_size 16 --global_batch_size 8 --workers 1 --tracker none --max_steps {STEPS} --log_every 1 "
+    f"--checkpoint_every 4 --eval_every {STEPS} --ema_decay 0.9"
+).split()
 
 
 def train(forks, data: Path, folder: Path, *words: object, observer=None):

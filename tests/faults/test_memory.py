@@ -17,10 +17,9 @@ from tests.recipes.copied import copy
 
 STEPS = 8
 WORDS = (
-    *("--tracker", "none", "--log_every", 1, "--max_steps", STEPS, "--checkpoint_every", 3),
-    *("--eval_every", 100, "--global_batch_size", 32, "--max_micro_batch_size", 32),
-    *("--dtype", "float64", "--batch_norm", "frozen"),
-)
+    f"--tracker none --log_every 1 --max_steps {STEPS} --checkpoint_every 3 --eval_every 100 "
+    "--global_batch_size 32 --max_micro_batch_size 32 --dtype float64 --batch_norm frozen"
+).split()
 # A recipe of which the last rank has no memory left for more than eight samples, from its fifth step on.
 FULL = """
 @@

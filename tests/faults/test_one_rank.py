@@ -24,9 +24,9 @@ from tests.recipes.copied import copy
 GONE_S = 10.0  # it takes 1 to 2 s
 PATIENCE = 30  # also on a busy machine longer than any start
 WORDS = (
-    *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 8, "--tracker", "none", "--workers", 1),
-    *("--log_every", 1, "--eval_every", 10_000, "--checkpoint_every", 10_000, "--max_steps", 10_000),
-)
+    "--image_size 16 --global_batch_size 24 --max_micro_batch_size 8 --tracker none --workers 1 --log_every 1 "
+    "--eval_every 10000 --checkpoint_every 10000 --max_steps 10000"
+).split()
 
 
 def ends(ranks: list[Fork], seconds: float = PATIENCE + 10) -> list[Ended]:

@@ -26,9 +26,9 @@ from tests.recipes.copied import copy
 
 STEPS = 6
 WORDS = (
-    *("--image_size", 16, "--global_batch_size", 8, "--workers", 1, "--max_steps", STEPS, "--log_every", 1),
-    *("--checkpoint_every", 2, "--eval_every", 1, "--ema_decay", 0.5, "--keep_checkpoints", 1),
-)
+    f"--image_size 16 --global_batch_size 8 --workers 1 --max_steps {STEPS} --log_every 1 --checkpoint_every 2 "
+    "--eval_every 1 --ema_decay 0.5 --keep_checkpoints 1"
+).split()
 TEXTS = ("config.yaml", "environment.json", "summary.json", "status.json", "tracker.json", "micro_batch.json")
 
 

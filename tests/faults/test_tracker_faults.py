@@ -22,9 +22,9 @@ from tests.harness.odd_files import Malicious
 from tests.harness.resumed import STEPS, assert_same_run
 
 WORDS = (
-    *("--image_size", 16, "--global_batch_size", 8, "--workers", 1, "--max_steps", STEPS, "--log_every", 1),
-    *("--checkpoint_every", 4, "--eval_every", 6, "--ema_decay", 0.9),
-)
+    f"--image_size 16 --global_batch_size 8 --workers 1 --max_steps {STEPS} --log_every 1 --checkpoint_every 4 "
+    "--eval_every 6 --ema_decay 0.9"
+).split()
 
 
 @dataclass

@@ -17,11 +17,10 @@ from tests.recipes.copied import copy
 
 STEPS = 40
 WORDS = (
-    *("--max_steps", STEPS, "--log_every", 1, "--checkpoint_every", 7, "--eval_every", 25),
-    *("--augment", "rand-m9-mstd0.5", "--random_erasing", 0.3, "--mixup", 0.2, "--drop_path", 0.2, "--drop", 0.2),
-    *("--ema_decay", 0.99, "--clip", 1.0, "--label_smoothing", 0.1, "--max_micro_batch_size", 8),
-    *("--global_batch_size", 28, "--batch_norm", "group", "--norm_batch_size", 4),
-)
+    f"--max_steps {STEPS} --log_every 1 --checkpoint_every 7 --eval_every 25 --augment rand-m9-mstd0.5 "
+    "--random_erasing 0.3 --mixup 0.2 --drop_path 0.2 --drop 0.2 --ema_decay 0.99 --clip 1.0 "
+    "--label_smoothing 0.1 --max_micro_batch_size 8 --global_batch_size 28 --batch_norm group --norm_batch_size 4"
+).split()
 # What happens to a run, start after start, and the cause that its status then names.
 INTERRUPTIONS = {
     1: {"TERM launcher": "the end of its launcher", "TERM rank 0": "SIGTERM", "INT group": "Ctrl-C", "KILL all": ""},
@@ -93,7 +92,7 @@ STUCK = """
 -        train_set = TrainDataset.from_config(config, train_data, model, transforms)
 +        train_set = Stuck.from_config(config, train_data, model, transforms)
 """
-STOPPED = ("--name", "stopped", "--max_steps", 9, "--eval_every", 6, "--checkpoint_every", 9)
+STOPPED = "--name stopped --max_steps 9 --eval_every 6 --checkpoint_every 9".split()
 
 
 def be_impatient() -> None:

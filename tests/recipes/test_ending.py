@@ -15,9 +15,9 @@ from tests.harness.resumed import assert_same_run, signal_at
 
 # No weight moves, so nothing gets better than the first evaluation.
 WORDS = (
-    *("--model", "test_vit", "--image_size", 16, "--global_batch_size", 8, "--lr", 1e-9, "--max_steps", 40),
-    *("--eval_every", 4, "--checkpoint_every", 3, "--log_every", 1),
-)
+    "--model test_vit --image_size 16 --global_batch_size 8 --lr 1e-09 --max_steps 40 --eval_every 4 "
+    "--checkpoint_every 3 --log_every 1"
+).split()
 WHY = "--patience 2: no better top-1 since step 4"
 
 
