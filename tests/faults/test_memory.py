@@ -5,14 +5,13 @@ import functools
 import os
 import resource
 import sys
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
 
-from tests.harness.outcomes import Outcome, read
+from tests.harness.outcomes import Outcome
 from tests.recipes.copied import copy
 
 STEPS = 8
@@ -66,13 +65,6 @@ def undisturbed(forks, tmp_path_factory) -> Outcome:
     return Outcome(folder=folder / "run")
 
 
-def assert_same_run(folder: Path, undisturbed: Outcome) -> None:
-    run = Outcome(folder=folder)
-    assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))
-    np.testing.assert_allclose(run.column("train/loss"), undisturbed.column("train/loss"), rtol=1e-8)
-    assert read(folder / "status.json")["status"] == "finished"
-
-
 def test_the_largest_micro_batch_that_fits_is_found_by_a_trial(forks, stripes, tmp_path):
     """With a real limit on this process's memory; then one that is too small for a single sample."""
     words = [*WORDS, "--data", stripes, "--image_size", 128, "--output_dir", tmp_path, "--max_steps", 2]
@@ -104,8 +96,10 @@ def test_a_run_out_of_memory_continues_with_half_the_micro_batch(launch, undistu
     config, flags = ("cpu", ()) if processes == 1 else ("multi_cpu", ("--max_restarts", 3))
     done = launch(config, script, *words, flags=flags)
     assert done.returncode == 0, done.stderr
-    assert_same_run(tmp_path / "run", undisturbed)
-    assert read(tmp_path / "run" / "micro_batch.json") == {"cpu": 8}
+    run = Outcome(folder=tmp_path / "run")
+    assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))
+    np.testing.assert_allclose(run.column("train/loss"), undisturbed.column("train/loss"), rtol=1e-8)
+    assert run.read("status.json")["status"] == "finished" and run.read("micro_batch.json") == {"cpu": 8}
 
 
 def be_too_large() -> None:

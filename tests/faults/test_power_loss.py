@@ -3,6 +3,7 @@
 The file that holds the file system has all that has reached the disk; bytes that were only written, not synced, are not in it.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -21,7 +22,8 @@ from safetensors.torch import load_file
 from common.checkpoints.store import Checkpoints, verify
 from tests.harness import forked
 from tests.harness.disks import Ext4, after_power_loss, ext4
-from tests.harness.outcomes import Outcome, best_files, identical, keeps_best, read, seal
+from tests.harness.outcomes import keeps_best, read, seal
+from tests.harness.resumed import assert_same_run
 from tests.recipes.copied import copy
 
 STEPS = 6
@@ -85,22 +87,16 @@ def photographer(disk: Ext4, album: Path, commits: bool, times: int) -> None:
             if photograph.get("writes") == disk.writes():
                 return
             count += 1
-            said = {"before": operation, "made": made_so_far(disk.folder / "run")}
+            made = 0  # the step of the newest checkpoint that the run has said is there
+            with contextlib.suppress(OSError, ValueError):
+                made = read(disk.folder / "run/status.json")["step"]
             photograph["writes"] = disk.photograph(album / f"{count:04d}.image")
-            (album / f"{count:04d}.json").write_text(json.dumps(said))
+            (album / f"{count:04d}.json").write_text(json.dumps({"before": operation, "made": made}))
         finally:
             turn.release()
 
     os.fsync = forked.audited_fsync
     sys.addaudithook(hook)
-
-
-def made_so_far(folder: Path) -> int:
-    """The step of the newest checkpoint that the run has said is there."""
-    try:
-        return read(folder / "status.json")["step"]
-    except (OSError, ValueError):
-        return 0
 
 
 def assert_promises(said: dict, found: Path) -> int:
@@ -130,43 +126,10 @@ def assert_promises(said: dict, found: Path) -> int:
 
 def train(forks, data: Path, folder: Path, processes: int = 1, *more: object, recipe: str | Path = "cls") -> str:
     """Run the same command in this folder to its end; what was said."""
-    ranks = forks.start_ranks(processes, *words(data, folder), *more, recipe=recipe, pictures=True)
+    ranks = forks.start_ranks(processes, *words(data, folder), *more, recipe=recipe, pictures=recipe != "cls")
     ends = [fork.end() for fork in ranks]
     assert [end.code for end in ends] == [0] * processes, ends
     return ends[0].stdout
-
-
-def assert_goes_on(forks, data: Path, found: Path, whole: Path, recipe: Path) -> None:
-    """The same command, in the folder that was found, ends as the run that nobody disturbed."""
-    assert "damaged" not in train(forks, data, found, recipe=recipe)
-    one, other = (Outcome(folder=path) for path in (found, whole))
-    assert [row["step"] for row in one.rows] == [row["step"] for row in other.rows]
-    assert (one.column("train/loss") == other.column("train/loss")).all()
-    assert all(identical(one.tensors(file), other.tensors(file)) for file in ("model", "optimizer", "ema"))
-    assert best_files(found) == best_files(whole)
-    mine, theirs = (read(path / "summary.json") for path in (found, whole))
-    assert mine["best"] == theirs["best"] and mine["step"] == theirs["step"]
-    left = {path.name for path in found.rglob(".*")} - {".lock"}
-    assert not left, f"left behind: {left}"
-
-
-def developed_and_checked(album: Path, scratch: Path) -> tuple[list[Path], list[int]]:
-    """After each power loss: the run folder that the next start finds, and the step that it resumes from."""
-    developed, steps = [], []
-    for image in sorted(album.glob("*.image")):
-        said, found = json.loads(image.with_suffix(".json").read_text()), scratch / image.stem / "run"
-        found.parent.mkdir()
-        with after_power_loss(image) as disk:
-            if (disk / "run").exists():
-                shutil.copytree(disk / "run", found)
-        image.unlink()
-        try:
-            steps.append(assert_promises(said, found))
-        except Exception as error:
-            error.add_note(f"at a power loss before {said['before']}, in {found}")
-            raise
-        developed.append(found)
-    return developed, steps
 
 
 @pytest.mark.parametrize(
@@ -184,13 +147,29 @@ def test_a_power_loss_before_any_file_operation_loses_nothing(
         assert ended.code == 0, ended
         disk.photograph(album / "9999.image")
         (album / "9999.json").write_text(json.dumps({"before": "the end", "made": STEPS}))
-    developed, steps = developed_and_checked(album, tmp_path)
-    assert {0, 2, 4, STEPS} <= set(steps) and len(developed) > 30, steps
+    steps = {}  # of the run folder that the next start finds after each power loss: what it resumes from
+    for image in sorted(album.glob("*.image")):
+        said, found = read(image.with_suffix(".json")), tmp_path / image.stem / "run"
+        found.parent.mkdir()
+        with after_power_loss(image) as folder:
+            if (folder / "run").exists():
+                shutil.copytree(folder / "run", found)
+        image.unlink()
+        try:
+            steps[found] = assert_promises(said, found)
+        except Exception as error:
+            error.add_note(f"at a power loss before {said['before']}, in {found}")
+            raise
+    developed = list(steps)
+    assert {0, 2, 4, STEPS} <= set(steps.values()) and len(developed) > 30, steps
     assert read(developed[-1] / "summary.json")["best"]["step"] == STEPS
     status = read(developed[-1] / "status.json")
     assert status["status"] == "finished" and {path.name for path in developed[-1].glob("pictures/*")} >= {"curves.png"}
     for found in random.Random(7).sample(developed, min(restarts, len(developed))):
-        assert_goes_on(forks, data, found, whole, improving)
+        assert "damaged" not in train(forks, data, found, recipe=improving)
+        assert_same_run(found, whole, STEPS)
+        left = {path.name for path in found.rglob(".*")} - {".lock"}
+        assert not left, f"left behind: {left}"
 
 
 def test_all_ranks_know_that_the_best_model_is_lost(forks, data, tmp_path):

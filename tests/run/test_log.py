@@ -1,6 +1,5 @@
 """A step has one row, the same everywhere; a full disk is noticed; only the main process writes."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from common.run.folder import RunFolder
 from common.run.log import RunLog
 from tests.harness.dashboard import Dashboard
+from tests.harness.outcomes import rows_of
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def opened(tmp_path: Path):
 
 
 def rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return rows_of(path / "metrics.jsonl")
 
 
 def test_a_step_has_one_row_and_the_dashboard_begins_late(opened) -> None:
