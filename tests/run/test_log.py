@@ -7,6 +7,7 @@ import pytest
 from common.run.folder import RunFolder
 from common.run.log import RunLog
 from tests.harness.dashboard import Dashboard
+from tests.harness.disks import no_room
 from tests.harness.outcomes import rows_of
 
 
@@ -58,17 +59,16 @@ def test_lines_are_logged_without_control_characters(opened, capsys) -> None:
     assert [line.split("  ", 1)[1] for line in (path / "log.txt").read_text().splitlines()] == lines
 
 
-def test_after_a_row_that_could_not_be_written_there_is_no_other(opened, monkeypatch) -> None:
+def test_after_a_row_that_could_not_be_written_there_is_no_other(opened, capsys) -> None:
     journal, dashboard, path = opened
     journal.check()
-    with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "row", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with no_room():
         journal.note(1, {"train/loss": 1.0})
         journal.flush()
     journal.note(2, {"train/loss": 1.0})
     journal.flush()
     assert rows(path) == [] and [step for step, _ in dashboard.rows] == [1, 2]
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="File too large"):
         journal.check()
 
 
