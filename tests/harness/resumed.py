@@ -29,13 +29,14 @@ class AfterStep(Observer):
         self.act(run)
 
 
-def signal_at(step: int, number: int = signal.SIGKILL, once_written: bool = True) -> AfterStep:
+def signal_at(step: int, number: int = signal.SIGKILL, times: int = 1, once_written: bool = True) -> AfterStep:
     """A process sends itself a signal when `step` is made, before what follows on it."""
-    return AfterStep(functools.partial(_signal_self, number), step, once_written)
+    return AfterStep(functools.partial(_signal_self, number, times), step, once_written)
 
 
-def _signal_self(number: int, run: Run) -> None:
-    os.kill(os.getpid(), number)
+def _signal_self(number: int, times: int, run: Run) -> None:
+    for _ in range(times):
+        os.kill(os.getpid(), number)
 
 
 def assert_same_run(folder: Path, reference: Path, steps: int = STEPS) -> None:

@@ -5,7 +5,6 @@ tests/faults/test_checkpoint_files.py, dashboards in test_dashboards.py and test
 """
 
 import contextlib
-import os
 import re
 import shutil
 import signal
@@ -17,7 +16,7 @@ from common.checkpoints.store import Damaged, verify
 from tests.harness.drawings import draw_stripes
 from tests.harness.forked import Ended
 from tests.harness.outcomes import Outcome, identical, keeps_best, read
-from tests.harness.resumed import STEPS, AfterStep, assert_same_run, signal_at
+from tests.harness.resumed import STEPS, assert_same_run, signal_at
 
 SMALL = (
     "--image_size 16 --global_batch_size 8 --max_micro_batch_size 4 "
@@ -158,11 +157,6 @@ class _Spared(set):
         return _Spared, (set(self), self.each)
 
 
-def interrupt_twice(run) -> None:
-    for _ in range(2):
-        os.kill(os.getpid(), signal.SIGINT)
-
-
 def test_ctrl_c_saves_within_two_steps_and_twice_ends_at_once(train, whole, tmp_path):
     folder = tmp_path / "stopped"
     stopped = train("stopped", *EVERYTHING, observer=signal_at(6, signal.SIGINT, once_written=False))
@@ -170,7 +164,7 @@ def test_ctrl_c_saves_within_two_steps_and_twice_ends_at_once(train, whole, tmp_
     status = read(folder / "status.json")
     assert (status["status"], status["cause"]) == ("resumable", "Ctrl-C")
     assert 6 <= status["step"] <= 8 and max(checkpoints(folder)) == f"step_{status['step']:08d}"
-    twice = AfterStep(interrupt_twice, status["step"] + 1, once_written=False)
+    twice = signal_at(status["step"] + 1, signal.SIGINT, times=2, once_written=False)
     assert train("stopped", *EVERYTHING, observer=twice).code != 0
     assert read(folder / "status.json")["step"] == status["step"] + 1
     assert max(checkpoints(folder)) == f"step_{status['step']:08d}", "nothing was saved"
