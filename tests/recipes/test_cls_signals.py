@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 
 import pytest
 
@@ -13,6 +12,7 @@ from tests.harness.outcomes import Outcome, read
 from tests.harness.range_server import RangeServer
 from tests.harness.resumed import assert_same_run, signal_at
 from tests.harness.shards import draw_noise, write_tars
+from tests.harness.waiting import Limit
 from tests.recipes.copied import copy
 
 STEPS = 40
@@ -118,8 +118,9 @@ def test_a_signal_ends_the_reading_of_an_index_of_shards(forks, tmp_path) -> Non
         server.faults["/train-000.tar"] = ["", "silent"]
         words = ("--output_dir", tmp_path, *STOPPED, "--data", f"{server.url}/train-000.tar", "--image_size", 32)
         run = forks.start(*words, before=be_impatient)
-        while server.faults["/train-000.tar"]:
-            time.sleep(0.01)
+        for _ in Limit(60).turns():
+            if not server.faults["/train-000.tar"]:  # it waits for an answer
+                break
         os.kill(run.process.pid, signal.SIGTERM)
         ended = run.end()
     assert ended.code == 75 and "Traceback" not in ended.stderr, ended.stderr
