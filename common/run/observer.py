@@ -1,12 +1,16 @@
 """Observer: sees what a run does, for tools, tests and benchmarks, without a change of its recipe."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from common.data.loader import DeviceBatch
 from common.run.step_reports import StepReport
 from common.training.step import Samples
+
+if TYPE_CHECKING:
+    from common.run.run import Run
 
 
 class Observer:
@@ -25,6 +29,9 @@ class Observer:
 
     def on_micro_batch(self, step: int, batch: DeviceBatch) -> None:
         """A micro-batch of `step` is on the device, before its forward pass. The first step is 1."""
+
+    def on_end_step(self, run: "Run", step: int) -> None:
+        """This rank has made `step` of `run`; its evaluation and its checkpoint, where they are due, come next."""
 
     def on_report(self, report: StepReport) -> None:
         """The result of a step over all ranks is known and recorded. That is up to two steps after the step itself."""

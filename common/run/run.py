@@ -500,6 +500,7 @@ class Run:
         self._ending.end_if_agreed(step, progress)
         self._profile.after(step)
         self._is_whole = True
+        self._observer.on_end_step(self, step)
 
     def stop(self, why: str) -> None:
         """End the run early, with a last evaluation and checkpoint: `run.stop("patience")`, on one rank or on all.

@@ -17,7 +17,6 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -25,28 +24,27 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.harness.drawings import draw_scenes, draw_stripes
 from tests.harness.forked import Fork, Forks
 from tests.harness.launching import small
-from tests.harness.outcomes import Outcome, assert_same_training
-from tests.harness.resumed import assert_same_run, read
+from tests.harness.outcomes import Outcome, assert_same_training, read
+from tests.harness.resumed import assert_same_run
 from tests.recipes.test_layout import FSDP
 
 STEPS = 16
 WORDS = (
-    *("--workers", 1, "--tracker", "none", "--max_steps", STEPS, "--log_every", 1),
-    *("--eval_every", 5, "--keep_checkpoints", 1, "--ema_decay", 0.9, "--clip", 1.0),
-)
+    f"--workers 1 --tracker none --max_steps {STEPS} --log_every 1 --eval_every 5 --keep_checkpoints 1 "
+    "--ema_decay 0.9 --clip 1.0"
+).split()
 WORDS_OF = {
     "cls": (
-        *("--image_size", 32, "--global_batch_size", 16, "--max_micro_batch_size", 8, "--mixup", 0.2, "--cache", 24),
-        *("--batch_norm", "group", "--norm_batch_size", 4, "--hflip", 0.5, "--random_erasing", 0.2, "--drop_path", 0.2),
-    ),
+        "--image_size 32 --global_batch_size 16 --max_micro_batch_size 8 --mixup 0.2 --cache 24 --batch_norm group "
+        "--norm_batch_size 4 --hflip 0.5 --random_erasing 0.2 --drop_path 0.2"
+    ).split(),
     "det": (
-        *("--short_sides", "48,64", "--long_side", 96, "--group_window", 2, "--width", 32),
-        *("--global_batch_size", 4, "--max_micro_batch_size", 2, "--batch_norm", "group", "--norm_batch_size", 2),
-        *("--hflip", 0.3, "--photometric", 0.3, "--iou_crop", 0.3, "--zoom_out", 0.3, "--mosaic", 0.3, "--mixup", 0.3),
-    ),
+        "--short_sides 48,64 --long_side 96 --group_window 2 --width 32 --global_batch_size 4 "
+        "--max_micro_batch_size 2 --batch_norm group --norm_batch_size 2 --hflip 0.3 --photometric 0.3 --iou_crop 0.3 "
+        "--zoom_out 0.3 --mosaic 0.3 --mixup 0.3"
+    ).split(),
 }
 OPERATIONS = 90  # file operations of a start that a kill is drawn from: about as many as an undisturbed run has
 GONE_S = 30.0  # the ranks that were not killed end within this time
@@ -67,6 +65,7 @@ class Campaign:
 
     forks: Forks
     scratch: Path
+    data: Path
     layouts: tuple[int, ...]
     recipe: str = "cls"
     shards: bool = False
@@ -79,13 +78,7 @@ class Campaign:
         for name in ("tmp", "cache"):
             (self.scratch / name).mkdir(parents=True)
         self.shared_memory = {*os.listdir("/dev/shm")}
-        self.data, self.moves = self.scratch / "data", len(self.layouts) > 1
-        if self.recipe == "cls":
-            draw_stripes(self.data / "train", (12, 9, 6))
-            draw_stripes(self.data / "val", (3, 3, 3), seed=1)
-        else:
-            self.data.mkdir()
-            draw_scenes(self.data)
+        self.moves = len(self.layouts) > 1
         self.words = (*small([*WORDS, *WORDS_OF[self.recipe], "--data", self.data], self.recipe),)
         self.words += ("--dtype", "float64") if self.moves else ()
         self.forks("--help")  # the server starts
@@ -109,11 +102,11 @@ class Campaign:
             assert_same_training(self.whole, one)
         else:
             assert_same_run(one.folder, self.whole.folder, STEPS)
-            mine, theirs = (read(outcome.folder, "summary.json") for outcome in (one, self.whole))
+            mine, theirs = (read(outcome.folder / "summary.json") for outcome in (one, self.whole))
             for key in theirs.keys() - {"train_seconds", "images_per_second"}:
                 assert mine[key] == theirs[key], (key, mine[key], theirs[key])
         assert [row["step"] for row in one.rows] == [*range(1, STEPS + 1)], "a step is missing or there twice"
-        status = read(one.folder, "status.json")
+        status = read(one.folder / "status.json")
         assert (status["status"], status["step"]) == ("finished", STEPS), status
         mine, theirs = (_files(outcome.folder) for outcome in (one, self.whole))
         assert mine == theirs, f"left behind: {mine - theirs}, missing: {theirs - mine}"
@@ -144,7 +137,11 @@ class Campaign:
     def _shared_memory(self) -> list[str]:
         """New files in /dev/shm that no running process has mapped, such as another test's; joblib's are of other programs."""
         new = {name for name in os.listdir("/dev/shm") if not name.startswith("sem.loky-")} - self.shared_memory
-        return [name for name in new if not any(f"/dev/shm/{name}" in maps for maps in _memory_maps())]
+        maps = ""
+        for process in psutil.pids() if new else ():
+            with contextlib.suppress(OSError):
+                maps += Path(f"/proc/{process}/maps").read_text(errors="replace")
+        return [name for name in new if f"/dev/shm/{name}" not in maps]
 
     def _finished(self, name: str) -> Outcome:
         """Start, and let it come to its end."""
@@ -212,16 +209,10 @@ class _AllBefore:
         return self.number > 0
 
 
-def begin(temporary: Path, environment: dict[str, str], rank: int) -> None:
+def begin(temporary: Path, environment: dict[str, str]) -> None:
     """In a fork: a folder for temporary files, and variables."""
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
     os.environ.update(environment)
-
-
-def _memory_maps() -> Iterator[str]:
-    for process in psutil.pids():
-        with contextlib.suppress(OSError):
-            yield Path(f"/proc/{process}/maps").read_text(errors="replace")
 
 
 def _files(folder: Path) -> set[Path]:
@@ -240,15 +231,18 @@ def _files(folder: Path) -> set[Path]:
         pytest.param(4, 2, {}, marks=pytest.mark.long),
     ],
 )
-def test_runs_that_are_killed_at_random_are_bit_equal_to_the_undisturbed(forks, tmp_path, processes, kills, options):
-    Campaign(forks, tmp_path / "campaign", (processes,), **options).run(kills * TIMES)
+def test_runs_killed_at_random_are_bit_equal_to_the_undisturbed(
+    forks, data, scenes, tmp_path, processes, kills, options
+):
+    images = scenes if "recipe" in options else data
+    Campaign(forks, tmp_path / "campaign", images, (processes,), **options).run(kills * TIMES)
 
 
 LONG = [pytest.param(40, {"shards": True, "seed": seed}, marks=pytest.mark.long) for seed in (0, 1)]
 
 
 @pytest.mark.parametrize("kills, options", [(3, {}), (4, {"shards": True}), *LONG])
-def test_runs_that_are_killed_and_moved_are_the_undisturbed_in_float64(forks, tmp_path, kills, options):
+def test_runs_killed_and_moved_are_the_undisturbed_in_float64(forks, data, tmp_path, kills, options):
     """Between one process and several; with shards also between shards and data parallelism."""
     layouts = (1, 2, 3) if options else (1, 2, 3, 4)
-    Campaign(forks, tmp_path / "campaign", layouts, **options).run(kills * TIMES)
+    Campaign(forks, tmp_path / "campaign", data, layouts, **options).run(kills * TIMES)

@@ -6,7 +6,6 @@ More of this: tests/checkpoints/test_store.py, tests/recipes/test_cls_resume.py,
 
 import functools
 import io
-import json
 import os
 import pickle
 import shutil
@@ -20,21 +19,22 @@ import torch
 import yaml
 
 from common.checkpoints.store import Checkpoints, verify
+from common.launching import launch
 from tests.harness.disks import disk, mount
 from tests.harness.odd_files import Malicious
-from tests.harness.outcomes import Outcome, identical
-from tests.harness.resumed import STEPS, after_step, assert_same_run, kill_at_step
+from tests.harness.outcomes import Outcome, identical, read
+from tests.harness.resumed import STEPS, AfterStep, assert_same_run, signal_at
 
 WORDS = (
-    *("--image_size", 16, "--global_batch_size", 8, "--workers", 1, "--tracker", "none", "--max_steps", STEPS),
-    *("--log_every", 1, "--checkpoint_every", 4, "--eval_every", STEPS, "--ema_decay", 0.9),
-)
+    f"--image_size 16 --global_batch_size 8 --workers 1 --tracker none --max_steps {STEPS} --log_every 1 "
+    f"--checkpoint_every 4 --eval_every {STEPS} --ema_decay 0.9"
+).split()
 
 
-def train(forks, data: Path, folder: Path, *words: object, before=None):
+def train(forks, data: Path, folder: Path, *words: object, observer=None):
     """A run in `folder`, of one process."""
     command = (*WORDS, "--data", data, "--output_dir", folder.parent, "--name", folder.name, *words)
-    return forks(*command, before=before)
+    return forks(*command, observer=observer)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def whole(forks, data, tmp_path_factory) -> Path:
 def killed(forks, data, tmp_path_factory) -> Path:
     """The folder of a run that was killed after nine steps: it has the checkpoints of four and eight."""
     folder = tmp_path_factory.mktemp("killed") / "run"
-    ended = train(forks, data, folder, before=functools.partial(kill_at_step, 9))
+    ended = train(forks, data, folder, observer=signal_at(9))
     assert ended.code == -signal.SIGKILL, ended
     return folder
 
@@ -88,11 +88,11 @@ def test_a_checkpoint_that_can_not_be_written_stops_the_run(forks, data, whole, 
     act, says, mend = FAILURES[failure]
     with disk(tmp_path / "disk", "24m") as root:
         folder = root / "run"
-        ended = train(forks, data, folder, before=functools.partial(after_step, act, 6))
+        ended = train(forks, data, folder, observer=AfterStep(act, 6))
         assert ended.code == 2 and len(ended.stderr.splitlines()) == 1, ended
         assert f"{folder} can't be written (" in ended.stderr and says in ended.stderr, ended.stderr
         assert "make room, and the same command resumes" in ended.stderr
-        status = json.loads((folder / "status.json").read_text())
+        status = read(folder / "status.json")
         assert status["status"] == "failed" and says in status["cause"] and 8 <= status["step"] < STEPS, status
         assert [verify(path).step for path in Checkpoints(folder / "checkpoints").paths()] == [4]
         assert not list(folder.rglob(".*.tmp"))
@@ -115,24 +115,23 @@ def replace(folder: Path) -> None:
     (folder / "status.json").write_text('{"status": "running"}')
 
 
-def lose_after_step_6(lose: Callable[[Path], None], rank: int) -> None:
-    """In a fork: `lose` the run folder; each step that is done is told."""
-    from common.launching import launch
-
-    def tell_and_lose(run) -> None:
-        os.write(1, f"done {run.step}\n".encode())
-        if rank == 0 and run.step == 6:
-            lose(run.path)
-
+def end_at_once() -> None:
     launch.REFUSAL_DELAY_S = 0  # no launcher ends the others here
-    after_step(tell_and_lose)
+
+
+def tell_and_lose(lose: Callable[[Path], None] | None, run) -> None:
+    """Each step that is made is told; `lose` the run folder after the sixth."""
+    os.write(1, f"done {run.step}\n".encode())
+    if lose and run.step == 6:
+        lose(run.path)
 
 
 @pytest.mark.parametrize("lose", [shutil.rmtree, replace])
-def test_all_ranks_end_within_two_steps_and_leave_what_stands_there_alone(forks, data, tmp_path, lose):
+def test_a_run_that_lost_its_folder_ends_and_leaves_others_alone(forks, data, tmp_path, lose):
     folder = tmp_path / "run"
     words = (*WORDS, "--data", data, "--output_dir", tmp_path, "--name", "run")
-    ends = [fork.end() for fork in forks.start_ranks(2, *words, before=functools.partial(lose_after_step_6, lose))]
+    observers = {rank: AfterStep(functools.partial(tell_and_lose, act)) for rank, act in enumerate((lose, None))}
+    ends = [fork.end() for fork in forks.start_ranks(2, *words, observers=observers, before=end_at_once)]
     for end in ends:
         assert end.code == 2 and "done 6\n" in end.stdout and "done 9\n" not in end.stdout, end
     said = ends[0].stderr.partition("cls.py: ")[2]  # before, a library may warn
@@ -166,42 +165,51 @@ def as_yaml(marker: Path) -> bytes:
     return f"!!python/object/apply:os.mkdir [{marker}]\n".encode()
 
 
-def test_a_payload_in_the_run_folder_or_the_exported_model_never_executes(run_several, data, whole, killed, tmp_path):
-    """The run resumes from its checkpoint; an exported model is refused, or read without the forged file."""
-    marker, cases = tmp_path / "executed", {}
-    small = ["--data", data, "--image_size", 16, "--workers", 1]
-    files = (
-        "config.yaml",
-        "environment.json",
-        "metrics.jsonl",
-        "summary.json",
-        "status.json",
-        "tracker.json",
-        "log.txt",
-    )
-    for payload in (as_pickle, as_yaml):
-        folder = tmp_path / payload.__name__
-        shutil.copytree(killed, folder)
+RUN_FILES = "config.yaml environment.json metrics.jsonl summary.json status.json tracker.json log.txt".split()
+FORGED = {  # files of a run folder, or of an exported model, and what they were made to be
+    "run by pickle": (RUN_FILES, as_pickle),
+    "run by yaml": (RUN_FILES, as_yaml),
+    "config.json": (["config.json"], as_pickle),
+    "results.json": (["results.json"], as_pickle),
+    "model.safetensors": (["model.safetensors"], as_torch),
+}
+
+
+@pytest.fixture(scope="module")
+def forged(run_several, data, whole, killed, tmp_path_factory) -> dict[str, Outcome]:
+    """Runs that resume, and evaluations of an exported model, with forged files."""
+    folder = tmp_path_factory.mktemp("forged")
+    cases = {}
+    for name, (files, forge) in FORGED.items():
+        is_run = files is RUN_FILES
+        shutil.copytree(killed if is_run else whole / "best", folder / name)
         for file in files:
-            (folder / file).write_bytes(payload(marker))
-        cases[folder.name] = [*WORDS, "--data", data, "--output_dir", tmp_path, "--name", folder.name]
-    for file, payload in {"config.json": as_pickle, "results.json": as_pickle, "model.safetensors": as_torch}.items():
-        exported = tmp_path / f"{payload.__name__} {file}"
-        shutil.copytree(whole / "best", exported)
-        (exported / file).write_bytes(payload(marker))
-        cases[exported.name] = [*small, "--eval_only", exported, "--output_dir", tmp_path / "reports"]
-    for name, outcome in run_several(1, cases).items():
-        if " " in name:
-            assert outcome.outcome == ("ok" if "results.json" in name else "refused"), (name, outcome)
-            assert "\n" not in outcome.text
-        else:
-            assert outcome.outcome == "ok" and "resuming from step 8 of 12" in outcome.stdout, outcome
-            assert identical(*(Outcome(folder=path).tensors() for path in (outcome.folder, whole)))
-    assert not marker.exists()
-    for load, payload in (
-        (pickle.load, as_pickle),
-        (functools.partial(torch.load, weights_only=False), as_torch),
-        (yaml.unsafe_load, as_yaml),
-    ):
-        load(io.BytesIO(payload(marker)))  # the payloads of this test would execute
-        marker.rmdir()
+            (folder / name / file).write_bytes(forge(whole.with_name(f"executed by {name}")))
+        words = WORDS if is_run else ("--eval_only", folder / name, "--image_size", 16)
+        cases[name] = [*words, "--data", data, "--output_dir", folder if is_run else folder / "reports"]
+    return run_several(1, cases)
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_file_of_a_run_or_a_model_never_executes(forged, whole, name):
+    """The run resumes from its checkpoint; an exported model is refused, or read without the forged file."""
+    outcome = forged[name]
+    assert not whole.with_name(f"executed by {name}").exists()
+    if name.startswith("run"):
+        assert outcome.outcome == "ok" and "resuming from step 8 of 12" in outcome.stdout, outcome
+        assert identical(outcome.tensors(), Outcome(folder=whole).tensors())
+    else:
+        assert outcome.outcome == ("ok" if name == "results.json" else "refused") and "\n" not in outcome.text, outcome
+
+
+LOADERS = {
+    as_pickle: pickle.load,
+    as_torch: functools.partial(torch.load, weights_only=False),
+    as_yaml: yaml.unsafe_load,
+}
+
+
+@pytest.mark.parametrize("forge", LOADERS)
+def test_the_forged_files_of_these_tests_would_execute(tmp_path, forge):
+    LOADERS[forge](io.BytesIO(forge(tmp_path / "executed")))
+    assert (tmp_path / "executed").is_dir()

@@ -1,6 +1,5 @@
 """A run continues as the same run when a process dies, when a machine is lost or asked to leave, and when it comes back."""
 
-import json
 import re
 import subprocess
 import time
@@ -14,15 +13,15 @@ import pytest
 
 from tests.harness.launching import Started
 from tests.harness.machines import Node, Watched
-from tests.harness.outcomes import Outcome
+from tests.harness.outcomes import Outcome, read
 from tests.harness.paced import PACED
 
 STEPS = 160
 WORDS = (
-    *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 12, "--workers", 1, "--tracker", "none"),
-    *("--max_steps", STEPS, "--log_every", 1, "--eval_every", STEPS, "--checkpoint_every", 10, "--dtype", "float64"),
-    *("--batch_norm", "group", "--norm_batch_size", 4, "--mixup", 0.2, "--drop_path", 0.2, "--hflip", 0.5),
-)
+    "--image_size 16 --global_batch_size 24 --max_micro_batch_size 12 --workers 1 --tracker none "
+    f"--max_steps {STEPS} --log_every 1 --eval_every {STEPS} --checkpoint_every 10 --dtype float64 "
+    "--batch_norm group --norm_batch_size 4 --mixup 0.2 --drop_path 0.2 --hflip 0.5"
+).split()
 # A machine may beat every other second only, and is heard of a second late.
 LEAST_ONE = "at_least=1,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=6"
 ELASTIC = ("--max_restarts", 3, "--rdzv_conf", LEAST_ONE)
@@ -125,7 +124,7 @@ def test_all_machines_stop_where_none_can_go_on(nodes, start, tmp_path, asked):
         by = " by SIGTERM" * (process in asked_of)
         assert each.returncode == 75, each
         assert said_once(f"{machine.name}: asked to stop{by}: {ALL_STOP}", each), each.stderr
-    status = json.loads((tmp_path / "run/status.json").read_text())
+    status = read(tmp_path / "run/status.json")
     assert (status["status"], status["cause"]) == ("resumable", "SIGTERM")
     assert (tmp_path / f"run/checkpoints/step_{status['step']:08d}").is_dir()
 
@@ -155,7 +154,7 @@ def test_a_machine_whose_cable_is_out_is_noticed_by_its_silence(nodes, start, tm
 
 @pytest.mark.long
 @pytest.mark.alone
-def test_loss_of_the_main_machine_ends_the_others_and_loses_nothing(nodes, forks, start, tmp_path):
+def test_loss_of_the_main_machine_ends_all_and_loses_nothing(nodes, forks, start, tmp_path):
     """The other machine reports it. The same command with another machine's address resumes from the last checkpoint."""
     first, second = nodes(2)
     run = both_train(tmp_path, [start(node, first, *ELASTIC) for node in (first, second)])

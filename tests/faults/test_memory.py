@@ -2,11 +2,9 @@
 
 import ctypes
 import functools
-import json
 import os
 import resource
 import sys
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -14,29 +12,40 @@ import pytest
 import torch
 
 from tests.harness.outcomes import Outcome
+from tests.recipes.copied import copy
 
 STEPS = 8
 WORDS = (
-    *("--tracker", "none", "--log_every", 1, "--max_steps", STEPS, "--checkpoint_every", 3),
-    *("--eval_every", 100, "--global_batch_size", 32, "--max_micro_batch_size", 32),
-    *("--dtype", "float64", "--batch_norm", "frozen"),
-)
-# A recipe of which rank `RANK` has no memory left for more than eight samples, from its fifth step on.
+    f"--tracker none --log_every 1 --max_steps {STEPS} --checkpoint_every 3 --eval_every 100 "
+    "--global_batch_size 32 --max_micro_batch_size 32 --dtype float64 --batch_norm frozen"
+).split()
+# A recipe of which the last rank has no memory left for more than eight samples, from its fifth step on.
 FULL = """
-import os, runpy, sys
-import psutil, torch
-from common.data import loader as loading
-assert not psutil.Process().children(), "data workers of the process that this one has replaced"
-take, taken = loading.Prefetcher.__next__, []
-def fail(feed):
-    batch = take(feed)
-    taken.append(batch)
-    if len(taken) > 5 and len(batch.positions) > 8 and os.environ.get("RANK", "0") == os.environ["FULL_RANK"]:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    return batch
-loading.Prefetcher.__next__ = fail
-sys.argv[0] = "recipes/cls.py"
-runpy.run_path(sys.argv[0], run_name="__main__")
+@@
++import os
+ from collections.abc import Sequence
+@@
++import psutil
+ import torch
+ import torch.nn.functional as F
+@@
+-from common.run import Run
++from common.run import Observer, Run
+@@
++assert not psutil.Process().children(), "data workers of the process that this one has replaced"
++
++
++class Full(Observer):
++    def on_micro_batch(self, step, batch):
++        is_last_rank = int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1
++        if step >= 5 and len(batch.positions) > 8 and is_last_rank:
++            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
++
++
+ def main() -> None:
+@@ main
+-    with Run(config) as run:  # joins the other ranks, claims runs/<name>/, handles signals
++    with Run(config, Full()) as run:
 """
 
 
@@ -56,14 +65,7 @@ def undisturbed(forks, tmp_path_factory) -> Outcome:
     return Outcome(folder=folder / "run")
 
 
-def assert_same_run(folder: Path, undisturbed: Outcome) -> None:
-    run = Outcome(folder=folder)
-    assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))
-    np.testing.assert_allclose(run.column("train/loss"), undisturbed.column("train/loss"), rtol=1e-8)
-    assert json.loads((folder / "status.json").read_text())["status"] == "finished"
-
-
-def test_the_largest_micro_batch_that_fits_is_found_before_the_first_step(forks, stripes, tmp_path):
+def test_the_largest_micro_batch_that_fits_is_found_by_a_trial(forks, stripes, tmp_path):
     """With a real limit on this process's memory; then one that is too small for a single sample."""
     words = [*WORDS, "--data", stripes, "--image_size", 128, "--output_dir", tmp_path, "--max_steps", 2]
     whole = forks(*words, "--name", "whole")
@@ -86,29 +88,30 @@ def test_the_largest_micro_batch_that_fits_is_found_before_the_first_step(forks,
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_a_run_that_is_out_of_memory_later_goes_on_by_itself_with_half_the_micro_batch(
-    launch, undisturbed, tmp_path, processes
-):
+def test_a_run_out_of_memory_continues_with_half_the_micro_batch(launch, undisturbed, tmp_path, processes):
     """One process starts itself anew, several are started anew by their launcher; each step is there once."""
-    script = tmp_path / "cls_full.py"
-    script.write_text(FULL)
-    words, last = (*WORDS, "--output_dir", tmp_path, "--name", "run"), str(processes - 1)
+    script = copy(tmp_path / "cls_full.py", FULL)
+    words = (*WORDS, "--output_dir", tmp_path, "--name", "run")
     words += ("--workers", 1) * (processes > 1)  # of two processes on two cores none would have any
     config, flags = ("cpu", ()) if processes == 1 else ("multi_cpu", ("--max_restarts", 3))
-    done = launch(config, script, *words, flags=flags, env={"FULL_RANK": last})
+    done = launch(config, script, *words, flags=flags)
     assert done.returncode == 0, done.stderr
-    assert_same_run(tmp_path / "run", undisturbed)
-    assert json.loads((tmp_path / "run" / "micro_batch.json").read_text()) == {"cpu": 8}
+    run = Outcome(folder=tmp_path / "run")
+    assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))
+    np.testing.assert_allclose(run.column("train/loss"), undisturbed.column("train/loss"), rtol=1e-8)
+    assert run.read("status.json")["status"] == "finished" and run.read("micro_batch.json") == {"cpu": 8}
 
 
 def be_too_large() -> None:
+    """In a fork: a model finds no room on its device, which no model does on a CPU; so torch's method is replaced."""
+
     def to(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     torch.nn.Module.to = to
 
 
-def test_a_model_that_does_not_fit_is_refused_by_a_line_that_names_the_file(forks) -> None:
+def test_a_model_that_does_not_fit_is_refused_in_one_line(forks) -> None:
     ended = forks("--max_steps", 1, "--name", "too_large", before=be_too_large)
     [line] = [line for line in ended.stderr.splitlines() if "memory" in line]
     assert ended.code == 2

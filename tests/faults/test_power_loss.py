@@ -3,6 +3,7 @@
 The file that holds the file system has all that has reached the disk; bytes that were only written, not synced, are not in it.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -21,13 +22,15 @@ from safetensors.torch import load_file
 from common.checkpoints.store import Checkpoints, verify
 from tests.harness import forked
 from tests.harness.disks import Ext4, after_power_loss, ext4
-from tests.harness.outcomes import Outcome, best_files, identical, keeps_best, seal
+from tests.harness.outcomes import keeps_best, read, seal
+from tests.harness.resumed import assert_same_run
+from tests.recipes.copied import copy
 
 STEPS = 6
 WORDS = (
-    *("--image_size", 16, "--global_batch_size", 8, "--workers", 1, "--max_steps", STEPS, "--log_every", 1),
-    *("--checkpoint_every", 2, "--eval_every", 1, "--ema_decay", 0.5, "--keep_checkpoints", 1),
-)
+    f"--image_size 16 --global_batch_size 8 --workers 1 --max_steps {STEPS} --log_every 1 --checkpoint_every 2 "
+    "--eval_every 1 --ema_decay 0.5 --keep_checkpoints 1"
+).split()
 TEXTS = ("config.yaml", "environment.json", "summary.json", "status.json", "tracker.json", "micro_batch.json")
 
 
@@ -35,24 +38,26 @@ def words(data: Path, folder: Path, tracker: str = "none") -> tuple:
     return (*WORDS, "--data", data, "--output_dir", folder.parent, "--name", folder.name, "--tracker", tracker)
 
 
+# Each evaluation is the best so far, so that `best/` changes with each checkpoint.
+IMPROVING = """
+@@ main
+-                run.evaluate(evaluate, best_metric="f1" if val_data.multi_label else "top1")
++                improving = lambda *args: evaluate(*args).results() | {"top1": run.step / 1000}
++                run.evaluate(improving, best_metric="top1")
+"""
+
+
 @pytest.fixture(scope="module")
-def whole(forks, data, tmp_path_factory) -> Path:
+def improving(tmp_path_factory) -> Path:
+    return copy(tmp_path_factory.mktemp("recipe") / "cls.py", IMPROVING)
+
+
+@pytest.fixture(scope="module")
+def whole(forks, improving, data, tmp_path_factory) -> Path:
     """The folder of a run that nobody disturbed."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    train(forks, data, folder, before=improve)
+    train(forks, data, folder, recipe=improving)
     return folder
-
-
-def improve(rank: int) -> None:
-    """In a fork: each evaluation is the best so far, so that `best/` changes with each checkpoint; no pictures but curves."""
-    from common.run.progress import Progress
-    from common.run.run import Run
-
-    record = Progress.record_evaluation
-    Progress.record_evaluation = lambda progress, step, results, leading, larger: record(
-        progress, step, results | {leading: step / 1000}, leading, larger
-    )
-    Run.draw = lambda *_: None
 
 
 def photographer(disk: Ext4, album: Path, commits: bool, times: int) -> None:
@@ -60,7 +65,6 @@ def photographer(disk: Ext4, album: Path, commits: bool, times: int) -> None:
 
     With `commits` all names reach the disk just before: as when a file system's own commit comes at that moment.
     """
-    improve(0)
     photograph, seen, count, turn, owner = {}, Counter(), 0, threading.Lock(), os.getpid()
     canary = os.open(disk.folder / "canary", os.O_WRONLY | os.O_CREAT)
     fsync = os.fsync
@@ -83,22 +87,16 @@ def photographer(disk: Ext4, album: Path, commits: bool, times: int) -> None:
             if photograph.get("writes") == disk.writes():
                 return
             count += 1
-            said = {"before": operation, "made": made_so_far(disk.folder / "run")}
+            made = 0  # the step of the newest checkpoint that the run has said is there
+            with contextlib.suppress(OSError, ValueError):
+                made = read(disk.folder / "run/status.json")["step"]
             photograph["writes"] = disk.photograph(album / f"{count:04d}.image")
-            (album / f"{count:04d}.json").write_text(json.dumps(said))
+            (album / f"{count:04d}.json").write_text(json.dumps({"before": operation, "made": made}))
         finally:
             turn.release()
 
     os.fsync = forked.audited_fsync
     sys.addaudithook(hook)
-
-
-def made_so_far(folder: Path) -> int:
-    """The step of the newest checkpoint that the run has said is there."""
-    try:
-        return json.loads((folder / "status.json").read_text())["step"]
-    except (OSError, ValueError):
-        return 0
 
 
 def assert_promises(said: dict, found: Path) -> int:
@@ -111,13 +109,13 @@ def assert_promises(said: dict, found: Path) -> int:
         Image.open(picture).load()
     if (found / "best").exists():
         assert load_file(found / "best/model.safetensors")
-        assert json.loads((found / "best/config.json").read_text())
-        assert json.loads((found / "best/results.json").read_text())
+        assert read(found / "best/config.json")
+        assert read(found / "best/results.json")
     checkpoints = [verify(path) for path in Checkpoints(found / "checkpoints").paths()]
     newest = checkpoints[0].step if checkpoints else 0
     assert newest >= said["made"], "a checkpoint is gone that was said to be there"
     if (found / "summary.json").exists():
-        assert json.loads((found / "summary.json").read_text())["step"] <= newest
+        assert read(found / "summary.json")["step"] <= newest
     if not checkpoints:
         return 0
     steps = [json.loads(row)["step"] for row in (found / "metrics.jsonl").read_bytes().splitlines() if row[-1:] == b"}"]
@@ -126,68 +124,52 @@ def assert_promises(said: dict, found: Path) -> int:
     return newest
 
 
-def train(forks, data: Path, folder: Path, processes: int = 1, *more: object, before=None) -> str:
+def train(forks, data: Path, folder: Path, processes: int = 1, *more: object, recipe: str | Path = "cls") -> str:
     """Run the same command in this folder to its end; what was said."""
-    drawn = before is improve
-    ranks = forks.start_ranks(processes, *words(data, folder), *more, before=before, pictures=drawn)
+    ranks = forks.start_ranks(processes, *words(data, folder), *more, recipe=recipe, pictures=recipe != "cls")
     ends = [fork.end() for fork in ranks]
     assert [end.code for end in ends] == [0] * processes, ends
     return ends[0].stdout
-
-
-def assert_goes_on(forks, data: Path, found: Path, whole: Path, *more: object, before=None) -> None:
-    """The same command, in the folder that was found, ends as the run that nobody disturbed."""
-    assert "damaged" not in train(forks, data, found, *more, before=before)
-    one, other = (Outcome(folder=path) for path in (found, whole))
-    assert [row["step"] for row in one.rows] == [row["step"] for row in other.rows]
-    assert (one.column("train/loss") == other.column("train/loss")).all()
-    assert all(identical(one.tensors(file), other.tensors(file)) for file in ("model", "optimizer", "ema"))
-    assert best_files(found) == best_files(whole)
-    mine, theirs = (json.loads((path / "summary.json").read_text()) for path in (found, whole))
-    assert mine["best"] == theirs["best"] and mine["step"] == theirs["step"]
-    left = {path.name for path in found.rglob(".*")} - {".lock"}
-    assert not left, f"left behind: {left}"
-
-
-def developed_and_checked(album: Path, scratch: Path) -> tuple[list[Path], list[int]]:
-    """After each power loss: the run folder that the next start finds, and the step that it resumes from."""
-    developed, steps = [], []
-    for image in sorted(album.glob("*.image")):
-        said, found = json.loads(image.with_suffix(".json").read_text()), scratch / image.stem / "run"
-        found.parent.mkdir()
-        with after_power_loss(image) as disk:
-            if (disk / "run").exists():
-                shutil.copytree(disk / "run", found)
-        image.unlink()
-        try:
-            steps.append(assert_promises(said, found))
-        except Exception as error:
-            error.add_note(f"at a power loss before {said['before']}, in {found}")
-            raise
-        developed.append(found)
-    return developed, steps
 
 
 @pytest.mark.parametrize(
     "commits, times, restarts",
     [(True, 1, 2), *(pytest.param(commits, 9, 12, marks=pytest.mark.long) for commits in (True, False))],
 )
-def test_a_power_loss_before_any_file_operation_loses_nothing(forks, data, whole, tmp_path, commits, times, restarts):
+def test_a_power_loss_before_any_file_operation_loses_nothing(
+    forks, improving, data, whole, tmp_path, commits, times, restarts
+):
     album = tmp_path / "album"
     album.mkdir()
     with ext4(tmp_path, "40m") as disk:
         before = functools.partial(photographer, disk, album, commits, times)
-        ended = forks(*words(data, disk.folder / "run"), before=before, pictures=True)
+        ended = forks(*words(data, disk.folder / "run"), recipe=improving, before=before, pictures=True)
         assert ended.code == 0, ended
         disk.photograph(album / "9999.image")
         (album / "9999.json").write_text(json.dumps({"before": "the end", "made": STEPS}))
-    developed, steps = developed_and_checked(album, tmp_path)
-    assert {0, 2, 4, STEPS} <= set(steps) and len(developed) > 30, steps
-    assert json.loads((developed[-1] / "summary.json").read_text())["best"]["step"] == STEPS
-    status = json.loads((developed[-1] / "status.json").read_text())
+    steps = {}  # of the run folder that the next start finds after each power loss: what it resumes from
+    for image in sorted(album.glob("*.image")):
+        said, found = read(image.with_suffix(".json")), tmp_path / image.stem / "run"
+        found.parent.mkdir()
+        with after_power_loss(image) as folder:
+            if (folder / "run").exists():
+                shutil.copytree(folder / "run", found)
+        image.unlink()
+        try:
+            steps[found] = assert_promises(said, found)
+        except Exception as error:
+            error.add_note(f"at a power loss before {said['before']}, in {found}")
+            raise
+    developed = list(steps)
+    assert {0, 2, 4, STEPS} <= set(steps.values()) and len(developed) > 30, steps
+    assert read(developed[-1] / "summary.json")["best"]["step"] == STEPS
+    status = read(developed[-1] / "status.json")
     assert status["status"] == "finished" and {path.name for path in developed[-1].glob("pictures/*")} >= {"curves.png"}
     for found in random.Random(7).sample(developed, min(restarts, len(developed))):
-        assert_goes_on(forks, data, found, whole, before=improve)
+        assert "damaged" not in train(forks, data, found, recipe=improving)
+        assert_same_run(found, whole, STEPS)
+        left = {path.name for path in found.rglob(".*")} - {".lock"}
+        assert not left, f"left behind: {left}"
 
 
 def test_all_ranks_know_that_the_best_model_is_lost(forks, data, tmp_path):
@@ -195,12 +177,12 @@ def test_all_ranks_know_that_the_best_model_is_lost(forks, data, tmp_path):
     folder = tmp_path / "run"
     train(forks, data, folder, 2, "--max_steps", 4, "--eval_every", 3)  # the best model is from step 3 or 4
     shutil.rmtree(folder / "best")
-    record = json.loads((folder / "checkpoints/step_00000004/record.json").read_text())
+    record = read(folder / "checkpoints/step_00000004/record.json")
     record["ledger"]["best"] |= {"step": 3, "eval/ema_top1": 2.0}  # no later one can be better
     record["ledger"]["last"] |= {"step": 3}
     (folder / "checkpoints/step_00000004/record.json").write_text(json.dumps(record))
     seal(folder / "checkpoints/step_00000004")
     said = train(forks, data, folder, 2)
     assert "is lost; best/ will be the best of the evaluations from now on" in said
-    assert json.loads((folder / "summary.json").read_text())["best"]["step"] in (5, 6)
+    assert read(folder / "summary.json")["best"]["step"] in (5, 6)
     assert load_file(folder / "best/model.safetensors")

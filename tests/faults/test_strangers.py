@@ -8,9 +8,9 @@ import psutil
 from tests.harness.machines import Node, Watched
 
 WORDS = (
-    *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 8, "--workers", 1, "--tracker", "wandb"),
-    *("--max_steps", 100_000, "--log_every", 1, "--eval_every", 100_000, "--checkpoint_every", 100_000),
-)
+    "--image_size 16 --global_batch_size 24 --max_micro_batch_size 8 --workers 1 --tracker wandb "
+    "--max_steps 100000 --log_every 1 --eval_every 100000 --checkpoint_every 100000"
+).split()
 OFFLINE = {"WANDB_MODE": "offline"}
 LOOPBACK = {"127.0.0.1", "[::1]", "[::ffff:127.0.0.1]"}
 # Tries to connect to every port; prints what came of it.
@@ -64,7 +64,7 @@ def forge(stranger: Node, address: str, port: int | str, marker) -> list[str]:
     return done.stdout.split()
 
 
-def test_two_machines_listen_to_each_other_alone_and_execute_nothing_that_a_stranger_writes(nodes, tmp_path):
+def test_machines_execute_nothing_that_a_stranger_writes(nodes, tmp_path):
     """In the ranks' store the run writes over it; in the launchers' store it ends the run."""
     first, second, stranger = nodes(3)
     words = (*WORDS, "--output_dir", tmp_path, "--name", "run")

@@ -3,42 +3,56 @@
 More of this: tests/run/test_tracking.py, and runs that are killed and go on in tests/recipes/test_dashboards.py.
 """
 
-import functools
+import contextlib
 import json
 import os
 import pickle
 import threading
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import pytest
 
+from common.run import Observer, tracking
 from tests.harness.disks import disk, mount
 from tests.harness.launching import free_port
 from tests.harness.odd_files import Malicious
-from tests.harness.resumed import STEPS, after_step, assert_same_run
+from tests.harness.resumed import STEPS, assert_same_run
 
 WORDS = (
-    *("--image_size", 16, "--global_batch_size", 8, "--workers", 1, "--max_steps", STEPS, "--log_every", 1),
-    *("--checkpoint_every", 4, "--eval_every", 6, "--ema_decay", 0.9),
-)
+    f"--image_size 16 --global_batch_size 8 --workers 1 --max_steps {STEPS} --log_every 1 --checkpoint_every 4 "
+    "--eval_every 6 --ema_decay 0.9"
+).split()
 
 
-def dash_late(environment: dict[str, str], kill: bool, rank: int = 0) -> None:
-    """In a fork: W&B starts once the first step is done; with `kill`, its service dies after the fifth."""
-    from common.run import tracking
+@dataclass
+class LateDashboard(Observer):
+    """W&B starts once the first step is made; with `kill`, its service dies after the fifth.
 
-    os.environ.update(environment)
-    tracking.INIT_TIMEOUT_S = 3.0  # in the thread: it would only make the end of this short run longer
-    first_step, start = threading.Event(), tracking._WandB.__init__
+    Nothing but the library itself can be made to start late, so that a function of it is replaced.
+    """
 
-    def start_late(*arguments) -> None:
-        assert first_step.wait(60), "the first step waits for the dashboard"
-        start(*arguments)
+    environment: dict[str, str]
+    kill: bool
 
-    def tell(run) -> None:
-        first_step.set()
-        if run.step == 5 and kill:
+    def on_prepare(self, model, train_set, compute_losses) -> None:
+        os.environ.update(self.environment)
+        tracking.INIT_TIMEOUT_S = 3.0  # in the thread: it would only make the end of this short run longer
+        import wandb
+
+        self.first_step = threading.Event()
+        self.setup = wandb.setup
+        wandb.setup = self.set_up_late
+
+    def set_up_late(self, *args, **kwargs):
+        assert self.first_step.wait(60), "the first step waits for the dashboard"
+        return self.setup(*args, **kwargs)
+
+    def on_end_step(self, run, step) -> None:
+        self.first_step.set()
+        if step == 5 and self.kill:
             while not run._records.log._tracker.where():  # it starts in a thread
                 time.sleep(0.01)
             services = [child for child in psutil.Process().children(recursive=True) if "wandb" in child.name()]
@@ -46,50 +60,60 @@ def dash_late(environment: dict[str, str], kill: bool, rank: int = 0) -> None:
             for service in services:
                 service.kill()
 
-    tracking._WandB.__init__ = start_late
-    after_step(tell, once_written=False)
 
+@pytest.fixture(scope="module")
+def run(forks, data):
+    """`run(folder, tracker, environment, kill=False)` -> what it said."""
 
-@pytest.fixture
-def run(forks, data, tmp_path):
-    """`run("name", tracker, environment, kill=False)` -> what it said, and its folder."""
-
-    def train(name: str, tracker: str, environment: dict[str, str] | None = None, kill: bool = False):
-        folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        words = (*WORDS, "--data", data, "--output_dir", tmp_path, "--name", name, "--tracker", tracker)
-        ended = forks(*words, before=functools.partial(dash_late, environment or {}, kill))
+    def train(folder: Path, tracker: str = "wandb", environment=None, kill: bool = False) -> str:
+        words = (*WORDS, "--data", data, "--output_dir", folder.parent, "--name", folder.name, "--tracker", tracker)
+        ended = forks(*words, observer=LateDashboard(environment or {}, kill))
         assert ended.code == 0, ended
-        return ended.stdout, folder
+        return ended.stdout
 
     return train
 
 
-def test_no_fault_of_wandb_and_no_forged_file_changes_a_loss_or_holds_up_the_start(run, tmp_path):
-    whole = run("whole", "none")[1]
-    nobody = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{free_port()}"}
-    (tmp_path / "read_only").mkdir()
-    with disk(tmp_path / "read_only/wandb", "1m") as folder:
-        mount("mount", "-o", "remount,ro", folder)
-        faults = {
-            "without_key": ({}, False, ""),
-            "dead_address": (nobody, False, "be reached ("),
-            "dead_service": ({}, True, "wandb failed"),
-            "read_only": ({}, False, "wandb failed"),
-        }
-        for name, (environment, kill, says) in faults.items():
-            said, folder = run(name, "wandb", environment, kill)
-            assert_same_run(folder, whole)
-            assert said.count(says or "wandb failed") == bool(says), (name, said)
-    # What a stranger has put into the tracker's files executes nothing.
-    payload, marker = pickle.dumps(Malicious(tmp_path / "executed")), tmp_path / "executed"
-    for name, state in {"pickle": payload, "path": json.dumps({"id": f"../../{marker.name}"}).encode()}.items():
-        folder = tmp_path / name
-        (folder / "wandb").mkdir(parents=True)
-        (folder / "tracker.json").write_bytes(state)
-        (folder / "wandb/settings").write_bytes(b"[default]\nmode = !!python/object/apply:os.mkdir\n")
-        (folder / "wandb/wandb-resume.json").write_bytes(payload)
-        said, folder = run(name, "wandb")
+@pytest.fixture(scope="module")
+def whole(run, tmp_path_factory) -> Path:
+    """The folder of the run without a dashboard."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(folder, "none")
+    return folder
+
+
+FAULTS = {  # what the run says about each, once
+    "no key": "",
+    "a dead address": "be reached (",
+    "a dead service": "wandb failed",
+    "a read-only folder": "wandb failed",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_no_fault_of_wandb_changes_a_loss_or_holds_up_the_start(run, whole, tmp_path, fault):
+    folder, environment = tmp_path / "run", {}
+    folder.mkdir()
+    if fault == "a dead address":
+        environment = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{free_port()}"}
+    with disk(folder / "wandb", "1m") if fault == "a read-only folder" else contextlib.nullcontext():
+        if fault == "a read-only folder":
+            mount("mount", "-o", "remount,ro", folder / "wandb")
+        said = run(folder, environment=environment, kill=fault == "a dead service")
         assert_same_run(folder, whole)
-        assert said.count("wandb failed") <= 1, said
-        assert not marker.exists() and not (tmp_path.parent / marker.name).exists(), name
+    assert said.count(FAULTS[fault] or "wandb failed") == bool(FAULTS[fault]), said
+
+
+@pytest.mark.parametrize("forged", ["pickle", "path"])
+def test_what_a_stranger_put_into_its_files_executes_nothing(run, whole, tmp_path, forged):
+    marker, folder = tmp_path / "executed", tmp_path / "run"
+    payload = pickle.dumps(Malicious(marker))
+    (folder / "wandb").mkdir(parents=True)
+    state = payload if forged == "pickle" else json.dumps({"id": f"../../{marker.name}"}).encode()
+    (folder / "tracker.json").write_bytes(state)
+    (folder / "wandb/settings").write_bytes(b"[default]\nmode = !!python/object/apply:os.mkdir\n")
+    (folder / "wandb/wandb-resume.json").write_bytes(payload)
+    said = run(folder)
+    assert_same_run(folder, whole)
+    assert said.count("wandb failed") <= 1, said
+    assert not marker.exists() and not (tmp_path.parent / marker.name).exists()

@@ -1,9 +1,4 @@
-"""A tracker that remembers what it is sent, and the records of W&B's files."""
-
-import json
-import subprocess
-import sys
-from pathlib import Path
+"""A tracker that remembers what it is sent."""
 
 
 class Dashboard:
@@ -33,11 +28,3 @@ class Dashboard:
 
     def where(self) -> str:
         return "over there"
-
-
-def records(folder: Path) -> list[list[dict]]:
-    """The records of every W&B run in the run folder, oldest first."""
-    files = sorted(folder.glob("wandb/*run-*/*.wandb"))
-    inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json"]
-    texts = [subprocess.run([*inspect, file], capture_output=True, text=True).stdout for file in files]
-    return [[json.loads(line) for line in text.splitlines()] for text in texts]

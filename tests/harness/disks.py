@@ -1,6 +1,7 @@
 """Disks that are full or read-only, and disks that lose their power."""
 
 import os
+import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -33,6 +34,17 @@ def disk(folder: Path, size: str) -> Iterator[Path]:
         yield folder
     finally:
         mount("umount", "-l", folder)
+
+
+@contextmanager
+def no_room(size: int = 0) -> Iterator[None]:
+    """No file that this process writes may grow beyond `size` bytes: as on a full disk, writing raises OSError."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @dataclass(frozen=True)

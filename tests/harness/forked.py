@@ -25,6 +25,7 @@ import psutil
 import pytest
 
 from common.files import CACHE
+from common.run import Observer
 from tests.harness import several
 from tests.harness.launching import free_port, inherited, small
 from tests.harness.waiting import Limit, end_with_stacks
@@ -83,32 +84,38 @@ class Forks:
         return self.start(*words, **options).end()
 
     def start(
-        self, *words: object, recipe: str = "cls", before: Callable[[], None] | None = None, **options: Any
+        self,
+        *words: object,
+        recipe: str | Path = "cls",
+        observer: Observer | None = None,
+        before: Callable[[], None] | None = None,
+        **options: Any,
     ) -> Fork:
-        """Start the recipe with `words` on its command line; the run is `small`.
+        """Start the recipe, or a copy of it in a file, with `words` on its command line; the run is `small`.
 
-        `before` is called first in the fork, to change something there: a function at the top of a test module, or a
-        `functools.partial` of one. With `watch`, SIGKILL ends the process before its first file operation below that folder
-        that is not `spared`: operation ("read" for a file that is opened for that), path with 0 for every number, and how
-        often it has come before. Nothing is drawn but with `pictures`.
+        `observer` sees the run. `before` is called first in the fork, to change its environment: a function at the top of a
+        test module, or a `functools.partial` of one. With `watch`, SIGKILL ends the process before its first file operation
+        below that folder that is not `spared`: operation ("read" for a file that is opened for that), path with 0 for every
+        number, and how often it has come before. Nothing is drawn but with `pictures`.
         """
-        return self._fork(self._recipe(recipe, words), {}, before, **options)
+        return self._fork(self._recipe(recipe, words, observer), {}, before, **options)
 
     def start_ranks(
         self,
         processes: int,
         *words: object,
-        recipe: str = "cls",
-        before: Callable[[int], None] | None = None,
+        recipe: str | Path = "cls",
+        observers: Mapping[int, Observer] | None = None,
+        before: Callable[[], None] | None = None,
         watch: Path | None = None,
         **options: Any,
     ) -> list[Fork]:
-        """As many forks, which are the ranks of one world; `before` is called with the rank, `watch` is for rank 0."""
-        main = self._recipe(recipe, words)
-        return [
-            self._fork(main, world, before and functools.partial(before, rank), None if rank else watch, **options)
-            for rank, world in enumerate(_worlds(processes))
-        ]
+        """As many forks, which are the ranks of one world; `observers` are by rank, `watch` is for rank 0."""
+        forks = []
+        for rank, world in enumerate(_worlds(processes)):
+            main = self._recipe(recipe, words, (observers or {}).get(rank))
+            forks.append(self._fork(main, world, before, None if rank else watch, **options))
+        return forks
 
     def start_main(
         self,
@@ -133,11 +140,11 @@ class Forks:
         stdout, stderr = ("\n".join(getattr(end, name) for end in ends) for name in ("stdout", "stderr"))
         return subprocess.CompletedProcess(["forks"], code, stdout, stderr)
 
-    def _recipe(self, recipe: str, words: Sequence[object]) -> Callable[[], None]:
-        command = [f"{recipe}.py", *map(str, small(words, recipe))]
+    def _recipe(self, recipe: str | Path, words: Sequence[object], observer: Observer | None) -> Callable[[], None]:
+        command = [str(Path(recipe).with_suffix(".py")), *map(str, small(words, recipe))]
         if "--eval_only" in command and "--output_dir" not in command:
             command += ["--output_dir", str(self.scratch)]  # for reports
-        return functools.partial(_be_recipe, command)
+        return functools.partial(_run_recipe, command, observer)
 
     def _fork(
         self,
@@ -170,12 +177,12 @@ def _worlds(processes: int) -> list[dict[str, str | None]]:
     return [world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
-def _be_recipe(command: list[str]) -> None:
-    from common.launching import launch
+def _run_recipe(command: list[str], observer: Observer | None) -> None:
     from recipes import cls, det
 
+    imported = {"cls.py": cls, "det.py": det}
     sys.argv = command
-    launch.run({"cls.py": cls, "det.py": det}[command[0]].main)
+    several.run_observed(imported.get(command[0]) or several.load(Path(command[0])), observer)
 
 
 def _run(

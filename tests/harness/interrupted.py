@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from tests.harness.launching import Started
+from tests.harness.outcomes import read
 from tests.harness.waiting import Limit, end_with_stacks
 
 
@@ -47,7 +48,7 @@ class Watched:
         return self.start_number() != start and self.step() > step
 
     def world_size(self) -> int:
-        return json.loads((self.folder / "environment.json").read_text())["world_size"]
+        return read(self.folder / "environment.json")["world_size"]
 
 
 class Interrupted(Watched):

@@ -17,6 +17,15 @@ from tests.harness.several import load
 Tensors = dict[str, torch.Tensor]
 
 
+def read(file: Path) -> dict:
+    return json.loads(file.read_text())
+
+
+def rows_of(file: Path) -> list[dict]:
+    """The rows of a file of JSON lines."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of one command line, and the run folder that it was to write."""
@@ -28,12 +37,12 @@ class Outcome:
 
     def read(self, name: str) -> dict:
         """A JSON file of the run folder."""
-        return json.loads((self.folder / name).read_text())
+        return read(self.folder / name)
 
     @property
     def rows(self) -> list[dict]:
         """The lines of metrics.jsonl."""
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return rows_of(self.folder / "metrics.jsonl")
 
     def column(self, key: str) -> np.ndarray:
         """The values of `key` in the rows that have it: float64[rows]."""
@@ -73,9 +82,9 @@ def distance(one: Tensors, other: Tensors, start: Tensors) -> float:
 
 def start_of(run: Outcome) -> Tensors:
     """The state of the model with which a run began: built from its configuration, and so from its seed."""
-    recipe = load(Path(json.loads((run.folder / "environment.json").read_text())["recipe"]))
+    recipe = load(Path(run.read("environment.json")["recipe"]))
     config = parse(recipe.Config, ["--config", str(run.folder / "config.yaml")])
-    classes = json.loads((run.checkpoint / "record.json").read_text())["classes"]
+    classes = read(run.checkpoint / "record.json")["classes"]
     return recipe.build_model(config, tuple(classes), torch.device("cpu")).state_dict()
 
 

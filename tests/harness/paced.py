@@ -1,14 +1,27 @@
 """A recipe at a pace at which machines can come and go before it ends."""
 
+from tests.recipes.copied import ROOT, apply
+
 # Alone it is slower still.
-PACED = """
-import os, runpy, sys, time
-from common.data.loader import Prefetcher
-take = Prefetcher.take
-def take_slowly(feed):
-    time.sleep(0.4 if os.environ["WORLD_SIZE"] == "1" else 0.03)
-    return take(feed)
-Prefetcher.take = take_slowly
-sys.argv[0] = "recipes/cls.py"
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+PACED = apply(
+    """
+@@
++import os
++import time
+ from collections.abc import Sequence
+@@
+-from common.run import Run
++from common.run import Observer, Run
+@@
++class Pace(Observer):
++    def on_end_step(self, run, step):
++        time.sleep(0.4 if os.environ["WORLD_SIZE"] == "1" else 0.03)
++
++
+ def main() -> None:
+@@ main
+-    with Run(config) as run:  # joins the other ranks, claims runs/<name>/, handles signals
++    with Run(config, Pace()) as run:
+""",
+    (ROOT / "recipes/cls.py").read_text(),
+)

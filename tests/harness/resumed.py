@@ -1,67 +1,58 @@
-"""Runs that are killed at a step, and their comparison with the run that was not."""
+"""Runs that something happens to at a step, and the comparison of a run that was killed with one that was not."""
 
-import json
+import functools
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tests.harness.outcomes import Outcome, best_files, identical
-
-if TYPE_CHECKING:  # a fork imports it once its environment is made
-    from common.run.run import Run
+from common.run import Observer, Run
+from tests.harness.outcomes import Outcome, best_files, identical, read
 
 STEPS = 12
 
 
-def after_step(act: Callable[["Run"], None], step: int = 0, once_written: bool = True) -> None:
-    """In a fork: `act(run)` when `step` is done (0: after each), by default once no checkpoint is being written."""
-    from common.run.run import Run
+@dataclass
+class AfterStep(Observer):
+    """Calls `act(run)` when a rank has made `step` (0: each), by default once no checkpoint is being written."""
 
-    end_step = Run.end_step
+    act: Callable[[Run], None]
+    step: int = 0
+    once_written: bool = True
 
-    def end_and_act(run: Run, grad_norm) -> None:
-        end_step(run, grad_norm)
-        if step in (0, run.step):
-            if once_written:
-                run._saving.writer.wait()
-            act(run)
-
-    Run.end_step = end_and_act
-
-
-def die(run: "Run") -> None:
-    """SIGKILL to the process itself."""
-    os.kill(os.getpid(), signal.SIGKILL)
+    def on_end_step(self, run: Run, step: int) -> None:
+        if self.step not in (0, step):
+            return
+        if self.once_written:
+            run._saving.writer.wait()
+        self.act(run)
 
 
-def kill_at_step(step: int, once_written: bool = True) -> None:
-    """In a fork: SIGKILL when `step` steps are done, before what follows on it."""
-    after_step(die, step, once_written)
+def signal_at(step: int, number: int = signal.SIGKILL, times: int = 1, once_written: bool = True) -> AfterStep:
+    """A process sends itself a signal when `step` is made, before what follows on it."""
+    return AfterStep(functools.partial(_signal_self, number, times), step, once_written)
+
+
+def _signal_self(number: int, times: int, run: Run) -> None:
+    for _ in range(times):
+        os.kill(os.getpid(), number)
 
 
 def assert_same_run(folder: Path, reference: Path, steps: int = STEPS) -> None:
     """Losses of every step, evaluations, weights, statistics, optimizer and moving average agree bit for bit."""
-    one, other = (Outcome(folder=path) for path in (folder, reference))
-    assert [row["step"] for row in one.rows] == list(range(1, steps + 1)), "a step is missing or there twice"
-    for row, expected in zip(one.rows, other.rows, strict=True):
-        assert _without_pace(row) == _without_pace(expected)
-    for file in one.checkpoint.glob("*.safetensors"):
-        assert identical(one.tensors(file.stem), other.tensors(file.stem)), file.name
-    records = [json.loads((each.checkpoint / "record.json").read_text()) for each in (one, other)]
-    for record in records:
+    actual, expected = (Outcome(folder=path) for path in (folder, reference))
+    assert [row["step"] for row in actual.rows] == list(range(1, steps + 1)), "a step is missing or there twice"
+    for rows in zip(actual.rows, expected.rows, strict=True):
+        one, other = ({key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows)
+        assert one == other
+    assert actual.checkpoint.name == expected.checkpoint.name
+    for file in actual.checkpoint.glob("*.safetensors"):
+        assert identical(actual.tensors(file.stem), expected.tensors(file.stem)), file.name
+    one, other = (read(run.checkpoint / "record.json") for run in (actual, expected))
+    for record in (one, other):
         record["ledger"].pop("seconds")
-    assert one.checkpoint.name == other.checkpoint.name
     for key in ("step", "identity", "numbers", "ledger"):
-        assert records[0][key] == records[1][key], key
+        assert one[key] == other[key], key
     assert best_files(folder) == best_files(reference)
-    assert read(folder, "status.json")["status"] == "finished"
-
-
-def _without_pace(row: dict) -> dict:
-    return {key: value for key, value in row.items() if not key.startswith("perf/")}
-
-
-def read(folder: Path, name: str) -> dict:
-    return json.loads((folder / name).read_text())
+    assert actual.read("status.json")["status"] == "finished"

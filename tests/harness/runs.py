@@ -3,7 +3,6 @@
 import fcntl
 import functools
 import importlib
-import json
 import os
 import shutil
 import sys
@@ -16,20 +15,13 @@ import pytest
 from common.errors import Refused
 from common.launching import launch
 from tests.harness.forked import Fork, Forks
+from tests.harness.outcomes import read as read
+from tests.harness.outcomes import rows_of as rows_of
 
 
 def copied(run: Path, to: Path) -> Path:
     """A copy of a run folder, without its checkpoints and what dashboards keep."""
     return shutil.copytree(run, to, ignore=shutil.ignore_patterns("checkpoints", "wandb"))
-
-
-def read(file: Path) -> dict:
-    return json.loads(file.read_text())
-
-
-def rows_of(file: Path) -> list[dict]:
-    """The rows of a file of JSON lines."""
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def refusal(call: Callable, *words: object) -> str:

@@ -19,21 +19,30 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 from common.distributed.collectives import gather_objects, leave_process_group
 from common.errors import Refused
+from common.launching import launch
 from common.launching.exit_codes import EXIT_FOLDER
-from common.run import plots
-from common.run.records import Records
+from common.run import Observer, Run, plots
 
 
-def load(recipe: Path):
+def load(recipe: Path) -> ModuleType:
     """The recipe as a module: a script's folder is no package."""
     spec = importlib.util.spec_from_file_location(recipe.stem, recipe)
     sys.modules[recipe.stem] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def run_observed(recipe: ModuleType, observer: Observer | None) -> None:
+    """Be the script `recipe`, with the command line of this process. `observer` sees its run."""
+    if observer:
+        recipe.Run = partial(Run, observer=observer)  # type: ignore[attr-defined]
+    launch.run(recipe.main)
 
 
 def run(main: Callable[[], None]) -> tuple[str, str]:
@@ -50,8 +59,8 @@ def run(main: Callable[[], None]) -> tuple[str, str]:
 
 
 def draw_nothing() -> None:
-    """Which takes longer than a small run."""
-    Records.draw = plots.attempt = plots.curves = lambda *_: None
+    """Replace the functions that draw: pictures take longer than a small run, and no flag leaves them out."""
+    plots.attempt = plots.curves = lambda *_: None
 
 
 def main(recipe: Path, cases: Path, pictures: bool) -> None:

@@ -3,7 +3,8 @@
 Prints one more line: {"parameters": number of trained parameters, "sent": how many numbers each backward pass's gradient
 buckets had, of 1 MiB here, before a --comm_hook compresses them, "compiled": graphs that torch.compile made, "cut": into how
 many parts DDP's buckets cut each of them, "broken": why it broke a graph in two}. With COMPILE_BACKEND in the environment,
-torch.compile uses that one, such as eager.
+torch.compile uses that one, such as eager. Neither torch nor Accelerate offers a way to look at this, so functions of theirs
+are replaced.
 """
 
 import json

@@ -5,8 +5,6 @@ tests/faults/test_checkpoint_files.py, dashboards in test_dashboards.py and test
 """
 
 import contextlib
-import functools
-import os
 import re
 import shutil
 import signal
@@ -17,8 +15,8 @@ import pytest
 from common.checkpoints.store import Damaged, verify
 from tests.harness.drawings import draw_stripes
 from tests.harness.forked import Ended
-from tests.harness.outcomes import Outcome, identical, keeps_best
-from tests.harness.resumed import STEPS, after_step, assert_same_run, kill_at_step, read
+from tests.harness.outcomes import Outcome, identical, keeps_best, read
+from tests.harness.resumed import STEPS, assert_same_run, signal_at
 
 SMALL = (
     "--image_size 16 --global_batch_size 8 --max_micro_batch_size 4 "
@@ -57,16 +55,10 @@ def whole(forks, images, tmp_path_factory) -> Path:
 def train(forks, images, tmp_path):
     """`train("name", *flags)` runs the recipe in the run folder tmp_path/name, with a row per step."""
 
-    def run(name: str, *words, before=None, **options) -> Ended:
-        command = [*("--data", images, "--output_dir", tmp_path, "--name", name), *SMALL, *words]
-        return forks(*command, before=before, **options)
+    def run(name: str, *words, **options) -> Ended:
+        return forks("--data", images, "--output_dir", tmp_path, "--name", name, *SMALL, *words, **options)
 
     return run
-
-
-def _interrupt_at_step(step: int, times: int = 1) -> None:
-    """Ctrl-C for the process itself when `step` steps are done."""
-    after_step(lambda run: [os.kill(os.getpid(), signal.SIGINT) for _ in range(times)], step, once_written=False)
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -90,18 +82,18 @@ EACH = pytest.param(range(1, STEPS + 1), marks=pytest.mark.long, id="each")
 def test_run_killed_at_every_kind_of_step_is_bit_equal(train, whole, tmp_path, steps):
     folder = tmp_path / "killed"
     for step in steps:
-        died = train("killed", *EVERYTHING, before=functools.partial(kill_at_step, step, once_written=False))
+        died = train("killed", *EVERYTHING, observer=signal_at(step, once_written=False))
         assert died.code == -signal.SIGKILL, died.stderr
         with (folder / "metrics.jsonl").open("a") as rows:
             rows.write('{"step": 13, "train/lo')  # as a machine that dies tears it
-    assert read(folder, "status.json")["status"] == "running"  # with no process at work: killed
+    assert read(folder / "status.json")["status"] == "running"  # with no process at work: killed
     assert train("killed", *EVERYTHING).code == 0
     assert_same_run(folder, whole)
-    assert read(folder, "summary.json")["best"] == read(whole, "summary.json")["best"]
+    assert read(folder / "summary.json")["best"] == read(whole / "summary.json")["best"]
 
 
 @pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_run_killed_before_each_of_its_file_operations_is_bit_equal(train, tmp_path, each):
+def test_run_killed_before_each_file_operation_is_bit_equal(train, tmp_path, each):
     """One start after the other dies, each before a kind of operation that none has died at.
 
     Also when it mends what a kill left. In the long test each file's name makes a kind, four times.
@@ -167,14 +159,14 @@ class _Spared(set):
 
 def test_ctrl_c_saves_within_two_steps_and_twice_ends_at_once(train, whole, tmp_path):
     folder = tmp_path / "stopped"
-    stopped = train("stopped", *EVERYTHING, before=functools.partial(_interrupt_at_step, 6))
+    stopped = train("stopped", *EVERYTHING, observer=signal_at(6, signal.SIGINT, once_written=False))
     assert stopped.code == 75 and "stopped by Ctrl-C" in stopped.stdout
-    status = read(folder, "status.json")
+    status = read(folder / "status.json")
     assert (status["status"], status["cause"]) == ("resumable", "Ctrl-C")
     assert 6 <= status["step"] <= 8 and max(checkpoints(folder)) == f"step_{status['step']:08d}"
-    twice = functools.partial(_interrupt_at_step, status["step"] + 1, times=2)
-    assert train("stopped", *EVERYTHING, before=twice).code != 0
-    assert read(folder, "status.json")["step"] == status["step"] + 1
+    twice = signal_at(status["step"] + 1, signal.SIGINT, times=2, once_written=False)
+    assert train("stopped", *EVERYTHING, observer=twice).code != 0
+    assert read(folder / "status.json")["step"] == status["step"] + 1
     assert max(checkpoints(folder)) == f"step_{status['step']:08d}", "nothing was saved"
     assert train("stopped", *EVERYTHING).code == 0
     assert_same_run(folder, whole)
@@ -191,14 +183,14 @@ def test_finished_run_started_again_says_so_and_changes_nothing(train, whole, tm
     assert again.code == 0, again.stderr
     assert "finished" in again.stdout and "--max_steps" in again.stdout
     assert content(tmp_path / "run") == before
-    status = read(tmp_path / "run", "status.json")
+    status = read(tmp_path / "run" / "status.json")
     assert (status["status"], status["step"]) == ("finished", STEPS)
 
 
 # --- which checkpoint
 
 
-def test_an_older_checkpoint_branches_off_and_only_the_same_data_go_on(train, whole, images, tmp_path):
+def test_an_older_checkpoint_branches_off(train, whole, images, tmp_path):
     """In the same folder, a checkpoint that the run has left behind and changed data are refused."""
     shutil.copytree(whole, tmp_path / "run")
     before, longer = content(tmp_path / "run"), (*EVERYTHING, "--max_steps", 18)
@@ -221,13 +213,13 @@ def test_an_older_checkpoint_branches_off_and_only_the_same_data_go_on(train, wh
     again = train("branch", "--resume", older, *longer)  # the same command goes on, as after a kill
     assert again.code == 0 and "resuming from step 12 of 18" in again.stdout, again.stderr
     assert train("run", "--resume", newest, *longer, "--data", moved).code == 0
-    assert read(tmp_path / "run", "status.json")["step"] == 18
+    assert read(tmp_path / "run" / "status.json")["step"] == 18
 
 
-def test_same_command_resumes_elsewhere_but_not_with_another_seed(forks, images, tmp_path, tmp_path_factory):
+def test_same_command_resumes_elsewhere_but_not_by_another_seed(forks, images, tmp_path, tmp_path_factory):
     """Without a --name: with another layout and cadence, and data at another place, as a requeued job's."""
     command = ["--data", images, "--output_dir", tmp_path, *SMALL]
-    assert forks(*command, before=functools.partial(kill_at_step, 6)).code == -signal.SIGKILL
+    assert forks(*command, observer=signal_at(6)).code == -signal.SIGKILL
     (folder,) = tmp_path.iterdir()
     assert folder.name.startswith("cls-")
     changed = "--max_micro_batch_size 8 --workers 2 --tracker tensorboard --epochs 1 --max_steps 10".split()

@@ -3,22 +3,24 @@
 import os
 import signal
 import threading
-from functools import partial
 
 import pytest
 
+from common.run import Observer, ending
 from tests.harness.interrupted import Interrupted
-from tests.harness.outcomes import Outcome
-from tests.harness.resumed import after_step, assert_same_run, read
+from tests.harness.outcomes import Outcome, read
+from tests.harness.range_server import RangeServer
+from tests.harness.resumed import assert_same_run, signal_at
 from tests.harness.shards import draw_noise, write_tars
+from tests.harness.waiting import Limit
+from tests.recipes.copied import copy
 
 STEPS = 40
 WORDS = (
-    *("--max_steps", STEPS, "--log_every", 1, "--checkpoint_every", 7, "--eval_every", 25),
-    *("--augment", "rand-m9-mstd0.5", "--random_erasing", 0.3, "--mixup", 0.2, "--drop_path", 0.2, "--drop", 0.2),
-    *("--ema_decay", 0.99, "--clip", 1.0, "--label_smoothing", 0.1, "--max_micro_batch_size", 8),
-    *("--global_batch_size", 28, "--batch_norm", "group", "--norm_batch_size", 4),
-)
+    f"--max_steps {STEPS} --log_every 1 --checkpoint_every 7 --eval_every 25 --augment rand-m9-mstd0.5 "
+    "--random_erasing 0.3 --mixup 0.2 --drop_path 0.2 --drop 0.2 --ema_decay 0.99 --clip 1.0 "
+    "--label_smoothing 0.1 --max_micro_batch_size 8 --global_batch_size 28 --batch_norm group --norm_batch_size 4"
+).split()
 # What happens to a run, start after start, and the cause that its status then names.
 INTERRUPTIONS = {
     1: {"TERM launcher": "the end of its launcher", "TERM rank 0": "SIGTERM", "INT group": "Ctrl-C", "KILL all": ""},
@@ -50,7 +52,7 @@ def test_interrupted_run_is_bit_equal_to_the_uninterrupted(launch, run_several, 
         asked = processes > 1 and "KILL" not in interruption
         assert code == 75 if asked else code != 0, interruption
         assert not asked or "Traceback" not in started.stderr.read_text(), "it was asked to stop"
-        status = read(folder, "status.json")
+        status = read(folder / "status.json")
         if cause:
             assert status["status"] == "resumable" and cause in status["cause"], (interruption, status)
         else:
@@ -60,14 +62,9 @@ def test_interrupted_run_is_bit_equal_to_the_uninterrupted(launch, run_several, 
     assert_same_run(folder, tmp_path / "whole", STEPS)
 
 
-def ask_the_second(rank: int) -> None:
-    """In a fork: SIGHUP to this rank alone, in its fifth step."""
-    if rank == 1:
-        after_step(lambda run: os.kill(os.getpid(), signal.SIGHUP), 5, once_written=False)
-
-
 def test_asking_one_rank_stops_all_within_two_steps(forks, tmp_path) -> None:
-    ranks = forks.start_ranks(2, *WORDS, "--output_dir", tmp_path, "--name", "asked", before=ask_the_second)
+    asked = {1: signal_at(5, signal.SIGHUP, once_written=False)}
+    ranks = forks.start_ranks(2, *WORDS, "--output_dir", tmp_path, "--name", "asked", observers=asked)
     assert [rank.end().code for rank in ranks] == [75, 75]
     run = Outcome(folder=tmp_path / "asked")
     status = run.read("status.json")
@@ -76,75 +73,82 @@ def test_asking_one_rank_stops_all_within_two_steps(forks, tmp_path) -> None:
     assert run.column("step").tolist() == [*range(1, status["step"] + 1)]
 
 
-def hang_when(phase: str) -> None:
-    """In a fork: SIGTERM to the run itself as `phase` begins, which then does not end."""
-    from common.data import loader
-    from common.run import ending, run
-    from common.shards import entries
+# A data set of one's own whose samples of the sixth step never come, on the last rank.
+STUCK = """
+@@
++import os
++import threading
+ from collections.abc import Sequence
+@@
++class Stuck(TrainDataset):
++    def __getitems__(self, positions):
++        if positions[0] >= 5 * self.stream.global_batch_size and os.environ.get("RANK") != "0":
++            threading.Event().wait()
++        return super().__getitems__(positions)
++
++
+ def main() -> None:
+@@ main
+-        train_set = TrainDataset.from_config(config, train_data, model, transforms)
++        train_set = Stuck.from_config(config, train_data, model, transforms)
+"""
+STOPPED = "--name stopped --max_steps 9 --eval_every 6 --checkpoint_every 9".split()
 
+
+def be_impatient() -> None:
     ending.GRACE_S = 0.1
 
-    def hang(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        threading.Event().wait()
 
-    if phase == "an index of shards":
-        entries._read_shard = hang
-    elif phase == "an evaluation":
-        evaluate = run.Run.evaluate
-        run.Run.evaluate = lambda self, _, *rest, **options: evaluate(self, hang, *rest, **options)
-    elif phase == "the wait for data":
-        after_step(lambda _: setattr(loader.Prefetcher, "__next__", hang), 5)
+class StuckEvaluation(Observer):
+    """SIGTERM to the run itself as it evaluates, which then does not end."""
 
+    def on_prepare(self, model, train_set, compute_losses) -> None:
+        model.register_forward_pre_hook(self.wait)
 
-PHASES = {"an index of shards": 0, "the wait for data": 5, "an evaluation": 6}
+    def wait(self, model, inputs) -> None:
+        if not model.training:
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait()
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_signal_ends_whatever_does_not_end_by_itself(forks, tmp_path, phase) -> None:
-    """Steps that were made are saved, and an evaluation that was ended is made after the next step."""
-    step = PHASES[phase]
-    words = (
-        "--output_dir",
-        tmp_path,
-        "--name",
-        "stopped",
-        "--max_steps",
-        9,
-        "--eval_every",
-        6,
-        "--checkpoint_every",
-        9,
-    )
-    write_tars(draw_noise(tmp_path / "files", (30, 30), side=8), tmp_path / "tars", "train")
-    data = ("--data", tmp_path / "tars", "--image_size", 32) if not step else ()
-    ended = forks(*words, *data, before=partial(hang_when, phase))
+def test_a_signal_ends_the_reading_of_an_index_of_shards(forks, tmp_path) -> None:
+    write_tars(draw_noise(tmp_path / "files", (30, 30), side=8), tmp_path / "tars", "train", counts=(60,))
+    with RangeServer() as server:
+        server.files["/train-000.tar"] = (tmp_path / "tars/train-000.tar").read_bytes()
+        server.faults["/train-000.tar"] = ["", "silent"]
+        words = ("--output_dir", tmp_path, *STOPPED, "--data", f"{server.url}/train-000.tar", "--image_size", 32)
+        run = forks.start(*words, before=be_impatient)
+        for _ in Limit(60).turns():
+            if not server.faults["/train-000.tar"]:  # it waits for an answer
+                break
+        os.kill(run.process.pid, signal.SIGTERM)
+        ended = run.end()
     assert ended.code == 75 and "Traceback" not in ended.stderr, ended.stderr
-    assert "stopped by SIGTERM " + (f"at step {step}" if step else "before the first step") in ended.stdout
-    run = Outcome(folder=tmp_path / "stopped")
-    if not step:
-        assert not run.folder.exists()
-        return
-    assert run.checkpoint.name == f"step_{step:08d}" and run.read("status.json")["status"] == "resumable"
-    assert forks(*words).code == 0
-    evaluated = [row["step"] for row in run.rows if "eval/top1" in row]
-    assert evaluated == ([7, 9] if phase == "an evaluation" else [6, 9])
+    assert "stopped by SIGTERM before the first step" in ended.stdout and not (tmp_path / "stopped").exists()
 
 
-def hang_on_the_second(rank: int) -> None:
-    """In a fork: the second rank waits for data for ever after the fifth step, and the others for it; all get SIGTERM."""
-    if rank == 1:
-        hang_when("the wait for data")
+@pytest.mark.parametrize("stuck, step, evaluated", [("data", 5, [6, 9]), ("an evaluation", 6, [7, 9])])
+def test_a_signal_ends_a_wait_that_does_not_end(forks, tmp_path, stuck, step, evaluated) -> None:
+    """Steps that were made are saved, and an evaluation that was ended is made after the next step."""
+    words = ("--output_dir", tmp_path, *STOPPED)
+    if stuck == "data":
+        options = {"recipe": copy(tmp_path / "stuck.py", STUCK), "observer": signal_at(5, signal.SIGTERM)}
     else:
-        from common.run import ending
-
-        ending.GRACE_S = 0.1
-        after_step(lambda _: os.kill(os.getpid(), signal.SIGTERM), 5)
+        options = {"observer": StuckEvaluation()}
+    ended = forks(*words, before=be_impatient, **options)
+    assert ended.code == 75 and "Traceback" not in ended.stderr, ended.stderr
+    assert f"stopped by SIGTERM at step {step}" in ended.stdout
+    run = Outcome(folder=tmp_path / "stopped")
+    assert run.checkpoint.name == f"step_{step:08d}" and run.read("status.json")["status"] == "resumable"
+    assert forks(*words, "--allow_changed_source").code == 0
+    assert [row["step"] for row in run.rows if "eval/top1" in row] == evaluated
 
 
 def test_the_main_process_saves_although_another_hangs(forks, tmp_path) -> None:
-    words = ("--output_dir", tmp_path, "--name", "stopped", "--max_steps", 9, "--checkpoint_every", 9)
-    ranks = forks.start_ranks(2, *words, before=hang_on_the_second)
+    """The second rank waits for data for ever after the fifth step, and the first for it; both get SIGTERM."""
+    recipe, asked = copy(tmp_path / "stuck.py", STUCK), signal_at(5, signal.SIGTERM)
+    words = ("--output_dir", tmp_path, *STOPPED)
+    ranks = forks.start_ranks(2, *words, recipe=recipe, observers={0: asked, 1: asked}, before=be_impatient)
     assert [rank.end().code for rank in ranks][1] == 75
     run = Outcome(folder=tmp_path / "stopped")
     assert run.checkpoint.name == "step_00000005" and run.read("status.json")["status"] == "resumable"

@@ -37,9 +37,7 @@ def counts(run: Outcome) -> dict:
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_the_loss_falls_and_only_the_last_micro_step_sends_as_the_start_table_says(
-    name: str, runs: dict[str, Outcome]
-) -> None:
+def test_the_loss_falls_and_only_the_last_micro_step_sends(name: str, runs: dict[str, Outcome]) -> None:
     run, counted = runs[name], counts(runs[name])
     losses = run.column("train/loss")
     assert len(losses) == STEPS and losses[-3:].mean() < losses[:3].mean()
@@ -50,7 +48,7 @@ def test_the_loss_falls_and_only_the_last_micro_step_sends_as_the_start_table_sa
 
 
 @pytest.mark.parametrize("name", TOLERANCE)
-def test_half_precision_stays_close_to_gradients_sent_as_they_are(name: str, runs: dict[str, Outcome]) -> None:
+def test_half_precision_stays_close_to_full_gradients(name: str, runs: dict[str, Outcome]) -> None:
     none, run = (runs[case].column("train/loss") for case in ("none", name))
     np.testing.assert_allclose(run, none, rtol=TOLERANCE[name])
     assert not np.allclose(run, none, rtol=1e-8, atol=0), "nothing was rounded: the comparison would prove nothing"
@@ -60,7 +58,7 @@ def test_a_resumed_run_has_the_same_bits_with_half_precision(runs: dict[str, Out
     assert identical(runs["bf16 resumed"].tensors(), runs["bf16"].tensors())
 
 
-def test_training_compiles_once_for_each_micro_batch_size_and_in_the_parts_that_ddp_sends(runs) -> None:
+def test_training_compiles_once_for_each_micro_batch_size(runs) -> None:
     """Neither the trial of the micro-batch nor an evaluation compiles: three functions for each of two sizes.
 
     A graph that was compiled in the trial, before DDP, would be used in training as a whole: no gradient would be sent

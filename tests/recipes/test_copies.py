@@ -159,41 +159,64 @@ def test_a_changed_copy_is_the_same_run_on_any_layout(name: str, runs: dict[str,
     assert_same_training(one, three)
 
 
-def test_the_changes_take_effect(runs: dict[str, dict[str, Outcome]]) -> None:
-    focal, margin, stages, optimizers, teacher = (
-        runs[1][name] for name in ("focal", "margin", "stages", "optimizers", "teacher")
-    )
-    assert "labels.csv: 199" in focal.stdout and len(focal.column("train/odd")) == 8
-    assert {name.split("/")[0] for name in focal.tensors("optimizer")} >= {"odd.weight", "model.head.weight"}
-    assert focal.read("best/config.json")["module"] == "TwoHeads"
-    ranks, losses = focal.column("eval/reciprocal_rank"), focal.column("eval/loss")
-    assert len(ranks) == len(losses) and (ranks >= focal.column("eval/top1")).all() and ranks.max() <= 1
-    assert {"directions", "model.cls_token"} <= margin.tensors().keys() and "model.head.weight" not in margin.tensors()
-    triangle = [2e-3 * (1 - abs(2 * step / 9 - 1)) for step in range(1, 9)]
-    np.testing.assert_allclose(margin.column("train/lr"), triangle)
-    assert re.search("learning rate +0.0004444 to 0.001778 to 0.0004444 by schedule, adamw\n", margin.stdout)
-    assert re.search("trained on +80 % of Shells", margin.stdout) and "stuff-0, stuff-1" in margin.stdout
+def test_a_second_head_and_a_table_of_labels_take_effect(runs) -> None:
+    run = runs[1]["focal"]
+    assert "labels.csv: 199" in run.stdout and len(run.column("train/odd")) == 8
+    assert {name.split("/")[0] for name in run.tensors("optimizer")} >= {"odd.weight", "model.head.weight"}
+    assert run.read("best/config.json")["module"] == "TwoHeads"
 
+
+def test_a_metric_of_ones_own_is_a_result(runs) -> None:
+    run = runs[1]["focal"]
+    ranks = run.column("eval/reciprocal_rank")
+    assert len(ranks) == len(run.column("eval/loss"))
+    assert (ranks >= run.column("eval/top1")).all() and ranks.max() <= 1
+
+
+def test_a_margin_head_and_a_data_set_of_ones_own_take_effect(runs) -> None:
+    run = runs[1]["margin"]
+    assert {"directions", "model.cls_token"} <= run.tensors().keys() and "model.head.weight" not in run.tensors()
+    assert re.search("trained on +80 % of Shells", run.stdout) and "stuff-0, stuff-1" in run.stdout
+
+
+def test_a_schedule_of_ones_own_is_used_and_described(runs) -> None:
+    run = runs[1]["margin"]
+    triangle = [2e-3 * (1 - abs(2 * step / 9 - 1)) for step in range(1, 9)]
+    np.testing.assert_allclose(run.column("train/lr"), triangle)
+    assert re.search("learning rate +0.0004444 to 0.001778 to 0.0004444 by schedule, adamw\n", run.stdout)
+
+
+def test_frozen_stages_stay_as_they_are(runs) -> None:
+    run = runs[1]["stages"]
     layers = sum(isinstance(layer, torch.nn.BatchNorm2d) for layer in timm.create_model("test_resnet").modules())
-    assert re.search(rf"batch norm +group: .*; \d+ of {layers} layers are frozen\n", stages.stdout)
-    first, last = (load_file(stages.folder / f"checkpoints/step_0000000{step}/model.safetensors") for step in (4, 8))
+    assert re.search(rf"batch norm +group: .*; \d+ of {layers} layers are frozen\n", run.stdout)
+    first, last = (load_file(run.folder / f"checkpoints/step_0000000{step}/model.safetensors") for step in (4, 8))
     moved = {name for name, tensor in first.items() if not torch.equal(tensor, last[name])}
     assert {name.split(".")[0] for name in moved} == {"layer4", "fc"}
     assert any(name.endswith("running_mean") for name in moved)
-    assert stages.tensors("optimizer").keys() >= {"fc.weight/exp_avg", "layer4.0.conv1.weight/exp_avg"}
+    assert run.tensors("optimizer").keys() >= {"fc.weight/exp_avg", "layer4.0.conv1.weight/exp_avg"}
 
-    states = optimizers.tensors("optimizer")
-    assert {name for name in states if name.startswith("fc.")} == set() and any("exp_avg" in name for name in states)
-    for run in (optimizers, teacher):  # greyscale images, and a loss against the teacher's probabilities
-        original = runs[1][f"original of {run.folder.name}"]
-        assert run.column("train/loss")[0] != pytest.approx(original.column("train/loss")[0], rel=1e-4)
-    best = optimizers.read("summary.json")["best"]
-    assert re.search(r"best +brier \(EMA\) \d\.\d+ at step", optimizers.stdout), "not in per cent"
-    assert best["eval/ema_brier"] == min(optimizers.column("eval/ema_brier")), "smaller is better"
 
-    assert teacher.tensors().keys() == timm.create_model("test_vit", num_classes=5).state_dict().keys()
-    assert teacher.read("best/config.json")["architecture"] == "test_vit"
-    other = runs[1]["teacher of other classes"]
+@pytest.mark.parametrize("name", ["optimizers", "teacher"])
+def test_an_augmentation_and_a_teacher_change_the_loss(runs, name: str) -> None:
+    """Greyscale images, and a loss against the teacher's probabilities."""
+    original = runs[1][f"original of {name}"]
+    assert runs[1][name].column("train/loss")[0] != pytest.approx(original.column("train/loss")[0], rel=1e-4)
+
+
+def test_two_optimizers_and_another_metric_take_effect(runs) -> None:
+    run = runs[1]["optimizers"]
+    states = run.tensors("optimizer")
+    assert not any(name.startswith("fc.") for name in states) and any("exp_avg" in name for name in states)
+    assert re.search(r"best +brier \(EMA\) \d\.\d+ at step", run.stdout), "not in per cent"
+    best = run.read("summary.json")["best"]["eval/ema_brier"]
+    assert best == min(run.column("eval/ema_brier")), "smaller is better"
+
+
+def test_a_teacher_leaves_no_trace_and_must_know_the_classes(runs) -> None:
+    run, other = runs[1]["teacher"], runs[1]["teacher of other classes"]
+    assert run.tensors().keys() == timm.create_model("test_vit", num_classes=5).state_dict().keys()
+    assert run.read("best/config.json")["architecture"] == "test_vit"
     assert other.outcome == "refused" and "stages/best: does not know 0; take one trained on these" in other.text
 
 
@@ -207,7 +230,7 @@ def test_changes_of_a_detector_take_effect(runs: dict[str, dict[str, Outcome]]) 
     assert json.loads(best.stdout.splitlines()[-1])["AP"] == pytest.approx(summary["best"]["eval/AP"])
 
 
-def test_a_run_that_its_recipe_stops_ends_well_until_it_is_to_be_longer(runs) -> None:
+def test_a_run_that_its_recipe_stops_ends_well(runs) -> None:
     """After an evaluation it ends there; pictures, results and best/ are those of a run's end."""
     first, longer = runs[1]["stopped"], runs[1]["stopped, longer"]
     assert re.search("12 steps in [0-9]+ s of training, ended by no better result since step 4", first.stdout), first

@@ -16,7 +16,8 @@ import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.harness.resumed import after_step, read
+from tests.harness.outcomes import read
+from tests.harness.resumed import AfterStep
 from tests.harness.wandb_server import WandbServer
 
 FLAGS = {
@@ -47,7 +48,7 @@ def of_tensorboard(folder: Path) -> dict[int, dict]:
     return rows
 
 
-def live(environment: dict[str, str], rank: int) -> None:
+def live(environment: dict[str, str]) -> None:
     """With more of the environment, drawing at each evaluation."""
     from common.run import records
 
@@ -55,30 +56,24 @@ def live(environment: dict[str, str], rank: int) -> None:
     records.MOST_DRAWING = math.inf
 
 
-def die_with_all(environment: dict[str, str], folder: Path, rank: int) -> None:
-    """Once files are there, SIGKILL of rank 0 and all that it has started, after step `LAST`."""
-    live(environment, rank)
-
-    def is_written() -> bool:
-        if (folder / "tensorboard").exists():
-            return {*range(1, LAST - 1)} <= of_tensorboard(folder).keys()
-        return any(folder.glob("wandb/*run-*/*.wandb"))
-
-    def die(run) -> None:
-        while not is_written():
-            time.sleep(0.01)
-        for process in [*psutil.Process().children(recursive=True), psutil.Process()]:
-            process.kill()
-
-    if rank == 0:
-        after_step(die, LAST)
+def die_with_all(run) -> None:
+    """Once files are there, SIGKILL of this process and all that it has started."""
+    written = False
+    while not written:
+        time.sleep(0.01)
+        if (run.path / "tensorboard").exists():
+            written = {*range(1, LAST - 1)} <= of_tensorboard(run.path).keys()
+        else:
+            written = any(run.path.glob("wandb/*run-*/*.wandb"))
+    for process in [*psutil.Process().children(recursive=True), psutil.Process()]:
+        process.kill()
 
 
 @pytest.mark.parametrize(
     "recipe, tracker, processes",
     [("cls", "tensorboard", 2), ("det", "online", 1), pytest.param("cls", "offline", 1, marks=pytest.mark.long)],
 )
-def test_each_row_and_picture_is_shown_once_through_a_kill_and_a_longer_run(
+def test_each_row_and_picture_is_shown_once_through_a_kill(
     forks, scenes, tmp_path, recipe: str, tracker: str, processes: int
 ) -> None:
     folder, of_wandb = tmp_path / "run", tracker != "tensorboard"
@@ -86,10 +81,9 @@ def test_each_row_and_picture_is_shown_once_through_a_kill_and_a_longer_run(
     words += ["--tracker", "wandb" if of_wandb else tracker, *(("--data", scenes) if recipe == "det" else ())]
     with WandbServer() as server:
         environment = server.environment if tracker == "online" else {}
-        lives = functools.partial(live, environment)
-        for before, steps in ((functools.partial(die_with_all, environment, folder), 9), (lives, 9), (lives, STEPS)):
-            longer = [*words, "--max_steps", steps]
-            ranks = forks.start_ranks(processes, *longer, recipe=recipe, before=before, pictures=True)
+        options = {"recipe": recipe, "before": functools.partial(live, environment), "pictures": True}
+        for observers, steps in (({0: AfterStep(die_with_all, LAST)}, 9), ({}, 9), ({}, STEPS)):
+            ranks = forks.start_ranks(processes, *words, "--max_steps", steps, observers=observers, **options)
             ends = [rank.end() for rank in ranks]
         assert {end.code for end in ends} == {0}, ends
         if tracker == "offline":
@@ -124,7 +118,7 @@ def test_each_row_and_picture_is_shown_once_through_a_kill_and_a_longer_run(
         assert {*PICTURES[recipe]} <= shown[step].keys(), step
         if of_wandb:
             assert {shown[step][name]["path"] for name in PICTURES[recipe]} <= server.uploads
-    for part, results in read(folder, "summary.json").items():
+    for part, results in read(folder / "summary.json").items():
         for key, value in results.items() if part in ("best", "last") else ():
             assert value is None or summary[f"{part}/{key}"] == pytest.approx(value, rel=1e-6), (part, key)
-    assert read(folder, "summary.json")["last"]["step"] == STEPS
+    assert read(folder / "summary.json")["last"]["step"] == STEPS

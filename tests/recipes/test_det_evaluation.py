@@ -29,6 +29,7 @@ from common.detection.models.detectors import OF_TRANSFORMERS
 from common.run.eval_batches import EvalBatches
 from tests.harness.annotations import annotation, coco
 from tests.harness.launching import small
+from tests.harness.outcomes import read
 from tests.harness.photographs import exif
 from tests.harness.several import load
 
@@ -151,7 +152,7 @@ def test_the_limit_of_detections_follows_the_objects(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("family", ["fcos", "faster_rcnn", "rtdetr_v2", "rf_detr"])
-def test_ap_and_every_detection_are_the_same_for_1_to_30_images_at_once(family, photos) -> None:
+def test_detections_are_the_same_for_1_to_30_images_at_once(family, photos) -> None:
     """In float64."""
     case = Case(family, str(photos), "float64")
     case.val = case.with_objects()
@@ -165,51 +166,37 @@ def test_ap_and_every_detection_are_the_same_for_1_to_30_images_at_once(family, 
         np.testing.assert_allclose(their_rows, rows, rtol=1e-6, atol=1e-6)
 
 
-def by_name(source, rows: list[tuple]) -> dict[str, torch.Tensor]:
-    """Detections of an image, of rows (label, score, box)."""
-    labels, scores, boxes = zip(*rows, strict=True) if rows else ((), (), ())
-    numbers = torch.tensor([source.classes.index(label) for label in labels])
-    return {"labels": numbers, "scores": torch.tensor(scores), "boxes": torch.tensor(boxes).reshape(-1, 4)}
-
-
-def files(photos: Path) -> list[str]:
-    content = json.loads((photos / "val.json").read_text())
-    return [str(photos / image["file_name"]) for image in content["images"]]
-
-
-def by_pipeline(best: Path, photos: Path, source) -> list[dict]:
-    """What transformers' pipeline finds, before it cuts coordinates to whole pixels."""
-    pipeline = pytest.importorskip("transformers").pipeline("object-detection", model=str(best), device="cpu")
-    pipeline._get_bounding_box = torch.Tensor.tolist
-    found = [pipeline(file, threshold=0.0) for file in files(photos)]
-    return [by_name(source, [(one["label"], one["score"], one["box"]) for one in of_image]) for of_image in found]
-
-
-def by_script(best: Path, photos: Path, source, monkeypatch, capsys) -> list[dict]:
-    """What docs/detect.py finds."""
-    names = files(photos)
-    monkeypatch.setattr(sys, "argv", ["detect.py", str(best), *names])
-    capsys.readouterr()
-    runpy.run_path("docs/detect.py")
-    rows = {name: [] for name in names}
-    for line in capsys.readouterr().out.splitlines():
-        name, label, *numbers = line.split()
-        score, *box = map(float, numbers)
-        rows[name].append((label, score, box))
-    return [by_name(source, rows[name]) for name in names]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_users_of_best_get_the_ap_that_the_evaluation_gave(family, photos, tmp_path, monkeypatch, capsys) -> None:
+    """By transformers' pipeline, before it cuts coordinates to whole pixels, or by docs/detect.py."""
     case = Case(family, str(photos))
     case.val = case.with_objects()
     results, _ = case.evaluate(8)
     assert 0.1 < results["AP"] < 0.95
-    export(case.model, case.val, case.transforms.resize, results, tmp_path / "best")
+    best = tmp_path / "best"
+    export(case.model, case.val, case.transforms.resize, results, best)
+    files = [str(photos / image["file_name"]) for image in read(photos / "val.json")["images"]]
+    rows = {file: [] for file in files}  # label, score, box
     if family in OF_TRANSFORMERS:
-        found = by_pipeline(tmp_path / "best", photos, case.val)
+        pipeline = pytest.importorskip("transformers").pipeline("object-detection", model=str(best), device="cpu")
+        pipeline._get_bounding_box = torch.Tensor.tolist
+        for file in files:
+            for detection in pipeline(file, threshold=0.0):
+                rows[file].append((detection["label"], detection["score"], detection["box"]))
     else:
-        found = by_script(tmp_path / "best", photos, case.val, monkeypatch, capsys)
+        monkeypatch.setattr(sys, "argv", ["detect.py", str(best), *files])
+        capsys.readouterr()
+        runpy.run_path("docs/detect.py")
+        for line in capsys.readouterr().out.splitlines():
+            file, label, *numbers = line.split()
+            score, *box = map(float, numbers)
+            rows[file].append((label, score, box))
+    found = []
+    for file in files:
+        class_ids = [case.val.classes.index(label) for label, _, _ in rows[file]]
+        boxes = torch.tensor([box for _, _, box in rows[file]]).reshape(-1, 4)
+        scores = torch.tensor([score for _, score, _ in rows[file]])
+        found.append({"labels": torch.tensor(class_ids, dtype=torch.int64), "scores": scores, "boxes": boxes})
     detections = Detections()
     detections.update(range(COUNT), found)
     assert detections.results(case.val)["AP"] == pytest.approx(results["AP"], abs=5e-4)

@@ -3,20 +3,21 @@
 Each start counts on from its checkpoint; a run that has ended stays ended until the flag is larger.
 """
 
-import functools
-import json
 import signal
+import time
+from dataclasses import dataclass
 
 import pytest
 
-from tests.harness.outcomes import Outcome
-from tests.harness.resumed import assert_same_run, kill_at_step
+from common.run import Observer
+from tests.harness.outcomes import Outcome, read
+from tests.harness.resumed import assert_same_run, signal_at
 
 # No weight moves, so nothing gets better than the first evaluation.
 WORDS = (
-    *("--model", "test_vit", "--image_size", 16, "--global_batch_size", 8, "--lr", 1e-9, "--max_steps", 40),
-    *("--eval_every", 4, "--checkpoint_every", 3, "--log_every", 1),
-)
+    "--model test_vit --image_size 16 --global_batch_size 8 --lr 1e-09 --max_steps 40 --eval_every 4 "
+    "--checkpoint_every 3 --log_every 1"
+).split()
 WHY = "--patience 2: no better top-1 since step 4"
 
 
@@ -67,33 +68,40 @@ def test_a_run_ends_when_its_hours_are_used_up(runs) -> None:
     assert [row["step"] for row in longer.rows if "eval/top1" in row] == [4, 6], "an evaluation where it ended"
 
 
-def count_seconds(rank: int, each=(1.0, 1000.0), kill: int = 0) -> None:
-    """Let each step of a rank take `each[rank]` seconds, and end the process after step `kill`."""
-    from common.run.progress import Progress
+@dataclass
+class HourlySteps(Observer):
+    """Lets each step, of one micro-batch, take so many hours of the process's clock, which is put forward for that."""
 
-    record_step = Progress.record_step
-    Progress.record_step = lambda self, report, seconds: record_step(self, report, each[rank])
-    if kill:
-        kill_at_step(kill)
+    hours: float = 1.0
+    kill_at: int = 0
+
+    def on_prepare(self, model, train_set, compute_losses) -> None:
+        self.ahead = 0.0  # seconds
+        clock = time.perf_counter
+        time.perf_counter = lambda: clock() + self.ahead
+
+    def on_micro_batch(self, step, batch) -> None:
+        self.ahead += self.hours * 3600
+
+    def on_end_step(self, run, step) -> None:
+        signal_at(self.kill_at or -1).on_end_step(run, step)
 
 
-def test_a_killed_run_waits_and_counts_its_hours_as_an_undisturbed_one(forks, stripes, tmp_path) -> None:
+@pytest.mark.parametrize("flag, kills, steps", [("--patience=2", (5, 10), 12), ("--max_hours=6.5", (5, 7), 8)])
+def test_a_killed_run_ends_as_an_undisturbed_one(forks, stripes, tmp_path, flag, kills, steps) -> None:
     """Killed between evaluations, after one that was no better; and when some hours were used up."""
-    words = [*WORDS, "--data", stripes, "--output_dir", tmp_path]
-    for flags, kills, steps in ((("--patience", 2), (5, 10), 12), (("--max_hours", 6.5 / 3600), (5, 7), 8)):
-        name = flags[0].strip("-")
-        clock = functools.partial(count_seconds, 0)
-        assert forks(*words, *flags, "--name", name, before=clock).code == 0
-        killed = [*words, *flags, "--name", f"{name}_killed"]
-        for step in kills:
-            died = forks(*killed, before=functools.partial(clock, kill=step))
-            assert died.code == -signal.SIGKILL, died.stderr
-        assert forks(*killed, before=clock).code == 0
-        assert_same_run(tmp_path / f"{name}_killed", tmp_path / name, steps=steps)
+    words = [*WORDS, "--data", stripes, "--output_dir", tmp_path, flag, "--name"]
+    for step in kills:
+        died = forks(*words, "killed", observer=HourlySteps(kill_at=step))
+        assert died.code == -signal.SIGKILL, died.stderr
+    for name in ("killed", "undisturbed"):
+        assert forks(*words, name, observer=HourlySteps()).code == 0
+    assert_same_run(tmp_path / "killed", tmp_path / "undisturbed", steps=steps)
 
 
 def test_the_clock_of_the_main_process_decides_for_all(forks, stripes, tmp_path) -> None:
-    words = [*WORDS, "--data", stripes, "--output_dir", tmp_path, "--name", "run", "--max_hours", 6.5 / 3600]
-    ends = [rank.end() for rank in forks.start_ranks(2, *words, before=count_seconds)]
+    words = [*WORDS, "--data", stripes, "--output_dir", tmp_path, "--name", "run", "--max_hours", 6.5]
+    ranks = forks.start_ranks(2, *words, observers={0: HourlySteps(), 1: HourlySteps(hours=1000)})
+    ends = [rank.end() for rank in ranks]
     assert [end.code for end in ends] == [0, 0], ends[0].stderr
-    assert json.loads((tmp_path / "run/status.json").read_text())["step"] == 8
+    assert read(tmp_path / "run/status.json")["step"] == 8

@@ -29,6 +29,12 @@ def printed(ended: Ended | Outcome) -> tuple[dict, str]:
     return json.loads(results), "\n".join(said)
 
 
+@pytest.fixture(scope="module")
+def evaluate(forks):
+    """`evaluate(weights, *flags)` -> the results, and what is said before them."""
+    return lambda *words, **options: printed(forks("--eval_only", *words, **options))
+
+
 def refusal(ended: Ended) -> str:
     assert ended.code == 2 and ended.stderr.count("\n") == 1, ended
     return ended.stderr.strip()
@@ -94,10 +100,10 @@ def labels(train, root: Path) -> Path:
 
 
 @pytest.mark.smoke
-def test_an_exported_model_has_the_numbers_of_its_run_wherever_it_was_copied(odd, forks, tmp_path) -> None:
+def test_an_exported_model_has_the_numbers_of_its_run_anywhere(odd, evaluate, tmp_path) -> None:
     shutil.copytree(odd / "best", tmp_path / "model")
     for named, best in ((odd / "best", odd / "best"), (tmp_path / "model", tmp_path / "model"), (odd, odd / "best")):
-        results, said = printed(forks("--eval_only", named))
+        results, said = evaluate(named)
         assert_same(results, recorded(best))
         assert 0 < results["top1"] < 1, "numbers worth comparing"
         assert f"evaluating {best} of the run odd, step " in said and "where the run had" not in said
@@ -106,32 +112,44 @@ def test_an_exported_model_has_the_numbers_of_its_run_wherever_it_was_copied(odd
     assert (of_run["name"], of_run["recipe"], of_run["config"]["image_size"]) == ("odd", "cls", 48)
     assert of_run["step"] in (3, 6) and of_run["commit"] == read(odd / "environment.json")["commit"]
     assert list(recorded(best)["per_class"]) == STUFFS
-    results, said = printed(forks("--eval_only", odd / "checkpoints/step_00000003"))
+    results, said = evaluate(odd / "checkpoints/step_00000003")
     row = rows_of(odd / "metrics.jsonl")[0]
     assert results["loss"] == pytest.approx(row["eval/ema_loss"], rel=1e-6) != row["eval/loss"]
     assert "of the run odd, step 3" in said
 
 
-def test_two_processes_count_every_image_once(run_several, odd, labels, root, forks) -> None:
-    """Also where they are more than images."""
+WEIGHTS = {"best": 22, "checkpoint": 22, "fewer images than processes": 2, "labels": 23}  # what is evaluated: images
+
+
+@pytest.fixture(scope="module")
+def commands(odd, labels, root) -> dict[str, list]:
     for name in ("stuff_1", "stuff_3"):
         (root / "tiny" / name).mkdir(parents=True)
         shutil.copy(root / "flat" / name / "0.png", root / "tiny" / name)
-    cases = {
-        "best": [odd / "best", "--max_micro_batch_size", 7],
-        "checkpoint": [odd / "checkpoints/step_00000003"],
-        "tiny": [odd / "best", "--data", root / "tiny"],
-        "labels": [labels / "best"],
-    }
-    runs = run_several(2, {name: ["--eval_only", *words] for name, words in cases.items()})
-    for name, words in cases.items():
-        wanted, _ = printed(forks("--eval_only", *words))
-        assert_same(printed(runs[name])[0], {key: value for key, value in wanted.items() if key != "eval_only"})
-        assert wanted["count"] == {"tiny": 2, "labels": 23}.get(name, 22) and not runs[name].folder.exists()
-    assert_same(printed(runs["best"])[0], recorded(odd / "best"))
+    words = [
+        [odd / "best", "--max_micro_batch_size", 7],
+        [odd / "checkpoints/step_00000003"],
+        [odd / "best", "--data", root / "tiny"],
+        [labels / "best"],
+    ]
+    return dict(zip(WEIGHTS, words, strict=True))
 
 
-def test_averaged_weights_are_evaluated_beside_the_others_and_choose_the_best(odd, train, root) -> None:
+@pytest.fixture(scope="module")
+def on_two(run_several, commands) -> dict[str, Outcome]:
+    """The evaluations of `commands` on two processes."""
+    return run_several(2, {name: ["--eval_only", *words] for name, words in commands.items()})
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_two_processes_count_every_image_once(name, on_two, commands, evaluate) -> None:
+    expected, _ = evaluate(*commands[name])
+    expected.pop("eval_only")
+    assert_same(printed(on_two[name])[0], expected)
+    assert expected["count"] == WEIGHTS[name] and not on_two[name].folder.exists()
+
+
+def test_averaged_weights_are_evaluated_and_choose_the_best(odd, train, root) -> None:
     parts = train("parts", PARTS.format(root=root))
     row, without = (rows_of(run / "metrics.jsonl")[-1] for run in (odd, parts))
     assert {f"eval/{key}" for key in ("ema_loss", "ema_top1", "loss", "top1")} <= row.keys()
@@ -140,15 +158,15 @@ def test_averaged_weights_are_evaluated_beside_the_others_and_choose_the_best(od
     assert leading == ["eval/ema_top1", "eval/top1"], "the result of the weights that are exported"
 
 
-def test_images_of_several_labels_are_learnt_and_judged_by_f1(labels, root, forks) -> None:
-    results, _ = printed(forks("--eval_only", labels / "best"))
+def test_images_of_several_labels_are_learnt_and_judged_by_f1(labels, root, forks, evaluate) -> None:
+    results, _ = evaluate(labels / "best")
     assert_same(results, recorded(labels / "best"))
     assert results["f1"] > 0.9 > results["loss"] and len(results["per_class"]) == 3 and "top1" not in results
     assert "--loss bce" in refusal(forks("--data", root / "labels", "--max_steps", 2))
 
 
-def test_what_a_flag_or_a_preset_overrides_is_said_and_used(odd, forks, tmp_path) -> None:
-    plain, _ = printed(forks("--eval_only", odd / "best"))
+def test_what_a_flag_or_a_preset_overrides_is_said_and_used(odd, forks, tmp_path, evaluate) -> None:
+    plain, _ = evaluate(odd / "best")
     preset = tmp_path / "preset.yaml"
     preset.write_text("crop_pct: 1.0\nimage_size: 32\n")
     words = ["--config", preset, "--eval_only", odd / "best", "--image_size", 64, "--max_micro_batch_size", 7]
@@ -159,28 +177,28 @@ def test_what_a_flag_or_a_preset_overrides_is_said_and_used(odd, forks, tmp_path
     assert word == f"cls.py: --model test_resnet: {odd}/best brings its own model, test_vit; leave --model out"
 
 
-def test_a_part_is_evaluated_by_its_name_and_a_folder_whole_unless_it_was_trained_on(odd, train, root, forks) -> None:
+def test_a_split_is_evaluated_by_its_name_and_a_new_folder_whole(odd, train, root, evaluate) -> None:
     run = train("parts", PARTS.format(root=root))
     for words, part in (([], "val/, 60"), (["--split", "test"], "test/, 60"), (["--split", "train"], "train/, 60")):
-        results, said = printed(forks("--eval_only", run / "best", *words))
+        results, said = evaluate(run / "best", *words)
         assert f"{root}/parts: {part} images of 5 classes, those of the model" in said
         assert results["count"] == 60 and list(results["per_class"]) == STUFFS
-    results, said = printed(forks("--eval_only", odd / "best", "--data", root / "parts/test"))
+    results, said = evaluate(odd / "best", "--data", root / "parts/test")
     assert results["count"] == 60 and f"--data {root}/parts/test, where the run had {root}/flat" in said
     assert "the folder, 60 images" in said and "val_share" not in said
 
 
-def test_classes_are_matched_by_name_whatever_their_order_and_number(odd, root, forks) -> None:
-    everything, _ = printed(forks("--eval_only", odd / "best", "--split", "all"))
+def test_classes_are_matched_by_name_in_any_order_and_number(odd, root, evaluate) -> None:
+    everything, _ = evaluate(odd / "best", "--split", "all")
     best = root / "renamed best"
     shutil.copytree(odd / "best", best)
-    content = json.loads((best / "config.json").read_text())
+    content = read(best / "config.json")
     content["label_names"] = [
         f"{9 - number} {name}"  # sorted the other way round
         for number, name in enumerate(STUFFS)
     ]
     (best / "config.json").write_text(json.dumps(content))
-    results, said = printed(forks("--eval_only", best, "--data", root / "renamed"))
+    results, said = evaluate(best, "--data", root / "renamed")
     assert "5 classes, those of the model, which has them in another order" in said
     assert list(results["per_class"].values()) == list(everything["per_class"].values())[::-1]
     assert list(results["per_class"]) == sorted(content["label_names"])
@@ -191,20 +209,20 @@ def test_classes_are_matched_by_name_whatever_their_order_and_number(odd, root, 
     best, worst = max(accuracies, key=accuracies.get), min(accuracies, key=accuracies.get)
     for name in (best, worst):
         shutil.copytree(root / "flat" / name, root / "two" / name)
-    results, said = printed(forks("--eval_only", odd / "best", "--data", root / "two"))
+    results, said = evaluate(odd / "best", "--data", root / "two")
     assert "2 classes, of the 5 that the model knows" in said
     assert results["per_class"] == {name: accuracies[name] for name in sorted((best, worst))}
     assert results["top1"] < 1, "what is taken for a class that the data do not have is wrong"
 
 
-def test_a_folder_without_class_names_is_evaluated_in_the_order_of_the_data(odd, root, forks, tmp_path) -> None:
+def test_a_model_without_class_names_has_the_order_of_the_data(odd, root, forks, tmp_path, evaluate) -> None:
     model, folder = timm.create_model("test_resnet", num_classes=5), tmp_path / "timm"
     timm_models.export(model, STUFFS, timm_models.resolve_data_config(model, 64, 0.9), False, {}, folder)
-    content = json.loads((folder / "config.json").read_text())
+    content = read(folder / "config.json")
     del content["label_names"]
     (folder / "config.json").write_text(json.dumps(content))
     assert refusal(forks("--eval_only", folder)).endswith("does not say which data it was trained on; add --data")
-    results, said = printed(forks("--eval_only", folder, "--data", root / "flat"))
+    results, said = evaluate(folder, "--data", root / "flat")
     assert "72 images of 5 classes, taken to be the model's, which have no names, in this order" in said
     assert results["count"] == 72 and f"{folder}, which names no run\n" in said
     word = refusal(forks("--eval_only", folder, "--data", root / "some"))
@@ -227,16 +245,16 @@ def test_what_is_no_weights_is_refused_before_anything_is_read(odd, forks, tmp_p
 DET = "--short_sides 96 --long_side 112 --eval_short_side 128 --levels 3-5 --width 32 --convolutions 1 --model test_convnext"
 
 
-def test_a_detector_has_the_numbers_of_its_run(train, scenes, root, forks, run_several) -> None:
+def test_a_detector_has_the_numbers_of_its_run(train, scenes, root, forks, run_several, evaluate) -> None:
     words = "--opt muon --lr 5e-3 --max_steps 30 --eval_every 30 --ema_decay 0.5 --max_micro_batch_size 3"
     run = train("detector", f"--data {scenes} {DET} {words}", recipe="det")
     wanted = recorded(run / "best")
     assert wanted["AP"] > 0, "numbers worth comparing"
     for weights in (run / "best", run / "checkpoints/step_00000030"):
-        results, said = printed(forks("--eval_only", weights, recipe="det"))
+        results, said = evaluate(weights, recipe="det")
         assert_same(results, wanted)
         assert f"evaluating {weights} of the run detector, step 30\n{scenes}: val.json, 7 images of 10 classes" in said
-        other, said = printed(forks("--eval_only", weights, "--eval_short_side", 64, recipe="det"))
+        other, said = evaluate(weights, "--eval_short_side", 64, recipe="det")
         assert "; --eval_short_side 64, where the run had 128" in said and other["AP"] != wanted["AP"]
     two = run_several(2, {"two": ["recipes/det.py", "--eval_only", run / "best"]})["two"]
     assert_same(printed(two)[0], wanted)

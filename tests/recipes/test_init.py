@@ -15,11 +15,12 @@ from torchvision.transforms.v2 import functional as F
 from tests.detection.weights.test_torchvision_weights import random_model
 from tests.harness.annotations import annotation, coco
 from tests.harness.detections import of_pycocotools
+from tests.harness.outcomes import read
 
 SIDE = 96  # of the images, which are evaluated at scale 1
 
 
-def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision_scored_by_pycocotools(forks, tmp_path) -> None:
+def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision(forks, tmp_path) -> None:
     theirs, file, data = random_model("fcos_resnet50_fpn"), tmp_path / "x.pth", tmp_path / "data"
     with torch.no_grad():
         theirs.head.classification_head.cls_logits.bias[[1, 47]] += 3  # person and cup are what it finds
@@ -38,7 +39,7 @@ def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision_scored_by_pycoco
             crop = Image.fromarray(photo[top : top + SIDE, left : left + SIDE + 16])
             crop.save(data / part / f"{n}.jpg", quality=100)
     words = f"--eval_only {file} --data {data} --init_classes mug=cup --short_sides {SIDE} --long_side 1000"
-    content = json.loads((data / "val.json").read_text())
+    content = read(data / "val.json")
     theirs.transform.min_size, theirs.transform.max_size = (SIDE,), 1000
     rows = []
     for number in (image["id"] for image in content["images"]):

@@ -192,8 +192,7 @@ def runs(run_several, stripes, scenes, rf_detr, tmp_path_factory, request) -> di
     data = {"cls": stripes, "det": scenes, "several labels": folder / "labels"}
     for world in WORLDS:
         processes, _, kind = world.partition(" ")
-        common = ["--log_every", 1, "--keep_checkpoints", 9, "--workers", int(processes) - 1]
-        common += ["--output_dir", folder / "runs"]
+        common = f"--log_every 1 --keep_checkpoints 9 --workers {int(processes) - 1} --output_dir {folder}/runs".split()
         commands = more(world, recipes, folder / "runs/sampled: 2x3", stripes, common)
         for run in sorted(wanted):
             if world_of(run) == world:

@@ -95,7 +95,7 @@ def outcomes(run_several, tmp_path_factory) -> dict[str, Outcome]:
     return run_several(1, cases, recipe=mine, pictures=True) | run_several(2, two, recipe=mine, pictures=True)
 
 
-def test_numbers_of_ones_own_and_pictures_are_the_same_on_any_layout(outcomes) -> None:
+def test_custom_numbers_and_pictures_are_the_same_on_any_layout(outcomes) -> None:
     one, two = outcomes["one"], outcomes["two"]
     assert (one.outcome, two.outcome) == ("ok", "ok"), one.text + two.text
     assert [row["step"] for row in one.rows] == [row["step"] for row in two.rows] == [2, 3, 4, 6]
@@ -109,7 +109,7 @@ def test_numbers_of_ones_own_and_pictures_are_the_same_on_any_layout(outcomes) -
         assert files[0].read_bytes() == files[1].read_bytes(), picture
 
 
-def test_the_tracker_has_each_picture_at_its_step_and_what_the_start_table_says(outcomes) -> None:
+def test_the_tracker_has_pictures_and_what_the_start_table_says(outcomes) -> None:
     one = outcomes["one"]
     events = EventAccumulator(str(one.folder / "tensorboard"), size_guidance={"tensors": 0}).Reload()
     assert [event.step for event in events.Images("confusion")] == [3, 6]
@@ -131,7 +131,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_what_would_depend_on_the_layout_or_be_lost_is_refused_by_name(outcomes, name: str) -> None:
+def test_what_would_depend_on_the_layout_is_refused_by_name(outcomes, name: str) -> None:
     assert outcomes[name].outcome == "refused" and outcomes[name].text.startswith(SAID[name]), outcomes[name].text
     assert "\n" not in outcomes[name].text
     fine = outcomes["dropout is none"]

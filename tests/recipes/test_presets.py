@@ -11,6 +11,7 @@ import yaml
 from common.config.parsing import parse, save
 from common.data.batch_plan import BatchPlan
 from common.data.stream import Stream
+from tests.harness.outcomes import Outcome
 from tests.harness.several import load
 
 ROOT = Path(__file__).parent.parent.parent
@@ -59,7 +60,7 @@ def test_a_preset_is_a_configuration_for_usual_numbers_of_gpus(path, tmp_path) -
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_a_preset_opens_with_its_commands_and_the_kind_of_its_figure(path, monkeypatch) -> None:
+def test_a_preset_opens_with_its_commands_and_kind_of_figure(path, monkeypatch) -> None:
     """A reported figure must not pass for a measured one."""
     reported = "Reported by the source, not measured here: "
     kinds = re.findall(rf"^# (Expected: measured here: |Expected: no figure|{reported})", opening(path), re.MULTILINE)
@@ -91,19 +92,31 @@ def test_the_sweep_searches_flags_of_the_recipe_for_its_metric(monkeypatch) -> N
     assert {flag: getattr(config, flag) for flag in found} == found
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_every_preset_trains_for_two_steps(name, run_several, stripes, scenes, rf_detr, thorough) -> None:
-    """With the preset's optimizer, schedule, augmentation, mixing and averaging."""
-    presets = [path for path in PRESETS if recipe_of(path) == name and (thorough or path.stem not in LONG)]
-    small = ["--data", scenes if name == "det" else stripes, "--split", "val", *SMALL[name].split()]
-    cases = {path.stem: ["--config", path, *small] for path in presets}
-    for path in presets:  # fewer levels and smaller images, where its family has these, than its photographs need
-        cases[path.stem] += "--levels 3-5 --long_side 128".split() if "\nlong_side" in path.read_text() else []
-    if "coco_rfdetr_nano" in cases:  # has no timm backbone
-        cases["coco_rfdetr_nano"] += ["--model", rf_detr, "--width", 128]
-    outcomes = run_several(1, cases, recipe=f"recipes/{name}.py", timeout=600)
-    for preset, outcome in outcomes.items():
-        assert outcome.outcome == "ok", f"{preset}: {outcome.text}"
-        assert outcome.rows[-1]["step"] == 2
-        assert outcome.rows[-1]["eval/count"] == IMAGES[name]
-        assert (outcome.folder / "best" / "model.safetensors").is_file()
+@pytest.fixture(scope="module")
+def trained(run_several, stripes, scenes, rf_detr, thorough) -> dict[str, Outcome]:
+    """Runs of two steps, with the preset's optimizer, schedule, augmentation, mixing and averaging."""
+    cases = {}
+    for path in PRESETS:
+        if path.stem in LONG and not thorough:
+            continue
+        recipe = recipe_of(path)
+        data = scenes if recipe == "det" else stripes
+        words = f"--config {path} --data {data} --split val {SMALL[recipe]}"
+        if "\nlong_side" in path.read_text():  # fewer levels and smaller images, where its family has these
+            words += " --levels 3-5 --long_side 128"
+        if path.stem == "coco_rfdetr_nano":  # has no timm backbone
+            words += f" --model {rf_detr} --width 128"
+        cases[path.stem] = [ROOT / f"recipes/{recipe}.py", *words.split()]
+    return run_several(1, cases, timeout=600)
+
+
+TRAINED = [pytest.param(path, marks=[pytest.mark.long] * (path.stem in LONG), id=path.stem) for path in PRESETS]
+
+
+@pytest.mark.parametrize("path", TRAINED)
+def test_every_preset_trains_for_two_steps(path, trained) -> None:
+    run = trained[path.stem]
+    assert run.outcome == "ok", run.text
+    assert run.rows[-1]["step"] == 2
+    assert run.rows[-1]["eval/count"] == IMAGES[recipe_of(path)]
+    assert (run.folder / "best/model.safetensors").is_file()

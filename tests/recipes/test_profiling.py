@@ -34,7 +34,7 @@ def test_every_rank_leaves_a_trace(forks, tmp_path) -> None:
     assert said in done.stdout and said in (tmp_path / "a" / "log.txt").read_text()
 
 
-def test_steps_beyond_the_end_are_refused_and_those_made_before_are_told(run_several, tmp_path: Path) -> None:
+def test_steps_beyond_the_end_are_refused(run_several, tmp_path: Path) -> None:
     """And a profile that can't be written ends no run."""
     (tmp_path / "obstructed").mkdir()
     (tmp_path / "obstructed/profile").write_text("in the way")

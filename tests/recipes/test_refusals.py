@@ -11,7 +11,7 @@ import pickle
 import re
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -21,14 +21,15 @@ import torch
 from common.files import CACHE
 from tests.harness import several
 from tests.harness.drawings import draw_scenes, draw_stripes
-from tests.harness.launching import ROOT
+from tests.harness.launching import ROOT, Started
 from tests.harness.odd_files import Malicious
+from tests.harness.outcomes import read
 
 SMALL = "--opt sgd --global_batch_size 8 --batch_norm local --eval_every 1000 --schedule constant --tracker none --workers 0"
 FIRST = f"cls --data pets --name first {SMALL} --max_steps 2"
 FIRST_DET = "det --data scenes --name boxes --short_sides 64 --long_side 64 --max_steps 2 --tracker none --workers 0"
 
-REQUESTS = """
+TABLE = """
 -- sizes that do not fit
 cls --epochs 0
     --epochs 0.0: no step to make; train longer, or take --eval_only
@@ -77,13 +78,7 @@ cls --name forged
 cls --eval_only runs/forged/checkpoints/step_00000002
     ...: not a whole checkpoint (optimizer.pt was not written with it...
 """
-
-
-def rows(table: str) -> dict[str, str]:
-    """Command -> line."""
-    lines = [line for line in table.splitlines() if line and not line.startswith("--")]
-    assert all(line.startswith("    ") == bool(place % 2) for place, line in enumerate(lines))
-    return dict(zip(lines[::2], map(str.strip, lines[1::2]), strict=True))
+REQUESTS = dict(re.findall(r"^(\w.*)\n {4}(.*)$", TABLE, re.MULTILINE))  # command -> line
 
 
 def matches(expected: str, said: str) -> bool:
@@ -117,7 +112,7 @@ def a_desk(forks, tmp_path_factory) -> Path:
     for name, changed in CHANGED_SCENES.items():
         shutil.copytree(desk / "scenes", desk / name)
         for part in ("train", "val"):
-            content = json.loads((desk / "scenes" / f"{part}.json").read_text())
+            content = read(desk / "scenes" / f"{part}.json")
             changed(content)
             (desk / name / f"{part}.json").write_text(json.dumps(content))
     for command in (FIRST, FIRST_DET):
@@ -148,22 +143,29 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
     }
 
 
-def test_each_mistake_is_answered_by_one_line_on_all_ranks_and_leaves_nothing_behind(forks, a_desk) -> None:
-    """Else a user would read a traceback, wait, or find half a run."""
-    before, file = snapshot(a_desk), a_desk.parent / "CASES.json"
-    file.write_text(json.dumps([*map(words_of, rows(REQUESTS))]))
+@pytest.fixture(scope="module")
+def answers(forks, a_desk) -> dict[str, dict]:
+    """What each command of the table was answered, by one world of two ranks."""
+    before = snapshot(a_desk)
+    file = a_desk.parent / "CASES.json"
+    file.write_text(json.dumps(list(map(words_of, REQUESTS))))
     main = partial(several.main, Path("recipes/cls.py"), file, False)
     ended = forks.run_main(2, main, {CACHE: None}, partial(in_folder, a_desk), timeout=600)
     assert ended.returncode == 0 and not ended.stderr.strip(), "more is printed than the refusals"
-    found = json.loads(file.with_name("OUTCOMES.json").read_text())
-    wrong = [
-        f"{command}\n    {line}\n    [{outcome['outcome']}] {outcome['text']}"
-        for (command, line), outcome in zip(rows(REQUESTS).items(), found, strict=True)
-        if outcome["outcome"] != "refused" or not matches(line, outcome["text"])
-    ]
-    assert not wrong, "\n".join(wrong)
+    assert snapshot(a_desk) == before, "something was left behind"
+    return dict(zip(REQUESTS, read(file.with_name("OUTCOMES.json")), strict=True))
+
+
+@pytest.mark.parametrize("command", REQUESTS)
+def test_a_mistake_is_answered_by_one_line_on_all_ranks(answers, command) -> None:
+    """Else a user would read a traceback, wait, or find half a run."""
+    answer = answers[command]
+    assert answer["outcome"] == "refused" and matches(REQUESTS[command], answer["text"]), answer["text"]
+
+
+@pytest.mark.smoke
+def test_what_matches_a_line_of_the_table() -> None:
     assert matches("a ... c", "a b c") and not matches("a ... c", "a b d") and not matches("a", "a b")
-    assert snapshot(a_desk) == before
 
 
 # ---- a launch that can't work, and what a person then sees
@@ -182,6 +184,7 @@ LAUNCHES = {  # words of a launch, and the line that the recipe says
         "cls.py: --lr fast: must be a number"
     ),
 }
+LATE = "cls.py: no"
 FAILS = """
 import os, signal, sys, time
 from pathlib import Path
@@ -208,22 +211,32 @@ launch.run(main)
 """
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has a GPU")
-def test_a_launch_that_cannot_work_is_answered_by_one_line_of_the_recipe(launch, a_desk, tmp_path) -> None:
-    """Whatever launchers and other ranks say about it; also where the first rank is the last to refuse."""
-    started, runs = {}, tmp_path / "runs"
+@pytest.fixture(scope="module")
+def launches(launch, a_desk, tmp_path_factory) -> Iterator[dict[str, Started]]:
+    """Launches that can't work, at once, by the line that the recipe says; the last is refused first on the second rank."""
+    folder = tmp_path_factory.mktemp("launches")
+    started = {}
     for command, line in LAUNCHES.items():
         words = [a_desk / word if word == "inverted" else word for word in command.split()]
-        started[line] = launch.start_python(*words, "--output_dir", runs, env={"CUDA_VISIBLE_DEVICES": ""})
-    (tmp_path / "cls.py").write_text(FAILS)
-    started["cls.py: no"] = launch.start("multi_cpu", tmp_path / "cls.py", "late", tmp_path / "refused")
-    for line, run in started.items():
-        done = run.finish()
-        bare = "1 GPU" in line or "--lr" in line
-        said = [text for text in done.stderr.splitlines() if not bare or text.startswith("cls.py: ")]
-        assert len(said) == 1 and matches(line, said[0]), done
-        assert (done.returncode == 2 and done.stdout == "") or ("1 GPU" in line and done.returncode), done
-    assert not any(runs.glob("*"))
+        env = {"CUDA_VISIBLE_DEVICES": ""}
+        started[line] = launch.start_python(*words, "--output_dir", folder / "runs", env=env)
+    (folder / "cls.py").write_text(FAILS)
+    started[LATE] = launch.start("multi_cpu", folder / "cls.py", "late", folder / "refused")
+    yield started
+    for each in started.values():
+        each.finish()
+    assert not any(folder.glob("runs/*")), "half a run was left behind"
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("line", [*LAUNCHES.values(), LATE])
+def test_a_launch_that_cannot_work_is_answered_by_one_line(launches, line) -> None:
+    """Whatever launchers and other ranks say about it."""
+    done = launches[line].finish()
+    has_other_lines = "1 GPU" in line or "--lr" in line
+    said = [text for text in done.stderr.splitlines() if not has_other_lines or text.startswith("cls.py: ")]
+    assert len(said) == 1 and matches(line, said[0]), done
+    assert (done.returncode == 2 and done.stdout == "") or ("1 GPU" in line and done.returncode), done
 
 
 def test_a_launcher_shows_a_crash_once(launch, tmp_path) -> None:
@@ -251,5 +264,5 @@ def test_a_run_outlives_its_terminal(forks, a_desk, tmp_path) -> None:
     words = [*words_of(FIRST)[1:], "--data", a_desk / "pets", "--output_dir", tmp_path]
     ended = forks(*words, before=print_to_a_full_disk)
     assert ended.code == 0 and re.fullmatch(".*rest of it is lost.*No space left on device\n", ended.stderr), ended
-    assert json.loads((tmp_path / "first/status.json").read_text())["status"] == "finished"
+    assert read(tmp_path / "first/status.json")["status"] == "finished"
     assert "finished  2 steps" in (tmp_path / "first/log.txt").read_text()

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.harness.outcomes import read
 from tests.harness.range_server import RangeServer
 from tests.harness.shards import COUNTS, add, draw_noise, write_parquet, write_tars
 
@@ -31,7 +32,7 @@ def data(scenes, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("shards")
     (root / "boxes").mkdir()
     for part, counts in (("train", (1, 7, 17)), ("val", (7,))):
-        content = json.loads((scenes / f"{part}.json").read_text())
+        content = read(scenes / f"{part}.json")
         names, rows = {one["id"]: int(one["name"]) for one in content["categories"]}, []
         for image in content["images"]:
             its = [one for one in content["annotations"] if one["image_id"] == image["id"]]
@@ -136,13 +137,13 @@ def test_shards_of_boxes_train_the_same_on_three_processes(runs, run_several, da
 
 
 @pytest.mark.parametrize("kind", ["tars", "blocks"])
-def test_shards_train_the_same_on_three_processes_with_data_workers(runs, server, kind):
+def test_shards_train_the_same_on_three_processes_and_workers(runs, server, kind):
     assert not server.faults["/parquet/train-002.parquet"], "all of them were met"
     for key in KEYS:
         assert np.abs(runs[3][kind].column(key) - runs[1][kind].column(key)).max() < CLOSE, key
 
 
-def test_blocks_are_another_order_that_a_resumed_run_on_another_layout_keeps(runs):
+def test_blocks_are_an_order_that_a_resumed_run_keeps(runs):
     whole, halves = runs[1]["blocks"], runs[3]["second half"]
     assert not np.array_equal(whole.column("train/loss"), runs[1]["files"].column("train/loss"))
     assert "resuming from step 5 of 12" in halves.stdout
@@ -154,7 +155,7 @@ def test_shards_are_evaluated_alone_and_tried_in_a_dry_run(runs):
     assert "images in" not in runs[3]["tried"].text and "duplicates" in runs[3]["tried"].stdout
 
 
-def test_a_signature_in_the_environment_reaches_the_server_and_stands_nowhere_else(runs, server, tmp_path_factory):
+def test_a_signature_reaches_the_server_and_stands_nowhere_else(runs, server, tmp_path_factory):
     assert {path.partition("?")[2] for path, _, _ in server.asked} == {"Signature=s3cr3t"}
     for of_world in runs.values():
         for outcome in of_world.values():

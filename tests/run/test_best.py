@@ -99,7 +99,7 @@ def test_the_new_best_waits_for_the_checkpoint_that_records_it(run: Path) -> Non
 
 
 @pytest.mark.parametrize("moment", ["before", "old aside", "old left", "new alone is there", "no checkpoint"])
-def test_the_next_start_completes_an_interrupted_replacement_or_takes_it_back(run: Path, moment: str) -> None:
+def test_the_next_start_completes_or_undoes_a_replacement(run: Path, moment: str) -> None:
     training = Training(run)
     training.step(1, 0.1)
     training.step(2, 0.2, placed=False)
@@ -140,9 +140,7 @@ def test_a_damaged_best_is_exported_again(run: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize("damage", ["changed", "removed"])
-def test_without_its_checkpoint_the_best_is_lost_with_a_message_and_the_next_evaluation_is_the_best(
-    run: Path, damage: str
-) -> None:
+def test_without_its_checkpoint_the_next_evaluation_is_the_best(run: Path, damage: str) -> None:
     training = Training(run)
     for step, top1 in enumerate((0.3, 0.1, 0.2), 1):
         training.step(step, top1)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 
 from common.errors import Refused
 from common.run.folder import RunFolder
+from tests.harness.disks import no_room
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ time.sleep(600)
 
 
 @pytest.mark.smoke
-def test_a_second_run_is_refused_until_the_first_is_gone_also_if_its_workers_live(tmp_path) -> None:
+def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path) -> None:
     path = tmp_path / "a"
     command = [sys.executable, "-c", HOLDER, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
@@ -83,21 +83,17 @@ def test_a_resume_drops_rows_beyond_its_step_and_a_torn_last_one(folder, torn: s
 def test_a_row_that_does_not_fit_on_the_disk_is_not_half_there(folder: RunFolder) -> None:
     folder.rewind(0)
     folder.row({"step": 1})
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40, before[1]))
-    try:
+    with no_room(40):
         with pytest.raises(OSError):
             folder.row({"step": 2, "text": "x" * 100})
         folder.log("x" * 100)  # the log is not worth a run
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert rows(folder.path) == [{"step": 1}]
     folder.row({"step": 2})
     assert rows(folder.path) == [{"step": 1}, {"step": 2}]
 
 
 @pytest.mark.parametrize("name", [".lock", "log.txt"])
-def test_no_link_in_a_strangers_folder_is_followed_and_no_fifo_waited_for(tmp_path, name) -> None:
+def test_no_link_is_followed_and_no_fifo_waited_for(tmp_path, name) -> None:
     victim, run = tmp_path / "victim", tmp_path / "run"
     victim.write_text("mine")
     run.mkdir()

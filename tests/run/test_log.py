@@ -1,6 +1,5 @@
 """A step has one row, the same everywhere; a full disk is noticed; only the main process writes."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,8 @@ import pytest
 from common.run.folder import RunFolder
 from common.run.log import RunLog
 from tests.harness.dashboard import Dashboard
+from tests.harness.disks import no_room
+from tests.harness.outcomes import rows_of
 
 
 @pytest.fixture
@@ -21,10 +22,10 @@ def opened(tmp_path: Path):
 
 
 def rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return rows_of(path / "metrics.jsonl")
 
 
-def test_a_step_has_one_row_and_the_dashboard_begins_after_the_first_step(opened) -> None:
+def test_a_step_has_one_row_and_the_dashboard_begins_late(opened) -> None:
     journal, dashboard, path = opened
     assert not dashboard.begun
     journal.advance(1)
@@ -39,7 +40,7 @@ def test_a_step_has_one_row_and_the_dashboard_begins_after_the_first_step(opened
     assert dashboard.rows == [(10, {"train/loss": 0.5, "eval/top1": 0.9}), (20, {"train/loss": 0.25})]
 
 
-def test_lines_go_to_the_terminal_and_the_log_without_control_characters(opened, capsys) -> None:
+def test_lines_are_logged_without_control_characters(opened, capsys) -> None:
     journal, _, path = opened
     journal.say("a\nb \x1b[2J \x9b \u202e \udcff é 足")
     journal.table({"data": "digits", "model": "x\r\ny"})
@@ -58,17 +59,16 @@ def test_lines_go_to_the_terminal_and_the_log_without_control_characters(opened,
     assert [line.split("  ", 1)[1] for line in (path / "log.txt").read_text().splitlines()] == lines
 
 
-def test_after_a_row_that_could_not_be_written_there_is_no_other(opened, monkeypatch) -> None:
+def test_after_a_row_that_could_not_be_written_there_is_no_other(opened, capsys) -> None:
     journal, dashboard, path = opened
     journal.check()
-    with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "row", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with no_room():
         journal.note(1, {"train/loss": 1.0})
         journal.flush()
     journal.note(2, {"train/loss": 1.0})
     journal.flush()
     assert rows(path) == [] and [step for step, _ in dashboard.rows] == [1, 2]
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="File too large"):
         journal.check()
 
 

@@ -42,7 +42,7 @@ CURVES = {  # results of steps 1 to 3, the metric that leads, the step of best/ 
 
 
 @pytest.mark.parametrize("case", CURVES)
-def test_curves_name_the_leading_metric_and_mark_the_step_of_best(tmp_path, monkeypatch, case) -> None:
+def test_curves_name_the_leading_metric_and_mark_the_best_step(tmp_path, monkeypatch, case) -> None:
     results, leading, best, told, lines = CURVES[case]
     rows = [{"step": place + 1} | {f"eval/{key}": of[place] for key, of in results.items()} for place in range(3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -53,7 +53,7 @@ def test_curves_name_the_leading_metric_and_mark_the_step_of_best(tmp_path, monk
     assert not [text for text in said if "top-1" in text and "top-1" not in lines]
 
 
-def test_the_first_batch_is_shown_before_normalisation_with_labels_and_boxes(tmp_path, monkeypatch) -> None:
+def test_the_first_batch_is_shown_before_normalisation(tmp_path, monkeypatch) -> None:
     cells, wanted = [], np.random.default_rng(0).integers(256, size=(3, 8, 6, 3), dtype=np.uint8)
     wanted[:, 0, 0], wanted[:, 0, 1] = 0, 255
     monkeypatch.setattr(plots, "sheet", lambda of, headline, path: cells.extend([*of, headline]))

@@ -43,7 +43,7 @@ def report(step: int, loss: float, **options) -> StepReport:
     return StepReport(step, loss, 1.0, 0.0, (), stop=False, skipped=False, **options)
 
 
-def test_custom_numbers_are_in_the_row_and_cannot_replace_the_runs_own(records) -> None:
+def test_custom_numbers_cannot_replace_those_of_the_run(records) -> None:
     kept = records()
     for step in (1, 2):
         kept.record_step(report(step, 1.0, logged={"train/aux": 0.5 * step}), 0.1, is_evaluated=False)
@@ -61,7 +61,7 @@ def test_custom_numbers_are_in_the_row_and_cannot_replace_the_runs_own(records) 
     check_names(["train/aux", "train/loss_box", "gan/d.loss-1", "a/b/c"])
 
 
-def test_rows_tell_the_loss_scale_the_slowest_rank_and_the_gpus_memory(records, monkeypatch) -> None:
+def test_rows_have_loss_scale_slowest_rank_and_gpu_memory(records, monkeypatch) -> None:
     kept = records()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: 2**31)
@@ -101,7 +101,7 @@ def test_the_direction_of_usual_results_is_known() -> None:
         assert direction_of(name) is direction_of(f"eval/ema_{name}") is direction
 
 
-def test_a_dry_run_refuses_a_loss_that_explodes_and_an_evaluation_that_is_not_finite(records, capsys) -> None:
+def test_a_dry_run_refuses_what_explodes_or_is_not_finite(records, capsys) -> None:
     for first, second, told in ((2.3, 5e7, "5e[+]07"), (1e-9, 1e3 + 1, "1e[+]03"), (2.3, 700.0, "")):
         for dry_run in (True, False):  # a run sees for itself
             kept = records(dry_run=dry_run)
@@ -117,7 +117,7 @@ def test_a_dry_run_refuses_a_loss_that_explodes_and_an_evaluation_that_is_not_fi
     assert capsys.readouterr().out == told + "\n" and kept.progress.best["step"] == 2
 
 
-def test_pictures_carry_their_step_and_take_at_most_a_fiftieth_of_the_training(records) -> None:
+def test_pictures_carry_their_step_and_take_little_time(records) -> None:
     kept = records()
     due = []
     for seconds in (40.0, 60.0, 61.0, 1e6):
@@ -136,7 +136,7 @@ def test_pictures_carry_their_step_and_take_at_most_a_fiftieth_of_the_training(r
     assert not kept.has_time_to_draw()
 
 
-def test_too_many_broken_images_in_a_window_stop_the_run_on_any_layout_and_after_a_resume() -> None:
+def test_too_many_broken_images_in_a_window_stop_the_run() -> None:
     """And a new window starts from zero."""
     progress, config = Progress(), RunConfig(global_batch_size=64)  # 16 steps; 20 images may be broken
     for step, images in ((1, 10), (16, 10), (17, 20), (33, 20)):

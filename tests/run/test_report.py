@@ -113,7 +113,7 @@ def test_a_damaged_file_costs_its_own_part_at_most(tmp_path: Path, content: str)
         assert all(said in page.source for file, said in others.items() if file != name), name
 
 
-def test_classes_are_listed_lowest_first_and_no_fifo_is_waited_for(tmp_path: Path) -> None:
+def test_classes_are_listed_lowest_first(tmp_path: Path) -> None:
     results = {"f1": 0.5, "per_class": {"a": 0.5, "b": 0.0, "c": None}, "odd": {"a": "x"}}
     results |= {"thresholds": dict.fromkeys("abc", 0.125), "threshold": 0.5}
     results["classes"] = {name: {"images": 4, "f1": 0.5, "threshold": 0.125} for name in "abc"}

@@ -64,7 +64,7 @@ def test_a_value_that_is_not_finite_stops_the_run_and_is_named(case: str) -> Non
     assert said.startswith("step 8: the ") and told in said
 
 
-def test_under_fp16_an_overflow_is_a_skipped_step_and_each_step_tells_the_scale_after_it() -> None:
+def test_under_fp16_an_overflow_is_a_skipped_step() -> None:
     state = StepReports(1, fp16(8.0))
     state.add({"train/aux": 3.0})
     for step, norm in enumerate((1.0, INF, NAN, 1.0, INF), 1):
@@ -170,7 +170,7 @@ def test_an_invalid_custom_number_is_refused_at_once(value: object, told: str) -
 
 
 @pytest.mark.parametrize("half, norm", [(False, 1.0), (True, 1.0), (True, INF)])
-def test_a_custom_number_that_is_not_finite_stops_the_run_but_for_a_skipped_step(half, norm) -> None:
+def test_a_custom_number_that_is_not_finite_stops_the_run(half, norm) -> None:
     state = StepReports(1, fp16() if half else None)
     for step in (1, 2):  # the first time, names travel, too
         state.add({"train/a": torch.tensor([1.0 if step == 1 else NAN])})
@@ -203,7 +203,7 @@ def log_on_ranks() -> tuple[list[dict], list[str]]:
     return [report.logged for report in reports], refusals
 
 
-def test_custom_numbers_are_of_all_ranks_and_must_be_logged_by_all(processes: Processes) -> None:
+def test_custom_numbers_are_of_all_ranks_and_logged_by_all(processes: Processes) -> None:
     answers = processes.run(log_on_ranks, ranks=3)
     assert answers == [answers[0]] * 3
     reports, refusals = answers[0]

@@ -91,7 +91,7 @@ def test_a_hanging_tracker_costs_microseconds_and_little_memory(backend, tmp_pat
     assert 100 <= len(backend.rows) <= 102 and backend.exit_code == 0
 
 
-def test_one_failing_call_does_not_end_the_tracker_and_rows_keep_their_values(backend, tmp_path) -> None:
+def test_one_failing_call_does_not_end_the_tracker(backend, tmp_path) -> None:
     said, settled, row = [], threading.Event(), {"a": 1.0}
     tracker = tracker_of(tmp_path, lambda line: (said.append(line), settled.set()))
     backend.broken = True
