@@ -48,7 +48,8 @@ def origin(source: str, recorded: Sequence[str] = ()) -> Origin:
     folder = Path(source)
     if (folder.is_dir() and not _is_of_transformers(folder)) or (folder / RUN_FILE).is_file():
         of_folder = read_origin(source, recorded)
-        if of_folder.run or of_folder.is_alone:
+        is_classifier = bool(of_folder.config.get("model"))  # a folder of timm names its architecture
+        if of_folder.run or of_folder.is_alone or is_classifier:
             return of_folder
         return replace(of_folder, config={"data": ""} | settings(source))
     weights = read(source, peeking=True)
