@@ -60,6 +60,7 @@ from common.training.update_size import UpdateSize
 from common.training.warm_up import first_line, is_out_of_memory, warm_up
 
 FIRST_SHOWN = 24  # samples of the first global batch, as a picture
+MOST_DETAILED = 10_000  # classes that results.json and the checkpoint's record describe each: 2 MB
 
 
 class Run:
@@ -549,8 +550,7 @@ class Run:
         self._records.progress.owes_evaluation = False
         if self._records.record_evaluation(self.step, results, best_metric, larger):
             watchdog.note("writing best/")
-            details = evaluation.details() if is_main() and hasattr(evaluation, "details") else {}
-            self._saving.keep_best(results | details)
+            self._saving.keep_best(results | self._get_details(evaluation))
         self.best_step = self._records.progress.improved_step
         self._ending.stop_by_flags(self._records.progress, self.config)
         self._evaluation = evaluation
@@ -570,6 +570,14 @@ class Run:
         self._records.name_broken(broken)
         model.train()
         return evaluation, results
+
+    def _get_details(self, evaluation: Any) -> dict[str, Any]:
+        """What `evaluation` has for the results.json of the exported model, beside its results; on the main process."""
+        is_small = len(self._val_set.source.classes) <= MOST_DETAILED
+        if not is_main() or not is_small or not hasattr(evaluation, "details"):
+            return {}
+        prefix = "ema_" if self._ema else ""
+        return {f"{prefix}{key}": value for key, value in evaluation.details().items()}
 
     def evaluate_only(
         self,

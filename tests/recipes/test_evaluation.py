@@ -41,8 +41,10 @@ def refusal(ended: Ended) -> str:
 
 
 def recorded(best: Path) -> dict:
-    """What the run recorded for the weights that it exports; not the `raw_...` results of the others."""
-    return {key: value for key, value in read(best / "results.json").items() if not key.startswith("raw_")}
+    """The results that the run recorded for the weights that it exports; not the `raw_...` ones, nor details of classes."""
+    results = read(best / "results.json")
+    details = ("classes", "calibration", "threshold")
+    return {key: results[key] for key in results if not key.startswith("raw_") and key not in details}
 
 
 def assert_same(found: dict, wanted: dict) -> None:
@@ -112,6 +114,9 @@ def test_an_exported_model_has_the_numbers_of_its_run_anywhere(odd, evaluate, tm
     assert (of_run["name"], of_run["recipe"], of_run["config"]["image_size"]) == ("odd", "cls", 48)
     assert of_run["step"] in (3, 6) and of_run["commit"] == read(odd / "environment.json")["commit"]
     assert list(recorded(best)["per_class"]) == STUFFS
+    details = read(best / "results.json")["classes"]
+    assert {name: row["recall"] for name, row in details.items()} == recorded(best)["per_class"]
+    assert sum(row["images"] for row in details.values()) == 22
     results, said = evaluate(odd / "checkpoints/step_00000003")
     row = rows_of(odd / "metrics.jsonl")[0]
     assert results["loss"] == pytest.approx(row["eval/ema_loss"], rel=1e-6) != row["eval/loss"]
