@@ -41,7 +41,7 @@ class Images(list):
     """As much of a source as a plan needs."""
 
     labels, classes, multi_label, fresh = LABELS, ("a", "b", "c"), False, False
-    sizes, offsets, crowd = np.full((90, 2), 64), np.arange(91), np.zeros(90, bool)
+    sizes, offsets, crowd, blocks = np.full((90, 2), 64), np.arange(91), np.zeros(90, bool), None
 
 
 @pytest.fixture(scope="module")
