@@ -40,9 +40,10 @@ class EvalBatches:
     def __len__(self) -> int:
         return len(self.loader)
 
-    def gather_broken(self) -> list[str]:
-        """The images that could not be read, of all ranks, name and reason. A collective, to be called after the last batch."""
-        return [name for names in gather_objects(self._broken) for name in names]
+    def describe_broken(self) -> list[str]:
+        """A line for each image of all ranks that could not be read. A collective, to be called after the last batch."""
+        names_by_rank = gather_objects(self._broken)
+        return [f"can't be read, counts as wrong: {name}" for names in names_by_rank for name in names]
 
     def autocast(self) -> AbstractContextManager:
         """The precision of the launch, for a forward pass."""

@@ -57,8 +57,9 @@ def direction_of(key: str) -> bool | None:
     return False if metric_of(key) in _LOWER else is_share(key) or None
 
 
-def _finite(value: float | None, default: float) -> float:
-    return default if value is None or not math.isfinite(value) else value
+def _signed(value: float | None, sign: int) -> float:
+    """`sign` times the value; -inf if it is unknown or not finite."""
+    return -math.inf if value is None or not math.isfinite(value) else sign * value
 
 
 def get_shown_metrics(leading: str) -> tuple[str, str]:
@@ -176,22 +177,24 @@ class Progress:
         self.last = {"step": step} | results
         self.leading = leading
         self.larger_is_better = larger_is_better
-        sign = 1 if larger_is_better else -1
-        prefix = leading[: -len(metric_of(leading))]  # of the same weights
-        worth = sign * _finite(results.get(leading), -sign * math.inf)
-        loss = _finite(results.get(f"{prefix}loss"), math.inf)
-        best_worth = sign * _finite(self.best.get(leading), -sign * math.inf)
-        best_loss = _finite(self.best.get(f"{prefix}loss"), math.inf)
-        if not self.best or worth > best_worth:
+        rank = self._rank(results)
+        best_rank = self._rank(self.best)
+        if not self.best or rank[0] > best_rank[0]:
             self.improved_step = step
             self.since_best = 0
         else:
             self.since_best += 1
         # Equal results go to the lower loss, then to the later step.
-        is_best = not self.best or (worth, -loss) >= (best_worth, -best_loss)
+        is_best = not self.best or rank >= best_rank
         if is_best:
             self.best = self.last
         return is_best
+
+    def _rank(self, results: Mapping[str, float]) -> tuple[float, float]:
+        """The leading result and the loss of the same weights, each larger if it is better; -inf for what is not finite."""
+        prefix = self.leading.removesuffix(metric_of(self.leading))
+        sign = 1 if self.larger_is_better else -1
+        return _signed(results.get(self.leading), sign), _signed(results.get(f"{prefix}loss"), -1)
 
     @property
     def broken_files(self) -> int | None:

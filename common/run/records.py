@@ -60,7 +60,7 @@ class Records:
         self._first_loss = 0.0
         self._drawing = FIRST_DRAWING_S  # seconds that pictures of this start took
         self._trained_before = 0.0  # seconds of training in earlier starts
-        self._named: set[str] = set()  # images of evaluations that could not be read
+        self._logged_once: set[str] = set()
         self.facts: dict = {}  # the content of environment.json, once it is written
 
     @contextlib.contextmanager
@@ -133,12 +133,12 @@ class Records:
         self.log.note(step, metrics)
         return self.progress.record_evaluation(step, metrics, f"eval/{leading}", larger_is_better)
 
-    def name_broken(self, names: Iterable[str]) -> None:
-        """Log the images of an evaluation that could not be read, with the reason, each once in a start."""
-        for name in names:
-            if name not in self._named:
-                self._named.add(name)
-                self.log.say(f"can't be read, counts as wrong: {name}")
+    def log_once(self, lines: Iterable[str]) -> None:
+        """Log the lines that were not logged so before in this start."""
+        for line in lines:
+            if line not in self._logged_once:
+                self._logged_once.add(line)
+                self.log.say(line)
 
     def has_time_to_draw(self) -> bool:
         """Whether the pictures of this start took at most `MOST_DRAWING` of its training; a guess before the first ones."""

@@ -566,8 +566,8 @@ class Run:
             batches = EvalBatches(loader, self._val_set.normalize, self.accelerator)
             evaluation = evaluate(model, batches, self._val_set.source)
             results = results_of(evaluation)
-            broken = batches.gather_broken()
-        self._records.name_broken(broken)
+            broken = batches.describe_broken()
+        self._records.log_once(broken)
         model.train()
         return evaluation, results
 
@@ -600,8 +600,8 @@ class Run:
         with torch.compiler.set_stance("force_eager"):
             evaluation = evaluate(val_set.adapt(model).eval(), batches, data)
             results = results_of(evaluation)
-        for name in batches.gather_broken():
-            launch.say(f"can't be read, counts as wrong: {name}")
+        for line in batches.describe_broken():
+            launch.say(line)
         eval_only.report(self.config, weights, data, results, evaluation)
 
     def should_save(self) -> bool:
