@@ -111,7 +111,7 @@ class Run:
         self._open(Path(self._scratch or config.output_dir) / name)
         self._ending = Ending(self._leave_alone)
         self._started = False  # `prepare` is done
-        self._is_whole = False  # the state is that of `step`: no update has begun
+        self._is_whole = False  # the state is that of `step`, with its evaluation: no update has begun
         self._seconds: dict[int, float] = {}  # of the steps whose reports are not in yet
         self._evaluation: Any = None  # of this step, if there is one
         self._is_drawn = False  # its pictures
@@ -155,8 +155,9 @@ class Run:
     def _close(self, error: BaseException | None) -> None:
         ending = self._ending
         ending.cancel_alarm()
-        if ending.requested_by and error and is_lost_peer(error):  # it has left, see `Ending`
-            self._save_alone()
+        if ending.requested_by and error and is_lost_peer(error):
+            # One that has left alone says so; one that was killed does not, and then the evaluation is made again.
+            self._save_alone(ending.is_evaluating and self._shutdown.is_left())
         data_workers.end()  # else torch would raise for one that dies, also between the lines of what follows
         watchdog.end()  # from here on only the main process has long work: pictures, the dashboard
         stopped = error is None and self.step < self.last
@@ -529,6 +530,7 @@ class Run:
         far, of the average if there is one, goes to `best/` with the next checkpoint. For names that are not known, as loss
         and accuracy are, `larger_is_better` is needed, else `Refused` is raised.
         """
+        self._is_whole = False
         self._settle()  # evaluations and checkpoints build on finite steps
         if self.config.best_metric not in ("", best_metric):
             raise Refused(
@@ -551,6 +553,7 @@ class Run:
         if self._records.record_evaluation(self.step, results, best_metric, larger):
             watchdog.note("writing best/")
             self._saving.keep_best(results | self._get_details(evaluation))
+        self._is_whole = True
         self.best_step = self._records.progress.improved_step
         self._ending.stop_by_flags(self._records.progress, self.config)
         self._evaluation = evaluation
@@ -697,15 +700,17 @@ class Run:
         if not self._started:
             cause = self._ending.requested_by
             self.say(f"stopped by {cause} before the first step: the same command starts again")
-        self._save_alone()
+        self._save_alone(self._ending.is_evaluating)
         self._close(SystemExit(RESUMABLE))
 
-    def _save_alone(self) -> None:
-        """Make a checkpoint of the last step without the other processes, which may hang."""
-        if not self._folder or not self._is_whole or not self.step:
+    def _save_alone(self, is_evaluating: bool) -> None:
+        """Make a checkpoint of the last step without the other processes, which may hang.
+
+        `is_evaluating`: without the evaluation of that step, which the resumed run makes after the next one.
+        """
+        if not self._folder or not self.step or not (self._is_whole or is_evaluating):
             return
         in_parts = sharding.has_shards(self.model)
-        is_evaluating = self._ending.is_evaluating
         if in_parts or (is_evaluating and self.step == self.last):  # a run can't do without its last evaluation
             return
         self._records.progress.owes_evaluation |= is_evaluating

@@ -65,6 +65,9 @@ class Shutdown:
             return "finished", progress.ended_by
         cause = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            if not is_main():  # so that the main process knows, see `is_left`
+                with contextlib.suppress(OSError):
+                    write_status(self._path, "resumable", progress.step, requested_by or cause)
             return "resumable", requested_by or cause
         if is_lost_peer(error):
             cause = "the loss of another process"
@@ -78,6 +81,10 @@ class Shutdown:
             with contextlib.suppress(OSError):
                 write_status(self._path, status, progress.step, f"rank {rank()}: {kind}{cause}")
         return status, cause
+
+    def is_left(self) -> bool:
+        """Whether another process has left the run by itself, and was not killed."""
+        return read_json(self._path / "status.json").get("status") == "resumable"
 
     def finish(self, status: str, cause: str, goes_on: bool) -> None:
         """Wait for the checkpoint being written, close the log, write status, results and report, and print how the run ended.

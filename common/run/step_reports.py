@@ -210,7 +210,9 @@ class StepReports:
             posted.work = dist.all_reduce(posted.summed, group=host_group(), async_op=True)
 
     def _finish(self) -> StepReport:
-        posted = self._posted.popleft()
+        posted = self._posted[
+            0
+        ]  # until all of its numbers are in: a lost process must not leave a step without a report
         if posted.work is not None:
             posted.work.wait()
         loss, bad, wait, broken, stop, ended, new, *sums = posted.summed.tolist()
@@ -223,7 +225,7 @@ class StepReports:
             )
         names = tuple(name for theirs in gather_objects(posted.outcome.broken) for name in theirs) if broken else ()
         ranks = world_size() if posted.update else 0
-        return StepReport(
+        report = StepReport(
             step=posted.step,
             loss=loss / self.global_batch_size,
             data_wait=wait / world_size(),
@@ -235,6 +237,8 @@ class StepReports:
             ready=tuple(sums[:ranks]),
             **posted.report,
         )
+        self._posted.popleft()
+        return report
 
     def _means(self, posted: _Posted, sums: list[float], new: bool) -> dict[str, float]:
         """The mean of each custom number over all values, from `sums`: total, count and ranks of each known name."""

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from common.distributed.collectives import rank
 from common.run import Observer, ending
 from tests.harness.interrupted import Interrupted
 from tests.harness.outcomes import Outcome, read
@@ -65,7 +66,7 @@ def test_interrupted_run_is_bit_equal_to_the_uninterrupted(launch, run_several, 
 def test_asking_one_rank_stops_all_within_two_steps(forks, tmp_path) -> None:
     asked = {1: signal_at(5, signal.SIGHUP, once_written=False)}
     ranks = forks.start_ranks(2, *WORDS, "--output_dir", tmp_path, "--name", "asked", observers=asked)
-    assert [rank.end().code for rank in ranks] == [75, 75]
+    assert [fork.end().code for fork in ranks] == [75, 75]
     run = Outcome(folder=tmp_path / "asked")
     status = run.read("status.json")
     assert (status["status"], status["cause"]) == ("resumable", "SIGHUP") and 5 <= status["step"] <= 7
@@ -149,6 +150,41 @@ def test_the_main_process_saves_although_another_hangs(forks, tmp_path) -> None:
     recipe, asked = copy(tmp_path / "stuck.py", STUCK), signal_at(5, signal.SIGTERM)
     words = ("--output_dir", tmp_path, *STOPPED)
     ranks = forks.start_ranks(2, *words, recipe=recipe, observers={0: asked, 1: asked}, before=be_impatient)
-    assert [rank.end().code for rank in ranks][1] == 75
+    assert [fork.end().code for fork in ranks][1] == 75
     run = Outcome(folder=tmp_path / "stopped")
     assert run.checkpoint.name == "step_00000005" and run.read("status.json")["status"] == "resumable"
+
+
+class LostEvaluation(Observer):
+    """In the first evaluation, the second rank is killed, and the first gets the launcher's SIGTERM."""
+
+    def on_prepare(self, model, train_set, compute_losses) -> None:
+        self.is_over = False
+        model.register_forward_pre_hook(self.signal)
+
+    def signal(self, model, inputs) -> None:
+        if not model.training and not self.is_over:
+            self.is_over = True
+            os.kill(os.getpid(), signal.SIGKILL if rank() else signal.SIGTERM)
+
+
+def test_a_rank_that_is_killed_in_an_evaluation_does_not_move_it(forks, tmp_path) -> None:
+    """The run resumes from the checkpoint before, though the main process was asked to stop and could save."""
+    words = ("--output_dir", tmp_path, *"--max_steps 9 --eval_every 6 --log_every 1 --checkpoint_every 3".split())
+    killed = forks.start_ranks(2, *words, "--name", "killed", observers={0: LostEvaluation(), 1: LostEvaluation()})
+    assert [fork.end().code != 0 for fork in killed] == [True, True]
+    run = Outcome(folder=tmp_path / "killed")
+    assert run.checkpoint.name == "step_00000003" and run.read("status.json")["status"] == "resumable"
+    for name in ("killed", "whole"):
+        assert [fork.end().code for fork in forks.start_ranks(2, *words, "--name", name)] == [0, 0]
+    assert_same_run(tmp_path / "killed", tmp_path / "whole", 9)
+
+
+def test_steps_are_saved_although_the_evaluation_of_another_process_hangs(forks, tmp_path) -> None:
+    """The second rank leaves alone, and says so: the evaluation is made after the next step."""
+    words = ("--output_dir", tmp_path, *STOPPED)
+    observers = {0: LostEvaluation(), 1: StuckEvaluation()}
+    ranks = forks.start_ranks(2, *words, observers=observers, before=be_impatient)
+    assert [fork.end().code for fork in ranks][1] == 75
+    run = Outcome(folder=tmp_path / "stopped")
+    assert run.checkpoint.name == "step_00000006" and run.read("status.json")["status"] == "resumable"

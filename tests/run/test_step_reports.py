@@ -64,6 +64,13 @@ def test_a_value_that_is_not_finite_stops_the_run_and_is_named(case: str) -> Non
     assert said.startswith("step 8: the ") and told in said
 
 
+def test_a_report_that_did_not_come_in_is_asked_for_again() -> None:
+    """What saves a run after the loss of a process settles once more: no checkpoint of a step without a report."""
+    state = StepReports(1)
+    post(state, 1, [NAN])
+    assert refusal(state) == refusal(state)
+
+
 def test_under_fp16_an_overflow_is_a_skipped_step() -> None:
     state = StepReports(1, fp16(8.0))
     state.add({"train/aux": 3.0})
