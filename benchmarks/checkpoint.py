@@ -2,9 +2,10 @@
 
     python benchmarks/checkpoint.py [--quick] [--turns N]
 
-A model of 86 million parameters, with AdamW's state and a moving average: 1.4 GB. One training loop saves in two ways, in the
-order ABBA: in the background, as the recipes do, and with training waiting until the file is written. While a checkpoint is
-written in the background, training goes on. On the CPU torch uses one thread, and so does the writer.
+A model of 86 million parameters, with AdamW's state and a moving average: 1.4 GB. One training loop
+saves in two ways, in the order ABBA: in the background, as the recipes do, and with training
+waiting until the file is written. While a checkpoint is written in the background, training goes
+on. On the CPU torch uses one thread, and so does the writer.
 """
 
 import copy
@@ -76,7 +77,15 @@ def measure(turns: int, quick: bool) -> list[Row]:
         }
         seconds = take_turns(ways, 2 * turns)
         num_bytes = sum(file.stat().st_size for file in training.checkpoints.paths()[0].iterdir())
-    return [compare(f"stop for a checkpoint of {num_bytes / 1e9:.2g} GB", "s", seconds, "training waits", goal=10)]
+    return [
+        compare(
+            f"stop for a checkpoint of {num_bytes / 1e9:.2g} GB",
+            "s",
+            seconds,
+            "training waits",
+            goal=10,
+        )
+    ]
 
 
 if __name__ == "__main__":

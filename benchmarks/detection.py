@@ -2,8 +2,9 @@
 
     python benchmarks/detection.py [--quick] [--turns N]
 
-The recipe's own `main` is compared with a loop written by hand around the same detector, as in `loop.py`: the same scenes in
-the same order, resizing, loss, optimizer, gradient norm and learning rate per step.
+The recipe's own `main` is compared with a loop written by hand around the same detector, as in
+`loop.py`: the same scenes in the same order, resizing, loss, optimizer, gradient norm and learning
+rate per step.
 """
 
 from collections.abc import Callable
@@ -54,19 +55,34 @@ def train_bare(setting: Setting) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source, _ = sources.load(sources.Spec("digits", seed=0, val_share=0.2))
     shape = {"levels": LEVELS, "width": WIDTH, "convolutions": CONVOLUTIONS}
-    model = detectors.build_detector(DetectorSpec("fcos", setting.model, len(source.classes), **shape)).to(device)
-    mean, std = (255 * torch.tensor(model.pretrained_cfg[key], device=device)[:, None, None] for key in ("mean", "std"))
+    model = detectors.build_detector(
+        DetectorSpec("fcos", setting.model, len(source.classes), **shape)
+    ).to(device)
+    mean, std = (
+        255 * torch.tensor(model.pretrained_cfg[key], device=device)[:, None, None]
+        for key in ("mean", "std")
+    )
     loader = DataLoader(
-        Scenes(source, v2.Compose([v2.ToImage(), v2.Resize([setting.image_size] * 2), v2.ToPureTensor()])),
+        Scenes(
+            source,
+            v2.Compose([v2.ToImage(), v2.Resize([setting.image_size] * 2), v2.ToPureTensor()]),
+        ),
         setting.batch_size,
         sampler=range(TOTAL_STEPS * setting.batch_size),
         collate_fn=collate_boxes,
         pin_memory=device.type == "cuda",
     )
 
-    def compute_loss(images: tuple[torch.Tensor, ...], targets: tuple[dict[str, torch.Tensor], ...]) -> torch.Tensor:
-        batch = torch.stack(images).to(device, non_blocking=True).to(torch.float32).sub_(mean).div_(std)
-        moved = [{key: value.to(device, non_blocking=True) for key, value in target.items()} for target in targets]
+    def compute_loss(
+        images: tuple[torch.Tensor, ...], targets: tuple[dict[str, torch.Tensor], ...]
+    ) -> torch.Tensor:
+        batch = (
+            torch.stack(images).to(device, non_blocking=True).to(torch.float32).sub_(mean).div_(std)
+        )
+        moved = [
+            {key: value.to(device, non_blocking=True) for key, value in target.items()}
+            for target in targets
+        ]
         return model.losses(batch, moved, model.counts(moved, batch.shape[2:]))[0].sum()
 
     train_by_hand(model, loader, compute_loss)
@@ -78,7 +94,9 @@ def measure(turns: int, quick: bool) -> list[Row]:
     if torch.cuda.is_available():
         usual = Setting("resnet50", 800, 8, 30)
     settings = [usual, Setting("test_resnet", 64, 2, 24), Setting("test_resnet", 64, 16, 12)]
-    return compare_loops("det.py", build_recipe_loop("det", build_flags), train_bare, settings, turns, quick)
+    return compare_loops(
+        "det.py", build_recipe_loop("det", build_flags), train_bare, settings, turns, quick
+    )
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
     python benchmarks/gpu.py [--quick] [--turns N]
 
-ResNet-50 at 224 pixels in bf16, on JPEGs of 500 x 375 pixels, decoded by the workers or once (`--cache`). The peer is timm's
-loader with its prefetcher, as many workers and the same augmentation, in front of the loop written by hand of `paired.py`. The
-bound is that loop on one batch that lies on the device.
+ResNet-50 at 224 pixels in bf16, on JPEGs of 500 x 375 pixels, decoded by the workers or once
+(`--cache`). The peer is timm's loader with its prefetcher, as many workers and the same
+augmentation, in front of the loop written by hand of `paired.py`. The bound is that loop on one
+batch that lies on the device.
 
-The ways take turns in one process, forwards and backwards. The first steps of a turn, for which batches were read ahead, are
-not measured; clocks are read once the device is idle. Without a GPU only --quick runs.
+The ways take turns in one process, forwards and backwards. The first steps of a turn, for which
+batches were read ahead, are not measured; clocks are read once the device is idle. Without a GPU
+only --quick runs.
 """
 
 import itertools
@@ -48,7 +50,9 @@ def train_recipe(way: str, setting: Setting, folder: Path, workers: int) -> None
 def train_bare(way: str, setting: Setting, folder: Path, workers: int) -> None:
     """The loop written by hand, on one batch or on those of timm's loader."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = timm.create_model(setting.model, num_classes=2).to(device, memory_format=torch.channels_last)
+    model = timm.create_model(setting.model, num_classes=2).to(
+        device, memory_format=torch.channels_last
+    )
     batches = timm_loader(folder, setting.image_size, setting.batch_size, workers, device)
     if way == "one batch":
         batches = itertools.repeat(next(batches))
@@ -72,7 +76,9 @@ def measure_speed(way: str, setting: Setting, folder: Path, workers: int) -> flo
 def measure(turns: int, quick: bool) -> list[Row]:
     gpu = torch.cuda.is_available()
     if not gpu and not quick:
-        raise SystemExit("not measured: this needs a GPU; --quick shows that it works on any device")
+        raise SystemExit(
+            "not measured: this needs a GPU; --quick shows that it works on any device"
+        )
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
     if not gpu:
         os.environ["ACCELERATE_USE_CPU"] = "1"
@@ -89,7 +95,10 @@ def measure(turns: int, quick: bool) -> list[Row]:
         speeds = take_turns(ways, turns)
     bound = compare("one batch", "images/s", speeds, "timm", "one batch")
     goal = min(OF_TIMM, OF_BOUND * bound.ratio)
-    return [compare(f"{setting}, {way}", "images/s", speeds, "timm", way, goal) for way in ("workers", "cache")]
+    return [
+        compare(f"{setting}, {way}", "images/s", speeds, "timm", way, goal)
+        for way in ("workers", "cache")
+    ]
 
 
 if __name__ == "__main__":

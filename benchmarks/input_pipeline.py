@@ -2,15 +2,16 @@
 
     python benchmarks/input_pipeline.py [--quick] [--turns N]
 
-JPEGs of 500 x 375 pixels and of 12 megapixels are cropped to 224 pixels (crop_scale 0.08, flipped half the time). Measured are:
+JPEGs of 500 x 375 pixels and of 12 megapixels are cropped to 224 pixels (crop_scale 0.08, flipped
+half the time). Measured are:
 
-- CPU time of one image on one core, from the file to uint8. Peers: timm's train pipeline as it comes (with colour jitter, which
-  ours leaves to the device) and without jitter, and SPDL with FFmpeg, which decodes to the same reduced size.
-  Also from `--cache`.
+- CPU time of one image on one core, from the file to uint8. Peers: timm's train pipeline as it
+  comes (with colour jitter, which ours leaves to the device) and without jitter, and SPDL with
+  FFmpeg, which decodes to the same reduced size. Also from `--cache`.
 - Images per second of each library's own loader with one worker, which is a thread in SPDL.
 
-Images with boxes, JPEGs of 640 x 480, are resized and flipped; the peer is torchvision's pipeline for detection. All take turns
-in one run; a ratio is the median of the ratios of turns.
+Images with boxes, JPEGs of 640 x 480, are resized and flipped; the peer is torchvision's pipeline
+for detection. All take turns in one run; a ratio is the median of the ratios of turns.
 """
 
 import gc
@@ -56,7 +57,12 @@ except (ImportError, RuntimeError):
 
 SIZE = 224
 CONFIG = SimpleNamespace(crop_scale=0.08, hflip=0.5, vflip=0.0, augment="")
-DATA = {"input_size": (3, SIZE, SIZE), "interpolation": "bilinear", "mean": (0.485, 0.456, 0.406), "std": (0.229,) * 3}
+DATA = {
+    "input_size": (3, SIZE, SIZE),
+    "interpolation": "bilinear",
+    "mean": (0.485, 0.456, 0.406),
+    "std": (0.229,) * 3,
+}
 CACHE = 336
 BOX_BATCH_SIZE = 8
 
@@ -80,12 +86,16 @@ def build_our_reader(cache=None) -> Callable[[str], torch.Tensor]:
 
 
 def build_timm_reader(color_jitter: float | None) -> Callable[[str], torch.Tensor]:
-    transform = timm.data.create_transform(SIZE, is_training=True, use_prefetcher=True, color_jitter=color_jitter)
+    transform = timm.data.create_transform(
+        SIZE, is_training=True, use_prefetcher=True, color_jitter=color_jitter
+    )
     return lambda path: transform(Image.open(path).convert("RGB"))
 
 
 def decode_with_spdl(path: str):
-    """SPDL's frames: FFmpeg decodes to the smallest size of twice the crop's pixels, as ours, then crops, flips and resizes."""
+    """SPDL's frames: FFmpeg decodes to the smallest size of twice the crop's pixels, as ours, then
+    crops, flips and resizes.
+    """
     packets = spdl.io.demux_image(path)
     top, left, height, width = crop(packets.codec.height, packets.codec.width, CONFIG.crop_scale)
     halvings = min(3, max(0, int(math.log2(min(height, width) / (2 * SIZE)))))
@@ -122,10 +132,23 @@ def measure_images(folder: Path, turns: int, goal: float) -> list[Row]:
     ways = {name: partial(measure_cpu, read, paths) for name, read in readers.items()}
     take_turns(ways, 1)  # also fills the cache
     times = take_turns(ways, turns)
-    rows = [compare(f"CPU of a cached image, {folder.name}", "ms", times, "ours from JPEG", "cache", goal=5.0)]
+    rows = [
+        compare(
+            f"CPU of a cached image, {folder.name}",
+            "ms",
+            times,
+            "ours from JPEG",
+            "cache",
+            goal=5.0,
+        )
+    ]
     for peer in [name for name in readers if name.startswith(("timm", "SPDL"))]:
         peer_goal = goal if peer == "timm, as it comes" else None
-        rows.append(compare(f"CPU of an image, {folder.name}", "ms", times, peer, "ours from JPEG", peer_goal))
+        rows.append(
+            compare(
+                f"CPU of an image, {folder.name}", "ms", times, peer, "ours from JPEG", peer_goal
+            )
+        )
     return rows
 
 
@@ -144,7 +167,9 @@ def load_with_ours(samples: TrainDataset | BoxDataset, batch_size: int) -> DataL
 
 def our_loader(folder: Path, batch_size: int) -> Iterator:
     source, _ = sources.load(sources.Spec(str(folder), seed=0, val_share=0.25))
-    samples = TrainDataset(source, Stream(len(source), batch_size, 0), TrainingTransform(CONFIG, DATA), 0)
+    samples = TrainDataset(
+        source, Stream(len(source), batch_size, 0), TrainingTransform(CONFIG, DATA), 0
+    )
     for batch in load_with_ours(samples, batch_size):
         yield normalize(batch.images)
 
@@ -173,7 +198,9 @@ def our_box_loader(folder: Path, short_side: int) -> DataLoader:
 def torchvision_box_loader(folder: Path, short_side: int) -> DataLoader:
     images = open_boxes(folder, "train", short_side)
     endless = itertools.cycle(range(len(images)))
-    return DataLoader(images, BOX_BATCH_SIZE, sampler=endless, num_workers=1, collate_fn=collate_boxes)
+    return DataLoader(
+        images, BOX_BATCH_SIZE, sampler=endless, num_workers=1, collate_fn=collate_boxes
+    )
 
 
 def measure_speed(build: Callable[[], Iterable], batch_size: int, batches: int) -> float:
@@ -189,10 +216,17 @@ def measure_speed(build: Callable[[], Iterable], batch_size: int, batches: int) 
 
 
 def measure_loaders(
-    name: str, loaders: dict[str, Callable[[], Iterable]], batch_size: int, turns: int, goal: float | None = None
+    name: str,
+    loaders: dict[str, Callable[[], Iterable]],
+    batch_size: int,
+    turns: int,
+    goal: float | None = None,
 ) -> list[Row]:
     """Compares the first loader with the others."""
-    ways = {title: partial(measure_speed, build, batch_size, batches=12) for title, build in loaders.items()}
+    ways = {
+        title: partial(measure_speed, build, batch_size, batches=12)
+        for title, build in loaders.items()
+    }
     speeds = take_turns(ways, turns)
     ours, *peers = loaders
     return [compare(f"loader, {name}", "images/s", speeds, peer, ours, goal=goal) for peer in peers]
@@ -206,8 +240,13 @@ def measure(turns: int, _: bool) -> list[Row]:
             folder = Path(scratch) / f"{width} x {height}"
             write_classes(folder, width, height, 4 * batch_size)
             rows += measure_images(folder, turns, goal)
-            timm_peer = partial(timm_loader, folder, SIZE, batch_size, workers=1, device=torch.device("cpu"))
-            loaders = {"ours": partial(our_loader, folder, batch_size), "timm, as it comes": timm_peer}
+            timm_peer = partial(
+                timm_loader, folder, SIZE, batch_size, workers=1, device=torch.device("cpu")
+            )
+            loaders = {
+                "ours": partial(our_loader, folder, batch_size),
+                "timm, as it comes": timm_peer,
+            }
             if spdl:
                 loaders["SPDL"] = partial(spdl_loader, folder, batch_size)
             rows += measure_loaders(folder.name, loaders, batch_size, turns)

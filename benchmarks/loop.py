@@ -2,10 +2,11 @@
 
     python benchmarks/loop.py [--quick] [--turns N]
 
-The recipe's own `main` is compared with a loop written by hand without any framework: the same timm model, images in memory,
-transforms, loss, optimizer, gradient norm and learning rate per step; the loss is read one step late. Both load data in the
-training process (workers 0), so that no part of the input pipeline is hidden. `paired.py` explains the comparison. On the CPU
-torch uses one thread, so that waiting is not hidden by other threads' work.
+The recipe's own `main` is compared with a loop written by hand without any framework: the same timm
+model, images in memory, transforms, loss, optimizer, gradient norm and learning rate per step; the
+loss is read one step late. Both load data in the training process (workers 0), so that no part of
+the input pipeline is hidden. `paired.py` explains the comparison. On the CPU torch uses one thread,
+so that waiting is not hidden by other threads' work.
 """
 
 import itertools
@@ -54,7 +55,9 @@ def train_bare(setting: Setting, shard: Callable | None = None, **options: objec
     device = PartialState().device  # the recipe ran before
     source, _ = sources.load(sources.Spec("digits", seed=0, val_share=0.2))
     model = timm.create_model(setting.model, num_classes=len(source.classes), **options).to(device)
-    data_config = resolve_model_data_config(model, {"input_size": (3, setting.image_size, setting.image_size)})
+    data_config = resolve_model_data_config(
+        model, {"input_size": (3, setting.image_size, setting.image_size)}
+    )
     transform = create_transform(
         data_config["input_size"],
         is_training=True,
@@ -67,9 +70,20 @@ def train_bare(setting: Setting, shard: Callable | None = None, **options: objec
     if shard:
         shard(model)
     size = setting.batch_size // world_size()
-    loader = DataLoader(Images(source, transform), size, shuffle=True, drop_last=True, pin_memory=device.type == "cuda")
-    mean, std = (255 * torch.tensor(data_config[key], device=device)[:, None, None] for key in ("mean", "std"))
-    autocast = torch.autocast(device.type, torch.bfloat16, os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16")
+    loader = DataLoader(
+        Images(source, transform),
+        size,
+        shuffle=True,
+        drop_last=True,
+        pin_memory=device.type == "cuda",
+    )
+    mean, std = (
+        255 * torch.tensor(data_config[key], device=device)[:, None, None]
+        for key in ("mean", "std")
+    )
+    autocast = torch.autocast(
+        device.type, torch.bfloat16, os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
+    )
 
     def compute_loss(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         images = images.to(device, non_blocking=True).to(torch.float32).sub_(mean).div_(std)
@@ -86,7 +100,9 @@ def measure(turns: int, quick: bool) -> list[Row]:
     if torch.cuda.is_available():
         usual = Setting("resnet50", 224, 64, 30)
     settings = [usual, Setting("test_resnet", 32, 8, 80), Setting("test_resnet", 32, 64, 20)]
-    return compare_loops("cls.py", build_recipe_loop("cls", build_flags), train_bare, settings, turns, quick)
+    return compare_loops(
+        "cls.py", build_recipe_loop("cls", build_flags), train_bare, settings, turns, quick
+    )
 
 
 if __name__ == "__main__":

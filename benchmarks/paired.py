@@ -1,4 +1,5 @@
-"""Compares a recipe with a loop written by hand that does the same work. Shared by the scripts that measure steps.
+"""Compares a recipe with a loop written by hand that does the same work. Shared by the scripts that
+measure steps.
 
 Blocks of steps of both run in one process in the order ABBA, several times.
 """
@@ -57,9 +58,13 @@ class BlockEnd(Exception):
 
 
 def build_recipe_loop(
-    name: str, build_flags: Callable[[Setting], dict], make_folder: Callable[[], str] = tempfile.mkdtemp
+    name: str,
+    build_flags: Callable[[Setting], dict],
+    make_folder: Callable[[], str] = tempfile.mkdtemp,
 ) -> Loop:
-    """`main` of recipes/<name>.py as a loop, with the flags of each setting, and no evaluation or checkpoint."""
+    """`main` of recipes/<name>.py as a loop, with the flags of each setting, and no evaluation or
+    checkpoint.
+    """
     sys.path.append(str(RECIPES))
     module = importlib.import_module(name)
 
@@ -82,7 +87,13 @@ def build_recipe_loop(
             "output_dir": folder,
             **build_flags(setting),
         }
-        argv = [f"{name}.py", *(f"--{flag}" if value is True else f"--{flag}={value}" for flag, value in flags.items())]
+        argv = [
+            f"{name}.py",
+            *(
+                f"--{flag}" if value is True else f"--{flag}={value}"
+                for flag, value in flags.items()
+            ),
+        ]
         try:
             with patch.object(sys, "argv", argv):
                 module.main()
@@ -112,7 +123,11 @@ def time_steps(loop: Callable[[], None], num_skipped: int, num_steps: int) -> fl
     output = io.StringIO()
     hook = register_optimizer_step_post_hook(record)
     try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), contextlib.suppress(BlockEnd):
+        with (
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(output),
+            contextlib.suppress(BlockEnd),
+        ):
             loop()
     finally:
         hook.remove()
@@ -154,7 +169,10 @@ def compare_loops(
     for setting in settings:
         if quick:
             setting = replace(setting, steps=1)
-        ways = {BARE: partial(measure_block, bare, setting), "ours": partial(measure_block, recipe, setting)}
+        ways = {
+            BARE: partial(measure_block, bare, setting),
+            "ours": partial(measure_block, recipe, setting),
+        }
         take_turns(ways, 1)  # warms up both
         times = take_turns(ways, 2 * turns)
         goal = None if rows else THROUGHPUT

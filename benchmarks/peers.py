@@ -1,9 +1,11 @@
-"""The peers of the other scripts, as people write them with the parts of timm and torchvision; nothing of this repository.
+"""The peers of the other scripts, as people write them with the parts of timm and torchvision;
+nothing of this repository.
 
     torchrun --nproc_per_node 2 benchmarks/peers.py {cls,det} FOLDER SIZE EPOCHS OUTPUT
 
-is a whole run: of timm's data set, loader, optimizer, scheduler and saver in the order of its train script, or of torchvision's
-data set, transforms and FCOS in the order of its references/detection. It evaluates once per epoch and writes a checkpoint.
+is a whole run: of timm's data set, loader, optimizer, scheduler and saver in the order of its train
+script, or of torchvision's data set, transforms and FCOS in the order of its references/detection.
+It evaluates once per epoch and writes a checkpoint.
 """
 
 import contextlib
@@ -38,7 +40,8 @@ CROP_SCALE = 0.08
 LEVELS = (3, 4)  # of FCOS
 WIDTH = 64
 CONVOLUTIONS = 2
-FCOS_FLAGS = {"detector": "fcos", "levels": "3-4", "width": WIDTH, "convolutions": CONVOLUTIONS}  # of det.py
+# Of det.py.
+FCOS_FLAGS = {"detector": "fcos", "levels": "3-4", "width": WIDTH, "convolutions": CONVOLUTIONS}
 
 
 # ---- readers, without an end
@@ -51,7 +54,9 @@ def open_long_folder(folder: Path) -> ImageFolder:
     return images
 
 
-def timm_loader(folder: Path, size: int, batch_size: int, workers: int, device: torch.device) -> Iterator:
+def timm_loader(
+    folder: Path, size: int, batch_size: int, workers: int, device: torch.device
+) -> Iterator:
     """timm's loader as it comes, with colour jitter; normalised on the device."""
     loader = create_loader(
         open_long_folder(folder),
@@ -66,10 +71,15 @@ def timm_loader(folder: Path, size: int, batch_size: int, workers: int, device: 
 
 
 def open_boxes(folder: Path, split: str, short_side: int = 0) -> Dataset:
-    """Images with boxes; with `short_side` augmented as `--data-augmentation multiscale` of torchvision's references does."""
+    """Images with boxes; with `short_side` augmented as `--data-augmentation multiscale` of
+    torchvision's references does.
+    """
     transforms: list[nn.Module] = []
     if short_side:
-        transforms += [v2.RandomShortestSize([short_side], max_size=1333), v2.RandomHorizontalFlip()]
+        transforms += [
+            v2.RandomShortestSize([short_side], max_size=1333),
+            v2.RandomHorizontalFlip(),
+        ]
     transforms += [
         v2.PILToTensor(),
         v2.ToDtype(torch.float32, scale=True),
@@ -80,7 +90,9 @@ def open_boxes(folder: Path, split: str, short_side: int = 0) -> Dataset:
         images = torchvision.datasets.CocoDetection(
             str(folder), str(folder / f"{split}.json"), transforms=v2.Compose(transforms)
         )
-    return torchvision.datasets.wrap_dataset_for_transforms_v2(images, ("image_id", "boxes", "labels"))
+    return torchvision.datasets.wrap_dataset_for_transforms_v2(
+        images, ("image_id", "boxes", "labels")
+    )
 
 
 def collate_boxes(samples: list) -> tuple:
@@ -128,7 +140,12 @@ def build_cls(folder: Path, size: int) -> Run:
         dist.all_reduce(counts)
         return float(counts[0] / counts[1])
 
-    return Run(model, train_loader, lambda network, batch: F.cross_entropy(network(batch[0]), batch[1]), evaluate)
+    return Run(
+        model,
+        train_loader,
+        lambda network, batch: F.cross_entropy(network(batch[0]), batch[1]),
+        evaluate,
+    )
 
 
 class Pyramid(nn.Module):
@@ -138,7 +155,9 @@ class Pyramid(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body = timm.create_model(MODEL, features_only=True, out_indices=[level - 1 for level in LEVELS])
+        self.body = timm.create_model(
+            MODEL, features_only=True, out_indices=[level - 1 for level in LEVELS]
+        )
         self.fpn = FeaturePyramidNetwork(self.body.feature_info.channels(), WIDTH)
 
     def forward(self, images: torch.Tensor) -> dict[int, torch.Tensor]:
@@ -152,11 +171,15 @@ def build_det(folder: Path, short_side: int) -> Run:
     batch_size = BOX_BATCH_SIZE // dist.get_world_size()
     sampler = DistributedSampler(train_set)
     train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **options)
-    val_loader = DataLoader(val_set, 1, sampler=DistributedSampler(val_set, shuffle=False), **options)
+    val_loader = DataLoader(
+        val_set, 1, sampler=DistributedSampler(val_set, shuffle=False), **options
+    )
     num_classes = 1 + max(val_set.coco.cats)
     anchors = AnchorGenerator([(2**level,) for level in LEVELS], [(1.0,)] * len(LEVELS))
     head = FCOSHead(WIDTH, num_anchors=1, num_classes=num_classes, num_convs=CONVOLUTIONS)
-    model = FCOS(Pyramid(), num_classes, short_side, anchor_generator=anchors, head=head, score_thresh=0.05)
+    model = FCOS(
+        Pyramid(), num_classes, short_side, anchor_generator=anchors, head=head, score_thresh=0.05
+    )
 
     def evaluate() -> float:
         """AP by pycocotools over all ranks, on the first; 0 on the others."""
@@ -164,8 +187,15 @@ def build_det(folder: Path, short_side: int) -> Run:
         for images, targets in val_loader:
             for target, output in zip(targets, model(images), strict=True):
                 boxes = torchvision.ops.box_convert(output["boxes"], "xyxy", "xywh").tolist()
-                for box, score, label in zip(boxes, output["scores"].tolist(), output["labels"].tolist(), strict=True):
-                    result = {"image_id": target["image_id"], "bbox": box, "score": score, "category_id": label}
+                for box, score, label in zip(
+                    boxes, output["scores"].tolist(), output["labels"].tolist(), strict=True
+                ):
+                    result = {
+                        "image_id": target["image_id"],
+                        "bbox": box,
+                        "score": score,
+                        "category_id": label,
+                    }
                     detections.append(result)
         by_rank = [None] * dist.get_world_size()
         dist.all_gather_object(by_rank, detections)

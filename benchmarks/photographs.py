@@ -12,14 +12,18 @@ CLASSES = ("temple", "flower")
 NUM_BOXES = 7  # in an image, each of another class
 
 
-def draw_photographs(width: int, height: int, num_images: int, seed: int = 0) -> Iterator[Image.Image]:
+def draw_photographs(
+    width: int, height: int, num_images: int, seed: int = 0
+) -> Iterator[Image.Image]:
     """Parts of both photographs in turn."""
     random = np.random.default_rng(seed)
     photographs = [Image.fromarray(pixels) for pixels in load_sample_images().images]
     for index in range(num_images):
         photograph = photographs[index % 2]
         right, bottom = (random.uniform(0.5, 1, 2) * photograph.size).astype(int).tolist()
-        yield photograph.resize((width, height), Image.Resampling.BICUBIC, box=(0, 0, right, bottom))
+        yield photograph.resize(
+            (width, height), Image.Resampling.BICUBIC, box=(0, 0, right, bottom)
+        )
 
 
 def write_classes(folder: Path, width: int, height: int, num_images: int, seed: int = 0) -> None:
@@ -30,7 +34,9 @@ def write_classes(folder: Path, width: int, height: int, num_images: int, seed: 
         image.save(folder / CLASSES[index % 2] / f"{index}.jpg", quality=90)
 
 
-def write_boxes(folder: Path, split: str, width: int, height: int, num_images: int, seed: int = 0) -> None:
+def write_boxes(
+    folder: Path, split: str, width: int, height: int, num_images: int, seed: int = 0
+) -> None:
     """Writes the JPEGs, and <split>.json in COCO's format."""
     random = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)

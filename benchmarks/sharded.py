@@ -4,8 +4,8 @@
 
 On several GPUs take fsdp_bf16.yaml.
 
-The recipe's own `main` is compared with the loop of loop.py, whose model torch's `fully_shard` cuts into
-the same parts. `paired.py` explains the comparison.
+The recipe's own `main` is compared with the loop of loop.py, whose model torch's `fully_shard` cuts
+into the same parts. `paired.py` explains the comparison.
 """
 
 import itertools

@@ -3,13 +3,15 @@
     pip install webdataset
     python benchmarks/shards.py [--quick] [--turns N]
 
-The bytes of all images of an epoch are read in a random order, and nothing is decoded. On a disk one process reads; ours is the
-full permutation, and the peers shuffle a window of samples. The shards have 1 to 700 samples of about 40 kB, in the system's
-cache. The index of tars and the conversion of Parquet, which are made once, are not part of the rates.
+The bytes of all images of an epoch are read in a random order, and nothing is decoded. On a disk
+one process reads; ours is the full permutation, and the peers shuffle a window of samples. The
+shards have 1 to 700 samples of about 40 kB, in the system's cache. The index of tars and the
+conversion of Parquet, which are made once, are not part of the rates.
 
-Then a server on loopback answers after 0, 20 or 100 ms. Ours reads blocks of neighbours as training does, in one process with
-one thread per connection; webdataset reads whole tars through `pipe:curl`, in a data worker per connection. All take turns; a
-ratio is the median of the ratios of turns.
+Then a server on loopback answers after 0, 20 or 100 ms. Ours reads blocks of neighbours as training
+does, in one process with one thread per connection; webdataset reads whole tars through
+`pipe:curl`, in a data worker per connection. All take turns; a ratio is the median of the ratios of
+turns.
 """
 
 import io
@@ -40,13 +42,16 @@ from common.shards import block_cache, share_blocks
 SHARD_SIZES = (1, 17, 331, 500, 250, 700, 64, 137)  # samples of each shard on the disk
 WINDOW = 512  # samples that the peers shuffle
 LATENCIES = (0, 20, 100)  # ms until an answer begins
-CASES = ((1, 1024), (4, 1024), (4, 128))  # connections; MiB of memory, for all images or a fifth of them
+# Connections; MiB of memory, for all images or a fifth of them.
+CASES = ((1, 1024), (4, 1024), (4, 128))
 BATCH_SIZE = 256
 NUM_TARS = 8  # on the server
 SERVE = "--serve"
 
 
-def write_shards(folder: Path, shard_sizes: tuple[int, ...], log_bytes: float, with_parquet: bool = False) -> None:
+def write_shards(
+    folder: Path, shard_sizes: tuple[int, ...], log_bytes: float, with_parquet: bool = False
+) -> None:
     """Writes tars of random bytes, about exp(`log_bytes`) per image; and Parquet with the same samples."""
     random = np.random.default_rng(0)
     numbers = itertools.count()
@@ -96,7 +101,9 @@ class Server(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {first}-{last}/{size}")
             self.end_headers()
             while first <= last:
-                first += os.sendfile(self.connection.fileno(), file.fileno(), first, last - first + 1)
+                first += os.sendfile(
+                    self.connection.fileno(), file.fileno(), first, last - first + 1
+                )
 
 
 def serve() -> None:
@@ -121,7 +128,9 @@ def read_ours(source: sources.Source, epoch: int, connections: int = 0, memory: 
         positions = epoch * len(source) + np.arange(start, min(start + BATCH_SIZE, len(source)))
         if connections:
             prefetch_images(source, stream, positions)
-        num_read += sum(len(source.content(index)) > 0 for index in stream.indices(positions).tolist())
+        num_read += sum(
+            len(source.content(index)) > 0 for index in stream.indices(positions).tolist()
+        )
     return num_read
 
 
@@ -129,10 +138,15 @@ def read_webdataset(names: list[str], epoch: int, workers: int = 0) -> int:
     import webdataset  # not on the server
 
     splitter = webdataset.split_by_worker
-    samples = webdataset.WebDataset(names, shardshuffle=len(names), seed=epoch, workersplitter=splitter).shuffle(WINDOW)
+    samples = webdataset.WebDataset(
+        names, shardshuffle=len(names), seed=epoch, workersplitter=splitter
+    ).shuffle(WINDOW)
     sizes = samples.map(lambda sample: len(sample["jpg"]))
     if workers:
-        return sum(int((batch > 0).sum()) for batch in DataLoader(sizes, batch_size=64, num_workers=workers))
+        return sum(
+            int((batch > 0).sum())
+            for batch in DataLoader(sizes, batch_size=64, num_workers=workers)
+        )
     return sum(size > 0 for size in sizes)
 
 
@@ -141,7 +155,9 @@ def read_datasets(names: list[str], epoch: int) -> int:
 
     datasets.disable_progress_bars()
     samples = datasets.load_dataset("parquet", data_files=names, split="train", streaming=True)
-    return sum(len(sample["image"]) > 0 for sample in samples.shuffle(seed=epoch, buffer_size=WINDOW))
+    return sum(
+        len(sample["image"]) > 0 for sample in samples.shuffle(seed=epoch, buffer_size=WINDOW)
+    )
 
 
 def measure_epoch(read: Callable[..., int], epochs: Iterator[int], num_images: int) -> float:
@@ -153,9 +169,14 @@ def measure_epoch(read: Callable[..., int], epochs: Iterator[int], num_images: i
     return num_images / (time.perf_counter() - start)
 
 
-def measure_ways(ways: dict[str, Callable[..., int]], num_images: int, turns: int) -> dict[str, list[float]]:
+def measure_ways(
+    ways: dict[str, Callable[..., int]], num_images: int, turns: int
+) -> dict[str, list[float]]:
     """Images per second in each turn, after an epoch that fills caches."""
-    epochs = {name: partial(measure_epoch, read, itertools.count(), num_images) for name, read in ways.items()}
+    epochs = {
+        name: partial(measure_epoch, read, itertools.count(), num_images)
+        for name, read in ways.items()
+    }
     take_turns(epochs, 1)
     return take_turns(epochs, turns)
 
@@ -176,7 +197,10 @@ def measure_disk(folder: Path, turns: int) -> list[Row]:
         ("Parquet", "parquet", read_datasets, "datasets, streaming", 2.0),
     ):
         names = sorted(str(file) for file in folder.glob(f"*.{suffix}"))
-        ways = {"ours": partial(read_ours, open_source(f"{folder}/*.{suffix}")), peer: partial(read, names)}
+        ways = {
+            "ours": partial(read_ours, open_source(f"{folder}/*.{suffix}")),
+            peer: partial(read, names),
+        }
         speeds = measure_ways(ways, sum(SHARD_SIZES), turns)
         rows.append(compare(f"images read from {title}", "images/s", speeds, peer, goal=goal))
     return rows
@@ -198,7 +222,10 @@ def measure_http(folder: Path, shard_size: int, turns: int) -> list[Row]:
                     "ours": partial(read_ours, source, connections=connections, memory=memory),
                     "webdataset": partial(read_webdataset, names, workers=workers),
                 }
-                name = f"tars over http, {latency} ms, connections: {connections}, memory: {memory} MiB"
+                name = (
+                    f"tars over http, {latency} ms, connections: {connections}, memory: {memory} "
+                    "MiB"
+                )
                 speeds = measure_ways(ways, NUM_TARS * shard_size, turns)
                 rows.append(compare(name, "samples/s", speeds, "webdataset", goal=1.0))
         finally:
@@ -210,8 +237,14 @@ def measure(turns: int, quick: bool) -> list[Row]:
     sources.refuse_broken = lambda *_: None  # they are no images
     warnings.filterwarnings("ignore")
     with tempfile.TemporaryDirectory() as disk, tempfile.TemporaryDirectory() as served:
-        os.environ |= {"HF_HOME": disk, "VISION_RECIPES_CACHE": f"{disk}/index", "HF_HUB_OFFLINE": "1"}
-        return measure_disk(Path(disk), turns) + measure_http(Path(served), 10 if quick else 500, turns)
+        os.environ |= {
+            "HF_HOME": disk,
+            "VISION_RECIPES_CACHE": f"{disk}/index",
+            "HF_HUB_OFFLINE": "1",
+        }
+        return measure_disk(Path(disk), turns) + measure_http(
+            Path(served), 10 if quick else 500, turns
+        )
 
 
 if __name__ == "__main__":

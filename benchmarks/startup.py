@@ -2,10 +2,10 @@
 
     python benchmarks/startup.py [--turns N]
 
-The reference is a process that does `import torch, timm` and creates the same model; the goal is at most 1.3 times its time.
-Each row is a fresh process on one CPU. The rows take turns: there and back, again and again. `accelerate launch` imports torch,
-timm and more for its other subcommands before it starts the recipe; `accelerate-launch`, the same command on its own, imports
-less.
+The reference is a process that does `import torch, timm` and creates the same model; the goal is at
+most 1.3 times its time. Each row is a fresh process on one CPU. The rows take turns: there and
+back, again and again. `accelerate launch` imports torch, timm and more for its other subcommands
+before it starts the recipe; `accelerate-launch`, the same command on its own, imports less.
 """
 
 import os
@@ -66,7 +66,10 @@ def measure(turns: int, _: bool) -> list[Row]:
     """Every way in turn; the bare import is the peer, so that the goal is 1 / GOAL."""
     ways = {name: partial(time_start, command) for name, command in build_commands().items()}
     seconds = take_turns(ways, turns)
-    return [compare(name, "s to the first step", seconds, BARE, name, goal=1 / GOAL) for name in list(ways)[1:]]
+    return [
+        compare(name, "s to the first step", seconds, BARE, name, goal=1 / GOAL)
+        for name in list(ways)[1:]
+    ]
 
 
 if __name__ == "__main__":

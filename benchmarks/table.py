@@ -12,7 +12,9 @@ import torch
 
 @dataclass
 class Row:
-    """One comparison. `ratio` above 1 means that ours is better; it compares repetitions of one run if there are any."""
+    """One comparison. `ratio` above 1 means that ours is better; it compares repetitions of one run
+    if there are any.
+    """
 
     name: str
     unit: str
@@ -35,7 +37,12 @@ def take_turns(ways: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, l
 
 
 def compare(
-    name: str, unit: str, values: Mapping[str, list[float]], peer: str, ours: str = "ours", goal: float | None = None
+    name: str,
+    unit: str,
+    values: Mapping[str, list[float]],
+    peer: str,
+    ours: str = "ours",
+    goal: float | None = None,
 ) -> Row:
     """The row of two ways: their medians, and the median ratio of a turn. More is better of units ".../s"."""
     ratios = []
@@ -57,10 +64,16 @@ def show(rows: Iterable[Row]) -> None:
 
 
 def run_script(docstring: str, measure: Callable[[int, bool], list[Row]]) -> None:
-    """The command line of a script: prints the rows of `measure(turns, quick)`, whose torch has one thread."""
+    """The command line of a script: prints the rows of `measure(turns, quick)`, whose torch has one
+    thread.
+    """
     parser = argparse.ArgumentParser(description=docstring.splitlines()[0])
-    parser.add_argument("--turns", type=int, default=5, help="repetitions (default: 5; `make bench`: 2)")
-    parser.add_argument("--quick", action="store_true", help="only check that it works: little of everything, once")
+    parser.add_argument(
+        "--turns", type=int, default=5, help="repetitions (default: 5; `make bench`: 2)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="only check that it works: little of everything, once"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = measure(1 if args.quick else args.turns, args.quick)

@@ -1,9 +1,11 @@
-"""Measures whole runs of the recipes, launch, evaluations and checkpoints included, beside timm's and torchvision's parts.
+"""Measures whole runs of the recipes, launch, evaluations and checkpoints included, beside timm's
+and torchvision's parts.
 
     python benchmarks/whole_run.py [--quick] [--turns N]
 
-Both train the same model on the same JPEGs with the same batch and augmentation (random crops and flips, or flips), on two CPU
-processes with a data worker each. The peers are in `peers.py`. Runs take turns; a ratio is the median of the ratios of turns.
+Both train the same model on the same JPEGs with the same batch and augmentation (random crops and
+flips, or flips), on two CPU processes with a data worker each. The peers are in `peers.py`. Runs
+take turns; a ratio is the median of the ratios of turns.
 """
 
 import os
@@ -25,7 +27,9 @@ PEERS = {"cls": "timm's parts", "det": "torchvision's parts"}
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run trains: an image classifier (cls) at `size` pixels, or a detector (det) at this short side."""
+    """What a run trains: an image classifier (cls) at `size` pixels, or a detector (det) at this
+    short side.
+    """
 
     task: str
     size: int
@@ -59,12 +63,29 @@ def build_our_command(setting: Setting, folder: Path, output: str) -> list[objec
         "output_dir": output,
     }
     if setting.task == "cls":
-        flags |= {"image_size": setting.size, "crop_scale": peers.CROP_SCALE, "global_batch_size": peers.BATCH_SIZE}
+        flags |= {
+            "image_size": setting.size,
+            "crop_scale": peers.CROP_SCALE,
+            "global_batch_size": peers.BATCH_SIZE,
+        }
     else:
-        flags |= {"short_sides": setting.size, "long_side": 1333, "global_batch_size": peers.BOX_BATCH_SIZE}
+        flags |= {
+            "short_sides": setting.size,
+            "long_side": 1333,
+            "global_batch_size": peers.BOX_BATCH_SIZE,
+        }
         flags |= peers.FCOS_FLAGS
-    launch = [BIN_FOLDER / "accelerate", "launch", "--config_file", ROOT / "accelerate_configs/multi_cpu.yaml"]
-    return [*launch, ROOT / f"recipes/{setting.task}.py", *(f"--{name}={value}" for name, value in flags.items())]
+    launch = [
+        BIN_FOLDER / "accelerate",
+        "launch",
+        "--config_file",
+        ROOT / "accelerate_configs/multi_cpu.yaml",
+    ]
+    return [
+        *launch,
+        ROOT / f"recipes/{setting.task}.py",
+        *(f"--{name}={value}" for name, value in flags.items()),
+    ]
 
 
 def build_peer_command(setting: Setting, folder: Path, output: str) -> list[object]:
@@ -74,9 +95,14 @@ def build_peer_command(setting: Setting, folder: Path, output: str) -> list[obje
 
 def time_run(build_command, setting: Setting, scratch: Path) -> tuple[float, float]:
     """Seconds, and CPU seconds of all processes, each with one thread."""
-    words = [str(word) for word in build_command(setting, scratch / "data", tempfile.mkdtemp(dir=scratch))]
+    words = [
+        str(word)
+        for word in build_command(setting, scratch / "data", tempfile.mkdtemp(dir=scratch))
+    ]
     start = os.times()
-    subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(
+        words, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, check=True
+    )
     end = os.times()
     cpu = end.children_user + end.children_system - start.children_user - start.children_system
     return end.elapsed - start.elapsed, cpu
@@ -85,14 +111,19 @@ def time_run(build_command, setting: Setting, scratch: Path) -> tuple[float, flo
 def measure_setting(setting: Setting, turns: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "data"
-        for seed, (split, num_images) in enumerate((("train", setting.num_train), ("val", setting.num_val))):
+        for seed, (split, num_images) in enumerate(
+            (("train", setting.num_train), ("val", setting.num_val))
+        ):
             if setting.task == "cls":
                 write_classes(folder / split, setting.width, setting.height, num_images, seed)
             else:
                 write_boxes(folder, split, setting.width, setting.height, num_images, seed)
         peer = PEERS[setting.task]
         commands = {"ours": build_our_command, peer: build_peer_command}
-        ways = {name: partial(time_run, command, setting, Path(scratch)) for name, command in commands.items()}
+        ways = {
+            name: partial(time_run, command, setting, Path(scratch))
+            for name, command in commands.items()
+        }
         times = take_turns(ways, turns)
     seconds = {name: [run[0] for run in runs] for name, runs in times.items()}
     cpu = {name: [run[1] for run in runs] for name, runs in times.items()}
@@ -105,7 +136,10 @@ def measure_setting(setting: Setting, turns: int) -> list[Row]:
 def measure(turns: int, quick: bool) -> list[Row]:
     settings = SETTINGS
     if quick:
-        settings = [replace(setting, num_train=64, num_val=8, epochs=1) for setting in (SETTINGS[1], SETTINGS[-1])]
+        settings = [
+            replace(setting, num_train=64, num_val=8, epochs=1)
+            for setting in (SETTINGS[1], SETTINGS[-1])
+        ]
     return [row for setting in settings for row in measure_setting(setting, turns)]
 
 

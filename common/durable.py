@@ -1,7 +1,7 @@
 """Durable writes: after a power loss a file or folder is there completely, or not at all.
 
-A name must not reach the disk before its content. So the content is synced first, then renamed into place, and then the
-folder that holds the name is synced.
+A name must not reach the disk before its content. So the content is synced first, then renamed into
+place, and then the folder that holds the name is synced.
 """
 
 import os
@@ -34,7 +34,9 @@ def make_folder(path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file durably: a reader, also after a power loss, sees the complete old or the complete new file."""
+    """Replace a file durably: a reader, also after a power loss, sees the complete old or the
+    complete new file.
+    """
     draft = path.with_name(f".{path.name}.tmp")
     remove(draft)
     try:
@@ -52,7 +54,8 @@ def replace_file(path: Path, content: bytes) -> None:
 def replace_folder(final: Path, draft: Path) -> None:
     """Replace the folder `final` durably by `draft`, a folder beside it that `sync_folder` has synced.
 
-    For a moment there is no `final`: then the old folder is named `.NAME.old` and the new one is still `draft`.
+    For a moment there is no `final`: then the old folder is named `.NAME.old` and the new one is
+    still `draft`.
     """
     old = final.with_name(f".{final.name}.old")
     if os.path.lexists(final):
@@ -64,7 +67,9 @@ def replace_folder(final: Path, draft: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove the file, the folder with its content, or the link (not its target) at `path`, if there is one."""
+    """Remove the file, the folder with its content, or the link (not its target) at `path`, if
+    there is one.
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     elif os.path.lexists(path):

@@ -1,4 +1,6 @@
-"""Exceptions whose text is one line for a person: a refused request, or a run that has to be started again."""
+"""Exceptions whose text is one line for a person: a refused request, or a run that has to be
+started again.
+"""
 
 _MIN_SECRET = 6  # characters: replacing shorter values would spoil other words
 _shown_by_secret: dict[str, str] = {}
@@ -37,7 +39,9 @@ def first_line(error: Exception) -> str:
 
 
 def csv_cell(value: object) -> object:
-    """`value` for a CSV file: a text that a spreadsheet would take for a formula (=1, +a, -a, @a) begins with an apostrophe."""
+    """`value` for a CSV file: a text that a spreadsheet would take for a formula (=1, +a, -a, @a)
+    begins with an apostrophe.
+    """
     if not isinstance(value, str) or not value.startswith(("=", "+", "-", "@", "\t", "\r")):
         return value
     try:
@@ -59,4 +63,6 @@ class Refused(_Line):
 
 
 class RestartNeeded(_Line):
-    """A run that has to be restarted from its last checkpoint, such as after running out of memory. Its text is one line."""
+    """A run that has to be restarted from its last checkpoint, such as after running out of memory.
+    Its text is one line.
+    """

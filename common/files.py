@@ -1,8 +1,8 @@
 """Safe reading of files that may come from strangers.
 
-Data sets, presets, model folders and run folders are copied from elsewhere, and a name in them may point anywhere. So only
-regular files are read, up to a size limit: a FIFO would block for ever, a device has no end, and a few lines of YAML with
-aliases can expand to gigabytes.
+Data sets, presets, model folders and run folders are copied from elsewhere, and a name in them may
+point anywhere. So only regular files are read, up to a size limit: a FIFO would block for ever, a
+device has no end, and a few lines of YAML with aliases can expand to gigabytes.
 """
 
 import codecs
@@ -26,7 +26,8 @@ from common.errors import redact
 CACHE = "VISION_RECIPES_CACHE"  # environment variable that names the folder of `cache_folder`
 SMALL = 2**20  # bytes: far more than any preset, record of a run or label file has
 MEDIUM = 2**24  # bytes: for lists with one line per class or image
-# What systems leave beside pictures, some of it pictures themselves: macOS, Windows, Synology, QNAP, file systems.
+# What systems leave beside pictures, some of it pictures themselves: macOS, Windows, Synology,
+# QNAP, file systems.
 _JUNK = frozenset(
     [
         "__macosx",
@@ -58,7 +59,9 @@ class OddFile(OSError):
 
 
 def open_regular(path: str | bytes | PathLike) -> BufferedReader:
-    """Open a file for reading. Raises `OddFile` for a FIFO, device or socket, also behind links; else the errors of `open`."""
+    """Open a file for reading. Raises `OddFile` for a FIFO, device or socket, also behind links;
+    else the errors of `open`.
+    """
     _check(path, os.stat(path))  # before opening, which can have side effects on a device
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
@@ -102,7 +105,9 @@ def cache_folder() -> Path:
 
 
 def as_json(content: Any) -> Any:
-    """`content` without secrets, and with None for floats that are not finite, which JSON has no words for."""
+    """`content` without secrets, and with None for floats that are not finite, which JSON has no
+    words for.
+    """
     if isinstance(content, str):
         return redact(content)
     if isinstance(content, Mapping):
@@ -113,15 +118,23 @@ def as_json(content: Any) -> Any:
 
 
 def check_regular(path: str | PathLike) -> None:
-    """Raise `OddFile` if there is anything but files and folders at or below `path`. For paths that another library reads."""
-    found = [entry.path for _, entries in walk(path) for entry in entries] if os.path.isdir(path) else [path]
+    """Raise `OddFile` if there is anything but files and folders at or below `path`. For paths that
+    another library reads.
+    """
+    found = (
+        [entry.path for _, entries in walk(path) for entry in entries]
+        if os.path.isdir(path)
+        else [path]
+    )
     for file in found:
         if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
             raise OddFile(file, "not a regular file")
 
 
 def match_files(pattern: str) -> list[str]:
-    """The paths that match a pattern of *, ?, [...] and **, sorted. A folder in it that exists stands for itself: `a [1]/*`."""
+    """The paths that match a pattern of *, ?, [...] and **, sorted. A folder in it that exists
+    stands for itself: `a [1]/*`.
+    """
     folder = pattern
     while folder and not os.path.exists(folder):
         folder = os.path.dirname(folder)
@@ -129,7 +142,9 @@ def match_files(pattern: str) -> list[str]:
 
 
 def sizes_of(paths: Iterable[str]) -> list[int]:
-    """Size of each file in bytes, -1 for a missing file. Uses several threads, since file servers are slow."""
+    """Size of each file in bytes, -1 for a missing file. Uses several threads, since file servers
+    are slow.
+    """
 
     def size(path: str) -> int:
         try:
@@ -144,7 +159,9 @@ def sizes_of(paths: Iterable[str]) -> list[int]:
 
 
 def is_junk(name: str) -> bool:
-    """True for the name of a file or folder that a system left beside the pictures: `._1.jpg`, `@eaDir`, `Thumbs.db`."""
+    """True for the name of a file or folder that a system left beside the pictures: `._1.jpg`,
+    `@eaDir`, `Thumbs.db`.
+    """
     return name.startswith(".") or name.casefold() in _JUNK
 
 
@@ -153,8 +170,8 @@ def walk(top: str | PathLike) -> Iterator[tuple[str, list[os.DirEntry]]]:
 
     So are run folders of these recipes, if people stand in their data folder: pictures of a run are no data.
 
-    Links are followed, but each real folder is visited once, by its own path if that is below `top`. Otherwise folders that
-    link to each other would be walked endlessly.
+    Links are followed, but each real folder is visited once, by its own path if that is below
+    `top`. Otherwise folders that link to each other would be walked endlessly.
     """
     seen, todo = set(), [os.fspath(top)]
     linked: list[str] = []
@@ -165,7 +182,9 @@ def walk(top: str | PathLike) -> Iterator[tuple[str, list[os.DirEntry]]]:
             continue
         seen.add((status.st_dev, status.st_ino))
         with os.scandir(folder) as found:
-            entries = sorted((entry for entry in found if not is_junk(entry.name)), key=lambda entry: entry.name)
+            entries = sorted(
+                (entry for entry in found if not is_junk(entry.name)), key=lambda entry: entry.name
+            )
         yield folder, entries
         for entry in reversed(entries):
             if entry.is_dir() and not is_run_folder(entry.path):
@@ -173,25 +192,31 @@ def walk(top: str | PathLike) -> Iterator[tuple[str, list[os.DirEntry]]]:
 
 
 def is_run_folder(path: str | Path) -> bool:
-    """True for the folder of one run of these recipes, also of the present one, which is there before its data are read."""
+    """True for the folder of one run of these recipes, also of the present one, which is there
+    before its data are read.
+    """
     return all(os.path.isfile(os.path.join(path, name)) for name in (".lock", "log.txt"))
 
 
 def holds_runs(path: str | Path) -> bool:
-    """True for a run folder, and for a folder such as runs/, of run folders and reports. Quick: it looks at few entries."""
+    """True for a run folder, and for a folder such as runs/, of run folders and reports. Quick: it
+    looks at few entries.
+    """
     with os.scandir(path) as entries:
         first_entries = list(islice(entries, _FEW))
-    others = [entry.path for entry in first_entries if not entry.name.startswith((".", "evaluation"))]
+    others = [
+        entry.path for entry in first_entries if not entry.name.startswith((".", "evaluation"))
+    ]
     return is_run_folder(path) or (bool(others) and all(map(is_run_folder, others)))
 
 
 def read_yaml(path: str | PathLike, limit: int, *, only_text: bool = False) -> Any:
     """The content of a YAML file: strings, and dicts and lists of them. Numbers and dates stay strings.
 
-    Unquoted yes, no, true, ... become True or False, and ~ or an empty value becomes None; with `only_text`
-    they are strings, too, since "off" may be a name. Raises ValueError, in one line, for anything else: tags,
-    duplicate keys, deep nesting, and aliases of nested or long lists and of dicts, a few of which can expand to
-    millions of entries.
+    Unquoted yes, no, true, ... become True or False, and ~ or an empty value becomes None; with
+    `only_text` they are strings, too, since "off" may be a name. Raises ValueError, in one line,
+    for anything else: tags, duplicate keys, deep nesting, and aliases of nested or long lists and
+    of dicts, a few of which can expand to millions of entries.
     """
     try:
         return yaml.load(read_text(path, limit), _TextLoader if only_text else _Loader)
@@ -232,7 +257,11 @@ class _Loader(yaml.SafeLoader):
         content: dict[str, Any] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.value in content:
-                wrong = f"{key.value} is given twice" if isinstance(key, yaml.ScalarNode) else "a key must be text"
+                wrong = (
+                    f"{key.value} is given twice"
+                    if isinstance(key, yaml.ScalarNode)
+                    else "a key must be text"
+                )
                 raise yaml.constructor.ConstructorError(None, None, wrong, key.start_mark)
             content[key.value] = self.construct_object(value, deep=deep)
         return content
@@ -245,6 +274,8 @@ class _TextLoader(_Loader):
 
 
 def _is_short(node: yaml.Node | None) -> bool:
-    """True for a value, and for a list of a few values, which PyYAML writes as an alias where a program has one list twice."""
+    """True for a value, and for a list of a few values, which PyYAML writes as an alias where a
+    program has one list twice.
+    """
     values = node.value if isinstance(node, yaml.SequenceNode) else [node]
     return len(values) <= _FEW and all(isinstance(value, yaml.ScalarNode) for value in values)

@@ -12,11 +12,13 @@ from typing import Any
 
 
 def guard_streams() -> None:
-    """Make all writes to standard output and standard error succeed: in cron, behind `| head`, on a full disk, in ASCII.
+    """Make all writes to standard output and standard error succeed: in cron, behind `| head`, on a
+    full disk, in ASCII.
 
     This covers also what tqdm, W&B, warnings and argparse print, and Python itself when it exits.
 
-    - A stream that is closed writes to nowhere. No other file gets its number, so C code can't write into that file.
+    - A stream that is closed writes to nowhere. No other file gets its number, so C code can't
+      write into that file.
     - A stream whose reader, disk or terminal is gone writes to nowhere from then on.
     - Characters that its encoding lacks are escaped.
     """
@@ -37,7 +39,9 @@ def guard_streams() -> None:
 
 
 def drop_output(stream: Any) -> None:
-    """Let `stream` write to nowhere: what follows, what is still in its buffer, and what child processes print."""
+    """Let `stream` write to nowhere: what follows, what is still in its buffer, and what child
+    processes print.
+    """
     with suppress(OSError, ValueError, AttributeError):  # it has no file
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -45,7 +49,8 @@ def drop_output(stream: Any) -> None:
 
 
 def ensure_home() -> None:
-    """Give this process and its children a user's name and a home, if the system knows neither, as in some containers.
+    """Give this process and its children a user's name and a home, if the system knows neither, as
+    in some containers.
 
     Libraries fail without them, or write into a folder named `~`.
     """
@@ -55,7 +60,8 @@ def ensure_home() -> None:
         os.environ["USER"] = f"uid{os.getuid()}"
     if os.path.expanduser("~") != "~":
         return
-    # The launcher of `machines` makes one for all its processes. Others that share a temporary folder can't know its name.
+    # The launcher of `machines` makes one for all its processes. Others that share a temporary
+    # folder can't know its name.
     os.environ["HOME"] = tempfile.mkdtemp(prefix="home-")
     atexit.register(shutil.rmtree, os.environ["HOME"], ignore_errors=True)
 
@@ -66,12 +72,20 @@ def _guard(stream: Any, method: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(*args: Any) -> Any:
         try:
             return method(*args)
-        except (BlockingIOError, RuntimeError):  # a slow terminal; a signal's handler prints while this prints
+        except (BlockingIOError, RuntimeError):
+            # A slow terminal; a signal's handler prints while this prints.
             return None
         except (OSError, ValueError) as error:  # ValueError: the stream was closed
             drop_output(stream)
-            if stream is sys.stdout and isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
-                print(f"standard output can't be written, the rest of it is lost: {error}", file=sys.stderr)
+            if (
+                stream is sys.stdout
+                and isinstance(error, OSError)
+                and not isinstance(error, BrokenPipeError)
+            ):
+                print(
+                    f"standard output can't be written, the rest of it is lost: {error}",
+                    file=sys.stderr,
+                )
             return None
 
     return guarded

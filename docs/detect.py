@@ -1,7 +1,7 @@
 """Detects objects in photos with a `best/` of FCOS, RetinaNet, Faster or Mask R-CNN, without this project.
 
-Run it as `python detect.py runs/NAME/best photo.jpg ...`. It needs torch, torchvision, timm and safetensors. It prints photo,
-class, score, and left, top, right and bottom in pixels, best first.
+Run it as `python detect.py runs/NAME/best photo.jpg ...`. It needs torch, torchvision, timm and
+safetensors. It prints photo, class, score, and left, top, right and bottom in pixels, best first.
 """
 
 import json
@@ -23,9 +23,14 @@ from torchvision.transforms.v2 import functional as F
 def open_image(file):
     """Upright RGB as in training: transparency lies on white, and more than 8 bits are scaled to 8."""
     image = ImageOps.exif_transpose(Image.open(file))
-    if image.mode[0] in "IF":  # 0 is black and 65535 white, or 1.0 of floats; beyond that, the extremes are
+    # 0 is black and 65535 white, or 1.0 of floats; beyond that, the extremes are.
+    if image.mode[0] in "IF":
         values, white = np.asarray(image, np.float32), 1 if image.mode == "F" else 65535
-        low, high = (0, white) if 0 <= values.min() and values.max() <= white else (values.min(), values.max())
+        low, high = (
+            (0, white)
+            if 0 <= values.min() and values.max() <= white
+            else (values.min(), values.max())
+        )
         image = Image.fromarray(np.rint((values - low) * (255 / (high - low))).astype(np.uint8))
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
@@ -44,10 +49,15 @@ norm = torch.nn.BatchNorm2d if second else None
 class Backbone(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.features, self.out_channels = timm.create_model(**config["backbone"], features_only=True), width
+        self.features, self.out_channels = (
+            timm.create_model(**config["backbone"], features_only=True),
+            width,
+        )
         channels = self.features.feature_info.channels()
         deepest = channels[-1] if second else width
-        coarser = {(): None, (6,): LastLevelMaxPool(), (6, 7): LastLevelP6P7(deepest, width)}[tuple(config["coarser"])]
+        coarser = {(): None, (6,): LastLevelMaxPool(), (6, 7): LastLevelP6P7(deepest, width)}[
+            tuple(config["coarser"])
+        ]
         self.fpn = FeaturePyramidNetwork(channels, width, coarser, norm if shift else None)
 
     def forward(self, images):
@@ -76,10 +86,14 @@ elif config["family"] == "retinanet":
 else:
     pools = {"box_roi_pool": 7} | ({"mask_roi_pool": 14} if config["family"] == "mask_rcnn" else {})
     names = [str(level) for level in levels if level not in config["coarser"]]
-    pools = {name: MultiScaleRoIAlign(names, size, sampling_ratio=2) for name, size in pools.items()}
+    pools = {
+        name: MultiScaleRoIAlign(names, size, sampling_ratio=2) for name, size in pools.items()
+    }
     if second:
         pools["rpn_head"] = tv.rpn.RPNHead(width, 3, conv_depth=2)
-        pools["box_head"] = tv.faster_rcnn.FastRCNNConvFCHead((width, 7, 7), [width] * 4, [1024], norm)
+        pools["box_head"] = tv.faster_rcnn.FastRCNNConvFCHead(
+            (width, 7, 7), [width] * 4, [1024], norm
+        )
         if config["family"] == "mask_rcnn":
             pools["mask_head"] = tv.mask_rcnn.MaskRCNNHeads(width, [256] * 4, 1, norm)
     kind = tv.MaskRCNN if config["family"] == "mask_rcnn" else tv.FasterRCNN
@@ -89,12 +103,15 @@ model.eval()
 
 for name in photos:
     photo = open_image(name)
-    # As the evaluation resizes. torchvision would do it without antialiasing and find less; now it has nothing to resize.
+    # As the evaluation resizes. torchvision would do it without antialiasing and find less; now it
+    # has nothing to resize.
     scale = min(config["short_side"] / min(photo.size), config["long_side"] / max(photo.size))
     size = [max(1, round(side * scale)) for side in photo.size]
     pixels = F.resize(F.to_image(photo), size[::-1], antialias=True)
     with torch.no_grad():
         found = model([pixels / 255])[0]
     boxes = found["boxes"] * (torch.tensor(photo.size) / torch.tensor(size)).repeat(2)
-    for box, label, score in zip(boxes.tolist(), found["labels"] - shift, found["scores"], strict=True):
+    for box, label, score in zip(
+        boxes.tolist(), found["labels"] - shift, found["scores"], strict=True
+    ):
         print(name, config["classes"][label], f"{score:.6f}", *(f"{side:.2f}" for side in box))

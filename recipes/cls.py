@@ -4,10 +4,10 @@
     accelerate launch --config_file accelerate_configs/multi_gpu_bf16.yaml recipes/cls.py --data /data/flowers \
         --config recipes/presets/finetune.yaml
 
-The defaults are for photographs. How the global batch is spread over processes and micro-steps is derived and changes
-nothing: losses and weights equal any other layout's. Kill it at any moment, start the same command again on whatever
-hardware there is, and it resumes from the last complete checkpoint.
-This file is meant to be copied and changed: `cp recipes/cls.py mine.py` runs as it is.
+The defaults are for photographs. How the global batch is spread over processes and micro-steps is
+derived and changes nothing: losses and weights equal any other layout's. Kill it at any moment,
+start the same command again on whatever hardware there is, and it resumes from the last complete
+checkpoint. This file is meant to be copied and changed: `cp recipes/cls.py mine.py` runs as it is.
 """
 
 from collections.abc import Sequence
@@ -58,15 +58,17 @@ class Config(OptimizationConfig, RunConfig):
         required="name your images, or train on digits: --config recipes/presets/digits.yaml",
         is_common=True,
     )
-    """An image folder with one subfolder per class (or train/ and val/ of these), a CSV file of paths and labels, shards (tars
-    of WebDataset; URLs of tars or Parquet), a Hugging Face data set (hub id or path), or digits, which scikit-learn has."""
+    """An image folder with one subfolder per class (or train/ and val/ of these), a CSV file of
+    paths and labels, shards (tars of WebDataset; URLs of tars or Parquet), a Hugging Face data set
+    (hub id or path), or digits, which scikit-learn has."""
     label_column: str = option("", reads_data=True)
-    """Tables: column of the labels (default: found by its type), or several of 0 and 1, one per class: a,b,c."""
+    """Tables: column of the labels (default: found by its type), or several of 0 and 1, one per
+    class: a,b,c."""
     streaming: bool = False
     """Hugging Face data sets: read their shards where they lie, without downloading them."""
     shard_memory: int = option(1024, low=1, high=2**24)
-    """Shards at a URL: MiB of a machine's memory for neighbouring images, which are read together. With more of it they are
-    shuffled better, so a resumed run keeps this value."""
+    """Shards at a URL: MiB of a machine's memory for neighbouring images, which are read together.
+    With more of it they are shuffled better, so a resumed run keeps this value."""
     model: str = path_option("convnext_atto", heading="model", is_common=True)
     """A timm model, hf-hub:owner/name, or a local timm folder such as a run's best/."""
     pretrained: bool = option(False, is_weights=True, is_common=True)
@@ -75,9 +77,11 @@ class Config(OptimizationConfig, RunConfig):
     """Side of the square that the model sees, in pixels (0: the model's own)."""
     crop_pct: float = option(0.0, low=0, high=1)
     """Evaluation: share of the resized image that the centre crop keeps (0: the model's own)."""
-    batch_norm: Literal["local", "group", "node", "global", "frozen"] = option("local", is_common=True)
-    """BatchNorm statistics over: each micro-batch (local), norm_batch_size samples (group), a machine (node), the whole batch
-    (global); frozen: as loaded."""
+    batch_norm: Literal["local", "group", "node", "global", "frozen"] = option(
+        "local", is_common=True
+    )
+    """BatchNorm statistics over: each micro-batch (local), norm_batch_size samples (group), a
+    machine (node), the whole batch (global); frozen: as loaded."""
     norm_batch_size: int = option(16, low=2)
     """batch_norm group: consecutive samples that share statistics."""
     drop: float = option(0.0, low=0, high=1)
@@ -106,10 +110,11 @@ class Config(OptimizationConfig, RunConfig):
     label_smoothing: float = option(0.0, low=0, high=1)
     """Share of each target that is spread over all classes."""
     class_weights: Literal["none", "sqrt", "balanced"] = "none"
-    """Weights of classes in the loss, scaled to mean 1 over the training samples: all alike, or by their frequency to the power
-    -1/2 or -1."""
+    """Weights of classes in the loss, scaled to mean 1 over the training samples: all alike, or by
+    their frequency to the power -1/2 or -1."""
     sampling: Literal["natural", "sqrt", "balanced"] = "natural"
-    """How often rare classes are drawn: as they are, with the root of their frequency, or as often as the others."""
+    """How often rare classes are drawn: as they are, with the root of their frequency, or as often
+    as the others."""
     crop_scale: float = option(0.35, low=0, high=1, heading="augmentation")
     """Smallest area of a random crop, as a share of the image (ImageNet: 0.08)."""
     hflip: float = option(0.5, low=0, high=1, is_common=True)
@@ -125,16 +130,21 @@ class Config(OptimizationConfig, RunConfig):
     mixup: float = option(0.0, low=0, high=1000)
     """Alpha of MixUp (0: off)."""
     cutmix: float = option(0.0, low=0, high=1000)
-    """Alpha of CutMix (0: off); with both MixUp and CutMix, each pair of images gets one of them with equal probability."""
+    """Alpha of CutMix (0: off); with both MixUp and CutMix, each pair of images gets one of them
+    with equal probability."""
     repeats: int = option(1, low=1)
     """Repeated augmentation: how many times each image occurs in its global batch."""
 
 
 def build_data(config: Config, weights=None):
-    """Training and validation images; with the `weights` of --eval_only, both are the images to evaluate these on."""
+    """Training and validation images; with the `weights` of --eval_only, both are the images to
+    evaluate these on.
+    """
     train_data, val_data = load_data(config, weights)
     if train_data.multi_label and config.loss != "bce":
-        raise Refused(f"--loss {config.loss}: {config.data} has several labels per image; take --loss bce")
+        raise Refused(
+            f"--loss {config.loss}: {config.data} has several labels per image; take --loss bce"
+        )
     return train_data, val_data
 
 
@@ -194,15 +204,20 @@ def build_targets(config: Config, data):
 
 
 def build_loss(config: Config, data, device: torch.device):
-    """losses(logits [B, K], targets [B, K]) -> [B]: one loss per sample (reduction="none"), not averaged over the batch."""
+    """losses(logits [B, K], targets [B, K]) -> [B]: one loss per sample (reduction="none"), not
+    averaged over the batch.
+    """
     dtype = getattr(torch, config.dtype)
-    by_class = class_weights(config.class_weights, data.labels, len(data.classes))  # [K], or None: all alike
+    # [K], or None: all alike.
+    by_class = class_weights(config.class_weights, data.labels, len(data.classes))
     weights = torch.as_tensor(1.0 if by_class is None else by_class).to(device, dtype)
 
     def losses(logits, targets):
         logits = logits.to(targets.dtype)  # out of half precision
         if config.loss == "bce":
-            return (F.binary_cross_entropy_with_logits(logits, targets, reduction="none") * weights).mean(1)
+            return (
+                F.binary_cross_entropy_with_logits(logits, targets, reduction="none") * weights
+            ).mean(1)
         return -(targets * weights * logits.log_softmax(1)).sum(1)
 
     return torch.compile(losses, dynamic=False) if config.compile else losses
@@ -221,7 +236,9 @@ def evaluate(model, batches, data):
         with batches.autocast():
             logits = predict(model, batch)  # [B, K]
         evaluation.update(batch, logits)
-    return evaluation  # results() adds up all ranks, draw() makes pictures; a dict of results will do, without pictures
+    # results() adds up all ranks, draw() makes pictures; a dict of results will do, without
+    # pictures.
+    return evaluation
 
 
 def main() -> None:
@@ -241,18 +258,25 @@ def main() -> None:
         schedule = build_schedule(config, train_set.stream)
 
         def compute_losses(network, batch):
-            """The forward pass, in the trial of the micro-batch, in DDP's warm-up and in training: one loss per sample, [B]."""
-            images, targets = transforms.augment(batch, encode(batch.labels))  # [B, 3, H, W], [B, K]
+            """The forward pass, in the trial of the micro-batch, in DDP's warm-up and in training:
+            one loss per sample, [B].
+            """
+            # [B, 3, H, W], [B, K]
+            images, targets = transforms.augment(batch, encode(batch.labels))
             with run.autocast():
                 logits = network(images)  # [B, K]
             return loss_fn(logits, targets)
 
-        # Finds the micro-batch that fits into memory, wraps the model, prints the start table, resumes.
-        network, optimizer = run.prepare(model, optimizer, schedule, train_set, val_set, compute_losses)
+        # Finds the micro-batch that fits into memory, wraps the model, prints the start table,
+        # resumes.
+        network, optimizer = run.prepare(
+            model, optimizer, schedule, train_set, val_set, compute_losses
+        )
 
         for step in run.steps():
             set_learning_rate(optimizer, schedule(step))
-            for batch in run.micro_batches():  # this rank's share of the global batch, on the device
+            # This rank's share of the global batch, on the device.
+            for batch in run.micro_batches():
                 losses = compute_losses(network, batch)  # [B]: one loss per sample
                 run.backward(losses)  # gradients are sent with the last micro-batch
             grad_norm = run.clip_gradients(config.clip, config.clip_mode)
@@ -261,7 +285,9 @@ def main() -> None:
             run.end_step(grad_norm)
 
             if run.should_evaluate():
-                run.evaluate(evaluate, config.best_metric or ("f1" if val_data.multi_label else "top1"))
+                run.evaluate(
+                    evaluate, config.best_metric or ("f1" if val_data.multi_label else "top1")
+                )
             if run.should_save():
                 run.save()
 

@@ -4,10 +4,10 @@
     accelerate launch --config_file accelerate_configs/multi_gpu_bf16.yaml recipes/det.py --data /data/coco \
         --config recipes/presets/coco_fcos_r50.yaml
 
-The defaults are for photographs. How the global batch is spread over processes and micro-steps is derived and changes
-nothing: losses and weights equal any other layout's. Kill it at any moment, start the same command again on whatever
-hardware there is, and it resumes from the last complete checkpoint.
-This file is meant to be copied and changed: `cp recipes/det.py mine.py` runs as it is.
+The defaults are for photographs. How the global batch is spread over processes and micro-steps is
+derived and changes nothing: losses and weights equal any other layout's. Kill it at any moment,
+start the same command again on whatever hardware there is, and it resumes from the last complete
+checkpoint. This file is meant to be copied and changed: `cp recipes/det.py mine.py` runs as it is.
 """
 
 from collections.abc import Sequence
@@ -49,35 +49,39 @@ class Config(OptimizationConfig, RunConfig):
         required="name your images, or train on digits: --config recipes/presets/det_digits.yaml",
         is_common=True,
     )
-    """A COCO, Pascal VOC or YOLO folder, a Hugging Face data set with an `objects` column, shards (tars of WebDataset; URLs of
-    tars or Parquet), or digits: scenes of them."""
+    """A COCO, Pascal VOC or YOLO folder, a Hugging Face data set with an `objects` column, shards
+    (tars of WebDataset; URLs of tars or Parquet), or digits: scenes of them."""
     objects_column: str = option("", reads_data=True)
     """Tables and shards: column of the objects (default: found by its type; in a tar's .json: objects)."""
     streaming: bool = False
     """Hugging Face data sets: read their shards where they lie, without downloading them."""
     shard_memory: int = option(1024, low=1, high=2**24)
-    """Shards at a URL: MiB of a machine's memory for neighbouring images, which are read together. With more of it they are
-    shuffled better, so a resumed run keeps this value."""
+    """Shards at a URL: MiB of a machine's memory for neighbouring images, which are read together.
+    With more of it they are shuffled better, so a resumed run keeps this value."""
     box_format: str = option("", reads_data=True)
     """Tables: xywh, xyxy or cxcywh."""
     repeat_threshold: float = option(0.0, low=0, high=1)
-    """Draw images of classes that fewer than this share of the images show more often (LVIS: 0.001; 0: all alike)."""
+    """Draw images of classes that fewer than this share of the images show more often (LVIS: 0.001;
+    0: all alike)."""
     group_window: int = option(0, low=0, high=10_000)
-    """Steps within which images change places so that each step holds similar shapes, and less padding (COCO: 16; 0: none)."""
-    detector: Literal["fcos", "retinanet", "faster_rcnn", "mask_rcnn", "rtdetr_v2", "dfine", "deimv2", "rf_detr"] = (
-        option("fcos", heading="model", is_common=True)
-    )
+    """Steps within which images change places so that each step holds similar shapes, and less
+    padding (COCO: 16; 0: none)."""
+    detector: Literal[
+        "fcos", "retinanet", "faster_rcnn", "mask_rcnn", "rtdetr_v2", "dfine", "deimv2", "rf_detr"
+    ] = option("fcos", heading="model", is_common=True)
     """Family of the detector; the last four need `pip install transformers`."""
     model: str = path_option("convnext_atto", is_common=True)
-    """Backbone: a timm model, hf-hub:owner/name, or a local timm folder. rtdetr_v2, dfine, deimv2 also, rf_detr only: a model
-    of transformers."""
+    """Backbone: a timm model, hf-hub:owner/name, or a local timm folder. rtdetr_v2, dfine, deimv2
+    also, rf_detr only: a model of transformers."""
     pretrained: bool = option(False, is_weights=True, is_common=True)
     """Start from the backbone's weights that timm publishes."""
     init: str = path_option("", decides=weights_settings, is_weights=True, is_common=True)
-    """Begin with the weights of this detector, and its rows of classes with the same names: a run's best/, torchvision:NAME, a
-    .pth of torchvision, a folder or owner/name of transformers. It sets --detector, --model, ..."""
+    """Begin with the weights of this detector, and its rows of classes with the same names: a run's
+    best/, torchvision:NAME, a .pth of torchvision, a folder or owner/name of transformers. It sets
+    --detector, --model, ..."""
     init_classes: str = ""
-    """Classes that have another name in the weights of --init or --eval_only: mug=cup,pedestrian=person (data=weights)."""
+    """Classes that have another name in the weights of --init or --eval_only:
+    mug=cup,pedestrian=person (data=weights)."""
     levels: str = "3-7"
     """Feature pyramid: finest and coarsest level; level l has a cell for each 2^l x 2^l pixels."""
     width: int = option(128, low=32, high=4096)
@@ -85,17 +89,22 @@ class Config(OptimizationConfig, RunConfig):
     convolutions: int = option(2, low=1, high=64)
     """fcos, retinanet: convolutions in each of the heads (COCO: 4)."""
     variant: Literal["own", "torchvision", "torchvision_v2"] = "own"
-    """fcos, retinanet, R-CNNs: details as here, as in torchvision's trained weights, or as in their second versions."""
+    """fcos, retinanet, R-CNNs: details as here, as in torchvision's trained weights, or as in their
+    second versions."""
     short_sides: str = option("480", is_common=True)
-    """Training: lengths of an image's shorter side in pixels, one of which is drawn for each image (COCO: 800, or
-    640,672,...,800). Families of transformers: sides of the squares that images become, one drawn for each step."""
+    """Training: lengths of an image's shorter side in pixels, one of which is drawn for each image
+    (COCO: 800, or 640,672,...,800). Families of transformers: sides of the squares that images
+    become, one drawn for each step."""
     sync_short_sides: bool = False
-    """Draw one of --short_sides for all images of a step, not for each image: less padding, and fewer sizes of the canvas."""
+    """Draw one of --short_sides for all images of a step, not for each image: less padding, and
+    fewer sizes of the canvas."""
     long_side: int = option(800, low=1, high=8192)
     """Maximum length of an image's longer side (COCO: 1333). Families of transformers: not used."""
-    batch_norm: Literal["local", "group", "node", "global", "frozen"] = option("local", is_common=True)
-    """BatchNorm statistics over: each micro-batch (local), norm_batch_size samples (group), a machine (node), the whole batch
-    (global); frozen: as loaded."""
+    batch_norm: Literal["local", "group", "node", "global", "frozen"] = option(
+        "local", is_common=True
+    )
+    """BatchNorm statistics over: each micro-batch (local), norm_batch_size samples (group), a
+    machine (node), the whole batch (global); frozen: as loaded."""
     norm_batch_size: int = option(2, low=2)
     """batch_norm group: consecutive samples that share statistics."""
     drop_path: float = option(0.0, low=0, high=1)
@@ -105,7 +114,8 @@ class Config(OptimizationConfig, RunConfig):
     eval_short_side: int = option(0, low=0, high=8192, heading="evaluation")
     """Evaluation: the short side, or the side of the square (0: the longest of --short_sides)."""
     max_detections: int = option(0, low=0, high=100_000, may_change=True, is_recorded=True)
-    """Detections in an image (0: 100, or as many as an image of the data has objects). Of DETRs each query is one."""
+    """Detections in an image (0: 100, or as many as an image of the data has objects). Of DETRs
+    each query is one."""
     eval_only: str = path_option("", origin=weights_origin, weights_into="init", is_common=True)
     """Only evaluate this checkpoint, or a detector that --init takes, and print the results."""
 
@@ -135,7 +145,9 @@ class Config(OptimizationConfig, RunConfig):
 
 
 def build_data(config: Config, weights=None):
-    """Training and validation images with boxes; with the `weights` of --eval_only, both are those to evaluate these on."""
+    """Training and validation images with boxes; with the `weights` of --eval_only, both are those
+    to evaluate these on.
+    """
     train_data, val_data = load_data(config, weights)
     if not (config.max_detections or weights):
         config.max_detections = max(train_data.max_detections, val_data.max_detections)
@@ -160,7 +172,9 @@ def build_model(config: Config, class_names: Sequence[str], device: torch.device
 
 
 def build_transforms(config: Config, model, device: torch.device) -> Transforms:
-    """What happens to images: augmented in training, resized in evaluations, and normalised on the device in both."""
+    """What happens to images: augmented in training, resized in evaluations, and normalised on the
+    device in both.
+    """
     square = model.needs_squares
     short_sides, eval_side = read_sides(config, model.stride, square)
     resize = BoxAugmentation(config.seed, (eval_side,), config.long_side, square=square)
@@ -181,7 +195,9 @@ def build_transforms(config: Config, model, device: torch.device) -> Transforms:
 
 
 def predict(model, batch):
-    """The forward pass of evaluations, and of tools: the detections in each image, in pixels of the canvas."""
+    """The forward pass of evaluations, and of tools: the detections in each image, in pixels of the
+    canvas.
+    """
     return model.detect(batch.images, batch.sizes)
 
 
@@ -191,9 +207,12 @@ def evaluate(model, batches, data):
     evaluation = Evaluation(data)
     for batch in batches:  # this rank's share of the images, on the device and normalised
         with batches.autocast():
-            detections = predict(model, batch)  # of each image: boxes [n, 4], scores [n], labels int64[n]
+            # Of each image: boxes [n, 4], scores [n], labels int64[n]
+            detections = predict(model, batch)
         evaluation.update(batch, detections)
-    return evaluation  # results() adds up all ranks, draw() makes pictures; a dict of results will do, without pictures
+    # results() adds up all ranks, draw() makes pictures; a dict of results will do, without
+    # pictures.
+    return evaluation
 
 
 def main() -> None:
@@ -211,19 +230,25 @@ def main() -> None:
         schedule = build_schedule(config, train_set.stream)
 
         def compute_losses(network, batch):
-            """The forward pass, in the trial of the micro-batch, in DDP's warm-up and in training: one loss per image, [B]."""
+            """The forward pass, in the trial of the micro-batch, in DDP's warm-up and in training:
+            one loss per image, [B].
+            """
             images = transforms.normalize(batch)
             with run.autocast():
                 losses, parts = network(images, batch.targets, batch.totals)
             run.log({f"train/loss_{name}": part for name, part in parts.items()})
             return losses
 
-        # Finds the micro-batch that fits into memory, wraps the model, prints the start table, resumes.
-        network, optimizer = run.prepare(model, optimizer, schedule, train_set, val_set, compute_losses)
+        # Finds the micro-batch that fits into memory, wraps the model, prints the start table,
+        # resumes.
+        network, optimizer = run.prepare(
+            model, optimizer, schedule, train_set, val_set, compute_losses
+        )
 
         for step in run.steps():
             set_learning_rate(optimizer, schedule(step))
-            for batch in run.micro_batches():  # this rank's share of the global batch, on the device
+            # This rank's share of the global batch, on the device.
+            for batch in run.micro_batches():
                 losses = compute_losses(network, batch)  # [B]: one loss per image
                 run.backward(losses)  # gradients are sent with the last micro-batch
             grad_norm = run.clip_gradients(config.clip, config.clip_mode)

@@ -26,7 +26,8 @@ from tests.harness.processes import Processes
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
-# The slowest modules, slowest first, then the other folders of slow tests: of neighbours, and of the ground floor.
+# The slowest modules, slowest first, then the other folders of slow tests: of neighbours, and of
+# the ground floor.
 SLOW = """
 tests/cluster/ tests/launching/test_started_by tests/compat/ tests/tools/test_doctor tests/faults/test_elastic
 tests/pretended_gpu/test_equal tests/recipes/test_cls_resume tests/recipes/test_copies tests/recipes/test_layout
@@ -35,25 +36,36 @@ tests/recipes/test_refusals tests/recipes/test_cls_signals
 tests/pretended_gpu/ tests/test_readme tests/recipes/ tests/faults/ tests/test_
 """.split()
 NEIGHBOURS = ("tools", "compat", "cluster")
-# Whose tests they are, where the folder does not say it. Those of several machines need namespaces or packages of the system.
+# Whose tests they are, where the folder does not say it. Those of several machines need namespaces
+# or packages of the system.
 ROOM_OF = {
     "faults": "recipes",
     "pretended_gpu": "recipes",
     "test_accelerate_configs.py": "launching",
     **dict.fromkeys(("test_benchmarks.py", "test_coming_from.py", "test_readme.py"), "tools"),
-    **dict.fromkeys(("faults/test_elastic.py", "faults/test_strangers.py", "faults/test_two_nodes.py"), "cluster"),
-    **dict.fromkeys(("pretended_gpu/test_two_machines.py", "launching/test_started_by.py"), "cluster"),
+    **dict.fromkeys(
+        ("faults/test_elastic.py", "faults/test_strangers.py", "faults/test_two_nodes.py"),
+        "cluster",
+    ),
+    **dict.fromkeys(
+        ("pretended_gpu/test_two_machines.py", "launching/test_started_by.py"), "cluster"
+    ),
 }
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    said = "only tests of these rooms, joined by commas, and of rooms that import them; ground: all but"
+    said = (
+        "only tests of these rooms, joined by commas, and of rooms that import them; ground: all "
+        "but"
+    )
     parser.addoption("--room", help=f"{said} {', '.join(NEIGHBOURS)}")
 
 
 @functools.cache
 def rooms_above(room: str) -> set[str]:
-    """The room and all that import it. Recipes are above all of `common`; neighbours are asked for by their own names."""
+    """The room and all that import it. Recipes are above all of `common`; neighbours are asked for
+    by their own names.
+    """
     modules = [path for path in (ROOT / "common").iterdir() if not path.name.startswith("__")]
     names = {path.stem for path in modules} | {"recipes", *NEIGHBOURS}
     if room not in names:
@@ -73,9 +85,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     path = collection_path.relative_to(Path(__file__).parent)
     top = path.parts[0]
-    room = ROOM_OF.get(path.as_posix()) or ROOM_OF.get(top, top.removeprefix("test_").removesuffix(".py"))
+    room = ROOM_OF.get(path.as_posix()) or ROOM_OF.get(
+        top, top.removeprefix("test_").removesuffix(".py")
+    )
     left_out = (
-        room in NEIGHBOURS if wanted == "ground" else not any(room in rooms_above(each) for each in wanted.split(","))
+        room in NEIGHBOURS
+        if wanted == "ground"
+        else not any(room in rooms_above(each) for each in wanted.split(","))
     )
     return left_out or None
 
@@ -83,8 +99,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_configure(config: pytest.Config) -> None:
     """What tests read in this process leaves no index behind; tests of the index name a place.
 
-    One thread per process: tests run two at a time, and threads that wait for each other on a busy core cost several times
-    what they compute.
+    One thread per process: tests run two at a time, and threads that wait for each other on a busy
+    core cost several times what they compute.
     """
     for room in (config.getoption("--room") or "ground").split(","):
         if room != "ground":
@@ -95,9 +111,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The slow ones first: of two processes that run tests, the last to end is then not much later than the other."""
+    """The slow ones first: of two processes that run tests, the last to end is then not much later
+    than the other.
+    """
     items.sort(
-        key=lambda item: next((place for place, path in enumerate(SLOW) if item.nodeid.startswith(path)), len(SLOW))
+        key=lambda item: next(
+            (place for place, path in enumerate(SLOW) if item.nodeid.startswith(path)), len(SLOW)
+        )
     )
 
 
@@ -117,9 +137,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item):
-    """Of tests that run two at a time, those marked `alone` wait for the other one's end and keep its next one waiting."""
+    """Of tests that run two at a time, those marked `alone` wait for the other one's end and keep
+    its next one waiting.
+    """
     kind = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
-    # Two locks, on files that are there anyway: who waits for the second keeps others from going on before.
+    # Two locks, on files that are there anyway: who waits for the second keeps others from going on
+    # before.
     with (ROOT / "pyproject.toml").open("rb") as turn, (ROOT / "Makefile").open("rb") as floor:
         fcntl.flock(turn, fcntl.LOCK_EX)
         fcntl.flock(floor, kind)
@@ -127,12 +150,15 @@ def pytest_runtest_protocol(item: pytest.Item):
         try:
             return (yield)
         finally:
-            fcntl.flock(floor, fcntl.LOCK_UN)  # also for processes that a test has forked and left behind
+            # Also for processes that a test has forked and left behind.
+            fcntl.flock(floor, fcntl.LOCK_UN)
 
 
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
-    """`launch("multi_cpu", script, "--seed", 1, flags=["--num_processes", 3])`; `launch.start` doesn't wait for it."""
+    """`launch("multi_cpu", script, "--seed", 1, flags=["--num_processes", 3])`; `launch.start`
+    doesn't wait for it.
+    """
     return Launcher(tmp_path_factory.mktemp("home"))
 
 
@@ -148,11 +174,12 @@ def processes() -> Iterator[Processes]:
 def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
     """Run a recipe's `main` for each of several named command lines, in one world of `processes` ranks.
 
-    run_several(2, {"a": ["--model", "test_vit"]}, recipe="recipes/cls.py") -> {"a": Outcome}.
-    A case's run folder is <output_dir>/<its name>; without --output_dir it is in a new temporary folder. Pictures are drawn
-    only if asked for. A run is `small`, but with `as_typed`: that one has no tracker and no data workers unless it says so.
-    An unexpected error in any case fails the test.
-    The ranks are forks, which start much sooner than a launch; `run_main` takes the forks of another server.
+    run_several(2, {"a": ["--model", "test_vit"]}, recipe="recipes/cls.py") -> {"a": Outcome}. A
+    case's run folder is <output_dir>/<its name>; without --output_dir it is in a new temporary
+    folder. Pictures are drawn only if asked for. A run is `small`, but with `as_typed`: that one
+    has no tracker and no data workers unless it says so. An unexpected error in any case fails the
+    test. The ranks are forks, which start much sooner than a launch; `run_main` takes the forks of
+    another server.
     """
 
     def run(
@@ -171,11 +198,18 @@ def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
         for name, words in cases.items():
             of_case = words[0] if words and str(words[0]).endswith(".py") else recipe
             words = [*map(str, words if as_typed else small(words, of_case))]
-            defaults = {"--name": name, "--output_dir": scratch / "runs", "--tracker": "none", "--workers": 0}
+            defaults = {
+                "--name": name,
+                "--output_dir": scratch / "runs",
+                "--tracker": "none",
+                "--workers": 0,
+            }
             for flag, value in defaults.items():
                 words += [] if flag in words else [flag, str(value)]
             commands.append(words)
-            folders.append(Path(words[words.index("--output_dir") + 1]) / words[words.index("--name") + 1])
+            folders.append(
+                Path(words[words.index("--output_dir") + 1]) / words[words.index("--name") + 1]
+            )
         file = scratch / "CASES.json"
         file.write_text(json.dumps(commands))
         main = functools.partial(several.main, Path(recipe), file, pictures)
@@ -193,13 +227,17 @@ def run_several(forks, tmp_path_factory) -> Callable[..., dict[str, Outcome]]:
 
 @pytest.fixture(scope="session")
 def thorough(request) -> bool:
-    """True if long tests are among those that run: fixtures then make the runs that only long tests look at."""
+    """True if long tests are among those that run: fixtures then make the runs that only long tests
+    look at.
+    """
     return any(item.get_closest_marker("long") for item in request.session.items)
 
 
 @pytest.fixture(scope="session")
 def stripes(tmp_path_factory) -> Path:
-    """199 + 23 photographs of five striped stuffs, some rarer than others: soon learnt, also when varied a lot."""
+    """199 + 23 photographs of five striped stuffs, some rarer than others: soon learnt, also when
+    varied a lot.
+    """
     folder = tmp_path_factory.mktemp("stripes")
     draw_stripes(folder / "train", (67, 51, 40, 27, 14))
     draw_stripes(folder / "val", (7, 5, 5, 3, 3), seed=1)
@@ -208,7 +246,9 @@ def stripes(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def scenes(tmp_path_factory) -> Path:
-    """25 + 7 scenes of digits in COCO's format, of many sizes; every third has no box, so that some ranks have none."""
+    """25 + 7 scenes of digits in COCO's format, of many sizes; every third has no box, so that some
+    ranks have none.
+    """
     folder = tmp_path_factory.mktemp("scenes")
     draw_scenes(folder)
     return folder
@@ -227,17 +267,25 @@ def rf_detr(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory) -> Forks:
-    """`forks("--max_steps", 5)` runs recipes/cls.py in a fork of a process that has imported it, see forked.py."""
+    """`forks("--max_steps", 5)` runs recipes/cls.py in a fork of a process that has imported it,
+    see forked.py.
+    """
     return Forks(tmp_path_factory.mktemp("forks"))
 
 
 @pytest.fixture
 def nodes(tmp_path_factory) -> Iterator[Callable[..., list[Node]]]:
-    """`nodes(2)` gives two machines; `nodes(2, own={1: {path: other}})` two of which the second has `other` at `path`."""
+    """`nodes(2)` gives two machines; `nodes(2, own={1: {path: other}})` two of which the second has
+    `other` at `path`.
+    """
     require_namespaces(tmp_path_factory.mktemp("trial"))
     with contextlib.ExitStack() as stack:
 
-        def make(count: int, own: Mapping[int, Mapping[Path, Path]] | None = None, **options) -> list[Node]:
-            return stack.enter_context(machines(count, tmp_path_factory.mktemp("machines"), own, **options))
+        def make(
+            count: int, own: Mapping[int, Mapping[Path, Path]] | None = None, **options
+        ) -> list[Node]:
+            return stack.enter_context(
+                machines(count, tmp_path_factory.mktemp("machines"), own, **options)
+            )
 
         yield make

@@ -27,7 +27,8 @@ def keys_of(name: str) -> dict[str, object]:
     return yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
 
 
-# Every rank writes the world that it got, and a sum over ranks that only ranks which hear each other can know.
+# Every rank writes the world that it got, and a sum over ranks that only ranks which hear each
+# other can know.
 PROBE = """
 import json, sys, torch
 from common.launching.launch import describe, run, start
@@ -65,15 +66,24 @@ def test_a_file_begins_with_the_command_for_every_machine(path: Path) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("path", [path for path in FILES if keys_of(path.stem).get("num_processes", 1) > 1])
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if keys_of(path.stem).get("num_processes", 1) > 1]
+)
 def test_processes_meet_where_they_can_be_replaced(path: Path) -> None:
-    """Accelerate takes the flag from the section that no other part of it reads; a flag on the command line wins."""
+    """Accelerate takes the flag from the section that no other part of it reads; a flag on the
+    command line wins.
+    """
     command = ["--config_file", str(path), "recipes/cls.py"]
     arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(command))
     assert arguments.rdzv_backend == "machines"
-    assert getattr(arguments, "rdzv_endpoint", "") == ("" if arguments.num_machines > 1 else "localhost:0")
+    assert getattr(arguments, "rdzv_endpoint", "") == (
+        "" if arguments.num_machines > 1 else "localhost:0"
+    )
     command[:0] = ["--rdzv_backend", "static"]
-    assert _validate_launch_command(launch_command_parser().parse_args(command))[0].rdzv_backend == "static"
+    assert (
+        _validate_launch_command(launch_command_parser().parse_args(command))[0].rdzv_backend
+        == "static"
+    )
 
 
 @pytest.mark.smoke
@@ -84,10 +94,15 @@ def test_files_differ_only_in_precision_number_of_machines_and_devices() -> None
     two = keys_of("2node")
     assert two["num_processes"] / 2 == keys_of("multi_gpu")["num_processes"]
     command = ["--config_file", str(FOLDER / "2node.yaml"), "--main_process_ip", "10.0.0.1"]
-    command += ["--num_machines", "4", "--num_processes", "32", "recipes/cls.py"]  # as docs/layouts.md says
+    # As docs/layouts.md says.
+    command += ["--num_machines", "4", "--num_processes", "32", "recipes/cls.py"]
     four, _, _ = _validate_launch_command(launch_command_parser().parse_args(command))
     assert (four.num_machines, four.num_processes) == (4, 32)
-    assert keys_of("2node_cpu") == two | {"gpu_ids": "-1,-1", "num_processes": 2, "mixed_precision": "no"}
+    assert keys_of("2node_cpu") == two | {
+        "gpu_ids": "-1,-1",
+        "num_processes": 2,
+        "mixed_precision": "no",
+    }
 
 
 @pytest.mark.smoke
@@ -97,10 +112,13 @@ def test_files_that_shard_differ_only_in_the_sharding() -> None:
         (f"2node_{kind}_bf16", "2node_bf16") for kind in ("fsdp", "hsdp")
     }:
         mine, theirs = (
-            {key: value for key, value in keys_of(file).items() if key not in kept} for file in (name, other)
+            {key: value for key, value in keys_of(file).items() if key not in kept}
+            for file in (name, other)
         )
         assert mine == theirs, name
-        command = launch_command_parser().parse_args(["--config_file", str(FOLDER / f"{name}.yaml"), "recipes/cls.py"])
+        command = launch_command_parser().parse_args(
+            ["--config_file", str(FOLDER / f"{name}.yaml"), "recipes/cls.py"]
+        )
         command.main_process_ip = "127.0.0.1"
         environ = prepare_multi_gpu_env(_validate_launch_command(command)[0])
         asked = sharding_of(environ | {"WORLD_SIZE": str(keys_of(name)["num_processes"])})
@@ -112,19 +130,29 @@ def worlds(folder: Path) -> dict[str, list]:
 
 
 @pytest.mark.parametrize("config, precision", [("multi_cpu", "bf16"), ("fsdp_cpu", "fp32")])
-def test_a_cpu_file_starts_ranks_that_hear_each_other(launch, probe, tmp_path, config: str, precision: str) -> None:
-    done = launch(config, probe, tmp_path, flags=["--mixed_precision", {"fp32": "no"}.get(precision, precision)])
+def test_a_cpu_file_starts_ranks_that_hear_each_other(
+    launch, probe, tmp_path, config: str, precision: str
+) -> None:
+    done = launch(
+        config,
+        probe,
+        tmp_path,
+        flags=["--mixed_precision", {"fp32": "no"}.get(precision, precision)],
+    )
     assert done.returncode == 0, done.stderr
     layout = [2, 3, f"2 processes on 1 node, cpu (gloo), {precision}, started by accelerate launch"]
     assert worlds(tmp_path) == {"rank0.json": layout, "rank1.json": layout}
 
 
-def test_a_rehearsal_of_two_machines_makes_one_world_and_a_forgotten_address_is_named(launch, probe, tmp_path) -> None:
+def test_a_rehearsal_of_two_machines_makes_one_world_and_a_forgotten_address_is_named(
+    launch, probe, tmp_path
+) -> None:
     forgotten, port = launch.start("2node_cpu", probe, tmp_path), free_port()
     flags = ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
     first = launch.start("2node_cpu", probe, tmp_path, flags=flags)
     await_listener("127.0.0.1", port, patience=60)  # before that it looks whether the port is free
-    second = launch.start("2node_cpu", probe, tmp_path, flags=[*flags, "--machine_rank", 1])  # which does not look
+    # Which does not look.
+    second = launch.start("2node_cpu", probe, tmp_path, flags=[*flags, "--machine_rank", 1])
     nodes = [node.finish() for node in (first, second)]
     assert [node.returncode for node in nodes] == [0, 0], nodes
     layout = [2, 3, "2 processes on 2 nodes, cpu (gloo), fp32, started by accelerate launch"]

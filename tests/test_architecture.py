@@ -22,7 +22,10 @@ SOURCES = {
     for path in sorted((ROOT / top).rglob("*.py"))
 }
 RECIPES = {path.stem: source for path, source in SOURCES.items() if path.parts[0] == "recipes"}
-ROOMS = sorted({path.parts[1].removesuffix(".py") for path in SOURCES if path.parts[0] == "common"} - {"__init__"})
+ROOMS = sorted(
+    {path.parts[1].removesuffix(".py") for path in SOURCES if path.parts[0] == "common"}
+    - {"__init__"}
+)
 FACES = [room for room in ROOMS if (ROOT / "common" / room).is_dir()]
 
 SHARED = (OptimizationConfig, RunConfig)
@@ -34,7 +37,16 @@ MOST_ARGUMENTS_OF_PREPARE, MOST_METHODS_OF_RUN = 6, 15
 MOST_FIELDS = 46
 
 STEP = ["backward", "clip_gradients", "step", "zero_grad"]
-RANKS = {"rank", "local_rank", "node_rank", "get_rank", "process_index", "local_process_index", "RANK", "LOCAL_RANK"}
+RANKS = {
+    "rank",
+    "local_rank",
+    "node_rank",
+    "get_rank",
+    "process_index",
+    "local_process_index",
+    "RANK",
+    "LOCAL_RANK",
+}
 RANKS |= {"is_main", "is_main_process", "is_local_main", "is_local_main_process", "on_main_process"}
 
 
@@ -44,7 +56,8 @@ RANKS |= {"is_main", "is_main_process", "is_local_main", "is_local_main_process"
 @pytest.mark.parametrize("room", ROOMS)
 def test_the_map_of_rooms_names_every_room(room: str) -> None:
     text = (ROOT / "docs" / "design.md").read_text()
-    assert re.search(rf"\b{room}(/(?!\w)|\.py|`)", text)  # config/, errors.py or `errors`, but not config/fields.py
+    # config/, errors.py or `errors`, but not config/fields.py.
+    assert re.search(rf"\b{room}(/(?!\w)|\.py|`)", text)
 
 
 @pytest.mark.parametrize("room", FACES)
@@ -67,9 +80,17 @@ def test_one_module_calls_what_only_devices_of_a_kind_have() -> None:
     callers = set()
     for path, source in SOURCES.items():
         if path.parts[0] in ("common", "compat", "recipes", "tools"):
-            nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Attribute, ast.alias))]
+            nodes = [
+                node
+                for node in ast.walk(ast.parse(source))
+                if isinstance(node, (ast.Attribute, ast.alias))
+            ]
             names = {ast.unparse(node) for node in nodes}
-            names |= {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
+            names |= {
+                node.module
+                for node in ast.walk(ast.parse(source))
+                if isinstance(node, ast.ImportFrom)
+            }
             callers |= {str(path)} if names & OF_ONE_KIND else set()
     assert callers == {"common/distributed/devices.py"}
 
@@ -79,7 +100,9 @@ def test_one_module_calls_what_only_devices_of_a_kind_have() -> None:
 
 def test_modules_say_what_they_are() -> None:
     """There is a docstring, whose first sentence doesn't ask."""
-    docstrings = {path: ast.get_docstring(ast.parse(source)) or "?" for path, source in SOURCES.items()}
+    docstrings = {
+        path: ast.get_docstring(ast.parse(source)) or "?" for path, source in SOURCES.items()
+    }
     ends = {path: re.search(r"[.!?](?=\s|$)", text) for path, text in docstrings.items()}
     assert [str(path) for path, end in ends.items() if end and end[0] == "?"] == []
 
@@ -89,25 +112,44 @@ def test_modules_say_what_they_are() -> None:
 
 def name_of(node: ast.AST) -> str:
     """The last part of a dotted name."""
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return (
+        node.attr
+        if isinstance(node, ast.Attribute)
+        else node.id
+        if isinstance(node, ast.Name)
+        else ""
+    )
 
 
 def main_of(tree: ast.Module) -> ast.FunctionDef:
-    return next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
+    return next(
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"
+    )
 
 
 def imports_of(source: str) -> list[ast.ImportFrom]:
     """What is imported from common, by module."""
     nodes = ast.walk(ast.parse(source))
-    return [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("common")]
+    return [
+        node
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("common")
+    ]
 
 
 def names_in_main(source: str) -> set[str]:
     """Names in `main` that are imported from common or defined in the recipe, and what it uses of the run."""
     tree = ast.parse(source)
     project = {alias.asname or alias.name for node in imports_of(source) for alias in node.names}
-    project |= {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    project |= {name_of(target) for node in tree.body if isinstance(node, ast.Assign) for target in node.targets}
+    project |= {
+        node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    }
+    project |= {
+        name_of(target)
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+    }
     nodes = [*ast.walk(main_of(tree))]
     attributes = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
     of_run = {name for name in attributes if re.fullmatch(r"run\.\w+", name)}
@@ -120,7 +162,11 @@ def out_of_order(source: str) -> list[str]:
     names = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     in_order = re.fullmatch(r"Config( build_\w+)+( (?!build_)\w+)* main", " ".join(names))
     guard = ast.unparse(tree.body[-1]) == "if __name__ == '__main__':\n    run_main(main)"
-    return [] if ast.get_docstring(tree) and in_order and names.count("evaluate") == 1 and guard else names
+    return (
+        []
+        if ast.get_docstring(tree) and in_order and names.count("evaluate") == 1 and guard
+        else names
+    )
 
 
 def hidden_step(source: str) -> list[str]:
@@ -133,7 +179,9 @@ def hidden_step(source: str) -> list[str]:
 def rank_tests(source: str) -> list[str]:
     """What tells one rank from another: a recipe does the same on all."""
     nodes = list(ast.walk(ast.parse(source)))
-    names = {name_of(node) for node in nodes} | {node.value for node in nodes if isinstance(node, ast.Constant)}
+    names = {name_of(node) for node in nodes} | {
+        node.value for node in nodes if isinstance(node, ast.Constant)
+    }
     return sorted(RANKS & (names | {node.name for node in nodes if isinstance(node, ast.alias)}))
 
 
@@ -144,12 +192,18 @@ def bad_fields(source: str) -> list[str]:
     """
     wrong, explained = [], {field.name for base in SHARED for field in dataclasses.fields(base)}
     for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef) and node.name.endswith("Config") and not node.name.startswith("_"):
+        if (
+            isinstance(node, ast.ClassDef)
+            and node.name.endswith("Config")
+            and not node.name.startswith("_")
+        ):
             fields = [line for line in node.body if isinstance(line, ast.AnnAssign)]
             if len(fields) > MOST_FIELDS:
                 wrong.append(f"{node.name}: {len(fields)} fields, at most {MOST_FIELDS}")
             for line, following in zip(node.body, [*node.body[1:], None], strict=True):
-                is_explained = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+                is_explained = isinstance(following, ast.Expr) and isinstance(
+                    following.value, ast.Constant
+                )
                 restated = explained if node.name == "Config" and node.bases else ()
                 if line in fields and not is_explained and line.target.id not in restated:
                     wrong.append(f"{node.name}.{line.target.id} has no docstring")
@@ -169,7 +223,9 @@ def test_a_recipe_passes(check, name: str) -> None:
 def test_a_recipe_is_one_page(name: str) -> None:
     source = RECIPES[name]
     modules = {node.module for node in imports_of(source)}
-    assert modules <= {f"common.{room}" for room in ROOMS}, "a recipe imports from rooms, not from modules inside them"
+    assert modules <= {f"common.{room}" for room in ROOMS}, (
+        "a recipe imports from rooms, not from modules inside them"
+    )
     names = [alias.name for node in imports_of(source) for alias in node.names]
     assert len(modules) <= MOST_MODULES and len(names) <= MOST_IMPORTED_NAMES
     assert len(source.splitlines()) <= MOST_LINES[name] and "partial" not in source
@@ -177,14 +233,20 @@ def test_a_recipe_is_one_page(name: str) -> None:
     listed = {room: import_module(f"common.{room}").__all__ for room in FACES}
     for node in imports_of(source):
         room = node.module.removeprefix("common.")
-        assert room not in listed or {alias.name for alias in node.names} <= {*listed[room]}, f"{node.module}.__all__"
+        assert room not in listed or {alias.name for alias in node.names} <= {*listed[room]}, (
+            f"{node.module}.__all__"
+        )
         for alias in node.names:
             imported = getattr(import_module(node.module), alias.name)
-            assert not inspect.ismodule(imported), f"{node.module}.{alias.name}: import functions and classes"
+            assert not inspect.ismodule(imported), (
+                f"{node.module}.{alias.name}: import functions and classes"
+            )
 
 
 def test_a_run_is_small_to_look_at() -> None:
-    methods = [name for name, value in vars(Run).items() if callable(value) and not name.startswith("_")]
+    methods = [
+        name for name, value in vars(Run).items() if callable(value) and not name.startswith("_")
+    ]
     assert len(methods) <= MOST_METHODS_OF_RUN, methods
     assert len(inspect.signature(Run.prepare).parameters) - 1 <= MOST_ARGUMENTS_OF_PREPARE
 

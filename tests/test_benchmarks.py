@@ -1,4 +1,6 @@
-"""Benchmarks: every script runs, and its results have the promised form. How fast it is does not matter to a test."""
+"""Benchmarks: every script runs, and its results have the promised form. How fast it is does not
+matter to a test.
+"""
 
 import json
 import subprocess

@@ -16,7 +16,11 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def synced(descriptor: int) -> None:
         found = os.fstat(descriptor)
-        path = next(path for path in (tmp_path, *tmp_path.rglob("*")) if os.path.samestat(path.stat(), found))
+        path = next(
+            path
+            for path in (tmp_path, *tmp_path.rglob("*"))
+            if os.path.samestat(path.stat(), found)
+        )
         done.append(f"sync {path.relative_to(tmp_path)}")
         fsync(descriptor)
 
@@ -39,7 +43,9 @@ def folder_with(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_file_is_synced_then_named_then_its_folder_is_synced(tmp_path: Path, steps: list[str]) -> None:
+def test_a_file_is_synced_then_named_then_its_folder_is_synced(
+    tmp_path: Path, steps: list[str]
+) -> None:
     for content in (b"one", b"two"):
         replace_file(tmp_path / "file", content)
         assert (tmp_path / "file").read_bytes() == content
@@ -53,7 +59,9 @@ def test_a_folder_is_synced_with_all_in_it(tmp_path: Path, steps: list[str]) -> 
     assert steps == ["sync one/two", "sync one/two/file", "sync one"]
 
 
-def test_the_old_folder_is_removed_only_after_the_new_one_is_durable(tmp_path: Path, steps: list[str]) -> None:
+def test_the_old_folder_is_removed_only_after_the_new_one_is_durable(
+    tmp_path: Path, steps: list[str]
+) -> None:
     final = tmp_path / "best"
     for text in ("one", "two"):
         folder_with(tmp_path / ".best.tmp", text)
@@ -61,7 +69,13 @@ def test_the_old_folder_is_removed_only_after_the_new_one_is_durable(tmp_path: P
         replace_folder(final, tmp_path / ".best.tmp")
         assert (final / "file").read_text() == text
         assert [path.name for path in tmp_path.iterdir()] == ["best"]
-    assert steps == [".best.tmp -> best", "sync .", "best -> .best.old", ".best.tmp -> best", "sync ."]
+    assert steps == [
+        ".best.tmp -> best",
+        "sync .",
+        "best -> .best.old",
+        ".best.tmp -> best",
+        "sync .",
+    ]
 
 
 def test_the_names_of_new_folders_are_durable(tmp_path: Path, steps: list[str]) -> None:
@@ -74,7 +88,9 @@ def test_the_names_of_new_folders_are_durable(tmp_path: Path, steps: list[str]) 
         make_folder(tmp_path / "file/a")
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replace_file(tmp_path / "file", b"old")
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
     with pytest.raises(OSError, match="full"):

@@ -1,4 +1,6 @@
-"""Only regular files are read, up to a size limit; each real folder is visited once; YAML aliases can't expand."""
+"""Only regular files are read, up to a size limit; each real folder is visited once; YAML aliases
+can't expand.
+"""
 
 import os
 from pathlib import Path
@@ -22,7 +24,9 @@ def test_a_folder_may_be_deeper_than_the_recursion_limit(tmp_path: Path) -> None
 
 def laughs(levels: int) -> str:
     """YAML of a few lines that stands for 10^levels entries."""
-    return "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 10}]\n" for n in range(1, levels))
+    return "a0: &a0 [x]\n" + "".join(
+        f"a{n}: &a{n} [{f'*a{n - 1}, ' * 10}]\n" for n in range(1, levels)
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,6 +55,14 @@ def test_other_yaml_is_refused_in_one_line(tmp_path: Path, text: str | bytes, to
 def test_yaml_values_are_text_or_switches(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a: &l [x, y]\nb: *l")
     assert read_yaml(tmp_path / "file", 200) == {"a": ["x", "y"], "b": ["x", "y"]}
-    (tmp_path / "file").write_text("a: [1, yes, ~, '~', 010, 2024-01-01]\nb: &b {c: no}\n3: &x y\n4: *x\nno: !!str 1")
-    switched = {"a": ["1", True, None, "~", "010", "2024-01-01"], "b": {"c": False}, "3": "y", "4": "y", "no": "1"}
+    (tmp_path / "file").write_text(
+        "a: [1, yes, ~, '~', 010, 2024-01-01]\nb: &b {c: no}\n3: &x y\n4: *x\nno: !!str 1"
+    )
+    switched = {
+        "a": ["1", True, None, "~", "010", "2024-01-01"],
+        "b": {"c": False},
+        "3": "y",
+        "4": "y",
+        "no": "1",
+    }
     assert read_yaml(tmp_path / "file", 200) == switched

@@ -27,7 +27,9 @@ import common, getpass
 print(getpass.getuser(), os.environ["HOME"])
 assert os.path.isdir(os.path.expanduser("~"))
 """
-LOST = "standard output can't be written, the rest of it is lost: [Errno 28] No space left on device\n"
+LOST = (
+    "standard output can't be written, the rest of it is lost: [Errno 28] No space left on device\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -47,18 +49,33 @@ def test_no_stream_ends_a_process(tmp_path, redirect, count, encoding, stdout, o
     script = tmp_path / "prints.py"
     script.write_text(PRINTS)
     command = f'"{sys.executable}" "{script}" {count} "{tmp_path}/done" {redirect}; exit ${{PIPESTATUS[0]}}'
-    environ = os.environ | {"PYTHONIOENCODING": encoding, "PYTHONPATH": str(Path(__file__).parents[1])}
-    ended = subprocess.run(["bash", "-c", command], env=environ, capture_output=True, encoding="utf-8")
+    environ = os.environ | {
+        "PYTHONIOENCODING": encoding,
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
+    ended = subprocess.run(
+        ["bash", "-c", command], env=environ, capture_output=True, encoding="utf-8"
+    )
     assert (ended.returncode, ended.stdout) == (3, stdout), ended
-    assert on_stderr in ended.stderr and "Traceback" not in ended.stderr and "ignored" not in ended.stderr, ended
+    assert (
+        on_stderr in ended.stderr
+        and "Traceback" not in ended.stderr
+        and "ignored" not in ended.stderr
+    ), ended
     assert on_stderr or not ended.stderr
     assert (tmp_path / "done").read_text() == "done"
 
 
 def test_without_a_home_there_is_one(tmp_path) -> None:
     """Else libraries write into a folder `~`, and torch's compiler fails where a user has no name."""
-    environ = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}
-    ended = subprocess.run([sys.executable, "-c", HOMELESS], env=environ, capture_output=True, text=True)
+    environ = {
+        "PATH": os.environ["PATH"],
+        "TMPDIR": str(tmp_path),
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", HOMELESS], env=environ, capture_output=True, text=True
+    )
     user, home = ended.stdout.split()
     assert user == f"uid{os.getuid()}" and home.startswith(f"{tmp_path}/home-"), ended
     assert not list(tmp_path.iterdir()), "it is left behind"

@@ -26,26 +26,43 @@ def test_mixing_never_collides_and_turns_half_of_the_bits() -> None:
     x = np.arange(200_000)
     mixed = mix(x, 7)
     assert mixed.dtype == np.uint64 and len(np.unique(mixed)) == len(x)
-    for bit in range(0, 63, 7):  # avalanche: flipping one bit of the input flips each bit of the output at even odds
+    # Avalanche: flipping one bit of the input flips each bit of the output at even odds.
+    for bit in range(0, 63, 7):
         flipped = mixed ^ mix(x ^ (1 << bit), 7)
         shares = [np.mean(flipped >> np.uint64(place) & np.uint64(1)) for place in range(64)]
         assert np.abs(np.array(shares) - 0.5).max() < 5 * 0.5 / len(x) ** 0.5
 
 
 def test_uniforms_are_uniform_within_a_key_and_independent_between_keys() -> None:
-    first, second = uniforms(np.arange(100_000), key_of(0, "a")), uniforms(np.arange(100_000), key_of(0, "b"))
+    first, second = (
+        uniforms(np.arange(100_000), key_of(0, "a")),
+        uniforms(np.arange(100_000), key_of(0, "b")),
+    )
     assert 0 <= first.min() and first.max() < 1
     counts, *_ = np.histogram2d(first, second, bins=10)
-    assert ((counts - 1000) ** 2 / 1000).sum() < 149  # chi-square with 99 degrees of freedom: p = 0.001
+    # chi-square with 99 degrees of freedom: p = 0.001.
+    assert ((counts - 1000) ** 2 / 1000).sum() < 149
     assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 4 / len(first) ** 0.5
 
 
 def test_keys_differ_by_purpose_and_are_the_same_in_every_process() -> None:
-    parts = [(0, "a"), (1, "a"), (0, "b"), ("0", "a"), (0, "a", 0), (0,), ("0, 'a'",), (-1, "a"), (2**70, "a")]
+    parts = [
+        (0, "a"),
+        (1, "a"),
+        (0, "b"),
+        ("0", "a"),
+        (0, "a", 0),
+        (0,),
+        ("0, 'a'",),
+        (-1, "a"),
+        (2**70, "a"),
+    ]
     keys = [key_of(*each) for each in parts]
     assert len(set(keys)) == len(parts) and all(0 <= key < 2**64 for key in keys)
     code = f"from common.randomness import key_of; print([key_of(*each) for each in {parts!r}])"
-    elsewhere = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert elsewhere.stdout.strip() == str(keys)
 
 

@@ -1,8 +1,10 @@
-"""Everything that README.md tells a newcomer to type works, and the flags, files and links of the pages in docs/ exist.
+"""Everything that README.md tells a newcomer to type works, and the flags, files and links of the
+pages in docs/ exist.
 
-Blocks of bash and Python are run unchanged, from top to bottom in one terminal. A block that needs hardware or the network says
-so in a comment above it and is only parsed. A block that a comment attributes to a file must stand in that file. `PRELUDE` has
-the only differences from a newcomer's terminal.
+Blocks of bash and Python are run unchanged, from top to bottom in one terminal. A block that needs
+hardware or the network says so in a comment above it and is only parsed. A block that a comment
+attributes to a file must stand in that file. `PRELUDE` has the only differences from a newcomer's
+terminal.
 """
 
 import dataclasses
@@ -31,13 +33,16 @@ README = (ROOT / "README.md").read_text()
 ADDRESS = "<address of this repository>"
 # The flags that other programs rely on: none of them may go.
 PROMISED = set(
-    "config data model global_batch_size max_micro_batch_size epochs max_steps lr opt mixup batch_norm norm_batch_size "
+    "config data model global_batch_size max_micro_batch_size epochs max_steps lr opt mixup "
+    "batch_norm norm_batch_size "
     "dtype seed output_dir name resume checkpoint_every eval_every log_every workers tracker".split()
 )
-LINK = re.compile(r"\]\(([^)#:]*)(?:#([^)]+))?\)")  # to a file, to a heading of it, or to a heading of the page itself
+# To a file, to a heading of it, or to a heading of the page itself.
+LINK = re.compile(r"\]\(([^)#:]*)(?:#([^)]+))?\)")
 
-# Each launch is a few steps long, two more than the one before, so that what goes on has somewhere to go. The environment is
-# the one these tests run in: installing it is what `make test` did to get here.
+# Each launch is a few steps long, two more than the one before, so that what goes on has somewhere
+# to go. The environment is the one these tests run in: installing it is what `make test` did to get
+# here.
 PRELUDE = """
 set -eux
 steps=2
@@ -62,7 +67,9 @@ make() {
 
 @dataclass
 class Block:
-    """A block of README.md: its language, its text, what it needs, and the file that it is taken from ("" for none)."""
+    """A block of README.md: its language, its text, what it needs, and the file that it is taken
+    from ("" for none).
+    """
 
     language: str
     text: str
@@ -73,7 +80,9 @@ class Block:
 def blocks() -> list[Block]:
     pattern = r"(?:<!-- needs: (.+?) -->\n|<!-- from: (.+?) -->\n)?^```(\w*)\n(.*?)^```$"
     found = re.findall(pattern, README, re.MULTILINE | re.DOTALL)
-    assert 2 * len(found) == README.count("```"), "a block that is not understood here would go untested"
+    assert 2 * len(found) == README.count("```"), (
+        "a block that is not understood here would go untested"
+    )
     return [Block(language, text, needs, file) for needs, file, language, text in found]
 
 
@@ -92,7 +101,9 @@ def test_the_loop_stands_in_the_recipe() -> None:
     shown = [line.partition("  # ")[0] for line in loop.text.splitlines() if line.strip() != "..."]
     indent = " " * 8  # in `main`, inside `with Run(...)`
     lines = iter(line.partition("  # ")[0] for line in (ROOT / loop.file).read_text().splitlines())
-    assert [line for line in shown if indent + line not in lines] == [], "not in the recipe, or in another order"
+    assert [line for line in shown if indent + line not in lines] == [], (
+        "not in the recipe, or in another order"
+    )
 
 
 @pytest.mark.smoke
@@ -135,15 +146,25 @@ def anchors(page: str) -> set[str]:
 @pytest.mark.smoke
 def test_every_flag_that_a_page_names_exists() -> None:
     configs = [load(path).Config for path in sorted((ROOT / "recipes").glob("*.py"))]
-    flags = {field.name for config in configs for field in dataclasses.fields(config)} | {"config", "help"}
-    tools = [f"tools.{path.parent.name}.__main__" for path in sorted((ROOT / "tools").glob("*/__main__.py"))]
+    flags = {field.name for config in configs for field in dataclasses.fields(config)} | {
+        "config",
+        "help",
+    }
+    tools = [
+        f"tools.{path.parent.name}.__main__"
+        for path in sorted((ROOT / "tools").glob("*/__main__.py"))
+    ]
     parsers = [launch_command_parser(), get_args_parser()]  # accelerate launch, torchrun
     parsers += [importlib.import_module(tool).arguments() for tool in tools]
     of_others = {
-        option.lstrip("-") for parser in parsers for action in parser._actions for option in action.option_strings
+        option.lstrip("-")
+        for parser in parsers
+        for action in parser._actions
+        for option in action.option_strings
     }
     of_others.add("recipe")  # which tools.trained takes
-    of_others |= {"nodes", "ntasks", "gpus", "hostfile", "listen", "wait"}  # --ntasks-per-node of srun; mpirun, debugpy
+    # --ntasks-per-node of srun; mpirun, debugpy.
+    of_others |= {"nodes", "ntasks", "gpus", "hostfile", "listen", "wait"}
     for page in (
         "README.md",
         "CONTRIBUTING.md",
@@ -165,9 +186,15 @@ def test_every_flag_that_a_page_names_exists() -> None:
     table = between(contract, "## Flags that programs may rely on", "A switch is")
     assert flags >= set(re.findall(r"--(\w+)", table)) >= PROMISED
     changeable = {
-        field.name for config in configs for field in dataclasses.fields(config) if field.metadata.get("may_change")
+        field.name
+        for config in configs
+        for field in dataclasses.fields(config)
+        if field.metadata.get("may_change")
     }
-    assert set(re.findall(r"--(\w+)", between(contract, "**What may change**", "Any other change"))) == changeable
+    assert (
+        set(re.findall(r"--(\w+)", between(contract, "**What may change**", "Any other change")))
+        == changeable
+    )
 
 
 def between(text: str, first: str, last: str) -> str:
@@ -179,13 +206,19 @@ def repository(tmp_path) -> Path:
     """A git repository that holds what lies in this checkout, committed or not."""
     folder = tmp_path / "repository"
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    names = subprocess.run(
+        listed, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\0")
     for name in filter(None, names):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     author = ["-c", "user.name=reader", "-c", "user.email=reader@example.org"]
-    for words in (["init", "--quiet"], ["add", "--all"], [*author, "commit", "--quiet", "--message", "all"]):
+    for words in (
+        ["init", "--quiet"],
+        ["add", "--all"],
+        [*author, "commit", "--quiet", "--message", "all"],
+    ):
         subprocess.run(["git", *words], cwd=folder, check=True)
     return folder
 
@@ -207,8 +240,14 @@ def test_a_newcomer_can_type_the_readme_from_top_to_bottom(repository, home, tmp
     for block in blocks():
         if not (block.needs or block.file):
             python = f"python - << 'END'\n{block.text}END\n"
-            typed.append(python if block.language == "python" else block.text.replace(ADDRESS, str(repository)))
-    inherited = {name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
+            typed.append(
+                python
+                if block.language == "python"
+                else block.text.replace(ADDRESS, str(repository))
+            )
+    inherited = {
+        name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH") if name in os.environ
+    }
     done = subprocess.run(
         ["bash", "-c", "\n".join(typed)],
         cwd=tmp_path,
@@ -229,12 +268,24 @@ def test_a_newcomer_can_type_the_readme_from_top_to_bottom(repository, home, tmp
             if name != "wandb/" or run == demo:  # the others ran without a tracker
                 assert (run / name).exists(), f"{run / name} is promised\n{said}"
         written = {path.name for path in run.iterdir() if not path.name.startswith(".")}
-        written |= {key for line in (run / "metrics.jsonl").read_text().splitlines() for key in json.loads(line)}
-        written |= {key for name in ("summary.json", "status.json") for key in json.loads((run / name).read_text())}
-        assert not {name for name in written if f"`{name}" not in contract}, "docs/run_folder.md must name all there is"
+        written |= {
+            key
+            for line in (run / "metrics.jsonl").read_text().splitlines()
+            for key in json.loads(line)
+        }
+        written |= {
+            key
+            for name in ("summary.json", "status.json")
+            for key in json.loads((run / name).read_text())
+        }
+        assert not {name for name in written if f"`{name}" not in contract}, (
+            "docs/run_folder.md must name all there is"
+        )
     for name in ("curves.png", "confusion.png", "mistakes.png"):
         assert (demo / "pictures" / name).is_file(), said
     model = demo / "best" / "model.safetensors"
-    assert model.stat().st_mode & 0o777 == (demo / "summary.json").stat().st_mode & 0o777, "for more than its owner"
+    assert model.stat().st_mode & 0o777 == (demo / "summary.json").stat().st_mode & 0o777, (
+        "for more than its owner"
+    )
     assert "resuming from step" in done.stdout, "the run that is given more epochs must go on"
     assert not list((home / "experiment").glob("runs/*")), "a dry run must leave nothing behind"

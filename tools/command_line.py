@@ -22,7 +22,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser_of(tool: str, docstring: str | None) -> argparse.ArgumentParser:
-    """A parser for `python -m tools.<tool>`. The first paragraph of the docstring stands before the flags, the rest behind."""
+    """A parser for `python -m tools.<tool>`. The first paragraph of the docstring stands before the
+    flags, the rest behind.
+    """
     described, _, more = (docstring or "").partition("\n\n")
     return _Parser(
         f"python -m tools.{tool}",
@@ -34,7 +36,9 @@ def parser_of(tool: str, docstring: str | None) -> argparse.ArgumentParser:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call `main` of a tool that is one process; a refusal ends it with exit code 2. Others take `launch.run`."""
+    """Call `main` of a tool that is one process; a refusal ends it with exit code 2. Others take
+    `launch.run`.
+    """
     try:
         main()
     except Refused as error:

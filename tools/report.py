@@ -2,8 +2,8 @@
 
     python -m tools.report runs/x
 
-A run writes it when it ends. Of a run that was killed or copied from elsewhere, or was made by an older version, this writes
-it later. No network, GPU or data are needed.
+A run writes it when it ends. Of a run that was killed or copied from elsewhere, or was made by an
+older version, this writes it later. No network, GPU or data are needed.
 """
 
 from pathlib import Path
@@ -22,7 +22,9 @@ def main(argv: list[str] | None = None) -> None:
         try:
             print(write(folder))
         except OSError as error:
-            raise Refused(f"{folder}: report.html can't be written there ({error.strerror or error})") from error
+            raise Refused(
+                f"{folder}: report.html can't be written there ({error.strerror or error})"
+            ) from error
 
 
 if __name__ == "__main__":

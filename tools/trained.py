@@ -1,8 +1,9 @@
 """A trained model, ready for use: its recipe, its configuration, and what says where its weights are from.
 
-Tools name a model as `--eval_only` does: a run's best/, a checkpoint, an exported folder, for detectors also
-torchvision:NAME and files of torchvision's detectors. The model, its preprocessing and its loader are built by the recipe that
-trained it, so there is one way to read and resize images for training, evaluation and tools.
+Tools name a model as `--eval_only` does: a run's best/, a checkpoint, an exported folder, for
+detectors also torchvision:NAME and files of torchvision's detectors. The model, its preprocessing
+and its loader are built by the recipe that trained it, so there is one way to read and resize
+images for training, evaluation and tools.
 """
 
 import importlib.util
@@ -30,7 +31,8 @@ from common.run.eval_batches import EvalBatches
 from tools.command_line import parser_of
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-_ANY_DATA = "digits"  # if only the model is asked for: the data that a stranger's run names are not opened
+# If only the model is asked for: the data that a stranger's run names are not opened.
+_ANY_DATA = "digits"
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,19 @@ class Trained:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names by class id; the numbers themselves if the weights name none. Raises `Refused` if not even these are known."""
+        """Names by class id; the numbers themselves if the weights name none. Raises `Refused` if
+        not even these are known.
+        """
         if not self.origin.classes and not self.origin.count:
-            raise Refused(f"{self.origin.path}: does not say which classes it knows; take a run's best/")
+            raise Refused(
+                f"{self.origin.path}: does not say which classes it knows; take a run's best/"
+            )
         return self.origin.classes or tuple(map(str, range(self.origin.count or 0)))
 
     def load_data(self) -> Any:
-        """The images to evaluate on, with their classes matched with the model's. Logs which these are. Raises `Refused`."""
+        """The images to evaluate on, with their classes matched with the model's. Logs which these
+        are. Raises `Refused`.
+        """
         _, val = self.recipe.build_data(self.config, self.origin)
         launch.say(eval_only.describe_data(self.config, self.origin, val))
         return val
@@ -71,7 +79,9 @@ class Trained:
 
     @torch.no_grad()
     def predict(self, model: Any, batches: EvalBatches) -> Iterator[tuple]:
-        """Each batch of this rank's share with the logits [B, K], or the detections in pixels of the original images."""
+        """Each batch of this rank's share with the logits [B, K], or the detections in pixels of
+        the original images.
+        """
         model.eval()
         for batch in batches:
             with batches.autocast():
@@ -82,17 +92,20 @@ class Trained:
 
 
 def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -> Trained:
-    """The model that `weights` names; `flags` are the recipe's, such as `--workers 4` or `--data FOLDER`, and --recipe.
+    """The model that `weights` names; `flags` are the recipe's, such as `--workers 4` or `--data
+    FOLDER`, and --recipe.
 
-    A run folder means its best/. `find_recipe` chooses the recipe, which is executed. With `reads_data`, the flags or the
-    run must name the data. Raises `Refused`.
+    A run folder means its best/. `find_recipe` chooses the recipe, which is executed. With
+    `reads_data`, the flags or the run must name the data. Raises `Refused`.
     """
     folder = Path(weights)
     if (folder / "config.yaml").is_file() and (folder / "best").is_dir():
         weights, folder = str(folder / "best"), folder / "best"
-    if not folder.exists() and folder.parent.is_dir() and str(folder.parent) != ".":  # no name on the hub
+    # No name on the hub.
+    if not folder.exists() and folder.parent.is_dir() and str(folder.parent) != ".":
         raise Refused(
-            f"{weights}: nothing is there{nearest_path(folder)}; name a run folder, its best/ or a checkpoint"
+            f"{weights}: nothing is there{nearest_path(folder)}; name a run folder, its best/ or "
+            "a checkpoint"
         )
     origin = sources_of_weights.origin(weights)
     name = origin.run.get("recipe") or ("det" if "detector" in origin.config else "cls")
@@ -103,10 +116,20 @@ def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -
     recipe = load_recipe(file)
     if missing := [
         name
-        for name in ("Config", "build_data", "build_model", "build_transforms", "EvalDataset", "predict")
+        for name in (
+            "Config",
+            "build_data",
+            "build_model",
+            "build_transforms",
+            "EvalDataset",
+            "predict",
+        )
         if not hasattr(recipe, name)
     ]:
-        raise Refused(f"{file}: has no {', '.join(missing)}, which tools call; write it as {RECIPES / 'cls.py'} does")
+        raise Refused(
+            f"{file}: has no {', '.join(missing)}, which tools call; write it as "
+            f"{RECIPES / 'cls.py'} does"
+        )
     words = ["--eval_only", weights, *flags]
     if not reads_data and not any(word.partition("=")[0] == "--data" for word in words):
         words += ["--data", _ANY_DATA]
@@ -116,9 +139,10 @@ def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -
 def find_recipe(title: str, run: Path, name: str, flags: Sequence[str]) -> tuple[Path, list[str]]:
     """The file of the recipe `name`, and the flags without --recipe. Raises `Refused`.
 
-    It is one of the files that --recipe names, which may stand several times, else one of this project's. `name` was read
-    from a file that a stranger may have written. So it is compared with the names of files, and never becomes a path, and
-    what the folder `run` keeps in source/ is only executed if the user names it.
+    It is one of the files that --recipe names, which may stand several times, else one of this
+    project's. `name` was read from a file that a stranger may have written. So it is compared with
+    the names of files, and never becomes a path, and what the folder `run` keeps in source/ is only
+    executed if the user names it.
     """
     parser = parser_of(Path(sys.argv[0]).name, None)
     parser.add_argument("--recipe", action="append", type=Path)
@@ -126,7 +150,8 @@ def find_recipe(title: str, run: Path, name: str, flags: Sequence[str]) -> tuple
     candidates = options.recipe or sorted(RECIPES.glob("*.py"))
     files = [file for file in candidates if file.stem == name and file.is_file()]
     kept = run / FOLDER
-    files.sort(key=lambda file: file.resolve().parent != kept.resolve())  # each of several runs has its own
+    # Each of several runs has its own.
+    files.sort(key=lambda file: file.resolve().parent != kept.resolve())
     if not files:
         searched = options.recipe[0] if options.recipe else RECIPES
         advice = "name that file by --recipe, which executes it"
@@ -139,8 +164,8 @@ def find_recipe(title: str, run: Path, name: str, flags: Sequence[str]) -> tuple
         source = ""
     if not options.recipe and difference({name: source}, {name: file.read_text()}):
         raise Refused(
-            f"{title}: was trained by another {file.name} than {file}; choose by --recipe {file}, or by --recipe {kept}, "
-            "which executes what the run folder keeps"
+            f"{title}: was trained by another {file.name} than {file}; choose by --recipe {file}, "
+            f"or by --recipe {kept}, which executes what the run folder keeps"
         )
     return file, other_flags
 

@@ -24,12 +24,14 @@ def choose_together(
     recipe: Source | None = None,
     allow_changed_source: bool = False,
 ) -> Checkpoint | None:
-    """The verified checkpoint that `--resume` selects, or None for a new run, on every rank. A collective: rank 0 decides.
+    """The verified checkpoint that `--resume` selects, or None for a new run, on every rank. A
+    collective: rank 0 decides.
 
-    `mine` is the run's identity: its configuration and the fingerprint of its data; `recipe` is the present source.
-    Raises `Refused` on every rank: for `never` if there are checkpoints; for a path that is no whole checkpoint, or an older
-    one of this folder; for another identity; for another source unless `allow_changed_source`; and if a machine lacks that
-    checkpoint, has another of its name, or has a newer one.
+    `mine` is the run's identity: its configuration and the fingerprint of its data; `recipe` is the
+    present source. Raises `Refused` on every rank: for `never` if there are checkpoints; for a path
+    that is no whole checkpoint, or an older one of this folder; for another identity; for another
+    source unless `allow_changed_source`; and if a machine lacks that checkpoint, has another of its
+    name, or has a newer one.
     """
     host, newest = socket.gethostname(), [path.name for path in checkpoints.paths()[:1]]
     of_ranks = gather_objects((host, newest))
@@ -37,9 +39,11 @@ def choose_together(
         main_host, on_main = of_ranks[0]
         if ahead := {there: names[0] for there, names in of_ranks if names > on_main}:
             raise Refused(
-                f"{checkpoints.folder}: {', '.join(f'{there} has {name}' for there, name in ahead.items())}, but "
-                f"{main_host}, which writes, has {on_main[0] if on_main else 'none'}: name an --output_dir that all machines "
-                f"see, start with the address of one that has it, or copy it to {main_host}"
+                f"{checkpoints.folder}: "
+                f"{', '.join(f'{there} has {name}' for there, name in ahead.items())}, but "
+                f"{main_host}, which writes, has {on_main[0] if on_main else 'none'}: name an "
+                "--output_dir that all machines see, start with the address of one that has it, "
+                f"or copy it to {main_host}"
             )
         found = _found(resume, checkpoints, say) if is_main() else None
         if found:
@@ -52,8 +56,9 @@ def choose_together(
     with all_or_none("looking for the checkpoint"):
         if found.manifest() != manifest:
             raise Refused(
-                f"{found.path}: {host} does not have the one that {main_host} resumes from: name an --output_dir that all "
-                f"machines see, or copy {checkpoints.folder} from {main_host}"
+                f"{found.path}: {host} does not have the one that {main_host} resumes from: name "
+                f"an --output_dir that all machines see, or copy {checkpoints.folder} from "
+                f"{main_host}"
             )
     return found
 
@@ -61,7 +66,8 @@ def choose_together(
 def load_model(model: torch.nn.Module, path: Path) -> None:
     """Load the weights of a checkpoint into `model`; if it has a moving average, the averaged weights.
 
-    `path` may also be the exported folder of a custom nn.Module. Raises `Refused` if the weights are of another model.
+    `path` may also be the exported folder of a custom nn.Module. Raises `Refused` if the weights
+    are of another model.
     """
     if (path / "config.json").is_file():
         check_regular(path)
@@ -69,13 +75,16 @@ def load_model(model: torch.nn.Module, path: Path) -> None:
         check_weights(model, path / "model.safetensors")
     else:
         files = _whole(path, "--eval_only").tensors()
-    shapes = {file: {name: tuple(tensor.shape) for name, tensor in files[file].items()} for file in files}
+    shapes = {
+        file: {name: tuple(tensor.shape) for name, tensor in files[file].items()} for file in files
+    }
     TrainingState(model).check(shapes, str(path))
     model.load_state_dict(files.get("ema", files["model"]))
 
 
 def check_weights(model: torch.nn.Module, file: Path) -> None:
-    """Raise `Refused` for a tensor of another kind than the model's, as int8 for floats, and for numbers that are not finite.
+    """Raise `Refused` for a tensor of another kind than the model's, as int8 for floats, and for
+    numbers that are not finite.
 
     Loading would convert them without a word. Names that the model does not have are for the loader to judge.
     """
@@ -85,13 +94,24 @@ def check_weights(model: torch.nn.Module, file: Path) -> None:
     with safe_open(file, "pt") as found:
         for name in found.keys() & state.keys():
             tensor, mine = found.get_tensor(name), state[name]
-            is_number = tensor.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-            if is_number != mine.is_floating_point() or not (is_number or tensor.dtype == mine.dtype):
+            is_number = tensor.dtype in (
+                torch.float64,
+                torch.float32,
+                torch.float16,
+                torch.bfloat16,
+            )
+            if is_number != mine.is_floating_point() or not (
+                is_number or tensor.dtype == mine.dtype
+            ):
                 raise Refused(
-                    f"{file}: {name} is {tensor.dtype}, where the model has {mine.dtype}; copy the folder again"
+                    f"{file}: {name} is {tensor.dtype}, where the model has {mine.dtype}; copy "
+                    "the folder again"
                 )
             if is_number and not tensor.isfinite().all():
-                raise Refused(f"{file}: {name} has numbers that are not finite; copy the folder again, or take another")
+                raise Refused(
+                    f"{file}: {name} has numbers that are not finite; copy the folder again, or "
+                    "take another"
+                )
 
 
 def _found(resume: str, checkpoints: Checkpoints, say: Callable[..., None]) -> Checkpoint | None:
@@ -100,7 +120,8 @@ def _found(resume: str, checkpoints: Checkpoints, say: Callable[..., None]) -> C
     if resume == "never" and there:
         run = checkpoints.folder.parent
         raise Refused(
-            f"--resume never: {run} holds {there[0].name}; give this run another --name, or remove that folder"
+            f"--resume never: {run} holds {there[0].name}; give this run another --name, or "
+            "remove that folder"
         )
     if resume == "never":
         return None
@@ -121,11 +142,18 @@ def compare_identities(recorded: dict, current: dict) -> list[str]:
 def _check_identity(found: Checkpoint, mine: dict) -> None:
     differing = compare_identities(found.record.get("identity") or {}, mine)
     if differing:
-        raise Refused(f"{found.path} belongs to another run: {'; '.join(differing)}; give this run another --name")
+        raise Refused(
+            f"{found.path} belongs to another run: {'; '.join(differing)}; give this run another "
+            "--name"
+        )
 
 
-def _check_source(found: Checkpoint, recipe: Source, allowed: bool, say: Callable[..., None]) -> None:
-    """Log how the recipe's source has changed since `found` was made. Raises `Refused` if it has, unless `allowed`."""
+def _check_source(
+    found: Checkpoint, recipe: Source, allowed: bool, say: Callable[..., None]
+) -> None:
+    """Log how the recipe's source has changed since `found` was made. Raises `Refused` if it has,
+    unless `allowed`.
+    """
     theirs = found.record.get("source") or {}
     changes = difference(theirs, recipe)
     if not changes:
@@ -133,28 +161,41 @@ def _check_source(found: Checkpoint, recipe: Source, allowed: bool, say: Callabl
     say(*changes)
     if not allowed:
         raise Refused(
-            f"{found.path} was made by another source of {next(iter(theirs), 'the recipe')}, see the changes above: give this "
-            "run another --name, add --allow_changed_source if they are meant, or put the source back "
-            f"({found.path.parent.parent / FOLDER} has the code of its newest start)"
+            f"{found.path} was made by another source of {next(iter(theirs), 'the recipe')}, see "
+            "the changes above: give this run another --name, add --allow_changed_source if they "
+            f"are meant, or put the source back ({found.path.parent.parent / FOLDER} has the code "
+            "of its newest start)"
         )
-    say(f"resuming {found.path} with a changed source, as --allow_changed_source says: the changes are shown above")
+    say(
+        f"resuming {found.path} with a changed source, as --allow_changed_source says: the "
+        "changes are shown above"
+    )
 
 
 def _named(path: Path, checkpoints: Checkpoints, say: Callable[..., None]) -> Checkpoint | None:
     found, there = _whole(path, "--resume"), checkpoints.paths()
-    if not there or there[0].resolve() == path.resolve() or int(there[0].name.removeprefix("step_")) < found.step:
+    if (
+        not there
+        or there[0].resolve() == path.resolve()
+        or int(there[0].name.removeprefix("step_")) < found.step
+    ):
         return found
     if path.resolve().parent != checkpoints.folder.resolve():
-        return checkpoints.newest(say)  # the run branched off there, and now resumes from its own checkpoints
+        # The run branched off there, and now resumes from its own checkpoints.
+        return checkpoints.newest(say)
     raise Refused(
-        f"--resume {path}: {checkpoints.folder.parent} has continued to {there[0].name}; to branch off give another --name"
+        f"--resume {path}: {checkpoints.folder.parent} has continued to {there[0].name}; to "
+        "branch off give another --name"
     )
 
 
 def _whole(path: Path, flag: str) -> Checkpoint:
     if not (path / "manifest.json").is_file():
         found = "no manifest.json is in it" if path.exists() else "nothing is there"
-        raise Refused(f"{flag} {path}: no checkpoint, {found}; name a folder such as RUN/checkpoints/step_00000200")
+        raise Refused(
+            f"{flag} {path}: no checkpoint, {found}; name a folder such as "
+            "RUN/checkpoints/step_00000200"
+        )
     try:
         return verify(path)
     except Damaged as error:

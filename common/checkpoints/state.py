@@ -1,7 +1,8 @@
 """State of a training run, independent of the layout.
 
-It consists of tensors by name and plain numbers: the model, its moving average, the optimizer and the loss scaler. It has no
-state of random generators and no data position, since both are pure functions of the step.
+It consists of tensors by name and plain numbers: the model, its moving average, the optimizer and
+the loss scaler. It has no state of random generators and no data position, since both are pure
+functions of the step.
 """
 
 from collections.abc import Sequence
@@ -22,25 +23,32 @@ _FILES = ("model", "optimizer", "ema")
 class TrainingState:
     """The state that a checkpoint saves. `model` is the plain module, not its DDP wrapper.
 
-    Several optimizers must not share parameters. Raises `Refused` if one has a parameter that is not the model's.
+    Several optimizers must not share parameters. Raises `Refused` if one has a parameter that is
+    not the model's.
     """
 
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = ()  # empty if only the model is needed
+    # Empty if only the model is needed.
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = ()
     ema: torch.nn.Module | None = None
     scaler: Any = None  # torch.amp.GradScaler under fp16
 
     def __post_init__(self):
-        self._optimizers = [self.optimizer] if isinstance(self.optimizer, torch.optim.Optimizer) else [*self.optimizer]
+        self._optimizers = (
+            [self.optimizer]
+            if isinstance(self.optimizer, torch.optim.Optimizer)
+            else [*self.optimizer]
+        )
         for optimizer in self._optimizers:
             self._optimizer_names(optimizer)
         self._left_out = _find_left_out(self.model)
 
     def exported(self, tensors: Tensors | None = None) -> torch.nn.Module | None:
-        """The module that is exported: the moving average if there is one, else the model; with `tensors`, if given.
+        """The module that is exported: the moving average if there is one, else the model; with
+        `tensors`, if given.
 
-        Of a sharded one, a whole copy in the main process's host memory, and None on the others: a collective without
-        `tensors`.
+        Of a sharded one, a whole copy in the main process's host memory, and None on the others: a
+        collective without `tensors`.
         """
         module = self.model if self.ema is None else self.ema
         if sharding.is_sharded(module):
@@ -71,7 +79,8 @@ class TrainingState:
         return {"optimizer": kept, "group_steps": group_steps, "scaler": scaler}
 
     def check(self, shapes: dict[str, dict[str, tuple[int, ...]]], where: str) -> None:
-        """Raise `Refused` if the tensors with these `shapes` are of another model; the message has the differences.
+        """Raise `Refused` if the tensors with these `shapes` are of another model; the message has
+        the differences.
 
         Changes nothing. `where` names the checkpoint.
         """
@@ -102,7 +111,9 @@ class TrainingState:
             if isinstance(value, torch.Tensor) and value.shape == parameters[name].shape:
                 # Fused optimizers rely on the parameter's memory layout (channels_last).
                 value = sharding.shard_like(value, parameters[name])
-                value = torch.empty_like(parameters[name], dtype=value.dtype, device=value.device).copy_(value)
+                value = torch.empty_like(
+                    parameters[name], dtype=value.dtype, device=value.device
+                ).copy_(value)
             states.setdefault(name, {})[key] = value
         currents = [optimizer.state_dict() for optimizer in self._optimizers]
         groups = [group for current in currents for group in current["param_groups"]]
@@ -111,7 +122,9 @@ class TrainingState:
                 group["step"] = steps
         for optimizer, current in zip(self._optimizers, currents, strict=True):
             names = self._optimizer_names(optimizer)
-            current["state"] = {index: states.pop(name) for index, name in names.items() if name in states}
+            current["state"] = {
+                index: states.pop(name) for index, name in names.items() if name in states
+            }
         if states:
             raise KeyError(next(iter(states)))
         for optimizer, current in zip(self._optimizers, currents, strict=True):
@@ -130,22 +143,28 @@ class TrainingState:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def _optimizer_names(self, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-        """Index of a parameter in the optimizer's state dict -> its name in the model. Raises `Refused` if one has none."""
+        """Index of a parameter in the optimizer's state dict -> its name in the model. Raises
+        `Refused` if one has none.
+        """
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         others = [list(parameter.shape) for parameter in parameters if id(parameter) not in names]
         if others:
             raise Refused(
-                f"the optimizer has a parameter of shape {others[0]} that the model has not, so that no checkpoint, moving "
-                "average or export would have it: make it the model's before the optimizer is built, as in "
-                "model.scale = torch.nn.Parameter(...)"
+                f"the optimizer has a parameter of shape {others[0]} that the model has not, so "
+                "that no checkpoint, moving average or export would have it: make it the model's "
+                "before the optimizer is built, as in model.scale = torch.nn.Parameter(...)"
             )
         return {index: names[id(parameter)] for index, parameter in enumerate(parameters)}
 
     def _optimizer_states(self):
         for optimizer in self._optimizers:
             names = self._optimizer_names(optimizer)
-            yield from ((names[index], values) for index, values in optimizer.state_dict()["state"].items())
+            yield from (
+                (names[index], values) for index, values in optimizer.state_dict()["state"].items()
+            )
 
     def _optimizer_tensors(self) -> Tensors:
         return {
@@ -157,7 +176,8 @@ class TrainingState:
 
 
 def _find_left_out(model: torch.nn.Module) -> dict[str, Tensors]:
-    """The parameters to train that the model's `state_dict` leaves out, because no export has them, by module and name.
+    """The parameters to train that the model's `state_dict` leaves out, because no export has them,
+    by module and name.
 
     A checkpoint has a file of each such module.
     """
@@ -168,8 +188,9 @@ def _find_left_out(model: torch.nn.Module) -> dict[str, Tensors]:
             module, _, name = path.rpartition(".")
             if not module or module in _FILES:
                 raise Refused(
-                    f"{path} is trained, but not in the model's state_dict: it needs a file of its own in checkpoints, so "
-                    f"keep it in a module with another name than {', '.join(_FILES)}"
+                    f"{path} is trained, but not in the model's state_dict: it needs a file of "
+                    "its own in checkpoints, so keep it in a module with another name than "
+                    f"{', '.join(_FILES)}"
                 )
             files.setdefault(module, {})[name] = parameter
     return files

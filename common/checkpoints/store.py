@@ -1,7 +1,8 @@
 """Store of checkpoints: finds and verifies them, and saves new ones without endangering the old.
 
-A checkpoint is a folder `step_00000200/` of safetensors and JSON files, which can't execute code. It is written under
-another name, synced, given a manifest of sizes and hashes, and then renamed. So a folder with that name is complete.
+A checkpoint is a folder `step_00000200/` of safetensors and JSON files, which can't execute code.
+It is written under another name, synced, given a manifest of sizes and hashes, and then renamed. So
+a folder with that name is complete.
 """
 
 import contextlib
@@ -35,7 +36,8 @@ class Checkpoint:
     """A complete, verified checkpoint folder."""
 
     path: Path
-    record: dict  # content of record.json: step, best result, configuration, numbers of the training state, ...
+    # Content of record.json: step, best result, configuration, numbers of the training state, ...
+    record: dict
 
     @property
     def step(self) -> int:
@@ -43,7 +45,9 @@ class Checkpoint:
         return self.record["step"]
 
     def manifest(self) -> str:
-        """The text of the manifest: sizes and hashes of the files. "" if the checkpoint does not exist here."""
+        """The text of the manifest: sizes and hashes of the files. "" if the checkpoint does not
+        exist here.
+        """
         path = self.path / _MANIFEST
         return read_text(path, MEDIUM) if path.is_file() else ""
 
@@ -52,7 +56,9 @@ class Checkpoint:
         shapes = {}
         for path in self.path.glob("*.safetensors"):
             with safe_open(path, framework="pt") as file:
-                shapes[path.stem] = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no dict)
+                shapes[path.stem] = {
+                    name: tuple(file.get_slice(name).get_shape()) for name in file.keys()
+                }  # noqa: SIM118 (no dict)
         return shapes
 
     def tensors(self) -> dict[str, Tensors]:
@@ -70,7 +76,11 @@ class Checkpoints:
         """Folders with the name of a complete checkpoint, newest first."""
         if not self.folder.is_dir():
             return []
-        found = [path for path in self.folder.iterdir() if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir()]
+        found = [
+            path
+            for path in self.folder.iterdir()
+            if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir()
+        ]
         return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
 
     def newest(self, say: Callable[[str], None]) -> Checkpoint | None:
@@ -83,7 +93,8 @@ class Checkpoints:
                 say(f"checkpoint {path} is damaged ({error}): trying the one before it")
                 damaged.append(path)
             else:
-                for path in damaged:  # so that the step can be saved again, and `keep` does not count it
+                # So that the step can be saved again, and `keep` does not count it.
+                for path in damaged:
                     aside = path.with_suffix(".damaged")
                     remove(aside)
                     path.rename(aside)
@@ -98,7 +109,8 @@ class Checkpoints:
     def save(self, record: dict, files: dict[str, Tensors]) -> Path:
         """Save the checkpoint of step `record["step"]` durably, then remove the oldest ones beyond `keep`.
 
-        Raises OSError if the disk is full or read-only; then the new checkpoint is removed and the old ones are intact.
+        Raises OSError if the disk is full or read-only; then the new checkpoint is removed and the
+        old ones are intact.
         """
         final = self.folder / f"step_{record['step']:08d}"
         if final.exists():  # saved before a resume; the same step has the same bits
@@ -107,7 +119,8 @@ class Checkpoints:
         remove(draft)
         try:
             if not self.folder.is_dir():
-                self.folder.mkdir()  # without parents: a run folder that was removed must not come back
+                # Without parents: a run folder that was removed must not come back.
+                self.folder.mkdir()
                 sync(self.folder.parent)
             draft.mkdir()
             for name, tensors in files.items():
@@ -121,11 +134,14 @@ class Checkpoints:
             raise
         for old in self.paths()[self.keep :]:
             with contextlib.suppress(OSError):
-                remove(old.rename(self.folder / f".{old.name}.tmp"))  # its name never stands for half of it
+                # Its name never stands for half of it.
+                remove(old.rename(self.folder / f".{old.name}.tmp"))
         return final
 
     def link(self, checkpoint: Path) -> None:
-        """Keep `checkpoint`, of another folder, here too: by hard links, which take no room while both exist."""
+        """Keep `checkpoint`, of another folder, here too: by hard links, which take no room while
+        both exist.
+        """
         self.folder.mkdir(exist_ok=True)
         draft = self.folder / f".{checkpoint.name}.tmp"
         remove(draft)
@@ -149,7 +165,15 @@ def verify(path: Path) -> Checkpoint:
             raise Damaged("record.json names no step")
         found.shapes()  # a file with the right hash may still be no safetensors file
         return found
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        SafetensorError,
+    ) as error:
         raise Damaged(f"{type(error).__name__}: {error}") from None
 
 
@@ -159,7 +183,9 @@ def stamps(folder: Path) -> dict[str, dict]:
 
 
 def compare(folder: Path, stamps: dict[str, dict], besides: Set[str] = frozenset()) -> None:
-    """Raise `Damaged` or OSError if the files in `folder`, except `besides`, don't have these sizes and hashes."""
+    """Raise `Damaged` or OSError if the files in `folder`, except `besides`, don't have these sizes
+    and hashes.
+    """
     for name, stamp in stamps.items():
         if Path(name).name != name:
             raise Damaged(f"{name} is no file of it")
@@ -183,7 +209,8 @@ def _save_tensors(tensors: Tensors, path: Path) -> None:
         seen.add(memory)
     try:
         save_file(plain, path)
-        path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes the file readable only for its owner
+        # Safetensors makes the file readable only for its owner.
+        path.chmod(path.parent.stat().st_mode & 0o666)
     except SafetensorError as error:  # such as "No space left on device"
         raise OSError(str(error)) from None
 

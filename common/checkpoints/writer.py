@@ -1,7 +1,7 @@
 """Writer: saves checkpoints in the background while training continues.
 
-Training waits only until its tensors are copied. A thread writes the copy; the next checkpoint waits until it is done.
-Writing, hashing and syncing release the interpreter's lock.
+Training waits only until its tensors are copied. A thread writes the copy; the next checkpoint
+waits until it is done. Writing, hashing and syncing release the interpreter's lock.
 """
 
 import threading
@@ -26,21 +26,30 @@ class Writer:
     def start(self, files: dict[str, Tensors], write: Callable[[dict[str, Tensors]], None]) -> None:
         """Copy `files`, then call `write` with the copies in a thread. First waits for the checkpoint before.
 
-        The tensors may change as soon as this returns: on a GPU, the copy precedes later work in the stream. Tensors in shards
-        are gathered one by one, in which all other ranks take part by `take_part`.
+        The tensors may change as soon as this returns: on a GPU, the copy precedes later work in
+        the stream. Tensors in shards are gathered one by one, in which all other ranks take part by
+        `take_part`.
         """
         self.wait()
         self._copies = {
-            file: {name: _copy(whole(tensor), self._copies.get(file, {}).get(name)) for name, tensor in tensors.items()}
+            file: {
+                name: _copy(whole(tensor), self._copies.get(file, {}).get(name))
+                for name, tensor in tensors.items()
+            }
             for file, tensors in files.items()
         }
         copied = devices.mark()
-        # A daemon, so that it never delays the end of the process. For the checkpoint, that is like a kill.
-        self._thread = threading.Thread(target=self._run, args=(write, copied), name="checkpoint", daemon=True)
+        # A daemon, so that it never delays the end of the process. For the checkpoint, that is like
+        # a kill.
+        self._thread = threading.Thread(
+            target=self._run, args=(write, copied), name="checkpoint", daemon=True
+        )
         self._thread.start()
 
     def wait(self) -> float:
-        """Wait until nothing is being written; returns the seconds waited. Raises an error of the writing once."""
+        """Wait until nothing is being written; returns the seconds waited. Raises an error of the
+        writing once.
+        """
         began = time.perf_counter()
         if self._thread:
             self._thread.join()

@@ -8,7 +8,9 @@ _POWERS = {"sqrt": 0.5, "balanced": 1.0}
 
 
 def class_weights(kind: str, labels: np.ndarray, classes: int) -> np.ndarray | None:
-    """Weights of the classes in the loss, float64[C], with mean 1 over the samples; `kind` is none, sqrt or balanced."""
+    """Weights of the classes in the loss, float64[C], with mean 1 over the samples; `kind` is none,
+    sqrt or balanced.
+    """
     if kind == "none":
         return None
     counts = _counts(labels, classes)
@@ -19,8 +21,8 @@ def class_weights(kind: str, labels: np.ndarray, classes: int) -> np.ndarray | N
 def sample_weights(kind: str, labels: np.ndarray, classes: int) -> np.ndarray | None:
     """Relative frequencies of samples, float64[N]; None for `natural` (all the same).
 
-    `sqrt` and `balanced` draw a class with its frequency to the power 1/2 or 0 (Mahajan et al., 2018). Raises `Refused` for
-    multi-label data, where a sample may have several classes.
+    `sqrt` and `balanced` draw a class with its frequency to the power 1/2 or 0 (Mahajan et al.,
+    2018). Raises `Refused` for multi-label data, where a sample may have several classes.
     """
     if kind == "natural":
         return None
@@ -31,4 +33,6 @@ def sample_weights(kind: str, labels: np.ndarray, classes: int) -> np.ndarray | 
 
 
 def _counts(labels: np.ndarray, classes: int) -> np.ndarray:
-    return (labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=classes)).astype(np.float64)
+    return (labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=classes)).astype(
+        np.float64
+    )

@@ -36,8 +36,10 @@ class Batch(DeviceBatch):
     labels: torch.Tensor  # int64[B], or bool[B, classes] for multi-label data
     positions: torch.Tensor  # int64[B], of the stream; sample indices in evaluation
     draws: list[torch.Tensor] = field(default_factory=list)  # of each augmentation, in order
-    drop_path: torch.Tensor | None = None  # float32[layers + 1, B], see common.training.drop_path.draws
-    readable: torch.Tensor | None = None  # bool[B] in evaluation; in training a neighbour replaces others
+    # float32[layers + 1, B], see common.training.drop_path.draws.
+    drop_path: torch.Tensor | None = None
+    # bool[B] in evaluation; in training a neighbour replaces others.
+    readable: torch.Tensor | None = None
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
 
 
@@ -49,20 +51,28 @@ class TrainDataset(Dataset):
     stream: Stream
     transform: TrainingTransform  # in the worker, an image at a time
     seed: int
-    augmentations: Sequence[Augmentation] = ()  # on the device; a worker samples their random numbers
+    # On the device; a worker samples their random numbers.
+    augmentations: Sequence[Augmentation] = ()
     drop_path_layers: int = 0
     cache: Cache | None = None
-    rows: dict[str, str] = field(default_factory=dict)  # of the start table, about the configuration
+    # Of the start table, about the configuration.
+    rows: dict[str, str] = field(default_factory=dict)
 
     few_shapes = True  # see `training.step.Samples`
 
     @classmethod
-    def from_config(cls, config: Any, source: Source, model: torch.nn.Module, transforms: Transforms) -> Self:
-        """The samples that the flags describe, as `model` and `transforms` need them. A collective, with --cache."""
+    def from_config(
+        cls, config: Any, source: Source, model: torch.nn.Module, transforms: Transforms
+    ) -> Self:
+        """The samples that the flags describe, as `model` and `transforms` need them. A collective,
+        with --cache.
+        """
         weights = sample_weights(config.sampling, source.labels, len(source.classes))
         return cls(
             source,
-            stream=Stream.of(config, len(source), weights, repeats=config.repeats, blocks=source.blocks),
+            stream=Stream.of(
+                config, len(source), weights, repeats=config.repeats, blocks=source.blocks
+            ),
             transform=TrainingTransform(config, transforms.data_config),
             seed=config.seed,
             augmentations=transforms.augmentations,
@@ -114,16 +124,23 @@ class TrainDataset(Dataset):
         indices = self.stream.indices(batch.positions.cpu().numpy()).tolist()
         for index, row in zip(indices, (100 * targets).round().int(), strict=True):
             shares = sorted(
-                ((row[place].item(), classes[place]) for place in row.nonzero()[:, 0].tolist()), reverse=True
+                ((row[place].item(), classes[place]) for place in row.nonzero()[:, 0].tolist()),
+                reverse=True,
             )
             words = [name + f": {share} %" * (share < 100) for share, name in shares]
             found.append(("\n".join(words[:3]), self.source.name(index), []))
         return found
 
-    def _batch(self, images: list[torch.Tensor], labels: np.ndarray, positions: np.ndarray, broken=()) -> Batch:
+    def _batch(
+        self, images: list[torch.Tensor], labels: np.ndarray, positions: np.ndarray, broken=()
+    ) -> Batch:
         stacked = torch.stack([image.permute(1, 2, 0) for image in images])  # in channels_last
-        draws = [torch.from_numpy(augmentation.sample(positions)) for augmentation in self.augmentations]
-        layers = drop_path.draws(positions, self.stream.global_batch_size, self.seed, self.drop_path_layers)
+        draws = [
+            torch.from_numpy(augmentation.sample(positions)) for augmentation in self.augmentations
+        ]
+        layers = drop_path.draws(
+            positions, self.stream.global_batch_size, self.seed, self.drop_path_layers
+        )
         of_samples = torch.from_numpy(labels), torch.from_numpy(positions)
         return Batch(stacked.permute(0, 3, 1, 2), *of_samples, draws, layers, broken=broken)
 
@@ -161,7 +178,9 @@ class EvalDataset(Dataset):
         return {name: value for name, value in vars(self).items() if name != "normalize"}
 
     def adapt(self, model: nn.Module) -> nn.Module:
-        """`model` with logits for the classes of the data, then for the others that it knows; see `ModelClasses`."""
+        """`model` with logits for the classes of the data, then for the others that it knows; see
+        `ModelClasses`.
+        """
         if self.source.model_classes is None:
             return model
         return SelectClasses(model, [*self.source.model_classes.ids, *other_class_ids(self.source)])
@@ -173,7 +192,9 @@ class EvalDataset(Dataset):
 
     def export(self, model: nn.Module, train: Source, results: dict, folder: Path) -> None:
         """See `timm_models.export`."""
-        timm_models.export(model, train.classes, self.data_config, train.multi_label, results, folder)
+        timm_models.export(
+            model, train.classes, self.data_config, train.multi_label, results, folder
+        )
 
     def __getitems__(self, indices: np.ndarray) -> Batch:
         self.source.expect(indices)
@@ -181,13 +202,23 @@ class EvalDataset(Dataset):
         readable = torch.ones(len(indices), dtype=torch.bool)
         for place, index in enumerate(indices.tolist()):
             try:
-                image = self.cache.get(index, partial(self._decode, index)) if self.cache else self._decode(index)
+                image = (
+                    self.cache.get(index, partial(self._decode, index))
+                    if self.cache
+                    else self._decode(index)
+                )
             except BrokenImage as error:
                 broken.append(f"{self.source.name(index)}: {error}")
                 image, readable[place] = self.transform(_black()), False
             images.append(image)
         labels = torch.from_numpy(self.source.labels[indices])
-        return Batch(torch.stack(images), labels, torch.from_numpy(indices), readable=readable, broken=tuple(broken))
+        return Batch(
+            torch.stack(images),
+            labels,
+            torch.from_numpy(indices),
+            readable=readable,
+            broken=tuple(broken),
+        )
 
     def _decode(self, index: int) -> torch.Tensor:
         """uint8[3, H, W]. Raises `BrokenImage`."""

@@ -1,8 +1,9 @@
 """Calibration of a classifier: its confidence against its accuracy, and the temperature that corrects it.
 
-In 15 bins of confidence, the largest probability of the softmax, the mean confidence is compared with the share of right
-predictions. The expected calibration error (ECE) is the mean difference, weighted by images. A temperature divides the logits;
-the best one has the smallest negative log-likelihood (NLL). Source: Guo et al., 2017 (arXiv:1706.04599).
+In 15 bins of confidence, the largest probability of the softmax, the mean confidence is compared
+with the share of right predictions. The expected calibration error (ECE) is the mean difference,
+weighted by images. A temperature divides the logits; the best one has the smallest negative
+log-likelihood (NLL). Source: Guo et al., 2017 (arXiv:1706.04599).
 
 Images are counted in integers for each temperature of a fixed grid, so results are the same on any layout.
 """
@@ -27,18 +28,25 @@ class Calibration:
 
     def __init__(self, device: torch.device | str, temperatures: tuple[float, ...] = (1.0,)):
         self.temperatures = temperatures
-        self._inverse = 1 / torch.tensor(temperatures, dtype=devices.exact(device), device=device)[:, None]
+        self._inverse = (
+            1 / torch.tensor(temperatures, dtype=devices.exact(device), device=device)[:, None]
+        )
         # images, right ones, and sum of confidences of each bin; then the sum of the losses
-        self._counts = torch.zeros(len(temperatures), 3 * BINS + 1, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(
+            len(temperatures), 3 * BINS + 1, dtype=torch.int64, device=device
+        )
 
     @torch.no_grad()
     def update(self, logits: Tensor, labels: Tensor, right: Tensor, counted: Tensor) -> None:
-        """Count a batch: logits float[batch, classes], labels int64[batch], predictions that are right, bool[batch], and
-        images that count, bool[batch]."""
+        """Count a batch: logits float[batch, classes], labels int64[batch], predictions that are
+        right, bool[batch], and images that count, bool[batch]."""
         logits = torch.where(counted[:, None], logits, 0.0)
         logits = logits - logits.amax(1, keepdim=True)
         true = logits.gather(1, labels[:, None])[:, 0]
-        totals = torch.stack([(logits / temperature).exp_().sum(1) for temperature in self.temperatures])  # [T, batch]
+        # [T, batch]
+        totals = torch.stack(
+            [(logits / temperature).exp_().sum(1) for temperature in self.temperatures]
+        )
         losses = totals.log() - true * self._inverse
         confidences = 1 / totals
         bins = ((confidences * BINS).ceil().long() - 1).clamp(0, BINS - 1)
@@ -78,8 +86,15 @@ class Calibration:
             best = self.temperature()
             found |= {"temperature": best, "temperature_fitted_on": "the evaluated images"}
             found |= {"ece_after": best and self.ece(best), "nll_after": best and self._nll(best)}
-        shares = [(int(of), hits / of if of else None, total / of if of else None) for of, hits, total in rows]
-        return found | {"bins": [dict(zip(("images", "accuracy", "confidence"), row, strict=True)) for row in shares]}
+        shares = [
+            (int(of), hits / of if of else None, total / of if of else None)
+            for of, hits, total in rows
+        ]
+        return found | {
+            "bins": [
+                dict(zip(("images", "accuracy", "confidence"), row, strict=True)) for row in shares
+            ]
+        }
 
     def _nll(self, temperature: float) -> float | None:
         counts = self._counts[self.temperatures.index(temperature)].tolist()

@@ -24,16 +24,21 @@ _ITEM = "an item is a pair: a path, the bytes of a file or a PIL image, and its 
 class CustomDataset(Protocol):
     """A data set of your own, or of torchvision.
 
-    An item is a function of its index alone. All are read at the start, unless `labels` (or `targets`) has their labels.
-    Data workers inherit the object if items are images: open files in `__getitem__`.
+    An item is a function of its index alone. All are read at the start, unless `labels` (or
+    `targets`) has their labels. Data workers inherit the object if items are images: open files in
+    `__getitem__`.
     """
 
     classes: Sequence[str]  # names, by class id
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> tuple[str | os.PathLike | bytes | Image.Image, int | str | Sequence[bool]]:
-        """The image, or the path or bytes of its file; and its class id, its class name, or a 0 or 1 for each class."""
+    def __getitem__(
+        self, index: int
+    ) -> tuple[str | os.PathLike | bytes | Image.Image, int | str | Sequence[bool]]:
+        """The image, or the path or bytes of its file; and its class id, its class name, or a 0 or
+        1 for each class.
+        """
         ...
 
 
@@ -47,7 +52,10 @@ class Items(Columns):
 
     @cached_property
     def fingerprint(self) -> str:
-        seen = (hashlib.blake2b(self._pixels(index), digest_size=8).digest() for index in spread(len(self)))
+        seen = (
+            hashlib.blake2b(self._pixels(index), digest_size=8).digest()
+            for index in spread(len(self))
+        )
         contents = np.frombuffer(b"".join(seen), "<u8")
         return fingerprint_of(self.classes, self.labels, np.append(contents, len(self)))
 
@@ -69,7 +77,9 @@ class Items(Columns):
             return b""
 
 
-def open_custom(data: CustomDataset | Mapping[str, CustomDataset], min_classes: int) -> Parts[Files | Items]:
+def open_custom(
+    data: CustomDataset | Mapping[str, CustomDataset], min_classes: int
+) -> Parts[Files | Items]:
     """A data set, or one for each part. Raises `Refused`."""
     sets = dict(data) if isinstance(data, Mapping) else {"train": data}
     labels = {name: type(part).__name__ if len(sets) == 1 else name for name, part in sets.items()}
@@ -106,7 +116,8 @@ def _read(title: str, data: CustomDataset, classes: tuple[str, ...]) -> Files | 
                 paths.append(os.path.abspath(os.path.expanduser(content)))
         if are_paths and len(paths) < count:
             raise Refused(
-                f"{title}: {count - len(paths)} items are no paths, as item 0 is; give paths only, or images only"
+                f"{title}: {count - len(paths)} items are no paths, as item 0 is; give paths "
+                "only, or images only"
             )
     ids = _labels(title, labels, count, classes)
     if not are_paths:
@@ -125,25 +136,37 @@ def _checked(title: str, index: int, item: object) -> tuple[Content, object]:
         content = os.fspath(content)
     if not isinstance(content, str | bytes | Image.Image):
         instead = "an array becomes one by Image.fromarray, and no transform of your own is needed"
-        raise Refused(f"{title}: the image of item {index} is a {type(content).__name__}; {_ITEM}; {instead}")
+        raise Refused(
+            f"{title}: the image of item {index} is a {type(content).__name__}; {_ITEM}; {instead}"
+        )
     return content, label
 
 
 def _labels(title: str, labels: Sequence, count: int, classes: tuple[str, ...]) -> np.ndarray:
     """int64[N] class ids, or bool[N, C]."""
     try:
-        column = np.asarray(getattr(labels, "tolist", lambda: labels)())  # of a column of pandas, or a tensor
+        # Of a column of pandas, or a tensor.
+        column = np.asarray(getattr(labels, "tolist", lambda: labels)())
     except ValueError:
         column = np.zeros(0, object)  # rows of several lengths
     if column.dtype.kind == "U" and column.ndim == 1:
         ids = {name: number for number, name in enumerate(classes)}
         if unknown := sorted({*column.tolist()} - ids.keys()):
-            raise Refused(f"{title} has the label {unknown[0]}, which is none of its classes: {', '.join(classes)}")
+            raise Refused(
+                f"{title} has the label {unknown[0]}, which is none of its classes: "
+                f"{', '.join(classes)}"
+            )
         column = np.array([ids[name] for name in column.tolist()])
-    if column.shape == (count, len(classes)) and column.dtype.kind in "biu" and np.isin(column, (0, 1)).all():
+    if (
+        column.shape == (count, len(classes))
+        and column.dtype.kind in "biu"
+        and np.isin(column, (0, 1)).all()
+    ):
         return column.astype(bool)
     if column.shape != (count,) or column.dtype.kind not in "iu":
-        wanted = f"each of its {count} items has a class id, a class name, or a 0 or 1 for each class"
+        wanted = (
+            f"each of its {count} items has a class id, a class name, or a 0 or 1 for each class"
+        )
         raise Refused(f"{title}: the labels are {column.dtype} {list(column.shape)}; {wanted}")
     if len(wrong := np.flatnonzero((column < 0) | (column >= len(classes)))):
         found = f"item {wrong[0]} has the label {column[wrong[0]]}"

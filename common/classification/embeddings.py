@@ -17,13 +17,15 @@ _QUERIES = 1024  # compared at once with all images
 
 
 class EmbeddingEvaluation:
-    """Results of one evaluation by embeddings. It is given every batch once, on any rank, like an `Evaluation`.
+    """Results of one evaluation by embeddings. It is given every batch once, on any rank, like an
+    `Evaluation`.
 
-    recall_at_1: share of the images whose nearest other image, by cosine, has their class, of those that are not alone in it
-        (Oh Song et al., 2016, arXiv:1511.06452).
-    verification_accuracy: share of right decisions whether two images have the same class. Each image makes two pairs: with
-        the next one of its class, and with one of another class. Pairs are in ten folds by the class of their first image;
-        each is decided by the best threshold for the nine others (LFW's view 2: Huang et al., 2007).
+    recall_at_1: share of the images whose nearest other image, by cosine, has their class, of those
+        that are not alone in it (Oh Song et al., 2016, arXiv:1511.06452).
+    verification_accuracy: share of right decisions whether two images have the same class. Each
+        image makes two pairs: with the next one of its class, and with one of another class. Pairs
+        are in ten folds by the class of their first image; each is decided by the best threshold
+        for the nine others (LFW's view 2: Huang et al., 2007).
     threshold: the best for all pairs.
 
     An image that can't be read is not found, and in no pair.
@@ -37,16 +39,22 @@ class EmbeddingEvaluation:
     @torch.no_grad()
     def update(self, batch: Batch, embeddings: Tensor) -> None:
         """Add the embeddings [B, D] of a batch."""
-        embeddings = F.normalize(embeddings if embeddings.dtype == torch.float64 else embeddings.float())
+        embeddings = F.normalize(
+            embeddings if embeddings.dtype == torch.float64 else embeddings.float()
+        )
         sound = embeddings.isfinite().all(1) & (True if batch.readable is None else batch.readable)
         self._parts.append((batch.positions, embeddings, sound))
 
     def results(self) -> dict:
         """The numbers above, `count` and `broken`, on every rank. A collective."""
-        of_ranks = gather_to_main([torch.cat(columns).cpu().numpy() for columns in zip(*self._parts, strict=True)])
+        of_ranks = gather_to_main(
+            [torch.cat(columns).cpu().numpy() for columns in zip(*self._parts, strict=True)]
+        )
         with all_or_none("comparing embeddings"):
             parts = [part for part in of_ranks or () if part]
-            found = self._compared(*map(np.concatenate, zip(*parts, strict=True))) if parts else None
+            found = (
+                self._compared(*map(np.concatenate, zip(*parts, strict=True))) if parts else None
+            )
         return broadcast_object(found)
 
     def details(self) -> dict:
@@ -59,10 +67,18 @@ class EmbeddingEvaluation:
     def _compared(self, positions: np.ndarray, embeddings: np.ndarray, sound: np.ndarray) -> dict:
         order = positions.argsort()
         if positions[order].tolist() != [*range(len(self._labels))]:
-            raise RuntimeError(f"evaluated {len(order)} images of {len(self._labels)}: each must count exactly once")
+            raise RuntimeError(
+                f"evaluated {len(order)} images of {len(self._labels)}: each must count exactly "
+                "once"
+            )
         sound = sound[order]
-        labels, rows = self._labels[sound], torch.from_numpy(embeddings[order[sound]]).to(self._device)
-        hits = sum((labels[nearest] == labels[queries]).sum() for queries, nearest in _nearest(rows))
+        labels, rows = (
+            self._labels[sound],
+            torch.from_numpy(embeddings[order[sound]]).to(self._device),
+        )
+        hits = sum(
+            (labels[nearest] == labels[queries]).sum() for queries, nearest in _nearest(rows)
+        )
         _, classes, sizes = np.unique(self._labels, return_inverse=True, return_counts=True)
         first, second = pairs(labels)
         scores = (rows[first] * rows[second]).sum(1).double().cpu().numpy()
@@ -96,7 +112,9 @@ def pairs(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([images[have], images[lack]]), order[np.concatenate(second)]
 
 
-def verification(scores: np.ndarray, same: np.ndarray, classes: np.ndarray) -> dict[str, float | None]:
+def verification(
+    scores: np.ndarray, same: np.ndarray, classes: np.ndarray
+) -> dict[str, float | None]:
     """Accuracy and threshold of pairs with these scores; `classes` make folds."""
     folds, right = np.unique(classes, return_inverse=True)[1] % _FOLDS, 0
     if len(np.unique(folds)) < 2:
@@ -104,7 +122,10 @@ def verification(scores: np.ndarray, same: np.ndarray, classes: np.ndarray) -> d
     for fold in np.unique(folds):
         others, own = folds != fold, folds == fold
         right += ((scores[own] >= best_threshold(scores[others], same[others])) == same[own]).sum()
-    return {"verification_accuracy": float(right / len(scores)), "threshold": best_threshold(scores, same)}
+    return {
+        "verification_accuracy": float(right / len(scores)),
+        "threshold": best_threshold(scores, same),
+    }
 
 
 def best_threshold(scores: np.ndarray, same: np.ndarray) -> float:

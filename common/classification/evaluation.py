@@ -1,4 +1,6 @@
-"""Evaluation of a classifier: what a recipe's `evaluate` gives its batches to, and a run asks for results and pictures."""
+"""Evaluation of a classifier: what a recipe's `evaluate` gives its batches to, and a run asks for
+results and pictures.
+"""
 
 from typing import Any
 
@@ -16,8 +18,8 @@ from common.errors import Refused
 class Evaluation:
     """One evaluation on the images of `data`. It is given every batch once, on any rank.
 
-    A trained model that is evaluated alone (`data.model_classes`) also gets the temperature that would correct its
-    confidence, which takes 201 softmaxes of each image.
+    A trained model that is evaluated alone (`data.model_classes`) also gets the temperature that
+    would correct its confidence, which takes 201 softmaxes of each image.
 
     Attributes, of all ranks after `results`:
         counts: of right and wrong predictions.
@@ -27,11 +29,15 @@ class Evaluation:
 
     def __init__(self, data: Source, device: torch.device | str) -> None:
         other_names = (
-            [data.model_classes.names[class_id] for class_id in other_class_ids(data)] if data.model_classes else []
+            [data.model_classes.names[class_id] for class_id in other_class_ids(data)]
+            if data.model_classes
+            else []
         )
         self._data = data
         self.class_names = (*data.classes, *other_names)
-        self.counts = ClassificationCounts(len(self.class_names), device, multi_label=data.multi_label)
+        self.counts = ClassificationCounts(
+            len(self.class_names), device, multi_label=data.multi_label
+        )
         self.calibration: Calibration | None = None
         if not data.multi_label:
             self.calibration = Calibration(device, TEMPERATURES if data.model_classes else (1.0,))
@@ -40,11 +46,14 @@ class Evaluation:
 
     @torch.no_grad()
     def update(self, batch: Batch, logits: Tensor) -> None:
-        """Count a batch with its logits [B, K]. Raises `Refused` for anything else than a tensor of that shape."""
+        """Count a batch with its logits [B, K]. Raises `Refused` for anything else than a tensor of
+        that shape.
+        """
         if not isinstance(logits, Tensor) or logits.ndim != 2:
             shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise Refused(
-                f"evaluate: the model gave {shape} instead of logits [B, K]; choose them in the recipe's predict"
+                f"evaluate: the model gave {shape} instead of logits [B, K]; choose them in the "
+                "recipe's predict"
             )
         logits = logits if logits.dtype == torch.float64 else logits.float()
         self.counts.update(logits, batch.labels, batch.readable)
@@ -75,7 +84,9 @@ class Evaluation:
         return details
 
     def draw(self, pictures: Any) -> None:
-        """Draw what `results` has gathered: `pictures.draw(name, function, *arguments)` calls `function(*arguments, path)`."""
+        """Draw what `results` has gathered: `pictures.draw(name, function, *arguments)` calls
+        `function(*arguments, path)`.
+        """
         if self.counts.confusion is not None:
             pictures.draw("confusion", plots.confusion, self.counts.confusion, self.class_names)
         if self.mistakes:

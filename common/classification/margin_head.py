@@ -1,9 +1,11 @@
-"""Margin head: a softmax over hundreds of thousands of classes, whose weights are cut over the processes by class.
+"""Margin head: a softmax over hundreds of thousands of classes, whose weights are cut over the
+processes by class.
 
-Each process has the directions of its part of the classes (a DTensor, `Shard(0)`), and compares them with the embeddings of
-all processes. Sources: ArcFace (Deng et al., 2019, arXiv:1801.07698), CosFace (Wang et al., 2018, arXiv:1801.09414), and
-sampled negatives (An et al., "Partial FC", 2021, arXiv:2010.05222), which are a function of (seed, step, class) here. So
-the layout changes no number.
+Each process has the directions of its part of the classes (a DTensor, `Shard(0)`), and compares
+them with the embeddings of all processes. Sources: ArcFace (Deng et al., 2019, arXiv:1801.07698),
+CosFace (Wang et al., 2018, arXiv:1801.09414), and sampled negatives (An et al., "Partial FC", 2021,
+arXiv:2010.05222), which are a function of (seed, step, class) here. So the layout changes no
+number.
 """
 
 import math
@@ -27,25 +29,34 @@ _BLOCK = 1024  # classes whose first weights are drawn together
 _MARGINS = {"cosface": 0.35, "arcface": 0.5}  # the papers'
 
 
-def add_margin_head(config: Any, model: nn.Module, classes: int, device: torch.device, **options: Any) -> None:
-    """Give a model of embeddings a `MarginHead`, as `model.margin_head`, unless it is only evaluated; after `prepare_layers`.
+def add_margin_head(
+    config: Any, model: nn.Module, classes: int, device: torch.device, **options: Any
+) -> None:
+    """Give a model of embeddings a `MarginHead`, as `model.margin_head`, unless it is only
+    evaluated; after `prepare_layers`.
 
     Of a timm model, the outputs of its classifier are the embedding. `options` go to `MarginHead`.
     """
     if not config.eval_only:
-        options = {"seed": config.seed, "dtype": getattr(torch, config.dtype), "device": device} | options
+        options = {
+            "seed": config.seed,
+            "dtype": getattr(torch, config.dtype),
+            "device": device,
+        } | options
         model.margin_head = MarginHead(classes, model.num_classes, **options)
 
 
 class MarginHead(SelfSharded):
-    """Embeddings [B, D] and class ids int64[B] of this rank's micro-batch -> cross-entropy of each sample, [B].
+    """Embeddings [B, D] and class ids int64[B] of this rank's micro-batch -> cross-entropy of each
+    sample, [B].
 
-    Logits are `scale` times the cosine of embedding and direction of a class. The true class loses `margin`: of its cosine
-    (`cosface`), or added to its angle (`arcface`). With `share` below 1 a step compares with its positives, the classes of the
-    whole global batch, and with that share of all other classes; the rest have gradients of 0 in that step.
+    Logits are `scale` times the cosine of embedding and direction of a class. The true class loses
+    `margin`: of its cosine (`cosface`), or added to its angle (`arcface`). With `share` below 1 a
+    step compares with its positives, the classes of the whole global batch, and with that share of
+    all other classes; the rest have gradients of 0 in that step.
 
-    The directions are no part of a model's `state_dict`, moving average and export: checkpoints have them in a file of their
-    own. They are computed in their own precision, under autocast, too.
+    The directions are no part of a model's `state_dict`, moving average and export: checkpoints
+    have them in a file of their own. They are computed in their own precision, under autocast, too.
     """
 
     def __init__(
@@ -63,10 +74,15 @@ class MarginHead(SelfSharded):
     ) -> None:
         super().__init__()
         if kind not in _MARGINS or not 0 < share <= 1:
-            raise Refused(f"margin head: kind={kind}, share={share}; take cosface or arcface, and a share in (0, 1]")
+            raise Refused(
+                f"margin head: kind={kind}, share={share}; take cosface or arcface, and a share "
+                "in (0, 1]"
+            )
         classes_per_rank = math.ceil(classes / world_size())  # as DTensor cuts
         if classes_per_rank * (world_size() - 1) >= classes:
-            raise Refused(f"{classes} classes leave some of {world_size()} processes without one: start fewer")
+            raise Refused(
+                f"{classes} classes leave some of {world_size()} processes without one: start fewer"
+            )
         self.kind = kind
         self.scale = scale
         self.margin = _MARGINS[kind] if margin is None else margin
@@ -74,7 +90,8 @@ class MarginHead(SelfSharded):
         self.share = share
         self.seed = seed
         self._first = classes_per_rank * rank()
-        self._class_ids = np.arange(self._first, min(self._first + classes_per_rank, classes))  # this rank's
+        # This rank's.
+        self._class_ids = np.arange(self._first, min(self._first + classes_per_rank, classes))
         directions = self._draw_directions(features)
         self.weight = self.shard_rows(directions.to(device, dtype), classes)
 
@@ -90,12 +107,17 @@ class MarginHead(SelfSharded):
 
     @property
     def looks_ahead(self) -> bool:
-        """True if the classes of all samples of a step are among its negatives; see `training.step.StepModule`."""
+        """True if the classes of all samples of a step are among its negatives; see
+        `training.step.StepModule`.
+        """
         return self.share < 1
 
     @torch.no_grad()
-    def prepare_step(self, step: int, batches: Sequence[Any], plan: BatchPlan, is_trial: bool) -> None:
-        """Choose the classes of a step; see `training.step.StepModule`. The host does not wait for the device.
+    def prepare_step(
+        self, step: int, batches: Sequence[Any], plan: BatchPlan, is_trial: bool
+    ) -> None:
+        """Choose the classes of a step; see `training.step.StepModule`. The host does not wait for
+        the device.
 
         In a trial, copies stand in place of the other ranks' samples, as in `sharding.alone`.
         """
@@ -111,17 +133,23 @@ class MarginHead(SelfSharded):
         negatives = torch.from_numpy(np.flatnonzero(is_negative))
         if devices.has_streams(labels.device):
             negatives = negatives.pin_memory()
-        positives = self._gather(_pad(labels, self._limit * plan.micro_steps, value=-1)) - self._first
+        positives = (
+            self._gather(_pad(labels, self._limit * plan.micro_steps, value=-1)) - self._first
+        )
         positives = torch.where((positives >= 0) & (positives < num_rows), positives, num_rows)
         rows = torch.cat([negatives.to(labels.device, non_blocking=True), positives]).sort().values
-        # Rows of other ranks, and those that come twice, stay and don't count, so that the host knows how many there are.
+        # Rows of other ranks, and those that come twice, stay and don't count, so that the host
+        # knows how many there are.
         is_repeated = rows == F.pad(rows, (1, 0), value=-1)[:-1]
         self._is_counted = (rows < num_rows) & ~is_repeated
         self._rows = rows.clamp(max=num_rows - 1)
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         if labels.dtype != torch.int64 or labels.ndim != 1:
-            raise Refused("a margin head takes one class id per image: leave out --mixup and --cutmix, and many labels")
+            raise Refused(
+                "a margin head takes one class id per image: leave out --mixup and --cutmix, and "
+                "many labels"
+            )
         weight = local(self.weight)
         embeddings = F.normalize(embeddings.to(weight.dtype))
         return _Losses.apply(embeddings, weight, labels, self)
@@ -131,18 +159,28 @@ class MarginHead(SelfSharded):
         classes = f"{self.classes:,} classes"
         if world_size() > 1:
             classes += f", {len(self._class_ids):,} on this process"
-        negatives = f"{self.share:.3g} of them as negatives in a step" if self.share < 1 else "all compared in a step"
-        return {"margin head": f"{self.kind}, scale {self.scale:g}, margin {self.margin:g}: {classes}; {negatives}"}
+        negatives = (
+            f"{self.share:.3g} of them as negatives in a step"
+            if self.share < 1
+            else "all compared in a step"
+        )
+        return {
+            "margin head": f"{self.kind}, scale {self.scale:g}, margin {self.margin:g}: {classes}; {negatives}"
+        }
 
     def _apply_margin(self, cosines: Tensor) -> tuple[Tensor, Tensor | float]:
-        """The cosines of true classes after the margin, and their derivative. Beyond an angle of pi it goes on in a line."""
+        """The cosines of true classes after the margin, and their derivative. Beyond an angle of pi
+        it goes on in a line.
+        """
         if self.kind == "cosface":
             return cosines - self.margin, 1.0
         cos_margin = math.cos(self.margin)
         sin_margin = math.sin(self.margin)
         sines = (1 - cosines.square()).clamp(min=1e-6).sqrt()
         is_within = cosines > -cos_margin
-        moved = torch.where(is_within, cosines * cos_margin - sines * sin_margin, cosines - self.margin * sin_margin)
+        moved = torch.where(
+            is_within, cosines * cos_margin - sines * sin_margin, cosines - self.margin * sin_margin
+        )
         return moved, torch.where(is_within, cos_margin + cosines / sines * sin_margin, 1.0)
 
     def _gather(self, rows: Tensor) -> Tensor:
@@ -178,18 +216,24 @@ class MarginHead(SelfSharded):
 class _Losses(torch.autograd.Function):
     """Embeddings [B, D] of length 1, this rank's directions [C, D], class ids [B] -> losses [B].
 
-    One tensor [all samples of the micro-step, this rank's classes of the step] is held, and computed in place.
+    One tensor [all samples of the micro-step, this rank's classes of the step] is held, and
+    computed in place.
     """
 
     @staticmethod
-    def forward(ctx: Any, embeddings: Tensor, weight: Tensor, labels: Tensor, head: MarginHead) -> Tensor:
+    def forward(
+        ctx: Any, embeddings: Tensor, weight: Tensor, labels: Tensor, head: MarginHead
+    ) -> Tensor:
         all_embeddings = head._gather(_pad(embeddings, head._limit)) * head.scale  # [N, D]
         targets = head._gather(_pad(labels, head._limit, value=-1)) - head._first  # [N]
         is_own = (targets >= 0) & (targets < len(weight))
         rows = head._rows
         directions = weight if rows is None else weight[rows]
         columns = targets if rows is None else torch.searchsorted(rows, targets)
-        true_class = (torch.arange(len(targets), device=targets.device), columns.clamp(0, len(directions) - 1))
+        true_class = (
+            torch.arange(len(targets), device=targets.device),
+            columns.clamp(0, len(directions) - 1),
+        )
         inverse_norms = 1 / directions.norm(dim=1).clamp(min=1e-12)
         logits = (all_embeddings @ directions.T).mul_(inverse_norms)
         if rows is not None:

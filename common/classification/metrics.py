@@ -1,6 +1,7 @@
 """Metrics of a classifier: fractions in 0..1, exact on any layout of the run.
 
-Everything is counted in integers on the device, without a host sync per batch, and summed exactly over the ranks.
+Everything is counted in integers on the device, without a host sync per batch, and summed exactly
+over the ranks.
 """
 
 import copy
@@ -14,8 +15,9 @@ from common.distributed import devices
 from common.distributed.collectives import gather_objects, reduce_counts, reduce_dict
 
 CONFUSION_CLASSES = 2_000  # limit of the confusion matrix, which then takes 32 MB
-# Bins of equal width for the scores of each class; an eighth of them with more classes than CONFUSION_CLASSES.
-# A power of two, so that a score lies in bin n or above exactly if it is at least n / SCORE_BINS.
+# Bins of equal width for the scores of each class; an eighth of them with more classes than
+# CONFUSION_CLASSES. A power of two, so that a score lies in bin n or above exactly if it is at
+# least n / SCORE_BINS.
 SCORE_BINS = 1_024
 AT_ONCE = 2**20  # scores that are processed at once, to fit into a processor's cache
 
@@ -35,7 +37,10 @@ class ClassificationCounts:
             shapes["confusion"] = (classes, classes)
         self._bins = SCORE_BINS if classes <= CONFUSION_CLASSES else SCORE_BINS // 8
         shapes["scores"] = (2, classes, self._bins)  # of images of other classes, and of the class
-        self._counts = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name, shape in shapes.items()}
+        self._counts = {
+            name: torch.zeros(shape, dtype=torch.int64, device=device)
+            for name, shape in shapes.items()
+        }
         self._rows = torch.arange(classes, device=device) * self._bins
         self._loss = torch.zeros((), dtype=devices.exact(device), device=device)
 
@@ -53,7 +58,9 @@ class ClassificationCounts:
         if readable is None:
             readable = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
         at_once = max(1, AT_ONCE // self.classes)
-        for part in zip(logits.split(at_once), labels.split(at_once), readable.split(at_once), strict=True):
+        for part in zip(
+            logits.split(at_once), labels.split(at_once), readable.split(at_once), strict=True
+        ):
             self._update(*part)
 
     def _update(self, logits: Tensor, labels: Tensor, readable: Tensor) -> None:
@@ -84,43 +91,68 @@ class ClassificationCounts:
         return F.cross_entropy(logits, labels, reduction="none")
 
     def _update_multi_label(self, logits: Tensor, labels: Tensor, readable: Tensor) -> Tensor:
-        counts, predicted = self._counts, (logits > 0) & readable[:, None]  # probability above one half
+        # Probability above one half.
+        counts, predicted = self._counts, (logits > 0) & readable[:, None]
         sound = readable & ~logits.isnan().any(1)
-        for name, decisions in (("hits", predicted & labels), ("images", labels), ("predicted", predicted)):
+        for name, decisions in (
+            ("hits", predicted & labels),
+            ("images", labels),
+            ("predicted", predicted),
+        ):
             counts[name] += decisions.sum(0)
         counts["top1"] += ((predicted == labels).all(1) & sound).sum()
         self._count_scores(logits.sigmoid(), labels, sound)
-        return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").mean(1)
+        return F.binary_cross_entropy_with_logits(
+            logits, labels.to(logits.dtype), reduction="none"
+        ).mean(1)
 
     def _count_scores(self, scores: Tensor, labels: Tensor, sound: Tensor) -> None:
         """Count scores in 0..1, float[batch, classes], by class, bin, and whether the image has the class."""
         bins = (scores.nan_to_num(0.0) * self._bins).long().clamp(max=self._bins - 1)
         places = labels.long() * (self.classes * self._bins) + self._rows + bins
-        self._counts["scores"].view(-1).index_add_(0, places.view(-1), sound.long().repeat_interleave(self.classes))
+        self._counts["scores"].view(-1).index_add_(
+            0, places.view(-1), sound.long().repeat_interleave(self.classes)
+        )
 
     def reduce(self) -> "ClassificationCounts":
         """New counts: the sums over all ranks, on every rank and on the CPU. A collective."""
         total = copy.copy(self)
-        summed = reduce_counts(torch.cat([count.flatten() for count in self._counts.values()]).cpu())
+        summed = reduce_counts(
+            torch.cat([count.flatten() for count in self._counts.values()]).cpu()
+        )
         parts = summed.split([count.numel() for count in self._counts.values()])
-        total._counts = {name: part.view_as(self._counts[name]) for name, part in zip(self._counts, parts, strict=True)}
+        total._counts = {
+            name: part.view_as(self._counts[name])
+            for name, part in zip(self._counts, parts, strict=True)
+        }
         total._loss = torch.tensor(reduce_dict({"loss": self._loss})["loss"], dtype=torch.float64)
         return total
 
-    def results(self, images: int | None = None) -> dict[str, float | int | list[float | None] | None]:
+    def results(
+        self, images: int | None = None
+    ) -> dict[str, float | int | list[float | None] | None]:
         """Fractions, or None if there is nothing to divide by.
 
-        One label per image: top1, top5 (the best of min(5, classes)), mean_class_accuracy (over classes that occur), f1_macro.
-        Several labels: f1 (over all decisions), f1_macro, exact_match.
-        f1_macro is the mean over classes that are true or predicted anywhere.
-        Always: loss (mean over readable images), count, broken, per_class (accuracy or F1; None: absent), thresholds.
-        Raises `RuntimeError` unless `images`, if given, is the number that was counted.
+        One label per image: top1, top5 (the best of min(5, classes)), mean_class_accuracy (over
+        classes that occur), f1_macro. Several labels: f1 (over all decisions), f1_macro,
+        exact_match. f1_macro is the mean over classes that are true or predicted anywhere. Always:
+        loss (mean over readable images), count, broken, per_class (accuracy or F1; None: absent),
+        thresholds. Raises `RuntimeError` unless `images`, if given, is the number that was counted.
         """
-        count, broken, top1, top5 = (self._counts[name].item() for name in ("count", "broken", "top1", "top5"))
+        count, broken, top1, top5 = (
+            self._counts[name].item() for name in ("count", "broken", "top1", "top5")
+        )
         if images not in (None, count):
-            raise RuntimeError(f"evaluated {count} images of {images}: each must count exactly once")
-        hits, of_class, predicted = (self._counts[name].tolist() for name in ("hits", "images", "predicted"))
-        f1 = [_share(2 * hit, real + guess) for hit, real, guess in zip(hits, of_class, predicted, strict=True)]
+            raise RuntimeError(
+                f"evaluated {count} images of {images}: each must count exactly once"
+            )
+        hits, of_class, predicted = (
+            self._counts[name].tolist() for name in ("hits", "images", "predicted")
+        )
+        f1 = [
+            _share(2 * hit, real + guess)
+            for hit, real, guess in zip(hits, of_class, predicted, strict=True)
+        ]
         if self.multi_label:
             per_class, named = f1, {"f1": _share(2 * sum(hits), sum(of_class) + sum(predicted))}
             named |= {"f1_macro": _mean(f1), "exact_match": _share(top1, count)}
@@ -128,16 +160,24 @@ class ClassificationCounts:
             per_class = [_share(hit, real) for hit, real in zip(hits, of_class, strict=True)]
             named = {"top1": _share(top1, count), "top5": _share(top5, count)}
             named |= {"mean_class_accuracy": _mean(per_class), "f1_macro": _mean(f1)}
-        named |= {"loss": _share(self._loss.item(), count - broken), "count": count, "broken": broken}
+        named |= {
+            "loss": _share(self._loss.item(), count - broken),
+            "count": count,
+            "broken": broken,
+        }
         return named | {"per_class": per_class, "thresholds": self.thresholds()[0]}
 
     def thresholds(self) -> tuple[list[float | None], list[float | None]]:
         """For each class the threshold with the best F1 of "probability >= threshold", and that F1.
 
-        Of equally good ones the nearest to one half is taken. None for a class that no image has, or none finds.
+        Of equally good ones the nearest to one half is taken. None for a class that no image has,
+        or none finds.
         """
         scores, images = (self._counts[name].cpu() for name in ("scores", "images"))
-        distance, at_once = (torch.arange(self._bins) - self._bins // 2).abs(), AT_ONCE // self._bins
+        distance, at_once = (
+            (torch.arange(self._bins) - self._bins // 2).abs(),
+            AT_ONCE // self._bins,
+        )
         kept: list[tuple[float, float]] = []
         for part, of_class in zip(scores.split(at_once, 1), images.split(at_once), strict=True):
             # Images of other classes, and of the class, with at least the score of each bin.
@@ -161,7 +201,9 @@ class ClassificationCounts:
                 "threshold": threshold,
                 "f1_at_threshold": f1,
             }
-            for hit, guesses, images, threshold, f1 in zip(*columns, *self.thresholds(), strict=True)
+            for hit, guesses, images, threshold, f1 in zip(
+                *columns, *self.thresholds(), strict=True
+            )
         ]
 
 
@@ -183,7 +225,9 @@ class Mistakes:
         self._rows = torch.zeros(4, 0)  # confidence, index, label and prediction
 
     @torch.no_grad()
-    def update(self, confidences: Tensor, predicted: Tensor, labels: Tensor, indices: Tensor, sound: Tensor) -> None:
+    def update(
+        self, confidences: Tensor, predicted: Tensor, labels: Tensor, indices: Tensor, sound: Tensor
+    ) -> None:
         """Add a batch: probabilities float[B]; int64[B] three times; images that may be shown, bool[B]."""
         confidence = torch.where((predicted != labels) & sound, confidences.float(), -1.0)
         facts = confidence, indices.to(labels.device), labels, predicted
@@ -197,7 +241,9 @@ class Mistakes:
         rows = self._rows.T.tolist()
         own = [(*map(int, facts), confidence) for confidence, *facts in rows if confidence >= 0]
         everyone = [Mistake(*mistake) for of_rank in gather_objects(own) for mistake in of_rank]
-        return sorted(everyone, key=lambda mistake: (-mistake.confidence, mistake.index))[: self.keep]
+        return sorted(everyone, key=lambda mistake: (-mistake.confidence, mistake.index))[
+            : self.keep
+        ]
 
 
 def _share(part: float, total: float) -> float | None:

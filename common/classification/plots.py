@@ -27,7 +27,9 @@ from common.run.plots import (
 __all__ = ["captioned", "confusion", "mistakes", "reliability"]
 
 
-def mistakes(source: Source, mistakes: Sequence[Mistake], class_names: Sequence[str], path: Path) -> None:
+def mistakes(
+    source: Source, mistakes: Sequence[Mistake], class_names: Sequence[str], path: Path
+) -> None:
     """Draw a sheet of wrongly classified images, captioned "true → predicted"."""
     cells = []
     for mistake in mistakes:
@@ -43,13 +45,17 @@ def reliability(calibration: Calibration, path: Path) -> None:
 
     figure = new_figure(5.6, 5.2)
     axes = figure.subplots()
-    axes.plot((0, 1), (0, 1), color=INK, linewidth=1.2, linestyle="--", label="perfectly calibrated")
+    axes.plot(
+        (0, 1), (0, 1), color=INK, linewidth=1.2, linestyle="--", label="perfectly calibrated"
+    )
 
     def draw(temperature: float, colour: str, label: str) -> None:
         images, right, confidences = calibration.bins(temperature).numpy()
         of_bin = np.maximum(images, 1)  # an empty one is a point without an area
         areas = 300 * images / max(1, images.sum())
-        axes.scatter(confidences / of_bin, right / of_bin, areas, colour, label=label, clip_on=False)
+        axes.scatter(
+            confidences / of_bin, right / of_bin, areas, colour, label=label, clip_on=False
+        )
 
     draw(1.0, BLUE, "as it is")
     ece = calibration.ece()
@@ -58,7 +64,10 @@ def reliability(calibration: Calibration, path: Path) -> None:
         draw(best, GREEN, f"at temperature {best:.2f}")
         headline += f",\n{100 * (calibration.ece(best) or 0):.2f} % at temperature {best:.2f}"
     axes.set(
-        xlim=(0, 1), ylim=(0, 1), xlabel="confidence: probability of the predicted class", ylabel="share that is right"
+        xlim=(0, 1),
+        ylim=(0, 1),
+        xlabel="confidence: probability of the predicted class",
+        ylabel="share that is right",
     )
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(PercentFormatter(1, 0, symbol=" %"))

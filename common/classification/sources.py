@@ -57,8 +57,9 @@ def load_data(
 ) -> tuple[Source, Source]:
     """The images to train on and to evaluate on, which the flags name; see `load` for `custom`.
 
-    With the `weights` of --eval_only, both are the images to evaluate them on: the first has the model's classes, the second
-    the data's, matched by name. With `any_classes` a model of embeddings is evaluated on classes that it does not know.
+    With the `weights` of --eval_only, both are the images to evaluate them on: the first has the
+    model's classes, the second the data's, matched by name. With `any_classes` a model of
+    embeddings is evaluated on classes that it does not know.
     """
     train, val = load(Spec.of(config, weights), custom)
     if weights is None or any_classes:
@@ -66,7 +67,9 @@ def load_data(
     return data_spec.match_classes(weights, config.data, val)
 
 
-def load(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None = None) -> tuple[Source, Source]:
+def load(
+    spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None = None
+) -> tuple[Source, Source]:
     """The images to train on and to evaluate on, with the same classes. `spec.data` is one of
 
     - `digits`: 1,797 handwritten digits that come with scikit-learn (a folder of that name is `./digits`);
@@ -74,14 +77,15 @@ def load(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None 
     - an image folder with one subfolder per class, or a folder of such parts, as `splits.kind_of` knows them;
     - a Hugging Face data set, Parquet or CSV files, as `huggingface.open_table` knows them.
 
-    Data of another form are read by a `custom` data set of your own, or by one for each part: {"train": ..., "val": ...}.
+    Data of another form are read by a `custom` data set of your own, or by one for each part:
+    {"train": ..., "val": ...}.
 
-    `split` names the part to evaluate on, as in `splits.choose`. If there is none, `val_share` of each class is held out,
-    chosen by `seed` and the image's path or row alone; of `digits` always the same fifth. With `spec.alone`, both are the
-    part to evaluate a trained model on.
+    `split` names the part to evaluate on, as in `splits.choose`. If there is none, `val_share` of
+    each class is held out, chosen by `seed` and the image's path or row alone; of `digits` always
+    the same fifth. With `spec.alone`, both are the part to evaluate a trained model on.
 
-    Raises `Refused` for data that can't be found, read, or trained on, and if more than `max_broken_share` of a part is
-    missing.
+    Raises `Refused` for data that can't be found, read, or trained on, and if more than
+    `max_broken_share` of a part is missing.
     """
     if custom is None and spec.is_sharded():
         sources = _load_shards(spec)
@@ -116,7 +120,9 @@ def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None
     is_digits = custom is None and spec.data == "digits"
     if custom is None and not is_digits and (table := open_table(spec.data)):
         columns = spec.image_column, spec.label_column, spec.min_classes, spec.group_column
-        return Parts(part_labels(table), lambda names: read_tables([table[name] for name in names], *columns))
+        return Parts(
+            part_labels(table), lambda names: read_tables([table[name] for name in names], *columns)
+        )
     spec.refuse_columns()
     if custom is not None:
         return open_custom(custom, spec.min_classes)
@@ -126,13 +132,16 @@ def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None
     if not root.is_dir():
         found = "a file of a kind that is not known" if root.exists() else "nothing is there"
         raise Refused(
-            f"--data {spec.data}: {found}; expected digits, an image folder with one subfolder per class, a save_to_disk "
-            f"folder, parquet, CSV, or a Hugging Face name such as owner/name{nearest_path(root)}"
+            f"--data {spec.data}: {found}; expected digits, an image folder with one subfolder "
+            "per class, a save_to_disk folder, parquet, CSV, or a Hugging Face name such as "
+            f"owner/name{nearest_path(root)}"
         )
     folders = _part_folders(root)
     runs = sorted(path.name for path in root.iterdir() if path.is_dir() and holds_runs(path))
     notes = (f"left out: runs of these recipes in {', '.join(runs)}/",) if runs else ()
-    labels = {name: "the folder" if folder == root else f"{name}/" for name, folder in folders.items()}
+    labels = {
+        name: "the folder" if folder == root else f"{name}/" for name, folder in folders.items()
+    }
 
     def read_parts(names: Sequence[str]) -> list[Files]:
         sources = _read_folders([folders[name] for name in names], spec.min_classes)
@@ -151,11 +160,16 @@ def _read_folders(folders: Sequence[Path], min_classes: int) -> list[Files]:
     classes = list(folder_by_class.values())
     if len(classes) < min_classes:
         found = f"only the class folder {classes[0]}/" if classes else "no class folders"
-        raise Refused(f"{first}: {found}; images belong in one subfolder per class, of two classes or more")
+        raise Refused(
+            f"{first}: {found}; images belong in one subfolder per class, of two classes or more"
+        )
     sources = [_scan(first, classes, classes)]
     for name, count in zip(classes, sources[0].class_counts, strict=True):
         if not count:
-            raise Refused(f"{first / name}: no images in this class folder; add some (jpg, png, ...) or remove it")
+            raise Refused(
+                f"{first / name}: no images in this class folder; add some (jpg, png, ...) or "
+                "remove it"
+            )
     for folder in others:
         names = _class_folders(folder)
         unknown = sorted(names.keys() - folder_by_class.keys())
@@ -176,25 +190,32 @@ def _read_folders(folders: Sequence[Path], min_classes: int) -> list[Files]:
 
 
 def _class_folders(folder: Path) -> dict[str, str]:
-    """The names of the subfolders, by the names as people see them: composed letters, no spaces at the ends."""
+    """The names of the subfolders, by the names as people see them: composed letters, no spaces at
+    the ends.
+    """
     names: dict[str, str] = {}
     for name in _subfolders(folder):
         shown = unicodedata.normalize("NFC", name).strip()
         if shown in names:
             advice = "they differ in spaces or in composed letters: join them"
-            raise Refused(f"{folder}: {names[shown]!a} and {name!a} look like the same class; {advice}")
+            raise Refused(
+                f"{folder}: {names[shown]!a} and {name!a} look like the same class; {advice}"
+            )
         names[shown] = name
     return names
 
 
 def _refuse_heap(folder: Path, class_folder: Path) -> None:
-    """Raise `Refused` for images that lie in one folder for all classes, as ImageNet's and Tiny ImageNet's do."""
+    """Raise `Refused` for images that lie in one folder for all classes, as ImageNet's and Tiny
+    ImageNet's do.
+    """
     for heap in (folder, folder / "images"):
         count = sum(map(has_image_suffix, os.listdir(heap))) if heap.is_dir() else 0
         if count:
             raise Refused(
-                f"{heap}: {count:,} images in one folder for all classes; move each into the folder of its class, named "
-                f"as {class_folder} (ImageNet: by the ground truth of its devkit), or list them in a CSV file"
+                f"{heap}: {count:,} images in one folder for all classes; move each into the "
+                f"folder of its class, named as {class_folder} (ImageNet: by the ground truth of "
+                "its devkit), or list them in a CSV file"
             )
 
 
@@ -204,7 +225,10 @@ def _read_annotations(file: Path, classes: list[str]) -> Files:
     ids = {name: number for number, name in enumerate(classes)}
     for row, line in enumerate(lines, start=1):
         if len(line) < 2 or line[1] not in ids:
-            raise Refused(f"{file}: line {row} must be a name and a class of the training data, with a tab between")
+            raise Refused(
+                f"{file}: line {row} must be a name and a class of the training data, with a tab "
+                "between"
+            )
     root = file.parent / "images"
     sizes = np.array(sizes_of(str(root / line[0]) for line in lines), np.int64)
     paths = encode_paths(line[0] for line in lines)
@@ -231,7 +255,9 @@ def _part_folders(root: Path) -> dict[str, Path]:
 def _subfolders(folder: Path) -> list[str]:
     """The names of the folders that may be classes or parts."""
     with os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries if entry.is_dir() and not is_junk(entry.name))
+        names = sorted(
+            entry.name for entry in entries if entry.is_dir() and not is_junk(entry.name)
+        )
     return [name for name in names if not holds_runs(folder / name)]
 
 
@@ -244,24 +270,40 @@ def _scan(root: Path, folders: Sequence[str], classes: list[str]) -> Files:
     for folder in folders:
         class_notes = Notes(str(root / folder), "images")
         inner[folder] = set()
-        files = sorted(_image_files(root, folder, class_notes, inner[folder])) if (root / folder).is_dir() else []
+        files = (
+            sorted(_image_files(root, folder, class_notes, inner[folder]))
+            if (root / folder).is_dir()
+            else []
+        )
         class_notes.texts(len(files) + class_notes.num_left_out, UNREAD_ADVICE)
         notes.merge(class_notes)
         paths.append(pa.array([path for path, _ in files], pa.large_binary()))
         sizes.append(np.array([size for _, size in files], np.int64))
     labels = np.repeat(np.arange(len(classes)), [*map(len, paths)])
     lines = notes.texts(len(labels) + notes.num_left_out, UNREAD_ADVICE) + _check_inner(root, inner)
-    source = Files(str(root), pa.concat_arrays(paths), np.concatenate(sizes), labels=labels, classes=tuple(classes))
+    source = Files(
+        str(root),
+        pa.concat_arrays(paths),
+        np.concatenate(sizes),
+        labels=labels,
+        classes=tuple(classes),
+    )
     return replace(source, notes=lines + _note_archives(root))
 
 
 def _note_archives(root: Path) -> tuple[str, ...]:
     """A note if tars lie beside the class folders: they are not read."""
     tars = sorted(root.glob("[!.]*.tar"))
-    return (f"{len(tars)} *.tar beside the class folders are not read, first {tars[0].name}",) if tars else ()
+    return (
+        (f"{len(tars)} *.tar beside the class folders are not read, first {tars[0].name}",)
+        if tars
+        else ()
+    )
 
 
-def _image_files(root: Path, folder: str, notes: Notes, inner: set[str]) -> Iterator[tuple[bytes, int]]:
+def _image_files(
+    root: Path, folder: str, notes: Notes, inner: set[str]
+) -> Iterator[tuple[bytes, int]]:
     """Path below `root` and size of every image, -1 for a dangling link. Links are followed.
 
     `inner` gets the names of the folders with images that lie in `folder`.
@@ -279,17 +321,27 @@ def _image_files(root: Path, folder: str, notes: Notes, inner: set[str]) -> Iter
 
 
 def _check_inner(root: Path, inner: Mapping[str, set[str]]) -> tuple[str, ...]:
-    """A note about folders that all class folders have. Raises `Refused` if these or the class folders seem to be parts."""
+    """A note about folders that all class folders have. Raises `Refused` if these or the class
+    folders seem to be parts.
+    """
     for folder, names in inner.items():
         parts = sorted(name for name in names if splits.kind_of(name))
         if len({splits.kind_of(name) for name in parts}) > 1:
             problem = f"has {parts[0]}/ and {parts[1]}/ in it, whose images would be mixed"
-            raise Refused(f"{root / folder}: {problem}; put parts above the classes: {root / parts[0] / folder}")
+            raise Refused(
+                f"{root / folder}: {problem}; put parts above the classes: "
+                f"{root / parts[0] / folder}"
+            )
     common = sorted(set.intersection(*inner.values()))
     if len(common) < 2:
         return ()
     problem = f"{', '.join(list(inner)[:3])} each have {common[0]}/ and {common[1]}/ in them"
     if len(inner) > 1 and all(map(_FOLD.fullmatch, inner)):
         advice = "name them train and val, or join them, to hold out a share"
-        raise Refused(f"{root}: {problem}, so they seem to be folds, years or the like and not classes; {advice}")
-    return (f"the classes {problem}: if those are the classes, name the folders above train and val",)
+        raise Refused(
+            f"{root}: {problem}, so they seem to be folds, years or the like and not classes; "
+            f"{advice}"
+        )
+    return (
+        f"the classes {problem}: if those are the classes, name the folders above train and val",
+    )

@@ -17,7 +17,10 @@ from common.errors import Refused
 from common.patches.timm import import_timm
 
 timm = import_timm()
-auto_augment, transforms_imagenet_train = timm.data.auto_augment, timm.data.transforms_factory.transforms_imagenet_train
+auto_augment, transforms_imagenet_train = (
+    timm.data.auto_augment,
+    timm.data.transforms_factory.transforms_imagenet_train,
+)
 
 _RATIO = (3 / 4, 4 / 3)  # width to height of a random crop
 _TRIES = 10
@@ -30,17 +33,26 @@ class TrainingTransform:
     def __init__(self, config: Any, data_config: dict):
         """As in `config`, to images of `data_config["input_size"]` ([3, H, W]).
 
-        `data_config` is as `timm.data.resolve_model_data_config` returns it. Raises `Refused` for a policy that timm lacks.
+        `data_config` is as `timm.data.resolve_model_data_config` returns it. Raises `Refused` for a
+        policy that timm lacks.
         """
         self.size = tuple(data_config["input_size"][1:])
         self.smallest_area, self.hflip, self.vflip = config.crop_scale, config.hflip, config.vflip
         self.interpolation = data_config["interpolation"]
         self.policy = None
         try:
-            if unknown := [section for section in config.augment.split("-")[1:] if not _SECTION.fullmatch(section)]:
+            if unknown := [
+                section
+                for section in config.augment.split("-")[1:]
+                if not _SECTION.fullmatch(section)
+            ]:
                 raise ValueError(f"unknown section {unknown[0]}")  # timm ignores these
             if config.augment:
-                options = {"interpolation": self.interpolation, "mean": data_config["mean"], "color_jitter": None}
+                options = {
+                    "interpolation": self.interpolation,
+                    "mean": data_config["mean"],
+                    "color_jitter": None,
+                }
                 # In three parts: geometry, policy, conversion.
                 _, self.policy, _ = transforms_imagenet_train(
                     self.size, separate=True, auto_augment=config.augment, **options
@@ -48,11 +60,15 @@ class TrainingTransform:
         except (AssertionError, KeyError, ValueError, NotImplementedError) as error:
             reason = error or type(error).__name__
             examples = "examples: rand-m9-mstd0.5, augmix-m3-w3, original, v0, 3a"
-            raise Refused(f"--augment {config.augment}: not a policy of timm ({reason}); {examples}") from None
+            raise Refused(
+                f"--augment {config.augment}: not a policy of timm ({reason}); {examples}"
+            ) from None
 
     def __call__(self, picture: Picture) -> torch.Tensor:
         box = crop(picture.height, picture.width, self.smallest_area)
-        flipped = [axis for axis, share in ((1, self.vflip), (2, self.hflip)) if random.random() < share]
+        flipped = [
+            axis for axis, share in ((1, self.vflip), (2, self.hflip)) if random.random() < share
+        ]
         pixels = picture.region(*box, self.size, self.interpolation)
         pixels = pixels.flip(flipped) if flipped else pixels
         if self.policy:
@@ -61,9 +77,11 @@ class TrainingTransform:
 
 
 def crop(height: int, width: int, smallest_area: float) -> tuple[int, int, int, int]:
-    """Top, left, height and width of a part with `smallest_area` to all of the area and a ratio of 3:4 to 4:3.
+    """Top, left, height and width of a part with `smallest_area` to all of the area and a ratio of
+    3:4 to 4:3.
 
-    If no such part fits, it is the largest centred one. As torchvision's RandomResizedCrop (Szegedy et al., 2015).
+    If no such part fits, it is the largest centred one. As torchvision's RandomResizedCrop (Szegedy
+    et al., 2015).
     """
     low, high = (math.log(ratio) for ratio in _RATIO)
     for _ in range(_TRIES):
@@ -79,7 +97,8 @@ def crop(height: int, width: int, smallest_area: float) -> tuple[int, int, int, 
 class EvalTransform:
     """An RGB image -> uint8[3, H, W] as timm does it, by the model's `crop_mode`.
 
-    `center` resizes to cover a size and crops the centre, `squash` changes the ratio, `border` pads with the mean colour.
+    `center` resizes to cover a size and crops the centre, `squash` changes the ratio, `border` pads
+    with the mean colour.
     """
 
     def __init__(self, data_config: dict):
@@ -88,15 +107,22 @@ class EvalTransform:
         self._resize_and_crop = timm.data.create_transform(**data_config, use_prefetcher=True)
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
-        """Raises `BrokenImage` for a stripe that resizing would make larger than an image may be, or thinner than a pixel."""
+        """Raises `BrokenImage` for a stripe that resizing would make larger than an image may be,
+        or thinner than a pixel.
+        """
         crop_mode = self.data_config.get("crop_mode")
         sides = zip(self.data_config["input_size"][1:], (image.height, image.width), strict=True)
         scales = [wanted / self.data_config["crop_pct"] / side for wanted, side in sides]
         scale = min(scales) if crop_mode == "border" else max(scales)
         is_too_large = image.width * image.height * scale**2 > MAX_PIXELS and crop_mode != "squash"
         if is_too_large or min(image.size) * scale <= 0.5:
-            enlarged = f"{image.width} x {image.height} pixels would be enlarged to {scale:.3g} times their sides"
-            raise BrokenImage(f"{enlarged}, the limit is {MAX_PIXELS} pixels, and a side is at least 1")
+            enlarged = (
+                f"{image.width} x {image.height} pixels would be enlarged to {scale:.3g} times "
+                "their sides"
+            )
+            raise BrokenImage(
+                f"{enlarged}, the limit is {MAX_PIXELS} pixels, and a side is at least 1"
+            )
         return self._resize_and_crop(image)
 
 
@@ -105,4 +131,6 @@ def _posterize(image: Image.Image, bits: int, **_) -> Image.Image:
     return ImageOps.posterize(image, min(bits, 8)) if bits else Image.new(image.mode, image.size)
 
 
-auto_augment.NAME_TO_OP.update({name: _posterize for name in auto_augment.NAME_TO_OP if name.startswith("Posterize")})
+auto_augment.NAME_TO_OP.update(
+    {name: _posterize for name in auto_augment.NAME_TO_OP if name.startswith("Posterize")}
+)

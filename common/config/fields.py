@@ -1,7 +1,7 @@
 """Fields of a configuration, and the dataclasses of fields that recipes share.
 
-A recipe's `Config` is a flat dataclass. It inherits the shared fields from the dataclasses below. The docstring under a
-field is its help text.
+A recipe's `Config` is a flat dataclass. It inherits the shared fields from the dataclasses below.
+The docstring under a field is its help text.
 """
 
 import dataclasses
@@ -38,22 +38,30 @@ def option(
     Args:
         low, high: limits of a number, both included.
         may_change: True if a resumed run may have another value.
-        later: the field defines a run only with another value than its default: runs from before it still resume.
+        later: the field defines a run only with another value than its default: runs from before it
+            still resume.
         check: check(value) returns the error in a text, or "" if there is none.
         heading: title of the group in --help that begins with this field.
         required: an empty value is refused, with this advice.
         decides: decides(value) returns defaults of other fields, which the weights that `value` names decide.
-        origin: origin(value, recorded) tells the run that made these weights; its configuration replaces the defaults, as far
-            as it is the run's identity, or of the fields `recorded`.
-        weights_into: of --eval_only, the field that gets an exported model, so that the recipe builds it with its weights.
+        origin: origin(value, recorded) tells the run that made these weights; its configuration
+            replaces the defaults, as far as it is the run's identity, or of the fields `recorded`.
+        weights_into: of --eval_only, the field that gets an exported model, so that the recipe
+            builds it with its weights.
         is_weights: the field says which weights training begins with; with --eval_only it has its default.
-        is_recorded: the field may change when a run resumes, but is recorded with its weights, whose results depend on it.
+        is_recorded: the field may change when a run resumes, but is recorded with its weights,
+            whose results depend on it.
         is_common: --help shows the field; the others appear in --help all.
-        reads_data: the field says how the data of --data are read; for other data, weights bring no value of it.
+        reads_data: the field says how the data of --data are read; for other data, weights bring no
+            value of it.
         not_in_shards: why a sharded run refuses another value than the default.
     """
     given = {key: value for key, value in locals().items() if key != "default"}
-    metadata = {key: value for key, value in given.items() if not (value is None or value is False or value == "")}
+    metadata = {
+        key: value
+        for key, value in given.items()
+        if not (value is None or value is False or value == "")
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -65,7 +73,12 @@ def path_option(default: str, **options):
 def field_names(config_class: type) -> list[str]:
     """The fields of a configuration, the recipe's own first, in its order."""
     return list(
-        dict.fromkeys([*config_class.__annotations__, *(field.name for field in dataclasses.fields(config_class))])
+        dict.fromkeys(
+            [
+                *config_class.__annotations__,
+                *(field.name for field in dataclasses.fields(config_class)),
+            ]
+        )
     )
 
 
@@ -77,11 +90,15 @@ def fields_with(config: Any, key: str) -> list[str]:
 def whole_numbers(text: str, separator: str) -> tuple[int, ...]:
     """The numbers in a text such as "640,672"; an empty tuple if it is anything else."""
     parts = [part.strip() for part in text.split(separator)]
-    return tuple(map(int, parts)) if all(re.fullmatch("[0-9]{1,18}", part) for part in parts) else ()
+    return (
+        tuple(map(int, parts)) if all(re.fullmatch("[0-9]{1,18}", part) for part in parts) else ()
+    )
 
 
 def steps_between(text: str) -> tuple[int, int] | None:
-    """The first and last step of a range, counted from 1: "10-14" -> (10, 14), "7" -> (7, 7); None for any other text."""
+    """The first and last step of a range, counted from 1: "10-14" -> (10, 14), "7" -> (7, 7); None
+    for any other text.
+    """
     found = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", text)
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     return (first, last) if 1 <= first <= last else None
@@ -91,7 +108,10 @@ def _wrong_with_path(text: str) -> str:
     """Why `text` can't be a path, or "" if it can."""
     sizes = [len(os.fsencode(part)) for part in text.split("/")]
     if max(sizes) > 255 or len(sizes) > 255 or sum(sizes) + len(sizes) > 4096:
-        return "is too long for a path: it has at most 255 names, each of 255 bytes, and 4,095 bytes in all"
+        return (
+            "is too long for a path: it has at most 255 names, each of 255 bytes, and 4,095 bytes "
+            "in all"
+        )
     user = text.split("/")[0]
     if user.startswith("~") and os.path.expanduser(user) == user:
         return f"there is no user {user[1:]}; a folder of that name is ./{user}"
@@ -110,7 +130,11 @@ def _wrong_with_profile(text: str) -> str:
 
 
 def _wrong_with_stages(text: str) -> str:
-    return "" if text in ("stem", "all") or re.fullmatch("[0-9]{1,4}", text) else "must be a number, stem or all"
+    return (
+        ""
+        if text in ("stem", "all") or re.fullmatch("[0-9]{1,4}", text)
+        else "must be a number, stem or all"
+    )
 
 
 def _wrong_with_unfreezing(text: str) -> str:
@@ -123,8 +147,8 @@ def _wrong_with_unfreezing(text: str) -> str:
 class SharedFields:
     """Base of the dataclasses of fields that recipes share.
 
-    A recipe may state such a field again, to show or change its default: `epochs: float = 10.0`, without a docstring. Limits,
-    `may_change` and the help text of the shared field stay.
+    A recipe may state such a field again, to show or change its default: `epochs: float = 10.0`,
+    without a docstring. Limits, `may_change` and the help text of the shared field stay.
     """
 
     def __init_subclass__(cls, **options) -> None:
@@ -135,7 +159,11 @@ class SharedFields:
             if shared:
                 stated = vars(cls)[name]
                 own = stated if isinstance(stated, dataclasses.Field) else option(stated)
-                setattr(cls, name, dataclasses.field(default=own.default, metadata=shared.metadata | own.metadata))
+                setattr(
+                    cls,
+                    name,
+                    dataclasses.field(default=own.default, metadata=shared.metadata | own.metadata),
+                )
 
 
 @dataclass
@@ -145,32 +173,38 @@ class RunConfig(SharedFields):
     val_share: float = option(0.2, low=0, high=1, heading="data", is_common=True, reads_data=True)
     """Share of the images that is held out for evaluation if the data has no validation split."""
     group_column: str = option("", later=True, reads_data=True)
-    """Column of patients, videos or sites, whose images are held out together: of a table, or of shards; `folder` for the
-    folder that holds an image, in an image folder below its class (default: each image alone; copies together)."""
+    """Column of patients, videos or sites, whose images are held out together: of a table, or of
+    shards; `folder` for the folder that holds an image, in an image folder below its class
+    (default: each image alone; copies together)."""
     split: str = option("", is_common=True, reads_data=True)
-    """Split of the data to evaluate on, also during training: val, test, or a name that the data uses; with --eval_only also
-    train, or all for data without splits. Default: val, or the held-out share if there is none."""
+    """Split of the data to evaluate on, also during training: val, test, or a name that the data
+    uses; with --eval_only also train, or all for data without splits. Default: val, or the held-out
+    share if there is none."""
     image_column: str = option("", reads_data=True)
     """Tables: column of the images (default: found by its type)."""
     max_broken_share: float = option(0.02, low=0, high=1, may_change=True)
     """Stop if more than this share of about 1,000 consecutive training images can't be read."""
     workers: int = option(-1, low=-1, high=1024, may_change=True, is_common=True)
-    """Data-loading processes per rank (0: load in the training process; -1: all cores, divided among the ranks)."""
+    """Data-loading processes per rank (0: load in the training process; -1: all cores, divided
+    among the ranks)."""
     cache: int = option(0, low=0, high=10**6)
-    """Cache decoded training images, scaled down to at most the area of a square with this side in pixels (0: off). The
-    cache changes pixels, so a resumed run keeps this value."""
+    """Cache decoded training images, scaled down to at most the area of a square with this side in
+    pixels (0: off). The cache changes pixels, so a resumed run keeps this value."""
     cache_folder: str = path_option("", may_change=True)
     """Folder with room for the --cache, kept in an unnamed file there. Default: memory."""
     global_batch_size: int = option(64, low=1, high=2**20, heading="training", is_common=True)
-    """Samples per optimizer step, over all processes. How they are distributed is derived and does not change the result."""
+    """Samples per optimizer step, over all processes. How they are distributed is derived and does
+    not change the result."""
     max_micro_batch_size: int = option(256, low=1, high=2**20, may_change=True, is_common=True)
-    """Limit of the samples that one device processes at once; gradients of a larger share are accumulated over micro-steps."""
+    """Limit of the samples that one device processes at once; gradients of a larger share are
+    accumulated over micro-steps."""
     epochs: float = option(10.0, low=0, high=MOST_EPOCHS, may_change=True, is_common=True)
     """Length of the run in passes over the training set, rounded up to whole steps."""
     max_steps: int = option(0, low=0, high=10**9, may_change=True, is_common=True)
     """Length of the run in steps, instead of --epochs (0: use --epochs)."""
     min_epoch_steps: int = option(0, low=0, high=10**6)
-    """Fewest steps that an epoch counts as, for little data: wherever a length or cadence is in epochs (0: no minimum)."""
+    """Fewest steps that an epoch counts as, for little data: wherever a length or cadence is in
+    epochs (0: no minimum)."""
     patience: int = option(0, low=0, may_change=True)
     """Stop after this many evaluations without improvement (0: off)."""
     max_hours: float = option(0.0, low=0, high=10**6, may_change=True)
@@ -180,9 +214,11 @@ class RunConfig(SharedFields):
     output_dir: str = path_option("runs", may_change=True, heading="run")
     """Folder in which run folders are created."""
     name: str = path_option("", may_change=True, is_common=True)
-    """Name of the run folder (default: the recipe's name and a hash of the configuration, so that the same command resumes)."""
+    """Name of the run folder (default: the recipe's name and a hash of the configuration, so that
+    the same command resumes)."""
     resume: str = path_option("auto", may_change=True)
-    """auto: resume from the newest intact checkpoint of the run folder; never: start a new run; or a checkpoint folder."""
+    """auto: resume from the newest intact checkpoint of the run folder; never: start a new run; or
+    a checkpoint folder."""
     allow_changed_source: bool = option(False, may_change=True)
     """Resume although the recipe's source has changed since the checkpoint was made."""
     checkpoint_every: int = option(0, low=0, may_change=True)
@@ -190,15 +226,16 @@ class RunConfig(SharedFields):
     keep_checkpoints: int = option(2, low=1, may_change=True)
     """Number of complete checkpoints to keep on disk."""
     keep_for_audit: bool = option(False, may_change=True)
-    """Keep the first checkpoint after a quarter of the run in audit/, for tools.audit: later a model has memorised wrong
-    labels."""
+    """Keep the first checkpoint after a quarter of the run in audit/, for tools.audit: later a
+    model has memorised wrong labels."""
     dry_run: bool = option(False, may_change=True, is_common=True)
-    """Print the start table, then try two steps, an evaluation, and saving and loading a checkpoint, in a temporary folder."""
+    """Print the start table, then try two steps, an evaluation, and saving and loading a
+    checkpoint, in a temporary folder."""
     eval_every: int = option(0, low=0, may_change=True, heading="evaluation")
     """Steps between evaluations (0: at the end of every epoch). The last step always has one."""
     best_metric: str = option("", may_change=True)
-    """Result that decides which model is the best, and by which --patience counts: f1_macro, mean_class_accuracy, loss, AP50
-    (default: the recipe's)."""
+    """Result that decides which model is the best, and by which --patience counts: f1_macro,
+    mean_class_accuracy, loss, AP50 (default: the recipe's)."""
     tracker: Literal["wandb", "tensorboard", "none"] = option(
         "wandb", may_change=True, heading="dashboard", is_common=True
     )
@@ -214,11 +251,14 @@ class RunConfig(SharedFields):
     log_every: int = option(10, low=1, may_change=True)
     """Steps between rows of metrics.jsonl and the dashboard."""
     profile: str = option("", may_change=True, check=_wrong_with_profile)
-    """Steps to profile with torch.profiler, FIRST-LAST as in the log (10-14); one trace per rank in the run folder."""
+    """Steps to profile with torch.profiler, FIRST-LAST as in the log (10-14); one trace per rank in
+    the run folder."""
     dtype: Literal["float32", "float64"] = option("float32", heading="processes")
-    """Type of weights and activations; float64 is for checking that layouts agree. fp16/bf16: see the Accelerate config."""
+    """Type of weights and activations; float64 is for checking that layouts agree. fp16/bf16: see
+    the Accelerate config."""
     deterministic: bool = option(False, may_change=True)
-    """GPUs: repeat a run bit for bit on the same layout, with slower kernels; refused if one is missing. CPUs always repeat."""
+    """GPUs: repeat a run bit for bit on the same layout, with slower kernels; refused if one is
+    missing. CPUs always repeat."""
     collective_timeout: int = option(1800, low=10, high=10**7, may_change=True)
     """Seconds that a process may keep the others waiting; then it is reported and all processes end."""
     comm_hook: Literal["none", "fp16", "bf16"] = "none"
@@ -244,7 +284,8 @@ class OptimizationConfig(SharedFields):
     min_lr_ratio: float = option(0.0, low=0, high=1)
     """Final learning rate of cosine and linear, as a share of the peak."""
     step_epochs: str = "30"
-    """schedule step: epochs between two drops of the learning rate, or the epochs of the drops, separated by commas (8,11)."""
+    """schedule step: epochs between two drops of the learning rate, or the epochs of the drops,
+    separated by commas (8,11)."""
     step_factor: float = option(0.1, low=0, high=1)
     """schedule step: factor of the learning rate at each drop."""
     weight_decay: float = option(0.05, low=0, high=10**6)
@@ -260,10 +301,12 @@ class OptimizationConfig(SharedFields):
     head_lr_factor: float = option(1.0, low=0, high=10**6)
     """Factor of the head's learning rate; in a DETR, everything after the encoder is head."""
     freeze_stages: str = option("0", check=_wrong_with_stages)
-    """Stages of the backbone that do not train, with their BatchNorm: a number (1: stem and first stage), stem, or all."""
+    """Stages of the backbone that do not train, with their BatchNorm: a number (1: stem and first
+    stage), stem, or all."""
     unfreeze_epochs: str = option("", check=_wrong_with_unfreezing)
-    """Epochs after which the frozen stages begin to train, as equal parts, from the last stage to the first (4 stages and
-    1,2: two after epoch 1, two and the stem after epoch 2). Default: never."""
+    """Epochs after which the frozen stages begin to train, as equal parts, from the last stage to
+    the first (4 stages and 1,2: two after epoch 1, two and the stem after epoch 2). Default:
+    never."""
     clip: float = option(0.0, low=0)
     """Gradient clipping: largest norm (0: off); see --clip_mode."""
     clip_mode: Literal["norm", "agc"] = "norm"

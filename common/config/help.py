@@ -15,7 +15,9 @@ _CONFIG = """  --config FILE
 
 
 def print_help(config_class: type, config: Any, program: str, everything: bool) -> NoReturn:
-    """Print flags with their values in `config`, the recipe's own groups first, and exit. One process per machine prints."""
+    """Print flags with their values in `config`, the recipe's own groups first, and exit. One
+    process per machine prints.
+    """
     titles, texts, kinds = _titles(config_class), _texts(config_class), get_type_hints(config_class)
     width = min(shutil.get_terminal_size().columns, 120)
     groups: dict[str, list[str]] = {"file": [_CONFIG]}

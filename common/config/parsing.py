@@ -1,6 +1,7 @@
 """Parsing: turns a dataclass of defaults, a YAML file and the command line into one checked configuration.
 
-A field is a bool, an int, a float, a str, or one of some values (Literal). A YAML file is a list of flags; flags override it.
+A field is a bool, an int, a float, a str, or one of some values (Literal). A YAML file is a list of
+flags; flags override it.
 """
 
 import dataclasses
@@ -37,9 +38,9 @@ _KINDS = {int: "a whole number", float: "a number"}
 def parse(config_class: type[C], argv: list[str] | None = None, program: str = "") -> C:
     """The configuration: defaults of `config_class`, overridden by `--config file.yaml`, overridden by flags.
 
-    With `--eval_only`, the configuration of the run that made the weights replaces the defaults; other fields may decide on
-    defaults, too (`option(decides=...)`).
-    Raises `Refused` for an unknown flag or key, and for a value that is missing, of the wrong type or beyond its limits.
+    With `--eval_only`, the configuration of the run that made the weights replaces the defaults;
+    other fields may decide on defaults, too (`option(decides=...)`). Raises `Refused` for an
+    unknown flag or key, and for a value that is missing, of the wrong type or beyond its limits.
 
     Args:
         argv: the command line without the program's name (default: of this process).
@@ -63,7 +64,9 @@ def parse(config_class: type[C], argv: list[str] | None = None, program: str = "
         if not value and metadata.get("required"):
             raise Refused(f"--{field.name} is missing: {metadata['required']}")
         if value and metadata.get("decides"):
-            decided = _of_file(metadata["decides"](value), config_class, f"--{field.name} {value}: ")
+            decided = _of_file(
+                metadata["decides"](value), config_class, f"--{field.name} {value}: "
+            )
             config = _checked(config_class(**decided | given))
     return config
 
@@ -78,14 +81,17 @@ def read_weights(config: Any) -> Origin:
 def weight_fields(config: Any) -> list[str]:
     """The fields that say which weights a model is built with; `--eval_only` sets them."""
     fields = type(config).__dataclass_fields__
-    targets = [fields[name].metadata["weights_into"] for name in fields_with(config, "weights_into")]
+    targets = [
+        fields[name].metadata["weights_into"] for name in fields_with(config, "weights_into")
+    ]
     return fields_with(config, "is_weights") + targets
 
 
 def _set_weights(config: C, origin: Origin) -> C:
     """`config` with an exported model in place of the weights that its training began with.
 
-    A checkpoint is loaded into the model once that is built. Raises `Refused` if a flag names another model than the export.
+    A checkpoint is loaded into the model once that is built. Raises `Refused` if a flag names
+    another model than the export.
     """
     fields = type(config).__dataclass_fields__
     values = {name: fields[name].default for name in fields_with(config, "is_weights")}
@@ -94,7 +100,8 @@ def _set_weights(config: C, origin: Origin) -> C:
         value, exported = getattr(config, target), origin.config.get(target)
         if target not in values and value != exported:
             raise Refused(
-                f"--{target} {value}: {origin.path} brings its own {target}, {exported}; leave --{target} out"
+                f"--{target} {value}: {origin.path} brings its own {target}, {exported}; leave "
+                f"--{target} out"
             )
         values[target] = origin.path
     return dataclasses.replace(config, **values)
@@ -104,11 +111,20 @@ def _checked(config: C) -> C:
     """`config`, if all values are within their limits. Raises `Refused`."""
     check_secrets(str(getattr(config, "data", "")))
     for field in dataclasses.fields(config):
-        value, low, high = getattr(config, field.name), field.metadata.get("low"), field.metadata.get("high")
+        value, low, high = (
+            getattr(config, field.name),
+            field.metadata.get("low"),
+            field.metadata.get("high"),
+        )
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
-            raise Refused(f"--{field.name} {value!a:.100}: holds bytes that are no text (UTF-8); rename what it names")
+            raise Refused(
+                f"--{field.name} {value!a:.100}: holds bytes that are no text (UTF-8); rename "
+                "what it names"
+            )
         if value == "" and field.default != "":
-            raise Refused(f"--{field.name} is empty: give it a value, or leave it out for {field.default}")
+            raise Refused(
+                f"--{field.name} is empty: give it a value, or leave it out for {field.default}"
+            )
         if isinstance(value, float) and not math.isfinite(value):
             raise Refused(f"--{field.name} {value}: must be a finite number")
         if (low is not None and value < low) or (high is not None and value > high):
@@ -127,7 +143,9 @@ def save(config, path: Path) -> None:
     everything = [(name, values[name]) for name in field_names(type(config))]
     # YAML keeps the line separators of Unicode only if they are escaped.
     plain = not re.search("[\x85\u2028\u2029]", "".join(str(value) for _, value in everything))
-    replace_file(path, yaml.safe_dump(dict(everything), sort_keys=False, allow_unicode=plain).encode())
+    replace_file(
+        path, yaml.safe_dump(dict(everything), sort_keys=False, allow_unicode=plain).encode()
+    )
 
 
 def identity(config) -> dict:
@@ -169,7 +187,9 @@ def _read(path: Path) -> dict:
         presets = [str(file) for folder in folders for file in sorted(folder.glob("*.yaml"))]
         same = next((file for file in presets if Path(file).stem == path.stem), "")
         near = f"; did you mean {same}?" if same else nearest(str(path), presets)
-        raise Refused(f"--config {path}: {'a folder, not a' if path.is_dir() else 'no such'} file{near}") from None
+        raise Refused(
+            f"--config {path}: {'a folder, not a' if path.is_dir() else 'no such'} file{near}"
+        ) from None
     except OSError as error:
         raise Refused(f"--config {path}: can't be read: {error.strerror}") from None
     except ValueError as error:
@@ -177,20 +197,29 @@ def _read(path: Path) -> dict:
     if content is None:  # a file with comments only
         return {}
     if not isinstance(content, dict):
-        raise Refused(f"--config {path}: must hold `key: value` lines, found a {type(content).__name__}")
+        raise Refused(
+            f"--config {path}: must hold `key: value` lines, found a {type(content).__name__}"
+        )
     return content
 
 
-def _of_file(content: dict, config_class: type, where: str, given: Container[str] = ()) -> dict[str, Any]:
-    """The content of a YAML file as values by field. `where` begins messages. Fields in `given` replace its own.
+def _of_file(
+    content: dict, config_class: type, where: str, given: Container[str] = ()
+) -> dict[str, Any]:
+    """The content of a YAML file as values by field. `where` begins messages. Fields in `given`
+    replace its own.
 
-    A stranger may have written it, and a URL in it would send the value of a variable of the environment to a server.
+    A stranger may have written it, and a URL in it would send the value of a variable of the
+    environment to a server.
     """
     kinds, recipe = _kinds(config_class), _file_of(config_class)
     values: dict[str, Any] = {}
     for key, value in content.items():
         if key not in kinds:
-            raise Refused(f"{where}unknown key {key}{hint(str(key), kinds, recipe) or nearest(str(key), kinds)}")
+            raise Refused(
+                f"{where}unknown key "
+                f"{key}{hint(str(key), kinds, recipe) or nearest(str(key), kinds)}"
+            )
         if isinstance(value, dict | list) or value is None:
             raise Refused(f"{where}{key} must be a single value, not {type(value).__name__}")
         if (kinds[key] is bool) != isinstance(value, bool):
@@ -199,7 +228,10 @@ def _of_file(content: dict, config_class: type, where: str, given: Container[str
         values[key] = _typed(key, value, kinds[key], where)
         if key not in given and re.search(r"://.*\$", str(value), re.DOTALL):
             advice = f"which is filled in only where you type it; give --{key} again as a flag"
-            raise Refused(f"{where}{key} {printable_name(value):.200} names a variable of the environment, {advice}")
+            raise Refused(
+                f"{where}{key} {printable_name(value):.200} names a variable of the environment, "
+                f"{advice}"
+            )
     return values
 
 
@@ -220,7 +252,9 @@ def _of_words(words: Sequence[str], config_class: type) -> tuple[Path | None, di
         name = flag.removeprefix("--").replace("-", "_")
         switch = name if name in kinds else name.removeprefix("no_")
         if switch not in kinds or (switch != name and kinds[switch] is not bool):
-            near = hint(name, kinds, recipe) or nearest(name, kinds) or "; --help all lists all flags"
+            near = (
+                hint(name, kinds, recipe) or nearest(name, kinds) or "; --help all lists all flags"
+            )
             raise Refused(f"unknown flag {flag}{near}")
         if kinds[switch] is bool:
             if assigned or (rest and rest[0].lower() in ("true", "false", "0", "1")):
@@ -230,7 +264,9 @@ def _of_words(words: Sequence[str], config_class: type) -> tuple[Path | None, di
         if not assigned and rest and not rest[0].startswith("--"):
             assigned, value = "=", rest.pop(0)
         if not assigned or (name == "config" and not value):
-            raise Refused(f"{flag} needs {'the path of a YAML file' if name == 'config' else 'a value'}")
+            raise Refused(
+                f"{flag} needs {'the path of a YAML file' if name == 'config' else 'a value'}"
+            )
         if name == "config" and name in values:
             raise Refused("--config is given twice: name one file and set the rest by flags")
         values[name] = _typed(name, value, kinds[name])
@@ -253,30 +289,45 @@ def _typed(name: str, value: Any, kind: Any, where: str = "") -> Any:
         raise Refused(f"{where}--{name} {value!s:.100}: must be {_KINDS[kind]}") from None
 
 
-def _for_evaluation(config_class: type[C], origin: Origin, given: dict[str, Any], program: str) -> C:
+def _for_evaluation(
+    config_class: type[C], origin: Origin, given: dict[str, Any], program: str
+) -> C:
     """The configuration of the run that made these weights, overridden by the `given` values.
 
     Raises `Refused` if that was a run of another recipe, or if neither the run nor a flag names the data.
     """
     weights = origin.path
-    fixed = {field.name for field in dataclasses.fields(config_class) if not field.metadata.get("may_change")}
+    fixed = {
+        field.name
+        for field in dataclasses.fields(config_class)
+        if not field.metadata.get("may_change")
+    }
     unknown = [name for name in origin.config if not hasattr(config_class, name)]
-    if origin.run and unknown and fixed & config_class.__annotations__.keys() - origin.config.keys():
+    if (
+        origin.run
+        and unknown
+        and fixed & config_class.__annotations__.keys() - origin.config.keys()
+    ):
         named = ", ".join(f"--{name}" for name in unknown[:5])
         raise Refused(
-            f"--eval_only {weights}: its run has flags that {program} does not know ({named}); evaluate it with the "
-            f"recipe that trained it, {origin.run.get('recipe') or 'another one'}"
+            f"--eval_only {weights}: its run has flags that {program} does not know ({named}); "
+            "evaluate it with the recipe that trained it, "
+            f"{origin.run.get('recipe') or 'another one'}"
         )
     known = {name: value for name, value in origin.config.items() if name not in unknown}
     of_run = _of_file(known, config_class, f"--eval_only {weights}: ", given)
     config = config_class(**of_run | given)
     data = getattr(config, "data", "")
     if not data:
-        raise Refused(f"--eval_only {weights}: does not say which data it was trained on; add --data")
+        raise Refused(
+            f"--eval_only {weights}: does not say which data it was trained on; add --data"
+        )
     if origin.trained_on(data):
         return config
     of_data = fields_with(config_class, "reads_data")
-    return config_class(**{name: value for name, value in of_run.items() if name not in of_data} | given)
+    return config_class(
+        **{name: value for name, value in of_run.items() if name not in of_data} | given
+    )
 
 
 def _kinds(config_class: type) -> dict[str, Any]:
@@ -285,7 +336,8 @@ def _kinds(config_class: type) -> dict[str, Any]:
     for name in (field.name for field in dataclasses.fields(config_class)):
         if hints[name] not in (bool, int, float, str) and get_origin(hints[name]) is not Literal:
             raise Refused(
-                f"{config_class.__name__}.{name}: {hints[name]} can't be given as a flag; take bool, int, float, str or "
+                f"{config_class.__name__}.{name}: {hints[name]} can't be given as a flag; take "
+                "bool, int, float, str or "
                 'Literal, such as a text of numbers, "8,11"'
             )
     return {field.name: hints[field.name] for field in dataclasses.fields(config_class)}

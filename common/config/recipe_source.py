@@ -1,7 +1,7 @@
 """The source of a recipe, which checkpoints record so that a changed recipe does not resume unnoticed.
 
-It consists of the recipe's file and the modules beside it that it imports, such as a custom loss, but not `common`. Two
-sources are equal if they differ only in comments, docstrings and formatting.
+It consists of the recipe's file and the modules beside it that it imports, such as a custom loss,
+but not `common`. Two sources are equal if they differ only in comments, docstrings and formatting.
 """
 
 import ast
@@ -23,7 +23,8 @@ Source = dict[str, str]  # name of a file, relative to the folder of the recipe 
 
 
 def started(config: object = None) -> Path | None:
-    """The recipe's file: the script that Python runs, else the module that defines the class of `config`; None without both.
+    """The recipe's file: the script that Python runs, else the module that defines the class of
+    `config`; None without both.
 
     Raises `Refused` for a class that is defined in cells of a notebook, whose changes no file would tell.
     """
@@ -34,7 +35,8 @@ def started(config: object = None) -> Path | None:
         return Path(file)
     if config is not None:
         raise Refused(
-            "a recipe is a file: begin its cell with %%writefile mine.py, and start the main of `import mine`"
+            "a recipe is a file: begin its cell with %%writefile mine.py, and start the main of "
+            "`import mine`"
         )
     return None
 
@@ -65,7 +67,8 @@ def digests(source: Source) -> dict[str, str]:
 def difference(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """A short unified diff of two sources without comments and docstrings; empty if they are equal."""
     lines = []
-    mains = next(iter(before), ""), next(iter(now), "")  # the recipe itself, which may have been renamed
+    # The recipe itself, which may have been renamed.
+    mains = next(iter(before), ""), next(iter(now), "")
     others = sorted((before.keys() | now.keys()) - {*mains})
     for was, name in (mains, *zip(others, others, strict=True)):
         texts = before.get(was, ""), now.get(name, "")
@@ -73,7 +76,8 @@ def difference(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
         if plain[0] != plain[1]:
             old, new = (text.splitlines() for text in plain)
             found = difflib.unified_diff(old, new, f"{was} before", f"{name} now", lineterm="", n=0)
-            lines += [line[:_WIDTH] for line in found if not line.startswith("@@")]  # whose numbers are not the file's
+            # Whose numbers are not the file's.
+            lines += [line[:_WIDTH] for line in found if not line.startswith("@@")]
     more = len(lines) - _LINES
     return lines if more <= 0 else [*lines[:_LINES], f"... and {more} more lines"]
 
@@ -94,7 +98,9 @@ def _imported(file: str, folder: Path) -> list[str]:
             elif isinstance(node, ast.ImportFrom):
                 module = node.module or ""
                 names |= {module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)}
-    places = [name.replace(".", "/") for name in sorted(names) if name and name.split(".")[0] != "common"]
+    places = [
+        name.replace(".", "/") for name in sorted(names) if name and name.split(".")[0] != "common"
+    ]
     files = [f"{place}{end}" for place in places for end in (".py", "/__init__.py")]
     return [file for file in files if (folder / file).is_file()]
 
@@ -107,13 +113,17 @@ def keep(source: Source, run: Path) -> None:
 
 
 def _plain(text: str) -> str:
-    """`text` without comments and docstrings, in a normal form; unchanged if this Python version can't parse it."""
+    """`text` without comments and docstrings, in a normal form; unchanged if this Python version
+    can't parse it.
+    """
     try:
         tree = ast.parse(text)
         for node in ast.walk(tree):
             if isinstance(body := getattr(node, "body", None), list):
                 body[:] = [
-                    line for line in body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+                    line
+                    for line in body
+                    if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
                 ]
         return ast.unparse(tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -1,7 +1,7 @@
 """Names that other tools have for the recipes' flags, for hints in messages about unknown flags.
 
-No name in this module is accepted as a flag. They are from timm, torchvision, Ultralytics, MMDetection, detectron2 and
-transformers. Names that are similar to ours are found without a table.
+No name in this module is accepted as a flag. They are from timm, torchvision, Ultralytics,
+MMDetection, detectron2 and transformers. Names that are similar to ours are found without a table.
 """
 
 import re
@@ -73,11 +73,17 @@ def hint(name: str, flags: Collection[str], recipe: Path) -> str:
     hint("wd", ["lr", "weight_decay"], Path("recipes/cls.py")) -> "; here it is --weight_decay"
     """
     name = name.lower().replace("-", "_")
-    known = {text: names for text, names in HINTS.items() if re.split(r"\W+", text)[1] in (*flags, "config")}
+    known = {
+        text: names
+        for text, names in HINTS.items()
+        if re.split(r"\W+", text)[1] in (*flags, "config")
+    }
     for text, names in (known | OF_LAUNCHER).items():
         if name in names.split():
             return f"; here it is {text}"
-    for file in sorted(recipe.parent.glob("*.py")) if name.isidentifier() and name not in flags else ():
+    for file in (
+        sorted(recipe.parent.glob("*.py")) if name.isidentifier() and name not in flags else ()
+    ):
         text = "" if file.name == recipe.name else file.read_text(errors="replace")
         if "\nclass Config(" in text and re.search(rf"^    {name}: ", text, re.MULTILINE):
             return f"; it is a flag of {file.absolute().parent.name}/{file.name}"

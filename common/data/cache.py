@@ -1,11 +1,12 @@
 """Caches of decoded images: a JPEG is decoded once, not in every epoch or evaluation.
 
-Of training images, all processes and data workers of a machine share one file without a name, in memory or in a folder, which
-the system frees with the last of them. A slot is filled when its image is first read; the first epoch sees the same pixels as
-later ones.
+Of training images, all processes and data workers of a machine share one file without a name, in
+memory or in a folder, which the system frees with the last of them. A slot is filled when its image
+is first read; the first epoch sees the same pixels as later ones.
 
-Of evaluated images, a data worker keeps those that it has decoded; the loader gives it the same batches each time. The caches
-of all workers and ranks of a machine take a small share of its memory together; images beyond that are decoded each time.
+Of evaluated images, a data worker keeps those that it has decoded; the loader gives it the same
+batches each time. The caches of all workers and ranks of a machine take a small share of its memory
+together; images beyond that are decoded each time.
 """
 
 import os
@@ -27,7 +28,8 @@ from common.distributed.collectives import all_or_none, gather_objects, is_local
 from common.distributed.environment import available_memory
 from common.errors import Refused
 
-EVAL_MEMORY_SHARE = 0.05  # of the memory that is available when a process keeps its first evaluated image
+# Of the memory that is available when a process keeps its first evaluated image.
+EVAL_MEMORY_SHARE = 0.05
 _RECORD = np.dtype([("height", "<u4"), ("width", "<u4")])  # 0: not there yet
 
 
@@ -43,11 +45,18 @@ class Cache:
     def __str__(self) -> str:
         """One line for people."""
         limit = _in_words(needed(self.count, self.side))
-        return f"images of at most {self.side} x {self.side} pixels in {self.folder or 'memory'}, up to {limit}"
+        return (
+            f"images of at most {self.side} x {self.side} pixels in {self.folder or 'memory'}, up "
+            f"to {limit}"
+        )
 
     def picture(self, index: int, read: Callable[[], Picture]) -> Picture:
-        """The image at `index` as the cache keeps it: from its slot, or if that is not complete from `read`."""
-        record = np.frombuffer(os.pread(self._file.fileno(), _RECORD.itemsize, index * _RECORD.itemsize), _RECORD)
+        """The image at `index` as the cache keeps it: from its slot, or if that is not complete
+        from `read`.
+        """
+        record = np.frombuffer(
+            os.pread(self._file.fileno(), _RECORD.itemsize, index * _RECORD.itemsize), _RECORD
+        )
         if len(record) and record["height"][0]:
             rows = np.empty((*record[0].tolist(), 3), np.uint8)
             if os.preadv(self._file.fileno(), [rows.data], self._place(index)) != rows.nbytes:
@@ -60,7 +69,11 @@ class Cache:
         with suppress(OSError):  # the disk has filled up since: the image is then decoded each time
             if os.pwrite(self._file.fileno(), rows.data, self._place(index)) == rows.nbytes:
                 # Only now the record, which says that the pixels are complete.
-                os.pwrite(self._file.fileno(), np.array([height, width], "<u4").tobytes(), index * _RECORD.itemsize)
+                os.pwrite(
+                    self._file.fileno(),
+                    np.array([height, width], "<u4").tobytes(),
+                    index * _RECORD.itemsize,
+                )
         return Picture(pixels)
 
     def _place(self, index: int) -> int:
@@ -82,12 +95,22 @@ def needed(count: int, side: int) -> int:
 
 
 def open_cache(count: int, side: int, folder: str) -> Cache | None:
-    """One cache per machine for `count` images; None for side 0. A collective. Raises `Refused` if they do not fit."""
+    """One cache per machine for `count` images; None for side 0. A collective. Raises `Refused` if
+    they do not fit.
+    """
     if not side:
         if folder:
-            raise Refused(f"--cache_folder {folder}: nothing is kept there without --cache, such as --cache 336")
+            raise Refused(
+                f"--cache_folder {folder}: nothing is kept there without --cache, such as --cache "
+                "336"
+            )
         return None
-    return Cache(count, side, folder, shared_file("the cache of decoded images", lambda: _make(count, side, folder)))
+    return Cache(
+        count,
+        side,
+        folder,
+        shared_file("the cache of decoded images", lambda: _make(count, side, folder)),
+    )
 
 
 class SharedFile:
@@ -108,7 +131,9 @@ def shared_file(what: str, make: Callable[[], BinaryIO]) -> SharedFile:
     with all_or_none(f"making {what}"):
         file = make() if is_local_main() else None
     path = f"/proc/{os.getpid()}/fd/{file.fileno()}" if file else ""
-    path = next(path for node, path in gather_objects((node_rank(), path)) if node == node_rank() and path)
+    path = next(
+        path for node, path in gather_objects((node_rank(), path)) if node == node_rank() and path
+    )
     with all_or_none(f"opening {what}"):
         if not file:
             with suppress(OSError):
@@ -122,12 +147,20 @@ def _make(count: int, side: int, folder: str) -> BinaryIO:
     try:
         free = psutil.disk_usage(folder).free if folder else available_memory()
         if needed(count, side) > free:
-            sizes = f"take up to {_in_words(needed(count, side))}, and {where} has {_in_words(free)} left"
-            advice = "take a smaller --cache" + ", or a file on a disk with room: --cache_folder" * (not folder)
+            sizes = (
+                f"take up to {_in_words(needed(count, side))}, and {where} has {_in_words(free)} "
+                "left"
+            )
+            advice = (
+                "take a smaller --cache"
+                + ", or a file on a disk with room: --cache_folder" * (not folder)
+            )
             raise Refused(f"--cache {side}: {count:,} images {sizes}; {advice}")
         return unnamed_file(folder)
     except OSError as error:
-        raise Refused(f"--cache_folder {Path(where)}: {error.strerror}; name a folder to write to") from None
+        raise Refused(
+            f"--cache_folder {Path(where)}: {error.strerror}; name a folder to write to"
+        ) from None
 
 
 def unnamed_file(folder: str = "") -> BinaryIO:

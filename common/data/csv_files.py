@@ -21,11 +21,14 @@ IMAGE_NAME = f"(?i:{'|'.join(map(re.escape, sorted(SUFFIXES)))})"  # the end of 
 
 
 def read_csv(parts: Mapping[str, Sequence[str]]) -> dict[str, pa.Table]:
-    """The rows of each part's files: int64 where all parts have whole numbers, else text. Raises `Refused`."""
+    """The rows of each part's files: int64 where all parts have whole numbers, else text. Raises
+    `Refused`.
+    """
     tables = {}
     for part, files in parts.items():
         tables[part] = pa.concat_tables(map(_read, files), promote_options="default")
-    joined = pa.concat_tables(tables.values(), promote_options="default")  # a part may lack columns, such as labels
+    # A part may lack columns, such as labels.
+    joined = pa.concat_tables(tables.values(), promote_options="default")
     typed = pa.table({name: as_numbers(joined[name]) for name in joined.column_names})
     start = 0
     for part, table in tables.items():
@@ -50,21 +53,27 @@ def _read(file: str) -> pa.Table:
         raise Refused(f"{file}: no rows below the names of its columns")
     if content.rstrip().count(b"\n") >= num_skipped + len(table):  # some are in cells
         _refuse_swallowed_rows(file, table, separator, first_line=num_skipped + 1)
-    return table.select([name for name in names if name])  # pandas writes its row numbers without a name
+    # Pandas writes its row numbers without a name.
+    return table.select([name for name in names if name])
 
 
 def _read_names(file: str, head: str, separator: str) -> list[str]:
     """The names of the columns in the line `head`."""
     names = [name.strip() for name in next(csv.reader([head], delimiter=separator), [])]
     if not names or any(name.lower().endswith(tuple(SUFFIXES)) for name in names):
-        raise Refused(f"{file}: its first line must name the columns, such as image,label; it is {head[:60]!r}")
+        raise Refused(
+            f"{file}: its first line must name the columns, such as image,label; it is "
+            f"{head[:60]!r}"
+        )
     repeated = {name for name in names if name and names.count(name) > 1}
     if repeated:
         raise Refused(f"{file}: two columns are named {min(repeated)}; rename one")
     return names
 
 
-def _parse(file: str, content: bytes, names: list[str], separator: str, num_skipped: int) -> pa.Table:
+def _parse(
+    file: str, content: bytes, names: list[str], separator: str, num_skipped: int
+) -> pa.Table:
     """The rows below the first `num_skipped` lines, as texts."""
     invalid_rows: list[pyarrow.csv.InvalidRow] = []
 
@@ -76,24 +85,30 @@ def _parse(file: str, content: bytes, names: list[str], separator: str, num_skip
         return pyarrow.csv.read_csv(
             pa.BufferReader(content),
             pyarrow.csv.ReadOptions(use_threads=False, column_names=names, skip_rows=num_skipped),
-            pyarrow.csv.ParseOptions(delimiter=separator, newlines_in_values=True, invalid_row_handler=record_invalid),
+            pyarrow.csv.ParseOptions(
+                delimiter=separator, newlines_in_values=True, invalid_row_handler=record_invalid
+            ),
             pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
         )
     except pa.ArrowInvalid:
         if not invalid_rows:
             raise Refused(
-                f"{file}: not readable as CSV: it is empty, or not in UTF-8; save it as CSV in UTF-8"
+                f"{file}: not readable as CSV: it is empty, or not in UTF-8; save it as CSV in "
+                "UTF-8"
             ) from None
         row = invalid_rows[0]
         number = content.count(b"\n", 0, content.find(b"\n" + row.text.encode())) + 2
         raise Refused(
-            f"{file}: line {number}: not readable as CSV with {separator!r} between columns: {row.actual_columns} cells, "
-            f"and the first line has {row.expected_columns}; a text with {separator!r} needs quotation marks around it"
+            f"{file}: line {number}: not readable as CSV with {separator!r} between columns: "
+            f"{row.actual_columns} cells, and the first line has {row.expected_columns}; a text "
+            f"with {separator!r} needs quotation marks around it"
         ) from None
 
 
 def _decode(content: bytes) -> bytes:
-    """A file's text in UTF-8, without a mark of the byte order, and with line breaks as newlines. Raises UnicodeDecodeError."""
+    """A file's text in UTF-8, without a mark of the byte order, and with line breaks as newlines.
+    Raises UnicodeDecodeError.
+    """
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         content = content.decode("utf-16").encode()
     if b"\n" not in content:  # of an old Macintosh
@@ -112,18 +127,24 @@ def _find_separator(content: bytes) -> tuple[str, int]:
     scores = {}
     for separator in _SEPARATORS:
         count = head.count(separator)
-        scores[separator] = [line.count(separator) == count > 0 for line in lines].count(True), count
+        scores[separator] = (
+            [line.count(separator) == count > 0 for line in lines].count(True),
+            count,
+        )
     return max(scores, key=lambda separator: scores[separator]), 0
 
 
 def _refuse_swallowed_rows(file: str, table: pa.Table, separator: str, first_line: int) -> None:
-    """Raise `Refused` if a cell holds a row that names an image, as behind a quotation mark that is not closed."""
+    """Raise `Refused` if a cell holds a row that names an image, as behind a quotation mark that is
+    not closed.
+    """
     row = rf'\n[^\n]*{IMAGE_NAME}"*\s*({re.escape(separator)}|\n|$)'
     for column in table.columns:
         index = pc.index(pc.match_substring_regex(column, row), True).as_py()
         if index >= 0:
             raise Refused(
-                f"{file}: line {first_line + index}: a quotation mark is not closed: a cell holds the next rows"
+                f"{file}: line {first_line + index}: a quotation mark is not closed: a cell holds "
+                "the next rows"
             )
 
 

@@ -1,4 +1,6 @@
-"""Opening of data: a format gives named parts, a `DataSpec` says which are read, and one to train on may be divided."""
+"""Opening of data: a format gives named parts, a `DataSpec` says which are read, and one to train
+on may be divided.
+"""
 
 import itertools
 import re
@@ -32,7 +34,8 @@ class Parts(Generic[S]):
     """Data in one of the formats: parts that are named, and not read yet."""
 
     labels: Mapping[str, str]  # name of each part -> how messages call it
-    read: Callable[[Sequence[str]], list[S]]  # names -> sources, all with the classes of the first. Raises `Refused`
+    # Names -> sources, all with the classes of the first. Raises `Refused`
+    read: Callable[[Sequence[str]], list[S]]
 
 
 class Given(Parts[S]):
@@ -63,9 +66,16 @@ class DataSpec:
     @classmethod
     def of(cls, config: Any, weights: Origin | None = None, **options: Any) -> Self:
         """The fields above from `options`, or else from `config`; with `weights`, to evaluate these."""
-        given = {field.name: getattr(config, field.name) for field in fields(cls) if hasattr(config, field.name)}
+        given = {
+            field.name: getattr(config, field.name)
+            for field in fields(cls)
+            if hasattr(config, field.name)
+        }
         if weights:
-            given |= {"alone": True, "held_out": weights.trained_on(config.data) and not weights.config.get("split")}
+            given |= {
+                "alone": True,
+                "held_out": weights.trained_on(config.data) and not weights.config.get("split"),
+            }
         return cls(**(given | options))
 
     def is_sharded(self) -> bool:
@@ -88,7 +98,9 @@ class DataSpec:
         """Raises `Refused` if columns are named, for data that are no table."""
         if any(getattr(self, name) for name in self.table_fields):
             *flags, last = (f"--{name}" for name in self.table_fields)
-            raise Refused(f"--data {self.data}: is no table, so leave out {', '.join(flags)} and {last}")
+            raise Refused(
+                f"--data {self.data}: is no table, so leave out {', '.join(flags)} and {last}"
+            )
 
     def pieces(self, labels: Mapping[str, str]) -> tuple[Piece, ...]:
         """The pieces to train on and to evaluate on; with `alone`, only the latter."""
@@ -96,12 +108,19 @@ class DataSpec:
             return splits.choose_part(self.data, labels, self.split, self.held_out)
         return splits.choose(self.data, labels, self.split)
 
-    def divide(self, labels: Mapping[str, str], pieces: Sequence[Piece], sources: Mapping[str, S]) -> tuple[S, ...]:
+    def divide(
+        self, labels: Mapping[str, str], pieces: Sequence[Piece], sources: Mapping[str, S]
+    ) -> tuple[S, ...]:
         """The source of each piece. Sides are chosen by `seed` and each image's path or row alone.
 
-        Its `part` becomes `val/` or `20 % held out of train/`; the second one's also names other parts to evaluate.
+        Its `part` becomes `val/` or `20 % held out of train/`; the second one's also names other
+        parts to evaluate.
         """
-        if self.group_column and not self.alone and all(piece.side == splits.WHOLE for piece in pieces):
+        if (
+            self.group_column
+            and not self.alone
+            and all(piece.side == splits.WHOLE for piece in pieces)
+        ):
             problem = f"nothing is held out, since {labels[pieces[-1].name]} is evaluated"
             raise Refused(f"--group_column {self.group_column}: {problem}; leave it out")
         used = {piece.name for piece in pieces}
@@ -121,13 +140,17 @@ class DataSpec:
                     numbers = source.random_numbers(key_of(self.seed, "held out"))
                     side = "the same side"
                     try:
-                        kept, held_out = splits.held_out(numbers, source.strata, self.val_share, groups)
+                        kept, held_out = splits.held_out(
+                            numbers, source.strata, self.val_share, groups
+                        )
                     except Refused:
                         if not is_copy.any():
                             raise
                         kept, held_out = splits.held_out(numbers, source.strata, self.val_share)
                         side = "any side, since few images are different"
-                    notes = _note_images(part, is_copy, source, f"are copies, by path or bytes, of others on {side}")
+                    notes = _note_images(
+                        part, is_copy, source, f"are copies, by path or bytes, of others on {side}"
+                    )
                     rows = {splits.KEPT: kept, splits.HELD_OUT: held_out}
                 source = replace(source, notes=source.notes + notes).select(rows[piece.side])
                 is_kept = piece.side == splits.KEPT
@@ -136,12 +159,15 @@ class DataSpec:
                 if self.group_column:
                     part += f" by {self.group_column}"
             elif found and pieces[0].name != piece.name:
-                source = replace(source, notes=source.notes + _find_shared(self.data, part, found[0], source))
+                source = replace(
+                    source, notes=source.notes + _find_shared(self.data, part, found[0], source)
+                )
             found.append(replace(source, part=part + others * bool(found)))
         return tuple(found)
 
     def _find_groups(self, source: Any, part: str) -> tuple[np.ndarray | None, np.ndarray]:
-        """Groups int64[N] of images to hold out together, of `group_column` or of copies, and bool[N], True for a copy.
+        """Groups int64[N] of images to hold out together, of `group_column` or of copies, and
+        bool[N], True for a copy.
 
         Raises `Refused`.
         """
@@ -152,7 +178,9 @@ class DataSpec:
                 return group_by_folder(images), is_copy
             if images.groups is None:
                 advice = "take folder for files in folders, or data with such a column"
-                raise Refused(f"--group_column {self.group_column}: {part} has no such column; {advice}")
+                raise Refused(
+                    f"--group_column {self.group_column}: {part} has no such column; {advice}"
+                )
             return images.groups, is_copy
         first_of = find_copies(source)
         is_copy = first_of != np.arange(len(source))
@@ -160,14 +188,19 @@ class DataSpec:
 
 
 def _find_shared(data: str, part: str, train: Any, val: Any) -> tuple[str, ...]:
-    """A note if images of `val`, the part of that name, are in `train`, too. Raises `Refused` if most of them are."""
+    """A note if images of `val`, the part of that name, are in `train`, too. Raises `Refused` if
+    most of them are.
+    """
     first_of = find_copies(train, val)
     is_shared = np.isin(first_of[len(train) :], first_of[: len(train)])
     if not is_shared.any():
         return ()
     notes = _note_images(part, is_shared, val, f"are in {train.part}, too, by path or bytes")
     if is_shared.mean() > 0.5:
-        raise Refused(f"--data {data}: {part}: {notes[0]}; evaluate others, or leave it out to hold out a share")
+        raise Refused(
+            f"--data {data}: {part}: {notes[0]}; evaluate others, or leave it out to hold out a "
+            "share"
+        )
     return notes
 
 
@@ -185,8 +218,8 @@ def names_shards(data: str) -> bool:
 def list_tars(folder: Path) -> list[str]:
     """The tars of a folder of shards, sorted; none if it is another folder, or none at all.
 
-    A set of shards may have a picture beside it. A folder with more images than tars is an image folder, and its tars
-    are archives that somebody left there.
+    A set of shards may have a picture beside it. A folder with more images than tars is an image
+    folder, and its tars are archives that somebody left there.
     """
     if not folder.is_dir():
         return []
@@ -215,7 +248,9 @@ def read(parts: Parts[S], pieces: Sequence[Piece]) -> dict[str, S]:
 
 @contextmanager
 def reading(data: str) -> Iterator[None]:
-    """A block that may download data: one process of each machine goes first. A collective. Raises `Refused`."""
+    """A block that may download data: one process of each machine goes first. A collective. Raises
+    `Refused`.
+    """
     # Imported late, since it imports torch.
     from common.distributed.collectives import main_process_first
 
@@ -227,7 +262,9 @@ def reading(data: str) -> Iterator[None]:
             raise Refused(f"--data {data}: {problem}; allow it, or copy the data") from error
         except OSError as error:
             reason = error.strerror or error
-            raise Refused(f"--data {data}: {error.filename or data} can't be read: {reason}") from error
+            raise Refused(
+                f"--data {data}: {error.filename or data} can't be read: {reason}"
+            ) from error
 
 
 def same_everywhere(sources: Sequence[S]) -> tuple[S, S]:
@@ -245,17 +282,23 @@ def fingerprint(train: Any, val: Any) -> str:
 
 
 def is_fingerprint(recorded: str, train: Any, val: Any) -> bool:
-    """True if a run of this version, or of an earlier one, has `recorded` these data; "" if there is no such run."""
+    """True if a run of this version, or of an earlier one, has `recorded` these data; "" if there
+    is no such run.
+    """
     if not recorded or recorded == fingerprint(train, val):
         return bool(recorded)
     return recorded == f"{earlier_fingerprint(train)[:12]}-{earlier_fingerprint(val)[:12]}"
 
 
-def match_classes(weights: Origin, data: str, val: S, aliases: Mapping[str, str] | None = None) -> tuple[S, S]:
-    """What `--eval_only` evaluates `weights` on: (source with the model's classes, `val` with its `model_classes`).
+def match_classes(
+    weights: Origin, data: str, val: S, aliases: Mapping[str, str] | None = None
+) -> tuple[S, S]:
+    """What `--eval_only` evaluates `weights` on: (source with the model's classes, `val` with its
+    `model_classes`).
 
-    The first stands for the training data where a model is built. `aliases` has the model's names of classes that the data
-    call otherwise. Raises `Refused` for classes that the model does not know.
+    The first stands for the training data where a model is built. `aliases` has the model's names
+    of classes that the data call otherwise. Raises `Refused` for classes that the model does not
+    know.
     """
     source: Any = val
     ids = weights.places(source.classes, data, aliases or {})
@@ -280,13 +323,19 @@ def data_rows(data: str, train, val) -> dict[str, str]:
             f"{counts[few]:,} ({classes[few]}) to {counts[many]:,} ({classes[many]})"
         )
     if len(never := np.flatnonzero(val.class_counts == 0)):
-        rows["not evaluated"] = f"{_names([classes[place] for place in never])}: no {val.counted_items} to evaluate"
+        rows["not evaluated"] = (
+            f"{_names([classes[place] for place in never])}: no {val.counted_items} to evaluate"
+        )
     with suppress(BrokenImage), opened(train.content(0)) as image:
         if image.format == "TIFF" and image.has_transparency_data:
-            rows["transparency"] = f"becomes white: {train.name(0)} has a band for it, by its tag ExtraSamples"
+            rows["transparency"] = (
+                f"becomes white: {train.name(0)} has a band for it, by its tag ExtraSamples"
+            )
     others = [note for note in val.notes if note not in train.notes]
     return rows | {
-        name: "; ".join(notes) for name, notes in (("train notes", train.notes), ("val notes", others)) if notes
+        name: "; ".join(notes)
+        for name, notes in (("train notes", train.notes), ("val notes", others))
+        if notes
     }
 
 

@@ -1,7 +1,8 @@
 """Decoding of a part of an image, with as little work as possible.
 
-The header of a JPEG has the size, so the crop is drawn before anything is decoded. Of a large photograph libjpeg decodes only
-a half, a quarter or an eighth of the resolution. Other formats are decoded whole.
+The header of a JPEG has the size, so the crop is drawn before anything is decoded. Of a large
+photograph libjpeg decodes only a half, a quarter or an eighth of the resolution. Other formats are
+decoded whole.
 """
 
 import re
@@ -42,7 +43,8 @@ class Picture:
             self._jpeg, self._is_turned, (self.height, self.width) = data, False, size
             return
         with opened(data) as image:
-            if image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L"):  # CMYK is left to Pillow
+            # CMYK is left to Pillow.
+            if image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L"):
                 self._jpeg, orientation = data, orientation_of(image)
                 self.width, self.height = image.size[::-1] if 5 <= orientation <= 8 else image.size
                 self._is_turned = orientation != 1
@@ -50,20 +52,33 @@ class Picture:
                 self._pixels = pixels_of(open_rgb(image))
 
     def region(
-        self, top: int, left: int, height: int, width: int, size: tuple[int, int], interpolation: str
+        self,
+        top: int,
+        left: int,
+        height: int,
+        width: int,
+        size: tuple[int, int],
+        interpolation: str,
     ) -> torch.Tensor:
-        """uint8[3, *size]: a part of the image, resized with anti-aliasing (`bilinear`; anything else is `bicubic`).
+        """uint8[3, *size]: a part of the image, resized with anti-aliasing (`bilinear`; anything
+        else is `bicubic`).
 
-        If the part is 4 times as large as `size` or more, its edges are moved to multiples of 2, 4 or 8 pixels.
+        If the part is 4 times as large as `size` or more, its edges are moved to multiples of 2, 4
+        or 8 pixels.
         """
         reduction = self.reduction(height, width, size)
-        part = self.part(reduction, *(round(edge / reduction) for edge in (top, left, top + height, left + width)))
+        part = self.part(
+            reduction,
+            *(round(edge / reduction) for edge in (top, left, top + height, left + width)),
+        )
         return resized(part, size, interpolation)
 
     def reduction(self, height: float, width: float, size: tuple[int, int]) -> int:
         """1, 2, 4 or 8: the reduction that suffices for a part of `height` x `width` shown at `size`."""
         wanted = _SPARE * max(size[0] / height, size[1] / width)
-        return next((factor for factor in REDUCTIONS if factor * wanted <= 1), 1) if self._jpeg else 1
+        return (
+            next((factor for factor in REDUCTIONS if factor * wanted <= 1), 1) if self._jpeg else 1
+        )
 
     def whole(self) -> torch.Tensor:
         """uint8[3, H, W]: all of the image at its full resolution."""
@@ -88,12 +103,15 @@ def resized(part: torch.Tensor, size: tuple[int, int], interpolation: str) -> to
     if part.shape[1:] == size:
         return part
     mode = "bilinear" if interpolation == "bilinear" else "bicubic"
-    batch = part[None].contiguous(memory_format=torch.channels_last)  # the copy makes resizing three times as fast
+    # The copy makes resizing three times as fast.
+    batch = part[None].contiguous(memory_format=torch.channels_last)
     return F.interpolate(batch, size, mode=mode, antialias=True)[0]
 
 
 def size_of_usual(data: bytes) -> tuple[int, int] | None:
-    """Height and width of a JPEG in the usual colours that is stored upright, ten times as fast as with Pillow."""
+    """Height and width of a JPEG in the usual colours that is stored upright, ten times as fast as
+    with Pillow.
+    """
     if data[:2] != b"\xff\xd8":
         return None
     try:
@@ -102,11 +120,17 @@ def size_of_usual(data: bytes) -> tuple[int, int] | None:
         height, width, colours, _ = decode_jpeg_header(data)
     except (IndexError, ValueError):
         return None
-    return (height, width) if colours in ("YCbCr", "Gray") and 0 < height * width <= MAX_PIXELS else None
+    return (
+        (height, width)
+        if colours in ("YCbCr", "Gray") and 0 < height * width <= MAX_PIXELS
+        else None
+    )
 
 
 def _may_be_turned(jpeg: bytes) -> bool:
-    """True if a segment before the pixels may have an orientation, or is damaged. IndexError if the pixels are not there."""
+    """True if a segment before the pixels may have an orientation, or is damaged. IndexError if the
+    pixels are not there.
+    """
     position = 2
     while jpeg[position + 1] != 0xDA:
         end = position + 2 + (jpeg[position + 2] << 8) + jpeg[position + 3]

@@ -13,7 +13,8 @@ from common.randomness import key_of, mix
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Images float64[1797, 8, 8] in 0..16 and their digits int64[1797]: the test part of the UCI set (Alpaydin & Kaynak, 1998).
+    """Images float64[1797, 8, 8] in 0..16 and their digits int64[1797]: the test part of the UCI
+    set (Alpaydin & Kaynak, 1998).
 
     Read from scikit-learn's file, since importing scikit-learn is slow.
     """

@@ -1,4 +1,6 @@
-"""Duplicates among images: of the same path or bytes; and, for a dry run, images that are alike as thumbnails."""
+"""Duplicates among images: of the same path or bytes; and, for a dry run, images that are alike as
+thumbnails.
+"""
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,8 @@ from common.data.images import BrokenImage, read_file
 
 LIMIT = 10_000  # images that are read: about a minute on one core
 _SIDE = 16  # of the thumbnails that are compared, in pixels
-_APART = 4.0  # largest difference of two thumbnails that are the same picture: root mean square, of 255
+# Largest difference of two thumbnails that are the same picture: root mean square, of 255.
+_APART = 4.0
 _ROUGH = 12.0  # smallest standard deviation of a thumbnail: flat ones all look alike
 _AT_ONCE = 256  # thumbnails that are compared with all others at a time
 _NAMED, _BROKEN = 3, 1_000  # pairs of duplicates, and unreadable images, that are named
@@ -26,8 +29,8 @@ _MAX_BYTES = 2**28
 def find_copies(*sources: Any) -> np.ndarray:
     """int64[N], of all images of `sources` one after another: the index of the first one that is the same.
 
-    Images are the same if their paths are, or their bytes. Bytes are compared among images of equal size, unless
-    these are many. Images in shards are all different.
+    Images are the same if their paths are, or their bytes. Bytes are compared among images of equal
+    size, unless these are many. Images in shards are all different.
     """
     numbers = np.arange(sum(map(len, sources)))
     listings = [source.listing() for source in sources]
@@ -48,7 +51,9 @@ def find_copies(*sources: Any) -> np.ndarray:
         indices = candidates.tolist()
         first_by_digest: dict[bytes, int] = {}
         with ThreadPoolExecutor(16) as pool:
-            for index, digest in zip(indices, pool.map(partial(_digest, sources), indices), strict=True):
+            for index, digest in zip(
+                indices, pool.map(partial(_digest, sources), indices), strict=True
+            ):
                 first_of[index] = first_by_digest.setdefault(digest, index)
     return first_of[first_of]
 
@@ -61,7 +66,9 @@ def _digest(sources: tuple[Any, ...], index: int) -> bytes:
         index -= len(source)
     try:
         content = source.content(index)
-        return hashlib.blake2b(read_file(content) if isinstance(content, str) else content, digest_size=16).digest()
+        return hashlib.blake2b(
+            read_file(content) if isinstance(content, str) else content, digest_size=16
+        ).digest()
     except BrokenImage:
         return source.name(index).encode()
 
@@ -79,9 +86,14 @@ def rows(train: Any, val: Any) -> dict[str, str]:
     sources = train, val
     count = sum(map(len, sources))
     every = -(-count // LIMIT)
-    places = [(part, index) for part, source in enumerate(sources) for index in range(0, len(source), every)]
+    places = [
+        (part, index)
+        for part, source in enumerate(sources)
+        for index in range(0, len(source), every)
+    ]
     broken: dict[tuple[int, int], str] = {}
-    seen: dict[tuple[int, int], np.ndarray] = {}  # 0 for train or 1 for val, and the index there -> grey thumbnail
+    # 0 for train or 1 for val, and the index there -> grey thumbnail.
+    seen: dict[tuple[int, int], np.ndarray] = {}
 
     def look(place: tuple[int, int]) -> None:
         source, index = sources[place[0]], place[1]
@@ -96,14 +108,31 @@ def rows(train: Any, val: Any) -> dict[str, str]:
     places = sorted(seen)
     pairs = _alike(np.array([seen[place] for place in places]).reshape(-1, _SIDE**2))
     texts = []
-    for where, parts in (("between train and val", (0, 1)), ("within train", (0, 0)), ("within val", (1, 1))):
+    for where, parts in (
+        ("between train and val", (0, 1)),
+        ("within train", (0, 0)),
+        ("within val", (1, 1)),
+    ):
         mine = [pair for pair in pairs if tuple(places[row][0] for row in pair) == parts]
-        named = [" ~ ".join(sources[places[row][0]].name(places[row][1]) for row in pair) for pair in mine[:_NAMED]]
-        texts += [f"{len(mine):,} {where} ({', '.join(named)}{', ...' * (len(mine) > _NAMED)})"] if mine else []
-    limited = "" if len(seen) == count else f" (of {len(seen):,} of {count:,} images, which were looked at)"
+        named = [
+            " ~ ".join(sources[places[row][0]].name(places[row][1]) for row in pair)
+            for pair in mine[:_NAMED]
+        ]
+        texts += (
+            [f"{len(mine):,} {where} ({', '.join(named)}{', ...' * (len(mine) > _NAMED)})"]
+            if mine
+            else []
+        )
+    limited = (
+        ""
+        if len(seen) == count
+        else f" (of {len(seen):,} of {count:,} images, which were looked at)"
+    )
     names = [text for _, text in sorted(broken.items())]
     more = f"; and {len(names) - _BROKEN:,} more" if len(names) > _BROKEN else ""
-    unreadable = {"unreadable": f"{len(names):,}: {'; '.join(names[:_BROKEN])}{more}"} if names else {}
+    unreadable = (
+        {"unreadable": f"{len(names):,}: {'; '.join(names[:_BROKEN])}{more}"} if names else {}
+    )
     return {"duplicates": (", ".join(texts) or "none") + limited} | unreadable
 
 
@@ -114,8 +143,11 @@ def _alike(thumbnails: np.ndarray) -> list[tuple[int, int]]:
     squares, first = (pixels**2).sum(1), numbers.copy()
     for start in range(0, len(rough), _AT_ONCE):
         some = slice(start, start + _AT_ONCE)
-        apart = squares[some, None] + squares - 2 * pixels[some] @ pixels.T  # sums of squared differences, [256, n]
+        # Sums of squared differences, [256, n]
+        apart = squares[some, None] + squares - 2 * pixels[some] @ pixels.T
         alike = (apart <= _SIDE**2 * _APART**2) & (numbers > numbers[some, None])
         new = alike.any(0) & (first == numbers)
         first[new] = start + alike.argmax(0)[new]
-    return sorted((int(rough[one]), int(rough[other])) for other, one in enumerate(first) if one != other)
+    return sorted(
+        (int(rough[one]), int(rough[other])) for other, one in enumerate(first) if one != other
+    )

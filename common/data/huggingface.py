@@ -28,29 +28,39 @@ def open_table(data: str, *, has_metadata: bool = False) -> dict[str, Split] | N
     """
     try:
         opened = _open_image_folder(Path(data).expanduser()) if has_metadata else _open(data)
-        return opened and _by_column({name: Split(data, name, rows) for name, rows in opened.items()})
+        return opened and _by_column(
+            {name: Split(data, name, rows) for name, rows in opened.items()}
+        )
     except (Refused, PermissionError):
         raise
     except Exception as error:  # `datasets` and the formats below it raise almost anything
         cause = error.__cause__ or error
         reason = " ".join(f"{type(cause).__name__}: {cause}".split())
         near = nearest_path(Path(data))
-        raise Refused(f"--data {data}: can't be read as a Hugging Face data set: {reason}{near}") from error
+        raise Refused(
+            f"--data {data}: can't be read as a Hugging Face data set: {reason}{near}"
+        ) from error
 
 
 def _open(data: str) -> dict[str, Any] | None:
-    """The rows of each split, a `datasets.Dataset`; None if `data` is neither a Hugging Face data set nor CSV."""
+    """The rows of each split, a `datasets.Dataset`; None if `data` is neither a Hugging Face data
+    set nor CSV.
+    """
     path = Path(data).expanduser().absolute()
     if path.is_dir():
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             check_regular(path)
             saved = _datasets().load_from_disk(str(path))
             return saved if isinstance(saved, dict) else {"train": saved}
-        has_parquet = any(file for place in ("", "data/", "train/") for file in path.glob(f"{place}*.parquet"))
+        has_parquet = any(
+            file for place in ("", "data/", "train/") for file in path.glob(f"{place}*.parquet")
+        )
         names = [file.relative_to(path) for file in path.rglob("*.parquet")]
         files = [str(path / name) for name in names if not any(map(is_junk, name.parts))]
         return _open_parquet(files) if has_parquet else None
-    if opener := {".parquet": _open_parquet, ".csv": _open_csv, ".tsv": _open_csv}.get(path.suffix.lower()):
+    if opener := {".parquet": _open_parquet, ".csv": _open_csv, ".tsv": _open_csv}.get(
+        path.suffix.lower()
+    ):
         files = match_files(str(path))
         return opener(files) if files else None
     hub = None if path.exists() else HUB_NAME.fullmatch(data)
@@ -89,16 +99,23 @@ def _by_column(splits: dict[str, Split]) -> dict[str, Split]:
         row = pc.index(values.is_null(), True).as_py()
         problem = f"row {row} has nothing in the column {name}, by which rows are parted"
         raise Refused(f"--data {first.data}: {problem}; fill it in")
-    rows = {value: np.flatnonzero(pc.equal(values, value).to_numpy(zero_copy_only=False)) for value in found}
+    rows = {
+        value: np.flatnonzero(pc.equal(values, value).to_numpy(zero_copy_only=False))
+        for value in found
+    }
     without = first.rows.remove_columns(name)
-    return {value: Split(first.data, value, without.select(of_value)) for value, of_value in rows.items()}
+    return {
+        value: Split(first.data, value, without.select(of_value))
+        for value, of_value in rows.items()
+    }
 
 
 def _open_parquet(files: list[str]) -> dict[str, Any]:
     for file in files:
         check_regular(file)
     parts = {}
-    for part, names in by_part(sorted(files)).items():  # each by itself: one that is not used may have other columns
+    # Each by itself: one that is not used may have other columns.
+    for part, names in by_part(sorted(files)).items():
         data_files = {part: [glob.escape(name) for name in names]}
         parts[part] = _datasets().load_dataset("parquet", data_files=data_files, split=part)
     return parts
@@ -106,4 +123,7 @@ def _open_parquet(files: list[str]) -> dict[str, Any]:
 
 def _open_csv(files: list[str]) -> dict[str, Any]:
     datasets, tables = _datasets(), read_csv(by_part(sorted(files)))
-    return {name: datasets.Dataset(datasets.table.InMemoryTable(table)) for name, table in tables.items()}
+    return {
+        name: datasets.Dataset(datasets.table.InMemoryTable(table))
+        for name, table in tables.items()
+    }

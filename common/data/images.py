@@ -23,16 +23,21 @@ from common.data.tiff import open_tiff
 from common.files import open_regular, read_bytes
 
 _MAX_BYTES = 2**30  # of a file: as many pixels of 8 bytes, and room for metadata
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # larger images are refused
-# Of a PNG's text and colour profile, which Pillow reads with the image: a workflow or XMP is larger than Pillow's 1 MiB.
+# Larger images are refused.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+# Of a PNG's text and colour profile, which Pillow reads with the image: a workflow or XMP is larger
+# than Pillow's 1 MiB.
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = 2**26
 
 _TAIL = 2**12  # bytes at the end of a PNG that may hold its orientation
-_MAY_HAVE_ORIENTATION = {"exif", "Raw profile type exif", "XML:com.adobe.xmp"}  # text and chunks of a PNG
+# Text and chunks of a PNG.
+_MAY_HAVE_ORIENTATION = {"exif", "Raw profile type exif", "XML:com.adobe.xmp"}
 
 
 def _refuse_heic(*_: object) -> Image.Image:
-    raise BrokenImage("HEIC, which needs pillow-heif: pip install pillow-heif, or convert it to JPEG")
+    raise BrokenImage(
+        "HEIC, which needs pillow-heif: pip install pillow-heif, or convert it to JPEG"
+    )
 
 
 # Pillow would start Ghostscript for EPS. It can't decode the others.
@@ -45,12 +50,16 @@ try:
 
     pillow_heif.register_heif_opener()
 except ImportError:
-    Image.register_open("HEIF", _refuse_heic, lambda prefix: prefix[4:10] in (b"ftyphe", b"ftypmi", b"ftypms"))  # type: ignore[arg-type]
+    Image.register_open(
+        "HEIF", _refuse_heic, lambda prefix: prefix[4:10] in (b"ftyphe", b"ftypmi", b"ftypms")
+    )  # type: ignore[arg-type]
 _FORMATS = tuple(name for name in Image.ID if name not in _NEVER)
-SUFFIXES = frozenset(suffix for suffix, name in Image.registered_extensions().items() if name in _FORMATS)
+SUFFIXES = frozenset(
+    suffix for suffix, name in Image.registered_extensions().items() if name in _FORMATS
+)
 
-# Errors caused by the file. Others (too many open files, a failing disk) are the machine's: they stop the run, since
-# replacing the image would make the samples depend on the machine.
+# Errors caused by the file. Others (too many open files, a failing disk) are the machine's: they
+# stop the run, since replacing the image would make the samples depend on the machine.
 _FAULTS_OF_THE_FILE = {
     None,
     errno.ENOENT,
@@ -67,11 +76,13 @@ _WHITE = {"I;16": 65535, "I;16B": 65535, "I;16L": 65535, "I;16N": 65535, "I": 65
 
 # How a file shows that it is an image, or one of a kind that is not read.
 _HEAD = re.compile(rb"\xff\xd8\xff|\x89PNG|GIF8|RIFF....WEBP|BM....\0\0\0\0", re.DOTALL)
-_UNREAD_HEAD = re.compile(rb"....ftyp(hei|hev|mif|msf)|II\*\0|MM\0\*|\0\0\0\x0cJXL", re.DOTALL)  # HEIC, TIFF, JPEG XL
+# HEIC, TIFF, JPEG XL.
+_UNREAD_HEAD = re.compile(rb"....ftyp(hei|hev|mif|msf)|II\*\0|MM\0\*|\0\0\0\x0cJXL", re.DOTALL)
 _UNREAD_SUFFIXES = re.compile(r"\.(heic|heif|jxl|jxr|raw|dng|cr[23]|nef|arw|orf|rw2)")
 _TYPES = MimeTypes()  # without the files of the machine
 UNREAD_ADVICE = (
-    "they can't be read as images: convert them to JPEG or PNG; for HEIC, pip install pillow-heif will do, too"
+    "they can't be read as images: convert them to JPEG or PNG; for HEIC, pip install pillow-heif "
+    "will do, too"
 )
 
 Content = str | PathLike | bytes | Image.Image  # a path, the bytes of a file, or an image
@@ -81,13 +92,15 @@ def open_rgb(source: Content, reduction: int = 1) -> Image.Image:
     """Decode `source` (a path, the bytes of a file, or an image) to an upright image of mode RGB.
 
     - Transparent pixels are blended with white: the colour stored there is arbitrary.
-    - 16-bit grey is scaled from 0..65535 and floats from 0..1. If values lie outside (32-bit integers, floats in another
-      unit), the white is unknown, and the image's own minimum and maximum become black and white.
+    - 16-bit grey is scaled from 0..65535 and floats from 0..1. If values lie outside (32-bit
+      integers, floats in another unit), the white is unknown, and the image's own minimum and
+      maximum become black and white.
     - The camera's rotation (orientation 1 to 8 in EXIF, or else in XMP) is applied, a colour profile is not.
     - An animation or a TIFF of several pages gives its first image.
     - With `reduction` 2, 4 or 8 a JPEG becomes smaller by that factor, sides rounded up, for much less work.
 
-    Raises `BrokenImage` for a file that is missing, no image, truncated, empty, or by its header larger than `MAX_PIXELS`.
+    Raises `BrokenImage` for a file that is missing, no image, truncated, empty, or by its header
+    larger than `MAX_PIXELS`.
     """
     with opened(source) as image:
         if reduction > 1:
@@ -100,9 +113,14 @@ def open_rgb(source: Content, reduction: int = 1) -> Image.Image:
 def opened(source: Content) -> Iterator[Image.Image]:
     """The image, with its header read. Errors that the file causes are raised as `BrokenImage`."""
     with faults_of_the_file("can't be decoded: "), warnings.catch_warnings(), ExitStack() as stack:
-        warnings.simplefilter("ignore")  # Pillow warns of sizes, which are checked below, and of odd EXIF tags
+        # Pillow warns of sizes, which are checked below, and of odd EXIF tags.
+        warnings.simplefilter("ignore")
         if not isinstance(source, Image.Image):
-            file = io.BytesIO(source) if isinstance(source, bytes) else stack.enter_context(open_regular(source))
+            file = (
+                io.BytesIO(source)
+                if isinstance(source, bytes)
+                else stack.enter_context(open_regular(source))
+            )
             source = stack.enter_context(Image.open(file, formats=_FORMATS))
         check_size(*source.size)
         yield source
@@ -113,7 +131,9 @@ def check_size(width: int, height: int) -> None:
     if width * height == 0:
         raise BrokenImage(f"{width} x {height} pixels: the image has no pixels")
     if width * height > MAX_PIXELS:
-        raise BrokenImage(f"{width} x {height} = {width * height} pixels, the limit is {MAX_PIXELS}")
+        raise BrokenImage(
+            f"{width} x {height} = {width * height} pixels, the limit is {MAX_PIXELS}"
+        )
 
 
 def read_geometry(image: ImageFile.ImageFile) -> tuple[int, int, int]:
@@ -145,15 +165,21 @@ def read_file(path: str | PathLike) -> bytes:
 
 @contextmanager
 def faults_of_the_file(title: str = "") -> Iterator[None]:
-    """Errors in the block that an image's file causes are raised as `BrokenImage`; `title` precedes those of libraries."""
+    """Errors in the block that an image's file causes are raised as `BrokenImage`; `title` precedes
+    those of libraries.
+    """
     try:
         yield
     except (BrokenImage, MemoryError):
         raise
     except UnidentifiedImageError as error:
-        raise BrokenImage("not an image: empty, cut off in its header, or of an unknown format") from error
+        raise BrokenImage(
+            "not an image: empty, cut off in its header, or of an unknown format"
+        ) from error
     except Image.DecompressionBombError as error:
-        raise BrokenImage(f"more than {2 * MAX_PIXELS} pixels, the limit is {MAX_PIXELS}") from error
+        raise BrokenImage(
+            f"more than {2 * MAX_PIXELS} pixels, the limit is {MAX_PIXELS}"
+        ) from error
     except OSError as error:
         if error.errno not in _FAULTS_OF_THE_FILE:
             raise
@@ -192,7 +218,9 @@ def has_image_suffix(name: str) -> bool:
 
 
 def is_image_file(path: str, notes: Notes) -> bool:
-    """True for a regular file with an image's suffix, or with its first bytes. `notes` count those without the suffix."""
+    """True for a regular file with an image's suffix, or with its first bytes. `notes` count those
+    without the suffix.
+    """
     if has_image_suffix(path):
         return True
     suffix = os.path.splitext(path)[1].lower()

@@ -32,7 +32,8 @@ class DeviceBatch:
     broken: tuple[str, ...]  # images that could not be read: name and reason
 
     def to(self, device: torch.device):
-        # A copy to MPS would still read a batch that is gone (https://github.com/pytorch/pytorch/issues/189690).
+        # A copy to MPS would still read a batch that is gone
+        # (https://github.com/pytorch/pytorch/issues/189690).
         in_stream = devices.has_streams(device)
         return _map(self, lambda tensor: tensor.to(device, non_blocking=in_stream))
 
@@ -52,7 +53,11 @@ def _map(value, function):
         return type(value)(*(_map(getattr(value, field.name), function) for field in fields(value)))
     if isinstance(value, list):
         return [_map(part, function) for part in value]
-    return {key: _map(part, function) for key, part in value.items()} if isinstance(value, dict) else value
+    return (
+        {key: _map(part, function) for key, part in value.items()}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 @dataclass
@@ -66,7 +71,9 @@ class _Positions:
     stop: int
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        spans = [self.plan.span(self.rank, micro_step) for micro_step in range(self.plan.micro_steps)]
+        spans = [
+            self.plan.span(self.rank, micro_step) for micro_step in range(self.plan.micro_steps)
+        ]
         for step in range(self.start, self.stop):
             for span in spans:
                 yield self.stream.positions(step, span)
@@ -75,22 +82,31 @@ class _Positions:
         return (self.stop - self.start) * self.plan.micro_steps
 
 
-def training_loader(samples: Any, plan: BatchPlan, start: int, stop: int, workers: int) -> DataLoader:
+def training_loader(
+    samples: Any, plan: BatchPlan, start: int, stop: int, workers: int
+) -> DataLoader:
     """This rank's micro-batches of the steps `[start, stop)`, in order: not for Accelerate's `prepare`."""
     return _loader(samples, _Positions(samples.stream, plan, rank(), start, stop), workers)
 
 
 def evaluation_loader(samples: Any, batch_size: int, workers: int) -> DataLoader:
-    """This rank's batches of a set that the ranks cover together, every sample once, in the same batches on any layout."""
-    return _loader(samples, samples.batches(batch_size)[rank() :: world_size()], workers, evaluates=True)
+    """This rank's batches of a set that the ranks cover together, every sample once, in the same
+    batches on any layout.
+    """
+    return _loader(
+        samples, samples.batches(batch_size)[rank() :: world_size()], workers, evaluates=True
+    )
 
 
 def prefetch_images(source: Any, stream: Stream, positions: np.ndarray) -> None:
-    """Begin to read the images at `positions`, and those at the next positions of this process, if they lie in blocks."""
+    """Begin to read the images at `positions`, and those at the next positions of this process, if
+    they lie in blocks.
+    """
     if stream.blocks is None:
         return
     worker = get_worker_info()
-    num_steps = worker.num_workers if worker else 1  # until this process makes its next batch, or the one after it
+    # Until this process makes its next batch, or the one after it.
+    num_steps = worker.num_workers if worker else 1
     next_positions = positions + num_steps * stream.global_batch_size
     source.expect(stream.indices(positions))
     source.expect(stream.indices(next_positions))
@@ -105,9 +121,16 @@ class _Loader(DataLoader):
         try:
             batches = super().__iter__()
         except OSError as error:
-            problem = f"{self.num_workers} data workers can't be started ({error.strerror or error})"
-            needs = "some MiB of /dev/shm that can be written to (docker run --shm-size 1g), memory, and open files"
-            raise Refused(f"{problem}: they need {needs} (ulimit -n); or take --workers 0") from error
+            problem = (
+                f"{self.num_workers} data workers can't be started ({error.strerror or error})"
+            )
+            needs = (
+                "some MiB of /dev/shm that can be written to (docker run --shm-size 1g), memory, "
+                "and open files"
+            )
+            raise Refused(
+                f"{problem}: they need {needs} (ulimit -n); or take --workers 0"
+            ) from error
         return self._told(batches)
 
     def _told(self, batches: Iterator) -> Iterator:
@@ -118,7 +141,9 @@ class _Loader(DataLoader):
                     watchdog.note("evaluating")
                 yield batch
         except Refused as error:
-            raise type(error)(str(error.args[0]).rstrip().rpartition(f"{type(error).__name__}: ")[2]) from error
+            raise type(error)(
+                str(error.args[0]).rstrip().rpartition(f"{type(error).__name__}: ")[2]
+            ) from error
 
 
 class Prefetcher:
@@ -139,7 +164,9 @@ class Prefetcher:
             batch = next(self._batches)
         except (ConnectionError, EOFError) as error:
             problem = "a data worker died as it handed over a batch"
-            raise RuntimeError(f"{problem}: was it killed for want of memory? Take fewer --workers") from error
+            raise RuntimeError(
+                f"{problem}: was it killed for want of memory? Take fewer --workers"
+            ) from error
         watchdog.note("training")
         self._waited += time.perf_counter() - began
         with self._copies or contextlib.nullcontext():
@@ -166,8 +193,8 @@ def worker_count(asked: int) -> int:
 
 
 def _loader(samples: Dataset, batches, workers: int, evaluates: bool = False) -> DataLoader:
-    # A worker that is never asked for a batch prints tracebacks at the end: torch first writes to its queue while Python's
-    # garbage collector is closing that.
+    # A worker that is never asked for a batch prints tracebacks at the end: torch first writes to
+    # its queue while Python's garbage collector is closing that.
     workers = min(worker_count(workers), len(batches))
     if workers:
         # Runs before multiprocessing sends SIGTERM, which workers ignore, and waits for them.

@@ -1,7 +1,8 @@
-"""Notes on data: what a reader leaves out, changes or reads in another way than it is written, counted by reason.
+"""Notes on data: what a reader leaves out, changes or reads in another way than it is written,
+counted by reason.
 
-A note becomes a row of the start table. If most of the data would be left out, the start is refused instead: then the
-data are of another form than the reader takes them for.
+A note becomes a row of the start table. If most of the data would be left out, the start is refused
+instead: then the data are of another form than the reader takes them for.
 """
 
 from typing import NamedTuple
@@ -32,11 +33,15 @@ class Notes:
         self.beside: dict[str, Note] = {}
 
     def leave_out(self, reason: str, first: str, count: int = 1) -> None:
-        """Count items that are not used: `("smaller than 1 pixel", "a.jpg", 3)`. A `count` of 0 adds nothing."""
+        """Count items that are not used: `("smaller than 1 pixel", "a.jpg", 3)`. A `count` of 0
+        adds nothing.
+        """
         _add(self.left_out, reason, Note(int(count), first))
 
     def change(self, change: str, first: str, count: int = 1) -> None:
-        """Count items that are used otherwise than they are written: `("are clipped at their image", "a.jpg", 3)`."""
+        """Count items that are used otherwise than they are written: `("are clipped at their
+        image", "a.jpg", 3)`.
+        """
         _add(self.changed, change, Note(int(count), first))
 
     def skip(self, kind: str, first: str) -> None:
@@ -44,7 +49,9 @@ class Notes:
         _add(self.beside, kind, Note(1, first))
 
     def merge(self, other: "Notes") -> None:
-        """Add the counts of `other`, such as another rank's; the first by name stays the one that was first here."""
+        """Add the counts of `other`, such as another rank's; the first by name stays the one that
+        was first here.
+        """
         for reason, note in other.left_out.items():
             _add(self.left_out, reason, note)
         for change, note in other.changed.items():
@@ -61,18 +68,29 @@ class Notes:
 
         Raises `Refused` if more than half of them are left out, with the likely `cause` and the way out.
         """
-        left_out = [f"{note.num_items:,} ({reason}), first {note.first}" for reason, note in self.left_out.items()]
+        left_out = [
+            f"{note.num_items:,} ({reason}), first {note.first}"
+            for reason, note in self.left_out.items()
+        ]
         summary = ", ".join(left_out)
         if self.num_left_out > _MAX_LEFT_OUT * total:
             advice = f"; {cause}" if cause else ""
-            raise Refused(f"{self.title}: most of its {total:,} {self.unit} would be left out: {summary}{advice}")
+            raise Refused(
+                f"{self.title}: most of its {total:,} {self.unit} would be left out: "
+                f"{summary}{advice}"
+            )
         lines = []
         if left_out:
             lines.append(f"{total:,} {self.unit}, left out: {summary}")
         for change, note in self.changed.items():
-            lines.append(f"{note.num_items:,} of {total:,} {self.unit} {change}, first {note.first}")
+            lines.append(
+                f"{note.num_items:,} of {total:,} {self.unit} {change}, first {note.first}"
+            )
         for kind, note in self.beside.items():
-            lines.append(f"{note.num_items:,} ({kind}) beside the {self.unit} are not read, first {note.first}")
+            lines.append(
+                f"{note.num_items:,} ({kind}) beside the {self.unit} are not read, first "
+                f"{note.first}"
+            )
         return tuple(lines)
 
 

@@ -19,5 +19,6 @@ def to_8_bit(values: np.ndarray, white: float) -> np.ndarray:
         low, high = 0.0, float(white)
     precision = np.float64 if values.dtype in ("float64", "uint32") else np.float32
     values = np.nan_to_num(values.astype(precision), nan=low, posinf=high, neginf=low)
-    scale = 255 / max(high - low, float(np.finfo(np.float32).tiny))  # a constant image becomes black
+    # A constant image becomes black.
+    scale = 255 / max(high - low, float(np.finfo(np.float32).tiny))
     return np.rint(values * precision(scale) - precision(low * scale)).clip(0, 255).astype(np.uint8)

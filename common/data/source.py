@@ -26,7 +26,9 @@ _keeps_places = False  # see `earlier_fingerprint`
 
 @dataclass(frozen=True)
 class ModelClasses:
-    """The classes of a trained model that is evaluated on data of other classes, or of the same in another order."""
+    """The classes of a trained model that is evaluated on data of other classes, or of the same in
+    another order.
+    """
 
     names: tuple[str, ...]  # the model's, by its class ids
     ids: tuple[int, ...]  # the model's class id of each class of the data
@@ -44,7 +46,8 @@ class ImageList(Protocol):
     notes: tuple[str, ...]  # for people: how the data were read
     part: str  # which part of the data it is, for people: "val/" or "20 % held out of train/"
     model_classes: ModelClasses | None = None  # with --eval_only, those of the evaluated model
-    fresh: bool = False  # True if each position of the stream has a new image instead of one of the list
+    # True if each position of the stream has a new image instead of one of the list.
+    fresh: bool = False
     counted_items: ClassVar[str] = "images"  # what `class_counts` counts, for people
 
     @property
@@ -70,7 +73,9 @@ class ImageList(Protocol):
         return
 
     def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
-        """The images' paths, None if the data have their bytes, and sizes int64[N] in bytes; None if that is unknown."""
+        """The images' paths, None if the data have their bytes, and sizes int64[N] in bytes; None
+        if that is unknown.
+        """
         return None
 
 
@@ -98,7 +103,11 @@ class Source(ImageList, Protocol):
     @property
     def class_counts(self) -> np.ndarray:
         """int64[C]: how many `counted_items` are of each class."""
-        return self.labels.sum(axis=0) if self.multi_label else np.bincount(self.labels, minlength=len(self.classes))
+        return (
+            self.labels.sum(axis=0)
+            if self.multi_label
+            else np.bincount(self.labels, minlength=len(self.classes))
+        )
 
     @property
     def missing(self) -> np.ndarray:
@@ -122,8 +131,14 @@ class Columns(Source):
     def select(self, rows: np.ndarray) -> Self:
         """The source of these images alone."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        chosen = {name: value[rows] for name, value in values.items() if isinstance(value, np.ndarray)}
-        taken = {name: value.take(pa.array(rows)) for name, value in values.items() if isinstance(value, pa.Array)}
+        chosen = {
+            name: value[rows] for name, value in values.items() if isinstance(value, np.ndarray)
+        }
+        taken = {
+            name: value.take(pa.array(rows))
+            for name, value in values.items()
+            if isinstance(value, pa.Array)
+        }
         return replace(self, **chosen, **taken)
 
 
@@ -147,7 +162,9 @@ class Files(Columns):
 
     def listing(self) -> tuple[pa.LargeBinaryArray, np.ndarray]:
         root = pa.scalar(os.fsencode(os.path.join(self.root, "")), pa.large_binary())
-        return pc.binary_join_element_wise(root, self.paths, pa.scalar(b"", pa.large_binary())), self.sizes
+        return pc.binary_join_element_wise(
+            root, self.paths, pa.scalar(b"", pa.large_binary())
+        ), self.sizes
 
     @property
     def missing(self) -> np.ndarray:
@@ -168,16 +185,22 @@ def refuse_broken(data: str, source: Source, max_broken_share: float) -> None:
     """Raise `Refused` if too many files are missing, or if none of a few images can be read."""
     count, missing = len(source), source.missing
     if not count:
-        raise Refused(f"--data {data}: a part of it has no images; add some, or name another part by --split")
+        raise Refused(
+            f"--data {data}: a part of it has no images; add some, or name another part by --split"
+        )
     if len(missing) > max_broken_share * count or len(missing) == count:
         first = source.name(missing[0])
         found = f"{len(missing):,} of {count:,} images are missing, the first is {first}"
         if any(os.path.exists(unicodedata.normalize(form, first)) for form in ("NFC", "NFD")):
-            found += " (there with its letters composed otherwise, Unicode's NFC or NFD: rename one or the other)"
+            found += (
+                " (there with its letters composed otherwise, Unicode's NFC or NFD: rename one or "
+                "the other)"
+            )
         if os.path.exists(first.replace("\\", "/")):
             found += " (there with / for each \\: replace them in the list)"
         raise Refused(
-            f"--data {data}: {found}; the limit is --max_broken_share {max_broken_share}: correct the paths, or raise it"
+            f"--data {data}: {found}; the limit is --max_broken_share {max_broken_share}: correct "
+            "the paths, or raise it"
         )
     reasons, tried = [], spread(count)
     for index in tried:
@@ -196,11 +219,15 @@ def spread(count: int, limit: int = _TRIED) -> np.ndarray:
 
 
 def fingerprint_of(
-    classes: tuple[str, ...], labels: np.ndarray, contents: np.ndarray, names: pa.Array | pa.ChunkedArray | None = None
+    classes: tuple[str, ...],
+    labels: np.ndarray,
+    contents: np.ndarray,
+    names: pa.Array | pa.ChunkedArray | None = None,
 ) -> str:
     """32 hex digits of classes, labels, `contents` (pixels, or sizes in bytes) and file names.
 
-    Of absolute names, what lies below their common folder counts: the same data at another place are the same.
+    Of absolute names, what lies below their common folder counts: the same data at another place
+    are the same.
     """
     digest = hashlib.blake2b(json.dumps([classes, labels.shape]).encode(), digest_size=16)
     digest.update(np.ascontiguousarray(labels).data)

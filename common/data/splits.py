@@ -12,7 +12,9 @@ import pyarrow as pa
 from common.errors import Refused
 from common.randomness import key_of, mix
 
-_SPELLINGS = {  # also in French, German, Italian, Portuguese and Spanish; "." is a letter with or without an accent
+# Also in French, German, Italian, Portuguese and Spanish; "." is a letter with or without an
+# accent.
+_SPELLINGS = {
     "train": r"train(ing)?|trein(o|amento)|entrenamiento|entra.{1,2}nement|apprentissage|addestramento",
     "trainval": r"train(ing)?[ _-]*(and[ _-]*)?val(id|idation)?",
     "val": r"val|valid|validate|validation|dev|eval|evaluation|validaci.{1,2}n|valida.{2,4}o|validazione|validierung",
@@ -20,7 +22,10 @@ _SPELLINGS = {  # also in French, German, Italian, Portuguese and Spanish; "." i
 }
 _BEFORE = r"((images?|imgs?|data|dataset|seg)[ _-]+)?"
 _BEHIND = r"([ _-]*(set|split|part|data|images?|imgs?|samples))?[ _-]*[0-9]*"
-_KINDS = {kind: re.compile(f"{_BEFORE}({words}){_BEHIND}", re.IGNORECASE) for kind, words in _SPELLINGS.items()}
+_KINDS = {
+    kind: re.compile(f"{_BEFORE}({words}){_BEHIND}", re.IGNORECASE)
+    for kind, words in _SPELLINGS.items()
+}
 
 WHOLE, KEPT, HELD_OUT = "whole", "kept", "held out"
 
@@ -40,12 +45,15 @@ def kind_of(name: str) -> str:
 def by_part(names: Sequence[str]) -> dict[str, list[str]]:
     """Absolute paths or URLs of files, by the kind of the part that they belong to.
 
-    The first word for one in a file's name decides, or in the folders that not all files are in, the innermost first:
-    `val-0000.tar`, `test/a/0000.tar`. Files without such a word are train, and so are all if they are of one kind.
+    The first word for one in a file's name decides, or in the folders that not all files are in,
+    the innermost first: `val-0000.tar`, `test/a/0000.tar`. Files without such a word are train, and
+    so are all if they are of one kind.
     """
     groups: dict[str, list[str]] = {}
     paths = [(name.partition("?")[0] if "://" in name else name).split("/") for name in names]
-    shared = next((depth for depth, places in enumerate(zip(*paths, strict=False)) if len({*places}) > 1), 0)
+    shared = next(
+        (depth for depth, places in enumerate(zip(*paths, strict=False)) if len({*places}) > 1), 0
+    )
     for name, path in zip(names, paths, strict=True):
         words = [word for place in path[shared:][::-1] for word in re.split("[^a-zA-Z]+", place)]
         groups.setdefault(next(filter(None, map(kind_of, words)), "train"), []).append(name)
@@ -55,12 +63,17 @@ def by_part(names: Sequence[str]) -> dict[str, list[str]]:
 def choose(data: str, labels: Mapping[str, str], split: str) -> tuple[Piece, Piece]:
     """The pieces to train on and to evaluate: the part `split`, by default the validation part.
 
-    `labels` maps the name of each part to how messages call it. If there is no validation part, a share of the training part
-    is held out. A test part is evaluated only if `split` says so: results on data that chose the model would be too good. If
-    a test part is evaluated, a part called trainval is trained on, if there is one. Raises `Refused`.
+    `labels` maps the name of each part to how messages call it. If there is no validation part, a
+    share of the training part is held out. A test part is evaluated only if `split` says so:
+    results on data that chose the model would be too good. If a test part is evaluated, a part
+    called trainval is trained on, if there is one. Raises `Refused`.
     """
     evaluated = _find(data, labels, split)
-    kinds = ("train", "trainval") if not evaluated or kind_of(evaluated) == "val" else ("trainval", "train")
+    kinds = (
+        ("train", "trainval")
+        if not evaluated or kind_of(evaluated) == "val"
+        else ("trainval", "train")
+    )
     trained = _only(data, labels, kinds[0]) or _only(data, labels, kinds[1])
     if trained is None:
         advice = "rename one to train, or give a folder or file alone"
@@ -73,8 +86,8 @@ def choose(data: str, labels: Mapping[str, str], split: str) -> tuple[Piece, Pie
 def choose_part(data: str, labels: Mapping[str, str], split: str, held_out: bool) -> tuple[Piece]:
     """The piece to evaluate a trained model on: `split`, by default val, else test, else the only part.
 
-    `held_out` says that the model was trained on these data without a held-out share: then only that share is evaluated.
-    Raises `Refused`.
+    `held_out` says that the model was trained on these data without a held-out share: then only
+    that share is evaluated. Raises `Refused`.
     """
     if len(labels) == 1 and split in ("", "all") and (split or not held_out):
         return (Piece(*labels),)
@@ -84,7 +97,9 @@ def choose_part(data: str, labels: Mapping[str, str], split: str, held_out: bool
         return (Piece(trained, HELD_OUT),)
     found = found or _only(data, labels, "test")
     if found is None:
-        raise Refused(f"--data {data}: no part to validate on; name one by --split: {', '.join(labels)}")
+        raise Refused(
+            f"--data {data}: no part to validate on; name one by --split: {', '.join(labels)}"
+        )
     has_val = any(kind_of(name) == "val" for name in labels)
     return (Piece(found, KEPT if held_out and found == trained and not has_val else WHOLE),)
 
@@ -100,11 +115,15 @@ def held_out(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rows to train on and rows held out: the `share` of every stratum with the smallest numbers.
 
-    `numbers` uint64[N]; `strata` int64[N], or None for one stratum. A stratum keeps at least one row to train on. Rows with
-    equal `groups` int64[N] are on the same side, and strata then have about their share.
+    `numbers` uint64[N]; `strata` int64[N], or None for one stratum. A stratum keeps at least one
+    row to train on. Rows with equal `groups` int64[N] are on the same side, and strata then have
+    about their share.
     """
     if not 0 < share < 1:
-        raise Refused(f"--val_share {share}: must lie between 0 and 1, since the data has no part to evaluate on")
+        raise Refused(
+            f"--val_share {share}: must lie between 0 and 1, since the data has no part to "
+            "evaluate on"
+        )
     of = "{} images" if strata is None else "at most {} images per class"
     strata = np.zeros(len(numbers), np.int64) if strata is None else strata
     counts = np.bincount(strata)
@@ -122,16 +141,22 @@ def held_out(
 
 
 def _hold_out_groups(
-    numbers: np.ndarray, strata: np.ndarray, shares: np.ndarray, limits: np.ndarray, groups: np.ndarray
+    numbers: np.ndarray,
+    strata: np.ndarray,
+    shares: np.ndarray,
+    limits: np.ndarray,
+    groups: np.ndarray,
 ) -> np.ndarray:
-    """bool[N] rows to hold out: in random order the groups that fit, then those that bring strata closer to their `shares`.
+    """bool[N] rows to hold out: in random order the groups that fit, then those that bring strata
+    closer to their `shares`.
 
     `shares` float[K] and `limits` int[K] are the wanted and the largest numbers of rows of each stratum.
     """
     _, groups, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     order = np.full(len(sizes), np.iinfo(np.uint64).max)
     np.minimum.at(order, groups, numbers)
-    # The smallest of several numbers is small: mixed again it is as random as the number of a single row.
+    # The smallest of several numbers is small: mixed again it is as random as the number of a
+    # single row.
     order = np.where(sizes > 1, mix(order, key_of("groups")), order)
     rows = np.lexsort((groups, order[groups]))
     members_by_group = np.split(rows, np.flatnonzero(np.diff(groups[rows])) + 1)
@@ -144,7 +169,9 @@ def _hold_out_groups(
             if must_fit:
                 is_better = all(count <= missing[k] for k, count in counts)
             else:
-                is_better = sum(abs(missing[k]) - abs(missing[k] - count) for k, count in counts) >= 0
+                is_better = (
+                    sum(abs(missing[k]) - abs(missing[k] - count) for k, count in counts) >= 0
+                )
             if is_better and not out[members[0]] and all(count <= room[k] for k, count in counts):
                 out[members] = True
                 for k, count in counts:
@@ -166,7 +193,9 @@ def _find(data: str, labels: Mapping[str, str], split: str) -> str | None:
     kind = kind_of(split or "val")
     found = kind and _only(data, labels, kind)
     if not found and kind != "val":
-        raise Refused(f"--split {split}: --data {data} has no such part; there is {', '.join(labels)}")
+        raise Refused(
+            f"--split {split}: --data {data} has no such part; there is {', '.join(labels)}"
+        )
     return found
 
 
@@ -174,6 +203,10 @@ def _only(data: str, labels: Mapping[str, str], kind: str) -> str | None:
     names = [name for name in labels if kind_of(name) == kind]
     if len(names) > 1:
         several = " and ".join(labels[name] for name in names)
-        advice = "keep one, or name it by --split" if kind in ("val", "test") else "keep one of them there"
+        advice = (
+            "keep one, or name it by --split"
+            if kind in ("val", "test")
+            else "keep one of them there"
+        )
         raise Refused(f"--data {data}: {several} could each be the part {kind}; {advice}")
     return names[0] if names else None

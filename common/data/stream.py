@@ -1,8 +1,8 @@
 """Training stream: the endless sequence of samples that a run trains on.
 
-Position `p` belongs to epoch `p // size` and holds the sample `permutation(p % size)` of that epoch. Optimizer step `k`
-consumes the positions `[k * G, (k + 1) * G)`. Any process computes just the positions that it needs, so a billion samples
-cost as much as a thousand, also at a resume.
+Position `p` belongs to epoch `p // size` and holds the sample `permutation(p % size)` of that
+epoch. Optimizer step `k` consumes the positions `[k * G, (k + 1) * G)`. Any process computes just
+the positions that it needs, so a billion samples cost as much as a thousand, also at a resume.
 """
 
 import math
@@ -25,9 +25,9 @@ _LANES = 60  # shared by 2 to 6, 10, 12 or 15 machines without a rest
 def permutation(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
     """Pseudorandom permutation of `[0, size)` for a seed and an epoch: int64[n] -> int64[n].
 
-    A Feistel network on pairs (left, right) of Z_a x Z_b, with a * b barely above `size`. A result outside the range is
-    permuted again until it lies inside (cycle walking: a few times at most, since a * b - size < a).
-    Source: Black & Rogaway, "Ciphers with Arbitrary Finite Domains", 2002.
+    A Feistel network on pairs (left, right) of Z_a x Z_b, with a * b barely above `size`. A result
+    outside the range is permuted again until it lies inside (cycle walking: a few times at most,
+    since a * b - size < a). Source: Black & Rogaway, "Ciphers with Arbitrary Finite Domains", 2002.
     """
     a = math.isqrt(size - 1) + 1
     b = -(-size // a)
@@ -50,7 +50,9 @@ def permutation(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
 
 @lru_cache(maxsize=4)
 def _block(number: int, size: int, seed: int, epoch: int) -> np.ndarray:
-    return permutation(np.arange(number * _BLOCK, min(size, (number + 1) * _BLOCK)), size, seed, epoch)
+    return permutation(
+        np.arange(number * _BLOCK, min(size, (number + 1) * _BLOCK)), size, seed, epoch
+    )
 
 
 @lru_cache(maxsize=16)
@@ -60,11 +62,13 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Blocks of samples that are neighbours and are read together: an order as random as it can be with few blocks in use.
+    """Blocks of samples that are neighbours and are read together: an order as random as it can be
+    with few blocks in use.
 
-    Blocks are permuted, and samples are shuffled within windows of `pool` successive blocks. Each slot of the global batch
-    belongs to one of a few lanes, and each lane has a part of the permuted blocks to itself. So a machine that trains on some
-    slots of each batch reads hardly more blocks than these need. All of it is a function of seed and epoch, on any layout.
+    Blocks are permuted, and samples are shuffled within windows of `pool` successive blocks. Each
+    slot of the global batch belongs to one of a few lanes, and each lane has a part of the permuted
+    blocks to itself. So a machine that trains on some slots of each batch reads hardly more blocks
+    than these need. All of it is a function of seed and epoch, on any layout.
     """
 
     edges: np.ndarray  # int64[n + 1]: block b has the samples [edges[b], edges[b + 1])
@@ -84,7 +88,8 @@ class Blocks:
         if self.pool >= count:
             return permutation(places, size, seed, epoch)
         lanes = min(_LANES, max(1, self.pool), batch)
-        slots = -(-batch * np.arange(lanes + 1) // lanes)  # lane l has the slots [slots[l], slots[l + 1])
+        # Lane l has the slots [slots[l], slots[l + 1])
+        slots = -(-batch * np.arange(lanes + 1) // lanes)
         begin = epoch * size
 
         widths, every = np.diff(slots), np.arange(lanes)
@@ -103,7 +108,10 @@ class Blocks:
         blocks, starts = _permuted(self, seed, epoch)
         windows = np.append(starts[np.arange(0, count, self.pool / lanes).astype(np.int64)], size)
         window = np.searchsorted(windows, place, side="right") - 1
-        low, high = np.maximum(windows[window], firsts[lane]), np.minimum(windows[window + 1], firsts[lane + 1])
+        low, high = (
+            np.maximum(windows[window], firsts[lane]),
+            np.minimum(windows[window + 1], firsts[lane + 1]),
+        )
         key = key_of("window", seed, epoch)
         for begin, end in {*zip(low.tolist(), high.tolist(), strict=True)}:
             here = low == begin
@@ -130,15 +138,18 @@ def _permuted(of: Blocks, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray
 class Stream:
     """The endless stream of training samples of a data set of `size` samples, in global batches.
 
-    With `repeats` > 1 (repeated augmentation: Hoffer et al., "Augment Your Batch", 2020) each global batch holds
-    `global_batch_size / repeats` different samples, each `repeats` times. Copies stand `global_batch_size / repeats` apart,
-    so that an image is never mixed with itself. An epoch is still `size` positions, as in timm and DeiT.
+    With `repeats` > 1 (repeated augmentation: Hoffer et al., "Augment Your Batch", 2020) each
+    global batch holds `global_batch_size / repeats` different samples, each `repeats` times. Copies
+    stand `global_batch_size / repeats` apart, so that an image is never mixed with itself. An epoch
+    is still `size` positions, as in timm and DeiT.
 
-    With `weights` (float[size], the relative frequencies of the samples) an epoch is a systematic sample: each sample is
-    drawn its expected number of times, rounded down or up. Source: Carpenter, Clifford & Fearnhead, 1999.
+    With `weights` (float[size], the relative frequencies of the samples) an epoch is a systematic
+    sample: each sample is drawn its expected number of times, rounded down or up. Source:
+    Carpenter, Clifford & Fearnhead, 1999.
 
-    With `blocks` the order of an epoch is `Blocks.order`. With `min_epoch_steps` an epoch of fewer steps counts as that many,
-    wherever lengths are in epochs. Raises `Refused` for an empty data set and a batch that does not divide into its copies.
+    With `blocks` the order of an epoch is `Blocks.order`. With `min_epoch_steps` an epoch of fewer
+    steps counts as that many, wherever lengths are in epochs. Raises `Refused` for an empty data
+    set and a batch that does not divide into its copies.
     """
 
     size: int
@@ -161,8 +172,8 @@ class Stream:
             raise Refused("the training set has 0 samples: nothing to train on")
         if self.global_batch_size % self.repeats:
             raise Refused(
-                f"--global_batch_size {self.global_batch_size} does not divide by --repeats {self.repeats}: "
-                f"take {-(-self.global_batch_size // self.repeats) * self.repeats}"
+                f"--global_batch_size {self.global_batch_size} does not divide by --repeats "
+                f"{self.repeats}: take {-(-self.global_batch_size // self.repeats) * self.repeats}"
             )
         if self.weights is not None:
             edges = np.cumsum(self.weights, dtype=np.float64)
@@ -185,7 +196,9 @@ class Stream:
     def _sample(self, places: np.ndarray, epoch: int) -> np.ndarray:
         first, last = int(places.min()) // _BLOCK, int(places.max()) // _BLOCK
         if self.blocks:
-            shuffled = self.blocks.order(places, self.seed, epoch, self.global_batch_size // self.repeats)
+            shuffled = self.blocks.order(
+                places, self.seed, epoch, self.global_batch_size // self.repeats
+            )
         elif first == last:  # small batches share a block
             shuffled = _block(first, self.size, self.seed, epoch)[places - first * _BLOCK]
         else:
@@ -193,7 +206,9 @@ class Stream:
         if self.weights is None:
             return shuffled
         offset = uniforms(np.zeros(1, np.int64), key_of("weighted", self.seed, epoch))[0]
-        return np.searchsorted(self._edges, (shuffled + offset) / self.size, side="right").clip(max=self.size - 1)
+        return np.searchsorted(self._edges, (shuffled + offset) / self.size, side="right").clip(
+            max=self.size - 1
+        )
 
     def positions(self, step: int, span: tuple[int, int]) -> np.ndarray:
         """The positions that `span` of the global batch covers at `step`: int64[high - low]."""
@@ -205,7 +220,11 @@ class Stream:
 
     def steps(self, epochs: float) -> int:
         """`epochs` in steps, rounded up, so that the last sample of the last epoch is seen."""
-        length = self.min_epoch_steps if self.extends_epochs else Fraction(self.size, self.global_batch_size)
+        length = (
+            self.min_epoch_steps
+            if self.extends_epochs
+            else Fraction(self.size, self.global_batch_size)
+        )
         return math.ceil(Fraction(str(epochs)) * length)  # exact, of the decimal number
 
     @property
@@ -217,4 +236,7 @@ class Stream:
         """True if an epoch ends within the last of `step` steps."""
         if self.extends_epochs:
             return step % self.min_epoch_steps == 0
-        return step * self.global_batch_size // self.size > (step - 1) * self.global_batch_size // self.size
+        return (
+            step * self.global_batch_size // self.size
+            > (step - 1) * self.global_batch_size // self.size
+        )

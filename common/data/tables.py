@@ -1,4 +1,6 @@
-"""Labelled images in tables (Hugging Face data sets, CSV files): finds the columns of images and labels, reads the classes."""
+"""Labelled images in tables (Hugging Face data sets, CSV files): finds the columns of images and
+labels, reads the classes.
+"""
 
 import glob
 import os
@@ -34,11 +36,16 @@ class Split:
     def __init__(self, data: str, name: str, rows: "datasets.Dataset"):
         self.data, self.name, self.rows = data, name, rows  # `data`: as `--data` names the table
         self.title, path = f"{data} {name}", Path(data).expanduser()
-        self.folder = os.path.abspath(path if path.is_dir() else path.parent)  # relative paths start here
+        # Relative paths start here.
+        self.folder = os.path.abspath(path if path.is_dir() else path.parent)
         self.features = rows.features  # asked for once: `datasets` makes all of them each time
         self.kinds = {field.name: field.type for field in self.features.arrow_schema}
-        inner = {name: getattr(feature, "feature", feature) for name, feature in self.features.items()}
-        self.class_names = {name: getattr(feature, "names", None) for name, feature in inner.items()}
+        inner = {
+            name: getattr(feature, "feature", feature) for name, feature in self.features.items()
+        }
+        self.class_names = {
+            name: getattr(feature, "names", None) for name, feature in inner.items()
+        }
         self.notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -50,9 +57,12 @@ class Split:
         texts = [name for name, kind in self.kinds.items() if is_text(kind)]
         if not texts or not len(self):
             return set()
-        table = self.rows.select_columns(texts).with_format("arrow")[spread(len(self), _LOOKED_AT).tolist()]
+        table = self.rows.select_columns(texts).with_format("arrow")[
+            spread(len(self), _LOOKED_AT).tolist()
+        ]
         shares = {
-            name: pc.mean(pc.match_substring_regex(trim(table[name]), f"{IMAGE_NAME}$")).as_py() for name in texts
+            name: pc.mean(pc.match_substring_regex(trim(table[name]), f"{IMAGE_NAME}$")).as_py()
+            for name in texts
         }
         return {name for name, share in shares.items() if (share or 0) > 0.5}
 
@@ -73,13 +83,17 @@ class Split:
         if column not in self.file_columns:
             paths = self._complete(paths)
         return (
-            alone if paths.equals(cells) else datasets.Dataset(datasets.table.InMemoryTable(pa.table({column: paths})))
+            alone
+            if paths.equals(cells)
+            else datasets.Dataset(datasets.table.InMemoryTable(pa.table({column: paths})))
         )
 
     def _complete(self, ids: pa.Array) -> pa.Array:
-        """The paths of the files that `ids` name without a suffix, in the table's folder or one in it; else `ids`.
+        """The paths of the files that `ids` name without a suffix, in the table's folder or one in
+        it; else `ids`.
 
-        One of them decides, and the others are found missing if it misleads. Raises `Refused` if it names several files.
+        One of them decides, and the others are found missing if it misleads. Raises `Refused` if it
+        names several files.
         """
         first = str(pc.min(ids))
         folder = glob.escape(self.folder)
@@ -87,7 +101,10 @@ class Split:
         files = match_files(f"{folder}/{name}.*") + match_files(f"{folder}/*/{name}.*")
         files = [file for file in files if has_image_suffix(file)]
         if len(files) > 1:
-            raise Refused(f"--data {self.title}: {first} could be {files[0]} or {files[1]}; write paths in the table")
+            raise Refused(
+                f"--data {self.title}: {first} could be {files[0]} or {files[1]}; write paths in "
+                "the table"
+            )
         if not files:
             return ids
         start, suffix = files[0].rsplit(first, 1)
@@ -97,11 +114,16 @@ class Split:
 
 def part_labels(splits: dict[str, Split]) -> dict[str, str]:
     """How messages call the splits: {name: label}."""
-    return {name: f"split {name}" if len(splits) > 1 or kind_of(name) != "train" else "all rows" for name in splits}
+    return {
+        name: f"split {name}" if len(splits) > 1 or kind_of(name) != "train" else "all rows"
+        for name in splits
+    }
 
 
 def is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -130,37 +152,56 @@ def find_image(split: Split, named: str) -> str:
     sure = [name for name, feature in split.features.items() if isinstance(feature, Image)]
     as_bytes = [name for name, kind in split.kinds.items() if is_bytes(kind)]
     texts = [name for name, kind in split.kinds.items() if is_text(kind)]
-    numbers = [name for name, kind in split.kinds.items() if pa.types.is_integer(kind)]  # ids, as of Kaggle
+    # Ids, as of Kaggle.
+    numbers = [name for name, kind in split.kinds.items() if pa.types.is_integer(kind)]
     likely = sure or as_bytes or [name for name in texts if name in split.file_columns]
     return _only(split, "image", named, likely, [*sure, *as_bytes, *texts, *numbers], split.kinds)
 
 
 def find_labels(split: Split, named: str, *used: str) -> tuple[str, ...]:
-    """The label column, or several of 0 and 1, named with commas between them; none of those that are `used` otherwise."""
+    """The label column, or several of 0 and 1, named with commas between them; none of those that
+    are `used` otherwise.
+    """
     names = tuple(name.strip() for name in named.split(","))
     if len(names) > 1 and named not in split.kinds:
         if unknown := [name for name in names if name not in split.kinds]:
             known = listed(split.kinds)
-            raise Refused(f"--label_column {named}: --data {split.data} has no column {unknown[0]}; it has {known}")
+            raise Refused(
+                f"--label_column {named}: --data {split.data} has no column {unknown[0]}; it has "
+                f"{known}"
+            )
         return names
     kinds = {name: kind for name, kind in split.kinds.items() if name not in used}
     inner = {name: kind.value_type if is_list(kind) else kind for name, kind in kinds.items()}
     sure = [name for name in kinds if split.class_names[name]]
     ids = [name for name, kind in inner.items() if pa.types.is_integer(kind) or is_text(kind)]
-    others = [name for name, kind in inner.items() if pa.types.is_boolean(kind) or pa.types.is_floating(kind)]
+    others = [
+        name
+        for name, kind in inner.items()
+        if pa.types.is_boolean(kind) or pa.types.is_floating(kind)
+    ]
     likely = sure or [name for name in ids if name not in split.file_columns] or others
     return (_only(split, "label", named, likely, ids + others, kinds),)
 
 
-def _only(split: Split, what: str, named: str, likely: list[str], possible: list[str], kinds: dict) -> str:
+def _only(
+    split: Split, what: str, named: str, likely: list[str], possible: list[str], kinds: dict
+) -> str:
     """The column `named`, if it is one of `possible`, or the only one of `likely`."""
     described = listed(f"{name} ({kind})" for name, kind in kinds.items())
     if named and named not in possible:
         problem = f"can't be the {what} column" if named in kinds else "is no column"
-        raise Refused(f"--{what}_column {named}: {problem} of --data {split.data}, which has {described}")
+        raise Refused(
+            f"--{what}_column {named}: {problem} of --data {split.data}, which has {described}"
+        )
     if not named and len(likely) != 1:
-        problem = f"{listed(likely)} could each be the {what}" if likely else f"no {what} column found"
-        raise Refused(f"--data {split.data}: {problem}; name it with --{what}_column NAME (columns: {described})")
+        problem = (
+            f"{listed(likely)} could each be the {what}" if likely else f"no {what} column found"
+        )
+        raise Refused(
+            f"--data {split.data}: {problem}; name it with --{what}_column NAME (columns: "
+            f"{described})"
+        )
     return named or likely[0]
 
 
@@ -175,7 +216,8 @@ class Table(Columns):
     rows: np.ndarray  # int64[N]
     title: str
     folder: str  # relative paths start here
-    sizes: np.ndarray | None = None  # int64[N] bytes of files, -1 for a missing one; None if the table has bytes
+    # int64[N] bytes of files, -1 for a missing one; None if the table has bytes.
+    sizes: np.ndarray | None = None
 
     def name(self, index: int) -> str:
         if self.sizes is not None and isinstance(content := self._cell(index), str):
@@ -203,8 +245,14 @@ class Table(Columns):
     def fingerprint(self) -> str:
         contents, paths = read_contents(self.column)
         if self.sizes is not None:  # otherwise a path is only where the bytes once came from
-            return fingerprint_of(self.classes, self.labels, self.sizes, paths and paths.take(self.rows))
-        return fingerprint_of(self.classes, self.labels, pc.binary_length(contents).fill_null(-1).to_numpy()[self.rows])
+            return fingerprint_of(
+                self.classes, self.labels, self.sizes, paths and paths.take(self.rows)
+            )
+        return fingerprint_of(
+            self.classes,
+            self.labels,
+            pc.binary_length(contents).fill_null(-1).to_numpy()[self.rows],
+        )
 
     def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray]:
         contents, paths = read_contents(self.column)
@@ -218,7 +266,11 @@ class Table(Columns):
 
 
 def read_tables(
-    splits: Sequence[Split], image_column: str, label_column: str, min_classes: int, group_column: str = ""
+    splits: Sequence[Split],
+    image_column: str,
+    label_column: str,
+    min_classes: int,
+    group_column: str = "",
 ) -> list[Table]:
     """The images of each split. The first one decides on columns and classes. Raises `Refused`."""
     image = find_image(splits[0], image_column)
@@ -228,9 +280,17 @@ def read_tables(
     tables = []
     for split, of_split in zip(splits, labels, strict=True):
         cells = split.images(image)
-        images = cells, np.arange(len(split)), split.title, split.folder, _file_sizes(cells, split.folder)
+        images = (
+            cells,
+            np.arange(len(split)),
+            split.title,
+            split.folder,
+            _file_sizes(cells, split.folder),
+        )
         groups = read_groups(split, group_column)
-        tables.append(Table(*images, labels=of_split, classes=classes, groups=groups, notes=split.notes))
+        tables.append(
+            Table(*images, labels=of_split, classes=classes, groups=groups, notes=split.notes)
+        )
     return tables
 
 
@@ -238,25 +298,34 @@ def check_group(split: Split, column: str) -> None:
     """Raise `Refused` for a `--group_column` that the split does not have, or that holds lists."""
     if column not in split.kinds or pa.types.is_nested(split.kinds[column]):
         problem = "holds several values in a row" if column in split.kinds else "is no column"
-        raise Refused(f"--group_column {column}: {problem} of --data {split.data}, which has {listed(split.kinds)}")
+        raise Refused(
+            f"--group_column {column}: {problem} of --data {split.data}, which has "
+            f"{listed(split.kinds)}"
+        )
 
 
 def read_groups(split: Split, column: str) -> np.ndarray | None:
-    """int64[N], equal for rows with the same value of a column; None if `column` is empty. Raises `Refused`."""
+    """int64[N], equal for rows with the same value of a column; None if `column` is empty. Raises
+    `Refused`.
+    """
     if not column:
         return None
     check_group(split, column)
     cells = split.cells(column)
     if cells.null_count:
         row = pc.index(cells.is_null(), True).as_py()
-        raise Refused(f"--data {split.title}: row {row} has nothing in --group_column {column}; fill it in")
+        raise Refused(
+            f"--data {split.title}: row {row} has nothing in --group_column {column}; fill it in"
+        )
     return cells.dictionary_encode().indices.to_numpy().astype(np.int64)
 
 
 def read_labels(
     splits: Sequence[Split], columns: tuple[str, ...], min_classes: int
 ) -> tuple[tuple[str, ...], list[np.ndarray]]:
-    """Classes, and labels of each split, from a column of ids, names or lists, or several of 0 and 1. Raises `Refused`."""
+    """Classes, and labels of each split, from a column of ids, names or lists, or several of 0 and
+    1. Raises `Refused`.
+    """
     if len(columns) > 1:
         return columns, [_zeros_and_ones(split, columns) for split in splits]
     first, name = splits[0], columns[0]
@@ -269,7 +338,9 @@ def read_labels(
     if len(classes) < (least := 1 if is_list(first.kinds[name]) else min_classes):
         found = f"only the class {classes[0]}" if classes else "no class"
         raise Refused(f"--data {first.title}: {found} in column {name}; needs {least} or more")
-    return classes, [_labels(split, name, of, classes, values) for split, of in zip(splits, cells, strict=True)]
+    return classes, [
+        _labels(split, name, of, classes, values) for split, of in zip(splits, cells, strict=True)
+    ]
 
 
 def require_columns(splits: Sequence[Split], *names: str) -> None:
@@ -277,7 +348,9 @@ def require_columns(splits: Sequence[Split], *names: str) -> None:
     for split in splits[1:]:
         if missing := {*names} - split.kinds.keys():
             has = f"which {splits[0].name} has"
-            raise Refused(f"--data {split.data}: split {split.name} has no column {min(missing)}, {has}")
+            raise Refused(
+                f"--data {split.data}: split {split.name} has no column {min(missing)}, {has}"
+            )
 
 
 def read_contents(column: "datasets.Dataset") -> tuple[Any, Any]:
@@ -285,7 +358,9 @@ def read_contents(column: "datasets.Dataset") -> tuple[Any, Any]:
     cells = column.with_format("arrow")[:].column(0)
     if pa.types.is_struct(cells.type):
         contents = pc.struct_field(cells, "bytes")
-        return None if contents.null_count == len(contents) else contents, pc.struct_field(cells, "path")
+        return None if contents.null_count == len(contents) else contents, pc.struct_field(
+            cells, "path"
+        )
     return (None, cells) if is_text(cells.type) else (cells, None)
 
 
@@ -295,7 +370,9 @@ def _file_sizes(column: "datasets.Dataset", folder: str) -> np.ndarray | None:
     if contents is not None:
         return None
     names = (name for chunk in paths.chunks for name in chunk.to_pylist())
-    return np.array(sizes_of(os.path.join(folder, name) if name else "" for name in names), np.int64)
+    return np.array(
+        sizes_of(os.path.join(folder, name) if name else "" for name in names), np.int64
+    )
 
 
 # ---- labels
@@ -312,17 +389,23 @@ def _zeros_and_ones(split: Split, names: Sequence[str]) -> np.ndarray:
         if (found < 0).any():
             row = int((found < 0).argmax())
             problem = f"row {row} has {cells[row].as_py()!r} in column {name}"
-            raise Refused(f"--data {split.title}: {problem}; each of several label columns must hold 0 or 1")
+            raise Refused(
+                f"--data {split.title}: {problem}; each of several label columns must hold 0 or 1"
+            )
         matrix[:, place] = np.array([*_ZERO_OR_ONE.values()])[found]
     return matrix
 
 
 def clean_labels(cells: pa.Array) -> pa.Array:
-    """Labels, or lists of them, as of a CSV file: texts are trimmed, and null if empty; True is a text, and 1.0 is 1."""
+    """Labels, or lists of them, as of a CSV file: texts are trimmed, and null if empty; True is a
+    text, and 1.0 is 1.
+    """
     if is_list(cells.type):
         lengths = pc.list_value_length(cells).fill_null(0).to_numpy()
         offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
-        return pa.ListArray.from_arrays(offsets, clean_labels(pc.list_flatten(cells)), mask=cells.is_null())
+        return pa.ListArray.from_arrays(
+            offsets, clean_labels(pc.list_flatten(cells)), mask=cells.is_null()
+        )
     if pa.types.is_boolean(cells.type):
         return pc.if_else(cells, "True", "False")
     if pa.types.is_floating(cells.type):
@@ -342,16 +425,25 @@ def vocabulary(cells: pa.Array, names: list[str] | None) -> tuple[tuple[str, ...
     return tuple(str(value) for value in values.to_pylist()), values
 
 
-def _labels(split: Split, column: str, cells: pa.Array, classes: tuple[str, ...], values: pa.Array) -> np.ndarray:
+def _labels(
+    split: Split, column: str, cells: pa.Array, classes: tuple[str, ...], values: pa.Array
+) -> np.ndarray:
     """int64[N] class ids, or bool[N, C] of a column of lists, of labels that are all in `values`."""
     several = is_list(cells.type)
     start = f"--data {split.title}: row"
     if cells.null_count:
         row = pc.index(cells.is_null(), True).as_py()
-        raise Refused(f"{start} {row} has no label in column {column} (null); remove the row or label it")
+        raise Refused(
+            f"{start} {row} has no label in column {column} (null); remove the row or label it"
+        )
     flat = pc.list_flatten(cells) if several else cells
     rows = pc.list_parent_indices(cells).to_numpy() if several else np.arange(len(flat))
-    ids = pc.index_in(flat.cast(values.type), value_set=values).fill_null(-1).to_numpy().astype(np.int64)
+    ids = (
+        pc.index_in(flat.cast(values.type), value_set=values)
+        .fill_null(-1)
+        .to_numpy()
+        .astype(np.int64)
+    )
     if (ids < 0).any():
         wrong = int(np.argmin(ids))
         known = f"0 to {len(classes) - 1}" if split.class_names[column] else ", ".join(classes[:10])
@@ -364,9 +456,17 @@ def _labels(split: Split, column: str, cells: pa.Array, classes: tuple[str, ...]
     matrix = np.zeros((len(cells), len(classes)), bool)
     matrix[rows, ids] = True
     twice = np.flatnonzero(np.bincount(rows, minlength=len(cells)) > matrix.sum(axis=1))
-    advice = f"in column {column}; a row lists the ids or names of the classes it shows, not a 0 or 1 for each"
+    advice = (
+        f"in column {column}; a row lists the ids or names of the classes it shows, not a 0 or 1 "
+        "for each"
+    )
     if twice.size:
         raise Refused(f"{start} {twice[0]} has a class twice {advice}")
-    if classes in (("0", "1"), ("False", "True")) and not split.class_names[column] and matrix.all():  # such as [0, 1]
+    # Such as [0, 1]
+    if (
+        classes in (("0", "1"), ("False", "True"))
+        and not split.class_names[column]
+        and matrix.all()
+    ):
         raise Refused(f"{start} 0, as each one, has both classes {advice}")
     return matrix

@@ -1,8 +1,9 @@
 """TIFF files: Pillow reads those that it reads right, tifffile the others, by their tags.
 
-Pillow takes 16-bit planes for interleaved pixels, does not invert more than 8 bits where 0 is white, swaps bytes of
-compressed big-endian floats, wraps unsigned integers of 32 bits, and takes a band without a meaning for transparency.
-It can't open floats in colour. tifffile reads raw pixels without other packages, and no more than the file has.
+Pillow takes 16-bit planes for interleaved pixels, does not invert more than 8 bits where 0 is
+white, swaps bytes of compressed big-endian floats, wraps unsigned integers of 32 bits, and takes a
+band without a meaning for transparency. It can't open floats in colour. tifffile reads raw pixels
+without other packages, and no more than the file has.
 """
 
 import logging
@@ -30,7 +31,9 @@ _RAW = 1
 
 
 def open_tiff(file: IO[bytes], filename: str | bytes = "") -> Image.Image:
-    """Open the first page; what Pillow would misread is decoded at once. Raises `BrokenImage` if it can't be read."""
+    """Open the first page; what Pillow would misread is decoded at once. Raises `BrokenImage` if it
+    can't be read.
+    """
     with suppress(Exception):  # an unusual or damaged file makes Pillow raise almost anything
         image = TiffImageFile(file, filename)
         if _is_read_right(image):
@@ -44,7 +47,9 @@ def open_tiff(file: IO[bytes], filename: str | bytes = "") -> Image.Image:
 
 
 def _is_read_right(image: TiffImageFile) -> bool:
-    """True if Pillow reads such pixels right. Found by comparing it with tifffile for all kinds of samples."""
+    """True if Pillow reads such pixels right. Found by comparing it with tifffile for all kinds of
+    samples.
+    """
     tags = image.tag_v2
     num_bands = tags.get(277, 1)
     bits = tags.get(258, (1,))[0]
@@ -54,7 +59,9 @@ def _is_read_right(image: TiffImageFile) -> bool:
         return False
     if num_bands > 1:
         is_interleaved = tags.get(284) != _PLANAR
-        return is_interleaved or (photometric != _GREY and (bits == 8 or (num_bands == 3 and not is_raw)))
+        return is_interleaved or (
+            photometric != _GREY and (bits == 8 or (num_bands == 3 and not is_raw))
+        )
     if bits > 8 and photometric != _GREY:
         return False
     if tags.get(339, (_UNSIGNED,))[0] == _UNSIGNED:
@@ -68,7 +75,8 @@ def _decode(page: tifffile.TiffPage) -> Image.Image:
     is_rgb = page.photometric == _RGB
     is_known = (
         page.photometric <= _RGB
-        and num_bands <= (6 if is_rgb else 1)  # as in Pillow, some bands beside the colours are not used
+        # As in Pillow, some bands beside the colours are not used.
+        and num_bands <= (6 if is_rgb else 1)
         and not any(page.extrasamples)  # transparency
         and str(page.dtype)[0] in "uif"  # integers and floats
         and page.compression == _RAW
@@ -76,9 +84,10 @@ def _decode(page: tifffile.TiffPage) -> Image.Image:
     )
     if not is_known:
         raise BrokenImage(
-            f"a TIFF of {num_bands} bands of {page.bitspersample} bits, {page.imagewidth} x {page.imagelength} pixels, "
-            f"photometric {page.photometric:d}, compression {page.compression:d}, which is not read: save it as RGB "
-            "without compression, or choose its bands in a data set of your own (docs/change_it.md)"
+            f"a TIFF of {num_bands} bands of {page.bitspersample} bits, {page.imagewidth} x "
+            f"{page.imagelength} pixels, photometric {page.photometric:d}, compression "
+            f"{page.compression:d}, which is not read: save it as RGB without compression, or "
+            "choose its bands in a data set of your own (docs/change_it.md)"
         )
     if page.nbytes > page.parent.filehandle.size:  # tifffile would make up what is missing
         raise BrokenImage("a TIFF that is cut off")

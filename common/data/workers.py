@@ -1,8 +1,9 @@
 """Data workers: their start, their end with their process at the latest, and the handover of their batches.
 
-Nothing is left behind after any kill. A batch's arrays are written to memory without a name, which the system frees with the
-last process that has it open. The open file is sent through a pair of sockets; everything else goes through the loader's
-queue. (torch would give the memory a name in /dev/shm, and each worker a socket in /tmp.)
+Nothing is left behind after any kill. A batch's arrays are written to memory without a name, which
+the system frees with the last process that has it open. The open file is sent through a pair of
+sockets; everything else goes through the loader's queue. (torch would give the memory a name in
+/dev/shm, and each worker a socket in /tmp.)
 """
 
 import contextlib
@@ -29,7 +30,8 @@ import torch
 from torch.utils.data import get_worker_info
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process is sent when its parent ends
-_PATIENCE = 5.0  # seconds to wait for a killed worker to end, which a dead network drive may prevent
+# Seconds to wait for a killed worker to end, which a dead network drive may prevent.
+_PATIENCE = 5.0
 _UP_S = 30.0  # seconds for a forked process to reach its first line, which takes some milliseconds
 
 _ALIGNED = 64  # bytes
@@ -42,8 +44,8 @@ _handovers: "weakref.WeakValueDictionary[int, Handover]" = weakref.WeakValueDict
 class _Worker(multiprocessing.context.ForkProcess):
     """A forked process that runs when `start` returns.
 
-    Before Python 3.12 a forked process can hang for ever, if a thread of torch held a lock of the interpreter at that moment.
-    Such a child never reaches its first line, and is replaced.
+    Before Python 3.12 a forked process can hang for ever, if a thread of torch held a lock of the
+    interpreter at that moment. Such a child never reaches its first line, and is replaced.
     """
 
     _up: tuple[int, int]  # a pipe: the end to read from, and the end that the child writes to
@@ -83,7 +85,8 @@ def begin(kept: int) -> None:
     """Prepare a data worker; called first in it. `kept` is the descriptor of the socket that it needs."""
     end_with_parent()
     _let_go_of_sockets(kept)
-    # A signal to the whole process group is meant for the training process, which needs its workers until it has saved.
+    # A signal to the whole process group is meant for the training process, which needs its workers
+    # until it has saved.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
@@ -91,19 +94,24 @@ def begin(kept: int) -> None:
 def end_with_parent() -> None:
     """From now on this process is killed when its parent ends, in whatever way.
 
-    On Linux the system does it. Elsewhere, or if a fork server is the parent, a thread does it, for workers of
-    multiprocessing only; it has to wait for C code that does not let other threads run.
+    On Linux the system does it. Elsewhere, or if a fork server is the parent, a thread does it, for
+    workers of multiprocessing only; it has to wait for C code that does not let other threads run.
     """
-    # To Linux, the parent is a thread: if it is not the main thread, it may end earlier, and its workers would end with it.
+    # To Linux, the parent is a thread: if it is not the main thread, it may end earlier, and its
+    # workers would end with it.
     if sys.platform == "linux" and threading.main_thread().name == "MainThread":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    if parent := multiprocessing.parent_process():  # covers a parent that had ended before prctl was called
-        threading.Thread(target=lambda: wait([parent.sentinel]) and os._exit(1), name="parent", daemon=True).start()
+    # Covers a parent that had ended before prctl was called.
+    if parent := multiprocessing.parent_process():
+        threading.Thread(
+            target=lambda: wait([parent.sentinel]) and os._exit(1), name="parent", daemon=True
+        ).start()
 
 
 def end() -> None:
     """Kill the data workers of this process: they have nothing to save. Called in the main thread."""
-    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise for each of them
+    # torch's handler would raise for each of them.
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     children = multiprocessing.active_children()
     for child in children:
         child.kill()
@@ -119,7 +127,8 @@ def _let_go_of_sockets(kept: int) -> None:
         with contextlib.suppress(OSError):  # the list itself was a file
             number = int(name)
             if number not in (0, 1, 2, kept) and stat.S_ISSOCK(os.fstat(number).st_mode):
-                # Replaced, not closed: a new file would get the number, and the socket's owner would close it.
+                # Replaced, not closed: a new file would get the number, and the socket's owner
+                # would close it.
                 os.dup2(nothing, number, inheritable=False)
     os.close(nothing)
 
@@ -133,7 +142,8 @@ class Handover:
     def __init__(self) -> None:
         self.number = next(_numbers)
         self._near, self.far = socket.socketpair()  # ends for the process and for its workers
-        self._came: dict[bytes, BinaryIO] = {}  # files that have arrived before the queue's message about them
+        # Files that have arrived before the queue's message about them.
+        self._came: dict[bytes, BinaryIO] = {}
         _handovers[self.number] = self
 
     def __call__(self, batch):
@@ -165,7 +175,10 @@ class _Parcel:
         _Pickler(words, protocol=5, buffer_callback=buffers.append).dump(self._batch)
         if not buffers:
             return pickle.loads, (words.getvalue(),)
-        name, sizes = _NAME.pack(os.getpid(), next(_numbers)), [buffer.raw().nbytes for buffer in buffers]
+        name, sizes = (
+            _NAME.pack(os.getpid(), next(_numbers)),
+            [buffer.raw().nbytes for buffer in buffers],
+        )
         with open(os.memfd_create("batch"), "wb") as file:
             for buffer, size in zip(buffers, sizes, strict=True):
                 file.write(buffer.raw())
@@ -186,7 +199,9 @@ class _Pickler(pickle.Pickler):
         return _tensor, (pickle.PickleBuffer(content), item.dtype, tuple(item.shape), item.stride())
 
 
-def _tensor(content: memoryview, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+def _tensor(
+    content: memoryview, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
     return torch.frombuffer(content, dtype=dtype).as_strided(shape, stride)
 
 

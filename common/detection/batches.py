@@ -41,20 +41,26 @@ class DetectionBatch(DeviceBatch):
     """A micro-batch of B images with their boxes."""
 
     images: torch.Tensor  # uint8[B, 3, H, W], each at the top left of the canvas
-    # One dict per image: boxes float32[n, 4] in pixels of the canvas, labels int64[n], crowd bool[n],
-    # position, size, regions (rows that are crowd regions); with masks also masks uint8[n, H, W].
+    # One dict per image: boxes float32[n, 4] in pixels of the canvas, labels int64[n], crowd
+    # bool[n], position, size, regions (rows that are crowd regions); with masks also masks uint8[n,
+    # H, W].
     targets: list[dict]
     positions: torch.Tensor  # int64[B], of the stream; image indices in evaluation
     sizes: torch.Tensor  # int64[B, 2] width and height on the canvas
-    drop_path: torch.Tensor | None = None  # float32[layers + 1, B], see common.training.drop_path.draws
+    # float32[layers + 1, B], see common.training.drop_path.draws.
+    drop_path: torch.Tensor | None = None
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
     totals: torch.Tensor | None = None  # divisors of losses, see `Detector.prepare_step`
 
 
 class Normalize:
-    """Images of a batch -> float[B, 3, H, W] with the mean and deviation of `pretrained_cfg`, 0 around each image."""
+    """Images of a batch -> float[B, 3, H, W] with the mean and deviation of `pretrained_cfg`, 0
+    around each image.
+    """
 
-    def __init__(self, pretrained_cfg: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, pretrained_cfg: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._dtype = dtype
         self._mean = torch.tensor(pretrained_cfg["mean"], device=device, dtype=dtype)[:, None, None]
         self._std = torch.tensor(pretrained_cfg["std"], device=device, dtype=dtype)[:, None, None]
@@ -109,8 +115,12 @@ class TrainDataset(Dataset):
     few_shapes = False
 
     @classmethod
-    def from_config(cls, config: Any, source: Annotated, model: Detector, transforms: Transforms) -> Self:
-        """The samples that the flags describe, as `model` and `transforms` need them. A collective, with --cache."""
+    def from_config(
+        cls, config: Any, source: Annotated, model: Detector, transforms: Transforms
+    ) -> Self:
+        """The samples that the flags describe, as `model` and `transforms` need them. A collective,
+        with --cache.
+        """
         stream = build_stream(config, source)
         strong_until = stream.steps(config.strong_epochs) * stream.global_batch_size
         small = _describe_small(config.data, source, transforms.augment)
@@ -129,7 +139,8 @@ class TrainDataset(Dataset):
     def __post_init__(self) -> None:
         if self.cache and self.source.fresh:
             raise Refused(
-                "--cache: every position has an image of its own, so a cache would never be read; leave it out"
+                "--cache: every position has an image of its own, so a cache would never be read; "
+                "leave it out"
             )
 
     def describe(self) -> dict[str, str]:
@@ -146,25 +157,37 @@ class TrainDataset(Dataset):
         samples: list[Sample] = []
         broken: list[str] = []
         prefetch_images(self.source, self.stream, positions)
-        for index, position in zip(self.stream.indices(positions).tolist(), positions.tolist(), strict=True):
+        for index, position in zip(
+            self.stream.indices(positions).tolist(), positions.tolist(), strict=True
+        ):
             draws = self.augmentation.partners(position).tolist()
             partners = [(self._partner(position, draw), _FRESH + draw % _FRESH) for draw in draws]
             samples.append(self._augmented([(index, position), *partners], broken))
         return self._batch(samples, positions, canvas, tuple(broken))
 
-    def _batch(self, samples: list[Sample], positions: np.ndarray, canvas, broken=()) -> DetectionBatch:
+    def _batch(
+        self, samples: list[Sample], positions: np.ndarray, canvas, broken=()
+    ) -> DetectionBatch:
         batch = _batch(samples, positions, canvas, self.fill, broken)
-        batch.drop_path = drop_path.draws(positions, self.stream.global_batch_size, self.seed, self.drop_path_layers)
+        batch.drop_path = drop_path.draws(
+            positions, self.stream.global_batch_size, self.seed, self.drop_path_layers
+        )
         return batch
 
     def blank(self, count: int) -> DetectionBatch:
-        """`count` images of noise on the largest canvas of the first 100 steps, with as many boxes as can occur."""
+        """`count` images of noise on the largest canvas of the first 100 steps, with as many boxes
+        as can occur.
+        """
         height, width = max((self.canvas(step) for step in range(100)), key=math.prod)
         samples = []
         for boxes in self._most_boxes(count).tolist():
             corners = torch.rand(2, boxes, 2).sort(0).values * torch.tensor([width, height])
             image = torch.randint(256, (3, height, width), dtype=torch.uint8)
-            masks = torch.ones(boxes, height, width, dtype=torch.uint8) if self.source.has_masks else None
+            masks = (
+                torch.ones(boxes, height, width, dtype=torch.uint8)
+                if self.source.has_masks
+                else None
+            )
             labels = torch.randint(len(self.source.classes), (boxes,))
             boxes = corners.movedim(0, 1).flatten(1)
             samples.append(Sample(image, boxes, labels, torch.zeros_like(labels).bool(), masks))
@@ -177,7 +200,9 @@ class TrainDataset(Dataset):
         for index, target in zip(indices, batch.targets, strict=True):
             names = [self.source.classes[label] for label in target["labels"].tolist()]
             boxes = list(zip(target["boxes"].tolist(), names, strict=True))
-            found.append((f"{len(boxes)} object" + "s" * (len(boxes) != 1), self.source.name(index), boxes))
+            found.append(
+                (f"{len(boxes)} object" + "s" * (len(boxes) != 1), self.source.name(index), boxes)
+            )
         return found
 
     def _most_boxes(self, count: int) -> np.ndarray:
@@ -208,7 +233,9 @@ class TrainDataset(Dataset):
         """The sample at the first of `places` (index, position), with the others as its partners."""
         position = places[0][1]
         try:
-            return self.augmentation([self.source.sample(*place, self.cache) for place in places], position, self.fill)
+            return self.augmentation(
+                [self.source.sample(*place, self.cache) for place in places], position, self.fill
+            )
         except BrokenImage:
             parts, reasons = zip(*(self._decoded(*place) for place in places), strict=True)
             broken += filter(None, reasons[:1])  # a broken partner counts in its own turn
@@ -218,7 +245,11 @@ class TrainDataset(Dataset):
         """Index of a partner for `position`: of blocks one of the same step, which are being read."""
         if not self.stream.blocks:
             return draw % len(self.source)
-        place = position - position % self.stream.global_batch_size + draw % self.stream.global_batch_size
+        place = (
+            position
+            - position % self.stream.global_batch_size
+            + draw % self.stream.global_batch_size
+        )
         return int(self.stream.indices(np.array([place]))[0])
 
     def _decoded(self, index: int, position: int) -> tuple[Sample, str]:
@@ -268,12 +299,16 @@ class EvalDataset(Dataset):
         canvases = _multiples(self._sizes(np.arange(len(self.source))), self.stride)
         order = np.lexsort((*canvases.T, -canvases.prod(1)))
         alike = np.split(order, np.flatnonzero(np.diff(canvases[order], axis=0).any(1)) + 1)
-        return [group[start : start + limit] for group in alike for start in range(0, len(group), limit)]
+        return [
+            group[start : start + limit] for group in alike for start in range(0, len(group), limit)
+        ]
 
     def __getitems__(self, indices: np.ndarray) -> DetectionBatch:
         sizes = self._sizes(indices)
         if len(np.unique(_multiples(sizes, self.stride), axis=0)) > 1:
-            raise ValueError("these images have different canvases: evaluate them in batches from `batches`")
+            raise ValueError(
+                "these images have different canvases: evaluate them in batches from `batches`"
+            )
         samples, broken = [], []
         for index, (width, height) in zip(indices.tolist(), sizes.tolist(), strict=True):
             decode = partial(self._decode, index, (height, width))
@@ -295,7 +330,9 @@ class EvalDataset(Dataset):
 
 
 def _describe_small(title: str, source: Annotated, augmentation: BoxAugmentation) -> str:
-    """How many objects are too small to train on even at the largest short side. Raises `Refused` if most are."""
+    """How many objects are too small to train on even at the largest short side. Raises `Refused`
+    if most are.
+    """
     owners = np.repeat(np.arange(len(source)), np.diff(source.offsets))
     largest = replace(augmentation, short_sides=(max(augmentation.short_sides),))
     corners = source.boxes * np.tile(largest.scales(owners, source.sizes[owners]), 2)
@@ -323,7 +360,11 @@ def _canvas(sizes: np.ndarray, stride: int) -> tuple[int, int]:
 
 
 def _batch(
-    samples: list[Sample], positions: np.ndarray, canvas: tuple[int, int], fill: tuple[int, int, int], broken: tuple
+    samples: list[Sample],
+    positions: np.ndarray,
+    canvas: tuple[int, int],
+    fill: tuple[int, int, int],
+    broken: tuple,
 ) -> DetectionBatch:
     images, targets = torch.empty(len(samples), 3, *canvas, dtype=torch.uint8), []
     ground = torch.tensor(fill, dtype=torch.uint8)[:, None, None]
@@ -332,8 +373,16 @@ def _batch(
         image[:, :height, :width] = sample.image
         image[:, :height, width:] = ground
         image[:, height:] = ground
-        target = {"boxes": sample.boxes, "labels": sample.labels, "crowd": sample.crowd, "position": position}
-        target |= {"size": torch.tensor([width, height]), "regions": sample.crowd.nonzero().flatten().tolist()}
+        target = {
+            "boxes": sample.boxes,
+            "labels": sample.labels,
+            "crowd": sample.crowd,
+            "position": position,
+        }
+        target |= {
+            "size": torch.tensor([width, height]),
+            "regions": sample.crowd.nonzero().flatten().tolist(),
+        }
         if sample.masks is not None:
             target["masks"] = F.pad(sample.masks, (0, canvas[1] - width, 0, canvas[0] - height))
         targets.append(target)

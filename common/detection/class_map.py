@@ -9,17 +9,22 @@ from common.errors import Refused
 def parse_class_map(text: str, class_names: Sequence[str]) -> dict[str, str]:
     """The pairs in a text such as "mug=cup,sofa=couch": class of the data -> class of the weights.
 
-    Raises `Refused` for a pair without one of its sides, and for a name that is none of `class_names`, those of the data.
+    Raises `Refused` for a pair without one of its sides, and for a name that is none of
+    `class_names`, those of the data.
     """
     class_map = {}
     for pair in filter(None, text.split(",")):
         own, _, theirs = (part.strip() for part in pair.partition("="))
         if not (own and theirs):
             raise Refused(
-                f"--init_classes {text:.100}: must be OWN=THEIRS, joined by commas, such as mug=cup,sofa=couch"
+                f"--init_classes {text:.100}: must be OWN=THEIRS, joined by commas, such as "
+                "mug=cup,sofa=couch"
             )
         (index,) = places_of([own], class_names)
         if index is None:
-            raise Refused(f"--init_classes {own}={theirs}: the data have no class {own}, but {some(class_names)}")
+            raise Refused(
+                f"--init_classes {own}={theirs}: the data have no class {own}, but "
+                f"{some(class_names)}"
+            )
         class_map[class_names[index]] = theirs
     return class_map

@@ -9,7 +9,10 @@ from common.training import defaults
 
 # Settings, the families without them, and why.
 _MISSING = {
-    "convolutions": ({*FAMILIES, *OF_TRANSFORMERS} - {"fcos", "retinanet"}, "has none in its heads"),
+    "convolutions": (
+        {*FAMILIES, *OF_TRANSFORMERS} - {"fcos", "retinanet"},
+        "has none in its heads",
+    ),
     "width": ({"rf_detr"}, "has its own width"),
     "levels": (OF_TRANSFORMERS, "has a neck of its own"),
     "long_side": (OF_TRANSFORMERS, "stretches images to squares"),
@@ -20,7 +23,9 @@ _MISSING = {
 def describe(config) -> dict[str, str]:
     """Rows of the start table: settings that the weights of `--init` decided, or a hint at weights."""
     of_weights = settings(config.init) if config.init else {}
-    chosen = [f"{name} {value}" for name, value in of_weights.items() if getattr(config, name) == value]
+    chosen = [
+        f"{name} {value}" for name, value in of_weights.items() if getattr(config, name) == value
+    ]
     return {"as the weights": ", ".join(chosen)} if chosen else defaults.describe(config)
 
 
@@ -30,9 +35,16 @@ def refuse_missing(config) -> None:
         families, reason = _MISSING.get(field.name, ((), ""))
         value = getattr(config, field.name)
         if config.detector in families and value != field.default:
-            raise Refused(f"--{field.name} {value}: --detector {config.detector} {reason}; leave it out")
-    if config.batch_norm == "group" and config.variant == "torchvision_v2" and config.detector.endswith("rcnn"):
+            raise Refused(
+                f"--{field.name} {value}: --detector {config.detector} {reason}; leave it out"
+            )
+    if (
+        config.batch_norm == "group"
+        and config.variant == "torchvision_v2"
+        and config.detector.endswith("rcnn")
+    ):
         raise Refused(
-            "--batch_norm group: the heads of --variant torchvision_v2 see another number of proposals of each image, so that "
-            "these make no groups; take --batch_norm frozen, or another --variant"
+            "--batch_norm group: the heads of --variant torchvision_v2 see another number of "
+            "proposals of each image, so that these make no groups; take --batch_norm frozen, or "
+            "another --variant"
         )

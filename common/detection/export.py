@@ -12,24 +12,31 @@ from common.detection.models.fpn import SimplePyramid
 from common.detection.transforms import BoxAugmentation
 
 
-def export(detector: Detector, source: Annotated, plain: BoxAugmentation, results: dict, folder: Path) -> None:
+def export(
+    detector: Detector, source: Annotated, plain: BoxAugmentation, results: dict, folder: Path
+) -> None:
     """Write a folder of weights, `config.json` with all settings to detect with them, and `results.json`.
 
-    `source` has its classes, `plain` resized images for its evaluation. A detector with an `export` of its
-    own, as transformers' have, writes the first two itself. The folder must not exist.
+    `source` has its classes, `plain` resized images for its evaluation. A detector with an `export`
+    of its own, as transformers' have, writes the first two itself. The folder must not exist.
     """
     folder.mkdir(parents=True)
     if hasattr(detector, "export"):
         detector.export(folder, source.classes, max(plain.short_sides))
     else:
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in detector.state_dict().items()}
+        tensors = {
+            name: tensor.detach().cpu().contiguous()
+            for name, tensor in detector.state_dict().items()
+        }
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         config = describe(detector)
         config |= {"short_side": max(plain.short_sides), "long_side": plain.long_side}
         config |= {"classes": list(source.classes), "category_ids": source.category_ids.tolist()}
         config["options"] |= {"min_size": config["short_side"], "max_size": config["long_side"]}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "results.json").write_text(json.dumps(by_name(results, source.classes), indent=2) + "\n")
+    (folder / "results.json").write_text(
+        json.dumps(by_name(results, source.classes), indent=2) + "\n"
+    )
     for file in folder.glob("*.safetensors"):
         file.chmod(folder.stat().st_mode & 0o666)  # it was written for its owner alone
 
@@ -44,7 +51,8 @@ def describe(detector: Detector) -> dict:
     return {
         "family": family,
         "model": backbone.arguments["model_name"],
-        "backbone": None if isinstance(backbone.features, SimplePyramid) else backbone.arguments,  # null: resampled
+        # null: resampled
+        "backbone": None if isinstance(backbone.features, SimplePyramid) else backbone.arguments,
         "levels": list(backbone.levels),
         "coarser": [level for level in backbone.levels if 2**level > backbone.stride],
         "width": backbone.width,

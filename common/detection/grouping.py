@@ -24,16 +24,17 @@ def build_stream(config: Any, source: Annotated) -> Stream:
 def repeat_weights(source: Annotated, threshold: float) -> np.ndarray | None:
     """Weights of the images for `Stream`, float64[N]; None for a threshold of 0: all equally often.
 
-    A class in a share f of the images has the weight max(1, sqrt(threshold / f)), an image the weight
-    of its rarest class, and 1 without objects. Crowd regions do not count. An epoch stays N positions.
-    Raises `Refused` for scenes that are new at each position.
-    Source: Gupta et al. 2019, "LVIS" (arXiv:1908.03195), where the threshold is 0.001.
+    A class in a share f of the images has the weight max(1, sqrt(threshold / f)), an image the
+    weight of its rarest class, and 1 without objects. Crowd regions do not count. An epoch stays N
+    positions. Raises `Refused` for scenes that are new at each position. Source: Gupta et al. 2019,
+    "LVIS" (arXiv:1908.03195), where the threshold is 0.001.
     """
     if not threshold:
         return None
     if source.fresh:
         raise Refused(
-            f"--repeat_threshold {threshold:g}: scenes are made afresh for each position, none can be drawn more often; set 0"
+            f"--repeat_threshold {threshold:g}: scenes are made afresh for each position, none "
+            "can be drawn more often; set 0"
         )
     rows = np.repeat(np.arange(len(source)), np.diff(source.offsets))[~source.crowd]
     labels = source.labels[~source.crowd]
@@ -74,6 +75,7 @@ class GroupedStream(Stream):
         for epoch in np.unique(epochs).tolist():
             here = np.flatnonzero(epochs == epoch)
             narrow_to_wide = indices[here][np.argsort(self.aspects[indices[here]], kind="stable")]
-            draws = uniforms(batches[here], key_of(self.seed, "grouping"))  # the same for all of a batch
+            # The same for all of a batch.
+            draws = uniforms(batches[here], key_of(self.seed, "grouping"))
             arranged[here[np.argsort(draws, kind="stable")]] = narrow_to_wide
         return arranged

@@ -19,7 +19,13 @@ def nothing(width: int, height: int, fill: tuple[int, int, int], masks: bool) ->
     """A sample of tensors without an image or boxes."""
     image = blank(width, height, fill)
     none = torch.zeros(0, height, width, dtype=torch.uint8) if masks else None
-    return Sample(image, torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool), none)
+    return Sample(
+        image,
+        torch.zeros(0, 4),
+        torch.zeros(0, dtype=torch.int64),
+        torch.zeros(0, dtype=torch.bool),
+        none,
+    )
 
 
 def crop(sample: Sample, inside: np.ndarray, size: tuple[int, int], rows: np.ndarray) -> Sample:
@@ -46,7 +52,11 @@ def crop(sample: Sample, inside: np.ndarray, size: tuple[int, int], rows: np.nda
     if sample.masks is not None:
         left, top, right, bottom = np.rint(shown).astype(int).tolist()
         cut = torch.from_numpy(sample.masks[rows, top:bottom, left:right])
-        masks = F.interpolate(cut[None], size, mode="nearest")[0] if len(rows) else cut.new_zeros(0, *size)
+        masks = (
+            F.interpolate(cut[None], size, mode="nearest")[0]
+            if len(rows)
+            else cut.new_zeros(0, *size)
+        )
     labels, crowd = torch.from_numpy(sample.labels[rows]), torch.from_numpy(sample.crowd[rows])
     return Sample(image, torch.from_numpy(boxes), labels, crowd, masks)
 
@@ -65,7 +75,9 @@ def blank(width: int, height: int, fill: tuple[int, int, int]) -> torch.Tensor:
     return torch.tensor(fill, dtype=torch.uint8)[:, None, None].repeat(1, height, width)
 
 
-def padded(sample: Sample, left: int, top: int, width: int, height: int, fill: tuple[int, int, int]) -> Sample:
+def padded(
+    sample: Sample, left: int, top: int, width: int, height: int, fill: tuple[int, int, int]
+) -> Sample:
     """The sample at (left, top) on a canvas of this size."""
     h, w = sample.image.shape[1:]
     if (left, top, width, height) == (0, 0, w, h):

@@ -37,8 +37,8 @@ class BoxAugmentation:
 
     The result is never larger than `sizes`, which needs no decoding.
 
-    Sources: Liu et al. 2016, SSD (zoom-out, IoU crop, photometric); Ge et al. 2021, YOLOX (mosaic, then MixUp in equal
-    parts, both without weights in the loss).
+    Sources: Liu et al. 2016, SSD (zoom-out, IoU crop, photometric); Ge et al. 2021, YOLOX (mosaic,
+    then MixUp in equal parts, both without weights in the loss).
     """
 
     seed: int
@@ -62,10 +62,14 @@ class BoxAugmentation:
             short = short[(drawn * len(short)).astype(int)]
         if self.square:
             return short.reshape(-1, 1) / sizes
-        return np.repeat(np.minimum(short / sizes.min(1), self.long_side / sizes.max(1))[:, None], 2, axis=1)
+        return np.repeat(
+            np.minimum(short / sizes.min(1), self.long_side / sizes.max(1))[:, None], 2, axis=1
+        )
 
     def sizes(self, positions: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """int64[n, 2]: largest width and height that `__call__` returns for images of `sizes` at `positions`."""
+        """int64[n, 2]: largest width and height that `__call__` returns for images of `sizes` at
+        `positions`.
+        """
         return _rounded(sizes * self.scales(positions, sizes))
 
     def partners(self, position: int) -> np.ndarray:
@@ -88,7 +92,12 @@ class BoxAugmentation:
         return finished(result)
 
     def _alone(
-        self, sample: Sample, position: int, number: int, fill: tuple[int, int, int], limit: np.ndarray | None = None
+        self,
+        sample: Sample,
+        position: int,
+        number: int,
+        fill: tuple[int, int, int],
+        limit: np.ndarray | None = None,
     ) -> Sample:
         """One image, a part of it, or it on a larger canvas; at most `limit` int[2] in size."""
         size = sample.size
@@ -129,13 +138,22 @@ class BoxAugmentation:
         return joined(image, parts)
 
     def _shown(
-        self, sample: Sample, view: np.ndarray, limit: np.ndarray, scale: np.ndarray, position: int, fill, kept=True
+        self,
+        sample: Sample,
+        view: np.ndarray,
+        limit: np.ndarray,
+        scale: np.ndarray,
+        position: int,
+        fill,
+        kept=True,
     ) -> Sample:
         """The part in `view` (corners; may exceed the image), resized, mirrored, coloured."""
         out = np.minimum(_rounded((view[2:] - view[:2]) * scale), limit)
         width, height = out.tolist()
         inside = view.clip(0, sample.size[FIRST])
-        low, high = np.rint((inside.reshape(2, 2) - view[:2]) * out / (view[2:] - view[:2])).astype(int)
+        low, high = np.rint((inside.reshape(2, 2) - view[:2]) * out / (view[2:] - view[:2])).astype(
+            int
+        )
         low, high = np.minimum(low, out - 1), np.maximum(high, low + 1).clip(max=out)
         span = inside[2:] - inside[:2]
         if span.min() < 1:  # the view lies outside the image
@@ -148,8 +166,11 @@ class BoxAugmentation:
         rows = np.flatnonzero(seen & (sample.crowd | kept & (share >= _VISIBLE)))
         shown = crop(sample, inside, tuple((high - low)[::-1].tolist()), rows)
         if self._is_strong(position) and self.photometric:
-            image = Image.fromarray(shown.image.permute(1, 2, 0).numpy())  # Pillow stays in 8 bits, in 0.6 of the time
-            shown = shown._replace(image=pixels_of(v2.RandomPhotometricDistort(p=self.photometric)(image)))
+            # Pillow stays in 8 bits, in 0.6 of the time.
+            image = Image.fromarray(shown.image.permute(1, 2, 0).numpy())
+            shown = shown._replace(
+                image=pixels_of(v2.RandomPhotometricDistort(p=self.photometric)(image))
+            )
         left, top = low.tolist()
         shown = padded(shown, left, top, width, height, fill)
         return mirrored(shown) if np.random.random() < self.hflip else shown
@@ -158,7 +179,9 @@ class BoxAugmentation:
 
     def _happens(self, name: str, position: int) -> bool:
         probability = getattr(self, name) if self._is_strong(position) else 0
-        return bool(probability and uniforms(np.array([position]), key_of(self.seed, name))[0] < probability)
+        return bool(
+            probability and uniforms(np.array([position]), key_of(self.seed, name))[0] < probability
+        )
 
     def _strikes(self, probability: float, position: int) -> bool:
         return np.random.random() < probability and self._is_strong(position)
@@ -175,15 +198,16 @@ def read_sides(config: Any, stride: int, square: bool) -> tuple[tuple[int, ...],
     short_sides = whole_numbers(config.short_sides, ",")
     if not short_sides or min(short_sides) < 1 or max(short_sides) > 8192:
         raise Refused(
-            f"--short_sides {config.short_sides:.100}: must be lengths in pixels joined by commas, such as "
-            "640,672,704, each from 1 to 8192"
+            f"--short_sides {config.short_sides:.100}: must be lengths in pixels joined by "
+            "commas, such as 640,672,704, each from 1 to 8192"
         )
     eval_side = config.eval_short_side or max(short_sides)
     uneven = [side for side in (*short_sides, eval_side) if side % stride]
     if square and uneven:
         raise Refused(
-            f"--short_sides, --eval_short_side: a square of {uneven[0]} pixels is no multiple of {stride}, as --detector "
-            f"{config.detector} needs; take {-(-uneven[0] // stride) * stride}"
+            f"--short_sides, --eval_short_side: a square of {uneven[0]} pixels is no multiple of "
+            f"{stride}, as --detector {config.detector} needs; take "
+            f"{-(-uneven[0] // stride) * stride}"
         )
     return short_sides, eval_side
 
@@ -212,7 +236,9 @@ def _iou_crop(sample: Sample, view: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     if not len(boxes) or min(width, height) < 4:  # it would search for long, or divide by 0
         return view, everything
     canvas = {"format": "XYXY", "canvas_size": (height, width)}
-    found = v2.RandomIoUCrop().make_params([tv_tensors.BoundingBoxes(boxes - view[FIRST], **canvas)])
+    found = v2.RandomIoUCrop().make_params(
+        [tv_tensors.BoundingBoxes(boxes - view[FIRST], **canvas)]
+    )
     if not found:  # one of its choices is the whole view
         return view, everything
     corner = view[:2] + [found["left"], found["top"]]

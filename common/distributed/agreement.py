@@ -19,7 +19,9 @@ _READ_BY_ALL = timedelta(seconds=10)  # how long rank 0 keeps the store open for
 
 
 def facts(config=None) -> dict[str, str]:
-    """What must be the same on all ranks, by its name for messages: versions, hashes of sources, and the configuration."""
+    """What must be the same on all ranks, by its name for messages: versions, hashes of sources,
+    and the configuration.
+    """
     common = Path(__file__).parents[1]
     files = {str(path.relative_to(common.parent)): path for path in common.rglob("*.py")}
     settings = dataclasses.asdict(config) if config is not None else {}
@@ -32,11 +34,14 @@ def facts(config=None) -> dict[str, str]:
     }
 
 
-def agree(store: Store, rank: int, world_size: int, mine: dict[str, str], patience: timedelta) -> None:
+def agree(
+    store: Store, rank: int, world_size: int, mine: dict[str, str], patience: timedelta
+) -> None:
     """Return when every rank has arrived with the same facts.
 
-    Uses only the store, not a process group, which ranks with different versions might fail to form. Raises `Refused` on
-    every rank if one does not arrive within `patience`, or differs from rank 0; the message names it and its machine.
+    Uses only the store, not a process group, which ranks with different versions might fail to
+    form. Raises `Refused` on every rank if one does not arrive within `patience`, or differs from
+    rank 0; the message names it and its machine.
     """
     store, here = PrefixStore("agreement", store), socket.gethostname()
     store.set_timeout(patience)
@@ -44,7 +49,9 @@ def agree(store: Store, rank: int, world_size: int, mine: dict[str, str], patien
         store.set(str(rank), json.dumps([here, mine]))
         there, theirs = json.loads(store.get("0"))
         if found := differences(mine, theirs):
-            store.compare_set("difference", "", f"rank {rank} on {here} is not as rank 0 on {there}: {found}")
+            store.compare_set(
+                "difference", "", f"rank {rank} on {here} is not as rank 0 on {there}: {found}"
+            )
         if store.add("came", 1) == world_size:
             store.set("all", "")
         store.wait(["all"])
@@ -78,6 +85,7 @@ def _missing(store: Store, world_size: int, patience: timedelta) -> str:
         return "rank 0 has ended before the start: see what it said"
     here = {json.loads(store.get(str(rank)))[0] for rank in set(range(world_size)) - set(ranks)}
     return (
-        f"rank {', '.join(map(str, ranks))} of {world_size} did not come within {patience.total_seconds():.0f} s; "
-        f"there are ranks of {', '.join(sorted(here))}: see what the others said"
+        f"rank {', '.join(map(str, ranks))} of {world_size} did not come within "
+        f"{patience.total_seconds():.0f} s; there are ranks of {', '.join(sorted(here))}: see "
+        "what the others said"
     )

@@ -1,12 +1,14 @@
 """Collectives: the functions by which the processes of a run exchange data and wait for each other.
 
-All of them work without a process group too, as for a single process. Data for the host is sent over a gloo group, so no
-call waits for a device unless it is given a device tensor. Every function is a collective (every rank must call it, in the
-same order) unless its docstring says "No communication"; of `nodes` and what follows from it, only the first call is one.
+All of them work without a process group too, as for a single process. Data for the host is sent
+over a gloo group, so no call waits for a device unless it is given a device tensor. Every function
+is a collective (every rank must call it, in the same order) unless its docstring says "No
+communication"; of `nodes` and what follows from it, only the first call is one.
 
 In examples, `f(a | b) -> c | d` means that two ranks give a and b and get c and d.
 
-Gloo does not authenticate senders, so nothing received is unpickled: objects are sent as JSON, arrays as safetensors.
+Gloo does not authenticate senders, so nothing received is unpickled: objects are sent as JSON,
+arrays as safetensors.
 """
 
 import gc
@@ -41,7 +43,9 @@ def is_distributed() -> bool:
 
 
 def give_up_after(timeout: timedelta) -> None:
-    """Set the timeout of collectives over the groups that this module makes (default: torch's). No communication."""
+    """Set the timeout of collectives over the groups that this module makes (default: torch's). No
+    communication.
+    """
     global _timeout
     _timeout = timeout
 
@@ -49,8 +53,8 @@ def give_up_after(timeout: timedelta) -> None:
 def begun() -> int:
     """Number of collectives that this process has begun, including those still queued on a device.
 
-    All ranks begin the same collectives in the same order, so a rank that has begun fewer keeps the others waiting.
-    No communication; may be called from any thread.
+    All ranks begin the same collectives in the same order, so a rank that has begun fewer keeps the
+    others waiting. No communication; may be called from any thread.
     """
     default = dist.group.WORLD if is_distributed() else None
     groups = [default, *(_cache.values() if _cache_group is default else ())]
@@ -91,8 +95,8 @@ def node_rank() -> int:
 def nodes() -> list[tuple[int, ...]]:
     """The ranks of each node, nodes ordered by their first rank: [(0, 1), (2, 3)] for two nodes of two ranks.
 
-    Ranks are on one node if they share the host name, the boot id and the launcher (GROUP_RANK). So two launchers on one
-    machine count as two nodes, which helps to try out a run on two nodes.
+    Ranks are on one node if they share the host name, the boot id and the launcher (GROUP_RANK). So
+    two launchers on one machine count as two nodes, which helps to try out a run on two nodes.
     """
     return _cached("nodes", _find_nodes) or [(0,)]
 
@@ -104,7 +108,8 @@ def barrier() -> None:
 
 
 def gather_objects(item: Any) -> list[Any]:
-    """The objects of all ranks, in rank order, on every rank. Objects must be JSON; a tuple arrives as a list.
+    """The objects of all ranks, in rank order, on every rank. Objects must be JSON; a tuple arrives
+    as a list.
 
     gather_objects("a" | "b") -> ["a", "b"] | ["a", "b"]
     """
@@ -112,7 +117,8 @@ def gather_objects(item: Any) -> list[Any]:
 
 
 def gather_to_main(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]] | None:
-    """The arrays of all ranks, in rank order, on rank 0; None on the others. Elements of object arrays must be bytes.
+    """The arrays of all ranks, in rank order, on rank 0; None on the others. Elements of object
+    arrays must be bytes.
 
     gather_to_main([[1]] | [[2, 3]]) -> [[[1]], [[2, 3]]] | None
     """
@@ -123,7 +129,9 @@ def gather_to_main(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]] | Non
 
 
 def all_sum(values: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor over the ranks, as a new tensor on the same device; does not wait for the device."""
+    """The sum of a tensor over the ranks, as a new tensor on the same device; does not wait for the
+    device.
+    """
     total = values.clone()
     if is_distributed():
         dist.all_reduce(total)
@@ -141,23 +149,31 @@ def broadcast_object(item: Any, source: int = 0) -> Any:
 
 
 def reduce_dict(values: Mapping[str, float | torch.Tensor], op: str = "sum") -> dict[str, float]:
-    """Reduce scalars by name over the ranks in float64; op is "sum", "mean", "max" or "min". NaN on a rank gives NaN.
+    """Reduce scalars by name over the ranks in float64; op is "sum", "mean", "max" or "min". NaN on
+    a rank gives NaN.
 
-    "mean" averages over ranks; for a mean over samples, reduce sums and counts. A device tensor makes the call wait for
-    the device. Raises ValueError on every rank if the names differ between ranks; the message has them.
+    "mean" averages over ranks; for a mean over samples, reduce sums and counts. A device tensor
+    makes the call wait for the device. Raises ValueError on every rank if the names differ between
+    ranks; the message has them.
 
     reduce_dict({"loss": 1} | {"loss": 2}) -> {"loss": 3.0} | {"loss": 3.0}
     """
     of_ranks = gather_objects({name: float(value) for name, value in values.items()})
     for other, theirs in enumerate(of_ranks):
         if difference := sorted(theirs.keys() ^ of_ranks[0].keys()):
-            raise ValueError(f"reduce_dict: only one of rank 0 and rank {other} has {', '.join(difference)}")
+            raise ValueError(
+                f"reduce_dict: only one of rank 0 and rank {other} has {', '.join(difference)}"
+            )
     reduction = getattr(np, op)
-    return {name: float(reduction(np.array([theirs[name] for theirs in of_ranks]))) for name in of_ranks[0]}
+    return {
+        name: float(reduction(np.array([theirs[name] for theirs in of_ranks])))
+        for name in of_ranks[0]
+    }
 
 
 def reduce_counts(counts: torch.Tensor) -> torch.Tensor:
-    """The exact sum of an int64 tensor over the ranks, as a new tensor on the same device (sent from host memory).
+    """The exact sum of an int64 tensor over the ranks, as a new tensor on the same device (sent
+    from host memory).
 
     Raises TypeError if the tensor is not int64: a float sum of counts is not exact.
     """
@@ -172,8 +188,8 @@ def reduce_counts(counts: torch.Tensor) -> torch.Tensor:
 def leave_process_group() -> None:
     """Destroy the process group, if there is one, so that Python can exit.
 
-    A thread of gloo may still hold tensors of the last collective. It would abort the process if it released them while
-    Python is exiting, so this function gives it some time.
+    A thread of gloo may still hold tensors of the last collective. It would abort the process if it
+    released them while Python is exiting, so this function gives it some time.
     """
     global _cache_group
     if is_distributed():
@@ -185,7 +201,9 @@ def leave_process_group() -> None:
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks, for data of the host; None for one process. The first call is a collective."""
+    """A gloo group of all ranks, for data of the host; None for one process. The first call is a
+    collective.
+    """
     if is_distributed() and dist.get_backend() == "gloo":
         return dist.group.WORLD
     return _cached("host", lambda: dist.new_group(backend="gloo", timeout=_timeout))
@@ -202,15 +220,20 @@ def subgroup(ranks: Sequence[int]) -> dist.ProcessGroup | None:
 
 def node_group() -> dist.ProcessGroup | None:
     """A group of the ranks on this node, with the default backend; None for one process."""
-    groups = {members: subgroup(members) for members in nodes()}  # every rank must take part in making every group
+    # Every rank must take part in making every group.
+    groups = {members: subgroup(members) for members in nodes()}
     return groups[_node()]
 
 
 def same_on_all_ranks(what: str, value: Any) -> Any:
-    """`value`, after checking that every rank has the same. Else raises `Refused` on every rank, with ranks and values."""
+    """`value`, after checking that every rank has the same. Else raises `Refused` on every rank,
+    with ranks and values.
+    """
     of_ranks = gather_objects((value, socket.gethostname()))
     named = [f"{theirs} on rank {other} ({host})" for other, (theirs, host) in enumerate(of_ranks)]
-    others = [name for name, (theirs, _) in zip(named, of_ranks, strict=True) if theirs != of_ranks[0][0]]
+    others = [
+        name for name, (theirs, _) in zip(named, of_ranks, strict=True) if theirs != of_ranks[0][0]
+    ]
     if others:
         raise Refused(f"{what} differs between ranks: {named[0]}, {', '.join(others[:_NAMED])}")
     return value
@@ -219,7 +242,9 @@ def same_on_all_ranks(what: str, value: Any) -> Any:
 def is_lost_peer(error: BaseException) -> bool:
     """True if `error` was raised by a collective because another process was lost. No communication."""
     # Gloo raises a plain RuntimeError that begins with the path of its source file.
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo/transport" in str(error)
+    )
 
 
 @contextmanager
@@ -229,9 +254,10 @@ def all_or_none(what: str) -> Iterator[None]:
         with all_or_none("loading data"):
             samples = load(path)
 
-    If rank 1 raises OSError("no such file"), rank 0 raises `Refused("rank 1: while loading data: OSError: no such file")`.
-    If every exception is a `Refused`, every rank raises `Refused` with the same text. Without failure it costs one small
-    collective. A block may itself contain collectives only if all ranks reach them or none does.
+    If rank 1 raises OSError("no such file"), rank 0 raises `Refused("rank 1: while loading data:
+    OSError: no such file")`. If every exception is a `Refused`, every rank raises `Refused` with
+    the same text. Without failure it costs one small collective. A block may itself contain
+    collectives only if all ranks reach them or none does.
     """
     try:
         yield
@@ -248,8 +274,8 @@ def main_process_first(what: str) -> Iterator[None]:
         with main_process_first("downloading"):
             path = download(url)
 
-    Failures spread as in `all_or_none`: if a first rank raises, the others raise `Refused` instead of entering; if another
-    one raises, so do the first ranks at the block's end.
+    Failures spread as in `all_or_none`: if a first rank raises, the others raise `Refused` instead
+    of entering; if another one raises, so do the first ranks at the block's end.
     """
     goes_first = is_local_main()
     if not goes_first:
@@ -268,12 +294,19 @@ def _agree(what: str, error: BaseException | None = None) -> None:
     dist.all_reduce(failed, group=host_group())
     if not failed:
         return
-    report = error and (isinstance(error, Refused), type(error).__name__, " ".join(str(error).split()))
+    report = error and (
+        isinstance(error, Refused),
+        type(error).__name__,
+        " ".join(str(error).split()),
+    )
     failures = {failing: report for failing, report in enumerate(gather_objects(report)) if report}
     if all(refused for refused, _, _ in failures.values()):
         raise Refused("; ".join(dict.fromkeys(text for _, _, text in failures.values()))) from error
     if error is None:
-        named = [f"rank {failing}: while {what}: {kind}: {text}" for failing, (_, kind, text) in failures.items()]
+        named = [
+            f"rank {failing}: while {what}: {kind}: {text}"
+            for failing, (_, kind, text) in failures.items()
+        ]
         raise Refused(first_few(named))
 
 
@@ -310,7 +343,9 @@ def _sizes(data: torch.Tensor) -> list[int]:
 
 
 def _pack(arrays: Sequence[np.ndarray]) -> bytes:
-    """Arrays as safetensors; an object array becomes two arrays, the lengths and the joined bytes of its elements."""
+    """Arrays as safetensors; an object array becomes two arrays, the lengths and the joined bytes
+    of its elements.
+    """
     parts = {}
     for number, array in enumerate(arrays):
         if array.dtype == object:
@@ -327,8 +362,11 @@ def _unpack(data: bytes) -> list[np.ndarray]:
     for name, of_items in lengths.items():
         number = int(name.split()[0])
         ends, joined = np.cumsum(of_items).tolist(), arrays[number].tobytes()
-        items = [joined[end - length : end] for end, length in zip(ends, of_items.tolist(), strict=True)]
-        arrays[number] = np.array([*items, None], object)[:-1]  # with None, numpy keeps the bytes objects
+        items = [
+            joined[end - length : end] for end, length in zip(ends, of_items.tolist(), strict=True)
+        ]
+        # With None, numpy keeps the bytes objects.
+        arrays[number] = np.array([*items, None], object)[:-1]
     return arrays
 
 
@@ -339,7 +377,11 @@ def _node() -> tuple[int, ...]:
 
 def _find_nodes() -> list[tuple[int, ...]]:
     boot = Path("/proc/sys/kernel/random/boot_id")  # cloned machines may have the same host name
-    here = (socket.gethostname(), boot.read_text() if boot.exists() else "", os.environ.get("GROUP_RANK"))
+    here = (
+        socket.gethostname(),
+        boot.read_text() if boot.exists() else "",
+        os.environ.get("GROUP_RANK"),
+    )
     nodes: dict[Hashable, list[int]] = {}
     for member, node in enumerate(gather_objects(here)):
         nodes.setdefault(tuple(node), []).append(member)

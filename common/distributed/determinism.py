@@ -15,12 +15,16 @@ def choose(deterministic: bool) -> None:
     # It would launch a kernel per tensor, only for debugging.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
-        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # --compile: don't choose by measured times
+        # cuBLAS reads it when it starts.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # --compile: don't choose by measured times.
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
 
 
 def search_fastest(few_shapes: bool) -> None:
-    """For few different shapes, let cuDNN try its algorithms and keep the fastest, which may be another at each start."""
+    """For few different shapes, let cuDNN try its algorithms and keep the fastest, which may be
+    another at each start.
+    """
     torch.backends.cudnn.benchmark = few_shapes and not torch.are_deterministic_algorithms_enabled()
 
 
@@ -28,6 +32,6 @@ def check(error: Exception) -> None:
     """Raise `Refused` if `error` says that an operator has no deterministic kernel."""
     if found := re.search(r"(\S+) does not have a deterministic implementation", str(error)):
         raise Refused(
-            f"--deterministic: torch has no deterministic kernel of {found[1]} for this device: leave the flag out, or "
-            "change what uses it"
+            f"--deterministic: torch has no deterministic kernel of {found[1]} for this device: "
+            "leave the flag out, or change what uses it"
         ) from error

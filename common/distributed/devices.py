@@ -9,18 +9,24 @@ import torch
 
 
 def kind() -> str:
-    """The type of this machine's accelerator, such as "cuda", which a run need not use; "cpu" if it shows none."""
+    """The type of this machine's accelerator, such as "cuda", which a run need not use; "cpu" if it
+    shows none.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator else "cpu"
 
 
 def has_streams(device: torch.device | str | None = None) -> bool:
-    """True if the host works ahead of the device (default: this machine's accelerator): not for CPUs and Apple's GPUs."""
+    """True if the host works ahead of the device (default: this machine's accelerator): not for
+    CPUs and Apple's GPUs.
+    """
     return (torch.device(device).type if device else kind()) not in ("cpu", "mps")
 
 
 def mark() -> torch.Event | None:
-    """An event that has passed once the device has done what it was asked to do so far; None without streams."""
+    """An event that has passed once the device has done what it was asked to do so far; None
+    without streams.
+    """
     if not has_streams():
         return None
     event = torch.Event()

@@ -16,14 +16,26 @@ from common.config import recipe_source
 from common.distributed import devices
 from common.distributed.collectives import gather_objects, local_world_size, world_size
 
-_PACKAGES = ("accelerate", "datasets", "numpy", "pillow", "safetensors", "timm", "torch", "torchvision", "wandb")
+_PACKAGES = (
+    "accelerate",
+    "datasets",
+    "numpy",
+    "pillow",
+    "safetensors",
+    "timm",
+    "torch",
+    "torchvision",
+    "wandb",
+)
 _LAUNCHERS = ("accelerate", "accelerate-launch", "torchrun")
 _CGROUP = Path("/sys/fs/cgroup")  # of a container
 _ALLOTMENT = _CGROUP / "cpu.max"  # CPU time quota and period, in microseconds
 
 
 def environment(precision: str, device: torch.device, config: object = None) -> dict:
-    """The content of environment.json: versions, commit, command, layout and devices of this start. A collective."""
+    """The content of environment.json: versions, commit, command, layout and devices of this start.
+    A collective.
+    """
     recipe = recipe_source.started(config)
     on_cpu = device.type == "cpu"
     name = platform.processor() or platform.machine() if on_cpu else devices.name(device)
@@ -46,8 +58,12 @@ def environment(precision: str, device: torch.device, config: object = None) -> 
 
 
 def cores() -> int:
-    """Number of CPU cores that this process may use: limited by its affinity and by the quota of its container."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of CPU cores that this process may use: limited by its affinity and by the quota of
+    its container.
+    """
+    count = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     try:
         quota, period = _ALLOTMENT.read_text().split()
         return min(count, max(1, int(quota) // int(period)))
@@ -75,30 +91,42 @@ def parent_command() -> list[str]:
 def _launch_command() -> str:
     """The whole command as it was typed, quoted for a shell: the launcher's; without one, this process's."""
     words = parent_command()
-    place = next((place for place, word in enumerate(words[:2]) if Path(word).name in _LAUNCHERS), None)
-    if place is None and not any("accelerate" in word or "torch.distributed" in word for word in words[:3]):
+    place = next(
+        (place for place, word in enumerate(words[:2]) if Path(word).name in _LAUNCHERS), None
+    )
+    if place is None and not any(
+        "accelerate" in word or "torch.distributed" in word for word in words[:3]
+    ):
         place, words = 0, sys.orig_argv
     words = words[place or 0 :]
     return shlex.join([Path(words[0]).name, *words[1:]])
 
 
 def _commit(file: Path) -> str | None:
-    """The commit of the repository of `file`, if any, with `+changes` if files differ or `file` is not tracked."""
+    """The commit of the repository of `file`, if any, with `+changes` if files differ or `file` is
+    not tracked.
+    """
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(file.parent), *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
 
     try:
         commit = git("rev-parse", "HEAD")
-        is_in_it = git("ls-files", "--", file.name) and not git("status", "--porcelain", "--untracked-files=no")
+        is_in_it = git("ls-files", "--", file.name) and not git(
+            "status", "--porcelain", "--untracked-files=no"
+        )
         return commit + "+changes" * (not is_in_it)
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def available_memory() -> int:
-    """Bytes that processes may still take: of the machine, or of the container (control group, version 2) if that has less."""
+    """Bytes that processes may still take: of the machine, or of the container (control group,
+    version 2) if that has less.
+    """
     available = psutil.virtual_memory().available
     try:
         limit = int((_CGROUP / "memory.max").read_text())
@@ -106,5 +134,6 @@ def available_memory() -> int:
         stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no control group, or "max": no limit
         return available
-    used -= int(stat.get("inactive_file", 0))  # pages of files that were read, which the kernel gives back
+    # Pages of files that were read, which the kernel gives back.
+    used -= int(stat.get("inactive_file", 0))
     return max(0, min(available, limit - used))

@@ -1,7 +1,8 @@
 """Sharding: each process keeps one shard of all weights, gradients and optimizer states (torch's FSDP2).
 
-The Accelerate file asks for it: `launch.start` calls `begin`, and `prepare_layers` then shards the model. A tensor in shards
-is a DTensor. Everything that leaves a run (checkpoints, `best/`, numbers) is whole and has plain names.
+The Accelerate file asks for it: `launch.start` calls `begin`, and `prepare_layers` then shards the
+model. A tensor in shards is a DTensor. Everything that leaves a run (checkpoints, `best/`, numbers)
+is whole and has plain names.
 """
 
 import copy
@@ -21,7 +22,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
-from common.distributed.collectives import host_group, is_main, rank, reduce_counts, subgroup, world_size
+from common.distributed.collectives import (
+    host_group,
+    is_main,
+    rank,
+    reduce_counts,
+    subgroup,
+    world_size,
+)
 from common.errors import Refused
 from common.patches.torch import change_class
 
@@ -38,8 +46,10 @@ _LARGEST, _SMALLEST = 1 / 16, 1 / 1000
 class Sharding:
     """What a launch asks for."""
 
-    keeps_weights: bool = False  # from the forward pass to the backward pass, instead of gathering them twice
-    shards: int = 0  # processes that hold a whole model together, as each such group does (0: all processes)
+    # From the forward pass to the backward pass, instead of gathering them twice.
+    keeps_weights: bool = False
+    # Processes that hold a whole model together, as each such group does (0: all processes)
+    shards: int = 0
     asked_as: str = "FSDP2"
 
     @property
@@ -76,7 +86,9 @@ def is_sharded(model: nn.Module) -> bool:
 
 def has_shards(model: nn.Module) -> bool:
     """True if a parameter of `model` is in shards, so that no rank has the whole model. No communication."""
-    return is_sharded(model) or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return is_sharded(model) or any(
+        isinstance(parameter, DTensor) for parameter in model.parameters()
+    )
 
 
 def describe(model: nn.Module) -> dict[str, str]:
@@ -84,19 +96,26 @@ def describe(model: nn.Module) -> dict[str, str]:
     if not is_sharded(model):
         return {}
     asked, parts = model.shards.asked, len(model.shards.parts)
-    instead = "" if asked.asked_as == "FSDP2" else f" (instead of {asked.asked_as}, which shards alike)"
+    instead = (
+        "" if asked.asked_as == "FSDP2" else f" (instead of {asked.asked_as}, which shards alike)"
+    )
     copies = f", in {asked.replicas} replicas" if asked.replicas > 1 else ""
     kept = "kept from the forward to the backward pass" if asked.keeps_weights else "in both passes"
-    text = f"FSDP2{instead}: weights, gradients and optimizer states in {world_size() // asked.replicas} shards{copies}"
-    return {"sharding": f"{text}; gathered {kept}, one of {parts} parts of the model after the other"}
+    text = (
+        f"FSDP2{instead}: weights, gradients and optimizer states in "
+        f"{world_size() // asked.replicas} shards{copies}"
+    )
+    return {
+        "sharding": f"{text}; gathered {kept}, one of {parts} parts of the model after the other"
+    }
 
 
 def shard(model: nn.Module, dtype: torch.dtype) -> None:
     """If the launch asked for it, convert a model on the host to `dtype` and shard it in place. A collective.
 
-    Weights come from rank 0, as with DDP. They move to the device in parts, so that none ever holds the whole model.
-    From here on, a forward pass is a collective; see `alone` and `shared_passes`. A model that has forward passes beside
-    `forward` names these methods in `forward_methods`.
+    Weights come from rank 0, as with DDP. They move to the device in parts, so that none ever holds
+    the whole model. From here on, a forward pass is a collective; see `alone` and `shared_passes`.
+    A model that has forward passes beside `forward` names these methods in `forward_methods`.
     """
     if _begun is None:
         return
@@ -105,42 +124,57 @@ def shard(model: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.contiguous()
         dist.broadcast(parameter.data, 0, group=host_group())
     meta = {
-        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        id(parameter): nn.Parameter(
+            torch.empty_like(parameter, device="meta"), parameter.requires_grad
+        )
         for parameter in model.parameters()
     }
     model.shards = Shards(model, copy.deepcopy(model, meta), *_begun)
 
 
 def check(model: nn.Module) -> None:
-    """Raise `Refused` if a sharded model has got weights since, whose gradients nothing would send. No communication."""
-    added = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    """Raise `Refused` if a sharded model has got weights since, whose gradients nothing would send.
+    No communication.
+    """
+    added = [
+        name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)
+    ]
     if is_sharded(model) and added:
-        raise Refused(f"{added[0]} was added to the model after prepare_layers, which shards it: add it before")
+        raise Refused(
+            f"{added[0]} was added to the model after prepare_layers, which shards it: add it "
+            "before"
+        )
 
 
 class SelfSharded(nn.Module):
-    """A module that cuts its own parameters over all ranks, whether the rest of the model is in shards or not.
+    """A module that cuts its own parameters over all ranks, whether the rest of the model is in
+    shards or not.
 
-    Its backward pass makes their gradients from the samples of all ranks. An optimizer has them in groups of their own, in one
-    process too, so that its groups do not depend on the layout.
+    Its backward pass makes their gradients from the samples of all ranks. An optimizer has them in
+    groups of their own, in one process too, so that its groups do not depend on the layout.
     """
 
     @staticmethod
     def shard_rows(rows: Tensor, num_rows: int) -> nn.Parameter:
-        """A parameter [num_rows, ...] of which this rank has `rows`, as torch's `Shard(0)` cuts. Whole in one process."""
+        """A parameter [num_rows, ...] of which this rank has `rows`, as torch's `Shard(0)` cuts.
+        Whole in one process.
+        """
         if world_size() == 1:
             return nn.Parameter(rows)
         group: Any = dist.group.WORLD
         mesh = DeviceMesh.from_group(group, rows.device.type, mesh_dim_names=("rows",))
         shape = torch.Size([num_rows, *rows.shape[1:]])
-        return nn.Parameter(DTensor.from_local(rows, mesh, [Shard(0)], shape=shape, stride=rows.stride()))
+        return nn.Parameter(
+            DTensor.from_local(rows, mesh, [Shard(0)], shape=shape, stride=rows.stride())
+        )
 
 
 @contextmanager
 def hide_shards(model: nn.Module) -> Iterator[None]:
     """In this context, a model does not have its parameters that are in shards.
 
-    So DDP leaves out their gradients, which are of all ranks already, and Accelerate does not refuse to wrap the model.
+    So DDP leaves out their gradients, which are of all ranks already, and Accelerate does not
+    refuse to wrap the model.
     """
     shards = []
     for module in model.modules():
@@ -148,7 +182,8 @@ def hide_shards(model: nn.Module) -> Iterator[None]:
             if isinstance(parameter, DTensor):
                 shards.append((module, name, parameter))
     for module, name, _ in shards:
-        module._parameters[name] = None  # rather than removed, which would change the order of parameters
+        # Rather than removed, which would change the order of parameters.
+        module._parameters[name] = None
     try:
         yield
     finally:
@@ -167,7 +202,9 @@ def twin(model: nn.Module) -> nn.Module:
     """A second sharded model with the same weights, for their moving average."""
     other = copy.deepcopy(model.shards.plain)
     other.shards = Shards(other, model.shards.plain, model.shards.asked, model.shards.mesh)
-    other.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    other.load_state_dict(
+        {name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True
+    )
     return other.requires_grad_(False)
 
 
@@ -182,7 +219,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The tensors in lists that torch's `foreach` functions take: whole ones, and those in shards of the same mesh."""
+    """The tensors in lists that torch's `foreach` functions take: whole ones, and those in shards
+    of the same mesh.
+    """
     found = defaultdict(list)
     for tensor in tensors:
         found[getattr(tensor, "device_mesh", None)].append(tensor)
@@ -192,12 +231,19 @@ def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 def from_local(shard: Tensor, like: DTensor) -> DTensor:
     """A tensor cut as `like` is, of which this rank has `shard`. No communication."""
     return DTensor.from_local(
-        shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        shard,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
     )
 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """The L2 norm of all tensors together, whole or in shards; without a wait. A collective if some are in shards."""
+    """The L2 norm of all tensors together, whole or in shards; without a wait. A collective if some
+    are in shards.
+    """
     norms = [whole(torch.nn.utils.get_total_norm(part)) for part in alike(tensors) or [[]]]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
@@ -206,27 +252,34 @@ def shard_like(tensor: Tensor, like: Tensor | None) -> Tensor:
     """This rank's shard of a whole tensor, which every rank has, cut as `like` is. No communication."""
     if not isinstance(like, DTensor) or tensor.shape != like.shape:
         return tensor
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(
+        tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None
+    )
 
 
 def load(model: nn.Module, tensors: Tensors) -> None:
     """Load whole tensors into a model, sharded or not. No communication."""
     state = model.state_dict()
-    model.load_state_dict({name: shard_like(tensor, state.get(name)) for name, tensor in tensors.items()})
+    model.load_state_dict(
+        {name: shard_like(tensor, state.get(name)) for name, tensor in tensors.items()}
+    )
 
 
 def gather(tensors: Tensors) -> Tensors:
-    """Whole copies in the host memory of the main process, {} on the others; made one by one. A collective."""
+    """Whole copies in the host memory of the main process, {} on the others; made one by one. A
+    collective.
+    """
     gathered = ((name, whole(tensor.detach())) for name, tensor in tensors.items())
     return {name: tensor.to("cpu", copy=True) for name, tensor in gathered if is_main()}
 
 
 @contextmanager
 def alone(model: nn.Module) -> Iterator[None]:
-    """In this context, passes of a sharded model wait for no other rank, and take the memory that they would take.
+    """In this context, passes of a sharded model wait for no other rank, and take the memory that
+    they would take.
 
-    What they compute is meaningless: in place of another rank's shard stands a copy of this rank's own. For a trial that
-    some ranks may leave by an exception.
+    What they compute is meaningless: in place of another rank's shard stands a copy of this rank's
+    own. For a trial that some ranks may leave by an exception.
     """
     if not is_sharded(model):
         yield
@@ -244,7 +297,9 @@ def alone(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def shared_passes(model: nn.Module, loader: DataLoader) -> Iterator[Any]:
-    """The loader for an evaluation of a sharded model: a rank that has no batch left helps the others to gather weights."""
+    """The loader for an evaluation of a sharded model: a rank that has no batch left helps the
+    others to gather weights.
+    """
     if not is_sharded(model):
         yield loader
         return
@@ -258,14 +313,21 @@ def shared_passes(model: nn.Module, loader: DataLoader) -> Iterator[Any]:
         shards.is_told = False
         for number, part in enumerate(shards.parts):
             part.reshard()
-            part.set_reshard_after_forward(number > 0 and not shards.asked.keeps_weights, recurse=False)
+            part.set_reshard_after_forward(
+                number > 0 and not shards.asked.keeps_weights, recurse=False
+            )
 
 
 class Shards:
-    """How a model is cut into parts, each of whose weights are gathered in one collective; part 0 is what no block has."""
+    """How a model is cut into parts, each of whose weights are gathered in one collective; part 0
+    is what no block has.
+    """
 
-    def __init__(self, model: nn.Module, plain: nn.Module, asked: Sharding, mesh: DeviceMesh) -> None:
-        self.plain, self.asked, self.mesh = plain, asked, mesh  # plain: a copy from before, without weights
+    def __init__(
+        self, model: nn.Module, plain: nn.Module, asked: Sharding, mesh: DeviceMesh
+    ) -> None:
+        # Plain: a copy from before, without weights.
+        self.plain, self.asked, self.mesh = plain, asked, mesh
         self.is_alone = self.is_told = self.some_are_done = False
         blocks = find_blocks(model)
         for part in (*blocks, model):
@@ -273,7 +335,8 @@ class Shards:
         try:
             for block in blocks:
                 fully_shard(block, mesh=mesh, reshard_after_forward=not self.asked.keeps_weights)
-            fully_shard(model, mesh=mesh, reshard_after_forward=False)  # a root's backward follows at once
+            # A root's backward follows at once.
+            fully_shard(model, mesh=mesh, reshard_after_forward=False)
         except (ValueError, NotImplementedError) as error:  # such as a scalar parameter
             raise Refused(f"{type(plain).__name__} can't be sharded: {error}") from None
         for name in getattr(model, "forward_methods", ()):
@@ -287,12 +350,18 @@ class Shards:
             part.set_custom_reduce_scatter(_Scatter(self))
 
     def tell(self, number: int | None) -> int | None:
-        """Agree with the ranks that have no batch left on the part that is gathered next, if any. A collective."""
+        """Agree with the ranks that have no batch left on the part that is gathered next, if any. A
+        collective.
+        """
         mine = torch.tensor([0, 0, 0] if number is None else [1, number, number * number])
-        active, total, squares = reduce_counts(mine).tolist()  # one small sum: it is part of each forward pass
+        # One small sum: it is part of each forward pass.
+        active, total, squares = reduce_counts(mine).tolist()
         self.some_are_done = active < world_size()
         if active * squares != total * total:  # equal numbers alone have no variance
-            raise Refused("the processes evaluate different parts of the model: each pass has to run the same blocks")
+            raise Refused(
+                "the processes evaluate different parts of the model: each pass has to run the "
+                "same blocks"
+            )
         return total // active if active else None
 
 
@@ -306,7 +375,8 @@ class _SharedLoader:
         try:
             yield from self._loader
         finally:
-            while (number := self._shards.tell(None)) is not None:  # take part in what other ranks gather
+            # Take part in what other ranks gather.
+            while (number := self._shards.tell(None)) is not None:
                 self._shards.is_told = False
                 self._shards.parts[number].unshard()
                 self._shards.parts[number].reshard()
@@ -326,12 +396,16 @@ class _Collective:
     shards: Shards
     number: int = 0
 
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class _Gather(_Collective):
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> Any:
         if not self.shards.is_alone:
             if self.shards.is_told and (self.number == 0 or self.shards.some_are_done):
                 self.shards.tell(self.number)
@@ -343,15 +417,26 @@ class _Gather(_Collective):
 
 
 class _Scatter(_Collective):
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
         if not self.shards.is_alone:
-            return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+            return reduce_scatter(
+                output_tensor, input_tensor, group=group, op=op, async_op=async_op
+            )
         output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
         return None
 
 
 class _Linear(nn.Linear):
-    """A layer whose weight autograd does not keep in half precision: autocast's copy would stay until the backward pass."""
+    """A layer whose weight autograd does not keep in half precision: autocast's copy would stay
+    until the backward pass.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
@@ -362,7 +447,9 @@ class _Linear(nn.Linear):
 
 
 class _RecastLinear(torch.autograd.Function):
-    """`F.linear` in the type of `x` [..., in]. Its backward pass casts the weight again, and computes what autograd's does."""
+    """`F.linear` in the type of `x` [..., in]. Its backward pass casts the weight again, and
+    computes what autograd's does.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -383,19 +470,27 @@ class _RecastLinear(torch.autograd.Function):
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model, inner ones first: modules in its lists of layers that are worth a collective of their own.
+    """The blocks of a model, inner ones first: modules in its lists of layers that are worth a
+    collective of their own.
 
-    Large blocks are divided into the blocks in them. Blocks that share parameters stay together, in what no block has.
+    Large blocks are divided into the blocks in them. Blocks that share parameters stay together, in
+    what no block has.
     """
-    sizes = {part: sum(parameter.numel() for parameter in part.parameters()) for part in model.modules()}
-    places = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    sizes = {
+        part: sum(parameter.numel() for parameter in part.parameters()) for part in model.modules()
+    }
+    places = Counter(
+        id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
+    )
     total = sizes[model]
 
     def blocks_in(parent: nn.Module) -> Iterator[nn.Module]:
         for child in parent.children():
             if sizes[child] < total * _SMALLEST:
                 continue
-            is_block = type(parent) in _LISTS and not isinstance(child, _LISTS) and any(child.children())
+            is_block = (
+                type(parent) in _LISTS and not isinstance(child, _LISTS) and any(child.children())
+            )
             is_block &= all(places[id(parameter)] == 1 for parameter in child.parameters())
             if not is_block or sizes[child] > total * _LARGEST:
                 yield from blocks_in(child)
@@ -403,13 +498,18 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
                 yield child
 
     found = list(dict.fromkeys(blocks_in(model)))
-    while found and not {*model.parameters()} - {parameter for block in found for parameter in block.parameters()}:
-        found.pop()  # the model itself has some, so that each pass begins by gathering these: see `Shards.tell`
+    while found and not {*model.parameters()} - {
+        parameter for block in found for parameter in block.parameters()
+    }:
+        # The model itself has some, so that each pass begins by gathering these: see `Shards.tell`
+        found.pop()
     return found
 
 
 def _without_views(part: nn.Module, arguments: tuple, output: Any) -> Any:
-    """The output of a part, without views: FSDP2 would miss the backward pass of a view that is then changed in place."""
+    """The output of a part, without views: FSDP2 would miss the backward pass of a view that is
+    then changed in place.
+    """
     if type(output) in (tuple, list):
         return type(output)(_without_views(part, arguments, each) for each in output)
     is_view = isinstance(output, Tensor) and output._base is not None

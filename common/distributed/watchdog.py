@@ -1,9 +1,10 @@
 """Watchdog: finds the rank that blocks the others, reports its step, phase and stack, and ends the run.
 
-Each process notes what it is about to do. A thread of the process writes this into the store every two seconds (its
-heartbeat) and measures for how long nothing new was noted. When that takes too long, the thread compares the heartbeats of
-all ranks. A rank whose heartbeat has stopped is itself stopped or lost. Otherwise the rank that has begun the fewest
-collectives is to blame: the others, or their devices, wait for it, wherever they are. One process reports it, and all end.
+Each process notes what it is about to do. A thread of the process writes this into the store every
+two seconds (its heartbeat) and measures for how long nothing new was noted. When that takes too
+long, the thread compares the heartbeats of all ranks. A rank whose heartbeat has stopped is itself
+stopped or lost. Otherwise the rank that has begun the fewest collectives is to blame: the others,
+or their devices, wait for it, wherever they are. One process reports it, and all end.
 """
 
 import json
@@ -26,11 +27,12 @@ from common.distributed.collectives import begun, first_few
 
 INTERVAL = 2.0  # seconds between two heartbeats
 COMPARISON = 6.0  # seconds between two looks at the heartbeats, which show whose have stopped
-ANSWER = timedelta(seconds=3)  # how long the store may take to answer; after that, its process counts as stopped
+# How long the store may take to answer; after that, its process counts as stopped.
+ANSWER = timedelta(seconds=3)
 STACKS = 3  # that a message shows
-# Files in which a process that waits for others is: in a collective, in DDP's reduction, in the sum of step reports, or
-# waiting for its device, which waits for others'. With many kernels queued, the host may wait in any other line, so
-# collectives are compared first.
+# Files in which a process that waits for others is: in a collective, in DDP's reduction, in the sum
+# of step reports, or waiting for its device, which waits for others'. With many kernels queued, the
+# host may wait in any other line, so collectives are compared first.
 _WAITING = (
     os.path.join("torch", "distributed", ""),
     os.path.join("torch", "cuda", ""),
@@ -70,7 +72,9 @@ _threads: list[threading.Thread] = []
 
 
 def note(phase: str, step: int | None = None) -> None:
-    """Note what this process is about to do, such as "waiting for data"; this counts as progress. No communication."""
+    """Note what this process is about to do, such as "waiting for data"; this counts as progress.
+    No communication.
+    """
     global _phase, _step, _notes
     _phase, _step, _notes = phase, _step if step is None else step, _notes + 1
 
@@ -94,11 +98,13 @@ def begin(store: Store, rank: int, world_size: int, patience: float, name: str) 
 
 
 def end() -> None:
-    """Stop the watchdog: this process is about to end by itself. Returns when the watchdog's threads have ended.
+    """Stop the watchdog: this process is about to end by itself. Returns when the watchdog's
+    threads have ended.
 
-    A thread that is inside torch when the interpreter shuts down would abort the process: Python unwinds its stack, and C++
-    takes that for an error ("terminate called without an active exception"). The store answers or fails within seconds. A
-    thread that gets no answer at all is left behind: it never returns to the interpreter.
+    A thread that is inside torch when the interpreter shuts down would abort the process: Python
+    unwinds its stack, and C++ takes that for an error ("terminate called without an active
+    exception"). The store answers or fails within seconds. A thread that gets no answer at all is
+    left behind: it never returns to the interpreter.
     """
     _stop.set()
     while _threads:
@@ -107,7 +113,9 @@ def end() -> None:
 
 
 class _IdleTimer:
-    """Measures for how long this process has made no progress. Time in which it was stopped itself does not count."""
+    """Measures for how long this process has made no progress. Time in which it was stopped itself
+    does not count.
+    """
 
     def __init__(self) -> None:
         self._noted, self._asked, self._seconds = _notes, time.monotonic(), 0.0
@@ -123,7 +131,9 @@ class _IdleTimer:
 class _Watch:
     """The watchdog of one rank; `run` and `guard` are threads."""
 
-    def __init__(self, store: Store, rank: int, world_size: int, patience: float, name: str) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, patience: float, name: str
+    ) -> None:
         self.store, self.world_size, self.patience, self.name = store, world_size, patience, name
         self.mine = Heartbeat(rank, socket.gethostname(), os.getpid(), os.getppid())
         self.training_thread = threading.main_thread().ident
@@ -132,7 +142,9 @@ class _Watch:
         store.set_timeout(ANSWER)
 
     def run(self) -> None:
-        """Send heartbeats until told to stop; compare all ranks' heartbeats when this process makes no progress."""
+        """Send heartbeats until told to stop; compare all ranks' heartbeats when this process makes
+        no progress.
+        """
         idle, before = _IdleTimer(), None
         while not _stop.wait(INTERVAL):
             seconds = idle.seconds()
@@ -144,23 +156,30 @@ class _Watch:
                     before = self._read_all()
                 elif seconds >= self.patience:
                     self._judge(before, self._read_all())
-            except RuntimeError:  # the store's process has ended, or a stranger wrote into the store
+            except RuntimeError:
+                # The store's process has ended, or a stranger wrote into the store.
                 continue
             self.answered = time.monotonic()
 
     def guard(self) -> None:
-        """Do the same if the store does not answer because its process is stopped; `run` is then stuck as well."""
+        """Do the same if the store does not answer because its process is stopped; `run` is then
+        stuck as well.
+        """
         idle = _IdleTimer()
         while not _stop.wait(INTERVAL):
             if idle.seconds() >= self.patience and time.monotonic() - self.answered > COMPARISON:
                 if self.mine.rank == 1:
-                    self._report(f"{_silent(self.last_of_first)}; this process stands at step {_step}")
+                    self._report(
+                        f"{_silent(self.last_of_first)}; this process stands at step {_step}"
+                    )
                 else:
                     time.sleep(2 * INTERVAL)  # rank 1 reports first
                 self._end([self.last_of_first])
 
     def _beat(self, with_stack: bool = False) -> None:
-        """Send a heartbeat, and read the one of rank 0, which may keep the store: the store then ends with it."""
+        """Send a heartbeat, and read the one of rank 0, which may keep the store: the store then
+        ends with it.
+        """
         frame = sys._current_frames().get(self.training_thread or 0)
         self.mine.phase, self.mine.step = _phase, _step
         self.mine.count += 1
@@ -171,10 +190,15 @@ class _Watch:
         self.last_of_first = _read(self.store.get("0"))
 
     def _read_all(self) -> list[Heartbeat]:
-        return [_read(value) for value in self.store.multi_get([str(rank) for rank in range(self.world_size)])]
+        return [
+            _read(value)
+            for value in self.store.multi_get([str(rank) for rank in range(self.world_size)])
+        ]
 
     def _judge(self, before: list[Heartbeat], after: list[Heartbeat]) -> None:
-        """Report who is to blame, if this is the first rank with a heartbeat, or wait for that rank's report; then end."""
+        """Report who is to blame, if this is the first rank with a heartbeat, or wait for that
+        rank's report; then end.
+        """
         silent = [now for then, now in zip(before, after, strict=True) if then.count == now.count]
         alive = [beat for beat in after if beat not in silent]
         with suppress(RuntimeError):
@@ -182,7 +206,11 @@ class _Watch:
                 self.store.wait(["reported"], timedelta(seconds=3 * INTERVAL))
             else:
                 others = f"the others stand at step {max(beat.step for beat in alive)}"
-                self._report(f"{first_few([*map(_silent, silent)])}; {others}" if silent else self._about_late())
+                self._report(
+                    f"{first_few([*map(_silent, silent)])}; {others}"
+                    if silent
+                    else self._about_late()
+                )
                 self.store.set("reported", "")
         self._end(silent)
 
@@ -192,7 +220,10 @@ class _Watch:
         does = "stands at" if late == beats else "keeps the others waiting:"
         text = first_few([f"{beat} {does} {beat.place}" for beat in late])
         if late == beats:
-            text = f"no process is behind the others, so a device or the network between them hangs: {text}"
+            text = (
+                "no process is behind the others, so a device or the network between them hangs: "
+                f"{text}"
+            )
         stacks = [f"rank {beat.rank} is at\n{beat.stack}" for beat in late[:STACKS] if beat.stack]
         return "\n".join([text, *stacks]).rstrip()
 
@@ -220,8 +251,9 @@ class _Watch:
 
 
 def blamed(beats: list[Heartbeat]) -> list[Heartbeat]:
-    """The ranks that keep the others waiting: those with the fewest collectives, else those that don't wait for others,
-    else those at the lowest step; all ranks if they are equal in all of this.
+    """The ranks that keep the others waiting: those with the fewest collectives, else those that
+    don't wait for others, else those at the lowest step; all ranks if they are equal in all of
+    this.
     """
     for count in (lambda beat: beat.collectives, lambda beat: beat.waits, lambda beat: beat.step):
         fewest = min(map(count, beats))
@@ -242,4 +274,7 @@ def _waits(frame: FrameType | None) -> bool:
 
 
 def _silent(beat: Heartbeat) -> str:
-    return f"{beat} gives no sign of life, it is stopped or its machine hangs; its last was {beat.place}"
+    return (
+        f"{beat} gives no sign of life, it is stopped or its machine hangs; its last was "
+        f"{beat.place}"
+    )

@@ -1,7 +1,7 @@
 """Exit codes: a launcher and its processes tell each other about an intended end, which is no crash.
 
-In a temporary folder of the launcher, processes announce their exit code, and the launcher its reason for
-ending them.
+In a temporary folder of the launcher, processes announce their exit code, and the launcher its
+reason for ending them.
 """
 
 import contextlib
@@ -12,16 +12,20 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-# Variables that the launcher sets: the folder's path, and the number of machines that the run needs.
+# Variables that the launcher sets: the folder's path, and the number of machines that the run
+# needs.
 EXIT_FOLDER, AT_LEAST = "RECIPES_EXIT_FOLDER", "RECIPES_AT_LEAST"
 RESUMABLE = 75  # asked to stop, and saved: EX_TEMPFAIL of sysexits.h, "try again"
-STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # they ask a process to stop
-RESTART, END = "restart", "end"  # a launcher ends its processes to start them again, or ends as well
+# They ask a process to stop.
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+# A launcher ends its processes to start them again, or ends as well.
+RESTART, END = "restart", "end"
 _ANNOUNCEMENT, _NOTICE = "exit", "notice"  # files in the folder
 
 
 def leaving(asked: Collection[int], machines: int, least: int) -> list[int]:
-    """The machines that leave a run of `machines` when those in `asked` are asked to: all, if fewer than `least` would stay.
+    """The machines that leave a run of `machines` when those in `asked` are asked to: all, if fewer
+    than `least` would stay.
 
     Also all if machine 0 is asked to, since it keeps the store.
     """
@@ -44,7 +48,9 @@ def announced_exit(folder: Path) -> tuple[int, list[int]] | None:
 
 
 def notify(folder: Path, why: str) -> None:
-    """Tell the processes of this launcher why it ends them: RESTART or END, or what asked it to stop, such as SIGTERM."""
+    """Tell the processes of this launcher why it ends them: RESTART or END, or what asked it to
+    stop, such as SIGTERM.
+    """
     (folder / _NOTICE).write_text(why)
 
 
@@ -63,7 +69,8 @@ def signal_name(number: int) -> str:
 def handle_stopping(handler: Callable) -> dict[int, Any]:
     """Call `handler` for the signals that ask to stop; returns the handlers before, by signal.
 
-    Under `nohup`, SIGHUP stays ignored. But torchrun's own agent ends its processes at SIGHUP even then, so they save.
+    Under `nohup`, SIGHUP stays ignored. But torchrun's own agent ends its processes at SIGHUP even
+    then, so they save.
     """
     is_torchs = "TORCHELASTIC_RUN_ID" in os.environ and EXIT_FOLDER not in os.environ
     handlers = {}

@@ -16,7 +16,11 @@ from typing import NoReturn
 import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+)
 
 from common.config.fields import RunConfig
 from common.distributed import collectives, determinism, devices, sharding, watchdog
@@ -26,15 +30,26 @@ from common.durable import replace_file
 from common.errors import Refused, RestartNeeded, printable
 from common.files import SMALL, read_text
 from common.launching import launch_checks, launchers
-from common.launching.exit_codes import AT_LEAST, END, EXIT_FOLDER, RESTART, RESUMABLE, announce_exit, leaving, notice
+from common.launching.exit_codes import (
+    AT_LEAST,
+    END,
+    EXIT_FOLDER,
+    RESTART,
+    RESUMABLE,
+    announce_exit,
+    leaving,
+    notice,
+)
 from common.launching.launch_checks import wants_cpu
 from common.launching.launchers import EXPORTED, Launch, complete
 from common.launching.meeting import meet
 from common.patches.accelerate import skip_search_for_lomo
 from common.process import guard_streams
 
-REFUSAL_DELAY_S = 20.0  # how long the other processes of a machine wait for the first one to print the refusal
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # if set, a person has chosen
+# How long the other processes of a machine wait for the first one to print the refusal.
+REFUSAL_DELAY_S = 20.0
+# If set, a person has chosen.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 MARGIN = timedelta(minutes=1)  # of the timeout of collectives, beyond twice the watchdog's
 NOTICE_S = 10.0  # how long a process waits until its launcher has read the announced exit code
@@ -48,12 +63,14 @@ def start(config: RunConfig | None = None) -> Accelerator:
 
     The processes compare code, package versions and, if given, the configuration. Then the watchdog starts.
 
-    Must be called first: an Accelerator, a PartialState or an accelerate logger made earlier would form the
-    group without these checks. The launch sets device and precision. Raises `Refused`.
+    Must be called first: an Accelerator, a PartialState or an accelerate logger made earlier would
+    form the group without these checks. The launch sets device and precision. Raises `Refused`.
     """
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     launch = complete(os.environ)
-    launch_checks.check_launch(os.environ, launch, accelerators, launch_checks.processes_asked(parent_command()))
+    launch_checks.check_launch(
+        os.environ, launch, accelerators, launch_checks.processes_asked(parent_command())
+    )
     on_cpu = wants_cpu(os.environ) or accelerators == 0
     if on_cpu:
         if not wants_cpu(os.environ) and launch.launcher in ("torchrun", EXPORTED):
@@ -66,16 +83,20 @@ def start(config: RunConfig | None = None) -> Accelerator:
     if sharded and launch.world_size > 1:
         launch_checks.check_sharded(settings)
     determinism.choose(settings.deterministic and not on_cpu)
-    torch.manual_seed(settings.seed)  # for the initial weights of a custom module; all else draws from keys
+    # For the initial weights of a custom module; all else draws from keys.
+    torch.manual_seed(settings.seed)
     store = meet(os.environ, launch, config)
     accelerator = _build_accelerator(settings, on_cpu)
     if store:
         patience, program = settings.collective_timeout, Path(sys.argv[0]).name
-        watchdog.begin(store, accelerator.process_index, accelerator.num_processes, patience, program)
+        watchdog.begin(
+            store, accelerator.process_index, accelerator.num_processes, patience, program
+        )
     if accelerator.num_processes != launch.world_size:
         raise Refused(
-            f"launched as {launch.world_size} processes, but accelerate formed a world of {accelerator.num_processes} on "
-            f"{accelerator.device.type}: launch with a file of accelerate_configs/"
+            f"launched as {launch.world_size} processes, but accelerate formed a world of "
+            f"{accelerator.num_processes} on {accelerator.device.type}: launch with a file of "
+            "accelerate_configs/"
         )
     if launch.nodes is None:  # mpirun does not number the machines
         nodes = max(gather_objects(collectives.node_rank())) + 1
@@ -89,13 +110,15 @@ def start(config: RunConfig | None = None) -> Accelerator:
 
 
 def _build_accelerator(settings: RunConfig, on_cpu: bool) -> Accelerator:
-    """The Accelerator of data parallelism, whatever engine the launch names. Joins the process group, a collective."""
+    """The Accelerator of data parallelism, whatever engine the launch names. Joins the process
+    group, a collective.
+    """
     # torch 2.14 recommends a replacement that 2.11 does not have.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
     # Harmless: 1 x 1 convolutions, whose strides are ambiguous.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
-    # Collectives and torch's NCCL watchdog wait until long after our watchdog has named the culprit: a process
-    # may note progress while its device still waits for an earlier step.
+    # Collectives and torch's NCCL watchdog wait until long after our watchdog has named the
+    # culprit: a process may note progress while its device still waits for an earlier step.
     timeout = timedelta(seconds=2 * settings.collective_timeout) + MARGIN
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")
     collectives.give_up_after(timeout)
@@ -103,7 +126,9 @@ def _build_accelerator(settings: RunConfig, on_cpu: bool) -> Accelerator:
     ddp = DistributedDataParallelKwargs(
         gradient_as_bucket_view=True,
         broadcast_buffers=False,  # the recipes synchronise running statistics themselves
-        comm_hook=DDPCommunicationHookType({"none": "no"}.get(settings.comm_hook, settings.comm_hook)),
+        comm_hook=DDPCommunicationHookType(
+            {"none": "no"}.get(settings.comm_hook, settings.comm_hook)
+        ),
     )
     with _as_data_parallel(os.environ):
         return Accelerator(
@@ -117,13 +142,15 @@ def _build_accelerator(settings: RunConfig, on_cpu: bool) -> Accelerator:
 def run(main: Callable[[], None]) -> None:
     """Run a recipe's `main`, and end the process with the right exit code and message.
 
-    A refusal is printed in one line, by one process per machine, with exit code 2. After `RestartNeeded`, a single process
-    restarts itself; several processes need a launcher that restarts them. A process that fails alone prints its traceback
-    and rank; the other processes only print that they have lost one.
+    A refusal is printed in one line, by one process per machine, with exit code 2. After
+    `RestartNeeded`, a single process restarts itself; several processes need a launcher that
+    restarts them. A process that fails alone prints its traceback and rank; the other processes
+    only print that they have lost one.
     """
     guard_streams()
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
-        os.environ["PYTHONUTF8"] = "1"  # else classes would get the names of folders in another encoding
+        # Else classes would get the names of folders in another encoding.
+        os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, sys.orig_argv)
     # torch.distributed.launch says it also in the environment, as torchrun does.
     rank_flags = [f"--local{mark}rank={os.environ.get('LOCAL_RANK')}" for mark in "-_"]
@@ -137,7 +164,9 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(2)
     except RestartNeeded as again:
         if os.environ.get("RANK", "0") != "0":  # the main process has printed it
-            print(f"{Path(sys.argv[0]).name}: {_whereabouts()}: {again}", file=sys.stderr, flush=True)
+            print(
+                f"{Path(sys.argv[0]).name}: {_whereabouts()}: {again}", file=sys.stderr, flush=True
+            )
         if not torch.distributed.is_initialized():
             atexit._run_exitfuncs()  # exec skips them, and a dashboard's service would stay
             sys.stdout.flush()
@@ -148,7 +177,10 @@ def run(main: Callable[[], None]) -> None:
             error.add_note(f"on {_whereabouts()}")
             raise
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"{Path(sys.argv[0]).name}: {_whereabouts()} lost another process: see its message", file=sys.stderr)
+            print(
+                f"{Path(sys.argv[0]).name}: {_whereabouts()} lost another process: see its message",
+                file=sys.stderr,
+            )
         sys.exit(1)
     finally:
         watchdog.end()
@@ -175,7 +207,8 @@ def machine() -> int:
 
 
 def leavers(asked: bool) -> list[int]:
-    """The machines that leave a run whose processes have agreed to stop; `asked`: this one was asked to. A collective.
+    """The machines that leave a run whose processes have agreed to stop; `asked`: this one was
+    asked to. A collective.
 
     One process that was asked: [0]; two machines of which the second was asked: [1] or [0, 1]; neither: [].
     """
@@ -185,7 +218,9 @@ def leavers(asked: bool) -> list[int]:
 
 
 def leave_now(asked: bool) -> NoReturn:
-    """End this process at once as resumable, and its machine's part in the run if that was `asked`. No communication."""
+    """End this process at once as resumable, and its machine's part in the run if that was `asked`.
+    No communication.
+    """
     announce_exit(RESUMABLE, [machine()] if asked else [])
     sys.stdout.flush()
     os._exit(RESUMABLE)
@@ -198,7 +233,9 @@ def leave(code: int, leavers: Collection[int]) -> NoReturn:
     """
     if EXIT_FOLDER not in os.environ:
         with contextlib.suppress(RuntimeError):  # another process is lost, and its message printed
-            collectives.barrier()  # mpirun and others kill all processes soon after the first has ended with an error code
+            # Mpirun and others kill all processes soon after the first has ended with an error
+            # code.
+            collectives.barrier()
         sys.exit(code)
     announce_exit(code, leavers)
     until = time.monotonic() + NOTICE_S
@@ -211,51 +248,71 @@ def leave(code: int, leavers: Collection[int]) -> NoReturn:
 def describe(accelerator: Accelerator, dtype: str) -> str:
     """Processes, device and precision of a run with weights of type `dtype`, for the start table.
 
-    One process: "1 process, cpu, fp32, started by python". Two ranks, on both: "2 processes on 1 node, cpu (gloo), fp32,
-    started by accelerate launch".
+    One process: "1 process, cpu, fp32, started by python". Two ranks, on both: "2 processes on 1
+    node, cpu (gloo), fp32, started by accelerate launch".
     """
-    name, world, nodes = devices.name(accelerator.device), "1 process", int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    name, world, nodes = (
+        devices.name(accelerator.device),
+        "1 process",
+        int(os.environ.get("GROUP_WORLD_SIZE", 1)),
+    )
     if torch.distributed.is_initialized():
         processes = accelerator.num_processes
         world = f"{processes} process{'es' * (processes > 1)} on {nodes} node{'s' * (nodes > 1)}"
         name += f" ({torch.distributed.get_backend()})"
-    return f"{world}, {name}, {precision(accelerator, dtype)}, started by {complete(os.environ).launcher}"
+    return (
+        f"{world}, {name}, {precision(accelerator, dtype)}, started by "
+        f"{complete(os.environ).launcher}"
+    )
 
 
 def precision(accelerator: Accelerator, dtype: str) -> str:
-    """The precision of the computation with weights of type `dtype`: fp64, fp32, fp32 (TF32), fp16 or bf16."""
-    name = "fp64" if dtype == "float64" else launch_checks.PRECISION_NAMES[accelerator.mixed_precision]
-    tf32 = name == "fp32" and accelerator.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    """The precision of the computation with weights of type `dtype`: fp64, fp32, fp32 (TF32), fp16
+    or bf16.
+    """
+    name = (
+        "fp64" if dtype == "float64" else launch_checks.PRECISION_NAMES[accelerator.mixed_precision]
+    )
+    tf32 = (
+        name == "fp32"
+        and accelerator.device.type == "cuda"
+        and torch.backends.cuda.matmul.allow_tf32
+    )
     return f"{name} (TF32)" if tf32 else name
 
 
 def share_cores(environ: MutableMapping[str, str], launch: Launch) -> None:
     """Divide this machine's cores among its processes, unless a person or the launcher has done so.
 
-    By default, `accelerate launch` and torchrun set OMP_NUM_THREADS to 1; a person's number is in their own
-    environment or flags. mpirun and srun set nothing, but may bind each process to cores. Without the variable
-    Accelerate would divide the cores itself, bound or not.
+    By default, `accelerate launch` and torchrun set OMP_NUM_THREADS to 1; a person's number is in
+    their own environment or flags. mpirun and srun set nothing, but may bind each process to cores.
+    Without the variable Accelerate would divide the cores itself, bound or not.
     """
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process(os.getppid())
         said = "OMP_NUM_THREADS" in parent.environ()
         said |= any(word.startswith("--num_cpu_threads") for word in parent_command())
-        # By the launcher's name: a script that exports ACCELERATE_MIXED_PRECISION before srun may export this number, too.
+        # By the launcher's name: a script that exports ACCELERATE_MIXED_PRECISION before srun may
+        # export this number, too.
         sets_one = launch.launcher in ("accelerate launch", "torchrun")
         is_default = environ.get("OMP_NUM_THREADS") == "1" and sets_one and not said
         if is_default or (launch.world_size > 1 and "OMP_NUM_THREADS" not in environ):
             count = min(psutil.cpu_count(logical=False) or 1, cores())
-            if not hasattr(parent, "cpu_affinity") or parent.cpu_affinity() == psutil.Process().cpu_affinity():
+            if (
+                not hasattr(parent, "cpu_affinity")
+                or parent.cpu_affinity() == psutil.Process().cpu_affinity()
+            ):
                 count //= launch.local_world_size  # the cores are not bound to this process alone
             torch.set_num_threads(max(1, count))
             environ.setdefault("OMP_NUM_THREADS", str(max(1, count)))
 
 
 def let_segments_grow(environ: MutableMapping[str, str]) -> None:
-    """Make torch allocate GPU memory in expandable segments, unless a person has chosen otherwise or the driver can't.
+    """Make torch allocate GPU memory in expandable segments, unless a person has chosen otherwise
+    or the driver can't.
 
-    Batches of varying shapes leave holes between segments of fixed size. torch 2.14 with expandable segments crashes without
-    NVML, so that is checked too.
+    Batches of varying shapes leave holes between segments of fixed size. torch 2.14 with expandable
+    segments crashes without NVML, so that is checked too.
     """
     if any(name in environ for name in ALLOCATOR):
         return
@@ -272,7 +329,8 @@ def let_segments_grow(environ: MutableMapping[str, str]) -> None:
 def _as_data_parallel(environ: MutableMapping[str, str]) -> Iterator[None]:
     """Hide from Accelerate that the model is sharded, which `common.distributed.sharding` does.
 
-    Accelerate forgets FSDP on CPUs without a word, casts weights and gradients under bf16, and starts DeepSpeed's engine.
+    Accelerate forgets FSDP on CPUs without a word, casts weights and gradients under bf16, and
+    starts DeepSpeed's engine.
     """
     hidden = {name: environ.pop(name) for name in launch_checks.ENGINES if name in environ}
     try:
@@ -282,22 +340,26 @@ def _as_data_parallel(environ: MutableMapping[str, str]) -> Iterator[None]:
 
 
 def _refuse_shared_devices(device: torch.device) -> None:
-    """Raise `Refused` if two processes have the same GPU, as when srun or a script shows each of them the first one."""
+    """Raise `Refused` if two processes have the same GPU, as when srun or a script shows each of
+    them the first one.
+    """
     places = gather_objects((socket.gethostname(), str(devices.properties(device).uuid)))
     first = next((rank for rank, place in enumerate(places) if places.index(place) < rank), None)
     if first is not None:
         raise Refused(
-            f"rank {first} has the same GPU as rank {places.index(places[first])} on {places[first][0]}: show each process "
-            "all GPUs of its machine, or another one (srun --gpus-per-task=1)"
+            f"rank {first} has the same GPU as rank {places.index(places[first])} on "
+            f"{places[first][0]}: show each process all GPUs of its machine, or another one (srun "
+            "--gpus-per-task=1)"
         )
 
 
 def _print_once_per_machine(text: str) -> None:
-    """Print `text` if this is the first process of its machine, or if the first one does not print the same in time.
+    """Print `text` if this is the first process of its machine, or if the first one does not print
+    the same in time.
 
-    Until then, this process waits, since most launchers end all processes as soon as one has ended. The first
-    one tells the others by a file, since MPICH and srun do not. It is in no folder that users share: there, its
-    name could be another user's FIFO.
+    Until then, this process waits, since most launchers end all processes as soon as one has ended.
+    The first one tells the others by a file, since MPICH and srun do not. It is in no folder that
+    users share: there, its name could be another user's FIFO.
     """
     folder = Path(os.path.expanduser("~"), ".cache", "recipes")
     said, text_of_job = folder / f"refusal-{socket.gethostname()}", f"{os.getppid()} {text}"

@@ -1,7 +1,7 @@
 """Launchers: what each of them tells a process about its world, and completing what it leaves out.
 
-accelerate launch and torchrun set all variables that PyTorch reads; mpirun and srun set only their own. Without completion,
-their processes would each train alone and end without an error.
+accelerate launch and torchrun set all variables that PyTorch reads; mpirun and srun set only their
+own. Without completion, their processes would each train alone and end without an error.
 """
 
 import hashlib
@@ -20,16 +20,21 @@ ACCELERATE = "ACCELERATE_DYNAMO_BACKEND"
 EXPORTED = "exported variables"
 DEFAULT_PORT = 29500  # torch's and accelerate's, for processes that no job number joins
 _MPI = {  # the variables of rank, number of processes, and the same on this machine
-    "Open MPI": [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
-    "MPICH": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],  # and Intel MPI, started by Hydra
+    "Open MPI": [
+        f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    ],
+    # and Intel MPI, started by Hydra
+    "MPICH": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
 }
 _PORTS = range(20000, 30000)  # below the ports that systems give to outgoing connections
-_STARTERS = ("hydra_pmi_proxy", "mpiexec.hydra", "mpirun", "mpiexec")  # parents of MPICH's processes
+# Parents of MPICH's processes.
+_STARTERS = ("hydra_pmi_proxy", "mpiexec.hydra", "mpirun", "mpiexec")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place in the run. `node_rank` and `nodes` are None if the launcher does not number the machines.
+    """This process's place in the run. `node_rank` and `nodes` are None if the launcher does not
+    number the machines.
 
     `address` and `port` lead to rank 0's store; "" and 0 for a single process.
     """
@@ -58,31 +63,42 @@ class Launch:
 
 
 def complete(environ: MutableMapping[str, str]) -> Launch:
-    """Find the launcher of this process, and write what it left out of the variables that PyTorch and Accelerate read.
+    """Find the launcher of this process, and write what it left out of the variables that PyTorch
+    and Accelerate read.
 
-    These are RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE (if known), MASTER_ADDR and
-    MASTER_PORT. Nothing is written for a single process, which forms no group. A second call changes nothing.
-    Raises `Refused` if variables are missing or contradict each other.
+    These are RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE (if
+    known), MASTER_ADDR and MASTER_PORT. Nothing is written for a single process, which forms no
+    group. A second call changes nothing. Raises `Refused` if variables are missing or contradict
+    each other.
     """
     given = {name: value for name, value in environ.items() if value.strip()}
     launch = next(filter(None, (read(given) for read in _READERS)))
     _check(launch, given)
     if launch.world_size == 1:
         return replace(launch, address="", port=0)
-    address, port = given.get("MASTER_ADDR", launch.address), _int(given, "MASTER_PORT", launch.port)
+    address, port = (
+        given.get("MASTER_ADDR", launch.address),
+        _int(given, "MASTER_PORT", launch.port),
+    )
     known = launch.numbers | {"MASTER_ADDR": address, "MASTER_PORT": port}
     environ.update({name: str(value) for name, value in known.items() if value is not None})
     return replace(launch, address=address, port=port)
 
 
 def local_rank(environ: Mapping[str, str]) -> str | None:
-    """The number of this process on its machine, also if `complete` has refused the variables; None without a launcher."""
+    """The number of this process on its machine, also if `complete` has refused the variables; None
+    without a launcher.
+    """
     names = [] if is_agents(environ) else [variables[2] for variables in _MPI.values()]
-    return next((environ[name] for name in (*names, "LOCAL_RANK", "SLURM_LOCALID") if name in environ), None)
+    return next(
+        (environ[name] for name in (*names, "LOCAL_RANK", "SLURM_LOCALID") if name in environ), None
+    )
 
 
 def is_agents(environ: Mapping[str, str]) -> bool:
-    """True if torchrun's agent started this process: torchrun itself, accelerate launch or notebook_launcher."""
+    """True if torchrun's agent started this process: torchrun itself, accelerate launch or
+    notebook_launcher.
+    """
     return "TORCHELASTIC_RUN_ID" in environ
 
 
@@ -92,15 +108,19 @@ def is_agents(environ: Mapping[str, str]) -> bool:
 def _agent(environ: Mapping[str, str]) -> Launch | None:
     """torchrun, and accelerate launch with several processes or machines, which runs torchrun's agent.
 
-    It comes first: `srun torchrun` starts one agent per machine, whose processes inherit srun's variables too.
+    It comes first: `srun torchrun` starts one agent per machine, whose processes inherit srun's
+    variables too.
     """
     if not is_agents(environ):
         return None
     is_notebook = {"NPROC", "MIXED_PRECISION"} <= environ.keys()
-    if is_notebook and environ["MIXED_PRECISION"] not in ("no", environ.get("ACCELERATE_MIXED_PRECISION")):
+    if is_notebook and environ["MIXED_PRECISION"] not in (
+        "no",
+        environ.get("ACCELERATE_MIXED_PRECISION"),
+    ):
         raise Refused(
-            f"notebook_launcher(mixed_precision={environ['MIXED_PRECISION']!r}) has no effect in Accelerate: set "
-            "os.environ['ACCELERATE_MIXED_PRECISION'] before the call instead"
+            f"notebook_launcher(mixed_precision={environ['MIXED_PRECISION']!r}) has no effect in "
+            "Accelerate: set os.environ['ACCELERATE_MIXED_PRECISION'] before the call instead"
         )
     name = "accelerate launch" if ACCELERATE in environ else "torchrun"
     return _exported(environ, "notebook_launcher" if is_notebook else name)
@@ -108,7 +128,11 @@ def _agent(environ: Mapping[str, str]) -> Launch | None:
 
 def _mpi(environ: Mapping[str, str]) -> Launch | None:
     # srun may set PMI_SIZE, too.
-    names = (name for name, (_, size, _, here) in _MPI.items() if (here if name == "MPICH" else size) in environ)
+    names = (
+        name
+        for name, (_, size, _, here) in _MPI.items()
+        if (here if name == "MPICH" else size) in environ
+    )
     if not (name := next(names, "")):
         return None
     rank, size, local_rank, here = (_int(environ, variable) for variable in _MPI[name])
@@ -125,45 +149,55 @@ def _open_mpi(launch: Launch, environ: Mapping[str, str]) -> Launch:
     if launch.nodes == 1:
         return _on_one_machine(launch, hnp, job)
     address, away = "", False
-    if found := re.search(r";tcp://([^,:;]+)|;tcp6://\[([^],]+)", hnp):  # version 4: all addresses of mpirun's machine
+    # Version 4: all addresses of mpirun's machine.
+    if found := re.search(r";tcp://([^,:;]+)|;tcp6://\[([^],]+)", hnp):
         address = found[1] or found[2]
         away = environ.get("OMPI_MCA_orte_local_daemon_uri", hnp) != hnp
     elif found := re.match(r"prterun-(.+)-\d+@", job):  # version 5: its name
         address, away = found[1], environ.get("PMIX_HOSTNAME", found[1]) != found[1]
     if "MASTER_ADDR" not in environ and (not address or (launch.rank == 0 and away)):
         raise Refused(
-            "rank 0 does not run on mpirun's own machine, the only one whose address the others know: export MASTER_ADDR, the "
-            "address of rank 0's machine, and start with mpirun -x MASTER_ADDR"
+            "rank 0 does not run on mpirun's own machine, the only one whose address the others "
+            "know: export MASTER_ADDR, the address of rank 0's machine, and start with mpirun -x "
+            "MASTER_ADDR"
         )
     return replace(launch, address=address, port=_port(hnp, job))
 
 
 def _srun(environ: Mapping[str, str]) -> Launch | None:
-    """A task of a SLURM job step. SLURM_NTASKS is not read: batch scripts, which are one process, have it too."""
+    """A task of a SLURM job step. SLURM_NTASKS is not read: batch scripts, which are one process,
+    have it too.
+    """
     if "SLURM_STEP_NUM_TASKS" not in environ:
         return None
     node = _int(environ, "SLURM_NODEID", 0)
     sizes = [
         int(size)
-        for size, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        for size, times in re.findall(
+            r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+        )
         for _ in range(int(times or 1))
     ]
     world_size = _int(environ, "SLURM_STEP_NUM_TASKS")
     if not node < len(sizes) or sum(sizes) != world_size:
         raise Refused(
-            f"SLURM_STEP_TASKS_PER_NODE={environ.get('SLURM_STEP_TASKS_PER_NODE', '')} does not fit to "
-            f"SLURM_STEP_NUM_TASKS={world_size} and SLURM_NODEID={node}: start the recipe with srun, once per job step"
+            f"SLURM_STEP_TASKS_PER_NODE={environ.get('SLURM_STEP_TASKS_PER_NODE', '')} does not "
+            f"fit to SLURM_STEP_NUM_TASKS={world_size} and SLURM_NODEID={node}: start the recipe "
+            "with srun, once per job step"
         )
     rank, local_rank = _int(environ, "SLURM_PROCID"), _int(environ, "SLURM_LOCALID")
     launch = Launch("srun", rank, local_rank, world_size, sizes[node], node, len(sizes))
-    job = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+    job = (
+        environ.get("SLURM_JOB_ID", ""),
+        environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", "")),
+    )
     if launch.nodes == 1:
         return _on_one_machine(launch, *job)
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     if "MASTER_ADDR" not in environ and (not hosts or (rank == 0 and node > 0)):
         raise Refused(
-            "rank 0 is not on the first machine of SLURM_STEP_NODELIST, so the others don't know where to meet it: export "
-            "MASTER_ADDR, the address of its machine, before srun"
+            "rank 0 is not on the first machine of SLURM_STEP_NODELIST, so the others don't know "
+            "where to meet it: export MASTER_ADDR, the address of its machine, before srun"
         )
     return replace(launch, address=first_host(hosts), port=_port(*job))
 
@@ -173,8 +207,8 @@ def _by_hand(environ: Mapping[str, str]) -> Launch | None:
     for name in ("PET_NNODES", "PET_NPROC_PER_NODE"):  # of a Kubernetes operator
         if environ.get(name, "1") != "1":
             raise Refused(
-                f"{name}={environ[name]} is for torchrun, but python started this process: start the recipe with torchrun, "
-                "which reads it"
+                f"{name}={environ[name]} is for torchrun, but python started this process: start "
+                "the recipe with torchrun, which reads it"
             )
     if _int(environ, "WORLD_SIZE", 1) == 1 and "LOCAL_RANK" not in environ:
         return None
@@ -187,13 +221,16 @@ def _alone(environ: Mapping[str, str]) -> Launch:
         return Launch("accelerate launch")
     if _int(environ, "PMI_SIZE", 1) > 1:
         raise Refused(
-            f"PMI_SIZE={environ['PMI_SIZE']} is the number of all processes, but this machine's number is not known: export "
-            "RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
+            f"PMI_SIZE={environ['PMI_SIZE']} is the number of all processes, but this machine's "
+            "number is not known: export RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT for each process"
         )
-    if (tasks := max(_int(environ, name, 1) for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"))) > 1:
+    if (
+        tasks := max(_int(environ, name, 1) for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"))
+    ) > 1:
         raise Refused(
-            f"this SLURM job has {tasks} tasks, but python started only this process: put srun before python, or srun -n 1 "
-            "for one process"
+            f"this SLURM job has {tasks} tasks, but python started only this process: put srun "
+            "before python, or srun -n 1 for one process"
         )
     return Launch("python")
 
@@ -207,15 +244,25 @@ _READERS = (_agent, _mpi, _srun, _by_hand, _alone)
 
 def _exported(environ: Mapping[str, str], name: str) -> Launch:
     """The world that torch's own variables describe."""
-    world_size, rank, address = _int(environ, "WORLD_SIZE"), _int(environ, "RANK"), environ.get("MASTER_ADDR", "")
-    on_one = world_size == 1 or (address and is_loopback(address)) or environ.get("GROUP_WORLD_SIZE") == "1"
+    world_size, rank, address = (
+        _int(environ, "WORLD_SIZE"),
+        _int(environ, "RANK"),
+        environ.get("MASTER_ADDR", ""),
+    )
+    on_one = (
+        world_size == 1
+        or (address and is_loopback(address))
+        or environ.get("GROUP_WORLD_SIZE") == "1"
+    )
     local_rank = _int(environ, "LOCAL_RANK", rank if on_one else None)
     here = _int(environ, "LOCAL_WORLD_SIZE", world_size if on_one else None)
     node, nodes = (0, 1) if here == world_size else (None, None)
     node = _int(environ, "GROUP_RANK", node) if "GROUP_RANK" in environ else node
     nodes = _int(environ, "GROUP_WORLD_SIZE", nodes) if "GROUP_WORLD_SIZE" in environ else nodes
     port = _int(environ, "MASTER_PORT", DEFAULT_PORT)
-    launch = Launch(name, rank, local_rank, world_size, here, node, nodes, address or LOOPBACK, port)
+    launch = Launch(
+        name, rank, local_rank, world_size, here, node, nodes, address or LOOPBACK, port
+    )
     return launch if address or here == world_size else _without_address(launch, environ)
 
 
@@ -223,18 +270,23 @@ def _without_address(launch: Launch, environ: Mapping[str, str]) -> Launch:
     """For launchers whose processes know neither the first machine nor a number of their job."""
     if launch.nodes == 1:
         parents = psutil.Process().parents()
-        starters = [parent for parent in parents if parent.name() in _STARTERS] or parents  # not a shell script between
-        return _on_one_machine(launch, *(f"{starter.pid} {starter.create_time()}" for starter in starters[:1]))
+        # Not a shell script between.
+        starters = [parent for parent in parents if parent.name() in _STARTERS] or parents
+        return _on_one_machine(
+            launch, *(f"{starter.pid} {starter.create_time()}" for starter in starters[:1])
+        )
     if "MASTER_ADDR" not in environ:
         raise Refused(
-            f"{launch.launcher} does not tell the processes of several machines where to meet: export MASTER_ADDR, the address "
-            "of rank 0's machine, before the command"
+            f"{launch.launcher} does not tell the processes of several machines where to meet: "
+            "export MASTER_ADDR, the address of rank 0's machine, before the command"
         )
     return replace(launch, port=DEFAULT_PORT)
 
 
 def _on_one_machine(launch: Launch, *job: str) -> Launch:
-    """Meet on the loopback. On Linux each job has a loopback address of its own, so that two jobs never share a port."""
+    """Meet on the loopback. On Linux each job has a loopback address of its own, so that two jobs
+    never share a port.
+    """
     first, second, third = hashlib.sha256(repr(job).encode()).digest()[:3]
     own = f"127.{first}.{second}.{1 + third % 254}"
     return replace(launch, address=own if sys.platform == "linux" else LOOPBACK, port=_port(*job))
@@ -242,7 +294,9 @@ def _on_one_machine(launch: Launch, *job: str) -> Launch:
 
 def _port(*job: str) -> int:
     """A port that all processes of a job compute alike."""
-    return _PORTS[int.from_bytes(hashlib.sha256(repr(job).encode()).digest()[-4:], "big") % len(_PORTS)]
+    return _PORTS[
+        int.from_bytes(hashlib.sha256(repr(job).encode()).digest()[-4:], "big") % len(_PORTS)
+    ]
 
 
 def first_host(hosts: str) -> str:
@@ -255,7 +309,11 @@ def _int(environ: Mapping[str, str], name: str, default: int | None = None) -> i
     """A variable as a number; a missing one is refused if there is no default."""
     text = environ.get(name, default)
     if text is None:
-        of = f"WORLD_SIZE={environ['WORLD_SIZE']} is exported, but " if "WORLD_SIZE" in environ else ""
+        of = (
+            f"WORLD_SIZE={environ['WORLD_SIZE']} is exported, but "
+            if "WORLD_SIZE" in environ
+            else ""
+        )
         raise Refused(
             f"{of}{name} is not set, so this process doesn't know its place among the others: "
             + "unset WORLD_SIZE to train with one process, " * bool(of)
@@ -273,12 +331,13 @@ def _check(launch: Launch, environ: Mapping[str, str]) -> None:
     here, everywhere = launch.local_world_size, launch.world_size
     if not (0 <= launch.rank < everywhere and 0 <= launch.local_rank < here <= everywhere):
         raise Refused(
-            f"{launch.launcher} says that this is rank {launch.rank} of {everywhere} and local rank {launch.local_rank} of "
-            f"{here}, which can't be: look at its variables"
+            f"{launch.launcher} says that this is rank {launch.rank} of {everywhere} and local "
+            f"rank {launch.local_rank} of {here}, which can't be: look at its variables"
         )
     for name, found in launch.numbers.items():
         if name in environ and found is not None and environ[name] != str(found):
             raise Refused(
-                f"{name}={environ[name]} contradicts {launch.launcher}, which says {found} (rank {launch.rank} of "
-                f"{launch.world_size}): unset {name}, or start the processes with one launcher only"
+                f"{name}={environ[name]} contradicts {launch.launcher}, which says {found} (rank "
+                f"{launch.rank} of {launch.world_size}): unset {name}, or start the processes "
+                "with one launcher only"
             )

@@ -17,7 +17,8 @@ MEETING = timedelta(minutes=5)  # how much later than the first process the last
 
 
 def meet(environ: MutableMapping[str, str], launch: Launch, config) -> Store | None:
-    """Wait until all processes have arrived and agree. Returns their store; None for one process, or if a group exists.
+    """Wait until all processes have arrived and agree. Returns their store; None for one process,
+    or if a group exists.
 
     Raises `Refused` if they differ, or if one does not come.
     """
@@ -31,7 +32,8 @@ def meet(environ: MutableMapping[str, str], launch: Launch, config) -> Store | N
 
 
 def reach(environ: MutableMapping[str, str], launch: Launch, patience: timedelta) -> Store:
-    """Connect to rank 0's store, or be its keeper. Returns when this process has it, whether others have come or not.
+    """Connect to rank 0's store, or be its keeper. Returns when this process has it, whether others
+    have come or not.
 
     Raises `Refused` if it can't be reached within `patience`, with the reason and what to do.
     """
@@ -46,14 +48,17 @@ def reach(environ: MutableMapping[str, str], launch: Launch, patience: timedelta
 
 
 def choose_interface(environ: MutableMapping[str, str]) -> None:
-    """Make gloo, NCCL and rank 0's store use one network interface: the loopback of a single machine, else the one that leads
-    to the main machine.
+    """Make gloo, NCCL and rank 0's store use one network interface: the loopback of a single
+    machine, else the one that leads to the main machine.
 
-    Interfaces that `environ` names are kept. By default, gloo announces the address to which this machine's name resolves,
-    often a loopback that others can't reach; NCCL picks any interface; and the store listens on all.
-    Raises `Refused` if there is no route to the main machine.
+    Interfaces that `environ` names are kept. By default, gloo announces the address to which this
+    machine's name resolves, often a loopback that others can't reach; NCCL picks any interface; and
+    the store listens on all. Raises `Refused` if there is no route to the main machine.
     """
-    main, is_one_machine = environ["MASTER_ADDR"], environ["LOCAL_WORLD_SIZE"] == environ["WORLD_SIZE"]
+    main, is_one_machine = (
+        environ["MASTER_ADDR"],
+        environ["LOCAL_WORLD_SIZE"] == environ["WORLD_SIZE"],
+    )
     if is_one_machine or network.is_loopback(main):
         address = network.LOOPBACK
         if is_one_machine and _keeps_store(environ) and not main.startswith("127."):
@@ -65,12 +70,14 @@ def choose_interface(environ: MutableMapping[str, str]) -> None:
             raise Refused(network.trouble(main, int(environ["MASTER_PORT"]), error)) from None
         if network.is_loopback(address) and "GLOO_SOCKET_IFNAME" not in environ:
             raise Refused(
-                f"this machine knows the main machine {main} as {address}, where the others can't reach it: give its address "
-                "as a number, or export GLOO_SOCKET_IFNAME with the name of its network interface"
+                f"this machine knows the main machine {main} as {address}, where the others can't "
+                "reach it: give its address as a number, or export GLOO_SOCKET_IFNAME with the "
+                "name of its network interface"
             )
     if interface := network.interface_of(address):
         environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # = means the exact name, not a prefix
+        # = means the exact name, not a prefix.
+        environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def _keeps_store(environ: Mapping[str, str]) -> bool:
@@ -79,16 +86,22 @@ def _keeps_store(environ: Mapping[str, str]) -> bool:
 
 
 def _listen(main: str, port: int, patience: timedelta = MEETING) -> Store | None:
-    """The store of rank 0, listening at the address `main`; None if that may not be an address of this machine."""
+    """The store of rank 0, listening at the address `main`; None if that may not be an address of
+    this machine.
+    """
     try:
         if network.is_loopback(main) or not network.is_loopback(network.address_towards(main)):
             return network.keep_store(main, port, patience)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise Refused(f"port {port} of {main} is taken: export MASTER_PORT with another one") from None
+            raise Refused(
+                f"port {port} of {main} is taken: export MASTER_PORT with another one"
+            ) from None
         if error.errno != errno.EADDRNOTAVAIL:
             raise
     print(
-        f"{main} is no address of this machine's own: what listens on port {port} does so on all interfaces", flush=True
+        f"{main} is no address of this machine's own: what listens on port {port} does so on all "
+        "interfaces",
+        flush=True,
     )
     return None

@@ -1,7 +1,7 @@
 """Membership: the records of a run's machines in the store of the main machine.
 
-The launcher of each machine renews its record every few seconds. A machine counts as lost when its record
-has not changed for some time by the reader's monotonic clock, so clocks need not agree.
+The launcher of each machine renews its record every few seconds. A machine counts as lost when its
+record has not changed for some time by the reader's monotonic clock, so clocks need not agree.
 
 Records are JSON, and checked: anybody who reaches the port can write to the store.
 """
@@ -17,7 +17,8 @@ from typing import Any
 from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError
 
-WAITING, RUNNING, LEFT = "waiting", "running", "left"  # for the next round; in a round; the run without this machine
+# For the next round; in a round; the run without this machine.
+WAITING, RUNNING, LEFT = "waiting", "running", "left"
 
 
 @dataclass
@@ -44,30 +45,51 @@ class Round:
 
 
 class Membership:
-    """The records of all machines as one of them sees them. `number` is this machine's, never used again by another."""
+    """The records of all machines as one of them sees them. `number` is this machine's, never used
+    again by another.
+    """
 
-    def __init__(self, store: Store, host: str, address: str, interval: float, silence: float) -> None:
-        """Write a record, and renew it every `interval` seconds. After `silence` seconds without that, a machine is lost."""
-        self._store, self._silence, self._interval, self._lock = store, silence, interval, threading.Lock()
+    def __init__(
+        self, store: Store, host: str, address: str, interval: float, silence: float
+    ) -> None:
+        """Write a record, and renew it every `interval` seconds. After `silence` seconds without
+        that, a machine is lost.
+        """
+        self._store, self._silence, self._interval, self._lock = (
+            store,
+            silence,
+            interval,
+            threading.Lock(),
+        )
         self._mine, self.number = Record(host, address), 0
-        while (mine := _json(self._mine)) != store.compare_set(_key(self.number), "", mine).decode():
+        while (mine := _json(self._mine)) != store.compare_set(
+            _key(self.number), "", mine
+        ).decode():
             self.number += 1
-        self._seen: dict[int, tuple[int, float]] = {}  # of each machine: beats, and when these were seen first
+        # Of each machine: beats, and when these were seen first.
+        self._seen: dict[int, tuple[int, float]] = {}
         self._records: dict[int, Record] = {}  # of all machines that ever came, as last read
         self._ended = False
         threading.Thread(target=self._beat, daemon=True).start()
 
     def present(self) -> dict[int, Record]:
-        """The records of the machines that take part or want to, by number; neither lost ones nor those that have left.
+        """The records of the machines that take part or want to, by number; neither lost ones nor
+        those that have left.
 
-        Raises RendezvousClosedError if a machine has closed the run, RendezvousStateError for a stranger's text.
+        Raises RendezvousClosedError if a machine has closed the run, RendezvousStateError for a
+        stranger's text.
         """
         if self.is_closed():
             raise RendezvousClosedError
         while self._store.check([_key(len(self._seen))]):
             self._seen[len(self._seen)] = (-1, 0.0)
-        texts, now = self._store.multi_get([_key(number) for number in self._seen]), time.monotonic()
-        self._records = {number: _read(Record, text) for number, text in zip(self._seen, texts, strict=True)}
+        texts, now = (
+            self._store.multi_get([_key(number) for number in self._seen]),
+            time.monotonic(),
+        )
+        self._records = {
+            number: _read(Record, text) for number, text in zip(self._seen, texts, strict=True)
+        }
         for number, record in self._records.items():
             if record.beats != self._seen[number][0]:
                 self._seen[number] = (record.beats, now)
@@ -90,7 +112,9 @@ class Membership:
         self._store.set("round", _json(round))
 
     def become(self, state: str, round: Round) -> None:
-        """Tell the others that this machine is WAITING, RUNNING or has LEFT, and that `round` was its last."""
+        """Tell the others that this machine is WAITING, RUNNING or has LEFT, and that `round` was
+        its last.
+        """
         with self._lock:
             self._mine = replace(self._mine, state=state, round=round.number)
             self._renew()
@@ -138,5 +162,7 @@ def _read(kind: type, text: bytes) -> Any:
         if not fits or not getattr(item, "name", "").isprintable():  # it is shown in a terminal
             raise ValueError("fields of another kind")
     except (ValueError, TypeError, RecursionError) as error:
-        raise RendezvousStateError(f"no {kind.__name__}: {type(error).__name__}: {error}") from error
+        raise RendezvousStateError(
+            f"no {kind.__name__}: {type(error).__name__}: {error}"
+        ) from error
     return item

@@ -17,10 +17,12 @@ LOOPBACK = "127.0.0.1"
 def address_towards(host: str) -> str:
     """This machine's own address on the route to `host`, a name or an address. Sends nothing.
 
-    Towards an address of the machine itself, it is that address: on 10.0.0.1, address_towards("10.0.0.1") -> "10.0.0.1".
-    Raises OSError if `host` is unknown or there is no route to it.
+    Towards an address of the machine itself, it is that address: on 10.0.0.1,
+    address_towards("10.0.0.1") -> "10.0.0.1". Raises OSError if `host` is unknown or there is no
+    route to it.
     """
-    family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]  # 9: any port
+    # 9: any port.
+    family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
         return probe.getsockname()[0]
@@ -62,20 +64,31 @@ def outward_addresses() -> list[str]:
 
 
 def keep_store(host: str, port: int, patience: timedelta) -> TCPStore:
-    """A new store that listens only at this machine's address `host`; torch's own store listens on all interfaces.
+    """A new store that listens only at this machine's address `host`; torch's own store listens on
+    all interfaces.
 
-    Port 0 means any free port. Within this process, torch finds the store by its port and makes no other.
-    Raises OSError if the address is not this machine's, or the port is taken.
+    Port 0 means any free port. Within this process, torch finds the store by its port and makes no
+    other. Raises OSError if the address is not this machine's, or the port is taken.
     """
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(target, family=family)
     address, port = listener.getsockname()[:2]
     listening = listener.detach()
-    return TCPStore(address, port, is_master=True, multi_tenant=True, timeout=patience, master_listen_fd=listening)
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        multi_tenant=True,
+        timeout=patience,
+        master_listen_fd=listening,
+    )
 
 
-def await_listener(host: str, port: int, patience: float, remind: Callable[[str], None] = lambda what: None) -> None:
-    """Return when something listens at `host`:`port`. If that takes long, `remind` is called once, with the reason.
+def await_listener(
+    host: str, port: int, patience: float, remind: Callable[[str], None] = lambda what: None
+) -> None:
+    """Return when something listens at `host`:`port`. If that takes long, `remind` is called once,
+    with the reason.
 
     torch's own store would wait up to three times its timeout, without a message.
     Raises `Refused` after `patience` seconds, with the reason and what to do.
@@ -96,9 +109,11 @@ def await_listener(host: str, port: int, patience: float, remind: Callable[[str]
 
 
 def bound_silence(port: int, patience: timedelta) -> None:
-    """Set a timeout on this process's connections to a remote `port`: they end if sent data is not acknowledged for so long.
+    """Set a timeout on this process's connections to a remote `port`: they end if sent data is not
+    acknowledged for so long.
 
-    For connections that a library made without a timeout. If a cable is unplugged, Linux itself retries for 15 minutes.
+    For connections that a library made without a timeout. If a cable is unplugged, Linux itself
+    retries for 15 minutes.
     """
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         for connection in psutil.Process().net_connections("tcp"):
@@ -111,10 +126,16 @@ def bound_silence(port: int, patience: timedelta) -> None:
 def trouble(host: str, port: int, error: OSError) -> str:
     """The reason of a failure to connect and what to do, as part of a message."""
     if isinstance(error, socket.gaierror):
-        return f"the name {host} is not known on this machine: give the main machine's address as a number"
+        return (
+            f"the name {host} is not known on this machine: give the main machine's address as a "
+            "number"
+        )
     if isinstance(error, ConnectionRefusedError):
-        return f"{host} is there, but nothing listens on port {port}: start the command there, with the same port"
+        return (
+            f"{host} is there, but nothing listens on port {port}: start the command there, with "
+            "the same port"
+        )
     return (
-        f"{host}:{port} can't be reached ({error.strerror or error}): is that the main machine's address, and does a "
-        "firewall let the port through?"
+        f"{host}:{port} can't be reached ({error.strerror or error}): is that the main machine's "
+        "address, and does a firewall let the port through?"
     )

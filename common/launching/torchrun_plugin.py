@@ -5,14 +5,18 @@ from collections.abc import Callable
 
 
 def backend() -> Callable:
-    """The entry point in pyproject.toml: returns the function that makes the rendezvous handler `machines`."""
-    # A store that outlives the processes keeps the addresses of dead ones, and a late process would connect to these. torch
-    # reads the variable in every launcher; its own c10d rendezvous needs it too.
+    """The entry point in pyproject.toml: returns the function that makes the rendezvous handler
+    `machines`.
+    """
+    # A store that outlives the processes keeps the addresses of dead ones, and a late process would
+    # connect to these. torch reads the variable in every launcher; its own c10d rendezvous needs it
+    # too.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     return _create
 
 
 def _create(parameters):
-    from common.launching.rendezvous import create  # late: it imports the torch module that loads plugins
+    # Late: it imports the torch module that loads plugins.
+    from common.launching.rendezvous import create
 
     return create(parameters)

@@ -1,4 +1,6 @@
-"""What is bent in other people's libraries, in one module for each: the reason, and the version to look at again."""
+"""What is bent in other people's libraries, in one module for each: the reason, and the version to
+look at again.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,8 @@
 """Best model: exports it to `best/`, and restores a damaged `best/` when a run starts.
 
-It is first exported beside `best/`. The next checkpoint records sizes and hashes of its files, and only then it replaces
-`best/`. So `best/` always belongs to the newest checkpoint, and a start can verify it.
+It is first exported beside `best/`. The next checkpoint records sizes and hashes of its files, and
+only then it replaces `best/`. So `best/` always belongs to the newest checkpoint, and a start can
+verify it.
 """
 
 import json
@@ -24,8 +25,8 @@ _NOTHING: dict = {"results": {}, "files": {}}
 class Best:
     """The folder `best/` of one run; used only by the main process.
 
-    `export(model, results=..., folder=...)` exports a model into a folder; `say` logs a line. `run.json` has the fields
-    `recorded` beside the run's identity.
+    `export(model, results=..., folder=...)` exports a model into a folder; `say` logs a line.
+    `run.json` has the fields `recorded` beside the run's identity.
     """
 
     def __init__(
@@ -38,7 +39,8 @@ class Best:
     ):
         self._recorded = recorded
         self.path, self._old = run / "best", run / ".best.old"
-        self._new, self._draft = run / ".best.new", run / ".best.tmp"  # newly exported; chosen for the next checkpoint
+        # Newly exported; chosen for the next checkpoint.
+        self._new, self._draft = run / ".best.new", run / ".best.tmp"
         self._state, self._export, self._say = state, export, say
         self._results: dict | None = None  # of the newly exported model
         self._drafted = False
@@ -52,14 +54,18 @@ class Best:
         remove(self._new)
         try:
             self._export(model, results=as_json(of_exported(results)), folder=self._new)
-            (self._new / RUN_FILE).write_text(json.dumps(made_by(record, self._recorded), indent=2) + "\n")
+            (self._new / RUN_FILE).write_text(
+                json.dumps(made_by(record, self._recorded), indent=2) + "\n"
+            )
         except BaseException:
             remove(self._new)
             raise
         self._results = results
 
     def take(self) -> None:
-        """Let the next checkpoint record the newly exported model, if any. Not while a checkpoint is being written."""
+        """Let the next checkpoint record the newly exported model, if any. Not while a checkpoint
+        is being written.
+        """
         if self._results is not None:
             remove(self._draft)
             self._new.rename(self._draft)
@@ -73,7 +79,9 @@ class Best:
         return self._record
 
     def place(self) -> None:
-        """Replace `best/` by the sealed draft, if there is a new one. The checkpoint that records it has been saved."""
+        """Replace `best/` by the sealed draft, if there is a new one. The checkpoint that records
+        it has been saved.
+        """
         if self._drafted:
             replace_folder(self.path, self._draft)
             self._drafted = False
@@ -81,8 +89,9 @@ class Best:
     def mend(self, found: Checkpoint, progress: Progress) -> None:
         """At a start: make `best/` agree with the checkpoint `found`, or else correct `progress`.
 
-        A damaged `best/` is exported again from the checkpoint of its step; the model then has these weights. If that
-        checkpoint is gone, the best model is lost, and the next evaluation is the best.
+        A damaged `best/` is exported again from the checkpoint of its step; the model then has
+        these weights. If that checkpoint is gone, the best model is lost, and the next evaluation
+        is the best.
         """
         self._record = found.record["best"]
         wrong = self._restore(found) if progress.best else ""
@@ -102,14 +111,16 @@ class Best:
             self.path.rename(aside)
         self._say(
             f"{damage}, and {checkpoint}, from which it was exported, is gone: the best model, "
-            f"{progress.headline(progress.best)}, is lost; best/ will be the best of the evaluations from now on"
+            f"{progress.headline(progress.best)}, is lost; best/ will be the best of the "
+            "evaluations from now on"
         )
         self._record, progress.best = _NOTHING, {}
 
     def _restore(self, found: Checkpoint) -> str:
         """Put the recorded best model, found in or beside `best/`, there. Returns the damage, or ""."""
         wrongs = []
-        of_origin = found.path.parent.parent / "best"  # of the run that this one may branch off from
+        # Of the run that this one may branch off from.
+        of_origin = found.path.parent.parent / "best"
         for place in (self.path, self._draft, self._old, of_origin):
             try:
                 compare(place, self._record["files"])

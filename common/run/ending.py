@@ -2,10 +2,11 @@
 
 A start ends after the last step of the run, or before it:
 
-- A signal, or the end of its launcher, asks a process to stop. Step reports tell all ranks, which save and leave. The run is
-  resumable.
+- A signal, or the end of its launcher, asks a process to stop. Step reports tell all ranks, which
+  save and leave. The run is resumable.
 - The recipe or a flag ends the run by `stop`. All ranks evaluate and save a last time. The run is finished.
-- A process that was asked to stop waits for what may not come. It saves what it can and leaves without the others.
+- A process that was asked to stop waits for what may not come. It saves what it can and leaves
+  without the others.
 """
 
 import contextlib
@@ -21,7 +22,8 @@ from common.launching.exit_codes import END, RESTART, handle_stopping, notice, s
 from common.run.progress import Progress
 from common.run.step_reports import StepReport, find_first_text
 
-GRACE_S = 5.0  # seconds that a wait for data or an evaluation may take once this process was asked to stop
+# Seconds that a wait for data or an evaluation may take once this process was asked to stop.
+GRACE_S = 5.0
 
 
 class Ending:
@@ -76,7 +78,9 @@ class Ending:
 
     @contextlib.contextmanager
     def leavable(self, is_evaluating: bool = False) -> Iterator[None]:
-        """A block that this process leaves if it is asked to stop and the block takes longer than `GRACE_S`."""
+        """A block that this process leaves if it is asked to stop and the block takes longer than
+        `GRACE_S`.
+        """
         self._leavable_since = time.monotonic()
         self.is_evaluating = is_evaluating
         yield
@@ -132,7 +136,9 @@ class Ending:
             self.end_if_agreed(step, progress)
 
     def end_if_agreed(self, step: int, progress: Progress) -> None:
-        """Make `step` the last if all ranks know that the run is to end; called before its evaluation and its checkpoint."""
+        """Make `step` the last if all ranks know that the run is to end; called before its
+        evaluation and its checkpoint.
+        """
         if self._agreed_reason and step < self.last:
             self.last = step
             progress.ended_by = self._agreed_reason

@@ -22,7 +22,9 @@ class EvalBatches:
         loader: of the data set, whose `source` has the images.
     """
 
-    def __init__(self, loader: Any, normalize: Callable[[DeviceBatch], Tensor], accelerator: Accelerator) -> None:
+    def __init__(
+        self, loader: Any, normalize: Callable[[DeviceBatch], Tensor], accelerator: Accelerator
+    ) -> None:
         """`normalize` makes the images [B, 3, H, W] of a batch that is on the device."""
         self.loader = loader
         self.device: torch.device = accelerator.device
@@ -41,9 +43,13 @@ class EvalBatches:
         return len(self.loader)
 
     def describe_broken(self) -> list[str]:
-        """A line for each image of all ranks that could not be read. A collective, to be called after the last batch."""
+        """A line for each image of all ranks that could not be read. A collective, to be called
+        after the last batch.
+        """
         names_by_rank = gather_objects(self._broken)
-        return [f"can't be read, counts as wrong: {name}" for names in names_by_rank for name in names]
+        return [
+            f"can't be read, counts as wrong: {name}" for names in names_by_rank for name in names
+        ]
 
     def autocast(self) -> AbstractContextManager:
         """The precision of the launch, for a forward pass."""

@@ -1,7 +1,9 @@
-"""`--eval_only`: chooses the weights and the part of the data to evaluate, matches their classes by name, writes a report.
+"""`--eval_only`: chooses the weights and the part of the data to evaluate, matches their classes by
+name, writes a report.
 
-The report is a folder, `evaluation/WEIGHTS-PART/` in the run folder of the weights, such as `runs/NAME/evaluation/best-val/`,
-else in `--output_dir`. It is replaced as a whole, so its files belong together:
+The report is a folder, `evaluation/WEIGHTS-PART/` in the run folder of the weights, such as
+`runs/NAME/evaluation/best-val/`, else in `--output_dir`. It is replaced as a whole, so its files
+belong together:
 
     results.json  what was evaluated, and all numbers
     pictures/     those that the recipe draws of an evaluation
@@ -44,7 +46,9 @@ def announce(config: Any, origin: Origin) -> None:
 
 
 def load_weights(model: nn.Module, origin: Origin) -> None:
-    """Load a checkpoint's weights into `model`; an exported model was built with its own, which are checked."""
+    """Load a checkpoint's weights into `model`; an exported model was built with its own, which are
+    checked.
+    """
     if origin.is_alone:
         with all_or_none("loading the weights"):
             load_model(model, Path(origin.path))
@@ -69,15 +73,26 @@ def _recorded(config: Any, origin: Origin) -> dict:
 
 
 def report_folder(config: Any, origin: Origin, val: Source) -> Path:
-    """The folder of the report on `val`: one for each of weights, part of the data, and settings that the run did not have."""
+    """The folder of the report on `val`: one for each of weights, part of the data, and settings
+    that the run did not have.
+    """
     weights = Path(origin.path).absolute()
     run = weights.parent if weights.name == "best" else weights.parent.parent
     is_of_run = bool(origin.run) and (run / "config.yaml").is_file() and os.access(run, os.W_OK)
-    known = origin.config | {"eval_only": config.eval_only, "split": config.split} if is_of_run else {}
+    known = (
+        origin.config | {"eval_only": config.eval_only, "split": config.split} if is_of_run else {}
+    )
     settings = identity(config) | _recorded(config, origin)
-    settings = {key: value for key, value in settings.items() if hasattr(config, key)}  # present names only
-    differing = {key: settings[key] for key in settings if key not in known or settings[key] != known[key]}
-    part = "held_out" if re.search("held.out", val.part) else Path(val.part.removeprefix("split ")).stem
+    # Present names only.
+    settings = {key: value for key, value in settings.items() if hasattr(config, key)}
+    differing = {
+        key: settings[key] for key in settings if key not in known or settings[key] != known[key]
+    }
+    part = (
+        "held_out"
+        if re.search("held.out", val.part)
+        else Path(val.part.removeprefix("split ")).stem
+    )
     leaf = "-".join([_word(weights.name), _word(part)] + [short_hash(differing)] * bool(differing))
     run = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
     return (run if is_of_run else Path(config.output_dir)) / "evaluation" / leaf
@@ -86,8 +101,9 @@ def report_folder(config: Any, origin: Origin, val: Source) -> Path:
 def report(config: Any, origin: Origin, val: Source, results: dict, evaluation: Any) -> None:
     """Print the `results` as one line of JSON, with classes by name; write the report.
 
-    `evaluation` is what the recipe's `evaluate` returned: its `details()` and `draw(pictures)`, if it has them, are written as
-    well. A list in results or details has one value per class of `val`. With --dry_run, nothing is written.
+    `evaluation` is what the recipe's `evaluate` returned: its `details()` and `draw(pictures)`, if
+    it has them, are written as well. A list in results or details has one value per class of `val`.
+    With --dry_run, nothing is written.
     """
     folder = report_folder(config, origin, val)
     draft = folder.with_name(f".{folder.name}.new")
@@ -122,7 +138,10 @@ def report(config: Any, origin: Origin, val: Source, results: dict, evaluation: 
                 launch.say(f"report: {folder}")
             except OSError as error:  # the numbers are not lost with it
                 remove(draft)
-                launch.say(f"no report: {folder} can't be written ({error.strerror}); name another --output_dir")
+                launch.say(
+                    f"no report: {folder} can't be written ({error.strerror}); name another "
+                    "--output_dir"
+                )
     launch.say(json.dumps(as_json({"eval_only": config.eval_only} | printed), allow_nan=False))
 
 

@@ -1,4 +1,5 @@
-"""Run folder: the files of a run, and the lock that lets only one start write them. docs/run_folder.md lists them.
+"""Run folder: the files of a run, and the lock that lets only one start write them.
+docs/run_folder.md lists them.
 
 Only the main process writes. Its lock keeps other starts out; the kernel releases it when the process ends.
 """
@@ -29,7 +30,8 @@ class RunFolder:
         self.fresh = not path.exists()
         try:
             make_folder(path)
-            # lockf, not flock: data workers inherit a flock and would hold it for seconds after a kill.
+            # lockf, not flock: data workers inherit a flock and would hold it for seconds after a
+            # kill.
             self._lock = open(path / ".lock", "ab+", buffering=0, opener=_open_file)
             self._claim()
             self._claimed = os.fstat(self._lock.fileno())
@@ -38,7 +40,8 @@ class RunFolder:
             if self.fresh:
                 remove(path)
             raise Refused(
-                f"--output_dir {path.parent}: {path} can't be written ({error.strerror}); name another folder"
+                f"--output_dir {path.parent}: {path} can't be written ({error.strerror}); name "
+                "another folder"
             ) from None
         self._rows: io.FileIO | None = None
 
@@ -49,7 +52,8 @@ class RunFolder:
             self._lock.seek(0)
             holder = self._lock.read().decode().strip() or "another process"
             raise Refused(
-                f"{self.path} is in use by {holder}: wait for it, stop it, or give this run another --name"
+                f"{self.path} is in use by {holder}: wait for it, stop it, or give this run "
+                "another --name"
             ) from None
         self._lock.truncate(0)
         _append(self._lock, f"process {os.getpid()} on {os.uname().nodename}")
@@ -67,8 +71,9 @@ class RunFolder:
         """Raise `Refused` if the folder is lost."""
         if self.lost:
             raise Refused(
-                f"{self.path} was removed, renamed or replaced while this run was at work in it: nothing more is written; "
-                "put it back, and the same command resumes from the last checkpoint"
+                f"{self.path} was removed, renamed or replaced while this run was at work in it: "
+                "nothing more is written; put it back, and the same command resumes from the "
+                "last checkpoint"
             )
 
     def log(self, text: str) -> None:
@@ -83,12 +88,16 @@ class RunFolder:
         write_json(self.path / name, content)
 
     def status(self, status: str, step: int, cause: str = "") -> None:
-        """Write status.json. `status` is running, finished, resumable or failed; running without a process means killed."""
+        """Write status.json. `status` is running, finished, resumable or failed; running without a
+        process means killed.
+        """
         self.check()
         write_status(self.path, status, step, cause)
 
     def rewind(self, step: int) -> list[dict]:
-        """Remove the rows of metrics.jsonl after `step` and an incomplete last line. Returns the rows that are left."""
+        """Remove the rows of metrics.jsonl after `step` and an incomplete last line. Returns the
+        rows that are left.
+        """
         path = self.path / "metrics.jsonl"
         rows = [row for row in read_rows(path) if row["step"] <= step]
         replace_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
@@ -96,7 +105,9 @@ class RunFolder:
         return rows
 
     def row(self, row: dict) -> None:
-        """Append to metrics.jsonl. Outlives a kill once it returns. Values that are not finite become null."""
+        """Append to metrics.jsonl. Outlives a kill once it returns. Values that are not finite
+        become null.
+        """
         assert self._rows, "rewind comes first"
         _append(self._rows, json.dumps(as_json(row), allow_nan=False) + "\n")
 
@@ -114,7 +125,12 @@ class RunFolder:
 
 def write_status(run: Path, status: str, step: int, cause: str) -> None:
     """Write status.json like `RunFolder.status`, for a rank without a `RunFolder` that fails alone."""
-    content = {"status": status, "step": step, "cause": cause, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    content = {
+        "status": status,
+        "step": step,
+        "cause": cause,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
     write_json(run / "status.json", content)
 
 
@@ -139,18 +155,22 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise Refused(
-            f"{path} can't be written ({getattr(error, 'strerror', None) or error}): make room, and the same command "
-            "resumes from the last checkpoint, or name another --output_dir"
+            f"{path} can't be written ({getattr(error, 'strerror', None) or error}): make room, "
+            "and the same command resumes from the last checkpoint, or name another --output_dir"
         ) from error
 
 
 def _open_file(path: str, flags: int) -> int:
-    """Opener for `open` that does not follow links that somebody else created, and does not wait for a FIFO."""
+    """Opener for `open` that does not follow links that somebody else created, and does not wait
+    for a FIFO.
+    """
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def _append(file: io.FileIO, text: str) -> None:
-    """Write all or nothing, unbuffered: buffered text is lost in a kill, and on a full disk raises again at close."""
+    """Write all or nothing, unbuffered: buffered text is lost in a kill, and on a full disk raises
+    again at close.
+    """
     data, before = text.encode(), os.fstat(file.fileno()).st_size
     if file.write(data) != len(data):
         file.truncate(before)
@@ -158,7 +178,9 @@ def _append(file: io.FileIO, text: str) -> None:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl up to the first incomplete line, which a power loss may leave at the end."""
+    """The rows of a metrics.jsonl up to the first incomplete line, which a power loss may leave at
+    the end.
+    """
     rows: list[dict] = []
     if not path.exists():
         return rows

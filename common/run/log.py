@@ -1,4 +1,5 @@
-"""Log of a run: lines go to the terminal and log.txt, rows to metrics.jsonl and the dashboard; a bar shows the progress.
+"""Log of a run: lines go to the terminal and log.txt, rows to metrics.jsonl and the dashboard; a
+bar shows the progress.
 
 Only the main process writes; on the others, a `RunLog` does nothing.
 """
@@ -47,7 +48,9 @@ class RunLog:
         self.say(*(f"  {name:<{width}}  {value}" for name, value in rows.items()))
 
     def open(self, tracker: Tracker, done: int, total: int) -> None:
-        """Start the bar, for a run of `total` steps of which `done` are done. The dashboard starts after the first step."""
+        """Start the bar, for a run of `total` steps of which `done` are done. The dashboard starts
+        after the first step.
+        """
         self._tracker, self._total = tracker, total
         hidden = not (self._folder and sys.stderr.isatty())
         self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, disable=hidden)
@@ -59,7 +62,9 @@ class RunLog:
         self._bar.update(step - self._bar.n)
 
     def note(self, step: int, values: dict[str, float]) -> None:
-        """Add values to the row of `step`. A row is written when a later step's row begins, so that no step has two rows."""
+        """Add values to the row of `step`. A row is written when a later step's row begins, so that
+        no step has two rows.
+        """
         if self._row and self._row["step"] != step:
             self.flush()
         self._row = {"step": step} | self._row | values
@@ -67,7 +72,8 @@ class RunLog:
     def flush(self) -> None:
         """Write the present row."""
         row, self._row = self._row, {}
-        if not row or not self._folder or self._folder.lost:  # then neither rows nor the dashboard's files
+        # Then neither rows nor the dashboard's files.
+        if not row or not self._folder or self._folder.lost:
             return
         if not self.failed:  # no gap in the rows
             try:
@@ -75,7 +81,9 @@ class RunLog:
             except OSError as error:
                 self._failure = error
         if self._tracker:
-            self._tracker.log(row["step"], {key: value for key, value in row.items() if key != "step"})
+            self._tracker.log(
+                row["step"], {key: value for key, value in row.items() if key != "step"}
+            )
         self._show(row)
 
     @property
@@ -90,15 +98,22 @@ class RunLog:
 
     def summary(self, values: dict) -> None:
         """Write summary.json, and show the best and the last results on the dashboard."""
-        if self._folder:  # also when a finished run starts again: it may have been killed before this
+        # Also when a finished run starts again: it may have been killed before this.
+        if self._folder:
             self._folder.write("summary.json", values)
         if self._tracker:
             self._tracker.summary(
-                {f"{part}/{key}": value for part in ("best", "last") for key, value in values[part].items()}
+                {
+                    f"{part}/{key}": value
+                    for part in ("best", "last")
+                    for key, value in values[part].items()
+                }
             )
 
     def close(self, exit_code: int, patience: float) -> str:
-        """Stop the bar and the dashboard, for which it waits up to `patience` seconds. Returns where the dashboard is."""
+        """Stop the bar and the dashboard, for which it waits up to `patience` seconds. Returns
+        where the dashboard is.
+        """
         self._bar.close()
         if not self._tracker:
             return ""
@@ -111,7 +126,9 @@ class RunLog:
             self._tracker.images(step, pictures)
 
     def _show(self, row: dict) -> None:
-        parts = [f"{name} {value:.4g}" for name, value in self._figures(row).items() if value is not None]
+        parts = [
+            f"{name} {value:.4g}" for name, value in self._figures(row).items() if value is not None
+        ]
         self._bar.set_postfix_str(", ".join(parts))
         now = time.perf_counter()
         step = row["step"]
@@ -136,7 +153,9 @@ class RunLog:
         return figures
 
     def _left(self, now: float, step: int) -> str:
-        """The remaining time at the pace since the first row. Earlier steps would mislead: they include start-up."""
+        """The remaining time at the pace since the first row. Earlier steps would mislead: they
+        include start-up.
+        """
         if self._pace_from is None:
             self._pace_from = now, step
             return ""

@@ -1,4 +1,5 @@
-"""Search for the micro-batch that fits into memory: by a trial before the first step, and by halving after a failure.
+"""Search for the micro-batch that fits into memory: by a trial before the first step, and by
+halving after a failure.
 
 The size does not change the training, except with `--batch_norm local`.
 """
@@ -25,12 +26,15 @@ from common.training.warm_up import first_line, is_out_of_memory, warm_up
 _FILE = "micro_batch.json"
 
 
-def fit(plan: BatchPlan, training: TrainingStep, say: Callable[[str], None]) -> tuple[BatchPlan, str]:
-    """Halve the micro-batches of `plan` until a forward and backward pass of the largest fits on every rank. A collective.
+def fit(
+    plan: BatchPlan, training: TrainingStep, say: Callable[[str], None]
+) -> tuple[BatchPlan, str]:
+    """Halve the micro-batches of `plan` until a forward and backward pass of the largest fits on
+    every rank. A collective.
 
-    Returns that plan, and a text for people: "1.2 of 16 GiB at the peak of a step", of the rank with the smallest reserve, ""
-    on the CPU. During a trial, as much memory is held as the model's gradients and Adam's moments will take. Raises `Refused`
-    if no size fits.
+    Returns that plan, and a text for people: "1.2 of 16 GiB at the peak of a step", of the rank
+    with the smallest reserve, "" on the CPU. During a trial, as much memory is held as the model's
+    gradients and Adam's moments will take. Raises `Refused` if no size fits.
     """
     while True:
         size = plan.micro_batch_sizes[0]
@@ -39,31 +43,43 @@ def fit(plan: BatchPlan, training: TrainingStep, say: Callable[[str], None]) -> 
         failures, peaks, rooms = zip(*gather_objects(mine), strict=True)
         if not any(failures):
             peak, room = max(zip(peaks, rooms, strict=True), key=lambda taken: taken[0] / taken[1])
-            return plan, f"{peak / 2**30:.3g} of {room / 2**30:.3g} GiB at the peak of a step" if peak else ""
+            return (
+                plan,
+                f"{peak / 2**30:.3g} of {room / 2**30:.3g} GiB at the peak of a step"
+                if peak
+                else "",
+            )
         plan = halve(plan, "; " + shorten(next(filter(None, failures)), 100, placeholder=" ..."))
         say(f"micro-batches of {size} do not fit into memory: {plan}")
 
 
 def halve(plan: BatchPlan, why: str = "") -> BatchPlan:
-    """The same global batch in micro-batches of at most half the size. Raises `Refused`, with `why`, where none is smaller."""
+    """The same global batch in micro-batches of at most half the size. Raises `Refused`, with
+    `why`, where none is smaller.
+    """
     size = plan.micro_batch_sizes[0]
     if plan.undivided_for:
         raise Refused(
-            f"the {size} samples that {plan.undivided_for} needs at once do not fit into memory: take --batch_norm group, a "
-            f"smaller model or smaller images, more processes, or a bf16 file of accelerate_configs/{why}"
+            f"the {size} samples that {plan.undivided_for} needs at once do not fit into memory: "
+            "take --batch_norm group, a smaller model or smaller images, more processes, or a "
+            f"bf16 file of accelerate_configs/{why}"
         )
     if size == plan.unit:
         raise Refused(
-            f"not even micro-batches of {size} fit into memory: take a smaller model or smaller images, a bf16 file of "
-            "accelerate_configs/ (fsdp_bf16.yaml: shards of the model), or --grad_checkpointing where the recipe has "
-            f"it{why}"
+            f"not even micro-batches of {size} fit into memory: take a smaller model or smaller "
+            "images, a bf16 file of accelerate_configs/ (fsdp_bf16.yaml: shards of the model), "
+            f"or --grad_checkpointing where the recipe has it{why}"
         )
-    return dataclasses.replace(plan, max_micro_batch_size=max(plan.unit, size // 2 // plan.unit * plan.unit))
+    return dataclasses.replace(
+        plan, max_micro_batch_size=max(plan.unit, size // 2 // plan.unit * plan.unit)
+    )
 
 
 def save_limit(run: Path, plan: BatchPlan, device: torch.device) -> None:
     """Record in the run folder that devices of this kind take at most the micro-batches of `plan`."""
-    write_json(run / _FILE, read_json(run / _FILE) | {devices.name(device): plan.max_micro_batch_size})
+    write_json(
+        run / _FILE, read_json(run / _FILE) | {devices.name(device): plan.max_micro_batch_size}
+    )
 
 
 def load_limit(run: Path, device: torch.device) -> int | None:
@@ -80,14 +96,21 @@ def _tried(plan: BatchPlan, training: TrainingStep) -> tuple[str, int, int]:
     if is_known:
         torch.accelerator.reset_peak_memory_stats()
     try:
-        # The warm-up's copy of the weights counts as one of Adam's moments. DDP's buckets lie beside accumulated gradients.
+        # The warm-up's copy of the weights counts as one of Adam's moments. DDP's buckets lie
+        # beside accumulated gradients.
         copies = 1 + (plan.world_size > 1 and plan.micro_steps > 1 and not is_sharded(model))
         held = [torch.empty_like(parameter) for parameter in parameters for _ in range(copies)]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # of earlier micro-batches
         warm_up(model, model, partial(training.attempt, model, plan))
-        # An optimizer step has no activations, but gradients, both of Adam's moments, and a copy for the size of the update.
-        held += [torch.empty_like(each) for each in parameters if not isinstance(each, DTensor) for _ in range(3)]
+        # An optimizer step has no activations, but gradients, both of Adam's moments, and a copy
+        # for the size of the update.
+        held += [
+            torch.empty_like(each)
+            for each in parameters
+            if not isinstance(each, DTensor)
+            for _ in range(3)
+        ]
         del held
         if is_known:
             taken, room = torch.accelerator.max_memory_allocated(), devices.memory()[1]

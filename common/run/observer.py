@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class Observer:
     """`Run(config, observer)` calls these methods on every rank; here they do nothing.
 
-    An exception that one of them raises ends the run as any other does, so all ranks must raise it in the same step.
+    An exception that one of them raises ends the run as any other does, so all ranks must raise it
+    in the same step.
     """
 
     def on_prepare(
@@ -31,7 +32,11 @@ class Observer:
         """A micro-batch of `step` is on the device, before its forward pass. The first step is 1."""
 
     def on_end_step(self, run: "Run", step: int) -> None:
-        """This rank has made `step` of `run`; its evaluation and its checkpoint, where they are due, come next."""
+        """This rank has made `step` of `run`; its evaluation and its checkpoint, where they are
+        due, come next.
+        """
 
     def on_report(self, report: StepReport) -> None:
-        """The result of a step over all ranks is known and recorded. That is up to two steps after the step itself."""
+        """The result of a step over all ranks is known and recorded. That is up to two steps after
+        the step itself.
+        """

@@ -1,7 +1,7 @@
 """Past run: the contents of a run folder, whatever became of the run.
 
-A killed run lacks files, and a folder may be copied from elsewhere. So each file is read by itself, and a missing or
-damaged one is empty.
+A killed run lacks files, and a folder may be copied from elsewhere. So each file is read by itself,
+and a missing or damaged one is empty.
 """
 
 import re
@@ -59,7 +59,8 @@ class PastRun:
     @cached_property
     def results(self) -> dict[str, Any]:
         """The results of the best model, see `of_exported`; results of classes by name."""
-        return of_exported(read_json(self.path / "best" / "results.json", MEDIUM))  # with a line for each class
+        # With a line for each class.
+        return of_exported(read_json(self.path / "best" / "results.json", MEDIUM))
 
     @property
     def leading(self) -> str:
@@ -69,7 +70,9 @@ class PastRun:
     def evaluation(self, which: str) -> dict[str, float | None]:
         """The results of the `best` or the `last` evaluation, numbers only, see `of_exported`."""
         results = self._recorded(which)
-        return of_exported({key: finite(value) for key, value in results.items() if key.startswith("eval/")})
+        return of_exported(
+            {key: finite(value) for key, value in results.items() if key.startswith("eval/")}
+        )
 
     def step_of(self, which: str) -> int:
         """The step of the `best` or the `last` evaluation; 0 if there is none."""
@@ -100,7 +103,11 @@ class PastRun:
         """The command that makes the same run again in another folder, from its complete configuration."""
         typed, launch = (str(self.environment.get(key) or "") for key in ("command", "launch"))
         recipe = str(self.environment.get("recipe") or "recipes/cls.py")
-        before = launch.removesuffix(typed) if typed and launch.endswith(typed) else "accelerate launch"
+        before = (
+            launch.removesuffix(typed) if typed and launch.endswith(typed) else "accelerate launch"
+        )
         # The words are quoted again: in a stranger's file they may hold a second command.
         config = str(self.path / "config.yaml")
-        return shlex.join([*before.split(), recipe, "--config", config, "--name", f"{self.name}-again"])
+        return shlex.join(
+            [*before.split(), recipe, "--config", config, "--name", f"{self.name}-again"]
+        )

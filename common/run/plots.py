@@ -24,7 +24,14 @@ if TYPE_CHECKING:  # importing Matplotlib takes 0.4 s; it is done for the first 
 
 
 # Okabe and Ito, "Color Universal Design" (2008): distinguishable with any kind of colour vision.
-BLUE, ORANGE, GREEN, INK, GREY, PALE = "#0072B2", "#D55E00", "#009E73", "#222222", "#707070", "#E4E4E4"
+BLUE, ORANGE, GREEN, INK, GREY, PALE = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#222222",
+    "#707070",
+    "#E4E4E4",
+)
 NUMBERED_CLASSES = 20  # up to so many classes, cells of the confusion matrix show their counts
 NAMED_CLASSES = 50  # up to so many classes, its rows and columns have names
 # Fonts with Chinese, Japanese and Korean letters. The first that is installed is used.
@@ -36,8 +43,9 @@ SMOOTHED_POINTS = 300  # a longer line is drawn pale, under its mean over window
 def curves(folder: Path, path: Path | None = None) -> None:
     """Draw the curves of a run folder: the loss and its parts, the leading metric and the learning rate.
 
-    summary.json says which metric leads and which step `best/` is of. Missing keys and values that are not finite are
-    skipped. `path` is that of the PNG file (default: `pictures/curves.png` in the folder).
+    summary.json says which metric leads and which step `best/` is of. Missing keys and values that
+    are not finite are skipped. `path` is that of the PNG file (default: `pictures/curves.png` in
+    the folder).
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -57,7 +65,9 @@ def curves(folder: Path, path: Path | None = None) -> None:
         headline += f": best/ is of step {best.step:,}, {display_name(leading)} {best.text}"
     title(figure.suptitle, headline)
     _label_axes(loss, "loss")
-    _label_axes(quality, f"{display_name(metric)} (%)" if is_share(metric) else display_name(metric))
+    _label_axes(
+        quality, f"{display_name(metric)} (%)" if is_share(metric) else display_name(metric)
+    )
     _label_axes(rate, "learning rate")
     rate.set_ylim(bottom=0)
     rate.set_xlabel("step")
@@ -75,7 +85,9 @@ class _Best(NamedTuple):
 
 
 def _first_share(rows: list[dict]) -> str:
-    """The first result of an evaluation that is a share; "" if there is none. It leads where no summary says what does."""
+    """The first result of an evaluation that is a share; "" if there is none. It leads where no
+    summary says what does.
+    """
     for row in rows:
         for key in row:
             if key.startswith("eval/") and is_share(key):
@@ -102,15 +114,21 @@ def _mark_best(best: _Best, loss: "Axes", quality: "Axes") -> None:
     for axes in (loss, quality):
         axes.axvline(best.step, color=GREY, linewidth=0.9, linestyle=":", zorder=0)
     label = f"best/ (step {best.step:,})"
-    quality.plot(best.step, best.height, "o", color=INK, fillstyle="none", markersize=9, label=label)
+    quality.plot(
+        best.step, best.height, "o", color=INK, fillstyle="none", markersize=9, label=label
+    )
 
 
 def _draw_losses(axes: "Axes", rows: list[dict]) -> None:
-    """Draw the losses of training and of evaluations, and the parts that training logs as `train/loss_NAME`."""
+    """Draw the losses of training and of evaluations, and the parts that training logs as
+    `train/loss_NAME`.
+    """
     _line(axes, rows, "train/loss", "training", BLUE)
     _line(axes, rows, "eval/loss", "evaluation", ORANGE)
     _line(axes, rows, "eval/ema_loss", f"evaluation{_OF_EMA}", GREEN)
-    parts = dict.fromkeys(key for row in rows for key in row if re.fullmatch("train/loss_(?!scale$).*", key))
+    parts = dict.fromkeys(
+        key for row in rows for key in row if re.fullmatch("train/loss_(?!scale$).*", key)
+    )
     for i, key in enumerate(parts):
         _line(axes, rows, key, key.removeprefix("train/loss_"), f"C{i}", style=":")
 
@@ -130,16 +148,19 @@ def _label_axes(axes: "Axes", label: str) -> None:
     axes.grid(color=PALE, linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     if not axes.lines:
-        axes.text(0.5, 0.5, "nothing yet", color=GREY, ha="center", va="center", transform=axes.transAxes)
+        axes.text(
+            0.5, 0.5, "nothing yet", color=GREY, ha="center", va="center", transform=axes.transAxes
+        )
     elif axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)
 
 
 def confusion(matrix: Any, class_names: Sequence[str], path: Path, headline: str = "") -> None:
-    """Draws a confusion matrix, int[classes, classes] with true classes as rows. The colour is the share of the row.
+    """Draws a confusion matrix, int[classes, classes] with true classes as rows. The colour is the
+    share of the row.
 
-    One more row and column than names stands for the background: detections of nothing, and objects that were not found.
-    `headline` replaces the accuracy in the title.
+    One more row and column than names stands for the background: detections of nothing, and objects
+    that were not found. `headline` replaces the accuracy in the title.
     """
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
@@ -150,35 +171,53 @@ def confusion(matrix: Any, class_names: Sequence[str], path: Path, headline: str
     side = min(max(4.6, 2.2 + 0.42 * classes), 9.5)
     figure = new_figure(side + 1.1, side + 0.6)
     axes = figure.subplots()
-    colours = LinearSegmentedColormap.from_list("paper to blue", ["white", "#9CC9E3", BLUE, "#00304F"])
+    colours = LinearSegmentedColormap.from_list(
+        "paper to blue", ["white", "#9CC9E3", BLUE, "#00304F"]
+    )
     # With many classes, errors are spread thinly; a square root makes them visible.
     picture = axes.imshow(shares, cmap=colours, norm=PowerNorm(1 if numbered else 0.5, 0, 100))
-    bar = figure.colorbar(picture, ax=axes, shrink=0.7, aspect=30, pad=0.02, label="share of the true class (%)")
+    bar = figure.colorbar(
+        picture, ax=axes, shrink=0.7, aspect=30, pad=0.02, label="share of the true class (%)"
+    )
     bar.outline.set_visible(False)
     axes.set(xlabel="predicted", ylabel="true")
     axes.spines[:].set_color(PALE)
     if named:
         names, size = [short(name, 18) for name in class_names], 10 if numbered else 7
         upright = max(map(len, names)) <= 30 // classes + 1
-        axes.set_xticks(range(classes), names, rotation=0 if upright else 90, fontsize=size, parse_math=False)
+        axes.set_xticks(
+            range(classes), names, rotation=0 if upright else 90, fontsize=size, parse_math=False
+        )
         axes.set_yticks(range(classes), names, fontsize=size, parse_math=False)
         axes.tick_params(length=0)
     if numbered:
         for row, column in np.argwhere(counts > 0):
             colour = "white" if shares[row, column] > 55 else INK
             number = f"{counts[row, column]:,}"
-            axes.text(column, row, number, color=colour, ha="center", va="center", fontsize=9 if classes <= 12 else 7)
+            axes.text(
+                column,
+                row,
+                number,
+                color=colour,
+                ha="center",
+                va="center",
+                fontsize=9 if classes <= 12 else 7,
+            )
     else:
         text = _most_confused(counts, class_names)
         figure.text(0.5, -0.01, text, va="top", ha="center", fontsize=9, parse_math=False)
     right, images = np.trace(counts), counts.sum()
-    headline = headline or f"{right:,} of {images:,} right" + (f" ({100 * right / images:.2f} %)" if images else "")
+    headline = headline or f"{right:,} of {images:,} right" + (
+        f" ({100 * right / images:.2f} %)" if images else ""
+    )
     title(axes.set_title, f"{evaluation_of(path)}: {headline}")
     save(figure, path)
 
 
 def attempt(path: Path, say: Callable[[str], None], function: Callable, *arguments) -> bool:
-    """Draw `path` by `function(*arguments, path)`. False if that failed, which is logged: a picture is not worth a run."""
+    """Draw `path` by `function(*arguments, path)`. False if that failed, which is logged: a picture
+    is not worth a run.
+    """
     try:
         function(*arguments, path)
     except Exception as error:
@@ -217,7 +256,9 @@ def evaluation_of(path: Path) -> str:
 
 
 def breadth(text: str) -> float:
-    """Width of a text in average Latin letters; Chinese, Japanese and Korean letters are nearly twice as wide."""
+    """Width of a text in average Latin letters; Chinese, Japanese and Korean letters are nearly
+    twice as wide.
+    """
     return sum(1.75 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
@@ -246,8 +287,11 @@ def sheet(cells: Sequence[Cell], headline: str, path: Path) -> None:
         smooth = "nearest" if half < 50 else "antialiased"
         extent = (-0.5, width - 0.5, height - 0.5, -0.5)
         axes.imshow(cell.pixels[::every, ::every], cmap="gray", interpolation=smooth, extent=extent)
-        axes.set(xlim=(across - half, across + half), ylim=(down + half, down - half))  # squares: captions line up
-        mark(axes, [(corners, short(text, 14), colour) for corners, text, colour in cell.boxes], 5.5)
+        # Squares: captions line up.
+        axes.set(xlim=(across - half, across + half), ylim=(down + half, down - half))
+        mark(
+            axes, [(corners, short(text, 14), colour) for corners, text, colour in cell.boxes], 5.5
+        )
         axes.set_title(cell.caption, fontsize=9, color=INK, parse_math=False)
         name = short(cell.footnote, 32, path=True)
         below = {"ha": "center", "va": "top", "transform": axes.transAxes}
@@ -265,25 +309,48 @@ def mark(axes: "Axes", boxes: Iterable[tuple[Sequence[float], str, str]], size: 
         place = (left - 0.5, top - 0.5), right - left, bottom - top
         axes.add_patch(Rectangle(*place, fill=False, edgecolor=colour, linewidth=size / 4.5))
         ground = {"facecolor": colour, "edgecolor": "none", "boxstyle": "square,pad=0.15"}
-        above = "bottom" if top - high > 0.07 * (low - high) else "top"  # inside its box at the upper edge
-        axes.text(left, top, text, size=size, color="white", va=above, bbox=ground, clip_on=True, parse_math=False)
+        # Inside its box at the upper edge.
+        above = "bottom" if top - high > 0.07 * (low - high) else "top"
+        axes.text(
+            left,
+            top,
+            text,
+            size=size,
+            color="white",
+            va=above,
+            bbox=ground,
+            clip_on=True,
+            parse_math=False,
+        )
 
 
-def first_batch(parts: Iterable[tuple["Tensor", list]], size: int, normalization: Mapping, path: Path) -> None:
+def first_batch(
+    parts: Iterable[tuple["Tensor", list]], size: int, normalization: Mapping, path: Path
+) -> None:
     """Draw samples of the first global batch of `size` as the model gets them, with their labels or boxes.
 
-    `parts` are of images [B, 3, H, W] and `Samples.shown` of them; for `normalization` see `to_pixels`. The title has the
-    mean and the spread of the model's input, which are around 0 and 1 if it is normalised.
+    `parts` are of images [B, 3, H, W] and `Samples.shown` of them; for `normalization` see
+    `to_pixels`. The title has the mean and the spread of the model's input, which are around 0 and
+    1 if it is normalised.
     """
     cells, values = [], []
     for images, shown in parts:
         values.append(images.cpu().numpy().ravel())
-        for image, (caption, name, boxes) in zip(to_pixels(images, normalization), shown, strict=True):
+        for image, (caption, name, boxes) in zip(
+            to_pixels(images, normalization), shown, strict=True
+        ):
             caption = "\n".join(short(line, 21) for line in caption.splitlines())
-            cells.append(Cell(image, caption, name, [(corners, label, ORANGE) for corners, label in boxes]))
+            cells.append(
+                Cell(image, caption, name, [(corners, label, ORANGE) for corners, label in boxes])
+            )
     flat = np.concatenate(values)
     spread = f"mean {flat.mean():.2f}, standard deviation {flat.std():.2f}"
-    sheet(cells, f"{run_of(path)}: {len(cells)} of the first {size:,} samples as the model sees them ({spread})", path)
+    sheet(
+        cells,
+        f"{run_of(path)}: {len(cells)} of the first {size:,} samples as the model sees them "
+        f"({spread})",
+        path,
+    )
 
 
 def to_pixels(images: "Tensor", normalization: Mapping) -> np.ndarray:
@@ -311,7 +378,9 @@ def arrow(name: str, other: str) -> str:
 
 
 def short(name: Any, limit: int, path: bool = False) -> str:
-    """A name in one line, shortened to the width of `limit` letters: both ends of a name, the end of a path."""
+    """A name in one line, shortened to the width of `limit` letters: both ends of a name, the end
+    of a path.
+    """
     name = " ".join(str(name).split())
     head, tail = ("", name) if path else (name[: len(name) // 2], name[len(name) // 2 :])
     while breadth(head + tail) > limit - (head + tail != name):
@@ -332,7 +401,10 @@ def new_figure(width: float, height: float) -> "Figure":
     from matplotlib.figure import Figure
 
     installed = {*font_manager.get_font_names()}
-    rcParams["font.family"] = ["DejaVu Sans", *[name for name in WIDE_FONTS if name in installed][:1]]
+    rcParams["font.family"] = [
+        "DejaVu Sans",
+        *[name for name in WIDE_FONTS if name in installed][:1],
+    ]
     return Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
 
 
@@ -350,7 +422,13 @@ def save(figure: "Figure", path: Path) -> None:
 
 
 def _line(
-    axes: "Axes", rows: list[dict], key: str, label: str, colour: str, scale: float = 1, style: str = "-"
+    axes: "Axes",
+    rows: list[dict],
+    key: str,
+    label: str,
+    colour: str,
+    scale: float = 1,
+    style: str = "-",
 ) -> None:
     """Draws `key` of the rows over their steps; a long line pale, under its mean over windows."""
     points = [(row["step"], row[key] * scale) for row in rows if finite(row.get(key)) is not None]
@@ -361,7 +439,15 @@ def _line(
         axes.plot(*data.T, color=colour, alpha=0.25, linewidth=0.8)
         data = np.array([window.mean(0) for window in np.array_split(data, SMOOTHED_POINTS // 3)])
     marker = "o" if len(data) <= 30 else None
-    axes.plot(*data.T, color=colour, label=label, linewidth=1.8, linestyle=style, marker=marker, markersize=4)
+    axes.plot(
+        *data.T,
+        color=colour,
+        label=label,
+        linewidth=1.8,
+        linestyle=style,
+        marker=marker,
+        markersize=4,
+    )
 
 
 def finite(value: Any) -> float | None:
@@ -372,6 +458,15 @@ def finite(value: Any) -> float | None:
 def _most_confused(counts: np.ndarray, class_names: Sequence[str], limit: int = 6) -> str:
     wrong = counts - np.diag(np.diag(counts))
     order = np.argsort(-wrong, axis=None, kind="stable")[:limit]
-    pairs = [(*np.unravel_index(flat, wrong.shape), wrong.flat[flat]) for flat in order if wrong.flat[flat]]
-    named = [f"{short(class_names[row], 30)} → {short(class_names[column], 30)}: {n:,}" for row, column, n in pairs]
-    return "\n".join(["most often confused (true → predicted)", *named] if named else ["no confusions"])
+    pairs = [
+        (*np.unravel_index(flat, wrong.shape), wrong.flat[flat])
+        for flat in order
+        if wrong.flat[flat]
+    ]
+    named = [
+        f"{short(class_names[row], 30)} → {short(class_names[column], 30)}: {n:,}"
+        for row, column, n in pairs
+    ]
+    return "\n".join(
+        ["most often confused (true → predicted)", *named] if named else ["no confusions"]
+    )

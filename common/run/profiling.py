@@ -13,24 +13,32 @@ from common.errors import Refused
 
 
 class Profile:
-    """Records the `steps` of --profile, "10-14" counted from 1, on every rank into `profile/` of the run folder `run`.
+    """Records the `steps` of --profile, "10-14" counted from 1, on every rank into `profile/` of
+    the run folder `run`.
 
-    `done` are the steps that earlier starts have made. Without `steps` it does nothing. Raises `Refused` if a run of
-    `total_steps` ends before the last of them.
+    `done` are the steps that earlier starts have made. Without `steps` it does nothing. Raises
+    `Refused` if a run of `total_steps` ends before the last of them.
     """
 
-    def __init__(self, steps: str, done: int, total_steps: int, run: Path, say: Callable[[str], None]):
+    def __init__(
+        self, steps: str, done: int, total_steps: int, run: Path, say: Callable[[str], None]
+    ):
         first, self._last = steps_between(steps) or (0, 0)
         self._folder, self._say, self._failed = run / "profile", say, False
         self._first = max(first, done + 1)
         self._profiler: profile | None = None
         if self._last > total_steps:
-            raise Refused(f"--profile {steps}: the run ends with step {total_steps}; name steps up to that one")
+            raise Refused(
+                f"--profile {steps}: the run ends with step {total_steps}; name steps up to that "
+                "one"
+            )
         if steps and done >= self._last:
             say(f"--profile {steps}: {done} steps were made before this start; name later ones")
         elif steps:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports that there is no GPU
-            waiting = schedule(wait=self._first - done - 1, warmup=1, active=self._last - self._first + 1, repeat=1)
+            waiting = schedule(
+                wait=self._first - done - 1, warmup=1, active=self._last - self._first + 1, repeat=1
+            )
             self._profiler = profile(schedule=waiting, on_trace_ready=self._write)
             self._profiler.start()
 
@@ -47,7 +55,10 @@ class Profile:
         self._profiler.stop()
         self._profiler = None
         if step >= self._first and not self._failed:
-            where = self._folder / f"steps_{self._first}-{self._last}_rank{'*' if world_size() > 1 else 0}.json.gz"
+            where = (
+                self._folder
+                / f"steps_{self._first}-{self._last}_rank{'*' if world_size() > 1 else 0}.json.gz"
+            )
             self._say(f"profile: {where} opens in ui.perfetto.dev or chrome://tracing")
 
     def _write(self, profiler: profile) -> None:

@@ -10,8 +10,9 @@ from common.config.fields import RunConfig
 from common.errors import Refused
 from common.run.step_reports import StepReport
 
-# A run is also shown without its recipe (tools.report, tools.compare), and a recipe of one's own registers nothing. So how a
-# result is read follows from its name alone, by these tables: names that are not in them are shown as they are.
+# A run is also shown without its recipe (tools.report, tools.compare), and a recipe of one's own
+# registers nothing. So how a result is read follows from its name alone, by these tables: names
+# that are not in them are shown as they are.
 _NAMES = {
     "ece": "calibration error (ECE)",
     "top1": "top-1",
@@ -25,15 +26,19 @@ _NAMES = {
 _SHARES = re.compile(
     r"top\d+|f1(_macro)?|((mean_class|verification)_)?accuracy|exact_match|precision|recall(_at_1)?|ece|m?AP.*|AR.*"
 )
-_CLASS_RESULTS = {"AP": "AP", "f1": "F1"}  # a result of an evaluation -> what `per_class` then is; else accuracy
-_LOWER = {"loss", "ece", "error", "nll", "brier", "perplexity", "mae", "mse", "rmse"}  # are better if they are lower
+# A result of an evaluation -> what `per_class` then is; else accuracy.
+_CLASS_RESULTS = {"AP": "AP", "f1": "F1"}
+# Are better if they are lower.
+_LOWER = {"loss", "ece", "error", "nll", "brier", "perplexity", "mae", "mse", "rmse"}
 
 MOST_NAMED = 10_000  # a checkpoint keeps no more names of broken images
 _WINDOW = 1_000  # samples of the stream over which at least the share of broken images is computed
 
 
 def display_name(key: str) -> str:
-    """The display name of a result: eval/top5 -> top-5, eval/ema_loss -> loss (EMA), raw_loss -> loss (without EMA)."""
+    """The display name of a result: eval/top5 -> top-5, eval/ema_loss -> loss (EMA), raw_loss ->
+    loss (without EMA).
+    """
     name = key.removeprefix("eval/")
     metric = metric_of(key)
     title = _NAMES.get(metric, metric)
@@ -63,7 +68,8 @@ def _signed(value: float | None, sign: int) -> float:
 
 
 def get_shown_metrics(leading: str) -> tuple[str, str]:
-    """The results that lines and curves show beside the loss, for the `leading` one: that, and its value at an IoU of 0.5.
+    """The results that lines and curves show beside the loss, for the `leading` one: that, and its
+    value at an IoU of 0.5.
 
     Most evaluations have no result of the second name, such as AP50.
     """
@@ -82,11 +88,13 @@ def class_result_name(results: Mapping[str, Any]) -> str:
 def of_exported(results: Mapping[str, Any]) -> dict[str, Any]:
     """Results of an evaluation under plain names, the exported weights' (`best/`) first.
 
-    With a moving average, the average is exported; results of the weights that it averages follow as `raw_...`:
-    {"eval/loss": 0.97, "eval/ema_loss": 0.94} -> {"loss": 0.94, "raw_loss": 0.97}
+    With a moving average, the average is exported; results of the weights that it averages follow
+    as `raw_...`: {"eval/loss": 0.97, "eval/ema_loss": 0.94} -> {"loss": 0.94, "raw_loss": 0.97}
     """
     plain = {key.removeprefix("eval/"): value for key, value in results.items()}
-    averaged = {key.removeprefix("ema_"): value for key, value in plain.items() if key.startswith("ema_")}
+    averaged = {
+        key.removeprefix("ema_"): value for key, value in plain.items() if key.startswith("ema_")
+    }
     if not averaged:
         return plain
     raw = {f"raw_{key}": value for key, value in plain.items() if not key.startswith("ema_")}
@@ -101,7 +109,8 @@ class Progress:
     seconds: float = 0.0  # of training: without start-up, evaluation and checkpoints
     skipped: int = 0  # steps that were skipped after an fp16 overflow
     broken: int = 0  # draws of training images that could not be read
-    broken_names: list = field(default_factory=list)  # which images these were, each once; up to MOST_NAMED and one
+    # Which images these were, each once; up to MOST_NAMED and one.
+    broken_names: list = field(default_factory=list)
     broken_in_window: int = 0  # the same in the present window of the stream
     best: dict = field(default_factory=dict)  # the best evaluation: step and eval/...
     last: dict = field(default_factory=dict)  # the newest one
@@ -115,7 +124,8 @@ class Progress:
     def __post_init__(self):
         self._steps, self._seconds, self._waited = 0, 0.0, 0.0  # since the last row
         self._named = set(self.broken_names)
-        self.improved_step = self.improved_step or self.best.get("step", 0)  # of a version that did not keep it
+        # Of a version that did not keep it.
+        self.improved_step = self.improved_step or self.best.get("step", 0)
 
     def record_step(self, report: StepReport, seconds: float) -> None:
         """Count a step that took `seconds`."""
@@ -125,11 +135,13 @@ class Progress:
         self._seconds += seconds
         self._waited += report.data_wait
 
-    def count_broken(self, step: int, names: Sequence[str], config: RunConfig, say: Callable[[str], None]) -> None:
+    def count_broken(
+        self, step: int, names: Sequence[str], config: RunConfig, say: Callable[[str], None]
+    ) -> None:
         """Count the broken images `names` of `step` (from 1), of all ranks; new ones are named.
 
-        Raises `Refused` if more than `config.max_broken_share` of a fixed window of the stream are broken, so that any
-        layout, also after a resume, stops at the same step.
+        Raises `Refused` if more than `config.max_broken_share` of a fixed window of the stream are
+        broken, so that any layout, also after a resume, stops at the same step.
         """
         size = config.global_batch_size
         limit = config.max_broken_share
@@ -148,16 +160,17 @@ class Progress:
             num_images = ((step - 1) % steps + 1) * size
             last = names[-1] if names else "-"
             raise Refused(
-                f"step {step}: {self.broken_in_window:,} of the last {num_images:,} images could not be read "
-                f"(the last: {last}), more than --max_broken_share {limit} of each {steps * size:,}: "
-                "mend the data, or raise the limit"
+                f"step {step}: {self.broken_in_window:,} of the last {num_images:,} images could "
+                f"not be read (the last: {last}), more than --max_broken_share {limit} of each "
+                f"{steps * size:,}: mend the data, or raise the limit"
             )
 
     def pace(self, samples_per_step: int, ready: Sequence[float]) -> dict[str, float]:
-        """Since the last call: images per second over all processes, and the share of time spent waiting for data.
+        """Since the last call: images per second over all processes, and the share of time spent
+        waiting for data.
 
-        Of several processes, which was `ready` last with its gradients (`StepReport`), and the share of time that it took
-        longer than all of them on average.
+        Of several processes, which was `ready` last with its gradients (`StepReport`), and the
+        share of time that it took longer than all of them on average.
         """
         pace = {
             "perf/images_per_second": self._steps * samples_per_step / self._seconds,
@@ -173,7 +186,9 @@ class Progress:
     def record_evaluation(
         self, step: int, results: dict[str, float], leading: str, larger_is_better: bool = True
     ) -> bool:
-        """Record the results of an evaluation, of which `leading` decides. Returns whether they are the best so far."""
+        """Record the results of an evaluation, of which `leading` decides. Returns whether they are
+        the best so far.
+        """
         self.last = {"step": step} | results
         self.leading = leading
         self.larger_is_better = larger_is_better
@@ -191,26 +206,34 @@ class Progress:
         return is_best
 
     def _rank(self, results: Mapping[str, float]) -> tuple[float, float]:
-        """The leading result and the loss of the same weights, each larger if it is better; -inf for what is not finite."""
+        """The leading result and the loss of the same weights, each larger if it is better; -inf
+        for what is not finite.
+        """
         prefix = self.leading.removesuffix(metric_of(self.leading))
         sign = 1 if self.larger_is_better else -1
         return _signed(results.get(self.leading), sign), _signed(results.get(f"{prefix}loss"), -1)
 
     @property
     def broken_files(self) -> int | None:
-        """Training images that could not be read, each counted once; None if there are too many to keep their names."""
+        """Training images that could not be read, each counted once; None if there are too many to
+        keep their names.
+        """
         return len(self.broken_names) if len(self.broken_names) <= MOST_NAMED else None
 
     @property
     def ended_by_flag(self) -> str:
         """The flag that ended the run, patience or max_hours; "" if none did."""
-        return next((flag for flag in ("patience", "max_hours") if self.ended_by.startswith(f"--{flag} ")), "")
+        return next(
+            (flag for flag in ("patience", "max_hours") if self.ended_by.startswith(f"--{flag} ")),
+            "",
+        )
 
     def exhausted(self, config: RunConfig) -> str:
         """Why the run ends by a flag of `config`: the flag, its value and the reason; "" if it does not."""
         if 0 < config.patience <= self.since_best:
             return (
-                f"--patience {config.patience}: no better {display_name(self.leading)} since step {self.improved_step}"
+                f"--patience {config.patience}: no better {display_name(self.leading)} since step "
+                f"{self.improved_step}"
             )
         if 0 < 3600 * config.max_hours <= self.seconds:
             return f"--max_hours {config.max_hours:g}"

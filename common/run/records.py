@@ -40,16 +40,23 @@ def check_names(names: Iterable[str]) -> None:
     """Raise `Refused` unless all `names` are free for numbers of one's own."""
     for name in names:
         part, _, rest = str(name).partition("/")
-        if part in OWN_PARTS or (part == "train" and (rest in OWN_NAMES or re.fullmatch("lr(_.*)?", rest))):
+        if part in OWN_PARTS or (
+            part == "train" and (rest in OWN_NAMES or re.fullmatch("lr(_.*)?", rest))
+        ):
             raise Refused(
-                f"run.log: {name} is a name of the run's own (docs/run_folder.md); take another, such as train/aux"
+                f"run.log: {name} is a name of the run's own (docs/run_folder.md); take another, "
+                "such as train/aux"
             )
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)+", str(name)):
-            raise Refused(f"run.log: {str(name)!r:.60} is no name of a number; take one such as train/aux")
+            raise Refused(
+                f"run.log: {str(name)!r:.60} is no name of a number; take one such as train/aux"
+            )
 
 
 class Records:
-    """The records of one start. All ranks call it alike; only the main process, which has a `folder`, writes."""
+    """The records of one start. All ranks call it alike; only the main process, which has a
+    `folder`, writes.
+    """
 
     def __init__(self, config: RunConfig, path: Path, folder: RunFolder | None):
         self._config = config
@@ -98,7 +105,8 @@ class Records:
         tracker = Tracker(
             "none" if config.dry_run else config.tracker,
             folder=self._path,
-            config=dataclasses.asdict(config) | {f"run/{key}": value for key, value in facts.items()},
+            config=dataclasses.asdict(config)
+            | {f"run/{key}": value for key, value in facts.items()},
             run_id=read_json(self._path / "tracker.json").get("id"),
             rows=rows,
             say=self.log.say,
@@ -108,7 +116,9 @@ class Records:
         self.log.open(tracker, self.progress.step, self._total_steps)
 
     def record_step(self, report: StepReport, seconds: float, is_evaluated: bool) -> None:
-        """Count a step that took `seconds`, and note its row if one is due or `is_evaluated`: there is an evaluation."""
+        """Count a step that took `seconds`, and note its row if one is due or `is_evaluated`: there
+        is an evaluation.
+        """
         self.progress.record_step(report, seconds)
         self.progress.count_broken(report.step, report.broken, self._config, self.log.say)
         if self._config.dry_run:
@@ -119,11 +129,19 @@ class Records:
         if report.step % self._config.log_every == 0 or is_evaluated:
             self.log.note(report.step, self._row(report))
 
-    def record_evaluation(self, step: int, results: dict, leading: str, larger_is_better: bool = True) -> bool:
+    def record_evaluation(
+        self, step: int, results: dict, leading: str, larger_is_better: bool = True
+    ) -> bool:
         """Log results as `eval/...`; returns whether `results[leading]` is the best so far. A collective."""
         _refuse_differing(results)
-        metrics = {f"eval/{key}": value for key, value in results.items() if not isinstance(value, list)}
-        wrong = [name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]
+        metrics = {
+            f"eval/{key}": value for key, value in results.items() if not isinstance(value, list)
+        }
+        wrong = [
+            name
+            for name, value in metrics.items()
+            if isinstance(value, float) and not math.isfinite(value)
+        ]
         if wrong:
             text = f"step {step}: {', '.join(wrong)} is not finite; {MENDED_BY}"
             if self._config.dry_run:
@@ -141,7 +159,9 @@ class Records:
                 self.log.say(line)
 
     def has_time_to_draw(self) -> bool:
-        """Whether the pictures of this start took at most `MOST_DRAWING` of its training; a guess before the first ones."""
+        """Whether the pictures of this start took at most `MOST_DRAWING` of its training; a guess
+        before the first ones.
+        """
         return self._drawing <= MOST_DRAWING * (self.progress.seconds - self._trained_before)
 
     def draw(self, name: str, function: Callable, *arguments) -> None:
@@ -150,7 +170,8 @@ class Records:
             path = self._path / "pictures" / f"{name}.png"
             began = time.perf_counter()
             if plots.attempt(path, self.log.say, function, *arguments):
-                self.log.pictures(self.progress.step or 1, {name: path})  # the first batch is step 1's
+                # The first batch is step 1's.
+                self.log.pictures(self.progress.step or 1, {name: path})
             if self.progress.step:  # before that, data workers are starting
                 self._drawing += time.perf_counter() - began
 
@@ -186,14 +207,19 @@ class Records:
             **report.logged,
         }
         if report.loss_scale is not None:
-            row |= {"train/loss_scale": report.loss_scale, "train/skipped_steps": self.progress.skipped}
+            row |= {
+                "train/loss_scale": report.loss_scale,
+                "train/skipped_steps": self.progress.skipped,
+            }
         if devices.has_streams():
             row["perf/gpu_memory_gb"] = torch.accelerator.max_memory_allocated() / 2**30
         return row
 
 
 def _refuse_differing(results: Mapping[str, Any]) -> None:
-    """Raise `Refused`, with the name, if a result differs between ranks: it is of one rank's samples alone. A collective."""
+    """Raise `Refused`, with the name, if a result differs between ranks: it is of one rank's
+    samples alone. A collective.
+    """
     metrics = {}
     for name, value in results.items():
         if not isinstance(value, str):
@@ -207,9 +233,9 @@ def _refuse_differing(results: Mapping[str, Any]) -> None:
             # Machines of different kinds may differ in the last bits.
             if len(other) != len(first) or not np.allclose(other, first, 1e-5, equal_nan=True):
                 raise Refused(
-                    f"run.evaluate: {name} differs between processes ({_format_first(first)} on the first, "
-                    f"{_format_first(other)} on rank {rank}): sum over the samples of all of them with "
-                    "common.distributed.collectives.reduce_dict, then divide"
+                    f"run.evaluate: {name} differs between processes ({_format_first(first)} on "
+                    f"the first, {_format_first(other)} on rank {rank}): sum over the samples of "
+                    "all of them with common.distributed.collectives.reduce_dict, then divide"
                 )
 
 

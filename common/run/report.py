@@ -1,7 +1,7 @@
 """Report of a run: the page report.html in its folder, made of the folder's files alone.
 
-It is one file with its pictures, and loads nothing. A part that fails says so on the page. The template escapes all texts, so
-that names of classes and files can't become markup.
+It is one file with its pictures, and loads nothing. A part that fails says so on the page. The
+template escapes all texts, so that names of classes and files can't become markup.
 """
 
 import base64
@@ -29,11 +29,14 @@ _CAPTIONS = {
 _MOST_MESSAGES = 300  # lines of the log
 _MOST = 2**27  # bytes of a picture
 
-Part = dict[str, Any]  # of the page, see report.jinja: title, notes, facts, head and rows of a table, pictures, texts
+# Of the page, see report.jinja: title, notes, facts, head and rows of a table, pictures, texts.
+Part = dict[str, Any]
 
 
 def write(folder: Path) -> Path:
-    """Write report.html of a run folder; returns its path. Raises OSError, and `Refused` for another folder."""
+    """Write report.html of a run folder; returns its path. Raises OSError, and `Refused` for
+    another folder.
+    """
     from jinja2 import Template
 
     run = PastRun(Path(folder))
@@ -74,25 +77,39 @@ def _made(part: Callable[[PastRun], Part], run: PastRun) -> Part:
     try:
         return part(run)
     except Exception as error:
-        return {"notes": [f"{part.__name__.strip('_')}: could not be made: {type(error).__name__}: {error}"]}
+        return {
+            "notes": [
+                f"{part.__name__.strip('_')}: could not be made: {type(error).__name__}: {error}"
+            ]
+        }
 
 
 def _head(run: PastRun) -> Part:
     said = str(run.status.get("status") or "unknown")
-    said += f" at step {run.status.get('step')}" * ("step" in run.status) + " (or killed)" * (said == "running")
+    said += f" at step {run.status.get('step')}" * ("step" in run.status) + " (or killed)" * (
+        said == "running"
+    )
     facts: list[tuple[str, object]] = [("status", said), ("cause", run.status.get("cause"))]
     facts += [(key, run.config.get(key)) for key in ("data", "model")]
     for which in ("best", "last"):
         value = run.evaluation(which).get(run.leading)
         if value is not None:
             figure = in_words(value, is_share(run.leading))
-            facts.append((f"{which} {display_name(run.leading)}, step {run.step_of(which):,}", figure))
+            facts.append(
+                (f"{which} {display_name(run.leading)}, step {run.step_of(which):,}", figure)
+            )
     of = {key: finite(value) for key, value in run.summary.items()}
     if of.get("step"):
-        pace = f"{duration(of.get('train_seconds'))}, {of.get('images_per_second') or 0:,.0f} images/s"
-        facts.append(("training", f"{of['step']:,.0f} steps, {of.get('epoch') or 0:.1f} epochs, {pace}"))
+        pace = (
+            f"{duration(of.get('train_seconds'))}, {of.get('images_per_second') or 0:,.0f} images/s"
+        )
+        facts.append(
+            ("training", f"{of['step']:,.0f} steps, {of.get('epoch') or 0:.1f} epochs, {pace}")
+        )
     facts += [
-        (key.replace("_", " "), of[key]) for key in ("broken_files", "broken_draws", "skipped_steps") if of.get(key)
+        (key.replace("_", " "), of[key])
+        for key in ("broken_files", "broken_draws", "skipped_steps")
+        if of.get(key)
     ]
     return {"facts": facts}
 
@@ -114,7 +131,10 @@ def _results(run: PastRun) -> Part:
         "title": "Results",
         "notes": [note] * (run.summary.get("exported_weights") == "ema"),
         "head": ["", *(f"{which}, step {run.step_of(which):,}" for which in ("best", "last"))],
-        "rows": [(display_name(key), *(in_words(of.get(key), is_share(key)) for of in (best, last))) for key in keys],
+        "rows": [
+            (display_name(key), *(in_words(of.get(key), is_share(key)) for of in (best, last)))
+            for key in keys
+        ],
     }
 
 
@@ -125,14 +145,20 @@ def _classes(run: PastRun) -> Part:
         return {}
     notes = ["Of the best model, on the validation data; the lowest come first."]
     if "threshold" in columns:
-        notes.append("threshold: the score from which on the class is told from all others with the best F1.")
+        notes.append(
+            "threshold: the score from which on the class is told from all others with the best F1."
+        )
     leading = next(iter(columns.values()))
-    names = sorted(leading, key=lambda name: 2.0 if leading[name] is None else float(leading[name] or 0))
+    names = sorted(
+        leading, key=lambda name: 2.0 if leading[name] is None else float(leading[name] or 0)
+    )
     return {
         "title": "Classes",
         "notes": notes,
         "head": ["class", *(column.replace("_", " ") for column in columns)],
-        "rows": [(name, *(in_words(values.get(name)) for values in columns.values())) for name in names],
+        "rows": [
+            (name, *(in_words(values.get(name)) for values in columns.values())) for name in names
+        ],
     }
 
 
@@ -140,7 +166,11 @@ def _class_columns(results: Mapping[str, Any], title: str) -> dict[str, dict[str
     """By title, a number of each class: the leading one, then the others."""
     leading = results.get("per_class", {})
     columns = {title: leading}
-    kept = [key for key in results if key not in ("per_class", "thresholds") and not key.startswith("raw_")]
+    kept = [
+        key
+        for key in results
+        if key not in ("per_class", "thresholds") and not key.startswith("raw_")
+    ]
     columns |= {key: results[key] for key in kept if _is_of_classes(results[key], leading)}
     same_as_leading = "recall" if title == "accuracy" else title.lower()
     details = results.get("classes", {})
@@ -157,7 +187,11 @@ def _is_of_classes(values: Any, leading: Mapping[str, Any]) -> bool:
 
 
 def _pictures(run: PastRun) -> Part:
-    found = {path.stem: path for path in sorted((run.path / "pictures").glob("*.png")) if path.stem != "curves"}
+    found = {
+        path.stem: path
+        for path in sorted((run.path / "pictures").glob("*.png"))
+        if path.stem != "curves"
+    }
     pictures, notes = [], []
     for name in sorted(found, key=lambda name: [*_CAPTIONS, name].index(name)):
         try:
@@ -179,7 +213,9 @@ def _repeat(run: PastRun) -> Part:
 
 
 def _environment(run: PastRun) -> Part:
-    facts = {key: listed(value) for key, value in run.environment.items() if not isinstance(value, dict)}
+    facts = {
+        key: listed(value) for key, value in run.environment.items() if not isinstance(value, dict)
+    }
     packages = run.environment.get("packages")
     facts |= packages if isinstance(packages, dict) else {}
     return {"title": "Environment", "facts": facts.items()}

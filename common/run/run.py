@@ -66,7 +66,8 @@ MOST_DETAILED = 10_000  # classes that results.json and the checkpoint's record 
 class Run:
     """One start of a run, from joining the processes of its launch to its final status.
 
-    With --eval_only it only evaluates: no folder is claimed, and `evaluate_only` is called instead of `prepare`.
+    With --eval_only it only evaluates: no folder is claimed, and `evaluate_only` is called instead
+    of `prepare`.
 
     Attributes:
         accelerator: Accelerate's; `Run.prepare` calls its `prepare`.
@@ -75,7 +76,8 @@ class Run:
         weights: with --eval_only, where the weights to evaluate are from; else None.
         say: logs lines, `run.say("a line")`; the main process prints them and writes them to log.txt.
         step: optimizer steps done.
-        best_step: the step since which no evaluation had a better leading result, over all starts; 0 before the first.
+        best_step: the step since which no evaluation had a better leading result, over all starts;
+            0 before the first.
 
     `Run.prepare` adds:
         model: as the recipe made it, without wrappers.
@@ -86,7 +88,9 @@ class Run:
     plan: BatchPlan
 
     def __init__(self, config: Any, observer: Observer | None = None):
-        """`config` is a recipe's, with the fields of `RunConfig` and `OptimizationConfig`, and its data and model."""
+        """`config` is a recipe's, with the fields of `RunConfig` and `OptimizationConfig`, and its
+        data and model.
+        """
         self.config = config
         self._observer = observer or Observer()
         self.accelerator = launch.start(config)
@@ -99,19 +103,26 @@ class Run:
             return
         if config.dtype == "float64" and self.accelerator.mixed_precision != "no":
             raise Refused(
-                f"--dtype float64 would be computed in {self.accelerator.mixed_precision}, as the launch says: "
-                "launch with --mixed_precision no, or leave out --dtype"
+                f"--dtype float64 would be computed in {self.accelerator.mixed_precision}, as the "
+                "launch says: launch with --mixed_precision no, or leave out --dtype"
             )
         name = config.name or f"{recipe_source.stem(config)}-{short_hash(identity(config))}"
         if Path(name).name != name or name == "..":
-            raise Refused(f"--name {name}: must be a folder name without slashes; where it lies is --output_dir")
-        BatchPlan(config.global_batch_size, world_size(), config.max_micro_batch_size)  # refused before data are read
-        self._scratch = broadcast_object(tempfile.mkdtemp() if is_main() else None) if config.dry_run else None
+            raise Refused(
+                f"--name {name}: must be a folder name without slashes; where it lies is "
+                "--output_dir"
+            )
+        # Refused before data are read.
+        BatchPlan(config.global_batch_size, world_size(), config.max_micro_batch_size)
+        self._scratch = (
+            broadcast_object(tempfile.mkdtemp() if is_main() else None) if config.dry_run else None
+        )
         # Sets path, say, _folder, _records, _saving and _shutdown.
         self._open(Path(self._scratch or config.output_dir) / name)
         self._ending = Ending(self._leave_alone)
         self._started = False  # `prepare` is done
-        self._is_whole = False  # the state is that of `step`, with its evaluation: no update has begun
+        # The state is that of `step`, with its evaluation: no update has begun.
+        self._is_whole = False
         self._seconds: dict[int, float] = {}  # of the steps whose reports are not in yet
         self._evaluation: Any = None  # of this step, if there is one
         self._is_drawn = False  # its pictures
@@ -126,7 +137,9 @@ class Run:
         self._records = Records(self.config, path, self._folder)
         self.say = self._records.log.say
         self._saving = Saving(self.config, path, self._folder, self._records)
-        self._shutdown = Shutdown(self.config, path, self._folder, self._records, self._saving.writer)
+        self._shutdown = Shutdown(
+            self.config, path, self._folder, self._records, self._saving.writer
+        )
         self._check_folder_is_shared()
 
     @property
@@ -145,7 +158,12 @@ class Run:
         if self.weights is not None:
             return
         try:
-            if error is None and self._started and not self._ending.is_stopping and self.step < self.last:
+            if (
+                error is None
+                and self._started
+                and not self._ending.is_stopping
+                and self.step < self.last
+            ):
                 self._leave_early()
         except Exception as failure:
             self._close(failure)
@@ -156,16 +174,20 @@ class Run:
         ending = self._ending
         ending.cancel_alarm()
         if ending.requested_by and error and is_lost_peer(error):
-            # One that has left alone says so; one that was killed does not, and then the evaluation is made again.
+            # One that has left alone says so; one that was killed does not, and then the evaluation
+            # is made again.
             self._save_alone(ending.is_evaluating and self._shutdown.is_left())
-        data_workers.end()  # else torch would raise for one that dies, also between the lines of what follows
+        # Else torch would raise for one that dies, also between the lines of what follows.
+        data_workers.end()
         watchdog.end()  # from here on only the main process has long work: pictures, the dashboard
         stopped = error is None and self.step < self.last
         leavers: list[int] = []
         replacement = self._take_less(error)
         try:
             if self._started:
-                status, cause = self._shutdown.decide_outcome(stopped, ending.requested_by, replacement or error)
+                status, cause = self._shutdown.decide_outcome(
+                    stopped, ending.requested_by, replacement or error
+                )
                 leavers = launch.leavers(ending.is_leaving) if stopped else []
                 goes_on = stopped and launch.machine() not in leavers
                 self._shutdown.finish(status, cause, goes_on)
@@ -181,15 +203,19 @@ class Run:
             raise replacement
         if isinstance(error, torch.OutOfMemoryError) and not hasattr(self, "plan"):
             raise Refused(
-                f"the model does not fit into the memory of a device ({first_line(error)}): take a smaller one, or shard it "
-                "over more devices with --config_file accelerate_configs/fsdp_bf16.yaml"
+                f"the model does not fit into the memory of a device ({first_line(error)}): take "
+                "a smaller one, or shard it over more devices with --config_file "
+                "accelerate_configs/fsdp_bf16.yaml"
             ) from error
         if stopped:
             launch.leave(RESUMABLE, leavers)
 
     def _take_less(self, error: BaseException | None) -> Exception | None:
-        """What is raised in place of `error`, if that is a lack of memory which the next start can avoid, or never will."""
-        # Of a dry run the next start would find nothing. Before there is a plan, nothing can be smaller.
+        """What is raised in place of `error`, if that is a lack of memory which the next start can
+        avoid, or never will.
+        """
+        # Of a dry run the next start would find nothing. Before there is a plan, nothing can be
+        # smaller.
         if error and is_out_of_memory(error) and hasattr(self, "plan") and not self._scratch:
             return self._shutdown.take_less(self.plan, self.device)
         return None
@@ -212,15 +238,19 @@ class Run:
         3. Prints the start table.
         4. Loads the checkpoint to resume from, if there is one, and starts the data workers.
 
-        The attributes of the run that need a model are born here: `model`, `plan`, `total_steps`, and those of the loop.
+        The attributes of the run that need a model are born here: `model`, `plan`, `total_steps`,
+        and those of the loop.
 
-        `schedule(step)` is the learning rate of a step, counted from 0; the run's length is its `total_steps` if it has that,
-        else that of --epochs or --max_steps.
-        Several optimizers have parameters of their own each, are all stepped in every step, and come back as a list.
-        `val_set` (`step.Evaluated`) says how images are evaluated, and exports the model accordingly.
-        `compute_losses(network, batch)`, one loss per sample, is explained at `step.TrainingStep`.
+        `schedule(step)` is the learning rate of a step, counted from 0; the run's length is its
+        `total_steps` if it has that, else that of --epochs or --max_steps. Several optimizers have
+        parameters of their own each, are all stepped in every step, and come back as a list.
+        `val_set` (`step.Evaluated`) says how images are evaluated, and exports the model
+        accordingly. `compute_losses(network, batch)`, one loss per sample, is explained at
+        `step.TrainingStep`.
         """
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        optimizers = (
+            [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        )
         self._check_trainable(model, optimizers)
         self._observer.on_prepare(model, train_set, compute_losses)
         train = train_set.source
@@ -236,7 +266,9 @@ class Run:
         network, wrapped = self._wrap(model, optimizers)
         warm_up(network, model, partial(self._training.attempt, network, self.plan))
         self._stream = train_set.stream
-        self.total_steps = getattr(schedule, "total_steps", 0) or optimization.count_steps(self.config, self._stream)
+        self.total_steps = getattr(schedule, "total_steps", 0) or optimization.count_steps(
+            self.config, self._stream
+        )
         rates = optimization.describe(self.config, model, schedule, optimizers, self.total_steps)
         self._print_start_table(train_set, val, rates, freezing, trial_rows)
 
@@ -244,7 +276,9 @@ class Run:
         state = TrainingState(model, optimizers, averaged_model, self.accelerator.scaler)
         run_identity = self._identify(train, val)
         self._resume(state, schedule, train, run_identity, partial(val_set.export, train=train))
-        self._profile = Profile(self.config.profile, self.step, self.total_steps, self.path, self.say)
+        self._profile = Profile(
+            self.config.profile, self.step, self.total_steps, self.path, self.say
+        )
         self._step_reports = StepReports(self.config.global_batch_size, state.scaler)
         self._lap = Lap(self.device)  # of the present step
         self._update_size = UpdateSize(model, optimizers)
@@ -254,37 +288,52 @@ class Run:
         self._started = True
         self._is_whole = True
         steps = self.step, self.last
-        self._training.begin(network, wrapped, self.plan, self.config.seed, steps, self.config.workers)
+        self._training.begin(
+            network, wrapped, self.plan, self.config.seed, steps, self.config.workers
+        )
         self._val_set = val_set
         val_set.cache = EvalCache(local_world_size())
-        self._loader = evaluation_loader(val_set, self.plan.max_micro_batch_size, self.config.workers)
+        self._loader = evaluation_loader(
+            val_set, self.plan.max_micro_batch_size, self.config.workers
+        )
         model.train()
         self._draw_first_batch(model)
         return network, wrapped[0] if isinstance(optimizer, torch.optim.Optimizer) else wrapped
 
-    def _check_trainable(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Raise `Refused` if this start can't train `model` by these optimizers, or no checkpoint would have all of it."""
+    def _check_trainable(
+        self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """Raise `Refused` if this start can't train `model` by these optimizers, or no checkpoint
+        would have all of it.
+        """
         if self.weights is not None:
             raise Refused(
-                f"--eval_only {self.config.eval_only}: this recipe has no way to evaluate alone; add to its main, before "
-                "run.prepare: if config.eval_only: return run.evaluate_only(model, val_set, evaluate)"
+                f"--eval_only {self.config.eval_only}: this recipe has no way to evaluate alone; "
+                "add to its main, before run.prepare: if config.eval_only: return "
+                "run.evaluate_only(model, val_set, evaluate)"
             )
         if len(optimizers) > 1 and self.accelerator.scaler:
             raise Refused(
-                f"fp16 with {len(optimizers)} optimizers: a step of one would change the scale of the others' gradients; "
-                "launch in bf16 or fp32, or take parameter groups of one optimizer"
+                f"fp16 with {len(optimizers)} optimizers: a step of one would change the scale of "
+                "the others' gradients; launch in bf16 or fp32, or take parameter groups of one "
+                "optimizer"
             )
         best_metric = self.config.best_metric
         if best_metric and direction_of(best_metric) is None:
             raise Refused(
-                f"--best_metric {best_metric}: whether a larger one is better is not known; take a result such as top1, "
-                "f1_macro, mean_class_accuracy, AP, AP50 or loss, or name your own in run.evaluate"
+                f"--best_metric {best_metric}: whether a larger one is better is not known; take "
+                "a result such as top1, f1_macro, mean_class_accuracy, AP, AP50 or loss, or name "
+                "your own in run.evaluate"
             )
         TrainingState(model, optimizers)  # refuses parameters that no optimizer has
         sharding.check(model)
 
-    def _wrap(self, model: torch.nn.Module, optimizers: list[Any]) -> tuple[torch.nn.Module, list[Any]]:
-        """The network to train and its optimizers, wrapped by Accelerate: no model in shards, optimizers only under fp16."""
+    def _wrap(
+        self, model: torch.nn.Module, optimizers: list[Any]
+    ) -> tuple[torch.nn.Module, list[Any]]:
+        """The network to train and its optimizers, wrapped by Accelerate: no model in shards,
+        optimizers only under fp16.
+        """
         network = model
         if not sharding.is_sharded(model):
             with sharding.hide_shards(model):
@@ -297,7 +346,8 @@ class Run:
         """How the global batch is spread: pairs of MixUp and groups of batch norm stay together."""
         limit = self.config.max_micro_batch_size
         if self._folder:
-            earlier_limit = micro_batch.load_limit(self.path, self.device)  # more was too much in an earlier start
+            # More was too much in an earlier start.
+            earlier_limit = micro_batch.load_limit(self.path, self.device)
             limit = min(limit, earlier_limit or limit)
         return BatchPlan(
             self.config.global_batch_size,
@@ -308,12 +358,19 @@ class Run:
         )
 
     def _take_over_folder(self, train: Any, val: Any) -> None:
-        """Take the folder of the same run on the same data at another place, as in a job's scratch folder, if there is one.
+        """Take the folder of the same run on the same data at another place, as in a job's scratch
+        folder, if there is one.
 
-        The default name has the path of the data in it, since data are not read yet where a folder is claimed.
+        The default name has the path of the data in it, since data are not read yet where a folder
+        is claimed.
         """
         name = ""
-        if self._folder and self._folder.fresh and not self.config.name and self.config.resume == "auto":
+        if (
+            self._folder
+            and self._folder.fresh
+            and not self.config.name
+            and self.config.resume == "auto"
+        ):
             expected = identity(self.config) | {"data": fingerprint(train, val)}
             name = find_run(self.path.parent, recipe_source.stem(self.config), expected)
         name = broadcast_object(name)
@@ -323,7 +380,8 @@ class Run:
                 self._folder.close()
             self._open(self.path.with_name(name))
 
-    @torch.compiler.set_stance("force_eager")  # a graph made before DDP wraps the model would keep it from overlapping
+    # A graph made before DDP wraps the model would keep it from overlapping.
+    @torch.compiler.set_stance("force_eager")
     def _fit(self) -> dict[str, str]:
         """Halve the micro-batches of the plan until they fit. Returns rows of the start table.
 
@@ -340,7 +398,12 @@ class Run:
         return {"memory": peak} | inexact
 
     def _print_start_table(
-        self, train_set: Samples, val: Any, rates: str, freezing: Freezing, trial_rows: dict[str, str]
+        self,
+        train_set: Samples,
+        val: Any,
+        rates: str,
+        freezing: Freezing,
+        trial_rows: dict[str, str],
     ) -> None:
         rows = build_start_table(
             self.config,
@@ -390,8 +453,12 @@ class Run:
         self.best_step = records.progress.improved_step
 
     def _open_records(self, sizes: dict[str, Any]) -> None:
-        """Open the files of the run folder, unless no step is left to make. `sizes` are added to environment.json."""
-        facts = environment(launch.precision(self.accelerator, self.config.dtype), self.device, self.config)
+        """Open the files of the run folder, unless no step is left to make. `sizes` are added to
+        environment.json.
+        """
+        facts = environment(
+            launch.precision(self.accelerator, self.config.dtype), self.device, self.config
+        )
         facts |= sizes | {"steps": self.total_steps}
         with self._records.writing("writing the run folder"):
             if self._folder and self.step < self.last:
@@ -404,7 +471,9 @@ class Run:
         if not self.step and not self.config.dry_run:
             parts = self._training.first_batch(self.plan, FIRST_SHOWN)
             normalization = getattr(model, "pretrained_cfg", None) or {}
-            self.draw("first_batch", plots.first_batch, parts, self.plan.global_batch_size, normalization)
+            self.draw(
+                "first_batch", plots.first_batch, parts, self.plan.global_batch_size, normalization
+            )
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """The precision of the launch, for a forward pass."""
@@ -429,18 +498,22 @@ class Run:
     def log(self, values: Mapping[str, torch.Tensor | float]) -> None:
         """Add numbers of your own to the row of this step, as in `run.log({"train/aux": losses.detach()})`.
 
-        Call it on every rank, once per step or once per micro-batch, before `end_step`. What is logged is the mean over all
-        values that all ranks gave in this step: with one value per sample, [n], the mean over the global batch, the same
-        on every layout. A number or a tensor [] counts as one value. Nothing waits for the device. Calls before the first
-        step, where the forward pass is tried, do nothing. Raises `Refused` for a name that rows have already; a value
-        that is not finite, or a name that some ranks left out, stops the run within two steps.
+        Call it on every rank, once per step or once per micro-batch, before `end_step`. What is
+        logged is the mean over all values that all ranks gave in this step: with one value per
+        sample, [n], the mean over the global batch, the same on every layout. A number or a tensor
+        [] counts as one value. Nothing waits for the device. Calls before the first step, where the
+        forward pass is tried, do nothing. Raises `Refused` for a name that rows have already; a
+        value that is not finite, or a name that some ranks left out, stops the run within two
+        steps.
         """
         check_names(values)
         if self._started:
             self._step_reports.add(values)
 
     def micro_batches(self) -> Iterator[DeviceBatch]:
-        """This rank's share of the step's global batch, in micro-batches on the device; call `backward` once for each."""
+        """This rank's share of the step's global batch, in micro-batches on the device; call
+        `backward` once for each.
+        """
         batches = self._training.micro_batches(self.step)
         while True:
             with self._ending.leavable():
@@ -453,7 +526,8 @@ class Run:
     def backward(self, losses: torch.Tensor) -> None:
         """Add the gradients of a micro-batch's losses, one per sample, [B].
 
-        After the last micro-batch it is the gradient of the mean loss over the global batch, whatever the layout.
+        After the last micro-batch it is the gradient of the mean loss over the global batch,
+        whatever the layout.
         """
         self._lap.ready()
         self._training.backward(losses)
@@ -461,8 +535,8 @@ class Run:
     def clip_gradients(self, limit: float, mode: str = "norm") -> torch.Tensor:
         """Clip in place if `limit` > 0; returns the global L2 norm before that, a scalar on the device.
 
-        mode `norm` scales all gradients together (Pascanu et al., 2013), `agc` each unit by the norm of its weights (Brock et
-        al., 2021).
+        mode `norm` scales all gradients together (Pascanu et al., 2013), `agc` each unit by the
+        norm of its weights (Brock et al., 2021).
         """
         self._is_whole = False
         norm = self._training.clip_gradients(limit, mode)
@@ -471,7 +545,9 @@ class Run:
         return norm
 
     def end_step(self, grad_norm: torch.Tensor) -> None:
-        """The step is made: moves batch norm's running statistics and the moving average, and reports the step."""
+        """The step is made: moves batch norm's running statistics and the moving average, and
+        reports the step.
+        """
         self._evaluation = None
         self._is_drawn = False
         outcome = self._training.end()
@@ -505,16 +581,23 @@ class Run:
         self._observer.on_end_step(self, step)
 
     def stop(self, why: str) -> None:
-        """End the run early, with a last evaluation and checkpoint: `run.stop("patience")`, on one rank or on all.
+        """End the run early, with a last evaluation and checkpoint: `run.stop("patience")`, on one
+        rank or on all.
 
-        Called after an evaluation, it ends the run there; else within three steps. The reason is recorded: the same command
-        does not train further, but a larger --epochs or --max_steps does.
+        Called after an evaluation, it ends the run there; else within three steps. The reason is
+        recorded: the same command does not train further, but a larger --epochs or --max_steps
+        does.
         """
         self._ending.stop(why)
 
     def should_evaluate(self) -> bool:
-        """True if an evaluation is due now: by the cadence, because the run ends here, or for one that a signal ended."""
-        return self._is_due(self.config.eval_every, self.step) or self._records.progress.owes_evaluation
+        """True if an evaluation is due now: by the cadence, because the run ends here, or for one
+        that a signal ended.
+        """
+        return (
+            self._is_due(self.config.eval_every, self.step)
+            or self._records.progress.owes_evaluation
+        )
 
     def evaluate(
         self,
@@ -522,28 +605,35 @@ class Run:
         best_metric: str,
         larger_is_better: bool | None = None,
     ) -> Any:
-        """Evaluate the model, and its moving average if there is one; returns what `evaluate` did, of the last one.
+        """Evaluate the model, and its moving average if there is one; returns what `evaluate` did,
+        of the last one.
 
-        `evaluate(model, batches, data)` gets this rank's share of the images and their source. It returns a dict of results
-        over all ranks, or an object with `results()`, which makes that dict, and `draw(pictures)`, which is called when
-        there is time. Results are logged as `eval/...` and `eval/ema_...`. The model with the best `results[best_metric]` so
-        far, of the average if there is one, goes to `best/` with the next checkpoint. For names that are not known, as loss
-        and accuracy are, `larger_is_better` is needed, else `Refused` is raised.
+        `evaluate(model, batches, data)` gets this rank's share of the images and their source. It
+        returns a dict of results over all ranks, or an object with `results()`, which makes that
+        dict, and `draw(pictures)`, which is called when there is time. Results are logged as
+        `eval/...` and `eval/ema_...`. The model with the best `results[best_metric]` so far, of the
+        average if there is one, goes to `best/` with the next checkpoint. For names that are not
+        known, as loss and accuracy are, `larger_is_better` is needed, else `Refused` is raised.
         """
         self._is_whole = False
         self._settle()  # evaluations and checkpoints build on finite steps
         if self.config.best_metric not in ("", best_metric):
             raise Refused(
-                f"--best_metric {self.config.best_metric}: this recipe decides by {best_metric}; leave out the flag"
+                f"--best_metric {self.config.best_metric}: this recipe decides by {best_metric}; "
+                "leave out the flag"
             )
         larger = direction_of(best_metric) if larger_is_better is None else larger_is_better
         if larger is None:
             raise Refused(
-                f"run.evaluate: whether a larger {best_metric} is better is not known; add larger_is_better=True, or False"
+                f"run.evaluate: whether a larger {best_metric} is better is not known; add "
+                "larger_is_better=True, or False"
             )
         evaluation, results = self._evaluate(self.model, evaluate)
         if best_metric not in results:
-            raise Refused(f"run.evaluate: best_metric={best_metric!r} is no result; there are {', '.join(results)}")
+            raise Refused(
+                f"run.evaluate: best_metric={best_metric!r} is no result; there are "
+                f"{', '.join(results)}"
+            )
         if self._ema:
             evaluation, ema_results = self._evaluate(self._ema.module, evaluate)
             # The exported weights' first.
@@ -561,11 +651,15 @@ class Run:
             self._draw_evaluation()
         return evaluation
 
-    @torch.compiler.set_stance("force_eager")  # as it will be used; its sizes would need graphs of their own
+    # As it will be used; its sizes would need graphs of their own.
+    @torch.compiler.set_stance("force_eager")
     def _evaluate(self, model: torch.nn.Module, evaluate: Callable[..., Any]) -> tuple[Any, dict]:
         """What `evaluate` returns of `model`, and its results."""
         model.eval()
-        with self._ending.leavable(is_evaluating=True), sharding.shared_passes(model, self._loader) as loader:
+        with (
+            self._ending.leavable(is_evaluating=True),
+            sharding.shared_passes(model, self._loader) as loader,
+        ):
             batches = EvalBatches(loader, self._val_set.normalize, self.accelerator)
             evaluation = evaluate(model, batches, self._val_set.source)
             results = results_of(evaluation)
@@ -575,7 +669,9 @@ class Run:
         return evaluation, results
 
     def _get_details(self, evaluation: Any) -> dict[str, Any]:
-        """What `evaluation` has for the results.json of the exported model, beside its results; on the main process."""
+        """What `evaluation` has for the results.json of the exported model, beside its results; on
+        the main process.
+        """
         is_small = len(self._val_set.source.classes) <= MOST_DETAILED
         if not is_main() or not is_small or not hasattr(evaluation, "details"):
             return {}
@@ -588,13 +684,16 @@ class Run:
         val_set: Any,
         evaluate: Callable[[torch.nn.Module, EvalBatches, Any], Any],
     ) -> None:
-        """Print the results of the weights of --eval_only, a checkpoint's moving average if it has one; write a report.
+        """Print the results of the weights of --eval_only, a checkpoint's moving average if it has
+        one; write a report.
 
         `model` is built for them, and `evaluate` is as for `Run.evaluate`.
         """
         weights = self.weights
         if weights is None:
-            raise Refused("run.evaluate_only: needs --eval_only, which names the weights to evaluate")
+            raise Refused(
+                "run.evaluate_only: needs --eval_only, which names the weights to evaluate"
+            )
         data = val_set.source
         launch.say(eval_only.describe_data(self.config, weights, data))
         eval_only.load_weights(model, weights)
@@ -617,14 +716,18 @@ class Run:
         return self._is_due(self.config.checkpoint_every, self.step) or self._ending.is_stopping
 
     def save(self) -> None:
-        """Make a checkpoint. Training continues as soon as the state is copied; a thread of the main process writes."""
+        """Make a checkpoint. Training continues as soon as the state is copied; a thread of the
+        main process writes.
+        """
         self._settle()
         self._records.log.flush()
         watchdog.note("writing a checkpoint")
         self._saving.save(self.step)
 
     def draw(self, name: str, function: Callable, *arguments) -> None:
-        """Draw `pictures/<name>.png` by `function(*arguments, path)` on the main process; a failure is logged, not raised."""
+        """Draw `pictures/<name>.png` by `function(*arguments, path)` on the main process; a failure
+        is logged, not raised.
+        """
         watchdog.note(f"drawing {name}")
         self._records.draw(name, function, *arguments)
 
@@ -645,7 +748,12 @@ class Run:
     def _must_stop(self) -> bool:
         """True if this rank was asked to stop, or can't write the run any more."""
         is_lost = self._folder is not None and self._folder.lost
-        return bool(self._ending.requested_by) or is_lost or self._records.log.failed or self._saving.writer.failed
+        return (
+            bool(self._ending.requested_by)
+            or is_lost
+            or self._records.log.failed
+            or self._saving.writer.failed
+        )
 
     def _is_due(self, interval: int, step: int) -> bool:
         """True if something is due after `step` that happens every `interval` steps; 0: after each epoch."""
@@ -664,14 +772,16 @@ class Run:
         self._is_drawn = True
 
     def _check_folder_is_shared(self) -> None:
-        """Log which machines don't see the run folder; refuse if a restart could leave only such a machine."""
+        """Log which machines don't see the run folder; refuse if a restart could leave only such a
+        machine.
+        """
         is_seen = bool(self._scratch) or self.path.is_dir()
         hosts = set(gather_objects("" if is_seen else socket.gethostname())) - {""}
         if not hosts:
             return
         text = (
-            f"{self.path} is not seen from {', '.join(sorted(hosts))}: to go on from its checkpoints, name an --output_dir "
-            "that all see"
+            f"{self.path} is not seen from {', '.join(sorted(hosts))}: to go on from its "
+            "checkpoints, name an --output_dir that all see"
         )
         if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
             self._shutdown.leave_no_trace()
@@ -687,7 +797,8 @@ class Run:
     def _leave_early(self) -> None:
         """The recipe left its loop: save the model as it is, as after `stop`."""
         self.say(
-            f"the loop was left at step {self.step} of {self.total_steps}, as by `break`: no last evaluation; "
+            f"the loop was left at step {self.step} of {self.total_steps}, as by `break`: no last "
+            "evaluation; "
             'run.stop("why") ends a run with one'
         )
         self._ending.end_here(self.step, "the recipe, which left its loop", self._records.progress)
@@ -711,7 +822,8 @@ class Run:
         if not self._folder or not self.step or not (self._is_whole or is_evaluating):
             return
         in_parts = sharding.has_shards(self.model)
-        if in_parts or (is_evaluating and self.step == self.last):  # a run can't do without its last evaluation
+        # A run can't do without its last evaluation.
+        if in_parts or (is_evaluating and self.step == self.last):
             return
         self._records.progress.owes_evaluation |= is_evaluating
         try:
@@ -723,5 +835,7 @@ class Run:
 
 
 def results_of(evaluation: Any) -> dict:
-    """The results over all ranks of what a recipe's `evaluate` returned: a dict, or an object that makes it. A collective."""
+    """The results over all ranks of what a recipe's `evaluate` returned: a dict, or an object that
+    makes it. A collective.
+    """
     return evaluation if isinstance(evaluation, dict) else evaluation.results()

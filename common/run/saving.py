@@ -52,10 +52,12 @@ class Saving:
         recipe: Source,
         export: Callable[..., None],
     ) -> int | None:
-        """Load the checkpoint to resume from, if there is one; returns the step after which the run then ends, else None.
+        """Load the checkpoint to resume from, if there is one; returns the step after which the run
+        then ends, else None.
 
-        `identity` and `recipe`, the run's own source, decide which checkpoints fit. `export(model, results=..., folder=...)`
-        writes a folder of the model that is evaluated, which becomes `best/`.
+        `identity` and `recipe`, the run's own source, decide which checkpoints fit. `export(model,
+        results=..., folder=...)` writes a folder of the model that is evaluated, which becomes
+        `best/`.
         """
         self._state = state
         self._schedule = schedule
@@ -67,7 +69,12 @@ class Saving:
         self._best = Best(self._path, state, export, self._say, recorded) if self._folder else None
         records = self._records
         checkpoint = choose_together(
-            self.config.resume, self._checkpoints, identity, self._say, recipe, self.config.allow_changed_source
+            self.config.resume,
+            self._checkpoints,
+            identity,
+            self._say,
+            recipe,
+            self.config.allow_changed_source,
         )
         if not checkpoint:
             return None
@@ -83,25 +90,29 @@ class Saving:
                 return self._find_last_step(checkpoint, status)
             except (KeyError, TypeError, ValueError) as error:
                 raise Refused(
-                    f"{checkpoint.path} is not as this version of the code writes it ({type(error).__name__}: {error}): "
-                    "go on with the version that wrote it, or give this run another --name"
+                    f"{checkpoint.path} is not as this version of the code writes it "
+                    f"({type(error).__name__}: {error}): go on with the version that wrote it, or "
+                    "give this run another --name"
                 ) from error
 
     def _find_last_step(self, checkpoint: Checkpoint, status: dict) -> int:
-        """The step after which the resumed run ends. Logs where it resumes; `status` is the content of status.json."""
+        """The step after which the resumed run ends. Logs where it resumes; `status` is the content
+        of status.json.
+        """
         progress = self._records.progress
         step = progress.step
         total_steps = self._total_steps
         has_changed = bool(difference(checkpoint.record["source"], self._recipe))
         is_own = checkpoint.path.parent.resolve() == (self._path / "checkpoints").resolve()
-        if is_own and status["status"] == "finished" and status["step"] == step:  # ended when its checkpoint was there
+        # Ended when its checkpoint was there.
+        if is_own and status["status"] == "finished" and status["step"] == step:
             progress.ended_by = progress.ended_by or str(status["cause"])
         if is_own and not has_changed and self._stays_ended(checkpoint):
             flag = progress.ended_by_flag
             larger = f"--{flag}" if flag else "--epochs or --max_steps"
             self._say(
-                f"this run was ended at step {step} of {checkpoint.record['total_steps']} by {progress.ended_by}; a larger "
-                f"{larger} takes it further"
+                f"this run was ended at step {step} of {checkpoint.record['total_steps']} by "
+                f"{progress.ended_by}; a larger {larger} takes it further"
             )
             return step
         progress.ended_by = ""
@@ -109,11 +120,14 @@ class Saving:
             self._log_resume(checkpoint)
         elif has_changed:
             raise Refused(
-                f"{checkpoint.path} is finished, and was made by another source: give this run another --name, or a larger "
-                "--epochs or --max_steps to train on with this one"
+                f"{checkpoint.path} is finished, and was made by another source: give this run "
+                "another --name, or a larger --epochs or --max_steps to train on with this one"
             )
         else:
-            self._say(f"this run is finished at step {step}; a larger --epochs or --max_steps takes it further")
+            self._say(
+                f"this run is finished at step {step}; a larger --epochs or --max_steps takes it "
+                "further"
+            )
         return total_steps
 
     def _stays_ended(self, checkpoint: Checkpoint) -> bool:
@@ -133,27 +147,33 @@ class Saving:
         earlier_data = str(checkpoint.record["config"].get("data", ""))
         data = getattr(self.config, "data", "")
         if data != earlier_data:
-            self._say(f"the data are the same, and lie at {data} now; the run began with {earlier_data}")
+            self._say(
+                f"the data are the same, and lie at {data} now; the run began with {earlier_data}"
+            )
         earlier_steps = checkpoint.record["total_steps"]
         if earlier_steps != total_steps:
             text = f"its length was {earlier_steps} steps, and now is {total_steps}"
             if isinstance(self._schedule, Schedule):
                 earlier_rate = replace(self._schedule, total_steps=earlier_steps)(step - 1)
                 text = (
-                    f"its length was {earlier_steps} steps: the schedule now has {total_steps} steps from the start, so the "
-                    f"learning rate continues at {self._schedule(step):.3g} (the last was {earlier_rate:.3g})"
+                    f"its length was {earlier_steps} steps: the schedule now has {total_steps} "
+                    "steps from the start, so the learning rate continues at "
+                    f"{self._schedule(step):.3g} (the last was {earlier_rate:.3g})"
                 )
             self._say(text)
 
     def keep_best(self, results: dict) -> None:
-        """Export the model, which has these results; with the next checkpoint it takes the place of `best/`."""
+        """Export the model, which has these results; with the next checkpoint it takes the place of
+        `best/`.
+        """
         model = self._state.exported()
         with self._records.writing("writing best/"):
             if self._best:
                 self._best.export(model, results, self._make_record())
 
     def save(self, step: int) -> None:
-        """Copy the state, and let the writer make a checkpoint of it; waits for the checkpoint before if that is still written.
+        """Copy the state, and let the writer make a checkpoint of it; waits for the checkpoint
+        before if that is still written.
 
         What can't be written stops the run within a few steps, on all ranks.
         """
@@ -164,16 +184,19 @@ class Saving:
                 waited = self.writer.wait()
                 if waited > _LONG_WAIT:
                     self._say(
-                        f"step {step}: waited {waited:.0f} s for the checkpoint before to be written; "
-                        "a larger --checkpoint_every leaves it the time"
+                        f"step {step}: waited {waited:.0f} s for the checkpoint before to be "
+                        "written; a larger --checkpoint_every leaves it the time"
                     )
                 self._best.take()
-        with records.writing("writing a checkpoint"):  # here, no rank fails alone while the others gather their shards
+        # Here, no rank fails alone while the others gather their shards.
+        with records.writing("writing a checkpoint"):
             if self._folder and self._best:
                 self._start_writing(self._folder, self._best)
                 if self.config.dry_run:
                     self.writer.wait()
-                    self._state.load(verify(self._checkpoints.paths()[0]).tensors(), self._state.numbers())
+                    self._state.load(
+                        verify(self._checkpoints.paths()[0]).tensors(), self._state.numbers()
+                    )
             else:
                 take_part(self._state.tensors())
 
@@ -211,7 +234,9 @@ class Saving:
         with self._records.writing("writing a checkpoint"):
             self.writer.wait()
 
-    def _commit(self, folder: RunFolder, best: Best, record: dict, summary: dict, files: dict[str, Tensors]) -> None:
+    def _commit(
+        self, folder: RunFolder, best: Best, record: dict, summary: dict, files: dict[str, Tensors]
+    ) -> None:
         """Make the checkpoint, then best/, summary and status, which name it; in the writer's thread."""
         folder.sync()
         record = record | {"best": best.seal()}
@@ -223,12 +248,15 @@ class Saving:
                 audit.link(checkpoint)
         best.place()
         self._records.log.summary(summary)
-        if read_json(self._path / "status.json").get("status") == "running":  # no rank has written why it failed
+        # No rank has written why it failed.
+        if read_json(self._path / "status.json").get("status") == "running":
             folder.status("running", record["step"])
 
 
 def find_run(output_dir: Path, stem: str, expected: dict) -> str:
-    """The name of the newest run in `output_dir` with the identity `expected`; it begins with `stem`. "" if there is none."""
+    """The name of the newest run in `output_dir` with the identity `expected`; it begins with
+    `stem`. "" if there is none.
+    """
     runs = sorted(output_dir.glob(f"{stem}-*/environment.json"), key=os.path.getmtime, reverse=True)
     for environment in runs:
         if read_json(environment).get("fingerprint") == expected["data"]:

@@ -18,9 +18,18 @@ from common.run.records import Records
 
 
 class Shutdown:
-    """The end of one start in the run folder `path`. `folder` is None on every process except the main one."""
+    """The end of one start in the run folder `path`. `folder` is None on every process except the
+    main one.
+    """
 
-    def __init__(self, config: RunConfig, path: Path, folder: RunFolder | None, records: Records, writer: Writer):
+    def __init__(
+        self,
+        config: RunConfig,
+        path: Path,
+        folder: RunFolder | None,
+        records: Records,
+        writer: Writer,
+    ):
         self._config = config
         self._path = path
         self._folder = folder
@@ -35,7 +44,9 @@ class Shutdown:
             shutil.rmtree(self._path, ignore_errors=True)
 
     def take_less(self, plan: BatchPlan, device: torch.device) -> Exception:
-        """This rank is out of memory: save half the micro-batch for the next start. Returns the exception to raise."""
+        """This rank is out of memory: save half the micro-batch for the next start. Returns the
+        exception to raise.
+        """
         try:
             smaller = micro_batch.halve(plan)
             with writing(self._path):  # without it, every next start would fail in the same way
@@ -50,11 +61,13 @@ class Shutdown:
             text += ", which with --batch_norm local is another result"
         return RestartNeeded(text)
 
-    def decide_outcome(self, stopped: bool, requested_by: str, error: BaseException | None) -> tuple[str, str]:
+    def decide_outcome(
+        self, stopped: bool, requested_by: str, error: BaseException | None
+    ) -> tuple[str, str]:
         """Status and cause for status.json.
 
-        `requested_by` is what asked this process to stop, "" if nothing did. A collective if `stopped`, which is the same on
-        all ranks.
+        `requested_by` is what asked this process to stop, "" if nothing did. A collective if
+        `stopped`, which is the same on all ranks.
         """
         progress = self._records.progress
         self._in_order = stopped or error is None
@@ -71,12 +84,14 @@ class Shutdown:
             return "resumable", requested_by or cause
         if is_lost_peer(error):
             cause = "the loss of another process"
-            if not is_main() and not read_json(self._path / "status.json").get("cause"):  # the main one may be lost
+            # The main one may be lost.
+            if not is_main() and not read_json(self._path / "status.json").get("cause"):
                 with contextlib.suppress(OSError):
                     write_status(self._path, "resumable", progress.step, cause)
             return "resumable", cause
         status = "resumable" if isinstance(error, RestartNeeded) else "failed"
-        if not is_main() and not isinstance(error, Refused):  # the others only learn that this process is gone
+        # The others only learn that this process is gone.
+        if not is_main() and not isinstance(error, Refused):
             kind = "" if isinstance(error, RestartNeeded) else f"{type(error).__name__}: "
             with contextlib.suppress(OSError):
                 write_status(self._path, status, progress.step, f"rank {rank()}: {kind}{cause}")
@@ -87,7 +102,8 @@ class Shutdown:
         return read_json(self._path / "status.json").get("status") == "resumable"
 
     def finish(self, status: str, cause: str, goes_on: bool) -> None:
-        """Wait for the checkpoint being written, close the log, write status, results and report, and print how the run ended.
+        """Wait for the checkpoint being written, close the log, write status, results and report,
+        and print how the run ended.
 
         Does nothing except on the main process. `goes_on`: the launcher starts this process again.
         """
@@ -108,7 +124,8 @@ class Shutdown:
         try:
             self._log.flush()
             self._log.summary(self._records.summary())
-            if status == "resumable":  # at once: launchers kill a process 30 s after they have asked it to stop
+            # At once: launchers kill a process 30 s after they have asked it to stop.
+            if status == "resumable":
                 self._write_status(self._folder, status, cause)
             if self._in_order:
                 self._records.draw("curves", plots.curves, self._path)
@@ -120,16 +137,24 @@ class Shutdown:
         except OSError as error:
             say(f"{self._path}: status and results could not be written: {error}")
         if status == "resumable":
-            what = "the run resumes from there" if goes_on else "the same command resumes from the last checkpoint"
+            what = (
+                "the run resumes from there"
+                if goes_on
+                else "the same command resumes from the last checkpoint"
+            )
             say(f"stopped by {cause} at step {progress.step}: {what}")
         elif self._config.dry_run and status == "finished":
-            say("dry run: steps, an evaluation, and a checkpoint written, verified and loaded; nothing was kept")
+            say(
+                "dry run: steps, an evaluation, and a checkpoint written, verified and loaded; "
+                "nothing was kept"
+            )
         elif status == "finished":
             self._say_results(progress, dashboard, page)
 
     def _write_status(self, folder: RunFolder, status: str, cause: str) -> None:
         step = self._records.progress.step
-        is_explained = bool(read_json(self._path / "status.json").get("cause"))  # by a rank that was lost
+        # By a rank that was lost.
+        is_explained = bool(read_json(self._path / "status.json").get("cause"))
         if status != "resumable" or not is_explained:
             folder.status(status, step, cause)
         if status == "failed":
@@ -139,7 +164,9 @@ class Shutdown:
         try:
             return report.write(self._path)
         except Exception as error:  # a page is not worth a run
-            self._log.say(f"{self._path / report.FILE} could not be written: {type(error).__name__}: {error}")
+            self._log.say(
+                f"{self._path / report.FILE} could not be written: {type(error).__name__}: {error}"
+            )
             return None
 
     def _say_results(self, progress: Progress, dashboard: str, page: Path | None) -> None:
@@ -149,7 +176,10 @@ class Shutdown:
         if progress.ended_by:
             rows["finished"] += f", ended by {progress.ended_by}"
         if progress.best:
-            rows["best"] = f"{progress.headline(progress.best)} at step {progress.best['step']}: {path / 'best'}"
+            rows["best"] = (
+                f"{progress.headline(progress.best)} at step {progress.best['step']}: "
+                f"{path / 'best'}"
+            )
             rows["last"] = f"{progress.headline(progress.last)} at step {progress.last['step']}"
             num_images = progress.last.get("eval/count")  # a recipe's own results need not have it
             if num_images is not None:
@@ -159,6 +189,8 @@ class Shutdown:
         if dashboard:
             rows[config.tracker] = dashboard
         flag = progress.ended_by_flag or ("max_steps" if config.max_steps else "epochs")
-        rows["longer"] = f"the same command with --{flag} {2 * getattr(config, flag):g} continues this run"
+        rows["longer"] = (
+            f"the same command with --{flag} {2 * getattr(config, flag):g} continues this run"
+        )
         rows["audit"] = f"python -m tools.audit {path} looks for wrong labels"
         self._log.table(rows)

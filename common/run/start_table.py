@@ -31,9 +31,9 @@ def build_start_table(
 ) -> dict[str, str]:
     """Rows of the start table in their order, name and value; those without a value are left out.
 
-    `val` is the source that is evaluated, `rates` describes schedule and optimizers, `layout` processes and precision, and
-    `trial` has rows about the trial of a step. With --dry_run the main process looks for duplicates, so its table has more
-    rows than the others', which print none.
+    `val` is the source that is evaluated, `rates` describes schedule and optimizers, `layout`
+    processes and precision, and `trial` has rows about the trial of a step. With --dry_run the main
+    process looks for duplicates, so its table has more rows than the others', which print none.
     """
     train = train_set.source
     rows = data_rows(config.data, train, val)
@@ -55,10 +55,16 @@ def build_start_table(
     return {name: value for name, value in rows.items() if value}
 
 
-def get_sizes(model: torch.nn.Module, train_set: Samples, val: Any, plan: BatchPlan) -> dict[str, Any]:
+def get_sizes(
+    model: torch.nn.Module, train_set: Samples, val: Any, plan: BatchPlan
+) -> dict[str, Any]:
     """Sizes of data, model and batches, for environment.json."""
     train = train_set.source
-    sizes: dict[str, Any] = {"train_images": len(train), "val_images": len(val), "classes": len(train.classes)}
+    sizes: dict[str, Any] = {
+        "train_images": len(train),
+        "val_images": len(val),
+        "classes": len(train.classes),
+    }
     sizes |= getattr(train_set, "sizes", {})
     sizes["micro_batch_size"] = plan.micro_batch_sizes[0]
     sizes["micro_steps"] = plan.micro_steps
@@ -72,5 +78,8 @@ def _describe_length(train_set: Samples, total_steps: int) -> str:
     stream = train_set.stream
     text = f"{total_steps:,} steps, {stream.epoch(total_steps):.1f} epochs"
     if stream.extends_epochs:
-        text += f", counted as {total_steps / stream.min_epoch_steps:.1f} of {stream.min_epoch_steps} steps each"
+        text += (
+            f", counted as {total_steps / stream.min_epoch_steps:.1f} of {stream.min_epoch_steps} "
+            "steps each"
+        )
     return text

@@ -1,8 +1,9 @@
 """Step reports: loss and state of the last steps over all ranks, without waiting for the device.
 
-The numbers of a step are copied to the host asynchronously, summed over the ranks by the host's process group while the next
-step runs, and read one step later, on an accelerator two. Everything that the ranks must agree on (to stop, that a loss is
-not finite, how many images were broken) is sent in the same few numbers.
+The numbers of a step are copied to the host asynchronously, summed over the ranks by the host's
+process group while the next step runs, and read one step later, on an accelerator two. Everything
+that the ranks must agree on (to stop, that a loss is not finite, how many images were broken) is
+sent in the same few numbers.
 """
 
 import math
@@ -23,7 +24,8 @@ from common.training.update_size import Update
 
 _LATE = 2  # steps between a step and its report on an accelerator
 _MOST_NAMES = 1_000  # of custom numbers in a run
-_LEAST_SCALE = 2**-9  # fp16: a smaller scale would not help; from 65,536, it takes 26 skipped steps in a row
+# fp16: a smaller scale would not help; from 65,536, it takes 26 skipped steps in a row.
+_LEAST_SCALE = 2**-9
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class StepReport:
     rate: float = 0.0  # the highest learning rate of the step
     ended_by: str = ""  # why the recipe ends the run, if some rank does
     loss_scale: float | None = None  # fp16: the factor of the next step's loss
-    logged: dict[str, float] = field(default_factory=dict)  # custom numbers: means over all values of the step
+    # Custom numbers: means over all values of the step.
+    logged: dict[str, float] = field(default_factory=dict)
     # Only of a step that is logged: the size of its update and the rates of parts.
     update: dict[str, float] = field(default_factory=dict)
     ready: tuple[float, ...] = ()  # by rank, seconds of its laps since the last such step
@@ -50,7 +53,8 @@ class StepReport:
 class _Posted:
     step: int
     outcome: StepOutcome
-    device_numbers: torch.Tensor  # float64: loss, gradient norm, loss scale, then the sum of each custom number
+    # float64: loss, gradient norm, loss scale, then the sum of each custom number.
+    device_numbers: torch.Tensor
     stop: bool
     ended_by: str
     counts: dict[str, int]  # number of values of each custom number
@@ -58,7 +62,8 @@ class _Posted:
     lap: "Lap | None"
     rate: float
     copied: torch.Event | None = None
-    report: dict[str, Any] = field(default_factory=dict)  # fields of `StepReport` that every rank knows by itself
+    # Fields of `StepReport` that every rank knows by itself.
+    report: dict[str, Any] = field(default_factory=dict)
     logged: dict[str, tuple[float, int]] = field(default_factory=dict)  # on the host: sum and count
     names: tuple[str, ...] = ()  # of the custom numbers that are summed over ranks
     summed: torch.Tensor | None = None
@@ -66,16 +71,19 @@ class _Posted:
 
 
 class Lap:
-    """The time of this rank from the beginning of a step until it can send its gradients: data and forward passes.
+    """The time of this rank from the beginning of a step until it can send its gradients: data and
+    forward passes.
 
-    Until then ranks don't wait for each other. On a GPU it is the device's time, which is read once the step is over.
-    `began` is when the step began, by this process's clock.
+    Until then ranks don't wait for each other. On a GPU it is the device's time, which is read once
+    the step is over. `began` is when the step began, by this process's clock.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.began = time.perf_counter()
         self._events = (
-            [torch.Event(device, enable_timing=True) for _ in range(2)] if devices.has_streams(device) else None
+            [torch.Event(device, enable_timing=True) for _ in range(2)]
+            if devices.has_streams(device)
+            else None
         )
         self._times = [0.0, 0.0]
         self._mark(0)
@@ -99,7 +107,9 @@ class Lap:
 
 @dataclass
 class StepReports:
-    """Takes the numbers of every step and returns complete reports. All ranks call the same methods in the same order."""
+    """Takes the numbers of every step and returns complete reports. All ranks call the same methods
+    in the same order.
+    """
 
     global_batch_size: int
     scaler: torch.amp.GradScaler | None = None  # under fp16
@@ -110,17 +120,27 @@ class StepReports:
     _laps: float = 0.0  # seconds of this rank's laps since the last step that was logged
 
     def __post_init__(self) -> None:
-        self._loss_scale = self.scaler.get_scale() if self.scaler else 0.0  # of the step that is summed next
+        # Of the step that is summed next.
+        self._loss_scale = self.scaler.get_scale() if self.scaler else 0.0
 
     def add(self, values: Mapping[str, torch.Tensor | float]) -> None:
         """Add custom numbers, float[] or float[n], to the present step. Does not wait for a device."""
         for name, value in values.items():
             try:
-                value = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+                value = (
+                    value.detach()
+                    if isinstance(value, torch.Tensor)
+                    else torch.tensor(value, dtype=torch.float64)
+                )
             except (TypeError, ValueError, RuntimeError):
-                raise Refused(f"run.log: {name} is {value!r:.40}; give a number or a tensor") from None
+                raise Refused(
+                    f"run.log: {name} is {value!r:.40}; give a number or a tensor"
+                ) from None
             if value.ndim > 1:
-                raise Refused(f"run.log: {name} has shape {list(value.shape)}; give one number, or one per sample, [n]")
+                raise Refused(
+                    f"run.log: {name} has shape {list(value.shape)}; give one number, or one per "
+                    "sample, [n]"
+                )
             total = value.sum(dtype=devices.exact(value.device))
             self._sums[name] = self._sums[name] + total if name in self._sums else total
             self._counts[name] = self._counts.get(name, 0) + value.numel()
@@ -136,9 +156,11 @@ class StepReports:
         lap: Lap | None = None,
         rate: float = 0.0,
     ) -> None:
-        """Take the numbers of this rank's `step`; `stop`: it was asked to stop, `ended_by`: why the recipe ends the run.
+        """Take the numbers of this rank's `step`; `stop`: it was asked to stop, `ended_by`: why the
+        recipe ends the run.
 
-        `rate` is its highest learning rate. `update` is given on all ranks for a step that is logged, `lap` of each step.
+        `rate` is its highest learning rate. `update` is given on all ranks for a step that is
+        logged, `lap` of each step.
         """
         losses = outcome.losses
         loss = losses.sum(dtype=devices.exact(losses.device))
@@ -162,13 +184,19 @@ class StepReports:
 
     def read(self) -> list[StepReport]:
         """The reports that are due, oldest first. Raises `Refused` on every rank if a step was not finite."""
-        late = _LATE if self._posted and devices.has_streams(self._posted[-1].outcome.losses.device) else 1
+        late = (
+            _LATE
+            if self._posted and devices.has_streams(self._posted[-1].outcome.losses.device)
+            else 1
+        )
         for posted in list(self._posted)[: max(0, len(self._posted) - late + 1)]:
             self._start(posted)
         return [self._finish() for _ in range(max(0, len(self._posted) - late))]
 
     def settle(self) -> list[StepReport]:
-        """All outstanding reports; waits for the device. To be called before an evaluation or a checkpoint."""
+        """All outstanding reports; waits for the device. To be called before an evaluation or a
+        checkpoint.
+        """
         for posted in self._posted:
             self._start(posted)
         return [self._finish() for _ in range(len(self._posted))]
@@ -189,16 +217,29 @@ class StepReports:
             posted.report["update"] = dict(posted.update.rates)
             if posted.update.norms is not None:
                 size, change, *totals = totals
-                posted.report["update"] |= {"weight_norm": size, "update_ratio": change / size if size else 0.0}
+                posted.report["update"] |= {
+                    "weight_norm": size,
+                    "update_ratio": change / size if size else 0.0,
+                }
         posted.logged = {
-            name: (total, count) for total, (name, count) in zip(totals, posted.counts.items(), strict=True)
+            name: (total, count)
+            for total, (name, count) in zip(totals, posted.counts.items(), strict=True)
         }
         posted.names = self._names
-        # Only gradients may overflow, since a smaller scale makes them smaller. The loss is computed before scaling.
+        # Only gradients may overflow, since a smaller scale makes them smaller. The loss is
+        # computed before scaling.
         bad = not (math.isfinite(loss) and (posted.report["skipped"] or math.isfinite(grad_norm)))
         new = not posted.logged.keys() <= set(posted.names)
         outcome = posted.outcome
-        shared = [loss, bad, outcome.data_wait, len(outcome.broken), posted.stop, bool(posted.ended_by), new]
+        shared = [
+            loss,
+            bad,
+            outcome.data_wait,
+            len(outcome.broken),
+            posted.stop,
+            bool(posted.ended_by),
+            new,
+        ]
         self._laps += posted.lap.seconds() if posted.lap else 0.0
         if posted.update:
             seconds, self._laps = self._laps, 0.0
@@ -220,10 +261,14 @@ class StepReports:
             self._refuse(posted)
         if posted.report["skipped"] and posted.report["loss_scale"] < _LEAST_SCALE:
             raise Refused(
-                f"step {posted.step}: gradients still overflow in fp16 with a loss scale below {_LEAST_SCALE:.2g}; "
-                "lower --lr, set --clip 1, or take a bf16 config"
+                f"step {posted.step}: gradients still overflow in fp16 with a loss scale below "
+                f"{_LEAST_SCALE:.2g}; lower --lr, set --clip 1, or take a bf16 config"
             )
-        names = tuple(name for theirs in gather_objects(posted.outcome.broken) for name in theirs) if broken else ()
+        names = (
+            tuple(name for theirs in gather_objects(posted.outcome.broken) for name in theirs)
+            if broken
+            else ()
+        )
         ranks = world_size() if posted.update else 0
         report = StepReport(
             step=posted.step,
@@ -241,10 +286,16 @@ class StepReports:
         return report
 
     def _means(self, posted: _Posted, sums: list[float], new: bool) -> dict[str, float]:
-        """The mean of each custom number over all values, from `sums`: total, count and ranks of each known name."""
-        of_names = {name: sums[3 * place : 3 * place + 3] for place, name in enumerate(posted.names)}
+        """The mean of each custom number over all values, from `sums`: total, count and ranks of
+        each known name.
+        """
+        of_names = {
+            name: sums[3 * place : 3 * place + 3] for place, name in enumerate(posted.names)
+        }
         if new:  # names are sent only the first time
-            theirs = gather_objects({name: own for name, own in posted.logged.items() if name not in of_names})
+            theirs = gather_objects(
+                {name: own for name, own in posted.logged.items() if name not in of_names}
+            )
             for name in sorted({name for unknown in theirs for name in unknown}):
                 values = [unknown[name] for unknown in theirs if name in unknown]
                 of_names[name] = [*map(sum, zip(*values, strict=True)), len(values)]
@@ -252,22 +303,30 @@ class StepReports:
         where = f"step {posted.step}: run.log"
         if len(self._names) > _MOST_NAMES:
             raise Refused(
-                f"{where} got more than {_MOST_NAMES:,} names, the last {self._names[-1]}; log under fewer names"
+                f"{where} got more than {_MOST_NAMES:,} names, the last {self._names[-1]}; log "
+                "under fewer names"
             )
         for name, (total, _, ranks) in of_names.items():
             if 0 < ranks < world_size():
                 raise Refused(
-                    f"{where}: {name} came from {ranks:.0f} of {world_size()} processes; log it on all of them in the same "
-                    "steps, with an empty tensor where there is nothing to log"
+                    f"{where}: {name} came from {ranks:.0f} of {world_size()} processes; log it "
+                    "on all of them in the same steps, with an empty tensor where there is "
+                    "nothing to log"
                 )
             if not (math.isfinite(total) or posted.report["skipped"]):
-                raise Refused(f"{where}: {name} is not finite; mend it, or log torch.nan_to_num of it")
+                raise Refused(
+                    f"{where}: {name} is not finite; mend it, or log torch.nan_to_num of it"
+                )
         return {name: total / count for name, (total, count, _) in of_names.items() if count}
 
     def _refuse(self, posted: _Posted) -> None:
         mine = posted.outcome.positions[~torch.isfinite(posted.outcome.losses.cpu())].tolist()
         positions = sorted(position for theirs in gather_objects(mine) for position in theirs)
-        what = f"the loss of the samples at positions {_listed(positions)}" if positions else "the gradient norm"
+        what = (
+            f"the loss of the samples at positions {_listed(positions)}"
+            if positions
+            else "the gradient norm"
+        )
         half = ", or take a bf16 config: beyond 65,504 fp16 is infinite" if self.scaler else ""
         raise Refused(
             f"step {posted.step}: {what} is not finite; no checkpoint of it was made. "
@@ -276,7 +335,9 @@ class StepReports:
 
 
 def find_first_text(text: str) -> str:
-    """The first text of a rank that is not empty, on every rank. A collective. Two ranks, "" and "b": "b" on both."""
+    """The first text of a rank that is not empty, on every rank. A collective. Two ranks, "" and
+    "b": "b" on both.
+    """
     return next(filter(None, gather_objects(text)), "")
 
 

@@ -1,8 +1,8 @@
 """Tracking: sends rows, results and plots to a dashboard (W&B or TensorBoard), without affecting the run.
 
-The record of the run is `metrics.jsonl`; the dashboard only shows it. So everything that a tracker does (import, login,
-network, disk) happens in a daemon thread behind a queue. Training only puts rows into the queue. A failing tracker is logged
-once, and training continues.
+The record of the run is `metrics.jsonl`; the dashboard only shows it. So everything that a tracker
+does (import, login, network, disk) happens in a daemon thread behind a queue. Training only puts
+rows into the queue. A failing tracker is logged once, and training continues.
 """
 
 import importlib.util
@@ -26,32 +26,39 @@ from common.errors import Refused
 from common.patches.wandb import drop_exit_hook
 
 PACKAGES = {"wandb": ("wandb",), "tensorboard": ("tensorboard", "tensorboardX"), "none": ()}
-MOST_WAITING = 10_000  # rows kept while a tracker starts or hangs: a few MB, hours at a usual `log_every`
-INIT_TIMEOUT_S = 20.0  # then W&B works offline; shorter than the next, so that a short run keeps its rows
+# Rows kept while a tracker starts or hangs: a few MB, hours at a usual `log_every`
+MOST_WAITING = 10_000
+# Then W&B works offline; shorter than the next, so that a short run keeps its rows.
+INIT_TIMEOUT_S = 20.0
 FINISH_TIMEOUT_S = 30.0
 LOG_HEADER_BYTES = 7  # at the beginning of W&B's files
-FLUSH_S = 1  # rows are written to the disk so often; by default W&B does after 15 s, TensorBoard after 120 s
+# Rows are written to the disk so often; by default W&B does after 15 s, TensorBoard after 120 s.
+FLUSH_S = 1
 
 
 def require(kind: str) -> None:
     """Raise `Refused` if the package of the tracker `kind` is missing."""
     if PACKAGES[kind] and not any(importlib.util.find_spec(package) for package in PACKAGES[kind]):
-        raise Refused(f"tracker {kind} isn't installed: pip install {PACKAGES[kind][0]}, or choose --tracker none")
+        raise Refused(
+            f"tracker {kind} isn't installed: pip install {PACKAGES[kind][0]}, or choose "
+            "--tracker none"
+        )
 
 
 class Tracker:
     """Sends rows, results and plots to a tracker, without waiting for it or failing with it.
 
-    Only the main process has one. Values are plain numbers and texts.
-    The thread starts with `begin` or with the first thing to send, since its imports would slow down the first step.
-    Call `finish` in a `finally` block: W&B's own exit hook can wait minutes for a missing network.
+    Only the main process has one. Values are plain numbers and texts. The thread starts with
+    `begin` or with the first thing to send, since its imports would slow down the first step. Call
+    `finish` in a `finally` block: W&B's own exit hook can wait minutes for a missing network.
 
     Args:
         kind: "wandb", "tensorboard" or "none".
         folder: The run folder; the tracker's files go below it, and its name is the run's.
         config: The run's complete config; W&B's `project`, `tags`, `group` and `notes` are taken from it.
         run_id: The attribute of that name of an earlier start, whose W&B run is continued.
-        rows: Rows of metrics.jsonl, `{"step": 1, ...}`, that the run resumes after; those that the tracker lacks are sent.
+        rows: Rows of metrics.jsonl, `{"step": 1, ...}`, that the run resumes after; those that the
+            tracker lacks are sent.
         say: Logs one line; also called from the tracker's thread.
     """
 
@@ -75,7 +82,9 @@ class Tracker:
             backend = {"wandb": _WandB, "tensorboard": _TensorBoard}[kind]
             resumed_at = rows[-1]["step"] if rows else 0
             start = backend, (folder, dict(config), self.run_id, resumed_at, say), rows
-            self._thread = threading.Thread(target=self._serve, args=start, name="tracker", daemon=True)
+            self._thread = threading.Thread(
+                target=self._serve, args=start, name="tracker", daemon=True
+            )
 
     def begin(self) -> None:
         """Start the tracker, unless it has started. Takes microseconds."""
@@ -124,12 +133,16 @@ class Tracker:
         else:
             self._fail(f"it hangs, rows from step {self._step} on are left out")
 
-    def _serve(self, start: Callable[..., "_Backend"], arguments: tuple, rows: Sequence[Mapping[str, Any]]) -> None:
+    def _serve(
+        self, start: Callable[..., "_Backend"], arguments: tuple, rows: Sequence[Mapping[str, Any]]
+    ) -> None:
         try:
             backend = start(*arguments)
             for row in rows:  # a start that was killed may not have sent them
                 if row["step"] > backend.has_up_to:
-                    backend.log(row["step"], {key: value for key, value in row.items() if key != "step"})
+                    backend.log(
+                        row["step"], {key: value for key, value in row.items() if key != "step"}
+                    )
         except Exception as error:  # no failure of a tracker may reach the training
             return self._fail(_one_line(error))
         self._where = backend.where
@@ -144,20 +157,25 @@ class Tracker:
             drop_exit_hook()
         if not self._failed:
             self._failed = True
-            self._say(f"{self._kind} failed ({reason}): training continues, metrics.jsonl has every row")
+            self._say(
+                f"{self._kind} failed ({reason}): training continues, metrics.jsonl has every row"
+            )
 
 
 class _WandB:
-    """W&B by Accelerate's tracker: online with credentials, offline without them or if the server can't be reached.
+    """W&B by Accelerate's tracker: online with credentials, offline without them or if the server
+    can't be reached.
 
-    Making one starts it, in the thread. `has_up_to` is the last step that the dashboard has whole from earlier starts.
+    Making one starts it, in the thread. `has_up_to` is the last step that the dashboard has whole
+    from earlier starts.
     """
 
     def __init__(self, folder, config, run_id, resumed_at, say):
         files = _writable(folder / "wandb")
         earlier = _earlier_starts(files, run_id)
         os.environ.setdefault("WANDB_SILENT", "true")
-        os.environ.setdefault("WANDB_DATA_DIR", str(files))  # else pictures of tables would pile up in the home folder
+        # Else pictures of tables would pile up in the home folder.
+        os.environ.setdefault("WANDB_DATA_DIR", str(files))
         import wandb
 
         mode = wandb.setup().settings.mode  # from WANDB_MODE or a settings file
@@ -173,10 +191,18 @@ class _WandB:
             self.tracker = self._start("offline", folder, config, run_id)
         self.run = self.tracker.tracker
         # The server says which step comes next; offline, only the files of the earlier start know.
-        self.has_up_to = _last_step_in(earlier[-1]) if self.run.offline and earlier else self.run.starting_step - 1
+        self.has_up_to = (
+            _last_step_in(earlier[-1])
+            if self.run.offline and earlier
+            else self.run.starting_step - 1
+        )
         self.run.define_metric("*", step_metric="step")
         self.tracker.store_init_configuration(config)
-        offline = "" if self.run.disabled else f"{files} (to upload: wandb sync {files}/offline-run-*-{run_id})"
+        offline = (
+            ""
+            if self.run.disabled
+            else f"{files} (to upload: wandb sync {files}/offline-run-*-{run_id})"
+        )
         self.where = self.run.url or offline
 
     @staticmethod
@@ -184,7 +210,8 @@ class _WandB:
         import wandb
 
         settings = wandb.Settings(
-            console="off",  # capturing prints would slow down training, and the run folder has its own log
+            # capturing prints would slow down training, and the run folder has its own log
+            console="off",
             init_timeout=INIT_TIMEOUT_S,
             finish_timeout=FINISH_TIMEOUT_S - 5,
             finish_timeout_raises=True,
@@ -207,8 +234,8 @@ class _WandB:
         return tracker
 
     def log(self, step, metrics):
-        # W&B's own step is set to the run's: left to count rows, it would start again from 0 in an offline resume, and
-        # `wandb sync` would give the rows of both starts the same steps.
+        # W&B's own step is set to the run's: left to count rows, it would start again from 0 in an
+        # offline resume, and `wandb sync` would give the rows of both starts the same steps.
         self.tracker.log({"step": step, **metrics}, step=step)
 
     def summary(self, values):
@@ -230,16 +257,22 @@ class _TensorBoard:
         files = _writable(folder / "tensorboard")
         # purge_step hides rows of a killed run after `resumed_at`, since some may be missing.
         self.has_up_to = resumed_at
-        self.tracker = TensorBoardTracker(files.name, files.parent, purge_step=resumed_at + 1, flush_secs=FLUSH_S)
+        self.tracker = TensorBoardTracker(
+            files.name, files.parent, purge_step=resumed_at + 1, flush_secs=FLUSH_S
+        )
         self.tracker.start()
-        self.tracker.tracker.add_text("config", "\n".join(f"    {key}: {value}" for key, value in config.items()))
+        self.tracker.tracker.add_text(
+            "config", "\n".join(f"    {key}: {value}" for key, value in config.items())
+        )
         self.where = f"{files} (to look: tensorboard --logdir {files})"
 
     def log(self, step, metrics):
         self.tracker.log(metrics, step=step)
 
     def summary(self, values):
-        self.log(values.get("last/step"), {f"summary/{key}": value for key, value in values.items()})
+        self.log(
+            values.get("last/step"), {f"summary/{key}": value for key, value in values.items()}
+        )
 
     def images(self, step, pictures):
         import numpy
@@ -257,7 +290,9 @@ _Backend = _WandB | _TensorBoard
 
 
 def _writable(folder: Path) -> Path:
-    """Create the folder and check that it is writable: W&B would silently use the temporary folder instead."""
+    """Create the folder and check that it is writable: W&B would silently use the temporary folder
+    instead.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder} is read-only")
@@ -267,9 +302,12 @@ def _writable(folder: Path) -> Path:
 def _earlier_starts(files: Path, run_id: str) -> list[Path]:
     """W&B's folders of the run's earlier starts, oldest first.
 
-    One that was killed before its first record is removed: `wandb sync` would refuse all of them because of it.
+    One that was killed before its first record is removed: `wandb sync` would refuse all of them
+    because of it.
     """
-    earlier = sorted(files.glob(f"*run-*-{run_id}"), key=lambda path: path.name.removeprefix("offline-"))
+    earlier = sorted(
+        files.glob(f"*run-*-{run_id}"), key=lambda path: path.name.removeprefix("offline-")
+    )
     for folder in earlier[:]:
         log = folder / f"run-{run_id}.wandb"
         if not log.exists() or log.stat().st_size <= LOG_HEADER_BYTES:

@@ -1,4 +1,6 @@
-"""Images in shards, tars or Parquet, local or at URLs: an index of where each image lies, and ranges of bytes."""
+"""Images in shards, tars or Parquet, local or at URLs: an index of where each image lies, and
+ranges of bytes.
+"""
 
 from typing import TYPE_CHECKING
 

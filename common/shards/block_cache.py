@@ -1,7 +1,7 @@
 """Blocks of samples from URLs, shared by the processes and data workers of a machine.
 
-The first process that needs a block reads it; the least recently used one gives way. All blocks lie in one file in memory
-without a name, which the system frees with the last process.
+The first process that needs a block reads it; the least recently used one gives way. All blocks lie
+in one file in memory without a name, which the system frees with the last process.
 """
 
 import fcntl
@@ -24,10 +24,12 @@ from common.errors import Refused
 IN_FLIGHT = 8  # requests of a process at a time
 _MAX_REQUEST = 2**25  # bytes of blocks that are asked for at once
 _BOUNDS_BYTES = 16  # of the two numbers that say where a sample begins and ends
-_SLOT = np.dtype([("block", "<i8"), ("ready", "<i8"), ("used", "<i8")])  # block + 1, or 0 for none; a time in ns
+# Block + 1, or 0 for none; a time in ns.
+_SLOT = np.dtype([("block", "<i8"), ("ready", "<i8"), ("used", "<i8")])
 _WAIT_S = 0.002  # seconds until a block that another process reads is looked for again
 
-Fetch = Callable[[list[int]], list[list]]  # blocks -> the samples of each, as bytes. Raises `Refused`
+# Blocks -> the samples of each, as bytes. Raises `Refused`
+Fetch = Callable[[list[int]], list[list]]
 
 
 @dataclass
@@ -59,7 +61,9 @@ class BlockCache:
                 time.sleep(_WAIT_S)
 
     def expect(self, shards: Mapping[int, int], fetch: Fetch) -> None:
-        """Begin to read missing blocks, several of a shard at once. `shards`: block -> its shard, in ascending order."""
+        """Begin to read missing blocks, several of a shard at once. `shards`: block -> its shard,
+        in ascending order.
+        """
         self._renew_after_fork()
         present = self._requested | set((self._table["block"] - 1).tolist())
         missing = [block for block in shards if block not in present]
@@ -78,7 +82,9 @@ class BlockCache:
             self._requested.difference_update(blocks)
 
     def _fill(self, blocks: Sequence[int], fetch: Fetch) -> bool:
-        """Read those blocks that no process or thread reads or has read; False if there is none, or no slot for one."""
+        """Read those blocks that no process or thread reads or has read; False if there is none, or
+        no slot for one.
+        """
         slots: dict[int, int] = {}  # of the blocks that are still to be read
         with self._lock_table():
             for block in blocks:
@@ -105,13 +111,16 @@ class BlockCache:
         contents = []
         end = bounds.nbytes
         for number, sample in enumerate(samples):
-            start = starts.setdefault(id(sample), end)  # Parquet has an image that it repeats as one object
+            # Parquet has an image that it repeats as one object.
+            start = starts.setdefault(id(sample), end)
             if start == end:
                 contents.append(sample)
                 end += len(sample)
             bounds[number] = start, start + len(sample)
         if end > self.room:
-            raise Refused(f"a block of samples has {end:,} bytes, and its shard says at most {self.room:,}")
+            raise Refused(
+                f"a block of samples has {end:,} bytes, and its shard says at most {self.room:,}"
+            )
         os.pwrite(self.file.fileno(), b"".join([bounds.tobytes()] + contents), self._offset(slot))
 
     def _read_sample(self, slot: int, number: int) -> bytes:

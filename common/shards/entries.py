@@ -1,4 +1,6 @@
-"""Entries of shards: where each image lies, with its label. All ranks read some shards, and share what they have read."""
+"""Entries of shards: where each image lies, with its label. All ranks read some shards, and share
+what they have read.
+"""
 
 import base64
 import hashlib
@@ -28,22 +30,28 @@ from common.shards import parquet, tars
 from common.shards.names import is_parquet, is_remote, remove_signature
 from common.shards.ranges import RangeFile, Stamp
 
-ENTRY = np.dtype([("start", "<i8"), ("key", "<u8"), ("size", "<u4"), ("head", "<u4"), ("shard", "<u4")])
+ENTRY = np.dtype(
+    [("start", "<i8"), ("key", "<u8"), ("size", "<u4"), ("head", "<u4"), ("shard", "<u4")]
+)
 FORMAT = 5  # to be raised when the content of the index changes
-# Of the table of a shard: the column of entries, that of images' headers, and its metadata about samples left out.
+# Of the table of a shard: the column of entries, that of images' headers, and its metadata about
+# samples left out.
 ENTRIES, HEADER, LEFT_OUT = "entries", "header of the image", b"samples left out"
 _MAX_IMAGE = 2**30  # bytes of an image's file; larger ones are left out
 _LOCAL_BUFFER, _REMOTE_BUFFER = 2**12, 2**20  # bytes that are read at once of a tar
-_AT_ONCE = 8  # shards that a rank reads in one turn; after each turn all ranks share what they have read
+# Shards that a rank reads in one turn; after each turn all ranks share what they have read.
+_AT_ONCE = 8
 _PATIENCE_S = 10.0  # until progress is shown, and between two times
 
 
 class KeptColumns(NamedTuple):
     """How samples with other columns than a label are read: these are kept as a table."""
 
-    find: Callable[[tables.Split, str], Sequence[str]]  # (columns of Parquet, the one of images) -> those to keep
+    # (columns of Parquet, the one of images) -> those to keep.
+    find: Callable[[tables.Split, str], Sequence[str]]
     keys: tuple[str, ...]  # of a sample's JSON
-    read_header: Callable[[bytes], Sequence[int]] | None  # content of an image -> numbers, kept in the column `HEADER`
+    # Content of an image -> numbers, kept in the column `HEADER`
+    read_header: Callable[[bytes], Sequence[int]] | None
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,8 @@ class ShardList:
     image: str
     label: str
     columns: KeptColumns | None = None  # of images with boxes
-    group: str = ""  # column, or key of a sample's JSON: samples with the same value are held out together
+    # Column, or key of a sample's JSON: samples with the same value are held out together.
+    group: str = ""
 
     def __str__(self) -> str:
         return f"{printable_name(self.names[0])} and {len(self.names) - 1:,} more shards"
@@ -67,7 +76,18 @@ class ShardList:
         columns = None
         if self.columns:
             columns = [*self.columns.keys, bool(self.columns.read_header)]
-        text = json.dumps([FORMAT, np.__version__, names, self.stamps, self.image, self.label, columns, self.group])
+        text = json.dumps(
+            [
+                FORMAT,
+                np.__version__,
+                names,
+                self.stamps,
+                self.image,
+                self.label,
+                columns,
+                self.group,
+            ]
+        )
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
@@ -83,8 +103,8 @@ class ShardList:
 def read_shards(shards: ShardList, keep: bool) -> list[pa.Table]:
     """A table of each shard, in their order, if this rank keeps them. A collective. Raises `Refused`.
 
-    Each rank reads some; after each turn, all share them. A table has the labels, or the columns that are kept, and the
-    entries.
+    Each rank reads some; after each turn, all share them. A table has the labels, or the columns
+    that are kept, and the entries.
     """
     num_shards = len(shards.names)
     kept: list[pa.Table] = []
@@ -118,7 +138,9 @@ def _read_shard(shards: ShardList, number: int) -> str:
     try:
         entries, cells = read(name, shards.stamps[number], shards)
     except (pa.ArrowException, OSError):
-        raise Refused(f"{printable_name(name)}: damaged, or of a kind that pyarrow can't read") from None
+        raise Refused(
+            f"{printable_name(name)}: damaged, or of a kind that pyarrow can't read"
+        ) from None
     except (ValueError, KeyError) as error:  # KeyError: two columns have the same name
         raise Refused(f"{printable_name(name)}: {' '.join(str(error).split())}") from None
     entries["shard"] = number
@@ -156,14 +178,17 @@ def _read_parquet(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarra
         if read_header:
             images = parquet.read_images(name, stamp, shards.image, entries["start"])
             headers = [read_header(image) for image in images]
-        kept = {column: cells[column] for column in cells.column_names}  # none, if images are not labelled
+        # None, if images are not labelled.
+        kept = {column: cells[column] for column in cells.column_names}
         kept[HEADER] = pa.array(headers, pa.list_(pa.int64()))
         cells = pa.table(kept)
     return entries, cells
 
 
 def _list_rows(name: str, footer: parquet.Footer) -> np.ndarray:
-    """ENTRY[N] of the rows of Parquet, whose `start` is a row group and the row in it, and `size` the row group's mean."""
+    """ENTRY[N] of the rows of Parquet, whose `start` is a row group and the row in it, and `size`
+    the row group's mean.
+    """
     metadata = footer.metadata
     leaves = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
     leaf = leaves.index(footer.leaf)
@@ -186,11 +211,15 @@ def _list_rows(name: str, footer: parquet.Footer) -> np.ndarray:
 
 
 def _read_tar(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, pa.Table]:
-    """Entries and labels of a tar; the table's metadata have the samples that were left out. Raises ValueError."""
+    """Entries and labels of a tar; the table's metadata have the samples that were left out. Raises
+    ValueError.
+    """
     size, _ = stamp
     buffer_size = _REMOTE_BUFFER if is_remote(name) else _LOCAL_BUFFER
     file = io.BufferedReader(RangeFile(name, stamp), buffer_size)
-    tar_format = tars.TarFormat(shards.image, shards.label, shards.group, has_json_labels=bool(shards.columns))
+    tar_format = tars.TarFormat(
+        shards.image, shards.label, shards.group, has_json_labels=bool(shards.columns)
+    )
     notes = Notes(name, "samples")
     entries = []
     rows = []
@@ -202,7 +231,8 @@ def _read_tar(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, p
         else:
             entries.append(_entry_of_member(sample.image))
             rows.append(_read_row(file, sample, sample.image, shards))
-    names = dict.fromkeys(chain.from_iterable(rows))  # of all samples: Table.from_pylist takes the first one's
+    # Of all samples: Table.from_pylist takes the first one's.
+    names = dict.fromkeys(chain.from_iterable(rows))
     columns = {column: [row.get(column) for row in rows] for column in names}
     if not shards.columns:
         _check_labels(columns.get(shards.label or "label", []))
@@ -217,14 +247,20 @@ def _entry_of_member(image: tarfile.TarInfo) -> tuple[int, int, int, int, int]:
     return image.offset_data, key, image.size, image.offset_data - image.offset, 0
 
 
-def _read_row(file: BinaryIO, sample: tars.Sample, image: tarfile.TarInfo, shards: ShardList) -> dict[str, Any]:
-    """The cells of a sample: its label, or what is kept of its JSON. Raises ValueError if there is no label."""
+def _read_row(
+    file: BinaryIO, sample: tars.Sample, image: tarfile.TarInfo, shards: ShardList
+) -> dict[str, Any]:
+    """The cells of a sample: its label, or what is kept of its JSON. Raises ValueError if there is
+    no label.
+    """
     columns = shards.columns
     if sample.label is None and (columns is None or columns.keys):
         problem = "no .json"
         if columns is None:
             label = shards.label or "cls"
-            problem = f"neither {sample.key}.{label} nor a label in its .json; name it by --label_column"
+            problem = (
+                f"neither {sample.key}.{label} nor a label in its .json; name it by --label_column"
+            )
         raise ValueError(f"the sample {sample.key} has no label: {problem}")
     if columns is None:
         row = {shards.label or "label": sample.label}
@@ -232,7 +268,9 @@ def _read_row(file: BinaryIO, sample: tars.Sample, image: tarfile.TarInfo, shard
             row[shards.group] = sample.group
         return row
     if columns.keys and not isinstance(sample.label, dict):
-        raise ValueError(f"{sample.key}.json holds {json.dumps(sample.label)[:40]}, and no keys with values")
+        raise ValueError(
+            f"{sample.key}.json holds {json.dumps(sample.label)[:40]}, and no keys with values"
+        )
     row = {key: sample.label[key] for key in columns.keys if key in sample.label}
     row[HEADER] = []
     if columns.read_header:
@@ -245,4 +283,6 @@ def _check_labels(labels: Sequence[Any]) -> None:
     """Raise ValueError for lists of labels beside single ones."""
     num_lists = sum(isinstance(label, list) for label in labels)
     if 0 < num_lists < len(labels):
-        raise ValueError("some samples have one label, others a list of labels; make all of them lists")
+        raise ValueError(
+            "some samples have one label, others a list of labels; make all of them lists"
+        )

@@ -1,6 +1,7 @@
 """Index of samples in shards: where each image lies and its class, found by all ranks together.
 
-It is kept in the user's cache folder as arrays that later starts map: they look at each shard's size and time only.
+It is kept in the user's cache folder as arrays that later starts map: they look at each shard's
+size and time only.
 """
 
 import json
@@ -30,9 +31,11 @@ from common.shards.entries import ENTRIES, ENTRY, HEADER, LEFT_OUT, ShardList, r
 from common.shards.parquet import row_groups_of
 
 _UNUSED_S = 30 * 86_400  # after which an index that was not used is removed
-_BLOCK = 2**22  # bytes of neighbouring samples that are read at once, if they are not in local files
+# Bytes of neighbouring samples that are read at once, if they are not in local files.
+_BLOCK = 2**22
 _MAX_BLOCKS = 2**22  # whose order is computed again for each epoch
-_MAX_CHECKED = 2**29  # bytes of a file that a start compares with their checksum: the index of 19 million samples
+# Bytes of a file that a start compares with their checksum: the index of 19 million samples.
+_MAX_CHECKED = 2**29
 
 
 @dataclass
@@ -40,10 +43,12 @@ class Index:
     """The samples of shards, in their order."""
 
     shards: ShardList
-    entries: np.ndarray  # ENTRY[N]: where images begin, hashes of names, bytes of images and of headers, shards
+    # ENTRY[N]: where images begin, hashes of names, bytes of images and of headers, shards.
+    entries: np.ndarray
     labels: np.ndarray  # int64[N] class ids, or bool[N, C]
     groups: np.ndarray | None  # int64[N], if the shards are read with a `group`
-    edges: np.ndarray  # int64[n + 1]: samples [edges[b], edges[b + 1]) are a block, which is read at once
+    # int64[n + 1]: samples [edges[b], edges[b + 1]) are a block, which is read at once.
+    edges: np.ndarray
     rows: pa.Table | None  # see `KeptColumns`
     classes: tuple[str, ...]
     counts: tuple[int, ...]  # images of each class
@@ -72,7 +77,9 @@ def open_index(shards: ShardList) -> Index:
 
 
 def _make_index(folder: Path | None, shards: ShardList) -> Index:
-    """The index of these shards, made now and kept in `folder`, if there is room. A collective. Raises `Refused`."""
+    """The index of these shards, made now and kept in `folder`, if there is room. A collective.
+    Raises `Refused`.
+    """
     with ExitStack() as stack:
         shard_tables = read_shards(shards, keep=is_local_main())
         draft = None
@@ -100,7 +107,9 @@ def compute_fingerprint(classes: tuple[str, ...], labels: np.ndarray, entries: n
 # ---- files
 
 
-def _write_draft(stack: ExitStack, folder: Path | None, shards: ShardList, shard_tables: list[pa.Table]) -> Path:
+def _write_draft(
+    stack: ExitStack, folder: Path | None, shards: ShardList, shard_tables: list[pa.Table]
+) -> Path:
     """Write the index to a new folder: beside `folder`, or else where the system keeps temporary files."""
     parents = [folder.parent, None] if folder else [None]
     for parent in parents:
@@ -112,11 +121,15 @@ def _write_draft(stack: ExitStack, folder: Path | None, shards: ShardList, shard
             stack.close()  # leaves nothing half-written
             reason = error.strerror or "no space left"
     advice = f"make room there, or name another folder with TMPDIR or {CACHE}"
-    raise Refused(f"the index of shards can't be written to {tempfile.gettempdir()}: {reason}; {advice}")
+    raise Refused(
+        f"the index of shards can't be written to {tempfile.gettempdir()}: {reason}; {advice}"
+    )
 
 
 def _open_draft(parent: Path | None) -> tempfile.TemporaryDirectory:
-    """An empty folder in `parent`, where indexes that were not used for long are removed, or in the system's folder."""
+    """An empty folder in `parent`, where indexes that were not used for long are removed, or in the
+    system's folder.
+    """
     if parent:
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         for folder in [*parent.glob("shards-*"), *parent.glob("unfinished-*/")]:
@@ -163,17 +176,25 @@ def _concat_tables(shards: ShardList, shard_tables: list[pa.Table]) -> pa.Table:
     try:
         return pa.concat_tables(with_samples, promote_options="permissive")
     except pa.ArrowException as error:
-        raise Refused(f"{shards}: labels are of several kinds: {' '.join(str(error).split())}") from None
+        raise Refused(
+            f"{shards}: labels are of several kinds: {' '.join(str(error).split())}"
+        ) from None
 
 
-def _read_labels(shards: ShardList, cells: pa.Table) -> tuple[tuple[str, ...], np.ndarray, np.ndarray | None]:
-    """Classes, labels as `Index.labels`, and groups int64[N] if the shards are read with a `group`. Raises `Refused`."""
+def _read_labels(
+    shards: ShardList, cells: pa.Table
+) -> tuple[tuple[str, ...], np.ndarray, np.ndarray | None]:
+    """Classes, labels as `Index.labels`, and groups int64[N] if the shards are read with a `group`.
+    Raises `Refused`.
+    """
     import datasets
 
     if not shards.in_parquet:
         cells = _convert_numbers(cells)
     rows = datasets.Dataset(datasets.table.InMemoryTable(cells))
-    split = tables.Split(printable_name(shards.names[0]), f"and {len(shards.names) - 1:,} more shards", rows)
+    split = tables.Split(
+        printable_name(shards.names[0]), f"and {len(shards.names) - 1:,} more shards", rows
+    )
     groups = tables.read_groups(split, shards.group)
     columns = tuple(name for name in cells.column_names if name != shards.group)
     classes, (labels,) = tables.read_labels([split], columns, 1)
@@ -202,14 +223,18 @@ def _find_blocks(entries: np.ndarray, in_parquet: bool) -> tuple[np.ndarray, int
     return edges, int(block_bytes.max())
 
 
-def _describe_left_out(shards: ShardList, shard_tables: list[pa.Table], num_samples: int) -> tuple[str, ...]:
+def _describe_left_out(
+    shards: ShardList, shard_tables: list[pa.Table], num_samples: int
+) -> tuple[str, ...]:
     """Notes on the samples that are not among the `num_samples`. Raises `Refused` if they are most."""
     notes = Notes(str(shards), "samples")
     for table in shard_tables:
         left_out = json.loads((table.schema.metadata or {}).get(LEFT_OUT, "{}"))
         for reason, (count, first) in left_out.items():
             notes.leave_out(reason, first, count)
-    return notes.texts(num_samples + notes.num_left_out, "name the kind of file with --image_column, such as jpg")
+    return notes.texts(
+        num_samples + notes.num_left_out, "name the kind of file with --image_column, such as jpg"
+    )
 
 
 def _seal(folder: Path, facts: dict) -> None:
@@ -220,7 +245,9 @@ def _seal(folder: Path, facts: dict) -> None:
 
 
 def _compute_checksum(path: Path) -> list[int]:
-    """The size of a file, and the CRC-32 of its first bytes. Raises OSError, also for what is no regular file."""
+    """The size of a file, and the CRC-32 of its first bytes. Raises OSError, also for what is no
+    regular file.
+    """
     with open_regular(path) as file:
         content = np.memmap(file, mode="r")
         return [content.nbytes, zlib.crc32(content[:_MAX_CHECKED].data)]
@@ -234,12 +261,16 @@ def _load(folder: Path, shards: ShardList) -> Index | None:
             return None
         facts = json.loads(text)
         checksums = facts.pop("checksums")
-        if any(_compute_checksum(folder / name) != expected for name, expected in checksums.items()):
+        if any(
+            _compute_checksum(folder / name) != expected for name, expected in checksums.items()
+        ):
             return None
         entries = np.asarray(np.memmap(folder / "entries", ENTRY, "r"))
         labels = np.asarray(np.load(folder / "labels.npy", mmap_mode="r"))
         edges = np.asarray(np.load(folder / "edges.npy", mmap_mode="r"))
-        groups = np.load(folder / "groups.npy", mmap_mode="r") if "groups.npy" in checksums else None
+        groups = (
+            np.load(folder / "groups.npy", mmap_mode="r") if "groups.npy" in checksums else None
+        )
         rows = None
         if "rows" in checksums:
             rows = pa.ipc.open_file(pa.memory_map(str(folder / "rows"))).read_all()
@@ -247,5 +278,7 @@ def _load(folder: Path, shards: ShardList) -> Index | None:
         return None
     with suppress(OSError):
         os.utime(folder)  # marks it as used
-    small: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()}
+    small: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()
+    }
     return Index(shards, entries, labels, groups, edges, rows, **small)

@@ -17,8 +17,11 @@ from common.files import match_files
 
 _SUFFIXES = (".tar", ".parquet")
 _MAX_RANGE = 1_000_000  # shards in one range
-# Parameters of a query that sign a URL for a time: of S3, Google, CloudFront, and Azure's, which come with a `sig`.
-_SIGNED = re.compile("(x-(amz|goog)-.*|signature|expires|policy|key-pair-id|awsaccesskeyid|googleaccessid)=", re.I)
+# Parameters of a query that sign a URL for a time: of S3, Google, CloudFront, and Azure's, which
+# come with a `sig`.
+_SIGNED = re.compile(
+    "(x-(amz|goog)-.*|signature|expires|policy|key-pair-id|awsaccesskeyid|googleaccessid)=", re.I
+)
 _SIGNED_AZURE = re.compile("(sv|ss|srt|sr|sp|se|st|spr|sip|sig|skoid|sktid|skt|ske|sks|skv)=")
 _COMMA = re.compile(r",(?![^{}]*\})")  # not between braces
 _BRACES = re.compile(r"(?<!\$)\{([^{}]*)\}")
@@ -46,7 +49,9 @@ def remove_query(name: str) -> str:
 
 
 def remove_signature(name: str) -> str:
-    """`name` without password and signature, which differ from time to time. All else of a query may select the content."""
+    """`name` without password and signature, which differ from time to time. All else of a query
+    may select the content.
+    """
     if not is_http(name):
         return printable_name(name)
     parameters = name.partition("?")[2].split("&")
@@ -57,7 +62,9 @@ def remove_signature(name: str) -> str:
 
 
 def get_file_system(name: str) -> tuple[Any, str]:
-    """fsspec's file system for `name`, and the path in it. Raises `Refused` if its package is not installed."""
+    """fsspec's file system for `name`, and the path in it. Raises `Refused` if its package is not
+    installed.
+    """
     from fsspec.core import url_to_fs
 
     try:
@@ -81,23 +88,33 @@ def list_shards(data: str) -> list[str]:
 def expand(pattern: str) -> list[str]:
     """The names of shards that `pattern` stands for, sorted, each once. Raises `Refused`.
 
-    It is a file, a folder with *.tar or *.parquet in it, a URL, or several of them joined by commas. Braces stand for a
-    range, `{000..127}`, or for alternatives, `{train,extra}`. *, ? and [...] are wildcards, but not over http(s), where
-    files can't be listed. Variables of the environment are filled in last, so that their values stand for themselves.
+    It is a file, a folder with *.tar or *.parquet in it, a URL, or several of them joined by
+    commas. Braces stand for a range, `{000..127}`, or for alternatives, `{train,extra}`. *, ? and
+    [...] are wildcards, but not over http(s), where files can't be listed. Variables of the
+    environment are filled in last, so that their values stand for themselves.
     """
     patterns = [pattern]
     if not os.path.exists(pattern):
         parts = [part.strip() for part in _COMMA.split(pattern)]
-        patterns = list(itertools.chain.from_iterable(_expand_braces(part) for part in parts if part))
+        patterns = list(
+            itertools.chain.from_iterable(_expand_braces(part) for part in parts if part)
+        )
     names = sorted(set(itertools.chain.from_iterable(map(_list_files, patterns))))
     shown = printable_name(pattern)
     if not names:
-        raise Refused(f"{shown}: names no shard; give a file, a folder, or a pattern such as train-{{000..127}}.tar")
+        raise Refused(
+            f"{shown}: names no shard; give a file, a folder, or a pattern such as "
+            "train-{000..127}.tar"
+        )
     for name in names:
         if not remove_query(name).endswith(_SUFFIXES):
-            raise Refused(f"--data {shown}: {printable_name(name)} is neither a .tar nor a .parquet")
+            raise Refused(
+                f"--data {shown}: {printable_name(name)} is neither a .tar nor a .parquet"
+            )
     if len(set(map(is_parquet, names))) > 1:
-        raise Refused(f"{shown}: names both *.tar and *.parquet; name one kind, such as {shown}/*.tar")
+        raise Refused(
+            f"{shown}: names both *.tar and *.parquet; name one kind, such as {shown}/*.tar"
+        )
     return names
 
 
@@ -117,19 +134,25 @@ def _list_choices(text: str, pattern: str) -> list[str]:
         return text.split(",")
     first, last = int(ends[1]), int(ends[2])
     if not 0 <= last - first < _MAX_RANGE:
-        raise Refused(f"{printable_name(pattern)}: {{{text}}} has to count up, by at most {_MAX_RANGE:,}")
+        raise Refused(
+            f"{printable_name(pattern)}: {{{text}}} has to count up, by at most {_MAX_RANGE:,}"
+        )
     width = len(ends[1]) if text.startswith("0") else 0
     return [f"{number:0{width}}" for number in range(first, last + 1)]
 
 
 def _fill_variables(name: str) -> str:
-    """`name` with the values of variables of the environment, which are secrets from then on. Raises `Refused`."""
+    """`name` with the values of variables of the environment, which are secrets from then on.
+    Raises `Refused`.
+    """
 
     def get_value(variable: re.Match) -> str:
         key = variable[1] or variable[2]
         if key not in os.environ:
             advice = "export it, or write %24 for a plain $"
-            raise Refused(f"--data {printable_name(name)}: the environment has no variable {key}; {advice}")
+            raise Refused(
+                f"--data {printable_name(name)}: the environment has no variable {key}; {advice}"
+            )
         hide(os.environ[key], f"${key}")
         return os.environ[key]
 
@@ -149,10 +172,13 @@ def _list_files(name: str) -> list[str]:
         if glob.has_magic(path) and not file_system.exists(path):
             files = file_system.glob(path) if is_remote(name) else match_files(path)
         elif not path.endswith(_SUFFIXES) and file_system.isdir(path):
-            files = [file for file in file_system.ls(path, detail=False) if _SHARD_IN_FOLDER.search(file)]
+            files = [
+                file for file in file_system.ls(path, detail=False) if _SHARD_IN_FOLDER.search(file)
+            ]
         else:
             files = [path]
-    except Exception as error:  # each file system raises errors of its own, whose texts may hold secrets
+    except Exception as error:
+        # Each file system raises errors of its own, whose texts may hold secrets.
         raise Refused(f"{printable_name(name)}: can't be listed: {type(error).__name__}") from None
     if is_remote(name):
         return [file_system.unstrip_protocol(file) for file in files]
@@ -169,10 +195,13 @@ def list_hub_shards(data: str) -> dict[str, list[str]]:
     name = HUB_NAME.fullmatch(data)
     if not name or Path(data).expanduser().exists():
         raise Refused(
-            f"--streaming: --data {data} is no name on the Hugging Face Hub, such as owner/name; leave it out"
+            f"--streaming: --data {data} is no name on the Hugging Face Hub, such as owner/name; "
+            "leave it out"
         )
     try:
-        data_files = datasets.load_dataset_builder(name["name"], name["config"]).config.data_files or {}
+        data_files = (
+            datasets.load_dataset_builder(name["name"], name["config"]).config.data_files or {}
+        )
     except Exception as error:  # the client's HTTP library raises errors of its own
         reason = describe_error(error)
         raise Refused(f"--data {data}: can't be found on the Hugging Face Hub: {reason}") from error
@@ -184,5 +213,8 @@ def list_hub_shards(data: str) -> dict[str, list[str]]:
         suffixes.update(Path(file).suffix or file for file in names)
     if len(suffixes) != 1 or not suffixes <= set(_SUFFIXES):
         kinds = listed(sorted(suffixes)) or "no files"
-        raise Refused(f"--streaming: --data {data} has {kinds}, not Parquet or tars; leave it out to download them")
+        raise Refused(
+            f"--streaming: --data {data} has {kinds}, not Parquet or tars; leave it out to "
+            "download them"
+        )
     return names_by_split

@@ -65,12 +65,16 @@ def _read_cells(name: str, stamp: Stamp, image: str, row_group: int) -> pa.Dicti
     try:
         footer = read_footer(name, stamp, image)
         try:  # an image that is stored once and repeated stays one
-            table = read_columns(name, stamp, footer, [row_group], [footer.leaf], as_dictionary=[footer.leaf])
+            table = read_columns(
+                name, stamp, footer, [row_group], [footer.leaf], as_dictionary=[footer.leaf]
+            )
         except OSError:  # pyarrow reads the DELTA encodings in full alone
             table = read_columns(name, stamp, footer, [row_group], [footer.leaf])
         cells = table.column(0).combine_chunks()
     except (pa.ArrowException, ValueError, OSError):
-        raise Refused(f"{printable_name(name)}: row group {row_group}: damaged, or in an unknown encoding") from None
+        raise Refused(
+            f"{printable_name(name)}: row group {row_group}: damaged, or in an unknown encoding"
+        ) from None
     if pa.types.is_struct(cells.type):
         cells = cells.field("bytes")
     if not pa.types.is_dictionary(cells.type):
@@ -88,10 +92,15 @@ def read_footer(name: str, stamp: Stamp, image: str) -> Footer:
 
     size, tag = stamp
     end = ranges.read(name, max(0, size - 8), size, tag)
-    if size < 12 or end[4:] != b"PAR1" or int.from_bytes(end[:4], "little") > min(size - 12, _MAX_FOOTER):
+    if (
+        size < 12
+        or end[4:] != b"PAR1"
+        or int.from_bytes(end[:4], "little") > min(size - 12, _MAX_FOOTER)
+    ):
         raise ValueError("no Parquet file: cut off, or its footer is damaged")
     metadata = pq.ParquetFile(RangeFile(name, stamp)).metadata
-    if metadata.num_rows > size + _MAX_ROWS:  # each row takes memory, and a damaged file may name any number
+    # Each row takes memory, and a damaged file may name any number.
+    if metadata.num_rows > size + _MAX_ROWS:
         raise ValueError(f"its footer names {metadata.num_rows:,} rows, in {size:,} bytes")
     schema = metadata.schema.to_arrow_schema()
     repeated = [column for column in schema.names if schema.names.count(column) > 1]
@@ -114,6 +123,10 @@ def read_columns(
     columns: Iterable[str],
     as_dictionary: Sequence[str] = (),
 ) -> pa.Table:
-    """Columns of row groups; those of `as_dictionary` have each of their values once. Raises an error of Arrow."""
-    file = pq.ParquetFile(RangeFile(name, stamp), metadata=footer.metadata, read_dictionary=list(as_dictionary))
+    """Columns of row groups; those of `as_dictionary` have each of their values once. Raises an
+    error of Arrow.
+    """
+    file = pq.ParquetFile(
+        RangeFile(name, stamp), metadata=footer.metadata, read_dictionary=list(as_dictionary)
+    )
     return file.read_row_groups(list(row_groups), list(columns), use_threads=False)

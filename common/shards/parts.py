@@ -1,4 +1,6 @@
-"""Parts of shards: opens those that `--data` names, by the words for training and validation data in their names."""
+"""Parts of shards: opens those that `--data` names, by the words for training and validation data
+in their names.
+"""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,21 +29,30 @@ def open_parts(spec: Any) -> Parts[Shards]:
     """The parts of the labelled shards that `spec.data` names. A collective. Raises `Refused`."""
     labels, sources = open_sources(spec, spec.label_column)
     first = next(iter(sources.values()))
-    matched = {name: _match_classes(source, first, labels[name]) for name, source in sources.items()}
+    matched = {
+        name: _match_classes(source, first, labels[name]) for name, source in sources.items()
+    }
     min_classes = 1 if first.multi_label else spec.min_classes
     if len(first.classes) < min_classes:
         shown = printable_name(spec.data)
-        raise Refused(f"--data {shown}: only the class {first.classes[0]} in its labels; needs {min_classes} or more")
+        raise Refused(
+            f"--data {shown}: only the class {first.classes[0]} in its labels; needs "
+            f"{min_classes} or more"
+        )
     return Parts(labels, lambda names: [matched[name] for name in names])
 
 
-def open_sources(spec: Any, label: str, columns: KeptColumns | None = None) -> tuple[dict[str, str], dict[str, Shards]]:
+def open_sources(
+    spec: Any, label: str, columns: KeptColumns | None = None
+) -> tuple[dict[str, str], dict[str, Shards]]:
     """How messages call each part of the shards, and the parts that are used, each with its own classes.
 
     A collective. Raises `Refused`.
     """
     with all_or_none("looking for shards"):
-        names_by_part = list_hub_shards(spec.data) if spec.streaming else by_part(list_shards(spec.data))
+        names_by_part = (
+            list_hub_shards(spec.data) if spec.streaming else by_part(list_shards(spec.data))
+        )
     labels = {}
     for part in names_by_part:
         labels[part] = f"the {part} shards" if len(names_by_part) > 1 else "all shards"
@@ -55,14 +66,18 @@ def open_sources(spec: Any, label: str, columns: KeptColumns | None = None) -> t
 def open_unlabelled(spec: Any, read_header: Callable[[bytes], Sequence[int]] | None) -> Shards:
     """All images of the shards that `spec.data` names. A collective. Raises `Refused`."""
     with all_or_none("looking for shards"):
-        names_by_split = list_hub_shards(spec.data) if spec.streaming else {"": list_shards(spec.data)}
+        names_by_split = (
+            list_hub_shards(spec.data) if spec.streaming else {"": list_shards(spec.data)}
+        )
         names = list(chain.from_iterable(names_by_split.values()))
     no_columns = KeptColumns(find=lambda *_: (), keys=(), read_header=read_header)
     source = _open(names, spec.image_column, label="", columns=no_columns)
     return share_blocks([source], spec.shard_memory)[0]
 
 
-def _open(names: Sequence[str], image: str, label: str, columns: KeptColumns | None, group: str = "") -> Shards:
+def _open(
+    names: Sequence[str], image: str, label: str, columns: KeptColumns | None, group: str = ""
+) -> Shards:
     """The source of the shards of these names. A collective. Raises `Refused`."""
     is_local = not is_remote(names[0])
     stamps: list[ranges.Stamp] = []
@@ -98,7 +113,9 @@ def _match_classes(source: Shards, first: Shards, label: str) -> Shards:
         raise Refused(f"{label}: labels are lists in some parts of the data only; write them alike")
     unknown = sorted(set(source.classes) - set(first.classes))
     if unknown:
-        raise Refused(f"{label}: a class that {first.index.shards} do not have: {unknown[0]}; add it there")
+        raise Refused(
+            f"{label}: a class that {first.index.shards} do not have: {unknown[0]}; add it there"
+        )
     if source.classes == first.classes:
         return source
     class_ids = np.array([first.classes.index(name) for name in source.classes])

@@ -1,7 +1,8 @@
 """Ranges of bytes of shards: in local files, over http(s), and in what fsspec names.
 
-After a fault that may pass, such as an answer of 503 or a reset connection, a range is asked for again for `PATIENCE_S`. Then
-the run ends in one line that names shard, offset and cause. No error holds credentials or a URL's query.
+After a fault that may pass, such as an answer of 503 or a reset connection, a range is asked for
+again for `PATIENCE_S`. Then the run ends in one line that names shard, offset and cause. No error
+holds credentials or a URL's query.
 """
 
 import http.client
@@ -27,10 +28,13 @@ FIRST_WAIT_S, MAX_WAIT_S = 0.5, 15.0
 CONNECT_S = 10.0  # until a server counts as gone
 SILENCE_S = 20.0  # between two pieces of an answer
 _CHECK_S = 60.0  # how often a file is compared with its tag if that takes a request of its own
-_TAGS = "ETag etag blob_id md5Hash LastModified last_modified mtime updated modified created".split()
+_TAGS = (
+    "ETag etag blob_id md5Hash LastModified last_modified mtime updated modified created".split()
+)
 _WAY_IN = "; is the signature in the URL too old, or are credentials missing in ~/.netrc?"
 
-Stamp = tuple[int, str]  # bytes; and a tag that differs once the file has changed: ETag, Last-Modified, or time in ns
+# Bytes; and a tag that differs once the file has changed: ETag, Last-Modified, or time in ns.
+Stamp = tuple[int, str]
 Answer = tuple[bytes, int, str]  # bytes of a range, and of its file the size and tag
 
 _jitter = random.SystemRandom()  # takes no numbers from the generators that training draws from
@@ -123,7 +127,9 @@ def _open_file(name: str, _tag: str) -> BinaryIO:
 
 
 def _ask_patiently(patience: float, name: str, start: int, stop: int, tag: str | None) -> Answer:
-    """The bytes `[start, stop)`, asked for until there is no `Fault`. Raises `Refused` after `patience` seconds."""
+    """The bytes `[start, stop)`, asked for until there is no `Fault`. Raises `Refused` after
+    `patience` seconds.
+    """
     ask = _ask_by_http if is_http(name) else _ask_by_fsspec
     deadline = time.monotonic() + patience
     num_attempts = 0
@@ -149,7 +155,8 @@ def _ask_by_fsspec(name: str, start: int, stop: int, tag: str | None) -> Answer:
         if tag != new_tag:
             raise _describe_change(name, start, new_tag, tag)
         file_system, path = get_file_system(name)
-        options = {} if file_system.async_impl else {"cache_type": "none"}  # others would read ahead beyond the range
+        # Others would read ahead beyond the range.
+        options = {} if file_system.async_impl else {"cache_type": "none"}
         data = file_system.cat_file(path, start=start, end=stop, **options)
     except Refused:
         raise
@@ -176,22 +183,28 @@ def _get_stamp_of_minute(name: str, _minute: int) -> Stamp:
 
 
 def _ask_by_http(name: str, start: int, stop: int, tag: str | None) -> Answer:
-    """The bytes `[start, stop)`, size and tag of a file. Raises `Fault` if it is worth asking again, else `Refused`."""
+    """The bytes `[start, stop)`, size and tag of a file. Raises `Fault` if it is worth asking
+    again, else `Refused`.
+    """
     headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
     try:
         session = _open_session(os.getpid())
-        with session.get(name, headers=headers, timeout=(CONNECT_S, SILENCE_S), stream=True) as answer:
+        with session.get(
+            name, headers=headers, timeout=(CONNECT_S, SILENCE_S), stream=True
+        ) as answer:
             size, new_tag = _check_answer(name, start, stop, tag, answer)
             data = answer.raw.read(stop - start)
     except (Fault, Refused):
         raise
     except Exception as error:  # requests, urllib3 and http.client let errors of many kinds through
-        if isinstance(error, ValueError):  # The URL is wrong. A wrong answer has one only as its cause.
+        # The URL is wrong. A wrong answer has one only as its cause.
+        if isinstance(error, ValueError):
             raise _describe_unreadable(
                 name, start, f"{type(error).__name__}: a wrong URL, or a redirect to one"
             ) from None
         cause: BaseException = error
-        while inner := cause.__cause__ or cause.__context__:  # texts of errors that follow the first may hold the URL
+        # Texts of errors that follow the first may hold the URL.
+        while inner := cause.__cause__ or cause.__context__:
             cause = inner
         reason = cause.strerror if isinstance(cause, OSError) else None
         raise Fault(reason or type(cause).__name__) from None
@@ -200,7 +213,9 @@ def _ask_by_http(name: str, start: int, stop: int, tag: str | None) -> Answer:
     return data, size, new_tag
 
 
-def _check_answer(name: str, start: int, stop: int, tag: str | None, answer: "requests.Response") -> Stamp:
+def _check_answer(
+    name: str, start: int, stop: int, tag: str | None, answer: "requests.Response"
+) -> Stamp:
     """Size and tag of the file if the answer brings the bytes `[start, stop)` of it, else raises why not."""
     status = answer.status_code
     reason = f"{status} {http.client.responses.get(status, '')}".rstrip()
@@ -216,7 +231,9 @@ def _check_answer(name: str, start: int, stop: int, tag: str | None, answer: "re
     is_encoded = answer.headers.get("Content-Encoding", "identity") != "identity"
     if status != 206 or not match or is_encoded:
         sent = content_range[:80] or "the whole file"
-        raise Fault(f"asked for bytes {start}-{stop - 1}, the server sends {sent}; it has to serve ranges")
+        raise Fault(
+            f"asked for bytes {start}-{stop - 1}, the server sends {sent}; it has to serve ranges"
+        )
     size = match[1]
     new_tag = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or f"{size} bytes"
     if tag is not None and tag != new_tag:

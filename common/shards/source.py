@@ -26,12 +26,16 @@ _MAX_LABELS = 1_000_000  # samples whose classes show whether shards are sorted 
 
 @dataclass(frozen=True, eq=False)
 class Shards(Columns):
-    """Images in tars, or in Parquet at URLs. Of local tars each image is read alone, of others blocks of neighbours."""
+    """Images in tars, or in Parquet at URLs. Of local tars each image is read alone, of others
+    blocks of neighbours.
+    """
 
     entries: np.ndarray  # index.ENTRY[N]
     index: Index
-    numbers: np.ndarray | None = None  # int64[N], of these samples in the index; None if they are all of it
-    blocks: Blocks | None = None  # the index's, of these samples; in local tars None: no order is cheaper than another
+    # int64[N], of these samples in the index; None if they are all of it.
+    numbers: np.ndarray | None = None
+    # The index's, of these samples; in local tars None: no order is cheaper than another.
+    blocks: Blocks | None = None
     cache: BlockCache | None = None
 
     @cached_property
@@ -109,7 +113,9 @@ class Shards(Columns):
         shard = entries["shard"][0]
         name = shards.names[shard]
         if is_parquet(name):
-            yield from parquet.read_images(name, shards.stamps[shard], shards.image, entries["start"])
+            yield from parquet.read_images(
+                name, shards.stamps[shard], shards.image, entries["start"]
+            )
             return
         _, tag = shards.stamps[shard]
         starts = entries["start"] - entries["head"]
@@ -123,10 +129,11 @@ class Shards(Columns):
 
 
 def share_blocks(sources: Sequence[Shards], memory: int) -> tuple[Shards, ...]:
-    """The sources; those with blocks get a cache on each machine, the first of `memory` MiB, others of an eighth.
+    """The sources; those with blocks get a cache on each machine, the first of `memory` MiB, others
+    of an eighth.
 
-    A third of it is for blocks that are shuffled together, the rest for blocks that data workers read ahead. A collective.
-    Raises `Refused`.
+    A third of it is for blocks that are shuffled together, the rest for blocks that data workers
+    read ahead. A collective. Raises `Refused`.
     """
     shared: list[Shards] = []
     for source in sources:
@@ -137,7 +144,10 @@ def share_blocks(sources: Sequence[Shards], memory: int) -> tuple[Shards, ...]:
         slots = int(memory * 2**20 / largest)
         if slots < _MIN_SLOTS:
             needed = -(-_MIN_SLOTS * largest // 2**20)
-            raise Refused(f"--shard_memory {memory}: holds {slots} blocks of neighbours; give {needed} or more")
+            raise Refused(
+                f"--shard_memory {memory}: holds {slots} blocks of neighbours; give {needed} or "
+                "more"
+            )
         if shared:
             slots = max(_MIN_SLOTS, slots // 8)
         num_blocks = len(source.blocks.edges) - 1
@@ -151,12 +161,17 @@ def share_blocks(sources: Sequence[Shards], memory: int) -> tuple[Shards, ...]:
 
 
 def _describe_order(labels: np.ndarray) -> tuple[str, ...]:
-    """A note if shards are sorted by class: batches then have few of the classes. `labels` are of the first samples."""
+    """A note if shards are sorted by class: batches then have few of the classes. `labels` are of
+    the first samples.
+    """
     if labels.ndim > 1 or len(labels) < 2:
         return ()
     same_class = (labels[1:] == labels[:-1]).mean()
     by_chance = np.square(np.bincount(labels) / len(labels)).sum()
     if same_class < (1 + by_chance) / 2:
         return ()
-    problem = f"{same_class:.0%} of neighbours in the shards have the same class, so batches have few classes"
+    problem = (
+        f"{same_class:.0%} of neighbours in the shards have the same class, so batches have few "
+        "classes"
+    )
     return (f"{problem}: shuffle the shards",)

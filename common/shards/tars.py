@@ -1,7 +1,8 @@
-"""Samples in a tar as WebDataset writes them: where the image lies, and the label. Only headers and labels are read.
+"""Samples in a tar as WebDataset writes them: where the image lies, and the label. Only headers and
+labels are read.
 
-Members whose names are alike up to the first dot are a sample. Nothing is extracted, so a name may hold anything; links,
-sparse files and devices are no images.
+Members whose names are alike up to the first dot are a sample. Nothing is extracted, so a name may
+hold anything; links, sparse files and devices are no images.
 """
 
 import io
@@ -18,14 +19,16 @@ from common.files import SMALL
 
 _NAME = re.compile(r"(?P<key>(?:.*/)?[^./][^./]*)\.(?P<kind>[^/]+)", re.DOTALL)
 _MAX_HEADERS = 2**16  # bytes of the headers of a member
-_LABELS = ("cls", "label", "labels", "class", "class_id", "category")  # in a sample's JSON, the first that it has
+# In a sample's JSON, the first that it has.
+_LABELS = ("cls", "label", "labels", "class", "class_id", "category")
 
 
 class TarFormat(NamedTuple):
     """Which members of a sample are read, and which keys of its JSON."""
 
     image: str  # kind of the member that has the image, such as jpg; "" for any kind of image
-    label: str  # kind of the member that has the label, or its key in the JSON; "" for the usual ones
+    # Kind of the member that has the label, or its key in the JSON; "" for the usual ones.
+    label: str
     group: str = ""  # key in the JSON: samples with the same value are held out together
     has_json_labels: bool = False  # True if the label is all of the JSON
 
@@ -80,7 +83,9 @@ def read_samples(file: BinaryIO, end: int, tar_format: TarFormat) -> Iterator[Sa
         if tar_format.is_image(kind):
             if sample.image:
                 problem = f"{sample.image.name} and {member.name} could each be the image"
-                raise ValueError(f"{problem}; name the kind of file with --image_column, such as jpg")
+                raise ValueError(
+                    f"{problem}; name the kind of file with --image_column, such as jpg"
+                )
             sample.image = member
         elif kind == "json":
             if sample.label is None or tar_format.group or tar_format.is_label(kind):
@@ -101,13 +106,17 @@ def read_members(file: BinaryIO, end: int) -> Iterator[tarfile.TarInfo]:
         while position < end or position == 0:
             file.seek(position)
             headers = _LimitedHeaders(file)
-            with tarfile.open(fileobj=cast(BinaryIO, headers), mode="r:", errors="surrogateescape") as tar:
+            with tarfile.open(
+                fileobj=cast(BinaryIO, headers), mode="r:", errors="surrogateescape"
+            ) as tar:
                 while member := tar.next():
                     headers.bytes_left = _MAX_HEADERS
                     vars(tar)["members"].clear()  # it would keep all of them
                     position = member.offset
                     if not 0 <= member.size <= end - member.offset_data or tar.offset <= position:
-                        raise ValueError(f"it says that it has {member.size} bytes, and the shard ends before")
+                        raise ValueError(
+                            f"it says that it has {member.size} bytes, and the shard ends before"
+                        )
                     yield member
                     position = tar.offset
             start = position
@@ -119,7 +128,9 @@ def read_members(file: BinaryIO, end: int) -> Iterator[tarfile.TarInfo]:
 
 
 def _skip_zeros(file: BinaryIO, position: int) -> int:
-    """The position behind the empty blocks that end a tar. Raises ValueError if there is another block first."""
+    """The position behind the empty blocks that end a tar. Raises ValueError if there is another
+    block first.
+    """
     file.seek(position)
     block = file.read(tarfile.BLOCKSIZE)
     if block.strip(b"\0"):  # `tarfile` takes a damaged header for the end
@@ -178,6 +189,8 @@ def _find_label(content: Any, key: str, name: str) -> str | list[str] | None:
         return None
     items = content if isinstance(content, list) else [content]
     if not all(isinstance(item, str | int) for item in items):
-        raise ValueError(f"{name} has the label {str(content)[:40]}, which is no number, text or list of these")
+        raise ValueError(
+            f"{name} has the label {str(content)[:40]}, which is no number, text or list of these"
+        )
     texts = [item if isinstance(item, str) else str(int(item)) for item in items]
     return texts if isinstance(content, list) else texts[0]

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
         count_steps,
         set_learning_rate,
     )
-    from common.training.timm_models import build_classifier, check_export, checkpoint_gradients, resolve_data_config
+    from common.training.timm_models import (
+        build_classifier,
+        check_export,
+        checkpoint_gradients,
+        resolve_data_config,
+    )
 
 __all__, __getattr__ = face(__name__)
 

@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-# Each block that is compiled apart has a limit of its own; torch's is 8, for a model with more blocks of one class.
+# Each block that is compiled apart has a limit of its own; torch's is 8, for a model with more
+# blocks of one class.
 RECOMPILE_LIMIT = 256
 
 

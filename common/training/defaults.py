@@ -10,4 +10,6 @@ def describe(config) -> dict[str, str]:
     has_weights = any(getattr(config, name) for name in fields_with(config, "is_weights"))
     if has_weights or Path(config.model).is_dir() or config.data == "digits":
         return {}
-    return {"pretrained": "no; --pretrained downloads weights to begin with, which need fewer photographs"}
+    return {
+        "pretrained": "no; --pretrained downloads weights to begin with, which need fewer photographs"
+    }

@@ -12,7 +12,8 @@ from common.randomness import key_of, uniforms
 
 
 class PositionalDropPath(DropPath):
-    """Stochastic depth per sample, decided by numbers that are set from outside: [batch, ...] -> [batch, ...].
+    """Stochastic depth per sample, decided by numbers that are set from outside: [batch, ...] ->
+    [batch, ...].
 
     It computes what timm's DropPath does; in eval mode it is the identity.
     If a forward calls the layer several times, these branches are dropped together.
@@ -29,7 +30,8 @@ class PositionalDropPath(DropPath):
         mask = (self.draws.by_layer[self.layer] < keep_prob).to(x.dtype)
         if keep_prob > 0 and self.scale_by_keep:
             mask = mask / keep_prob
-        if len(mask) != len(x):  # windows or patches are rows of their own: a sample's rows are dropped together
+        # Windows or patches are rows of their own: a sample's rows are dropped together.
+        if len(mask) != len(x):
             mask = mask.repeat_interleave(len(x) // len(mask))
         return x * mask.view(-1, *[1] * (x.dim() - 1))
 
@@ -37,9 +39,9 @@ class PositionalDropPath(DropPath):
 class PositionalDropout(nn.Dropout):
     """Dropout whose masks follow from numbers that are set from outside: [batch, ...] -> [batch, ...].
 
-    It computes what torch's Dropout does. What has no batch dimension, such as the table of a transformer's relative
-    positions, gets one mask per step, the same for all samples. If a forward calls the layer several times, these calls have
-    the same mask.
+    It computes what torch's Dropout does. What has no batch dimension, such as the table of a
+    transformer's relative positions, gets one mask per step, the same for all samples. If a forward
+    calls the layer several times, these calls have the same mask.
     """
 
     layer: int
@@ -77,15 +79,19 @@ class _Draws:
 
 
 def convert(model: nn.Module) -> int:
-    """Make every active DropPath of timm and Dropout of torch in `model` a positional one, and return their number.
+    """Make every active DropPath of timm and Dropout of torch in `model` a positional one, and
+    return their number.
 
-    Layers are numbered in the order of their parents in `model.modules()`, drop paths first. Call `set_draws` before every
-    forward in training.
+    Layers are numbered in the order of their parents in `model.modules()`, drop paths first. Call
+    `set_draws` before every forward in training.
     """
     _add_head_dropout(model)
     draws = _Draws()
     model.path_draws = draws
-    for kind, positional, rate in ((DropPath, PositionalDropPath, "drop_prob"), (nn.Dropout, PositionalDropout, "p")):
+    for kind, positional, rate in (
+        (DropPath, PositionalDropPath, "drop_prob"),
+        (nn.Dropout, PositionalDropout, "p"),
+    ):
         for parent_name, parent in model.named_modules():
             for module in parent.children():
                 if type(module) is kind and getattr(module, rate) > 0:
@@ -93,14 +99,18 @@ def convert(model: nn.Module) -> int:
                     module.layer = draws.layers
                     module.draws = draws
                     # The tables of relative positions in models of timm.
-                    module.has_batch = "rel_pos." not in parent_name and "meta_mlp" not in parent_name
+                    module.has_batch = (
+                        "rel_pos." not in parent_name and "meta_mlp" not in parent_name
+                    )
                     draws.layers += 1
     return draws.layers
 
 
 def _add_head_dropout(model: nn.Module) -> None:
     """Give a timm model that drops inputs of its classifier by a function, as ResNets do, a module for it."""
-    if getattr(model, "drop_rate", 0) and "F.dropout" in inspect.getsource(type(model).forward_head):
+    if getattr(model, "drop_rate", 0) and "F.dropout" in inspect.getsource(
+        type(model).forward_head
+    ):
         head = model.get_classifier()
         head.input_dropout = nn.Dropout(model.drop_rate)
         head.register_forward_pre_hook(lambda head, inputs: head.input_dropout(*inputs))
@@ -113,10 +123,11 @@ def layers(model: nn.Module) -> int:
 
 
 def draws(positions: np.ndarray, batch_size: int, seed: int, layers: int) -> torch.Tensor | None:
-    """Uniform numbers in [0, 1] for the samples at these positions of the stream: int64[n] -> float32[layers + 1, n].
+    """Uniform numbers in [0, 1] for the samples at these positions of the stream: int64[n] ->
+    float32[layers + 1, n].
 
-    A pure function of (seed, position, layer): a sample gets the same column in any batch. The last row is a function of
-    the step, whose global batch has `batch_size` samples. None without layers.
+    A pure function of (seed, position, layer): a sample gets the same column in any batch. The last
+    row is a function of the step, whose global batch has `batch_size` samples. None without layers.
     """
     if not layers:
         return None
@@ -126,6 +137,8 @@ def draws(positions: np.ndarray, batch_size: int, seed: int, layers: int) -> tor
 
 
 def set_draws(model: nn.Module, draws: torch.Tensor | None) -> None:
-    """Give a converted model the numbers of its next micro-batch: float32[layers + 1, batch] on its device, or None."""
+    """Give a converted model the numbers of its next micro-batch: float32[layers + 1, batch] on its
+    device, or None.
+    """
     if draws is not None:
         model.path_draws.by_layer = draws

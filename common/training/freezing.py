@@ -1,8 +1,9 @@
 """Freezing: stages of the backbone that do not train, for a while or at all.
 
-A frozen stage keeps its weights, and its batch norms keep their statistics. What never trains has no gradients. What begins
-to train later has them from the first step, since DDP takes the parameters that it finds at the start; they are left out
-until then, so that the optimizer skips these parameters, with weight decay and momentum.
+A frozen stage keeps its weights, and its batch norms keep their statistics. What never trains has
+no gradients. What begins to train later has them from the first step, since DDP takes the
+parameters that it finds at the start; they are left out until then, so that the optimizer skips
+these parameters, with weight decay and momentum.
 """
 
 from dataclasses import dataclass
@@ -28,22 +29,38 @@ class Stage:
 def freeze(config: Any, model: nn.Module) -> None:
     """Freeze what `--freeze_stages` says, after `batch_norm.convert` and before the optimizer is built.
 
-    With `--unfreeze_epochs` it is only noted: `Freezing` does it, step by step. Raises `Refused` if that many stages are not
-    known, or nothing would be left to train.
+    With `--unfreeze_epochs` it is only noted: `Freezing` does it, step by step. Raises `Refused` if
+    that many stages are not known, or nothing would be left to train.
     """
     if config.freeze_stages == "0":
         if config.unfreeze_epochs:
-            raise Refused("--unfreeze_epochs: nothing is frozen; add --freeze_stages, such as --freeze_stages all")
+            raise Refused(
+                "--unfreeze_epochs: nothing is frozen; add --freeze_stages, such as "
+                "--freeze_stages all"
+            )
         return
-    found, title = stages(model), config.model if hasattr(model, "pretrained_cfg") else type(model).__name__
+    found, title = (
+        stages(model),
+        config.model if hasattr(model, "pretrained_cfg") else type(model).__name__,
+    )
     last = len(found) - 1
     if config.freeze_stages != "all" and not last:
-        told = f"--freeze_stages {config.freeze_stages}: {title} does not say which parameters form a stage"
-        raise Refused(f"{told}; give it a method group_matcher() as timm's models have, or take --freeze_stages all")
+        told = (
+            f"--freeze_stages {config.freeze_stages}: {title} does not say which parameters form "
+            "a stage"
+        )
+        raise Refused(
+            f"{told}; give it a method group_matcher() as timm's models have, or take "
+            "--freeze_stages all"
+        )
     frozen = int({"stem": 0, "all": last}.get(config.freeze_stages, config.freeze_stages))
     if frozen > last:
-        raise Refused(f"--freeze_stages {frozen}: {title} has {last} stages here; take at most {last}, or all")
-    names = ["stem", *(f"stage {number}" for number in range(1, last + 1))] if last else ["backbone"]
+        raise Refused(
+            f"--freeze_stages {frozen}: {title} has {last} stages here; take at most {last}, or all"
+        )
+    names = (
+        ["stem", *(f"stage {number}" for number in range(1, last + 1))] if last else ["backbone"]
+    )
     layers = [layer for layer in model.modules() if isinstance(layer, StepBatchNorm)]
     model.frozen_stages, model.stage_count = [], last
     for name, tensors in zip(names[: frozen + 1], found, strict=False):
@@ -58,7 +75,10 @@ def freeze(config: Any, model: nn.Module) -> None:
             for layer in stage.batch_norms:
                 layer.mode = "frozen"
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise Refused(f"--freeze_stages {config.freeze_stages} leaves {title} no parameter to train; freeze less")
+        raise Refused(
+            f"--freeze_stages {config.freeze_stages} leaves {title} no parameter to train; freeze "
+            "less"
+        )
 
 
 class Freezing:
@@ -66,13 +86,18 @@ class Freezing:
 
     def __init__(self, config: Any, model: nn.Module, stream: Stream) -> None:
         self._model, self._frozen = model, getattr(model, "frozen_stages", [])
-        self._parts: list[tuple[int, list[Stage]]] = []  # the first step in which stages train, counted from 0
+        # The first step in which stages train, counted from 0.
+        self._parts: list[tuple[int, list[Stage]]] = []
         self._modes = {layer: layer.mode for stage in self._frozen for layer in stage.batch_norms}
         self._left_out: list[nn.Parameter] | None = None  # not known before the first step
         epochs = config.unfreeze_epochs.split(",") if config.unfreeze_epochs else []
-        units = [self._frozen[:2], *([stage] for stage in self._frozen[2:])][::-1]  # the stem with the first stage
+        # The stem with the first stage.
+        units = [self._frozen[:2], *([stage] for stage in self._frozen[2:])][::-1]
         if len(epochs) > len(units):
-            told = f"--unfreeze_epochs {config.unfreeze_epochs}: {len(epochs)} epochs for {len(units)} frozen stages"
+            told = (
+                f"--unfreeze_epochs {config.unfreeze_epochs}: {len(epochs)} epochs for "
+                f"{len(units)} frozen stages"
+            )
             raise Refused(f"{told}; give at most {len(units)}")
         for place, epoch in enumerate(epochs):
             low, high = (len(units) * end // len(epochs) for end in (place, place + 1))
@@ -103,7 +128,11 @@ class Freezing:
         share = frozen / sum(parameter.numel() for parameter in self._model.parameters())
         layers = sum(len(stage.batch_norms) for stage in self._frozen)
         share = min(share, 0.99)  # a head that trains is not rounded away
-        text = _joined(self._frozen) + f" of {count}" * bool(count) + f", {share:.0%} of the parameters"
+        text = (
+            _joined(self._frozen)
+            + f" of {count}" * bool(count)
+            + f", {share:.0%} of the parameters"
+        )
         text += f", {layers} batch norms with their statistics" * bool(layers)
         later = [f"{_joined(part)} from step {first + 1:,}" for first, part in self._parts]
         return {"frozen": text + f"; train later: {', '.join(later)}" * bool(later)}

@@ -13,8 +13,8 @@ from common.training.freezing import freeze
 def prepare_layers(config: Any, model: nn.Module) -> None:
     """Batch norm, frozen stages and drop path as the flags say, so that each is the same on every layout.
 
-    In place, before the model is moved to its device and the optimizer is built. If the launch asks for it, a model that is
-    to be trained is sharded here, so that no device ever holds the whole.
+    In place, before the model is moved to its device and the optimizer is built. If the launch asks
+    for it, a model that is to be trained is sharded here, so that no device ever holds the whole.
     """
     batch_norm.convert(model, config.batch_norm, group_size=config.norm_batch_size)
     drop_path.convert(model)

@@ -37,12 +37,14 @@ from common.errors import Refused
 from common.patches.timm import orthogonalize_shards
 from common.training.parts import parts
 
-# Optimizers of torch in timm's factory, which have a fused form: 6 times as fast, and no host sync under fp16. Torch has no
-# fused kernel for the shards of the last two.
+# Optimizers of torch in timm's factory, which have a fused form: 6 times as fast, and no host sync
+# under fp16. Torch has no fused kernel for the shards of the last two.
 _FUSED, _FUSED_UNLESS_IN_SHARDS = {"adam", "adamw"}, {"sgd", "momentum"}
-# Kron has a random generator of its own and keeps lists of tensors; AdaHessian needs second derivatives.
+# Kron has a random generator of its own and keeps lists of tensors; AdaHessian needs second
+# derivatives.
 _UNFIT = ["kron*", "adahessian"]
-# Optimizers whose step on shards equals the step on whole weights within 1e-10 in float64; a test has the table.
+# Optimizers whose step on shards equals the step on whole weights within 1e-10 in float64; a test
+# has the table.
 ON_SHARDS = {
     *"adabelief adadelta adagrad adam adamax adamc adamw adamwlegacy adan adanw adopt adoptc adoptw lamb lambc".split(),
     *"lambcd lambcw lambw larc lars madgrad madgradw momentum muon nadam nadamc nadamlegacy nadamw nesterov".split(),
@@ -57,15 +59,22 @@ _BUILT: WeakSet[torch.optim.Optimizer] = WeakSet()  # optimizers that flags have
 def build_optimizer(config: OptimizationConfig, model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer of timm's factory over the trainable parameters of `model`.
 
-    Norms, biases and what `model.no_weight_decay()` names have no weight decay. With `layer_decay` or a factor of a part's
-    rate, parameter groups have an `lr_scale`. Raises `Refused` for an unknown name or part.
+    Norms, biases and what `model.no_weight_decay()` names have no weight decay. With `layer_decay`
+    or a factor of a part's rate, parameter groups have an `lr_scale`. Raises `Refused` for an
+    unknown name or part.
     """
     name, known = config.opt.lower(), timm.optim.list_optimizers(exclude_filters=_UNFIT)
     if name not in known:
-        raise Refused(f"--opt {config.opt}: not an optimizer of timm that fits here{nearest(name, known)}")
+        raise Refused(
+            f"--opt {config.opt}: not an optimizer of timm that fits here{nearest(name, known)}"
+        )
     in_shards = has_shards(model)
     # Lamb's norm of all gradients takes them whole or in shards, but not some of each.
-    on_shards = ON_SHARDS if is_sharded(model) else {each for each in ON_SHARDS if not each.startswith("lamb")}
+    on_shards = (
+        ON_SHARDS
+        if is_sharded(model)
+        else {each for each in ON_SHARDS if not each.startswith("lamb")}
+    )
     if in_shards and name not in on_shards:
         told = f"--opt {config.opt}: its step on a shard differs from its step on whole weights"
         raise Refused(f"{told}; a sharded run takes {', '.join(sorted(on_shards))}")
@@ -94,7 +103,8 @@ def build_optimizer(config: OptimizationConfig, model: nn.Module) -> torch.optim
 def _begin_momentum(optimizer: torch.optim.SGD, *_) -> None:
     """Initialise each momentum with 0, which gives the same first step as no momentum.
 
-    torch's fused SGD begins with uninitialised memory, which the next step would read if fp16 skips the first one.
+    torch's fused SGD begins with uninitialised memory, which the next step would read if fp16 skips
+    the first one.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
@@ -109,13 +119,18 @@ def _groups(config: OptimizationConfig, model: nn.Module) -> list[dict]:
     if config.layer_decay < 1:
         if not any(map(partial(hasattr, model), ("group_matcher", "pretrained_cfg", "backbone"))):
             told = (
-                f"--layer_decay {config.layer_decay}: {type(model).__name__} does not say which parameters form a layer"
+                f"--layer_decay {config.layer_decay}: {type(model).__name__} does not say which "
+                "parameters form a layer"
             )
-            raise Refused(f"{told}; give it a method group_matcher() as timm's models have, or leave the flag out")
+            raise Refused(
+                f"{told}; give it a method group_matcher() as timm's models have, or leave the "
+                "flag out"
+            )
         groups = param_groups_layer_decay(model, layer_decay=config.layer_decay, **options)
     else:
         groups = param_groups_weight_decay(model, **options)
-    self_sharded: set[int] = set()  # their parameters may be in shards beside whole ones, which no group may mix
+    # Their parameters may be in shards beside whole ones, which no group may mix.
+    self_sharded: set[int] = set()
     for module in model.modules():
         if isinstance(module, SelfSharded):
             self_sharded.update(map(id, module.parameters()))
@@ -125,8 +140,13 @@ def _groups(config: OptimizationConfig, model: nn.Module) -> list[dict]:
         return groups
     found = parts(model)
     if config.neck_lr_factor != 1 and not found["neck"]:
-        raise Refused(f"--neck_lr_factor {config.neck_lr_factor}: {type(model).__name__} has no neck; leave it out")
-    groups = _split(groups, {id(parameter): factors[part] for part in found for parameter in found[part]}.get)
+        raise Refused(
+            f"--neck_lr_factor {config.neck_lr_factor}: {type(model).__name__} has no neck; leave "
+            "it out"
+        )
+    groups = _split(
+        groups, {id(parameter): factors[part] for part in found for parameter in found[part]}.get
+    )
     return [group | {"lr_scale": factor * group.get("lr_scale", 1.0)} for factor, group in groups]
 
 
@@ -143,7 +163,11 @@ def _split(groups: list[dict], key: Callable[[int], Any]) -> list[tuple[Any, dic
 
 def lr_factors(config: OptimizationConfig) -> dict[str, float]:
     """Factor of the learning rate of each part of a model."""
-    return {"backbone": config.backbone_lr_factor, "neck": config.neck_lr_factor, "head": config.head_lr_factor}
+    return {
+        "backbone": config.backbone_lr_factor,
+        "neck": config.neck_lr_factor,
+        "head": config.head_lr_factor,
+    }
 
 
 def describe(
@@ -154,14 +178,21 @@ def describe(
     total_steps: int,
 ) -> str:
     """Learning rate, schedule and optimizers of a run, for people; of the flags only those that made them."""
-    names = [config.opt if optimizer in _BUILT else _describe_optimizer(optimizer) for optimizer in optimizers]
+    names = [
+        config.opt if optimizer in _BUILT else _describe_optimizer(optimizer)
+        for optimizer in optimizers
+    ]
     text = f"{_describe_schedule(schedule, total_steps)}, {' and '.join(names)}"
     if not any(optimizer in _BUILT for optimizer in optimizers):
         return text
     peak = peak_learning_rate(config)
     factors = lr_factors(config)
     if len(set(factors.values())) > 1:
-        rates = [f"{part} {peak * factors[part]:.4g}" for part, of_part in parts(model).items() if of_part]
+        rates = [
+            f"{part} {peak * factors[part]:.4g}"
+            for part, of_part in parts(model).items()
+            if of_part
+        ]
         text += f"; {', '.join(rates)}"
     if config.layer_decay < 1:
         text += f"; times {config.layer_decay:g} per layer from the head down"
@@ -180,7 +211,9 @@ def _describe_schedule(schedule: Callable[[int], float], total_steps: int) -> st
 
 
 def _describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Class and hyperparameters, as in `RMSprop (alpha 0.99, momentum 0)`, of an optimizer that no flag has made."""
+    """Class and hyperparameters, as in `RMSprop (alpha 0.99, momentum 0)`, of an optimizer that no
+    flag has made.
+    """
     values = []
     for name, value in optimizer.defaults.items():
         is_switch = value is None or isinstance(value, bool)
@@ -190,7 +223,9 @@ def _describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 
 def peak_learning_rate(config: Any) -> float:
-    """`lr` scaled from its reference batch to the run's global batch (Goyal et al., 2017; Krizhevsky, 2014)."""
+    """`lr` scaled from its reference batch to the run's global batch (Goyal et al., 2017;
+    Krizhevsky, 2014).
+    """
     ratio = config.global_batch_size / config.lr_batch_size
     return config.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
 
@@ -227,8 +262,12 @@ class Schedule:
         if config.schedule == "linear":
             return least + (peak - least) * (1 - progress)
         if config.schedule == "step":
-            at = [max(1, self.stream.steps(float(epochs))) for epochs in config.step_epochs.split(",")]
-            return peak * config.step_factor ** (step // at[0] if len(at) == 1 else sum(step >= fall for fall in at))
+            at = [
+                max(1, self.stream.steps(float(epochs))) for epochs in config.step_epochs.split(",")
+            ]
+            return peak * config.step_factor ** (
+                step // at[0] if len(at) == 1 else sum(step >= fall for fall in at)
+            )
         return peak
 
 
@@ -238,31 +277,37 @@ def build_schedule(config: Any, stream: Stream) -> Schedule:
 
 
 def count_steps(config: Any, stream: Stream) -> int:
-    """The length of a run: `--max_steps`, or else `--epochs` in whole steps, rounded up; two steps for `--dry_run`."""
+    """The length of a run: `--max_steps`, or else `--epochs` in whole steps, rounded up; two steps
+    for `--dry_run`.
+    """
     steps = config.max_steps or stream.steps(config.epochs)
     if steps < 1:
-        raise Refused(f"--epochs {config.epochs}: no step to make; train longer, or take --eval_only")
+        raise Refused(
+            f"--epochs {config.epochs}: no step to make; train longer, or take --eval_only"
+        )
     return min(2, steps) if config.dry_run else steps
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the rate of every parameter group to `rate` times the group's `lr_scale`.
 
-    A group without `lr_scale`, but with a rate of its own as in `{"params": ..., "lr": 1e-4}`, keeps its ratio to the
-    optimizer's rate.
+    A group without `lr_scale`, but with a rate of its own as in `{"params": ..., "lr": 1e-4}`,
+    keeps its ratio to the optimizer's rate.
     """
     for group in optimizer.param_groups:
-        if "lr_scale" not in group:  # in the first step, when the group still has the rate it was built with
+        # In the first step, when the group still has the rate it was built with.
+        if "lr_scale" not in group:
             common = optimizer.defaults.get("lr")
             group["lr_scale"] = float(group["lr"] / common) if common else 1.0
         group["lr"] = rate * group["lr_scale"]
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, mode: str) -> Tensor:
-    """Clip in place if `limit` > 0, and return the global L2 norm before clipping: a scalar on the device, without a wait.
+    """Clip in place if `limit` > 0, and return the global L2 norm before clipping: a scalar on the
+    device, without a wait.
 
-    Mode `norm` scales all gradients together (Pascanu et al., 2013), `agc` each unit's by the norm of its weights
-    (adaptive gradient clipping: Brock et al., 2021).
+    Mode `norm` scales all gradients together (Pascanu et al., 2013), `agc` each unit's by the norm
+    of its weights (adaptive gradient clipping: Brock et al., 2021).
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     norm = total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
@@ -275,11 +320,13 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, mode: str) 
     return norm
 
 
-def unscale_gradients(accelerator: Accelerator, optimizers: Sequence, parameters: Iterable[nn.Parameter]) -> None:
+def unscale_gradients(
+    accelerator: Accelerator, optimizers: Sequence, parameters: Iterable[nn.Parameter]
+) -> None:
     """Under fp16 undo the loss scale. If a gradient overflows on any rank, all ranks will skip the step.
 
-    torch's scaler does not take whole gradients beside those in shards. So it does not see the latter, whose overflow is
-    carried over to a whole gradient, which all ranks have.
+    torch's scaler does not take whole gradients beside those in shards. So it does not see the
+    latter, whose overflow is carried over to a whole gradient, which all ranks have.
     """
     if not accelerator.scaler:
         accelerator.unscale_gradients(optimizers)
@@ -302,12 +349,16 @@ def unscale_gradients(accelerator: Accelerator, optimizers: Sequence, parameters
 
 
 def _clip_sharded_units(parameters: list[nn.Parameter], limit: float) -> None:
-    """timm's `adaptive_clip_grad` of parameters in shards, which have whole rows of weights, but parts of a vector."""
+    """timm's `adaptive_clip_grad` of parameters in shards, which have whole rows of weights, but
+    parts of a vector.
+    """
     pairs: list[Any] = [(parameter.detach(), parameter.grad) for parameter in parameters]
     vectors = [tensor.norm() for pair in pairs for tensor in pair if tensor.ndim < 2]
     norms = iter(whole(torch.stack(vectors)) if vectors else ())
     for pair in pairs:
-        of_weight, of_gradient = (next(norms) if tensor.ndim < 2 else unitwise_norm(local(tensor)) for tensor in pair)
+        of_weight, of_gradient = (
+            next(norms) if tensor.ndim < 2 else unitwise_norm(local(tensor)) for tensor in pair
+        )
         highest, gradient = of_weight.clamp(min=1e-3) * limit, local(pair[1])
         clipped = gradient * (highest / of_gradient.clamp(min=1e-6))
         gradient.copy_(torch.where(of_gradient < highest, gradient, clipped))
@@ -316,7 +367,8 @@ def _clip_sharded_units(parameters: list[nn.Parameter], limit: float) -> None:
 def build_ema(config: OptimizationConfig, model: nn.Module) -> ModelEmaV3 | None:
     """timm's exponential moving average of weights and buffers, or None. Its decay warms up with the step.
 
-    Build it before Accelerate prepares the model: a copy of a prepared model would run the original's forward.
+    Build it before Accelerate prepares the model: a copy of a prepared model would run the
+    original's forward.
     """
     if not config.ema_decay:
         return None
@@ -332,9 +384,13 @@ class ShardedAverage(ModelEmaV3):
         self.module = twin(model).eval()
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:
-        mine, theirs = ([*map(local, module.state_dict().values())] for module in (self.module, model))
+        mine, theirs = (
+            [*map(local, module.state_dict().values())] for module in (self.module, model)
+        )
         floats = [tensor.is_floating_point() for tensor in mine]
-        torch._foreach_lerp_([*compress(mine, floats)], [*compress(theirs, floats)], weight=1 - decay)
+        torch._foreach_lerp_(
+            [*compress(mine, floats)], [*compress(theirs, floats)], weight=1 - decay
+        )
         for average, newest in zip(mine, theirs, strict=True):
             if not average.is_floating_point():
                 average.copy_(newest)

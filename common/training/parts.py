@@ -1,11 +1,12 @@
 """Parts of a model: its backbone, neck and head, and the stages of the backbone.
 
-A model that stands on a backbone has it as `backbone`, and may have `neck`, a list of the modules between backbone and head.
-If only a part of the backbone has stages, `trunk` of the model or of its backbone is that network. Of any other model, all but
-the head is backbone.
+A model that stands on a backbone has it as `backbone`, and may have `neck`, a list of the modules
+between backbone and head. If only a part of the backbone has stages, `trunk` of the model or of its
+backbone is that network. Of any other model, all but the head is backbone.
 
-timm's `group_matcher(coarse=True)` names the stages: four in a ResNet or ConvNeXt, the blocks of a vision transformer, the
-rows of an EfficientNet. Models of transformers have them in `encoder.stages` or `encoder.layer`.
+timm's `group_matcher(coarse=True)` names the stages: four in a ResNet or ConvNeXt, the blocks of a
+vision transformer, the rows of an EfficientNet. Models of transformers have them in
+`encoder.stages` or `encoder.layer`.
 """
 
 import timm
@@ -15,11 +16,15 @@ from torch import nn
 
 from common.training.timm_models import classifier
 
-_OF_TRANSFORMERS = {"stem": "^embed", "blocks": r"^(?:encoder\.|model\.)?(?:stages|layers?|blocks)\.(\d+)"}
+_OF_TRANSFORMERS = {
+    "stem": "^embed",
+    "blocks": r"^(?:encoder\.|model\.)?(?:stages|layers?|blocks)\.(\d+)",
+}
 
 
 def parts(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """The parameters of backbone, neck and head. What a backbone has beside its stages' network belongs to the neck.
+    """The parameters of backbone, neck and head. What a backbone has beside its stages' network
+    belongs to the neck.
 
     Raises `Refused` for a module that does not say which part is its head.
     """
@@ -36,9 +41,11 @@ def parts(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 
 def stages(model: nn.Module) -> list[list[torch.Tensor]]:
-    """The tensors, buffers included, of the backbone's stem and of each of its stages, from the first to the last.
+    """The tensors, buffers included, of the backbone's stem and of each of its stages, from the
+    first to the last.
 
-    What comes after the stages, but is not the head, belongs to the last one. A single list if the stages are unknown.
+    What comes after the stages, but is not the head, belongs to the last one. A single list if the
+    stages are unknown.
     """
     tensors, numbers = _tensors(model), _numbers(_trunk(model))
     last = max((numbers[name] for name in tensors if name in numbers), default=0)
@@ -68,13 +75,18 @@ def _numbers(trunk: nn.Module) -> dict[str, int]:
     names = {name: name for name in trunk.state_dict()}
     if hasattr(trunk, "group_matcher"):
         matcher = trunk.group_matcher(coarse=True)
-    elif hasattr(trunk, "feature_info"):  # timm's features, whose names differ from the model's by dots and a prefix
+    elif hasattr(trunk, "feature_info"):
+        # timm's features, whose names differ from the model's by dots and a prefix.
         with torch.device("meta"):
             whole = timm.create_model(trunk.pretrained_cfg["architecture"])
         matcher = whole.group_matcher(coarse=True)
         of_model = {name.replace(".", "_"): name for name in whole.state_dict()}
-        names = {name: of_model.get(name.removeprefix("model.").replace(".", "_"), "") for name in names}
+        names = {
+            name: of_model.get(name.removeprefix("model.").replace(".", "_"), "") for name in names
+        }
     else:
         matcher = _OF_TRANSFORMERS
-    numbers = group_with_matcher([(name, None) for name in {*names.values(), ""}], matcher, reverse=True)
+    numbers = group_with_matcher(
+        [(name, None) for name in {*names.values(), ""}], matcher, reverse=True
+    )
     return {name: numbers[other] for name, other in names.items() if numbers[other] != numbers[""]}

@@ -11,25 +11,35 @@ _Group = dist.ProcessGroup | None
 _Results = tuple[Tensor, Tensor]
 
 
-def normalize_shared(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: _Group) -> _Results:
-    """Normalise [batch, channels, ...] by the mean and variance of all samples of the ranks of a group, which may differ.
+def normalize_shared(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: _Group
+) -> _Results:
+    """Normalise [batch, channels, ...] by the mean and variance of all samples of the ranks of a
+    group, which may differ.
 
-    Returns the result, and [3, channels]: the mean, the unbiased variance, and one. A collective, and so is its backward.
+    Returns the result, and [3, channels]: the mean, the unbiased variance, and one. A collective,
+    and so is its backward.
     """
     # Inductor does not know the fused kernels, and fuses the plain form itself.
     fused = x.is_cuda and not torch.compiler.is_compiling()
-    return (_FusedSharedNormalization if fused else _SharedNormalization).apply(x, weight, bias, eps, group)
+    return (_FusedSharedNormalization if fused else _SharedNormalization).apply(
+        x, weight, bias, eps, group
+    )
 
 
 class _SharedNormalization(torch.autograd.Function):
-    """Parameters get this rank's share of the gradient; the gradient of `x` includes its effect on other ranks.
+    """Parameters get this rank's share of the gradient; the gradient of `x` includes its effect on
+    other ranks.
 
-    Statistics are float32 for half precision and of `x`'s precision otherwise.
-    Means and squared deviations are merged (Chan, Golub & LeVeque 1979), so that nothing cancels if the mean is large.
+    Statistics are float32 for half precision and of `x`'s precision otherwise. Means and squared
+    deviations are merged (Chan, Golub & LeVeque 1979), so that nothing cancels if the mean is
+    large.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: _Group) -> _Results:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: _Group
+    ) -> _Results:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         variance, mean = torch.var_mean(wide, [0, *range(2, x.dim())], correction=0)
         share = torch.full_like(mean, x.numel() // x.shape[1])
@@ -57,19 +67,30 @@ class _SharedNormalization(torch.autograd.Function):
         dist.all_reduce(total := own.clone(), group=ctx.group)
         offset, slope = (total / count).unbind()
         scale = inverse_deviation if weight is None else inverse_deviation * weight
-        x_gradient = (wide - offset.view(channels) - normalized * slope.view(channels)) * scale.view(channels)
+        x_gradient = (
+            wide - offset.view(channels) - normalized * slope.view(channels)
+        ) * scale.view(channels)
         _, weight_needs, bias_needs, _, _ = ctx.needs_input_grad
-        return x_gradient.to(x.dtype), own[1] if weight_needs else None, own[0] if bias_needs else None, None, None
+        return (
+            x_gradient.to(x.dtype),
+            own[1] if weight_needs else None,
+            own[0] if bias_needs else None,
+            None,
+            None,
+        )
 
 
 class _FusedSharedNormalization(torch.autograd.Function):
-    """`_SharedNormalization` by the kernels of torch.nn.SyncBatchNorm, without float32 copies of the activations. CUDA only.
+    """`_SharedNormalization` by the kernels of torch.nn.SyncBatchNorm, without float32 copies of
+    the activations. CUDA only.
 
     Unlike in torch, the host never waits for the device.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: _Group) -> _Results:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: _Group
+    ) -> _Results:
         is_channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
         ctx.memory_format = torch.channels_last if is_channels_last else torch.contiguous_format
         x = x.contiguous(memory_format=ctx.memory_format)
@@ -78,7 +99,8 @@ class _FusedSharedNormalization(torch.autograd.Function):
         shares = own.new_empty(dist.get_world_size(group), len(own))
         dist.all_gather_into_tensor(shares, own, group=group)
         means, inverse_deviations, counts = shares.split([len(mean), len(mean), 1], dim=1)
-        statistics = mean.new_ones(3, len(mean))  # with momentum 1 the kernel writes mean and unbiased variance here
+        # With momentum 1 the kernel writes mean and unbiased variance here.
+        statistics = mean.new_ones(3, len(mean))
         mean, inverse_deviation = torch.batch_norm_gather_stats_with_counts(
             x, means, inverse_deviations, statistics[0], statistics[1], 1.0, eps, counts.flatten()
         )

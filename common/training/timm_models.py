@@ -28,9 +28,11 @@ from common.errors import Refused
 from common.files import check_regular
 from common.patches.huggingface_hub import go_offline
 
-# Options that timm sets only with `pretrained=True`. Others load models that way, so they are trained with them, too.
+# Options that timm sets only with `pretrained=True`. Others load models that way, so they are
+# trained with them, too.
 AS_PRETRAINED = {"fbnetc_100": {"bn_eps": 1e-3}}
-_UNFIT = (RuntimeError, ValueError, TypeError, AssertionError, KeyError)  # raised by timm and by models
+# Raised by timm and by models.
+_UNFIT = (RuntimeError, ValueError, TypeError, AssertionError, KeyError)
 _WISHES = {"drop_rate": "--drop", "drop_path_rate": "--drop_path", "img_size": "--image_size"}
 
 
@@ -45,12 +47,14 @@ def build_classifier(
     seed: int = 0,
     names: Sequence[str] = (),
 ) -> nn.Module:
-    """A timm model with a head for `classes` classes: a timm name, `hf-hub:owner/name` or a local timm folder.
+    """A timm model with a head for `classes` classes: a timm name, `hf-hub:owner/name` or a local
+    timm folder.
 
-    Initial weights are a function of `seed`, or loaded: from a local folder, or with `pretrained` by name; the model's
-    `begins_with` says which. The head keeps what it knows of classes with the same `names`, and is new for the others; if
-    either side has no names, a head of the same number of classes is kept. `image_size` 0 is the model's own.
-    Raises `Refused` for an unknown name (with the nearest ones), an option the model lacks, and weights out of reach.
+    Initial weights are a function of `seed`, or loaded: from a local folder, or with `pretrained`
+    by name; the model's `begins_with` says which. The head keeps what it knows of classes with the
+    same `names`, and is new for the others; if either side has no names, a head of the same number
+    of classes is kept. `image_size` 0 is the model's own. Raises `Refused` for an unknown name
+    (with the nearest ones), an option the model lacks, and weights out of reach.
     """
     options = {"drop_rate": drop, "drop_path_rate": drop_path}
     architecture = name.split(".")[0]  # without the tag of its weights, which may be unknown
@@ -67,33 +71,55 @@ def build_classifier(
     fresh = everyone if theirs != classes else []  # classes that the head does not know
     if names and known and list(names) != known:
         trained = model if theirs == classes else make(num_classes=theirs)
-        model = make(num_classes=classes, pretrained_cfg_overlay={"num_classes": 0})  # or timm keeps the head
+        # Or timm keeps the head.
+        model = make(num_classes=classes, pretrained_cfg_overlay={"num_classes": 0})
         fresh = [names[row] for row in take_rows(_head(model), _head(trained), names, known)]
     everything = len(model.state_dict())
-    model.begins_with = begins_with(everything - len(_head(model)) * bool(fresh), everything, name, fresh, everyone)
+    model.begins_with = begins_with(
+        everything - len(_head(model)) * bool(fresh), everything, name, fresh, everyone
+    )
     if names and not known and not fresh:
         model.begins_with += ", its head as it is: it does not name its classes"
     return model
 
 
-def begins_with(taken: int, everything: int, source: str, fresh: Sequence[str], classes: Sequence[str]) -> str:
+def begins_with(
+    taken: int, everything: int, source: str, fresh: Sequence[str], classes: Sequence[str]
+) -> str:
     """Which weights a model begins with, in words; `fresh` of its `classes` are new to its head."""
-    said, kept = f"{taken} of {everything} tensors of {source}", [name for name in classes if name not in {*fresh}]
+    said, kept = (
+        f"{taken} of {everything} tensors of {source}",
+        [name for name in classes if name not in {*fresh}],
+    )
     if not fresh:
         return said
     if not kept:
         return f"{said}, head new for all classes"
-    return f"{said}, head new for {len(fresh)} of {len(classes)} classes ({some(fresh)}), kept for {some(kept)}"
+    return (
+        f"{said}, head new for {len(fresh)} of {len(classes)} classes ({some(fresh)}), kept for "
+        f"{some(kept)}"
+    )
 
 
-def begins_with_backbone(backbone: nn.Module, model: nn.Module, source: str, pretrained: bool) -> str:
-    """As `begins_with`, if only the backbone has weights of `source`, a name or a folder; "" if nothing was loaded."""
+def begins_with_backbone(
+    backbone: nn.Module, model: nn.Module, source: str, pretrained: bool
+) -> str:
+    """As `begins_with`, if only the backbone has weights of `source`, a name or a folder; "" if
+    nothing was loaded.
+    """
     loaded, everything = len(backbone.state_dict()), len(model.state_dict())
-    return f"{loaded} of {everything} tensors of {source}, its backbone" if pretrained or Path(source).is_dir() else ""
+    return (
+        f"{loaded} of {everything} tensors of {source}, its backbone"
+        if pretrained or Path(source).is_dir()
+        else ""
+    )
 
 
-def take_rows(head: Tensors, trained: Tensors, names: Sequence[str], known: Sequence[str]) -> list[int]:
-    """Copy the rows of `trained` for the classes in `names` that it knows, and return the rows of those that it does not.
+def take_rows(
+    head: Tensors, trained: Tensors, names: Sequence[str], known: Sequence[str]
+) -> list[int]:
+    """Copy the rows of `trained` for the classes in `names` that it knows, and return the rows of
+    those that it does not.
 
     `head` and `trained` are tensors [classes, ...] by name; their rows belong to `names` and to `known`.
     """
@@ -102,7 +128,8 @@ def take_rows(head: Tensors, trained: Tensors, names: Sequence[str], known: Sequ
     theirs = [place for place in places if place is not None]
     with torch.no_grad():
         for name, tensor in head.items():
-            tensor[mine] = trained[name][theirs].to(tensor)  # float64 of such a run: a model is built in float32
+            # float64 of such a run: a model is built in float32.
+            tensor[mine] = trained[name][theirs].to(tensor)
     return [row for row, place in enumerate(places) if place is None]
 
 
@@ -110,22 +137,35 @@ def _head(model: nn.Module) -> Tensors:
     """The tensors of the classifiers, as timm names these."""
     heads = model.pretrained_cfg.get("classifier") or ()
     heads = (heads,) if isinstance(heads, str) else heads
-    return {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[0] in heads}
+    return {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if name.rpartition(".")[0] in heads
+    }
 
 
 def create(
-    name: str, *, pretrained: bool, seed: int, wishes: dict, optional: Sequence[str] = (), **options: Any
+    name: str,
+    *,
+    pretrained: bool,
+    seed: int,
+    wishes: dict,
+    optional: Sequence[str] = (),
+    **options: Any,
 ) -> nn.Module:
-    """`timm.create_model(name, **options)` with the `wishes` that the model accepts; `created_with` has all arguments.
+    """`timm.create_model(name, **options)` with the `wishes` that the model accepts; `created_with`
+    has all arguments.
 
-    A wish may be left out if it is 0 or one of `optional`. A wish of 0 is passed on: some models drop by default.
-    Weights are a function of `seed`, or loaded; in that case an export of the model keeps their origin and licence.
-    Raises `Refused` as `build_classifier` does.
+    A wish may be left out if it is 0 or one of `optional`. A wish of 0 is passed on: some models
+    drop by default. Weights are a function of `seed`, or loaded; in that case an export of the
+    model keeps their origin and licence. Raises `Refused` as `build_classifier` does.
     """
     is_folder = Path(name).is_dir()
     on_hub = name.startswith(("hf-hub:", "hf_hub:"))
     if not (is_folder or on_hub or timm.is_model(name.split(".")[0])):
-        raise Refused(f"--model {name}: not a model of timm {timm.__version__}{_advise_on_name(name)}")
+        raise Refused(
+            f"--model {name}: not a model of timm {timm.__version__}{_advise_on_name(name)}"
+        )
     if on_hub or (pretrained and not is_folder):
         _go_offline_if_out_of_reach()
     source = f"local-dir:{name}" if is_folder else name
@@ -138,11 +178,18 @@ def create(
     except (*_UNFIT, OSError, AttributeError, SafetensorError, EOFError) as error:
         hint = ""
         if is_folder:
-            hint = " of this folder, which has to be a timm model's best/, whole (a detector goes to --init or --eval_only)"
+            hint = (
+                " of this folder, which has to be a timm model's best/, whole (a detector goes to "
+                "--init or --eval_only)"
+            )
         elif pretrained:
-            hint = " with pretrained weights (is the hub in reach?); without --pretrained they are random"
+            hint = (
+                " with pretrained weights (is the hub in reach?); without --pretrained they are "
+                "random"
+            )
         reason = " ".join(str(error).split()) or type(error).__name__
-        if isinstance(error, EOFError) or "weights_only" in reason:  # which torch advises to leave out
+        # Which torch advises to leave out.
+        if isinstance(error, EOFError) or "weights_only" in reason:
             reason = "its weights are no whole file of torch.save; copy the folder again"
         raise Refused(f"--model {name}: can't be made{hint}: {reason:.250}") from None
     if is_folder:
@@ -158,12 +205,17 @@ def _advise_on_name(name: str) -> str:
     path = Path(name)
     if path.is_file():
         return (
-            f" but a file; a timm model's folder is taken whole, as best/ (here perhaps {path.parent}); a file of weights "
-            "becomes one by timm.models.save_for_hf(timm.create_model(NAME, num_classes=N, checkpoint_path=FILE), FOLDER, "
-            "safe_serialization=True); a detector's file goes to --init"
+            " but a file; a timm model's folder is taken whole, as best/ (here perhaps "
+            f"{path.parent}); a file of weights becomes one by "
+            "timm.models.save_for_hf(timm.create_model(NAME, num_classes=N, "
+            "checkpoint_path=FILE), FOLDER, safe_serialization=True); a detector's file goes to "
+            "--init"
         )
     if len(path.parts) > 1:
-        return f"; there is no such folder{nearest_path(path)}; a model of the hub is hf-hub:OWNER/NAME"
+        return (
+            f"; there is no such folder{nearest_path(path)}; a model of the hub is "
+            "hf-hub:OWNER/NAME"
+        )
     return nearest(name.lower(), timm.list_models()) or "; timm.list_models() lists them"
 
 
@@ -176,7 +228,13 @@ def _go_offline_if_out_of_reach() -> None:
 
 
 def _create_with_wishes(
-    source: str, name: str, has_weights: bool, seed: int, wishes: dict, optional: Sequence[str], options: dict
+    source: str,
+    name: str,
+    has_weights: bool,
+    seed: int,
+    wishes: dict,
+    optional: Sequence[str],
+    options: dict,
 ) -> nn.Module:
     """The model that timm makes of `source`, with the `wishes` that it accepts. See `create`."""
     wishes = dict(wishes)
@@ -185,40 +243,55 @@ def _create_with_wishes(
         try:
             model = timm.create_model(source, pretrained=has_weights, **options, **wishes)
         except TypeError as error:
-            unknown = next((wish for wish in wishes if f"keyword argument '{wish}'" in str(error)), None)
+            unknown = next(
+                (wish for wish in wishes if f"keyword argument '{wish}'" in str(error)), None
+            )
             if unknown is None:
                 raise
             if wishes.pop(unknown) and unknown not in optional:
                 flag = _WISHES.get(unknown, unknown)
-                raise Refused(f"--model {name}: does not take {flag}: leave it out, or take another model") from None
+                raise Refused(
+                    f"--model {name}: does not take {flag}: leave it out, or take another model"
+                ) from None
             continue
         model.created_with = {**options, **wishes}
         return model
 
 
 def resolve_data_config(model: nn.Module, image_size: int = 0, crop_pct: float = 0.0) -> dict:
-    """How images are prepared for the model: input_size (3, H, W), mean, std, interpolation, crop_pct, crop_mode.
+    """How images are prepared for the model: input_size (3, H, W), mean, std, interpolation,
+    crop_pct, crop_mode.
 
     0 keeps the model's own.
 
-    Raises `Refused` if images would have more than `MAX_PIXELS`, or if the model's folder has impossible values.
+    Raises `Refused` if images would have more than `MAX_PIXELS`, or if the model's folder has
+    impossible values.
     """
-    wishes = {"input_size": (3, image_size, image_size) if image_size else None, "crop_pct": crop_pct}
+    wishes = {
+        "input_size": (3, image_size, image_size) if image_size else None,
+        "crop_pct": crop_pct,
+    }
     found = timm.data.resolve_data_config(wishes, model=model)
     try:
         channels, height, width = found["input_size"]
-        is_sound = channels == len(found["mean"]) == len(found["std"]) == 3 and all(map(math.isfinite, found["mean"]))
-        is_sound &= min(found["std"]) > 0 and 0 < height * width / found["crop_pct"] ** 2 <= MAX_PIXELS
+        is_sound = channels == len(found["mean"]) == len(found["std"]) == 3 and all(
+            map(math.isfinite, found["mean"])
+        )
+        is_sound &= (
+            min(found["std"]) > 0 and 0 < height * width / found["crop_pct"] ** 2 <= MAX_PIXELS
+        )
         str_to_interp_mode(found["interpolation"])
     except (TypeError, ValueError, KeyError, OverflowError, ZeroDivisionError):
         is_sound = False
     if not is_sound:
         said = ", ".join(
-            f"{key} {found[key]}" for key in ("input_size", "crop_pct", "crop_mode", "mean", "std", "interpolation")
+            f"{key} {found[key]}"
+            for key in ("input_size", "crop_pct", "crop_mode", "mean", "std", "interpolation")
         )
         raise Refused(
-            f"the model's images can't be made ({said:.300}): they have 3 colours, and are resized to input_size / crop_pct, "
-            f"at most {MAX_PIXELS} pixels; look at --image_size and --crop_pct"
+            f"the model's images can't be made ({said:.300}): they have 3 colours, and are "
+            f"resized to input_size / crop_pct, at most {MAX_PIXELS} pixels; look at --image_size "
+            "and --crop_pct"
         )
     return found
 
@@ -226,8 +299,14 @@ def resolve_data_config(model: nn.Module, image_size: int = 0, crop_pct: float =
 def classifier(model: nn.Module) -> nn.Module:
     """The head of a timm model; another module has to tell by a method `get_classifier`, as timm's do."""
     if not hasattr(model, "get_classifier"):
-        flags, title = "--freeze_stages, --backbone_lr_factor, --head_lr_factor", type(model).__name__
-        raise Refused(f"{flags}: {title} does not say which part is its head; give it a method get_classifier()")
+        flags, title = (
+            "--freeze_stages, --backbone_lr_factor, --head_lr_factor",
+            type(model).__name__,
+        )
+        raise Refused(
+            f"{flags}: {title} does not say which part is its head; give it a method "
+            "get_classifier()"
+        )
     head = model.get_classifier()
     return nn.ModuleList(head) if isinstance(head, tuple) else head  # of a distilled model
 
@@ -251,22 +330,35 @@ def describe(name: str, model: nn.Module) -> dict[str, str]:
     """Rows of the start table. A module of one's own is called by its `title`, else by its class."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     title = getattr(model, "title", "") or (name if is_of_timm(model) else type(model).__name__)
-    return {"model": f"{title}: {parameters:,} parameters", "begins with": getattr(model, "begins_with", "")}
+    return {
+        "model": f"{title}: {parameters:,} parameters",
+        "begins with": getattr(model, "begins_with", ""),
+    }
 
 
 def export(
-    model: nn.Module, classes: Sequence[str], config: dict, multi_label: bool, results: dict, folder: Path
+    model: nn.Module,
+    classes: Sequence[str],
+    config: dict,
+    multi_label: bool,
+    results: dict,
+    folder: Path,
 ) -> None:
-    """Write a folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` loads, with class names and preprocessing.
+    """Write a folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` loads, with
+    class names and preprocessing.
 
-    `transformers.pipeline("image-classification", FOLDER)` loads it, too. `results.json` has its results.
-    The folder must not exist.
+    `transformers.pipeline("image-classification", FOLDER)` loads it, too. `results.json` has its
+    results. The folder must not exist.
     """
     folder.mkdir(parents=True)
     # Copies: safetensors refuses memory that two names share, such as tied weights.
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
+    tensors = {
+        name: tensor.detach().cpu().contiguous().clone()
+        for name, tensor in model.state_dict().items()
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(folder.stat().st_mode & 0o666)  # it was written for its owner alone
+    # It was written for its owner alone.
+    (folder / "model.safetensors").chmod(folder.stat().st_mode & 0o666)
     _save_config(model, classes, config, folder, multi_label)
     (folder / "results.json").write_text(json.dumps(by_name(results, classes), indent=2) + "\n")
 
@@ -283,17 +375,24 @@ def _save_config(
     if is_of_timm(model):
         save_config_for_hf(model, file, model_config=labels, data_config=config)
         content = json.loads(file.read_text())
-        content["model_args"].pop("num_classes", None)  # is stored beside them, and transformers would pass it twice
+        # Is stored beside them, and transformers would pass it twice.
+        content["model_args"].pop("num_classes", None)
     else:  # what its weights mean, for people who have the class
-        content = {"module": type(model).__name__, "num_classes": len(classes), **labels, "pretrained_cfg": config}
+        content = {
+            "module": type(model).__name__,
+            "num_classes": len(classes),
+            **labels,
+            "pretrained_cfg": config,
+        }
     file.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def check_export(config: Any, model: nn.Module) -> None:
-    """Raise `Refused` before the first step if an exported classifier would load as another model. Main process only.
+    """Raise `Refused` before the first step if an exported classifier would load as another model.
+    Main process only.
 
-    The weights make no difference to that. A module of another kind is exported as it is, and has to give logits.
-    With --eval_only nothing is exported, and nothing checked.
+    The weights make no difference to that. A module of another kind is exported as it is, and has
+    to give logits. With --eval_only nothing is exported, and nothing checked.
     """
     if config.eval_only or not is_main():
         return
@@ -303,15 +402,20 @@ def check_export(config: Any, model: nn.Module) -> None:
         return
     model = _without_zeros(model)
     with tempfile.TemporaryDirectory(prefix="export_check_") as folder:
-        _save_config(model, [str(number) for number in range(model.num_classes)], data_config, Path(folder))
+        _save_config(
+            model, [str(number) for number in range(model.num_classes)], data_config, Path(folder)
+        )
         try:
             # Passed directly: the disk may have no room for a file.
             weights = {"source": "", "state_dict": model.state_dict()}
-            loaded = timm.create_model(f"local-dir:{folder}", pretrained=True, pretrained_cfg_overlay=weights)
+            loaded = timm.create_model(
+                f"local-dir:{folder}", pretrained=True, pretrained_cfg_overlay=weights
+            )
         except _UNFIT as error:
             raise Refused(
-                f"what would be exported to best/ can't be loaded by timm: {str(error).strip():.250}; put a model with parts "
-                "of your own into a torch.nn.Module of your own, which is exported as it is"
+                "what would be exported to best/ can't be loaded by timm: "
+                f"{str(error).strip():.250}; put a model with parts of your own into a "
+                "torch.nn.Module of your own, which is exported as it is"
             ) from None
     _refuse_another(model, loaded, data_config["input_size"])
 
@@ -327,23 +431,33 @@ def _check_logits(model: nn.Module, size: Sequence[int]) -> None:
     finally:
         model.train(was_training)
     if not (isinstance(logits, torch.Tensor) and logits.dim() == 2 and len(logits) == 1):
-        found = list(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__}"
-        told = f"{title} makes {found} of images {[1, *size]} in evaluation, not logits [1, classes]"
+        found = (
+            list(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__}"
+        )
+        told = (
+            f"{title} makes {found} of images {[1, *size]} in evaluation, not logits [1, classes]"
+        )
         raise Refused(f"{told}; return these, or put it into a torch.nn.Module that does")
 
 
 def check_features(features: nn.Module, arguments: dict) -> None:
-    """Raise `Refused` if `timm.create_model(features_only=True, **arguments)` makes other features. Main process only."""
+    """Raise `Refused` if `timm.create_model(features_only=True, **arguments)` makes other features.
+    Main process only.
+    """
     if not is_main():
         return
     model = _without_zeros(features)
-    again = timm.create_model(features_only=True, **arguments | {"out_indices": features.feature_info.out_indices})
+    again = timm.create_model(
+        features_only=True, **arguments | {"out_indices": features.feature_info.out_indices}
+    )
     again.load_state_dict(model.state_dict())
     _refuse_another(model, again, features.pretrained_cfg["input_size"])
 
 
 def _without_zeros(model: nn.Module) -> nn.Module:
-    """A copy on the CPU where tensors of zeros are 0.1: a branch with a scale of 0 would hide a difference."""
+    """A copy on the CPU where tensors of zeros are 0.1: a branch with a scale of 0 would hide a
+    difference.
+    """
     model = copy.deepcopy(model).to("cpu", torch.float32)
     for tensor in model.state_dict().values():
         if tensor.is_floating_point() and not tensor.any():
@@ -363,6 +477,6 @@ def _refuse_another(model: nn.Module, loaded: nn.Module, size: Sequence[int]) ->
     if not torch.allclose(own, theirs, 0, 1e-4 * own.abs().max().item(), equal_nan=True):
         architecture = model.pretrained_cfg["architecture"]
         raise Refused(
-            f"--model {architecture}: others would load another model than is trained here, since timm {timm.__version__} "
-            "builds it differently then; take another model"
+            f"--model {architecture}: others would load another model than is trained here, since "
+            f"timm {timm.__version__} builds it differently then; take another model"
         )

@@ -1,7 +1,7 @@
 """The Horovod API on torch.distributed: `import compat.horovod as hvd` in a script written for Horovod.
 
-compat/aliases/ has the spellings `horovod.torch` and `perseus.torch.horovod`. Names have the meaning that they have in
-`horovod.torch` 0.28.1. Nothing is started at import; `init()` does.
+compat/aliases/ has the spellings `horovod.torch` and `perseus.torch.horovod`. Names have the
+meaning that they have in `horovod.torch` 0.28.1. Nothing is started at import; `init()` does.
 """
 
 import importlib
@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
         return vars(importlib.import_module(f"{__name__}.{_LATER[name]}"))[name]
     if name == "run":
         raise AttributeError(
-            "hvd.run, horovod.run: scripts are started by accelerate launch, torchrun or mpirun, not by a function; "
-            "hvd.elastic.run is there"
+            "hvd.run, horovod.run: scripts are started by accelerate launch, torchrun or mpirun, "
+            "not by a function; hvd.elastic.run is there"
         )
     raise AttributeError(f"module {__name__} has no attribute {name}")

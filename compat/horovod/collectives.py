@@ -1,4 +1,5 @@
-"""Collectives on torch.distributed groups: what runs once the ranks agree. NCCL for CUDA tensors, gloo for CPU tensors.
+"""Collectives on torch.distributed groups: what runs once the ranks agree. NCCL for CUDA tensors,
+gloo for CPU tensors.
 
 All functions are called on every rank of the group, in one order.
 """
@@ -67,7 +68,9 @@ def gather(own: Tensor, group: Group) -> list[Tensor]:
 def zeros(request: Request, device: torch.device) -> list[Tensor]:
     """The tensors that a rank supplies that has joined."""
     pairs = zip(request.shapes, request.dtypes, strict=True)
-    return [torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in pairs]
+    return [
+        torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in pairs
+    ]
 
 
 def run(
@@ -85,11 +88,15 @@ def run(
     if request.kind == "allgather":
         of_tensors = zip(*shapes, strict=True)  # one entry per tensor, each with one shape per rank
         pairs = zip(tensors, of_tensors, strict=True)
-        return [_gather(tensor, [shape[0] for shape in of_ranks], group) for tensor, of_ranks in pairs]
+        return [
+            _gather(tensor, [shape[0] for shape in of_ranks], group) for tensor, of_ranks in pairs
+        ]
     if request.kind == "alltoall":
         return [_all_to_all(tensors[0], splits, group)]
     # reducescatter, as gloo does it: the first ranks get one row more if they don't divide.
-    pieces = [whole.tensor_split(len(group.ranks)) for whole in _all_reduce(tensors, request, group)]
+    pieces = [
+        whole.tensor_split(len(group.ranks)) for whole in _all_reduce(tensors, request, group)
+    ]
     return [of_ranks[group.rank].clone() for of_ranks in pieces]
 
 
@@ -101,12 +108,14 @@ def _all_reduce(tensors: Sequence[Tensor], request: Request, group: Group) -> li
         flat = torch.cat([tensors[place].reshape(-1) for place in places])
         lengths = [tensors[place].numel() for place in places]
         for place, piece in zip(places, _reduced(flat, request, group).split(lengths), strict=True):
-            results[place] = piece.data.view(tensors[place].shape)  # .data: with a version of its own
+            # .data: with a version of its own.
+            results[place] = piece.data.view(tensors[place].shape)
     return results
 
 
 def _reduced(flat: Tensor, request: Request, group: Group) -> Tensor:
-    wide = flat.int() if flat.dtype in _SHORT else flat  # an average must not overflow, and gloo has no int16
+    # An average must not overflow, and gloo has no int16.
+    wide = flat.int() if flat.dtype in _SHORT else flat
     wide = _scaled(wide, request.prescale)
     if wide.numel():
         dist.all_reduce(wide, _REDUCE[request.op], group.process_group)
@@ -119,7 +128,11 @@ def _scaled(tensor: Tensor, factor: float) -> Tensor:
     """The tensor times the factor, perhaps in place. Integers are rounded towards zero."""
     if factor == 1.0:
         return tensor
-    return tensor.mul_(factor) if tensor.is_floating_point() else (tensor.double() * factor).trunc().to(tensor.dtype)
+    return (
+        tensor.mul_(factor)
+        if tensor.is_floating_point()
+        else (tensor.double() * factor).trunc().to(tensor.dtype)
+    )
 
 
 def _gather(tensor: Tensor, rows: Sequence[int], group: Group) -> Tensor:
@@ -146,7 +159,9 @@ def _broadcast(tensor: Tensor, root: int, group: Group) -> Tensor:
     return result
 
 
-def _all_to_all(tensor: Tensor, splits: Sequence[Sequence[int]], group: Group) -> tuple[Tensor, Tensor]:
+def _all_to_all(
+    tensor: Tensor, splits: Sequence[Sequence[int]], group: Group
+) -> tuple[Tensor, Tensor]:
     """The ranks' rows for this one, in their order, and how many each had."""
     received = [row[group.rank] for row in splits]
     result = tensor.new_empty(sum(received), *tensor.shape[1:])
@@ -154,7 +169,9 @@ def _all_to_all(tensor: Tensor, splits: Sequence[Sequence[int]], group: Group) -
     if any(map(sum, splits)):
         into = [count * row_bytes for count in received]
         out = [count * row_bytes for count in splits[group.rank]]
-        dist.all_to_all_single(_bytes(result), _bytes(tensor.contiguous()), into, out, group.process_group)
+        dist.all_to_all_single(
+            _bytes(result), _bytes(tensor.contiguous()), into, out, group.process_group
+        )
     return result, torch.tensor(received, dtype=torch.int32)
 
 

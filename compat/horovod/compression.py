@@ -1,4 +1,6 @@
-"""Compression of what an all-reduce sends. A class of your own with these two methods can be given as `compression`, too."""
+"""Compression of what an all-reduce sends. A class of your own with these two methods can be given
+as `compression`, too.
+"""
 
 from typing import Any
 

@@ -36,7 +36,11 @@ from common.durable import make_folder, replace_file
 from common.errors import Refused
 from compat.horovod import serialization, world
 from compat.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from compat.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from compat.horovod.functions import (
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
@@ -93,7 +97,10 @@ class TorchState:
     """
 
     def __init__(
-        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
     ) -> None:
         global _states
         values = {"model": model, "optimizer": optimizer, **kwargs}
@@ -137,8 +144,8 @@ class TorchState:
             replace_file(self._path, data)
         except OSError as error:
             raise Refused(
-                f"can't write the commit {self._path} ({error.strerror}): set {VARIABLE} to a folder that can be written, "
-                "or to none to keep commits in memory"
+                f"can't write the commit {self._path} ({error.strerror}): set {VARIABLE} to a "
+                "folder that can be written, or to none to keep commits in memory"
             ) from error
 
     def check_host_updates(self) -> None:
@@ -148,7 +155,8 @@ class TorchState:
         """Copy the state, so that `restore` can come back to it."""
         values = {name: getattr(self, name) for name in self._names}
         self._saved = {
-            name: copy.deepcopy(value.state_dict() if _has_state(value) else value) for name, value in values.items()
+            name: copy.deepcopy(value.state_dict() if _has_state(value) else value)
+            for name, value in values.items()
         }
 
     def restore(self) -> None:
@@ -179,22 +187,26 @@ class TorchState:
         stored = None
         if self._path and world.rank() == 0 and self._path.exists():
             stored = serialization.loads(self._path.read_bytes())
-            print(f"resuming from commit {stored[0]} in {self._path}; to begin again, remove it", file=sys.stderr)
+            print(
+                f"resuming from commit {stored[0]} in {self._path}; to begin again, remove it",
+                file=sys.stderr,
+            )
         stored = broadcast_object(stored)
         if stored is None:
             return
         self._commits, saved = stored
         if saved.keys() != self._saved.keys():
             raise ValueError(
-                f"the commit in {self._path} holds {', '.join(sorted(saved))}, and this script's state "
-                f"{', '.join(sorted(self._saved))}: remove the file to begin again"
+                f"the commit in {self._path} holds {', '.join(sorted(saved))}, and this script's "
+                f"state {', '.join(sorted(self._saved))}: remove the file to begin again"
             )
         self._saved = saved
         self.restore()
         self.on_reset()
 
     def _remove(self) -> None:
-        if self._path is None or getattr(sys, "last_value", None) is not None:  # an exception ends this process
+        # An exception ends this process.
+        if self._path is None or getattr(sys, "last_value", None) is not None:
             return
         self._path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # other files are there
@@ -208,11 +220,15 @@ def commit_file(number: int) -> Path | None:
         return None
     script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "horovod.py").resolve()
     folder = Path(named) if named else script.parent / f"{script.stem}.commits"
-    return folder / f"{hashlib.sha256(json.dumps(sys.argv[1:]).encode()).hexdigest()[:8]}-{number}.pt"
+    return (
+        folder / f"{hashlib.sha256(json.dumps(sys.argv[1:]).encode()).hexdigest()[:8]}-{number}.pt"
+    )
 
 
 def _has_state(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )
 
 
 class ElasticSampler(Sampler[int]):

@@ -1,4 +1,5 @@
-"""Engine: collectives that ranks may ask for in different orders, run in one order that is the same on all of them.
+"""Engine: collectives that ranks may ask for in different orders, run in one order that is the same
+on all of them.
 
 A call such as `allreduce_async` makes an operation, which is its handle. Each process set has a
 lane: a thread per rank. In a round, the lanes of a set tell each other what their ranks have
@@ -118,8 +119,12 @@ class Lane(threading.Thread):
         self.broken, self.leaving = "", False
         self.stream: torch.Stream | None = None
         is_silent = os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0")
-        self.warn_s = float("inf" if is_silent else os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS", 60))
-        self.fail_s = float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0)) or float("inf")
+        self.warn_s = float(
+            "inf" if is_silent else os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS", 60)
+        )
+        self.fail_s = float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0)) or float(
+            "inf"
+        )
 
     def submit(self, operation: Operation) -> None:
         """Raises ValueError if the name is in flight, HorovodInternalError after the lane's end."""
@@ -132,7 +137,8 @@ class Lane(threading.Thread):
                 self.counts[request.kind] += 1
             if request.name in self.operations:
                 raise ValueError(
-                    f"a collective named {request.name!r} is in flight: synchronize it first, or choose another name"
+                    f"a collective named {request.name!r} is in flight: synchronize it first, or "
+                    "choose another name"
                 )
             self.operations[request.name] = operation
             self.news.append(request)
@@ -171,7 +177,11 @@ class Lane(threading.Thread):
         with self.changed:
             self.changed.wait_for(lambda: self.news or self.leaving, self.pause)
             news, self.news = self.news, []
-            message = {"news": [vars(request) for request in news], "leaving": self.leaving, "stalled": self._stalled()}
+            message = {
+                "news": [vars(request) for request in news],
+                "leaving": self.leaving,
+                "stalled": self._stalled(),
+            }
         messages = self._exchange(message)
         for rank, told in zip(self.ranks, messages, strict=True):
             for fields in told["news"]:
@@ -180,7 +190,9 @@ class Lane(threading.Thread):
                 self.since.setdefault(request.name, time.monotonic())
                 if request.kind == "join":
                     self.joined.append(rank)
-        ready = sorted((name for name in self.table if not self._missing(name)), key=lambda name: name == JOIN)
+        ready = sorted(
+            (name for name in self.table if not self._missing(name)), key=lambda name: name == JOIN
+        )
         for name in ready:
             if error := disagreement(self.table[name], self.ranks, self.engine.size):
                 self._fail(name, error)
@@ -202,15 +214,23 @@ class Lane(threading.Thread):
         own = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
         lengths = collectives.gather(torch.tensor([len(own)]), self.group)
         longest = int(max(lengths))
-        parts = collectives.gather(torch.nn.functional.pad(own, (0, longest - len(own))), self.group)
-        return [json.loads(part[: int(length)].numpy().tobytes()) for part, length in zip(parts, lengths, strict=True)]
+        parts = collectives.gather(
+            torch.nn.functional.pad(own, (0, longest - len(own))), self.group
+        )
+        return [
+            json.loads(part[: int(length)].numpy().tobytes())
+            for part, length in zip(parts, lengths, strict=True)
+        ]
 
     def _stalled(self) -> dict[str, str]:
         """By name: why operations that wait too long have to fail. The first rank decides, and warns."""
         errors: dict[str, str] = {}
         for name in self.table.keys() - {JOIN} if self.engine.rank == self.ranks[0] else ():
             [request, *_] = self.table[name].values()
-            waits = f"{request.kind} '{name}' waits for ranks {self._missing(name)}, which have not submitted it"
+            waits = (
+                f"{request.kind} '{name}' waits for ranks {self._missing(name)}, which have not "
+                "submitted it"
+            )
             waited = time.monotonic() - self.since[name]
             if waited > self.fail_s:
                 errors[name] = f"{waits} in {self.fail_s:g} s"
@@ -260,7 +280,9 @@ class Lane(threading.Thread):
         if operation:
             operation.done.set()
 
-    def _compute(self, request: Request, operation: Operation | None, splits: list[list[int]]) -> None:
+    def _compute(
+        self, request: Request, operation: Operation | None, splits: list[list[int]]
+    ) -> None:
         """Run it on this rank's tensors, or on zeros. On a GPU, in a stream of this lane's own."""
         on_gpu = request.device == "cuda"
         if operation:
@@ -334,12 +356,18 @@ class Engine:
             raise ValueError(f"rank {self.rank} is not in the process set {self.ranks[set_id]}")
         devices = {tensor.device for tensor in tensors}
         if len(devices) > 1:
-            raise ValueError(f"{kind}: the tensors of a group must be on one device, not {sorted(map(str, devices))}")
+            raise ValueError(
+                f"{kind}: the tensors of a group must be on one device, not "
+                f"{sorted(map(str, devices))}"
+            )
         dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
         shapes = [[*tensor.shape] for tensor in tensors]
         device, ready = "cpu", None
         if tensors and tensors[0].is_cuda:
-            device, ready = "cuda", torch.accelerator.current_stream(tensors[0].device).record_event()
+            device, ready = (
+                "cuda",
+                torch.accelerator.current_stream(tensors[0].device).record_event(),
+            )
         request = Request(kind, name or "", dtypes, shapes, device, **fields)
         operation = Operation(request, tensors, in_place, grouped, ready)
         self.lanes[set_id].submit(operation)

@@ -2,7 +2,8 @@
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective that could not be completed: ranks disagree about it, one of them has left, or the network failed.
+    """A collective that could not be completed: ranks disagree about it, one of them has left, or
+    the network failed.
 
     It is raised on all ranks that take part. After a disagreement the world can still be
     used; after a rank has died, only after `shutdown()` and `init()`. `elastic.run`
@@ -11,4 +12,6 @@ class HorovodInternalError(RuntimeError):
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """`elastic.run` starts again without restoring the last commit. Nothing here raises it: scripts import it."""
+    """`elastic.run` starts again without restoring the last commit. Nothing here raises it: scripts
+    import it.
+    """

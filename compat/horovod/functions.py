@@ -18,7 +18,8 @@ from compat.horovod.world import rank
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[torch.Tensor | tuple[str, torch.Tensor | None]], root_rank: int
+    params: Mapping[str, Any] | Iterable[torch.Tensor | tuple[str, torch.Tensor | None]],
+    root_rank: int,
 ) -> None:
     """Copy a state dict, `named_parameters()` or `parameters()` from one rank to all, in place.
 
@@ -33,17 +34,26 @@ def broadcast_parameters(
     if isinstance(params, Mapping):
         params = params.items()
     elif not isinstance(params, Iterable) or isinstance(params, (str, bytes, torch.Tensor)):
-        raise ValueError(f"broadcast_parameters takes a dict or a list of tensors, got {type(params).__name__}")
-    entries = [item if isinstance(item, tuple) else (str(number), item) for number, item in enumerate(params)]
+        raise ValueError(
+            f"broadcast_parameters takes a dict or a list of tensors, got {type(params).__name__}"
+        )
+    entries = [
+        item if isinstance(item, tuple) else (str(number), item)
+        for number, item in enumerate(params)
+    ]
     tensors = {name: value for name, value in entries if value is not None}
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(
-                f"broadcast_parameters: {name} is no tensor but {type(value).__name__}: use broadcast_object"
+                f"broadcast_parameters: {name} is no tensor but {type(value).__name__}: use "
+                "broadcast_object"
             )
     described = {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
     check_same(described, "broadcast_parameters: names, shapes or types of tensors")
-    handles = [broadcast_async_(tensor, root_rank, f"broadcast_parameters.{name}") for name, tensor in tensors.items()]
+    handles = [
+        broadcast_async_(tensor, root_rank, f"broadcast_parameters.{name}")
+        for name, tensor in tensors.items()
+    ]
     for handle in handles:
         handle.wait()
 
@@ -66,12 +76,15 @@ def broadcast_optimizer_state(
     groups = optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
     described = {
-        f"group {number}": f"{[[*one.shape] for one in group['params']]}" for number, group in enumerate(groups)
+        f"group {number}": f"{[[*one.shape] for one in group['params']]}"
+        for number, group in enumerate(groups)
     }
     described["class"] = type(optimizer).__name__
     check_same(described, "broadcast_optimizer_state: the optimizer's class, groups and shapes")
     state = [optimizer.state.get(parameter) for parameter in parameters]
-    options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    options = [
+        {name: value for name, value in group.items() if name != "params"} for group in groups
+    ]
     state, options = broadcast_object((state, options), root_rank, "optimizer_state")
     if not any(state) and not isinstance(optimizer, torch.optim.SparseAdam):
         for parameter in parameters:
@@ -81,7 +94,11 @@ def broadcast_optimizer_state(
         return
     optimizer.state.clear()
     optimizer.state.update(
-        {parameter: own for parameter, own in zip(parameters, state, strict=True) if own is not None}
+        {
+            parameter: own
+            for parameter, own in zip(parameters, state, strict=True)
+            if own is not None
+        }
     )
     for group, theirs in zip(groups, options, strict=True):
         kept = group["params"]
@@ -90,7 +107,10 @@ def broadcast_optimizer_state(
 
 
 def broadcast_object(
-    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
     """The object of rank `root_rank`, on all ranks of the process set. A collective.
 
@@ -108,7 +128,9 @@ def broadcast_object(
     return obj if is_root else received[process_set.ranks.index(root_rank)]
 
 
-def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
     """The objects of all ranks, in their order. A collective. Types: see `serialization`.
 
     Raises:
@@ -129,6 +151,7 @@ def check_same(
         for key in [*first, *theirs]:
             if first.get(key) != theirs.get(key):
                 raise HorovodInternalError(
-                    f"{title} differ: {key}: {first.get(key)} and {theirs.get(key)} on ranks 0 and {number}"
+                    f"{title} differ: {key}: {first.get(key)} and {theirs.get(key)} on ranks 0 "
+                    f"and {number}"
                 )
     return of_ranks

@@ -1,4 +1,6 @@
-"""The names of `horovod.torch.mpi_ops`, for scripts that import from there: world, process sets and collectives."""
+"""The names of `horovod.torch.mpi_ops`, for scripts that import from there: world, process sets and
+collectives.
+"""
 
 from compat.horovod import operations, process_sets, world
 from compat.horovod.exceptions import HorovodInternalError

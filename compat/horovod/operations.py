@@ -48,7 +48,12 @@ DEFAULTS: dict[str, Any] = {
 
 
 def start(
-    kind: str, tensors: Sequence[Tensor], options: Options, *, in_place: bool = False, grouped: bool = False
+    kind: str,
+    tensors: Sequence[Tensor],
+    options: Options,
+    *,
+    in_place: bool = False,
+    grouped: bool = False,
 ) -> Operation:
     """Ask for a collective."""
     fields = _FIELDS[kind](tensors, options)
@@ -64,11 +69,17 @@ def _of_allreduce(tensors: Sequence[Tensor], options: Options) -> dict[str, Any]
     if op is not None and options["average"] is not None:
         raise ValueError("give op or average, not both: average is deprecated")
     if options["average"] is not None:
-        warnings.warn("average is deprecated: give op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=4)
+        warnings.warn(
+            "average is deprecated: give op=hvd.Average or op=hvd.Sum",
+            DeprecationWarning,
+            stacklevel=4,
+        )
         op = AVERAGE if options["average"] else SUM
     op = AVERAGE if op is None else op
     if op == ADASUM:
-        raise NotImplementedError("Adasum is not there: take op=hvd.Average, and the learning rate for it")
+        raise NotImplementedError(
+            "Adasum is not there: take op=hvd.Average, and the learning rate for it"
+        )
     if op not in range(PRODUCT + 1):
         raise ValueError(f"op={op!r} is none of hvd.Average, Sum, Min, Max and Product")
     if not tensors:
@@ -97,11 +108,22 @@ def _of_alltoall(tensors: Sequence[Tensor], options: Options) -> dict[str, Any]:
     [tensor], splits, size = tensors, options["splits"], options["process_set"].size()
     if splits is None:
         if len(tensor) % size:
-            raise ValueError(f"alltoall: {len(tensor)} rows can't be split equally among {size} ranks: give splits")
+            raise ValueError(
+                f"alltoall: {len(tensor)} rows can't be split equally among {size} ranks: give "
+                "splits"
+            )
         return {"splits": [len(tensor) // size] * size}
     counts = torch.as_tensor(splits)
-    if counts.is_floating_point() or len(counts) != size or counts.min() < 0 or counts.sum() != len(tensor):
-        raise ValueError(f"alltoall: splits {splits} are not {size} whole numbers of rows that sum up to {len(tensor)}")
+    if (
+        counts.is_floating_point()
+        or len(counts) != size
+        or counts.min() < 0
+        or counts.sum() != len(tensor)
+    ):
+        raise ValueError(
+            f"alltoall: splits {splits} are not {size} whole numbers of rows that sum up to "
+            f"{len(tensor)}"
+        )
     return {"splits": counts.tolist()}
 
 
@@ -142,7 +164,9 @@ class _Differentiable(Function):
 
         if kind == "allreduce":
             if options["op"] not in (None, AVERAGE, SUM):
-                raise NotImplementedError("allreduce has a gradient for op=hvd.Average and hvd.Sum only")
+                raise NotImplementedError(
+                    "allreduce has a gradient for op=hvd.Average and hvd.Sum only"
+                )
             found = collective("allreduce", gradients, options)
         elif kind == "alltoall":
             [(back, _)] = collective("alltoall", gradients[:1], options)
@@ -155,8 +179,13 @@ class _Differentiable(Function):
         else:
             found = collective("allreduce", gradients, average)
             if kind == "allgather":
-                rows = [[shape[0] for shape in of_ranks] for of_ranks in zip(*ctx.shapes, strict=True)]
-                found = [whole.split(of_ranks)[process_set.rank()] for whole, of_ranks in zip(found, rows, strict=True)]
+                rows = [
+                    [shape[0] for shape in of_ranks] for of_ranks in zip(*ctx.shapes, strict=True)
+                ]
+                found = [
+                    whole.split(of_ranks)[process_set.rank()]
+                    for whole, of_ranks in zip(found, rows, strict=True)
+                ]
             elif engine.current().rank != options["root_rank"]:
                 found = [torch.zeros_like(whole) for whole in found]
         return None, None, *found
@@ -194,7 +223,10 @@ def _form(kind: str, *, grouped: bool = False, in_place: bool = False, wait: boo
     if wait and not in_place and "op" in names:
         names.insert(names.index("op"), "compression")
     parameters = [
-        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=DEFAULTS.get(name, Parameter.empty)) for name in names
+        Parameter(
+            name, Parameter.POSITIONAL_OR_KEYWORD, default=DEFAULTS.get(name, Parameter.empty)
+        )
+        for name in names
     ]
     signature = Signature(parameters)
 
@@ -208,7 +240,10 @@ def _form(kind: str, *, grouped: bool = False, in_place: bool = False, wait: boo
         compressor, splits = options["compression"], options["splits"]
         pairs = [compressor.compress(tensor) for tensor in tensors]
         small = _Differentiable.apply(kind, options, *(tensor for tensor, _ in pairs))
-        results = [compressor.decompress(one, context) for one, (_, context) in zip(small, pairs, strict=False)]
+        results = [
+            compressor.decompress(one, context)
+            for one, (_, context) in zip(small, pairs, strict=False)
+        ]
         if splits is not None:
             return results[0], small[1].to(splits) if isinstance(splits, Tensor) else small[1]
         return results if grouped else results[0]
@@ -284,7 +319,9 @@ def join(device: int = -1) -> int:
     """
     running = engine.current()
     if devices.kind() == "cuda":
-        running.join_device = torch.device("cuda", device if device >= 0 else torch.accelerator.current_device_index())
+        running.join_device = torch.device(
+            "cuda", device if device >= 0 else torch.accelerator.current_device_index()
+        )
     return running.call("join", name=JOIN)
 
 
@@ -293,7 +330,12 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     engine.current().call("barrier", set_id=process_set.process_set_id)
 
 
-_FORMS = [name for name in globals() if name.removeprefix("grouped_").startswith(tuple(_PARAMETERS))]
-__all__ = [*"Average Sum Adasum Min Max Product poll synchronize join barrier sparse_allreduce_async".split(), *_FORMS]
+_FORMS = [
+    name for name in globals() if name.removeprefix("grouped_").startswith(tuple(_PARAMETERS))
+]
+__all__ = [
+    *"Average Sum Adasum Min Max Product poll synchronize join barrier sparse_allreduce_async".split(),
+    *_FORMS,
+]
 for _form_name in _FORMS:
     globals()[_form_name].__name__ = _form_name

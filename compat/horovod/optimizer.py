@@ -57,7 +57,9 @@ def DistributedOptimizer(
         HorovodInternalError: on all ranks, if names, shapes or options differ.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError(f"gradient_predivide_factor {gradient_predivide_factor} needs op Average, got {op}")
+        raise ValueError(
+            f"gradient_predivide_factor {gradient_predivide_factor} needs op Average, got {op}"
+        )
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step is {backward_passes_per_step}, must be > 0")
     if op not in (Average, Sum):
@@ -67,13 +69,25 @@ def DistributedOptimizer(
     names = _names(optimizer, named_parameters)
     kind = type(optimizer)
     wrapped: Any = object.__new__(
-        type(kind.__name__, (_DistributedOptimizer, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+        type(
+            kind.__name__,
+            (_DistributedOptimizer, kind),
+            {"__module__": kind.__module__, "__doc__": kind.__doc__},
+        )
     )
-    # Options, state and hooks are the wrapped optimizer's; `step` there is what a scheduler has put around its own step.
-    wrapped.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    # Options, state and hooks are the wrapped optimizer's; `step` there is what a scheduler has put
+    # around its own step.
+    wrapped.__dict__.update(
+        {name: value for name, value in vars(optimizer).items() if name != "step"}
+    )
     wrapped._is_synchronized, wrapped._synchronizes = False, True
     wrapped._reduction = GradientReduction(
-        op, compression, backward_passes_per_step, gradient_predivide_factor, process_set, sparse_as_dense
+        op,
+        compression,
+        backward_passes_per_step,
+        gradient_predivide_factor,
+        process_set,
+        sparse_as_dense,
     )
     wrapped._reduction.add(names.values(), names)
     wrapped._parameter_names = names  # scripts read it
@@ -120,8 +134,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Begin the next step, after this one's gradients have been reduced if they have to be."""
         if self._synchronizes and self._is_synchronized:
             warnings.warn(
-                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): "
-                "gradients are not reduced twice",
+                "optimizer.step() called without optimizer.skip_synchronize() context after "
+                "optimizer.synchronize(): gradients are not reduced twice",
                 stacklevel=3,
             )
         if self._synchronizes:
@@ -145,8 +159,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """
         if self._reduction.has_begun:
             raise AssertionError(
-                "optimizer.zero_grad() after loss.backward(), but before optimizer.step() or optimizer.synchronize(), "
-                "throws reduced gradients away"
+                "optimizer.zero_grad() after loss.backward(), but before optimizer.step() or "
+                "optimizer.synchronize(), throws reduced gradients away"
             )
         self._reduction.reset()
         super().zero_grad(set_to_none)
@@ -161,7 +175,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Add parameters, the same on all ranks. Their gradients are reduced too."""
         super().add_param_group(param_group)
         number, added = len(self.param_groups) - 1, self.param_groups[-1]["params"]
-        self._reduction.add([f"allreduce.noname.{number}.{place}" for place in range(len(added))], added)
+        self._reduction.add(
+            [f"allreduce.noname.{number}.{place}" for place in range(len(added))], added
+        )
 
 
 def _names(
@@ -170,19 +186,28 @@ def _names(
     """The name of each parameter of the optimizer, in its order."""
     groups = enumerate(optimizer.param_groups)
     numbered = {
-        one: f"allreduce.noname.{g}.{place}" for g, group in groups for place, one in enumerate(group["params"])
+        one: f"allreduce.noname.{g}.{place}"
+        for g, group in groups
+        for place, one in enumerate(group["params"])
     }
     if named_parameters is None:
         return numbered
     pairs = [*named_parameters]
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise ValueError("named_parameters should be pairs (name, parameter), such as model.named_parameters()")
-    if twice := sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1):
-        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
+        raise ValueError(
+            "named_parameters should be pairs (name, parameter), such as model.named_parameters()"
+        )
+    if twice := sorted(
+        name for name, count in Counter(name for name, _ in pairs).items() if count > 1
+    ):
+        raise ValueError(
+            "Parameter names in named_parameters must be unique. Found duplicates: "
+            f"{', '.join(twice)}"
+        )
     named = {parameter: name for name, parameter in pairs}
     if missing := [name for parameter, name in numbered.items() if parameter not in named]:
         raise ValueError(
-            f"named_parameters was specified, but {len(missing)} parameters of the optimizer were not named: "
-            f"{', '.join(missing)} (group and place)"
+            f"named_parameters was specified, but {len(missing)} parameters of the optimizer were "
+            f"not named: {', '.join(missing)} (group and place)"
         )
     return {parameter: named[parameter] for parameter in numbered}

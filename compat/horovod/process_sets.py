@@ -9,15 +9,21 @@ __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_proces
 
 
 class ProcessSet:
-    """Some ranks of the world; collectives take it as `process_set`. Register it with `init` or `add_process_set` first.
+    """Some ranks of the world; collectives take it as `process_set`. Register it with `init` or
+    `add_process_set` first.
 
     `process_set_id` is None until then, and again after `remove_process_set` or
     `shutdown`.
     """
 
     def __init__(self, ranks_or_comm: Sequence[int]) -> None:
-        if not isinstance(ranks_or_comm, Iterable) or not all(isinstance(rank, int) for rank in ranks_or_comm):
-            raise ValueError("a ProcessSet takes a list of ranks; communicators are not supported, for there is no MPI")
+        if not isinstance(ranks_or_comm, Iterable) or not all(
+            isinstance(rank, int) for rank in ranks_or_comm
+        ):
+            raise ValueError(
+                "a ProcessSet takes a list of ranks; communicators are not supported, for there "
+                "is no MPI"
+            )
         self.process_set_id: int | None = None
         self.ranks = sorted(ranks_or_comm)
 
@@ -26,7 +32,9 @@ class ProcessSet:
         return len(self._registered())
 
     def rank(self) -> int:
-        """This process's place in the set. Raises ValueError if it is not in the set, or the set is not registered."""
+        """This process's place in the set. Raises ValueError if it is not in the set, or the set is
+        not registered.
+        """
         ranks = self._registered()
         if not self.included():
             raise ValueError(f"rank {engine.current().rank} is not in the process set {ranks}")
@@ -51,7 +59,8 @@ _registered: list[ProcessSet] = []
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a set of ranks, at any time; Horovod's "dynamic" mode is not needed. All ranks of the world call it alike.
+    """Register a set of ranks, at any time; Horovod's "dynamic" mode is not needed. All ranks of
+    the world call it alike.
 
     Raises ValueError if these ranks are registered already, and HorovodInternalError if
     the calls differ between ranks.

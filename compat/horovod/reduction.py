@@ -50,7 +50,8 @@ class GradientReduction:
         self.names: list[str] = []
         self.order: list[int] = []  # of parameters in buckets, the same on all ranks
         self.sparse_dims: dict[int, int] = {}  # of parameters that have had a sparse gradient
-        self.sent: dict[int, tuple[Operation, list[Any]]] = {}  # by bucket: handle, contexts of compression
+        # By bucket: handle, contexts of compression.
+        self.sent: dict[int, tuple[Operation, list[Any]]] = {}
         self.reset()
 
     def add(self, names: Iterable[str], parameters: Iterable[Tensor]) -> None:
@@ -68,7 +69,9 @@ class GradientReduction:
         self.order = [*range(len(self.names))]
         if self.is_active:
             described = {
-                "compression": getattr(self.compression, "__name__", type(self.compression).__name__),
+                "compression": getattr(
+                    self.compression, "__name__", type(self.compression).__name__
+                ),
                 "op": f"{self.op}",
                 "backward_passes_per_step": f"{self.passes}",
                 "gradient_predivide_factor": f"{self.predivide}",
@@ -98,7 +101,11 @@ class GradientReduction:
     @property
     def is_active(self) -> bool:
         """True if there is anything to reduce: several ranks, of which this is one."""
-        return engine.current().size > 1 and self.process_set.included() and self.process_set.size() > 1
+        return (
+            engine.current().size > 1
+            and self.process_set.included()
+            and self.process_set.size() > 1
+        )
 
     @property
     def has_begun(self) -> bool:
@@ -128,15 +135,18 @@ class GradientReduction:
                 grad = self.parameters[index].grad
                 if grad is None or grad._version != version:
                     raise RuntimeError(
-                        f"the gradient of {self.names[index]} was changed before all gradients were reduced: call "
-                        "optimizer.synchronize() before gradients are clipped, unscaled or reset"
+                        f"the gradient of {self.names[index]} was changed before all gradients "
+                        "were reduced: call optimizer.synchronize() before gradients are "
+                        "clipped, unscaled or reset"
                     )
             for number in range(len(self.buckets)):
                 if number not in self.sent:
                     self._send(number)
             sparse = {}
             for number, (handle, contexts) in self.sent.items():
-                for index, tensor, context in zip(self.buckets[number], handle.wait(), contexts, strict=True):
+                for index, tensor, context in zip(
+                    self.buckets[number], handle.wait(), contexts, strict=True
+                ):
                     parameter = self.parameters[index]
                     reduced = self.compression.decompress(tensor, context)
                     grad = parameter.grad
@@ -147,7 +157,9 @@ class GradientReduction:
                         parameter.grad = reduced.to_sparse(grad.sparse_dim())
                     else:
                         name = f"DistributedOptimizer.{self.number}.{self.names[index]}"
-                        sparse[parameter] = sparse_allreduce_async(grad, name, self.op, self.process_set)
+                        sparse[parameter] = sparse_allreduce_async(
+                            grad, name, self.op, self.process_set
+                        )
             for parameter, wait in sparse.items():
                 parameter.grad = wait()
         except BaseException:
@@ -164,13 +176,19 @@ class GradientReduction:
         name, grad = self.names[index], self.parameters[index].grad
         if self.passed[index] == self.passes:
             raise AssertionError(
-                f"the gradient of {name} was computed more than backward_passes_per_step = {self.passes} times before "
-                "step() or synchronize(): increase backward_passes_per_step to accumulate gradients"
+                f"the gradient of {name} was computed more than backward_passes_per_step = "
+                f"{self.passes} times before step() or synchronize(): increase "
+                "backward_passes_per_step to accumulate gradients"
             )
         if grad is None or grad.requires_grad:
-            raise AssertionError(f"the gradient of {name} has a graph (create_graph=True): it can't be reduced")
+            raise AssertionError(
+                f"the gradient of {name} has a graph (create_graph=True): it can't be reduced"
+            )
         if index not in self.bucket_of:
-            raise AssertionError(f"{name} was frozen when the step began: thaw it before the first backward of a step")
+            raise AssertionError(
+                f"{name} was frozen when the step began: thaw it before the first backward of a "
+                "step"
+            )
         self.passed[index] += 1
         if self.passed[index] == self.passes:
             self.versions[index] = grad._version
@@ -196,7 +214,9 @@ class GradientReduction:
             sizes[kind] += parameter.nbytes
             if sizes[kind] >= (_FIRST_BUCKET_BYTES if len(self.buckets) == 1 else _BUCKET_BYTES):
                 del open_ones[kind]
-        self.bucket_of = {index: number for number, bucket in enumerate(self.buckets) for index in bucket}
+        self.bucket_of = {
+            index: number for number, bucket in enumerate(self.buckets) for index in bucket
+        }
 
     def _send(self, number: int) -> None:
         """Begin to reduce a bucket."""
@@ -215,7 +235,9 @@ class GradientReduction:
         self.sent[number] = handle, [context for _, context in pairs]
 
     def _tensor_to_send(self, index: int) -> Tensor:
-        """The gradient, which becomes zeros if it is missing; an empty tensor if it is sparse and travels by name."""
+        """The gradient, which becomes zeros if it is missing; an empty tensor if it is sparse and
+        travels by name.
+        """
         parameter = self.parameters[index]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -27,9 +27,11 @@ _BY_ROWS = (*_RAGGED, "reducescatter")  # whose tensors need a first dimension
 class Request:
     """Ranks must agree about all fields, except for the rows of ragged kinds and their splits."""
 
-    kind: str  # allreduce, allgather, broadcast, alltoall, reducescatter, barrier, join, add_process_set, ...
+    # Allreduce, allgather, broadcast, alltoall, reducescatter, barrier, join, add_process_set, ...
+    kind: str
     name: str
-    dtypes: list[str] = field(default_factory=list)  # one per tensor: a grouped collective has several
+    # One per tensor: a grouped collective has several.
+    dtypes: list[str] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
     device: str = "cpu"
     op: int = SUM
@@ -42,14 +44,17 @@ class Request:
 
     @property
     def fixed_shapes(self) -> list[list[int]]:
-        """The dimensions that ranks must agree about: not the first one of ragged kinds, for which -1 stands."""
+        """The dimensions that ranks must agree about: not the first one of ragged kinds, for which
+        -1 stands.
+        """
         if self.kind not in _RAGGED:
             return self.shapes
         return [[-1, *shape[1:]] if shape else [] for shape in self.shapes]
 
 
 def disagreement(requests: Mapping[int, Request], members: Sequence[int], size: int) -> str:
-    """What makes a collective of `members` impossible that all of them, but for joined ranks, have asked for; "" if nothing.
+    """What makes a collective of `members` impossible that all of them, but for joined ranks, have
+    asked for; "" if nothing.
 
     `size` is the number of ranks in the world.
     """
@@ -59,7 +64,9 @@ def disagreement(requests: Mapping[int, Request], members: Sequence[int], size: 
         for name, words in _AGREED.items():
             here, there = getattr(model, name), getattr(request, name)
             if here != there:
-                return f"{title}: mismatched {words}: {here} on rank {first}, {there} on rank {rank}"
+                return (
+                    f"{title}: mismatched {words}: {here} on rank {first}, {there} on rank {rank}"
+                )
     if model.kind in _BY_ROWS and [] in model.shapes:
         return f"{title}: rank {first} gives a tensor of no dimensions, which has no rows"
     if model.kind == "broadcast" and model.root not in members:
@@ -67,7 +74,9 @@ def disagreement(requests: Mapping[int, Request], members: Sequence[int], size: 
     if model.kind == "add_process_set" and not {*model.ranks} <= {*range(size)}:
         return f"{title}: there are {size} ranks, not all of {model.ranks}"
     # A joined rank supplies zeros, which are neutral to sums and averages only.
-    if len(requests) < len(members) and (model.kind != "allreduce" or model.op not in (AVERAGE, SUM)):
+    if len(requests) < len(members) and (
+        model.kind != "allreduce" or model.op not in (AVERAGE, SUM)
+    ):
         joined = [rank for rank in members if rank not in requests]
         return f"{title}: ranks {joined} have joined, and can only take part in sums and averages"
     return ""

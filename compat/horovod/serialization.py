@@ -20,7 +20,8 @@ import torch
 from numpy._core import multiarray  # type: ignore[attr-defined] # what pickled arrays name
 
 _ARRAY_KINDS = (
-    "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64 complex64 complex128 str bytes"
+    "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64 complex64 "
+    "complex128 str bytes"
 )
 _SAFE: list[Any] = [
     *(int, float, bool, str, bytes, list, tuple, dict, frozenset, range, slice),
@@ -43,11 +44,13 @@ def dumps(item: Any, what: str) -> bytes:
     try:
         torch.save(item, buffer)
         loads(buffer.getvalue())
-    except Exception as error:  # pickle raises many kinds: PicklingError, AttributeError, TypeError, UnpicklingError
+    except Exception as error:
+        # Pickle raises many kinds: PicklingError, AttributeError, TypeError, UnpicklingError.
         found = re.search(r"Unsupported (?:class|global): GLOBAL (\S+)", str(error))
         raise TypeError(
-            f"{what} holds {found[1] if found else ' '.join(str(error).split())[:200]}, which is no plain value, container, "
-            "array or tensor: convert it, or call torch.serialization.add_safe_globals([ItsClass]) on every rank"
+            f"{what} holds {found[1] if found else ' '.join(str(error).split())[:200]}, which is "
+            "no plain value, container, array or tensor: convert it, or call "
+            "torch.serialization.add_safe_globals([ItsClass]) on every rank"
         ) from error
     return buffer.getvalue()
 

@@ -9,7 +9,8 @@ from compat.horovod import engine, world
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation of [batch, channels, ...] over the batches of all ranks. On the CPU too, unlike Horovod's.
+    """Batch normalisation of [batch, channels, ...] over the batches of all ranks. On the CPU too,
+    unlike Horovod's.
 
     Ranks may hold different numbers of samples. The result, its gradients and the running
     statistics equal BatchNorm's on the whole batch. Weight and bias get this rank's share of
@@ -22,7 +23,9 @@ class SyncBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, x: torch.Tensor) -> None:
         if x.dim() < 2:
-            raise ValueError(f"SyncBatchNorm takes [batch, channels, ...], got {x.dim()} dimensions")
+            raise ValueError(
+                f"SyncBatchNorm takes [batch, channels, ...], got {x.dim()} dimensions"
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self._check_input_dim(x)
@@ -39,7 +42,9 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _group() -> dist.ProcessGroup:
-    """A group of its own: its collectives follow the layers' order, which negotiated ones don't. The first call is one."""
+    """A group of its own: its collectives follow the layers' order, which negotiated ones don't.
+    The first call is one.
+    """
     world = engine.current()
     if world.layers is None:
         world.layers = dist.new_group(use_local_synchronization=True)

@@ -18,7 +18,12 @@ from common.launching.launchers import Launch, complete
 from compat.horovod import engine
 from compat.horovod.collectives import backend, patience
 from compat.horovod.engine import Engine
-from compat.horovod.process_sets import ProcessSet, add_process_set, forget_process_sets, global_process_set
+from compat.horovod.process_sets import (
+    ProcessSet,
+    add_process_set,
+    forget_process_sets,
+    global_process_set,
+)
 
 __all__ = """init shutdown is_initialized size rank local_size local_rank cross_size cross_rank start_timeline stop_timeline
 mpi_threads_supported mpi_built mpi_enabled ddl_built ccl_built gloo_built gloo_enabled nccl_built cuda_built rocm_built
@@ -32,7 +37,9 @@ _owns_group = False
 _process = 0  # the one that called init()
 
 
-def init(comm: None = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
+def init(
+    comm: None = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None
+) -> None:
     """Start the world, or do nothing if it has been started and not shut down.
 
     Args:
@@ -40,14 +47,17 @@ def init(comm: None = None, process_sets: Sequence[ProcessSet | Sequence[int]] |
         process_sets: process sets, or lists of ranks, to register; the same on all ranks.
             "dynamic" registers none. Either way `add_process_set` can be called later.
 
-    Raises ValueError for arguments that are not supported, and `Refused` if the launcher's variables
-    contradict each other.
+    Raises ValueError for arguments that are not supported, and `Refused` if the launcher's
+    variables contradict each other.
     """
     global _starts, _process
     if engine.is_running():
         return
     if comm is not None:
-        raise ValueError(f"comm={comm!r}: the world has all ranks that were started; for some of them use process sets")
+        raise ValueError(
+            f"comm={comm!r}: the world has all ranks that were started; for some of them use "
+            "process sets"
+        )
     _starts, _process = _starts + 1, os.getpid()
     _join_group(complete(os.environ))
     collectives.nodes()  # asks all ranks, once
@@ -70,7 +80,9 @@ def _join_group(launch: Launch) -> None:
 
         _store = reach(os.environ, launch, patience())
     group_store = dist.PrefixStore(f"group/{_starts}", _store)
-    dist.init_process_group(backend(), store=group_store, rank=launch.rank, world_size=launch.world_size)
+    dist.init_process_group(
+        backend(), store=group_store, rank=launch.rank, world_size=launch.world_size
+    )
     _owns_group = True
 
 

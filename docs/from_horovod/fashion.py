@@ -8,8 +8,12 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 
 def load(root, train):
-    """Pairs of an image [1, 28, 28], -1 to 1, and a label. root/MNIST/raw holds Fashion-MNIST, in the format of MNIST."""
-    return MNIST(root, train=train, download=False, transform=lambda image: pil_to_tensor(image) / 127.5 - 1)
+    """Pairs of an image [1, 28, 28], -1 to 1, and a label. root/MNIST/raw holds Fashion-MNIST, in
+    the format of MNIST.
+    """
+    return MNIST(
+        root, train=train, download=False, transform=lambda image: pil_to_tensor(image) / 127.5 - 1
+    )
 
 
 class Encoder(nn.Sequential):

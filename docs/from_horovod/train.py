@@ -1,4 +1,6 @@
-"""The usual shape of a Horovod script: horovodrun -np 2 python train.py FOLDER. Only its import line was changed."""
+"""The usual shape of a Horovod script: horovodrun -np 2 python train.py FOLDER. Only its import
+line was changed.
+"""
 
 import argparse
 import os

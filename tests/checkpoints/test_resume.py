@@ -55,23 +55,34 @@ def test_a_path_names_a_checkpoint_of_another_folder_or_of_this(tmp_path: Path) 
         ({"new_switch": False}, ""),
     ],
 )
-def test_a_flag_newer_than_the_run_may_stay_off(tmp_path: Path, changed: dict, differing: str) -> None:
+def test_a_flag_newer_than_the_run_may_stay_off(
+    tmp_path: Path, changed: dict, differing: str
+) -> None:
     save(tmp_path, 1)
     if not differing:
         assert chosen("auto", tmp_path, MINE | changed) == 1
         return
-    with pytest.raises(Refused, match=f"belongs to another run: {differing}; give this run another --name"):
+    with pytest.raises(
+        Refused, match=f"belongs to another run: {differing}; give this run another --name"
+    ):
         chosen("auto", tmp_path, MINE | changed)
 
 
 def test_the_average_is_evaluated_and_another_model_is_refused(tmp_path: Path) -> None:
     loaded = nn.Linear(3, 2)
-    for step, averages in ((1, {}), (2, {"ema": {"weight": torch.full((2, 3), 3.0), "bias": torch.zeros(2)}})):
+    for step, averages in (
+        (1, {}),
+        (2, {"ema": {"weight": torch.full((2, 3), 3.0), "bias": torch.zeros(2)}}),
+    ):
         files = {"model": {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}} | averages
         load_model(loaded, Checkpoints(tmp_path).save({"step": step}, files))
         assert (loaded.weight == (3.0 if averages else 1.0)).all()
-    path = Checkpoints(tmp_path / "other").save({"step": 1}, {"model": nn.Linear(3, 4).state_dict()})
-    with pytest.raises(Refused, match=r"is of another model: bias \(\(4,\) there, \(2,\) here\), weight"):
+    path = Checkpoints(tmp_path / "other").save(
+        {"step": 1}, {"model": nn.Linear(3, 4).state_dict()}
+    )
+    with pytest.raises(
+        Refused, match=r"is of another model: bias \(\(4,\) there, \(2,\) here\), weight"
+    ):
         load_model(loaded, path)
     assert (loaded.weight == 3.0).all()
     with pytest.raises(Refused, match="no checkpoint, nothing is there"):
@@ -96,9 +107,15 @@ def test_machines_resume_only_from_a_checkpoint_that_all_have(processes, tmp_pat
     def told(*folders: Path) -> list[str]:
         return processes.run(choose_on_ranks, list(folders), ranks=2)
 
-    lacking = f"checkpoints/step_00000001: {host} does not have the one that {host} resumes from: name an --output_dir that all"
+    lacking = (
+        f"checkpoints/step_00000001: {host} does not have the one that {host} resumes from: name "
+        "an --output_dir that all"
+    )
     assert all(text.startswith(lacking) for text in told(first, second))
-    ahead = f"checkpoints: {host} has step_00000001, but {host}, which writes, has none: name an --output_dir that all"
+    ahead = (
+        f"checkpoints: {host} has step_00000001, but {host}, which writes, has none: name an "
+        "--output_dir that all"
+    )
     assert all(text.startswith(ahead) for text in told(second, first))
     shutil.copytree(first, second, dirs_exist_ok=True)
     assert told(first, second) == ["1"] * 2

@@ -32,12 +32,15 @@ class Network(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+        )
         self.first, self.tied, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 5)
         self.tied.weight = self.first.weight
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.unused = nn.Linear(2, 2)  # never has a gradient, so that the optimizer has no state for it
+        # Never has a gradient, so that the optimizer has no state for it.
+        self.unused = nn.Linear(2, 2)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         x = self.stem(images).mean((2, 3))
@@ -63,13 +66,22 @@ class Training:
         self.config = Config(**{"lr": 0.02, "ema_decay": 0.9, **self.options})
         model = Network().to(dtype=self.dtype, memory_format=self.memory_format)
         self.ema = build_ema(self.config, model)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3, enabled=self.fp16)
+        self.scaler = torch.amp.GradScaler(
+            "cpu", init_scale=2.0**10, growth_interval=3, enabled=self.fp16
+        )
         optimizer = build_optimizer(self.config, model.stem if self.several else model)
         if self.several:
             rest = [model.head.weight, model.first.weight]
-            optimizer = [torch.optim.SGD(rest, lr=0.1, momentum=0.9), optimizer, torch.optim.Adam([model.scale])]
+            optimizer = [
+                torch.optim.SGD(rest, lr=0.1, momentum=0.9),
+                optimizer,
+                torch.optim.Adam([model.scale]),
+            ]
         self.state = TrainingState(
-            model, optimizer, ema=self.ema and self.ema.module, scaler=self.scaler if self.fp16 else None
+            model,
+            optimizer,
+            ema=self.ema and self.ema.module,
+            scaler=self.scaler if self.fp16 else None,
         )
 
     def train(self, first: int, last: int, overflows: Collection[int] = ()) -> "Training":
@@ -78,7 +90,9 @@ class Training:
         for step in range(first, last):
             for each in optimizers:
                 set_learning_rate(each, 0.02 / (1 + step))
-            images = torch.randn(6, 3, 7, 7, generator=torch.Generator().manual_seed(step)).to(self.dtype)
+            images = torch.randn(6, 3, 7, 7, generator=torch.Generator().manual_seed(step)).to(
+                self.dtype
+            )
             loss = nn.functional.cross_entropy(model(images), torch.arange(6) % 5)
             loss = loss * (math.inf if step in overflows else 1)
             self.scaler.scale(loss).backward()
@@ -142,19 +156,24 @@ CASES = [
 
 @pytest.mark.parametrize("name, options, others", CASES)
 def test_a_resumed_run_is_bit_equal(name: str, options: dict, others: dict, tmp_path: Path) -> None:
-    """Fused optimizers walk through memory: a state in another layout than its weights would silently be another's."""
+    """Fused optimizers walk through memory: a state in another layout than its weights would
+    silently be another's.
+    """
     whole = Training(options, **others).train(0, 4)
     resumed = whole.resume(tmp_path)
     assert_equal(whole, resumed)
     assert_equal(whole.train(4, 9), resumed.train(4, 9))
     assert resumed.state.model.tied.weight is resumed.state.model.first.weight  # still tied
     if whole.fp16:
-        assert whole.state.scaler.get_scale() == 2.0**13 == resumed.state.scaler.get_scale()  # it has grown three times
+        # It has grown three times.
+        assert whole.state.scaler.get_scale() == 2.0**13 == resumed.state.scaler.get_scale()
 
 
 def moved(state: TrainingState) -> tuple[Tensors, Tensors]:
     """Weights and the optimizer's tensors. Running statistics have seen the steps that overflowed, too."""
-    return {name: weight.detach() for name, weight in state.model.named_parameters()}, state.tensors()["optimizer"]
+    return {
+        name: weight.detach() for name, weight in state.model.named_parameters()
+    }, state.tensors()["optimizer"]
 
 
 def test_steps_that_overflow_change_nothing(request) -> None:
@@ -178,12 +197,16 @@ def test_steps_that_overflow_change_nothing(request) -> None:
             assert identical(actual, expected), name
             assert all(value.isfinite().all() for value in actual.values()), name
         tried.add(name)
-    assert {"adam", "adamw", "sgd", "momentum", "adagrad", "lamb", "muon"} <= tried and len(tried) > 70
+    assert {"adam", "adamw", "sgd", "momentum", "adagrad", "lamb", "muon"} <= tried and len(
+        tried
+    ) > 70
 
 
 def test_a_run_in_fp16_resumes_in_another_precision() -> None:
     whole, other = Training({}, fp16=True).train(0, 3), Training({})
-    other.state.load(copy.deepcopy(whole.state.tensors()), json.loads(json.dumps(whole.state.numbers())))
+    other.state.load(
+        copy.deepcopy(whole.state.tensors()), json.loads(json.dumps(whole.state.numbers()))
+    )
     assert other.state.numbers()["optimizer"] == whole.state.numbers()["optimizer"]
     assert all(map(identical, moved(other.state), moved(whole.state)))
     other.train(3, 5)
@@ -200,7 +223,8 @@ def test_the_tensors_of_another_model_are_named() -> None:
         state.check(shapes, "runs/a/step_00000003")
     assert str(raised.value) == (
         "runs/a/step_00000003 is of another model: extra.weight ((1, 1) there, missing here), "
-        "head.bias ((7,) there, (5,) here), head.weight ((7, 8) there, (5, 8) here), scale (missing there, () here)"
+        "head.bias ((7,) there, (5,) here), head.weight ((7, 8) there, (5, 8) here), scale "
+        "(missing there, () here)"
     )
     assert identical(state.model.state_dict(), before)
     with pytest.raises(Refused, match=r"\(missing there, .* and 20 more$"):
@@ -223,11 +247,16 @@ def test_weights_that_a_state_dict_leaves_out_have_a_file() -> None:
     state.load(files, state.numbers())
     assert torch.equal(network.extra.weight, files["extra"]["weight"])
     with pytest.raises(Refused, match=r"bias \(missing there"):
-        state.check({"model": {name: tuple(tensor.shape) for name, tensor in files["model"].items()}}, "x")
+        state.check(
+            {"model": {name: tuple(tensor.shape) for name, tensor in files["model"].items()}}, "x"
+        )
     network.extra.requires_grad_(False)
-    assert TrainingState(network).tensors().keys() == {"model", "optimizer"}, "what is not trained, as a teacher"
+    assert TrainingState(network).tensors().keys() == {"model", "optimizer"}, (
+        "what is not trained, as a teacher"
+    )
     with pytest.raises(
-        Refused, match=r"^model.weight is trained, but not in the model's state_dict: .* model, optimizer"
+        Refused,
+        match=r"^model.weight is trained, but not in the model's state_dict: .* model, optimizer",
     ):
         TrainingState(nn.ModuleDict({"model": LeftOut(2, 2)}))
 
@@ -242,7 +271,10 @@ def test_a_failed_load_leaves_weights_untouched() -> None:
         ({file: tensors for file, tensors in good.items() if file != "optimizer"}, numbers),
         (good | {"optimizer": strange}, numbers),
         (good | {"optimizer": not_trained}, numbers),
-        *((good, {key: value for key, value in numbers.items() if key != missing}) for missing in numbers),
+        *(
+            (good, {key: value for key, value in numbers.items() if key != missing})
+            for missing in numbers
+        ),
         (good, numbers | {"group_steps": []}),
     ]
     for files, theirs in bad:

@@ -17,14 +17,22 @@ from tests.harness.outcomes import identical, seal
 
 def tensors(step: int, size: int = 50) -> dict:
     return {
-        "model": {"weight": torch.arange(size, dtype=torch.float32) + step, "empty": torch.zeros(0)},
-        "optimizer": {"weight/exp_avg": torch.full((size,), float(step)), "weight/step": torch.tensor(float(step))},
+        "model": {
+            "weight": torch.arange(size, dtype=torch.float32) + step,
+            "empty": torch.zeros(0),
+        },
+        "optimizer": {
+            "weight/exp_avg": torch.full((size,), float(step)),
+            "weight/step": torch.tensor(float(step)),
+        },
     }
 
 
 def save(folder: Path, *steps: int, keep: int = 2) -> list[Path]:
     checkpoints = Checkpoints(folder, keep)
-    return [checkpoints.save({"step": step, "best": {"top1": 0.5}}, tensors(step)) for step in steps]
+    return [
+        checkpoints.save({"step": step, "best": {"top1": 0.5}}, tensors(step)) for step in steps
+    ]
 
 
 def names(folder: Path) -> list[str]:
@@ -32,7 +40,11 @@ def names(folder: Path) -> list[str]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def newest(folder: Path) -> tuple[int | None, list[str]]:
@@ -57,7 +69,11 @@ def test_tensors_come_back_as_they_were_also_tied_and_strided(tmp_path: Path) ->
     expected = tensors(200) | {"odd": odd}
     path = Checkpoints(tmp_path).save({"step": 200, "best": {"top1": 0.5}}, expected)
     assert path == tmp_path / "step_00000200"
-    assert names(path) == ["manifest.json", *sorted(f"{file}.safetensors" for file in expected), "record.json"]
+    assert names(path) == [
+        "manifest.json",
+        *sorted(f"{file}.safetensors" for file in expected),
+        "record.json",
+    ]
     # Whoever may read the folder may read the files.
     assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {path.stat().st_mode & 0o666}
     found = verify(path)
@@ -73,7 +89,9 @@ def test_the_newest_are_kept_also_where_their_names_grow_longer(tmp_path: Path) 
     steps = [5, 99_999_999, 100_000_000, 1_000_000_000]
     for keep in (1, 3):
         save(tmp_path / str(keep), *steps, keep=keep)
-        assert [int(path.name[5:]) for path in Checkpoints(tmp_path / str(keep)).paths()] == steps[::-1][:keep]
+        assert [int(path.name[5:]) for path in Checkpoints(tmp_path / str(keep)).paths()] == steps[
+            ::-1
+        ][:keep]
     assert newest(tmp_path / "missing") == newest(tmp_path) == (None, [])
 
 
@@ -97,23 +115,37 @@ DAMAGES = {
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "record.json", "manifest.json"])
-def test_the_one_before_a_damaged_checkpoint_is_taken(tmp_path: Path, file: str, damage: str) -> None:
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "optimizer.safetensors", "record.json", "manifest.json"]
+)
+def test_the_one_before_a_damaged_checkpoint_is_taken(
+    tmp_path: Path, file: str, damage: str
+) -> None:
     _, second = save(tmp_path, 1, 2)
     DAMAGES[damage](second / file)
     with pytest.raises(Damaged):
         verify(second)
     step, said = newest(tmp_path)
     assert step == 1
-    assert len(said) == 1 and str(second) in said[0] and "is damaged" in said[0] and "the one before it" in said[0]
+    assert (
+        len(said) == 1
+        and str(second) in said[0]
+        and "is damaged" in said[0]
+        and "the one before it" in said[0]
+    )
     assert file in said[0] or file == "manifest.json"
-    # It is put aside, so that it does not count as kept and the same step can be made, and damaged, again.
+    # It is put aside, so that it does not count as kept and the same step can be made, and damaged,
+    # again.
     damaged = "step_00000002.damaged"
     assert names(tmp_path) == ["step_00000001", damaged]
     DAMAGES[damage](save(tmp_path, 2)[0] / file)
     assert newest(tmp_path)[0] == 1 and names(tmp_path) == ["step_00000001", damaged]
     save(tmp_path, 2, 3)
-    assert newest(tmp_path) == (3, []) and names(tmp_path) == ["step_00000002", damaged, "step_00000003"]
+    assert newest(tmp_path) == (3, []) and names(tmp_path) == [
+        "step_00000002",
+        damaged,
+        "step_00000003",
+    ]
 
 
 def test_drafts_are_swept_and_a_checkpoint_is_written_once(
@@ -129,7 +161,9 @@ def test_drafts_are_swept_and_a_checkpoint_is_written_once(
     shutil.copytree(whole, tmp_path / ".step_00000002.tmp")
     assert save(tmp_path, 2) and newest(tmp_path) == (2, [])
     before = content(tmp_path)
-    assert Checkpoints(tmp_path).save({"step": 1}, tensors(0)) == whole and content(tmp_path) == before
+    assert (
+        Checkpoints(tmp_path).save({"step": 1}, tensors(0)) == whole and content(tmp_path) == before
+    )
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
@@ -166,7 +200,15 @@ PAYLOADS = {
 
 @pytest.mark.parametrize("how", PAYLOADS)
 @pytest.mark.parametrize(
-    "file", ["model.safetensors", "optimizer.safetensors", "record.json", "manifest.json", "model.pt", ".metadata"]
+    "file",
+    [
+        "model.safetensors",
+        "optimizer.safetensors",
+        "record.json",
+        "manifest.json",
+        "model.pt",
+        ".metadata",
+    ],
 )
 def test_a_payload_is_damage_and_never_executed(tmp_path: Path, file: str, how: str) -> None:
     """Instead of a file or beside it; not even where the manifest has been made to fit."""

@@ -11,7 +11,12 @@ from tests.harness.outcomes import identical
 
 def files(value: float) -> dict:
     weight = torch.full((2, 3), value)
-    model = {"weight": weight, "tied": weight, "turned": torch.full((2, 3), value).T, "empty": torch.zeros(0)}
+    model = {
+        "weight": weight,
+        "tied": weight,
+        "turned": torch.full((2, 3), value).T,
+        "empty": torch.zeros(0),
+    }
     return {"model": model, "optimizer": {"step": torch.tensor(value, dtype=torch.float64)}}
 
 
@@ -20,7 +25,12 @@ def test_the_state_at_the_call_is_written_while_training_goes_on() -> None:
 
     def write(copies: dict) -> None:
         assert go.wait(60)
-        written.append({file: {name: copy.clone() for name, copy in each.items()} for file, each in copies.items()})
+        written.append(
+            {
+                file: {name: copy.clone() for name, copy in each.items()}
+                for file, each in copies.items()
+            }
+        )
 
     writer.start(live, write)
     for tensors in live.values():

@@ -1,4 +1,6 @@
-"""Augmentations on the device follow their papers, and are functions of the position: the same on any layout."""
+"""Augmentations on the device follow their papers, and are functions of the position: the same on
+any layout.
+"""
 
 import pickle
 
@@ -17,7 +19,9 @@ IMAGES = torch.rand(5, 3, 9, 7, generator=torch.Generator().manual_seed(0), dtyp
 OUTSIDE, TOP, BOTTOM, LEFT, RIGHT, TARGET = range(6)
 
 
-def erasing(seed: int, probability: float, size: tuple[int, int], dtype: torch.dtype = torch.float64) -> RandomErasing:
+def erasing(
+    seed: int, probability: float, size: tuple[int, int], dtype: torch.dtype = torch.float64
+) -> RandomErasing:
     return RandomErasing(seed, probability, size, dtype, CPU)
 
 
@@ -46,7 +50,9 @@ def test_random_numbers_stay_as_they_have_always_been(kind: str, dtype) -> None:
     assert not np.array_equal(KINDS[kind](4, dtype).sample(later), augmentation.sample(later))
     images = torch.rand(4, 3, 32, 24).to(dtype, memory_format=torch.channels_last)
     varied, targets = augmentation.apply(images, torch.eye(4, dtype=dtype), torch.from_numpy(drawn))
-    assert varied.dtype == targets.dtype == dtype and varied.is_contiguous(memory_format=torch.channels_last)
+    assert varied.dtype == targets.dtype == dtype and varied.is_contiguous(
+        memory_format=torch.channels_last
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -58,20 +64,26 @@ def test_normalised_images_have_the_type_of_the_run(dtype, layout) -> None:
     before, normalize = image.clone(), Normalize(config, dtype, CPU, layout == torch.channels_last)
     normalised = normalize(image)
     assert normalised.dtype == dtype and normalised.is_contiguous(memory_format=layout)
-    assert torch.equal(image, before) and torch.allclose(normalised, (image / 255 - mean) / std, atol=1e-5)
+    assert torch.equal(image, before) and torch.allclose(
+        normalised, (image / 255 - mean) / std, atol=1e-5
+    )
     # Tensors may lie in the memory of a GPU, which a data worker that is not forked must not touch.
     for there in pickle.loads(pickle.dumps([normalize, erasing(3, 0.5, (16, 16))])):
         assert not any(isinstance(value, torch.Tensor) for value in vars(there).values())
         assert len(there.sample(np.arange(4))) == 4
 
 
-@pytest.mark.parametrize("column, adjust", [(0, F.adjust_brightness), (1, F.adjust_contrast), (2, F.adjust_saturation)])
+@pytest.mark.parametrize(
+    "column, adjust", [(0, F.adjust_brightness), (1, F.adjust_contrast), (2, F.adjust_saturation)]
+)
 @pytest.mark.parametrize("factor", [0.0, 0.3, 1.9])
 def test_each_factor_does_the_same_as_torchvisions(column: int, adjust, factor: float) -> None:
     factors, targets, images = torch.ones(5, 3), torch.eye(5), 255 * IMAGES
     factors[1:4, column] = factor  # the others stay
     varied, same = ColorJitter(0, 0.4).apply(images, targets, factors)
-    expected = torch.stack([255 * adjust(image, factors[i, column].item()) for i, image in enumerate(IMAGES)])
+    expected = torch.stack(
+        [255 * adjust(image, factors[i, column].item()) for i, image in enumerate(IMAGES)]
+    )
     assert torch.allclose(varied, expected, atol=0.05)  # torchvision's grey has four digits
     assert torch.allclose(varied[[0, 4]], images[[0, 4]]) and same is targets
     assert ColorJitter(0, 3.0).sample(np.arange(4_000)).min() >= 0
@@ -95,8 +107,15 @@ def test_erased_rectangles_are_those_of_the_paper() -> None:
 def test_only_the_rectangle_becomes_noise() -> None:
     augmentation = erasing(7, 0.5, (9, 7))
     noise = augmentation.noise
-    assert noise.flatten()[:2].tolist() == pytest.approx([-0.08814115822, -1.00527238846], abs=1e-6)  # as always
-    rows = [[0, 0, 0, 0, 3, 4], [2, 6, 1, 5, 0, 0], [0, 9, 0, 7, 2, 5], [8, 9, 6, 7, 8, 6], [0, 1, 0, 1, 0, 0]]
+    # As always.
+    assert noise.flatten()[:2].tolist() == pytest.approx([-0.08814115822, -1.00527238846], abs=1e-6)
+    rows = [
+        [0, 0, 0, 0, 3, 4],
+        [2, 6, 1, 5, 0, 0],
+        [0, 9, 0, 7, 2, 5],
+        [8, 9, 6, 7, 8, 6],
+        [0, 1, 0, 1, 0, 0],
+    ]
     erased, _ = augmentation.apply(IMAGES, torch.eye(5), torch.tensor(rows).float())
     kept = torch.ones(9, 7, dtype=torch.bool)
     kept[2:6, 1:5] = False
@@ -112,7 +131,10 @@ def test_only_the_rectangle_becomes_noise() -> None:
 def test_a_pair_is_mixed_as_timm_mixes_it(monkeypatch, alphas: tuple[float, float]) -> None:
     mixing = Mixing(1, *alphas, SIZE)
     rows = mixing.sample(np.arange(80))
-    images, targets = torch.rand(80, 3, *SIZE, dtype=torch.float64), torch.eye(5).double().repeat(16, 1)
+    images, targets = (
+        torch.rand(80, 3, *SIZE, dtype=torch.float64),
+        torch.eye(5).double().repeat(16, 1),
+    )
     mixed, soft = mixing.apply(images, targets, torch.from_numpy(rows))
     for pair, row in enumerate(rows):
         two = slice(2 * pair, 2 * pair + 2)  # timm flips the batch, which for two is our pair
@@ -136,11 +158,15 @@ def test_mixup_shares_follow_their_beta_distribution() -> None:
     assert (rows[:, OUTSIDE] == rows[:, TARGET]).all() and (rows[:, TOP : RIGHT + 1] == 0).all()
     assert scipy.stats.kstest(rows[:, TARGET], scipy.stats.beta(0.2, 0.2).cdf).pvalue > 1e-3
     for alpha in (1e-3, 1e4):
-        assert np.isfinite(Mixing(2**63 - 1, alpha, alpha, SIZE).sample(2**40 + np.arange(200))).all()
+        assert np.isfinite(
+            Mixing(2**63 - 1, alpha, alpha, SIZE).sample(2**40 + np.arange(200))
+        ).all()
 
 
 def test_cutmix_boxes_follow_the_paper() -> None:
-    """Sides go with sqrt(1 - lambda), lambda uniform; the centre is uniform, so that boxes are cut off at the border."""
+    """Sides go with sqrt(1 - lambda), lambda uniform; the centre is uniform, so that boxes are cut
+    off at the border.
+    """
     rows = Mixing(3, 0.0, 1.0, (200, 200)).sample(np.arange(20_000))
     top, bottom, left, right = rows[:, TOP : RIGHT + 1].T
     inside = (top > 0) & (bottom < 200) & (left > 0) & (right < 200)

@@ -15,7 +15,8 @@ def test_class_weights_follow_frequencies_and_have_mean_1() -> None:
         weights = class_weights(kind, LABELS, 4)
         assert weights[:3] / weights[0] == pytest.approx(wanted) and weights[3] > 0
         assert weights[LABELS].mean() == pytest.approx(1)
-    several = np.array([[1, 1], [1, 0], [1, 0], [1, 0]], dtype=bool)  # the mean over the five labels is 1
+    # The mean over the five labels is 1.
+    several = np.array([[1, 1], [1, 0], [1, 0], [1, 0]], dtype=bool)
     assert class_weights("balanced", several, 2) == pytest.approx([5 / 8, 5 / 2])
 
 

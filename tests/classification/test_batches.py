@@ -1,4 +1,6 @@
-"""A batch is a pure function of its positions in any process. Broken images are replaced. Workers never hang a run."""
+"""A batch is a pure function of its positions in any process. Broken images are replaced. Workers
+never hang a run.
+"""
 
 import os
 import signal
@@ -76,13 +78,20 @@ class Numbers:
 
 def samples(source: Numbers, batch: int = 12, config=VARIED, **options) -> TrainDataset:
     stream = Stream(len(source), batch, seed=5)
-    return TrainDataset(source, stream, TrainingTransform(config, DATA), 5, AUGMENTATIONS, **options)
+    return TrainDataset(
+        source, stream, TrainingTransform(config, DATA), 5, AUGMENTATIONS, **options
+    )
 
 
 def each_sample(batch: Batch) -> dict[int, bytes]:
     """Position -> all that the batch holds for it."""
     colours, erasing, mixing = batch.draws
-    parts = [batch.images.flatten(1), batch.labels[:, None], mixing.repeat_interleave(2, 0), batch.drop_path.T]
+    parts = [
+        batch.images.flatten(1),
+        batch.labels[:, None],
+        mixing.repeat_interleave(2, 0),
+        batch.drop_path.T,
+    ]
     parts += [colours, erasing]
     return {
         position: b"".join(part[place].numpy().tobytes() for part in parts)
@@ -111,7 +120,10 @@ def test_a_sample_is_the_same_in_whatever_batch_worker_or_layout(processes) -> N
     assert list(expected) == list(range(36, 36 + 96))
     assert samples_of_rank(4, 2) == expected
     of_ranks = processes.run(samples_of_rank, 2, 0, ranks=3)
-    assert sum(map(len, of_ranks)) == len(expected) and of_ranks[0] | of_ranks[1] | of_ranks[2] == expected
+    assert (
+        sum(map(len, of_ranks)) == len(expected)
+        and of_ranks[0] | of_ranks[1] | of_ranks[2] == expected
+    )
 
 
 def test_the_seed_and_the_epoch_vary_an_image() -> None:
@@ -119,23 +131,33 @@ def test_the_seed_and_the_epoch_vary_an_image() -> None:
     first, later = list(training_loader(samples(source), BatchPlan(12, 1, 12), 0, 2, 0))
     assert sorted(first.labels.tolist()) == sorted(later.labels.tolist()) == list(range(12))
     for label in range(12):
-        assert not torch.equal(first.images[first.labels == label], later.images[later.labels == label])
+        assert not torch.equal(
+            first.images[first.labels == label], later.images[later.labels == label]
+        )
     other = TrainDataset(source, Stream(12, 12, 5), TrainingTransform(VARIED, DATA), 6)
     assert not torch.equal(other.__getitems__(np.arange(12)).images, first.images)
 
 
 def test_a_broken_image_is_replaced_and_named_once() -> None:
     source = Numbers(20, broken=frozenset({5, 6, 7, 19}))
-    stream, transform, positions = Stream(20, 20, seed=5), TrainingTransform(VARIED, DATA), np.arange(20)
+    stream, transform, positions = (
+        Stream(20, 20, seed=5),
+        TrainingTransform(VARIED, DATA),
+        np.arange(20),
+    )
     batch = TrainDataset(source, stream, transform, 5).__getitems__(positions)
     drawn = stream.indices(positions).tolist()
     shown = [{5: 8, 6: 8, 7: 8, 19: 0}.get(index, index) for index in drawn]
     assert batch.labels.tolist() == shown  # the label is the neighbour's, too
-    for image, index, key in zip(batch.images, shown, mix(positions, key_of(5, "augmentation")).tolist(), strict=True):
+    for image, index, key in zip(
+        batch.images, shown, mix(positions, key_of(5, "augmentation")).tolist(), strict=True
+    ):
         seed_generators(key)  # varied as at any place
         assert torch.equal(image, transform(Picture(source.content(index))))
     # One per sample: a run of broken images does not count many times.
-    assert list(batch.broken) == [f"numbers[{index}]: torn" for index in drawn if index in source.broken]
+    assert list(batch.broken) == [
+        f"numbers[{index}]: torn" for index in drawn if index in source.broken
+    ]
     none = samples(Numbers(7, broken=frozenset(range(7))), 7, PLAIN).__getitems__(np.arange(7))
     assert (none.images == 0).all() and len(none.broken) == 7  # then it is black
     assert sorted(none.labels.tolist()) == list(range(7))
@@ -154,7 +176,9 @@ def test_the_feed_adds_up_what_it_waited_for_and_what_was_broken() -> None:
 
 
 def workers_of_rank(cores: int, limit: Path) -> int:
-    """How many data workers this rank starts by itself on a machine with so many cores, in a container with this file."""
+    """How many data workers this rank starts by itself on a machine with so many cores, in a
+    container with this file.
+    """
     affinity = mock.patch.object(os, "sched_getaffinity", return_value=range(cores))
     with affinity, mock.patch.object(environment, "_ALLOTMENT", limit):
         assert (loader.worker_count(0), loader.worker_count(5)) == (0, 5)
@@ -162,11 +186,17 @@ def workers_of_rank(cores: int, limit: Path) -> int:
 
 
 @pytest.mark.parametrize("cores, ranks, workers", [(1, 1, 0), (8, 2, 3), (3, 3, 0), (64, 1, 16)])
-def test_the_ranks_of_a_machine_share_its_cores(processes, tmp_path, cores: int, ranks: int, workers: int) -> None:
-    assert processes.run(workers_of_rank, cores, tmp_path / "none", ranks=ranks) == [workers] * ranks
+def test_the_ranks_of_a_machine_share_its_cores(
+    processes, tmp_path, cores: int, ranks: int, workers: int
+) -> None:
+    assert (
+        processes.run(workers_of_rank, cores, tmp_path / "none", ranks=ranks) == [workers] * ranks
+    )
 
 
-@pytest.mark.parametrize("limit, workers", [("max 100000", 16), ("400000 100000", 3), ("50000 100000", 0)])
+@pytest.mark.parametrize(
+    "limit, workers", [("max 100000", 16), ("400000 100000", 3), ("50000 100000", 0)]
+)
 def test_a_container_limits_the_cores(tmp_path, limit: str, workers: int) -> None:
     (tmp_path / "cpu.max").write_text(f"{limit}\n")
     assert workers_of_rank(64, tmp_path / "cpu.max") == workers
@@ -176,7 +206,9 @@ def test_a_container_limits_the_cores(tmp_path, limit: str, workers: int) -> Non
 def test_a_batch_goes_to_its_device_whole(monkeypatch, device, goes_on) -> None:
     """On MPS such a copy reads memory that is in use again."""
     asked, batch = [], samples(Numbers(12), **LAYERS).__getitems__(np.arange(12))
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *to, **options: asked.append((*to, options)) or tensor)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda tensor, *to, **options: asked.append((*to, options)) or tensor
+    )
     assert each_sample(batch) == each_sample(batch.to(torch.device(device)))
     assert asked == [(torch.device(device), {"non_blocking": goes_on})] * 7
 
@@ -188,7 +220,9 @@ def test_a_signal_to_everyone_leaves_the_workers_at_work() -> None:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             os.kill(worker.pid, number)
     following = [next(batches) for _ in range(20)]
-    assert following[0].positions[0] == 24 and not torch.equal(first.positions, following[-1].positions)
+    assert following[0].positions[0] == 24 and not torch.equal(
+        first.positions, following[-1].positions
+    )
 
 
 STUCK = """
@@ -209,6 +243,8 @@ sys.exit(7)
 
 
 def test_workers_that_are_stuck_do_not_hang_the_end() -> None:
-    script = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=120)
+    script = subprocess.run(
+        [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=120
+    )
     assert (script.returncode, script.stdout.strip()) == (7, "[0]"), script.stderr
     assert "DataLoader worker" not in script.stderr  # nor do they have the last word

@@ -10,14 +10,20 @@ from torch import Tensor
 from common.classification.calibration import TEMPERATURES, Calibration
 
 
-def overconfident(count: int = 2003, classes: int = 7, factor: float = 2.5) -> tuple[Tensor, Tensor]:
-    """Logits, and labels drawn from what these logits divided by `factor` say: the best temperature is about `factor`."""
+def overconfident(
+    count: int = 2003, classes: int = 7, factor: float = 2.5
+) -> tuple[Tensor, Tensor]:
+    """Logits, and labels drawn from what these logits divided by `factor` say: the best temperature
+    is about `factor`.
+    """
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(count, classes, generator=generator, dtype=torch.float64) * 3
     return logits * factor, torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
 
 
-def calibrated(logits: Tensor, labels: Tensor, counted: Tensor | None = None, **options) -> Calibration:
+def calibrated(
+    logits: Tensor, labels: Tensor, counted: Tensor | None = None, **options
+) -> Calibration:
     calibration = Calibration("cpu", **options)
     counted = torch.ones(len(labels), dtype=torch.bool) if counted is None else counted
     for these in torch.arange(len(labels)).split(100):
@@ -48,9 +54,14 @@ def test_ece_and_nll_are_those_of_the_definition() -> None:
 
     assert found["ece"] == pytest.approx(ece(logits, labels), abs=1e-7)
     assert found["ece_after"] == pytest.approx(ece(logits / best, labels), abs=1e-7)
-    assert (found["nll"], found["nll_after"]) == (pytest.approx(nll(1), rel=1e-6), pytest.approx(nll(best), rel=1e-6))
+    assert (found["nll"], found["nll_after"]) == (
+        pytest.approx(nll(1), rel=1e-6),
+        pytest.approx(nll(best), rel=1e-6),
+    )
     exact = minimize_scalar(nll, bounds=(0.1, 10), method="bounded", options={"xatol": 1e-6})
-    assert best == pytest.approx(exact.x, rel=0.012) and found["nll_after"] == pytest.approx(exact.fun, rel=1e-4)
+    assert best == pytest.approx(exact.x, rel=0.012) and found["nll_after"] == pytest.approx(
+        exact.fun, rel=1e-4
+    )
     assert 0.03 > found["ece_after"] < found["ece"] > 0.05, "numbers worth comparing"
     assert sum(row["images"] for row in found["bins"]) == len(labels)
 
@@ -62,15 +73,29 @@ def test_float32_with_huge_logits_and_images_that_do_not_count() -> None:
     counted = torch.arange(310) < 300
     found = calibrated(more, torch.cat([labels, labels[:10]]), counted).results()
     assert [found["ece"], found["nll"]] == pytest.approx([wanted["ece"], wanted["nll"]], rel=1e-5)
-    sure = calibrated(torch.tensor([[1e38, -1e38]]), torch.tensor([1]), temperatures=TEMPERATURES).results()
+    sure = calibrated(
+        torch.tensor([[1e38, -1e38]]), torch.tensor([1]), temperatures=TEMPERATURES
+    ).results()
     assert sure["ece"] == 1 and np.isfinite(sure["nll"])
 
 
 def test_without_a_best_temperature_there_is_none() -> None:
     """With every image right, the smaller the temperature the better."""
     found = calibrated(torch.eye(3), torch.arange(3), temperatures=TEMPERATURES).results()
-    assert found["temperature"] is found["ece_after"] is found["nll_after"] is None and found["ece"] > 0.4
-    nothing = calibrated(torch.eye(3), torch.arange(3), torch.zeros(3, dtype=torch.bool), temperatures=TEMPERATURES)
-    assert nothing.results()["ece"] is nothing.results()["nll"] is nothing.results()["temperature"] is None
-    one = calibrated(torch.zeros(2, 1), torch.zeros(2, dtype=torch.int64), temperatures=TEMPERATURES).results()
+    assert (
+        found["temperature"] is found["ece_after"] is found["nll_after"] is None
+        and found["ece"] > 0.4
+    )
+    nothing = calibrated(
+        torch.eye(3), torch.arange(3), torch.zeros(3, dtype=torch.bool), temperatures=TEMPERATURES
+    )
+    assert (
+        nothing.results()["ece"]
+        is nothing.results()["nll"]
+        is nothing.results()["temperature"]
+        is None
+    )
+    one = calibrated(
+        torch.zeros(2, 1), torch.zeros(2, dtype=torch.int64), temperatures=TEMPERATURES
+    ).results()
     assert (one["ece"], one["nll"], one["temperature"]) == (0, 0, None), "of a single class"

@@ -74,28 +74,44 @@ def refusal(data: object, **options) -> str:
 
 
 def everything(*sources) -> dict[str, int]:
-    return {source.name(index): int(source.labels[index]) for source in sources for index in range(len(source))}
+    return {
+        source.name(index): int(source.labels[index])
+        for source in sources
+        for index in range(len(source))
+    }
 
 
 def test_a_share_of_each_class_of_paths_is_held_out(files: list) -> None:
     train, val = read(Shells(files))
     assert everything(train, val) == {str(path): label for path, label in files}
-    assert (train.classes, train.labels.dtype, train.multi_label) == (("cockle", "limpet"), np.int64, False)
+    assert (train.classes, train.labels.dtype, train.multi_label) == (
+        ("cockle", "limpet"),
+        np.int64,
+        False,
+    )
     assert np.bincount(val.labels).tolist() == [3, 2]
     assert (train.part, val.part) == ("75 % of Shells", "25 % held out of Shells")
     for source in (train, pickle.loads(pickle.dumps(train))):
         assert not hasattr(source, "data"), "the object would be copied into every data worker"
-        numbers = [int(Path(source.name(index)).stem.removeprefix("shell")) for index in range(len(source))]
+        numbers = [
+            int(Path(source.name(index)).stem.removeprefix("shell")) for index in range(len(source))
+        ]
         assert [source.image(index).getpixel((0, 0))[0] for index in range(len(source))] == numbers
-    # A path keeps its side, wherever it stands; an evaluation finds the images that training held out.
+    # A path keeps its side, wherever it stands; an evaluation finds the images that training held
+    # out.
     assert everything(val) == everything(read(Shells(files[::-1]))[1])
     assert everything(read(Shells(files), alone=True, held_out=True)[1]) == everything(val)
-    assert everything(*read(Shells([(path, ("cockle", "limpet")[label]) for path, label in files]))) == everything(
-        train, val
-    )
+    assert everything(
+        *read(Shells([(path, ("cockle", "limpet")[label]) for path, label in files]))
+    ) == everything(train, val)
     parts = {"train": Shells(files[:15]), "valid": Shells(files[15:]), "test": Shells(files[16:18])}
     train, val = read(parts)
-    assert (len(train), len(val), train.part, val.part) == (15, 5, "train", "valid; test: for --split test")
+    assert (len(train), len(val), train.part, val.part) == (
+        15,
+        5,
+        "train",
+        "valid; test: for --split test",
+    )
     assert [len(read(parts, split="test", alone=alone)[1]) for alone in (False, True)] == [2, 2]
     parts["valid"].classes = ("limpet", "cockle")
     assert "other classes to evaluate than to train on" in refusal(parts)
@@ -106,10 +122,16 @@ def test_images_are_read_when_they_are_wanted() -> None:
     train, val = read(data)
     assert data.read < 50, "labels are known: only a look at the data reads some"
     assert sorted([*train.rows, *val.rows]) == list(range(200))
-    assert all(train.image(index).getpixel((0, 0))[0] == train.rows[index] for index in range(len(train)))
-    assert np.array_equal(train.labels, train.rows % 2) and train.name(3) == f"Counted[{train.rows[3]}]"
+    assert all(
+        train.image(index).getpixel((0, 0))[0] == train.rows[index] for index in range(len(train))
+    )
+    assert (
+        np.array_equal(train.labels, train.rows % 2)
+        and train.name(3) == f"Counted[{train.rows[3]}]"
+    )
     assert pickle.loads(pickle.dumps(val)).fingerprint == val.fingerprint
-    data.items[int(val.rows[0])] = (image(250), int(val.labels[0]))  # one of those that are looked at
+    # One of those that are looked at.
+    data.items[int(val.rows[0])] = (image(250), int(val.labels[0]))
     assert read(data)[1].fingerprint != val.fingerprint
     torn = read(Counted([(image(1), index % 2) for index in range(20)]), alone=True)[1]
     with pytest.raises(BrokenImage, match="torn"):
@@ -143,12 +165,18 @@ def two(one: object, other: object) -> Shells:
         (Shells([], "ab"), "Shells has no items"),
         (Shells([(image(0), 0)], "a"), "it needs 2 or more"),
         (Shells([image(0)]), "item 0 is a Image; an item is a pair"),
-        (Shells([(np.zeros((4, 4, 3), np.uint8), 0)]), "is a ndarray; an item is a pair: .*Image.fromarray"),
+        (
+            Shells([(np.zeros((4, 4, 3), np.uint8), 0)]),
+            "is a ndarray; an item is a pair: .*Image.fromarray",
+        ),
         (two(0, 2), "item 1 has the label 2; its 2 classes are 0 to 1"),
         (two("cockle", "whelk"), "has the label whelk, which is none of its classes: cockle"),
         (two(0.5, 1.0), r"the labels are float64 \[2\]; each of its 2 items has a class id"),
         (Shells([("a.png", 0), (image(0), 1)]), "1 items are no paths, as item 0 is"),
-        (Shells([("a.png", 0), ("b.png", 1)] * 4), "--data shells: 8 of 8 images are missing, the first is .*/a.png"),
+        (
+            Shells([("a.png", 0), ("b.png", 1)] * 4),
+            "--data shells: 8 of 8 images are missing, the first is .*/a.png",
+        ),
     ],
 )
 def test_other_objects_are_refused_in_one_line(data: object, said: str) -> None:

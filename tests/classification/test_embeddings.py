@@ -36,11 +36,16 @@ def by_hand(broken: tuple[int, ...]) -> tuple[float, float]:
     for row in range(len(labels)):
         queries += (labels == labels[row]).sum() > 1
         if row in sound:
-            nearest = max((other for other in sound if other != row), key=lambda other: unit[row] @ unit[other])
+            nearest = max(
+                (other for other in sound if other != row),
+                key=lambda other: unit[row] @ unit[other],
+            )
             hits += labels[nearest] == labels[row]
     mine, right = labels[sound], 0
     first, second = pairs(mine)
-    scores = np.array([unit[sound[one]] @ unit[sound[other]] for one, other in zip(first, second, strict=True)])
+    scores = np.array(
+        [unit[sound[one]] @ unit[sound[other]] for one, other in zip(first, second, strict=True)]
+    )
     names, same = sorted({*mine[first]}), mine[first] == mine[second]
     for place in range(len(scores)):
         fold = names.index(mine[first[place]]) % 10
@@ -79,7 +84,10 @@ def test_pairs_are_of_the_same_class_and_of_others() -> None:
     same = labels[first] == labels[second]
     assert (first != second).all() and same.tolist() == [True] * 499 + [False] * 500
     assert len(np.unique(second[same])) == 499 and len(np.unique(second[~same])) > 250
-    assert all(np.array_equal(one, other) for one, other in zip((first, second), pairs(labels), strict=True))
+    assert all(
+        np.array_equal(one, other)
+        for one, other in zip((first, second), pairs(labels), strict=True)
+    )
 
 
 def test_one_class_has_no_verification() -> None:

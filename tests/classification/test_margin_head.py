@@ -25,7 +25,14 @@ def body() -> nn.Module:
 
 
 def head_of(kind: str, share: float = 1.0, classes: int = CLASSES) -> MarginHead:
-    options = {"kind": kind, "scale": 16.0, "margin": 0.4, "share": share, "seed": 3, "dtype": torch.float64}
+    options = {
+        "kind": kind,
+        "scale": 16.0,
+        "margin": 0.4,
+        "share": share,
+        "seed": 3,
+        "dtype": torch.float64,
+    }
     return MarginHead(classes, FEATURES, **options)
 
 
@@ -35,13 +42,17 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return images, torch.randint(CLASSES, (BATCH,), generator=draws)
 
 
-def prepare(head: MarginHead, step: int, labels: torch.Tensor, limit: int = BATCH, is_trial: bool = False) -> None:
+def prepare(
+    head: MarginHead, step: int, labels: torch.Tensor, limit: int = BATCH, is_trial: bool = False
+) -> None:
     """As a step does that has one micro-batch of up to `limit` samples on each rank."""
     plan = BatchPlan(limit * world_size(), world_size(), limit)
     head.prepare_step(step, [SimpleNamespace(labels=labels)], plan, is_trial)
 
 
-def dense_losses(kind: str, embeddings: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def dense_losses(
+    kind: str, embeddings: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
     """As the papers write it, by autograd."""
     cosines = F.normalize(embeddings) @ F.normalize(weight).T
     true = cosines.gather(1, labels[:, None])
@@ -50,18 +61,25 @@ def dense_losses(kind: str, embeddings: torch.Tensor, weight: torch.Tensor, labe
     else:
         within = true.clamp(-0.999, 0.999).acos() + 0.4 <= math.pi
         moved = torch.where(within, (true.acos() + 0.4).cos(), true - 0.4 * math.sin(0.4))
-    return F.cross_entropy(16 * cosines.scatter(1, labels[:, None], moved), labels, reduction="none")
+    return F.cross_entropy(
+        16 * cosines.scatter(1, labels[:, None], moved), labels, reduction="none"
+    )
 
 
 @pytest.mark.parametrize("kind", ["cosface", "arcface"])
 def test_losses_and_gradients_are_those_of_plain_torch(kind: str) -> None:
     """Also beyond an angle of pi, where the first sample points away from its class."""
     head, labels = head_of(kind), batch(0)[1]
-    embeddings = torch.randn(BATCH, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    embeddings = torch.randn(
+        BATCH, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     embeddings[0] = -head.weight[labels[0]].detach() + 0.001
     factors = torch.rand(BATCH, dtype=torch.float64)
     results = []
-    for losses_of in (lambda x: head(x, labels), lambda x: dense_losses(kind, x, head.weight, labels)):
+    for losses_of in (
+        lambda x: head(x, labels),
+        lambda x: dense_losses(kind, x, head.weight, labels),
+    ):
         head.weight.grad, inputs = None, embeddings.clone().requires_grad_()
         prepare(head, 0, labels)
         losses = losses_of(inputs)
@@ -88,7 +106,10 @@ def test_sampled_classes_are_the_positives_and_some_others() -> None:
 def rank_tries(share: float) -> tuple[list, bool]:
     """Rank 0 alone, then both; labels are of the other rank's classes, too."""
     head = head_of("arcface", share)
-    labels, inputs = torch.tensor([0, CLASSES - 1]), torch.ones(2, FEATURES, dtype=torch.float64, requires_grad=True)
+    labels, inputs = (
+        torch.tensor([0, CLASSES - 1]),
+        torch.ones(2, FEATURES, dtype=torch.float64, requires_grad=True),
+    )
     if rank() == 0:
         prepare(head, 0, labels, limit=3, is_trial=True)
         head(inputs, labels).sum().backward()
@@ -118,7 +139,9 @@ class Fp16:
 
 
 def rank_overflows(culprit: int, fused: bool) -> tuple[float, float, float]:
-    """One number of a rank's part of the head's gradient is infinite: scale and norm, and how far the weights moved."""
+    """One number of a rank's part of the head's gradient is infinite: scale and norm, and how far
+    the weights moved.
+    """
     model, accelerator = body().float(), Fp16()
     model.margin_head = head_of("cosface").float()
     head, (images, labels) = model.margin_head, batch(0)
@@ -144,14 +167,18 @@ def rank_overflows(culprit: int, fused: bool) -> tuple[float, float, float]:
 def test_an_overflow_of_one_part_is_a_step_that_all_ranks_skip(processes, fused: bool) -> None:
     ((_, _, expected),) = processes.run(rank_overflows, -1, fused, ranks=1)
     for scale, moved, norm in processes.run(rank_overflows, -1, fused, ranks=2):
-        assert scale == 16.0 and moved > 0 and norm == pytest.approx(expected, rel=1e-5), "unscaled as on one process"
+        assert scale == 16.0 and moved > 0 and norm == pytest.approx(expected, rel=1e-5), (
+            "unscaled as on one process"
+        )
     for scale, moved, norm in processes.run(rank_overflows, 1, fused, ranks=2):
         assert (scale, moved) == (8.0, 0.0) and not math.isfinite(norm)
 
 
 def rank_builds() -> list:
     if world_size() > 1:
-        with pytest.raises(Refused, match="4 classes leave some of 3 processes without one: start fewer"):
+        with pytest.raises(
+            Refused, match="4 classes leave some of 3 processes without one: start fewer"
+        ):
             head_of("cosface", classes=4)
     return whole(head_of("cosface", classes=2500).weight.detach()).tolist()
 

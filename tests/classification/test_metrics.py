@@ -18,7 +18,9 @@ def samples(count: int = 203, classes: int = 7) -> tuple[torch.Tensor, torch.Ten
     return logits, torch.randint(0, classes, (count,), generator=generator)
 
 
-def counted(logits: torch.Tensor, labels: torch.Tensor, batch: int = 16, **options) -> ClassificationCounts:
+def counted(
+    logits: torch.Tensor, labels: torch.Tensor, batch: int = 16, **options
+) -> ClassificationCounts:
     counts = ClassificationCounts(logits.shape[1], "cpu", **options)
     for these, those in zip(logits.split(batch), labels.split(batch), strict=True):
         counts.update(these, those)
@@ -33,13 +35,21 @@ def test_single_label_results_agree_with_scikit_learn() -> None:
     results = counts.results()
     every = range(7)
     assert results["top1"] == pytest.approx(sklearn.metrics.accuracy_score(labels, predicted))
-    assert results["top5"] == pytest.approx(sklearn.metrics.top_k_accuracy_score(labels, logits, k=5, labels=every))
-    assert results["mean_class_accuracy"] == pytest.approx(sklearn.metrics.balanced_accuracy_score(labels, predicted))
-    assert results["f1_macro"] == pytest.approx(sklearn.metrics.f1_score(labels, predicted, average="macro"))
+    assert results["top5"] == pytest.approx(
+        sklearn.metrics.top_k_accuracy_score(labels, logits, k=5, labels=every)
+    )
+    assert results["mean_class_accuracy"] == pytest.approx(
+        sklearn.metrics.balanced_accuracy_score(labels, predicted)
+    )
+    assert results["f1_macro"] == pytest.approx(
+        sklearn.metrics.f1_score(labels, predicted, average="macro")
+    )
     assert results["loss"] == pytest.approx(F.cross_entropy(logits.double(), labels).item())
     assert (results["count"], results["broken"]) == (203, 0)
     assert results["per_class"][6] is None
-    assert np.array_equal(counts.confusion, sklearn.metrics.confusion_matrix(labels, predicted, labels=every))
+    assert np.array_equal(
+        counts.confusion, sklearn.metrics.confusion_matrix(labels, predicted, labels=every)
+    )
 
 
 def test_multi_label_results_agree_with_scikit_learn() -> None:
@@ -47,8 +57,12 @@ def test_multi_label_results_agree_with_scikit_learn() -> None:
     labels = torch.rand(logits.shape, generator=torch.Generator().manual_seed(2)) < 0.3
     results, predicted = counted(logits, labels, multi_label=True).results(), logits.sigmoid() > 0.5
     for name, average in (("f1", "micro"), ("f1_macro", "macro"), ("per_class", None)):
-        assert results[name] == pytest.approx(sklearn.metrics.f1_score(labels, predicted, average=average))
-    assert results["exact_match"] == pytest.approx(sklearn.metrics.accuracy_score(labels, predicted))
+        assert results[name] == pytest.approx(
+            sklearn.metrics.f1_score(labels, predicted, average=average)
+        )
+    assert results["exact_match"] == pytest.approx(
+        sklearn.metrics.accuracy_score(labels, predicted)
+    )
     loss = F.binary_cross_entropy_with_logits(logits.double(), labels.double()).item()
     assert results["loss"] == pytest.approx(loss)
 
@@ -79,7 +93,9 @@ def test_ties_nans_and_nothing_counted() -> None:
     results = counted(*samples(classes=3)).results()
     assert results["top5"] == 1 and results["top1"] < 1
     nothing = ClassificationCounts(3, "cpu").results()
-    assert (nothing["top1"], nothing["loss"], nothing["mean_class_accuracy"], nothing["count"]) == (None,) * 3 + (0,)
+    assert (nothing["top1"], nothing["loss"], nothing["mean_class_accuracy"], nothing["count"]) == (
+        None,
+    ) * 3 + (0,)
 
 
 def test_very_many_classes_are_counted_without_the_matrix(monkeypatch) -> None:
@@ -91,7 +107,10 @@ def test_very_many_classes_are_counted_without_the_matrix(monkeypatch) -> None:
     monkeypatch.setattr(metrics, "CONFUSION_CLASSES", 6)
     counts = counted(*samples(), batch=203)
     coarse = counts.results()
-    assert counts.confusion is None and coarse | {"thresholds": parts.results()["thresholds"]} == parts.results()
+    assert (
+        counts.confusion is None
+        and coarse | {"thresholds": parts.results()["thresholds"]} == parts.results()
+    )
     assert {128 * threshold % 1 for threshold in coarse["thresholds"]} == {0}
 
 
@@ -104,7 +123,9 @@ def test_metrics_of_each_class_agree_with_scikit_learn(multi_label: bool) -> Non
     predicted = torch.where(logits.isnan().any(1), 7, logits.argmax(1))  # a NaN predicts nothing
     if multi_label:
         labels, predicted = F.one_hot(labels, 7) | F.one_hot(labels.roll(1), 7), (logits > 0).long()
-    wanted = sklearn.metrics.precision_recall_fscore_support(labels, predicted, labels=range(7), zero_division=np.nan)
+    wanted = sklearn.metrics.precision_recall_fscore_support(
+        labels, predicted, labels=range(7), zero_division=np.nan
+    )
     found = counted(logits, labels, multi_label=multi_label).per_class()
     for key, column in zip(("precision", "recall", "f1", "images"), wanted, strict=True):
         here = [np.nan if row[key] is None else row[key] for row in found]
@@ -131,7 +152,9 @@ def test_a_threshold_has_the_best_f1_of_scikit_learns_curve(multi_label: bool) -
         assert row["f1_at_threshold"] == pytest.approx(best, rel=1e-12)
         true, taken = truth[:, place].numpy()[:, None], scores[:, place].numpy()[:, None] >= steps
         every = 2 * (true & taken).sum(0) / (true.sum() + taken.sum(0))
-        assert row["threshold"] == min(steps[every == every.max()], key=lambda step: abs(step - 0.5))
+        assert row["threshold"] == min(
+            steps[every == every.max()], key=lambda step: abs(step - 0.5)
+        )
         assert every.max() > every[metrics.SCORE_BINS // 2], "a choice that matters"
 
 
@@ -144,7 +167,9 @@ def test_a_perfect_class_keeps_a_threshold_of_one_half() -> None:
 
 
 def rank_looks(keep: int) -> list[Mistake]:
-    """The mistakes in a rank's share of the batches, which come in the order of no image; image 5 could not be read."""
+    """The mistakes in a rank's share of the batches, which come in the order of no image; image 5
+    could not be read.
+    """
     logits, labels = samples()
     confidences, predicted = logits.softmax(1).max(1)
     mistakes = Mistakes(keep)
@@ -160,5 +185,8 @@ def test_mistakes_are_the_most_confident_wrong_ones(processes, keep: int, ranks:
     confidences, predicted = logits.softmax(1).max(1)
     wrong = [index for index in range(203) if index != 5 and predicted[index] != labels[index]]
     best = sorted(wrong, key=lambda index: (-confidences[index].item(), index))
-    expected = [Mistake(i, labels[i].item(), predicted[i].item(), confidences[i].item()) for i in best[:keep]]
+    expected = [
+        Mistake(i, labels[i].item(), predicted[i].item(), confidences[i].item())
+        for i in best[:keep]
+    ]
     assert processes.run(rank_looks, keep, ranks=ranks) == [expected] * ranks

@@ -81,7 +81,14 @@ def test_a_fixed_stratified_fifth_of_the_digits_is_held_out():
 FLAT = {"cat": 8, "dog": 12}
 SPLIT = {"train/cat": 8, "train/dog": 12, "Val/cat": 2, "Val/dog": 3, "test/dog": 1}
 NO_VAL = {"train/cat": 8, "train/dog": 12, "Test/cat": 2, "Test/dog": 2}
-TWO_VAL = {"train/cat": 8, "train/dog": 12, "val/cat": 1, "val/dog": 1, "valid/cat": 2, "valid/dog": 2}
+TWO_VAL = {
+    "train/cat": 8,
+    "train/dog": 12,
+    "val/cat": 1,
+    "val/dog": 1,
+    "valid/cat": 2,
+    "valid/dog": 2,
+}
 BOTH = {"train/cat": 1, "train/dog": 1, "heldout/cat": 1, "heldout/dog": 1}
 NO_TRAIN = {"val/cat": 1, "val/dog": 1, "test/cat": 1, "test/dog": 1}
 DEEP = {"bus/a/b": 4, "train/a": 4, "tram": 4}
@@ -90,7 +97,8 @@ AFTER_TREINO = "validação/; teste/: for --split test"
 TWO_TRAINED, NAN = {"train/cat": 1, "train/dog": 1}, float("nan")
 ALONE, HELD_OUT = {"alone": True}, {"alone": True, "held_out": True}
 
-# folders with their numbers of images, flags -> numbers of images, what is trained on, what is evaluated
+# folders with their numbers of images, flags -> numbers of images, what is trained on, what is
+# evaluated
 FOLDERS = [
     (FLAT, {}, (15, 5), KEPT, OUT),
     (FLAT, ALONE, (20, 20), ALL, ALL),
@@ -100,7 +108,8 @@ FOLDERS = [
     (SPLIT, {"split": "test"}, (20, 1), "train/", "test/; Val/: for --split val"),
     (SPLIT, ALONE | {"split": "test"}, (1, 1), "test/", "test/"),
     (SPLIT | {"extra/cat": 1}, ALONE | {"split": "extra"}, (1, 1), "extra/", "extra/"),
-    # Test data never choose a model unless --split says so; a share that is not needed is not judged.
+    # Test data never choose a model unless --split says so; a share that is not needed is not
+    # judged.
     (NO_VAL, {}, (15, 5), "75 % of train/", "25 % held out of train/; Test/: for --split test"),
     (NO_VAL, {"split": "test", "val_share": 7}, (20, 4), "train/", "Test/"),
     (NO_VAL, ALONE, (4, 4), "Test/", "Test/"),
@@ -108,12 +117,30 @@ FOLDERS = [
     (TWO_VAL, {"split": "valid"}, (20, 4), "train/", "valid/; val/: for --split val"),
     # A class may be called train, keeps an image to train on, and may have none to evaluate.
     (DEEP, {}, (9, 3), KEPT, OUT),
-    ({"a": 1, "b": 2, "c": 1}, {"val_share": 0.9}, (3, 1), "10 % of the folder", "90 % held out of the folder"),
+    (
+        {"a": 1, "b": 2, "c": 1},
+        {"val_share": 0.9},
+        (3, 1),
+        "10 % of the folder",
+        "90 % held out of the folder",
+    ),
     (TWO_TRAINED | {"val/cat": None, "val/dog": 2}, {}, (2, 2), "train/", "val/"),
     (FLAT | {"original.tar": ""}, {}, (15, 5), KEPT, OUT),
     # What systems leave beside pictures is neither a class nor a picture.
-    (FLAT | {"cat/@eaDir/0.png": 3, "dog/__MACOSX": 2, "#recycle": 3, "@Recycle/a": 1}, {}, (15, 5), KEPT, OUT),
-    ({"treino/cat": 8, "treino/dog": 12, "validação/cat": 2, "teste/dog": 1}, {}, (20, 2), "treino/", AFTER_TREINO),
+    (
+        FLAT | {"cat/@eaDir/0.png": 3, "dog/__MACOSX": 2, "#recycle": 3, "@Recycle/a": 1},
+        {},
+        (15, 5),
+        KEPT,
+        OUT,
+    ),
+    (
+        {"treino/cat": 8, "treino/dog": 12, "validação/cat": 2, "teste/dog": 1},
+        {},
+        (20, 2),
+        "treino/",
+        AFTER_TREINO,
+    ),
 ]
 
 
@@ -133,10 +160,16 @@ USUAL = """train,val,test TRAIN,VALID,TESTING training,validation,testing train_
 
 
 def test_parts_are_known_by_their_usual_names():
-    for names in (*(names.split(",") for names in USUAL.split()), ["Train Data", "Validation Data", "Test Data"]):
+    for names in (
+        *(names.split(",") for names in USUAL.split()),
+        ["Train Data", "Validation Data", "Test Data"],
+    ):
         assert [*map(kind_of, names)] == ["train", "val", "test"]
     assert [*map(kind_of, ("trainval", "cat", "tram", "testament"))] == ["trainval", "", "", ""]
-    deep = {"train": ["/val/train/en/0.tar", "/val/extra/0.tar"], "val": ["/val/dev/en/0.tar", "/val/Val-1/fr/0.tar"]}
+    deep = {
+        "train": ["/val/train/en/0.tar", "/val/extra/0.tar"],
+        "val": ["/val/dev/en/0.tar", "/val/Val-1/fr/0.tar"],
+    }
     assert by_part([*deep["train"], *deep["val"]]) == deep
     assert by_part(["/test/a.csv", "/test/b.csv"]) == {"train": ["/test/a.csv", "/test/b.csv"]}
     signed = {"train": ["https://h/a.tar?val"], "test": ["https://h/test_0.tar?val"]}
@@ -145,13 +178,20 @@ def test_parts_are_known_by_their_usual_names():
 
 NFC, NFD = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
 HEIC = dict.fromkeys((f"cat/{n}.HEIC" for n in range(9)), "")
-TINY = {"val/images": 4, "val/val_annotations.txt": "".join(f"{n}.png\t{'dog' if n else 'cat'}\t0\n" for n in range(4))}
+TINY = {
+    "val/images": 4,
+    "val/val_annotations.txt": "".join(f"{n}.png\t{'dog' if n else 'cat'}\t0\n" for n in range(4)),
+}
 BAD_FOLDERS = [
     ({}, {}, "FOLDER: no class folders; images belong in one subfolder per class"),
     ({"cat": 1}, {}, "FOLDER: only the class folder cat/; "),
     (FLAT | {"emu": None}, {}, "FOLDER/emu: no images in this class folder; add some"),
     (FLAT, {"split": "test"}, "--split test: --data FOLDER has no such part; there is train"),
-    (SPLIT | {"Val/emu": 1}, {}, "FOLDER/Val/emu: a class that FOLDER/train does not have; add it there"),
+    (
+        SPLIT | {"Val/emu": 1},
+        {},
+        "FOLDER/Val/emu: a class that FOLDER/train does not have; add it there",
+    ),
     (SPLIT | {"Val/Cat": 1}, {}, "does not have; add it there; did you mean cat?"),
     ({"train/cat": 1, "train/dog": 1, "val": None}, {}, "FOLDER/val: no images to evaluate on"),
     (TWO_VAL, {}, "val/ and valid/ could each be the part val; keep one, or name it"),
@@ -164,15 +204,31 @@ BAD_FOLDERS = [
         {},
         "cat: most of its 17 images would be left out: 9 (.heic)",
     ),
-    (TWO_TRAINED | {"val": 4}, {}, "FOLDER/val: 4 images in one folder for all classes; move each into"),
-    (TWO_TRAINED | {"val/images": 4}, {}, "FOLDER/val/images: 4 images in one folder for all classes; move each"),
+    (
+        TWO_TRAINED | {"val": 4},
+        {},
+        "FOLDER/val: 4 images in one folder for all classes; move each into",
+    ),
+    (
+        TWO_TRAINED | {"val/images": 4},
+        {},
+        "FOLDER/val/images: 4 images in one folder for all classes; move each",
+    ),
     (
         TWO_TRAINED | TINY | {"val/val_annotations.txt": "0.png\temu\n"},
         {},
         "val_annotations.txt: line 1 must be a name and a",
     ),
-    ({"fold_1/a": 1, "fold_1/b": 1, "fold_2/a": 1, "fold_2/b": 1}, {}, "fold_1, fold_2 each have a/ and b/ in them"),
-    ({"2019/a": 1, "2019/b": 1, "2020/a": 1, "2020/b": 1}, {}, "so they seem to be folds, years or the like and not"),
+    (
+        {"fold_1/a": 1, "fold_1/b": 1, "fold_2/a": 1, "fold_2/b": 1},
+        {},
+        "fold_1, fold_2 each have a/ and b/ in them",
+    ),
+    (
+        {"2019/a": 1, "2019/b": 1, "2020/a": 1, "2020/b": 1},
+        {},
+        "so they seem to be folds, years or the like and not",
+    ),
     (
         {"cat/train": 4, "cat/val": 4, "dog": 4},
         {},
@@ -180,13 +236,20 @@ BAD_FOLDERS = [
     ),
     ({"cat": 1, "cat ": 1}, {}, "'cat' and 'cat ' look like the same class; they differ in spaces"),
     ({NFC: 1, NFD: 1}, {}, r"'cafe\u0301' and 'caf\xe9' look like the same class"),
-    (FLAT, {"group_column": "patient"}, "--group_column patient: the folder has no such column; take folder for files"),
+    (
+        FLAT,
+        {"group_column": "patient"},
+        "--group_column patient: the folder has no such column; take folder for files",
+    ),
     (
         SPLIT,
         {"group_column": "folder"},
         "--group_column folder: nothing is held out, since Val/ is evaluated; leave it",
     ),
-    *((FLAT, {"val_share": part}, f"--val_share {part}: must lie between 0 and 1") for part in (0, 1, NAN)),
+    *(
+        (FLAT, {"val_share": part}, f"--val_share {part}: must lie between 0 and 1")
+        for part in (0, 1, NAN)
+    ),
 ]
 
 
@@ -196,7 +259,9 @@ def test_folder_refusals_name_the_folder_and_the_way_out(tmp_path, folders, flag
 
 
 def test_images_are_known_by_their_content_and_others_named(tmp_path):
-    tree(tmp_path, FLAT | {"cat/a.txt": "", "cat/b.heic": "", "dog/c.heic": "", "dog/d": "no image"})
+    tree(
+        tmp_path, FLAT | {"cat/a.txt": "", "cat/b.heic": "", "dog/c.heic": "", "dog/d": "no image"}
+    )
     for name in ("cat/0", "cat/1.jpg_large", "dog/2.jpg_large"):
         picture(tmp_path / "0.png", int(name[4]) + 20).rename(tmp_path / name)
     train, val = read(tmp_path)
@@ -204,33 +269,50 @@ def test_images_are_known_by_their_content_and_others_named(tmp_path):
     assert train.notes == (
         f"25 images, left out: 2 (.heic), first {tmp_path}/cat/b.heic",
         f"1 of 25 images (without a suffix) are known by their first bytes, first {tmp_path}/cat/0",
-        f"2 of 25 images (.jpg_large) are known by their first bytes, first {tmp_path}/cat/1.jpg_large",
+        "2 of 25 images (.jpg_large) are known by their first bytes, first "
+        f"{tmp_path}/cat/1.jpg_large",
         f"1 (.txt) beside the images are not read, first {tmp_path}/cat/a.txt",
         f"1 (without a suffix) beside the images are not read, first {tmp_path}/dog/d",
     )
 
 
 def test_class_names_that_look_the_same_are_the_same(tmp_path):
-    train, val = read(tree(tmp_path, {f"train/{NFD}": 2, "train/tea ": 2, f"val/{NFC}": 3, "val/tea": 4}))
+    train, val = read(
+        tree(tmp_path, {f"train/{NFD}": 2, "train/tea ": 2, f"val/{NFC}": 3, "val/tea": 4})
+    )
     assert train.classes == val.classes == (NFD, "tea ") and val.class_counts.tolist() == [3, 4]
 
 
 def test_tiny_imagenets_list_names_the_classes(tmp_path):
     _, val = read(tree(tmp_path, {"train/cat/images": 2, "train/dog/images": 2} | TINY))
-    assert names(val, tmp_path) == [f"val/images/{n}.png" for n in range(4)] and val.labels.tolist() == [0, 1, 1, 1]
+    assert names(val, tmp_path) == [
+        f"val/images/{n}.png" for n in range(4)
+    ] and val.labels.tolist() == [0, 1, 1, 1]
     assert val.classes == ("cat", "dog") and reds(val) == [0, 1, 2, 3]
 
 
 def test_a_list_with_letters_composed_otherwise_is_explained(tmp_path):
-    tree(tmp_path, {NFD: 4, "list.csv": "file,kind\n" + "".join(f"{NFC}/{n}.png,{'ab'[n % 2]}\n" for n in range(4))})
+    tree(
+        tmp_path,
+        {
+            NFD: 4,
+            "list.csv": "file,kind\n" + "".join(f"{NFC}/{n}.png,{'ab'[n % 2]}\n" for n in range(4)),
+        },
+    )
     text = refusal(tmp_path / "list.csv")
-    assert f"4 of 4 images are missing, the first is {tmp_path}/{NFC}/0.png (there with its letters composed" in text
+    assert (
+        f"4 of 4 images are missing, the first is {tmp_path}/{NFC}/0.png (there with its letters "
+        "composed" in text
+    )
 
 
 def test_folders_that_all_classes_have_are_named(tmp_path):
-    train, _ = read(tree(tmp_path, {f"{kind}/{site}": 4 for kind in ("cat", "dog") for site in ("in", "out")}))
+    train, _ = read(
+        tree(tmp_path, {f"{kind}/{site}": 4 for kind in ("cat", "dog") for site in ("in", "out")})
+    )
     assert train.notes == (
-        "the classes cat, dog each have in/ and out/ in them: if those are the classes, name the folders above train and val",
+        "the classes cat, dog each have in/ and out/ in them: if those are the classes, name the "
+        "folders above train and val",
     )
 
 
@@ -240,7 +322,11 @@ def test_folders_that_all_classes_have_are_named(tmp_path):
 def test_a_group_is_on_one_side_and_classes_keep_their_share(tmp_path):
     """20 patients with 1 to 8 images each, some in both classes: in folders, a CSV file and Parquet."""
     generator = np.random.default_rng(0)
-    counts = {f"{kind}/p{n}": int(generator.integers(1, 5)) for n in range(20) for kind in ("cat", "dog")[n % 3 == 0 :]}
+    counts = {
+        f"{kind}/p{n}": int(generator.integers(1, 5))
+        for n in range(20)
+        for kind in ("cat", "dog")[n % 3 == 0 :]
+    }
     tree(tmp_path / "images", counts)
     rows = [
         f"images/{patient}/{n}.png,{patient.split('/')[0]},{patient[5:]}"
@@ -254,13 +340,17 @@ def test_a_group_is_on_one_side_and_classes_keep_their_share(tmp_path):
         options = {"seed": 3, "group_column": column} | columns
         train, val = read(tmp_path / data, **options)
         held_out = {Path(name).parent.name for name in names(val, tmp_path)}
-        assert held_out and not held_out & {Path(name).parent.name for name in names(train, tmp_path)}
+        assert held_out and not held_out & {
+            Path(name).parent.name for name in names(train, tmp_path)
+        }
         shares = val.class_counts / (train.class_counts + val.class_counts)
         assert val.part.endswith(f" by {column}")
         assert np.abs(shares - 0.25).max() < 0.07  # of 33 and 55 images, in groups of 1 to 8
         again = alone(tmp_path / data, held_out=True, **options)
         assert names(again, tmp_path) == names(val, tmp_path)
-        assert names(read(tmp_path / data, **options | {"seed": 4})[1], tmp_path) != names(val, tmp_path)
+        assert names(read(tmp_path / data, **options | {"seed": 4})[1], tmp_path) != names(
+            val, tmp_path
+        )
     assert "--group_column who: is no column of --data" in refusal(
         tmp_path / "a.csv", group_column="who", label_column="kind", **columns
     )
@@ -276,26 +366,38 @@ def test_rows_of_an_image_are_on_one_side(tmp_path):
         picture(tmp_path / f"{number}.png", number)
     lines = [f"{n}.png,{'ab'[n % 2]}" for n in range(12)] * 3
     (tmp_path / "a.csv").write_text("\n".join(["file,kind", *lines]))
-    labelled(list("ab") * 18).map(lambda _, row: {"image": png(row % 12)}, with_indices=True).to_parquet(
-        tmp_path / "b.parquet"
-    )
+    labelled(list("ab") * 18).map(
+        lambda _, row: {"image": png(row % 12)}, with_indices=True
+    ).to_parquet(tmp_path / "b.parquet")
     tree(tmp_path / "c", {"a": 6, "b": 6})
     for number in range(6):
         for copy in "xy":
             shutil.copy(tmp_path / f"c/a/{number}.png", tmp_path / f"c/a/{copy}{number}.png")
-    for data, copies, first in (("a.csv", 24, "0.png"), ("b.parquet", 24, "train[12]"), ("c", 12, "a/x0.png")):
+    for data, copies, first in (
+        ("a.csv", 24, "0.png"),
+        ("b.parquet", 24, "train[12]"),
+        ("c", 12, "a/x0.png"),
+    ):
         train, val = read(tmp_path / data)
         assert not {*reds(train)} & {*reds(val)} or (data == "c" and len(train) + len(val) == 24)
-        assert f"{copies} of {len(train) + len(val)} images are copies, by path or bytes, of others" in train.notes[0]
+        assert (
+            f"{copies} of {len(train) + len(val)} images are copies, by path or bytes, of others"
+            in train.notes[0]
+        )
         assert train.notes[0].endswith(first)
         assert 0.15 <= len(val) / (len(train) + len(val)) <= 0.35
     originals = {(label, red) for label, red in zip(val.labels.tolist(), reds(val), strict=True)}
-    assert not originals & {(label, red) for label, red in zip(train.labels.tolist(), reds(train), strict=True)}
+    assert not originals & {
+        (label, red) for label, red in zip(train.labels.tolist(), reds(train), strict=True)
+    }
     for kind in "ab":
         for number in range(6):
             picture(tmp_path / f"d/{kind}/{number}.png", 3)
     train, val = read(tmp_path / "d")
-    assert (len(train), len(val)) == (8, 4) and "of others on any side, since few images are differ" in train.notes[0]
+    assert (len(train), len(val)) == (
+        8,
+        4,
+    ) and "of others on any side, since few images are differ" in train.notes[0]
 
 
 def test_images_of_train_in_val_are_counted_or_refused(tmp_path):
@@ -317,7 +419,11 @@ def test_paths_of_nothing_are_refused(tmp_path, monkeypatch):
     (tmp_path / "notes.txt").write_text("a,b")
     assert "a file of a kind that is not known; expected digits" in refusal(tmp_path / "notes.txt")
     assert "leave out --image_column" in refusal("digits", image_column="image")
-    monkeypatch.setattr(os, "scandir", MagicMock(side_effect=PermissionError(13, "Permission denied", str(tmp_path))))
+    monkeypatch.setattr(
+        os,
+        "scandir",
+        MagicMock(side_effect=PermissionError(13, "Permission denied", str(tmp_path))),
+    )
     assert f"no permission to read {tmp_path}" in refusal(tmp_path)
 
 
@@ -326,7 +432,10 @@ def test_the_hold_out_is_stratified_and_stays_when_files_come(
 ):
     root = pets(tmp_path / "a", cats=20, dogs=20)
     train, val = read(root, seed=1)
-    assert np.bincount(train.labels).tolist() == [15, 15] and np.bincount(val.labels).tolist() == [5, 5]
+    assert np.bincount(train.labels).tolist() == [15, 15] and np.bincount(val.labels).tolist() == [
+        5,
+        5,
+    ]
     held_out = names(val, root)
     assert len({*names(train, root), *held_out}) == 40
     assert names(alone(root, seed=1, held_out=True), root) == held_out
@@ -356,9 +465,16 @@ def test_images_are_found_through_links_and_under_odd_names(tmp_path):
         "cat/gone.png": "gone",
     }.items():
         (root / link).symlink_to(tmp_path / to)
-    found = {name: (source, index) for source in read(root) for index, name in enumerate(names(source, root))}
+    found = {
+        name: (source, index)
+        for source in read(root)
+        for index, name in enumerate(names(source, root))
+    }
     of_cats = ("UPPER", "\\xff\\xfe", "gone", "linked/0", "linked/1")
-    assert {*map(str.lower, found)} == {f"cat/{name}.png".lower() for name in of_cats} | {"dog/0.png", "dog/1.png"}
+    assert {*map(str.lower, found)} == {f"cat/{name}.png".lower() for name in of_cats} | {
+        "dog/0.png",
+        "dog/1.png",
+    }
     source, index = found.pop("cat/gone.png")
     with pytest.raises(BrokenImage, match="No such file"):
         source.image(index)
@@ -395,16 +511,22 @@ def test_runs_in_the_data_folder_are_no_data(tmp_path, run):
     """As `--data .` leaves them there, and as the present run has made its own folder before."""
     root = pets(tmp_path / "train").parent if run.startswith("train/") else pets(tmp_path)
     before = [source.fingerprint for source in read(root)]
-    tree(root / run, {".lock": "", "log.txt": "", "pictures/first_batch.png": 3, "best/model.png": 4})
+    tree(
+        root / run, {".lock": "", "log.txt": "", "pictures/first_batch.png": 3, "best/model.png": 4}
+    )
     train, val = read(root)
     assert [train.fingerprint, val.fingerprint] == before and train.classes == ("cat", "dog")
     is_beside_classes = run in ("runs/first", "first")
-    assert (f"left out: runs of these recipes in {run.split('/')[0]}/" in train.notes) == is_beside_classes
+    assert (
+        f"left out: runs of these recipes in {run.split('/')[0]}/" in train.notes
+    ) == is_beside_classes
 
 
 def test_runs_that_recorded_whole_paths_still_know_their_data(tmp_path):
     def recorded_by_0_2_0(source) -> str:
-        digest = hashlib.blake2b(json.dumps([source.classes, source.labels.shape]).encode(), digest_size=16)
+        digest = hashlib.blake2b(
+            json.dumps([source.classes, source.labels.shape]).encode(), digest_size=16
+        )
         names = [source.name(index) for index in range(len(source))]
         for content in (source.labels.tobytes(), source.sizes.tobytes(), repr(names).encode()):
             digest.update(content)
@@ -413,7 +535,9 @@ def test_runs_that_recorded_whole_paths_still_know_their_data(tmp_path):
     train, val = read(listed(pets(tmp_path / "a")))
     recorded = f"{recorded_by_0_2_0(train)}-{recorded_by_0_2_0(val)}"
     assert recorded != fingerprint(train, val)
-    assert is_fingerprint(recorded, train, val) and is_fingerprint(fingerprint(train, val), train, val)
+    assert is_fingerprint(recorded, train, val) and is_fingerprint(
+        fingerprint(train, val), train, val
+    )
     assert not is_fingerprint(recorded, val, train) and not is_fingerprint("", train, val)
 
 
@@ -427,9 +551,13 @@ def png(value: int, green: int = 1) -> bytes:
 
 
 def table(count: int = 20, feature: object = None, **columns) -> datasets.Dataset:
-    """Images whose first pixel's red is their row, others for another `count`; labels go round three classes."""
+    """Images whose first pixel's red is their row, others for another `count`; labels go round
+    three classes.
+    """
     columns = columns or {"label": [row % 3 for row in range(count)]}
-    data = datasets.Dataset.from_dict({"image": [png(row, count) for row in range(count)], **columns})
+    data = datasets.Dataset.from_dict(
+        {"image": [png(row, count) for row in range(count)], **columns}
+    )
     data = data.cast_column("image", datasets.Image())
     return data.cast_column("label", feature) if feature else data
 
@@ -449,8 +577,14 @@ def saved(root: Path, **splits: datasets.Dataset) -> Path:
 
 def check_rows(*sources):
     for source in sources:
-        assert reds(source) == source.rows.tolist() and source.labels.tolist() == [row % 3 for row in source.rows]
-        assert source.labels.dtype == np.int64 and not source.multi_label and len(source.fingerprint) == 32
+        assert reds(source) == source.rows.tolist() and source.labels.tolist() == [
+            row % 3 for row in source.rows
+        ]
+        assert (
+            source.labels.dtype == np.int64
+            and not source.multi_label
+            and len(source.fingerprint) == 32
+        )
 
 
 def test_saved_data_and_parquet_hold_out_the_same_rows(tmp_path):
@@ -483,9 +617,14 @@ def test_a_split_to_evaluate_on_is_used_as_it_is(tmp_path):
         part = "Dev" if place == "saved" else "val"
         assert (len(train), len(val), val.name(5)) == (9, 6, f"{tmp_path / place} {part}[5]")
         check_rows(train, val)
-    assert (alone(tmp_path / "saved", "dev").part, len(alone(tmp_path / "saved"))) == ("split Dev", 6)
+    assert (alone(tmp_path / "saved", "dev").part, len(alone(tmp_path / "saved"))) == (
+        "split Dev",
+        6,
+    )
     splits["train"].to_parquet(tmp_path / "test.parquet")
-    assert [len(alone(tmp_path / "test.parquet", held_out=held_out)) for held_out in (False, True)] == [9, 3]
+    assert [
+        len(alone(tmp_path / "test.parquet", held_out=held_out)) for held_out in (False, True)
+    ] == [9, 3]
 
 
 def test_lists_of_labels_are_several_labels_of_an_image(tmp_path):
@@ -497,14 +636,18 @@ def test_lists_of_labels_are_several_labels_of_an_image(tmp_path):
         for source, count in zip(read(tmp_path / place, val_share=0.4), (3, 2), strict=True):
             assert source.multi_label and source.classes == expected
             assert source.labels.dtype == bool and source.labels.shape == (count, len(expected))
-            assert [np.flatnonzero(row).tolist() for row in source.labels] == [tags[row] for row in source.rows]
+            assert [np.flatnonzero(row).tolist() for row in source.labels] == [
+                tags[row] for row in source.rows
+            ]
     mixed = MANY.select_columns(["image", "fine"]).add_column("kind", [0, 1, 0, 1])
     saved(tmp_path / "mixed", train=mixed.cast_column("kind", TWO))
     assert read(tmp_path / "mixed", val_share=0.5)[0].classes == ("a", "b")
 
 
 def test_images_may_be_bytes_paths_or_a_pair(tmp_path):
-    paths = [str(picture(tmp_path / f"images/{row}.png", row).relative_to(tmp_path)) for row in range(6)]
+    paths = [
+        str(picture(tmp_path / f"images/{row}.png", row).relative_to(tmp_path)) for row in range(6)
+    ]
     pairs = [{"bytes": png(row), "path": f"{row}.png"} for row in range(6)]
     for column, cells in {"content": [*map(png, range(6))], "image": pairs, "file": paths}.items():
         columns = {column: cells, "label": [row % 3 for row in range(6)]}
@@ -516,7 +659,9 @@ def test_images_may_be_bytes_paths_or_a_pair(tmp_path):
 
 def test_a_broken_cell_is_one_broken_image(tmp_path):
     content = {"image": [png(0), b"no image", None, png(3)[:30], png(4), b""], "label": [0, 1] * 3}
-    datasets.Dataset.from_dict(content).cast_column("image", datasets.Image()).to_parquet(tmp_path / "a.parquet")
+    datasets.Dataset.from_dict(content).cast_column("image", datasets.Image()).to_parquet(
+        tmp_path / "a.parquet"
+    )
     pq.write_table(pa.table(content), tmp_path / "b.parquet")
     for place in ("a.parquet", "b.parquet"):
         source, broken = alone(tmp_path / place), {}
@@ -529,7 +674,9 @@ def test_a_broken_cell_is_one_broken_image(tmp_path):
 
 
 def test_table_fingerprint_follows_images_labels_and_classes(tmp_path):
-    larger = classified(12).select([11]).map(lambda row: {"image": Image.effect_noise((64, 64), 50)})
+    larger = (
+        classified(12).select([11]).map(lambda row: {"image": Image.effect_noise((64, 64), 50)})
+    )
     other_order, other_image = (
         classified(12).select([*range(1, 12), 0]),
         datasets.concatenate_datasets([classified(11), larger]),
@@ -544,10 +691,15 @@ def test_table_fingerprint_follows_images_labels_and_classes(tmp_path):
 
 TWO = datasets.ClassLabel(names=["a", "b"])
 MANY = table(4, fine=[0, 1, 2, 3], coarse=[0, 0, 1, 1], score=[0.1, 0.2, 0.3, 0.4])
-MANY = MANY.add_column("second", [png(row) for row in range(4)]).cast_column("second", datasets.Image())
+MANY = MANY.add_column("second", [png(row) for row in range(4)]).cast_column(
+    "second", datasets.Image()
+)
 
 SECOND, SCORE = {"image_column": "second"}, {"image_column": "image", "label_column": "second"}
-WRONG = "train: row 3 has label -1 in column label, but the 2 classes are 0 to 1; remove the row or correct it"
+WRONG = (
+    "train: row 3 has label -1 in column label, but the 2 classes are 0 to 1; remove the row or "
+    "correct it"
+)
 
 # splits, or the only one; flags -> the refusal
 BAD_TABLES = [
@@ -565,13 +717,21 @@ BAD_TABLES = [
     (labelled([["1", "0"], [" 0", "1"]]), {}, "row 0, as each one, has both classes"),
     (labelled(["a", " ", "b"]), {}, "row 1 has no label in column label (null)"),
     (labelled([0.0, float("nan"), 1.0]), {}, "row 1 has no label in column label (null)"),
-    (labelled([-1, 1, -1, 0]), {}, "row 0 has label -1 in column label, but the 2 classes are 0, 1"),
+    (
+        labelled([-1, 1, -1, 0]),
+        {},
+        "row 0 has label -1 in column label, but the 2 classes are 0, 1",
+    ),
     (MANY, {}, "image, second could each be the image; name it with --image_column NAME (c"),
     (MANY, SECOND, "fine, coarse could each be the label; name it with --label_column NAME"),
     (MANY, {"image_column": "picture"}, "--image_column picture: is no column of --data"),
     (MANY, SCORE, "--label_column second: can't be the label column"),
     ({"train": labelled(["a", "b"]), "val": labelled(["a", "c"])}, {}, "val: row 1 has label 'c'"),
-    ({"train": classified(6), "val": classified(6, "acb")}, {}, "train and val name other classes in label"),
+    (
+        {"train": classified(6), "val": classified(6, "acb")},
+        {},
+        "train and val name other classes in label",
+    ),
     ({"train": classified(6), "val": MANY}, {}, "split val has no column label, which train has"),
 ]
 
@@ -603,7 +763,10 @@ def test_labels_of_any_type_are_read_as_in_a_csv_file(tmp_path, labels, classes)
         (tmp_path / "same.csv").write_text("\n".join(["image,label", *lines]))
         of_csv = read(tmp_path / "same.csv")
         assert of_csv[0].classes == classes
-        assert [part.labels.tolist() for part in of_csv] == [train.labels.tolist(), val.labels.tolist()]
+        assert [part.labels.tolist() for part in of_csv] == [
+            train.labels.tolist(),
+            val.labels.tolist(),
+        ]
 
 
 def test_brackets_in_a_path_stand_for_themselves(tmp_path):
@@ -634,14 +797,18 @@ def test_a_test_part_without_labels_does_not_block_training(tmp_path):
     for place in ("parquet", "csv/*.csv"):
         train, val = read(tmp_path / place)
         assert train.part == "75 % of split train" and len(train) + len(val) in (8, 9)
-        assert "split test has no column label, which train has" in refusal(tmp_path / place, split="test")
+        assert "split test has no column label, which train has" in refusal(
+            tmp_path / place, split="test"
+        )
 
 
 def test_damaged_tables_are_refused_in_one_line(tmp_path):
     (tmp_path / "torn.parquet").write_bytes(b"PAR1 and nothing more")
     assert "can't be read as a Hugging Face data set: " in refusal(tmp_path / "torn.parquet")
     beyond = pa.table({"image": [png(0), png(1)], "label": pa.array([0, 2], pa.int64())})
-    info = datasets.Features({"image": datasets.Value("binary"), "label": TWO}).arrow_schema.metadata
+    info = datasets.Features(
+        {"image": datasets.Value("binary"), "label": TWO}
+    ).arrow_schema.metadata
     pq.write_table(beyond.replace_schema_metadata(info), tmp_path / "beyond.parquet")
     assert "row 1 has label 2 in column label, but the 2 " in refusal(tmp_path / "beyond.parquet")
 
@@ -657,8 +824,15 @@ def sheet(root: Path, text: str, rows: list[str] = (), encoding: str = "utf-8") 
     for number in range(12):
         picture(root / f"images/{number}.png", number)
     head, *formats = text.splitlines()
-    words = {"three": (0, 1, 2), "number": (9, 10, 11), "abc": "abc", "nothing": ("NA", "none", "null")}
-    values = [{"n": n, "two": n % 2} | {kind: of[n % 3] for kind, of in words.items()} for n in range(12)]
+    words = {
+        "three": (0, 1, 2),
+        "number": (9, 10, 11),
+        "abc": "abc",
+        "nothing": ("NA", "none", "null"),
+    }
+    values = [
+        {"n": n, "two": n % 2} | {kind: of[n % 3] for kind, of in words.items()} for n in range(12)
+    ]
     lines = [line.format(**value) for line in formats for value in values]
     (root / "labels.csv").write_text("\n".join([head, *lines, *rows]) + "\n", encoding=encoding)
     return root / "labels.csv"
@@ -679,7 +853,10 @@ def sheet(root: Path, text: str, rows: list[str] = (), encoding: str = "utf-8") 
 )
 def test_a_csv_file_is_read_whatever_its_separator(tmp_path, text, classes):
     train, val = read(sheet(tmp_path, text))
-    assert train.classes == val.classes == tuple(classes.split()) and (len(train), len(val)) == (9, 3)
+    assert train.classes == val.classes == tuple(classes.split()) and (len(train), len(val)) == (
+        9,
+        3,
+    )
     assert sorted(reds(train) + reds(val)) == list(range(12))
     assert val.labels.tolist() == [number % 3 for number in reds(val)]
     assert val.name(0) == f"{tmp_path}/images/{reds(val)[0]}.png"
@@ -688,7 +865,9 @@ def test_a_csv_file_is_read_whatever_its_separator(tmp_path, text, classes):
 def test_a_column_split_or_several_files_are_parts(tmp_path):
     parts = ["Training"] * 6 + ["dev"] * 4 + ["Test"] * 2
     rows = [f"images/{n}.png,{n % 2},{part}" for n, part in enumerate(parts)]
-    pq.write_table(pa.csv.read_csv(sheet(tmp_path, "file,kind,Split", rows)), tmp_path / "labels.parquet")
+    pq.write_table(
+        pa.csv.read_csv(sheet(tmp_path, "file,kind,Split", rows)), tmp_path / "labels.parquet"
+    )
     for place in (tmp_path / "labels.csv", tmp_path / "labels.parquet"):
         train, val = read(place, image_column="file", label_column="kind")
         assert (reds(train), reds(val)) == (list(range(6)), list(range(6, 10)))
@@ -726,13 +905,17 @@ def test_columns_of_0_and_1_are_the_classes_of_an_image(tmp_path):
 @pytest.mark.parametrize("line_break", ["\n", "\r\n", "\r"])
 def test_csv_files_of_any_program_are_read(tmp_path, text, encoding, line_break):
     head, _, form = text.rpartition("\n{rows}")
-    rows = [f"{picture(tmp_path / f'{row}.png', row).name};{'ab'[row % 2]}{form}" for row in range(8)]
+    rows = [
+        f"{picture(tmp_path / f'{row}.png', row).name};{'ab'[row % 2]}{form}" for row in range(8)
+    ]
     mark = "\ufeff" if encoding == "utf-16-be" else ""
     text = mark + "\n".join([head, *rows, ""])
     (tmp_path / "labels.csv").write_bytes(text.replace("\n", line_break).encode(encoding))
     label = "label, kind" if "kind" in head else "label"
     train, val = read(
-        tmp_path / "labels.csv", image_column="image", **({} if "," in label else {"label_column": label})
+        tmp_path / "labels.csv",
+        image_column="image",
+        **({} if "," in label else {"label_column": label}),
     )
     assert train.classes == ("a", "b")
     assert sorted(reds(train) + reds(val)) == list(range(8))
@@ -759,7 +942,9 @@ def test_ids_name_files_in_a_folder_beside_the_table(tmp_path):
     for name, suffix in (("numbers", ".png"), ("texts", ".jpg")):
         train, val = read(tmp_path / f"{name}.csv", image_column="id_code")
         assert train.notes == (f"images: {tmp_path}/train_images/*{suffix}",)
-        found = [Path(source.name(index)).stem for source in (train, val) for index in range(len(source))]
+        found = [
+            Path(source.name(index)).stem for source in (train, val) for index in range(len(source))
+        ]
         assert len(set(found)) == 12 and not len(train.missing)
     assert "12 of 12 images are missing" in refusal(tmp_path / "blank.csv", image_column="id_code")
     assert "no image column found; name it with --image_column" in refusal(tmp_path / "texts.csv")
@@ -769,19 +954,47 @@ def test_ids_name_files_in_a_folder_beside_the_table(tmp_path):
 
 HEAD = "labels.csv: its first line must name"
 BAD_CSV = [
-    ("images/0.png,0\nimages/{n}.png,{n}", {}, f"{HEAD} the columns, such as image,label; it is 'images/0.png,0'"),
+    (
+        "images/0.png,0\nimages/{n}.png,{n}",
+        {},
+        f"{HEAD} the columns, such as image,label; it is 'images/0.png,0'",
+    ),
     ("file,kind", {}, "labels.csv: no rows below"),
     ("file,kind,kind\nimages/{n}.png,0,1", {}, "two columns are named kind; rename one"),
-    ("file,kind\nimages/{n}.png,0\na,b,c", {}, "labels.csv: line 14: not readable as CSV with ',' between columns: 3"),
+    (
+        "file,kind\nimages/{n}.png,0\na,b,c",
+        {},
+        "labels.csv: line 14: not readable as CSV with ',' between columns: 3",
+    ),
     ('file,kind\n"images/{n}.png,0', {}, "labels.csv: line 2: a quotation mark is not closed"),
-    ('file,kind\nimages/{n}.png,{two}\na.png,"0\nb.png,1\nc.png,0', {}, "line 14: a quotation mark is not closed"),
-    ('file,kind\na.png,"0\nimages/{n}.png,{two}\nb.png,1"', {}, "line 2: a quotation mark is not closed"),
+    (
+        'file,kind\nimages/{n}.png,{two}\na.png,"0\nb.png,1\nc.png,0',
+        {},
+        "line 14: a quotation mark is not closed",
+    ),
+    (
+        'file,kind\na.png,"0\nimages/{n}.png,{two}\nb.png,1"',
+        {},
+        "line 2: a quotation mark is not closed",
+    ),
     ("file,kind\nimages/{n}.png,{two}\nimages/1.png,", {}, "row 12 has no label in column kind"),
     ("id,kind\n{n},0", {}, "no image column found; name it with --image_column NAME"),
-    ("file,kind\nimages/{n}.png,0", {"label_column": "picture,kind"}, "has no column picture; it has file, kind"),
+    (
+        "file,kind\nimages/{n}.png,0",
+        {"label_column": "picture,kind"},
+        "has no column picture; it has file, kind",
+    ),
     ("file,x,age\nimages/{n}.png,{two},{n}", {}, "x, age could each be the label"),
-    ("file,x,age\nimages/{n}.png,{two},{n}", {"label_column": "x,age"}, "row 2 has 2 in column age; each of several"),
-    ("file,kind,split\nimages/{n}.png,{two},val\na.png,1,", {}, "row 12 has nothing in the column split, by which"),
+    (
+        "file,x,age\nimages/{n}.png,{two},{n}",
+        {"label_column": "x,age"},
+        "row 2 has 2 in column age; each of several",
+    ),
+    (
+        "file,kind,split\nimages/{n}.png,{two},val\na.png,1,",
+        {},
+        "row 12 has nothing in the column split, by which",
+    ),
     ("file,kind\n{n}.png,é", {"encoding": "latin-1"}, "labels.csv: not readable as CSV"),
     ("file,kïnd\n{n}.png,a", {"encoding": "latin-1"}, "labels.csv: not readable as text"),
 ]
@@ -796,8 +1009,12 @@ def test_csv_refusals_name_the_file_and_the_way_out(tmp_path, text, flags, told)
 
 def test_missing_files_are_counted_and_the_first_is_named(tmp_path):
     text = refusal(sheet(tmp_path, "file,kind\n{n}.png,{two}"))
-    assert text.startswith(f"--data {tmp_path}/labels.csv: 12 of 12 images are missing, the first is {tmp_path}/0.png;")
-    (tmp_path / "windows.csv").write_text("image,label\n" + "".join(f"images\\{n}.png,{n % 2}\n" for n in range(12)))
+    assert text.startswith(
+        f"--data {tmp_path}/labels.csv: 12 of 12 images are missing, the first is {tmp_path}/0.png;"
+    )
+    (tmp_path / "windows.csv").write_text(
+        "image,label\n" + "".join(f"images\\{n}.png,{n % 2}\n" for n in range(12))
+    )
     assert r"images\0.png (there with / for each \: replace" in refusal(tmp_path / "windows.csv")
     sheet(tmp_path, "file,kind\nimages/{n}.png,{two}", ["images/12.png,0", "images/13.png,1"])
     assert len(read(tmp_path / "labels.csv")[0]) == 10  # as many as are allowed
@@ -807,7 +1024,9 @@ def test_missing_files_are_counted_and_the_first_is_named(tmp_path):
     for row in range(12):
         (tmp_path / f"images/{row}.png").write_text("version https://git-lfs.github.com/spec/v1")
     text = refusal(tmp_path / "labels.csv", max_broken_share=0.5)
-    assert "none of 14 images tried, all over its 14, can be read" in text and "not an image" in text
+    assert (
+        "none of 14 images tried, all over its 14, can be read" in text and "not an image" in text
+    )
 
 
 # ---- the Hub
@@ -817,7 +1036,9 @@ def test_a_name_that_is_no_path_is_asked_of_the_hub(tmp_path, monkeypatch):
     def load_dataset(name, config):
         asked.append((name, config))
         if name != "owner/name":
-            raise datasets.exceptions.DatasetNotFoundError(f"Dataset '{name}' doesn't exist on the Hub")
+            raise datasets.exceptions.DatasetNotFoundError(
+                f"Dataset '{name}' doesn't exist on the Hub"
+            )
         return datasets.DatasetDict({"train": classified(12)})
 
     asked = []
@@ -825,13 +1046,17 @@ def test_a_name_that_is_no_path_is_asked_of_the_hub(tmp_path, monkeypatch):
     train, val = read("owner/name:plain_text")
     check_rows(train)
     assert val.name(0) == f"owner/name:plain_text train[{val.rows[0]}]"
-    assert "DatasetNotFoundError: Dataset 'owner/typo' doesn't exist on the Hub" in refusal("owner/typo")
+    assert "DatasetNotFoundError: Dataset 'owner/typo' doesn't exist on the Hub" in refusal(
+        "owner/typo"
+    )
     assert asked == [("owner/name", "plain_text"), ("owner/typo", None)]
     monkeypatch.chdir(tmp_path)
     pets(Path("owner/name"))
     assert read("owner/name")[0].classes == ("cat", "dog")
     assert "did you mean name?" in refusal("owner/nme")
-    assert "nothing is there" in refusal("./owner/typo") and "nothing is there" in refusal("/owner/name")
+    assert "nothing is there" in refusal("./owner/typo") and "nothing is there" in refusal(
+        "/owner/name"
+    )
     assert len(asked) == 3  # never of a path
 
 
@@ -845,7 +1070,9 @@ def test_hundreds_of_columns_are_read_at_once_and_named_in_part(tmp_path) -> Non
         columns = {"image": images} | {f"c{number}": cells for number in range(500)}
         pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
     with bounded(seconds=30, megabytes=4096):
-        train, _ = read(tmp_path / "bits.parquet", label_column=",".join(f"c{number}" for number in range(500)))
+        train, _ = read(
+            tmp_path / "bits.parquet", label_column=",".join(f"c{number}" for number in range(500))
+        )
         assert len(train.classes) == 500 and train.multi_label
         text = refusal(tmp_path / "texts.parquet")
     assert "c19 and 480 more could each be the label" in text and len(text) < 1_000

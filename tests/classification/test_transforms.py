@@ -42,10 +42,14 @@ POLICIES = "rand-m9-mstd0.5-inc1 rand-m5-n3-tweights augmix-m3-w3 original-mstd0
 def photograph(width: int = 40, height: int = 36) -> Image.Image:
     y, x = np.mgrid[:height, :width]
     noise = np.random.default_rng(0).integers(0, 60, (height, width, 3))
-    return Image.fromarray((noise + np.stack([4 * x, 5 * y, 2 * (x + y)], 2)).clip(0, 255).astype(np.uint8))
+    return Image.fromarray(
+        (noise + np.stack([4 * x, 5 * y, 2 * (x + y)], 2)).clip(0, 255).astype(np.uint8)
+    )
 
 
-def varied(config: ViewSettings, keys: range, image: Image.Image | None = None) -> list[torch.Tensor]:
+def varied(
+    config: ViewSettings, keys: range, image: Image.Image | None = None
+) -> list[torch.Tensor]:
     transform = TrainingTransform(config, DATA)
     image = image or photograph()
     result = []
@@ -63,9 +67,13 @@ def test_an_image_becomes_the_same_whatever_was_drawn_before_it(policy: str) -> 
     first = varied(config, range(20), image)
     assert all(each.dtype == torch.uint8 and each.shape == (3, 32, 32) for each in first)
     torch.rand(7), np.random.rand(5)
-    backwards = varied(config, range(19, -1, -1), image)  # by another transform object, in another order
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, reversed(backwards), strict=True))
-    assert len({each.numpy().tobytes() for each in first}) > 5  # and it is varied, by a policy alone, too
+    # By another transform object, in another order.
+    backwards = varied(config, range(19, -1, -1), image)
+    assert all(
+        torch.equal(mine, theirs) for mine, theirs in zip(first, reversed(backwards), strict=True)
+    )
+    # And it is varied, by a policy alone, too.
+    assert len({each.numpy().tobytes() for each in first}) > 5
     assert (np.asarray(image) == before).all()  # the source's own pixels stay as they are
 
 
@@ -81,31 +89,54 @@ def test_flips_come_as_often_as_asked() -> None:
     original = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)
     assert all(torch.equal(each, original) for each in varied(PLAIN, range(20), image))
     for flips, axis in ((dict(hflip=1.0), 2), (dict(vflip=1.0), 1)):
-        assert torch.equal(varied(ViewSettings(1.0, **flips), range(1), image)[0], original.flip(axis))
-    flipped = [not torch.equal(each, original) for each in varied(ViewSettings(1.0, hflip=0.25), range(1_600), image)]
+        assert torch.equal(
+            varied(ViewSettings(1.0, **flips), range(1), image)[0], original.flip(axis)
+        )
+    flipped = [
+        not torch.equal(each, original)
+        for each in varied(ViewSettings(1.0, hflip=0.25), range(1_600), image)
+    ]
     assert abs(np.mean(flipped) - 0.25) < 4 * (0.25 * 0.75 / 1_600) ** 0.5
 
 
-@pytest.mark.parametrize("height, width, least_area", [(375, 500, 0.08), (300, 20, 0.3), (1, 1, 0.08)])
+@pytest.mark.parametrize(
+    "height, width, least_area", [(375, 500, 0.08), (300, 20, 0.3), (1, 1, 0.08)]
+)
 def test_crops_are_those_of_torchvision(height: int, width: int, least_area: float) -> None:
     """Not the same draws, but the same distribution of areas, ratios and places."""
     image = torch.empty(3, height, width)
     random.seed(0), torch.manual_seed(0)
     mine = np.array([crop(height, width, least_area) for _ in range(1_000)], float)
-    theirs = [RandomResizedCrop.get_params(image, scale=(least_area, 1.0), ratio=(3 / 4, 4 / 3)) for _ in range(1_000)]
+    theirs = [
+        RandomResizedCrop.get_params(image, scale=(least_area, 1.0), ratio=(3 / 4, 4 / 3))
+        for _ in range(1_000)
+    ]
     for column, other in zip(mine.T, np.array(theirs, float).T, strict=True):
         assert ks_2samp(column, other).pvalue > 1e-3
     assert (mine[:, :2] >= 0).all() and (mine[:, 2:] >= 1).all()
     assert (mine[:, 0] + mine[:, 2]).max() <= height and (mine[:, 1] + mine[:, 3]).max() <= width
 
 
-# No such policy, no such section; sections without a number, which timm skips; no such set, for which timm takes another.
-WRONG = ["rnd-m9", "rand-m9-x3", "rand-magic", "rand-m9-inc", "rand-m9-tfoo", "augmix-m3-wide", "v7", "-", "rand m9"]
+# No such policy, no such section; sections without a number, which timm skips; no such set, for
+# which timm takes another.
+WRONG = [
+    "rnd-m9",
+    "rand-m9-x3",
+    "rand-magic",
+    "rand-m9-inc",
+    "rand-m9-tfoo",
+    "augmix-m3-wide",
+    "v7",
+    "-",
+    "rand m9",
+]
 
 
 @pytest.mark.parametrize("policy", WRONG)
 def test_a_policy_with_a_typo_is_refused(policy: str) -> None:
-    with pytest.raises(Refused, match=r"--augment .*: not a policy of timm .*examples: rand-m9-mstd0\.5") as raised:
+    with pytest.raises(
+        Refused, match=r"--augment .*: not a policy of timm .*examples: rand-m9-mstd0\.5"
+    ) as raised:
         TrainingTransform(ViewSettings(augment=policy), DATA)
     assert f"--augment {policy}:" in str(raised.value) and "\n" not in str(raised.value)
 
@@ -123,12 +154,19 @@ def test_evaluation_shows_what_timm_would(size: tuple[int, int], crop_mode: str)
 
 
 def test_a_stripe_that_would_be_enlarged_too_much_is_broken() -> None:
-    """20,000 x 1 pixels would become 4,480,000 x 224: 4 GB. Below the limit a stripe is evaluated as any image."""
+    """20,000 x 1 pixels would become 4,480,000 x 224: 4 GB. Below the limit a stripe is evaluated
+    as any image.
+    """
     transform = EvalTransform(DATA | {"input_size": (3, 224, 224), "crop_pct": 1.0})
-    with bounded(10, 256), pytest.raises(BrokenImage, match=r"would be enlarged to .*, the limit is 89478485"):
+    with (
+        bounded(10, 256),
+        pytest.raises(BrokenImage, match=r"would be enlarged to .*, the limit is 89478485"),
+    ):
         transform(Image.new("RGB", (1, 20_000)))
     assert transform(Image.new("RGB", (1, 300))).shape == (3, 224, 224)
-    squash, border = (EvalTransform(DATA | {"crop_mode": crop_mode}) for crop_mode in ("squash", "border"))
+    squash, border = (
+        EvalTransform(DATA | {"crop_mode": crop_mode}) for crop_mode in ("squash", "border")
+    )
     assert squash(Image.new("RGB", (1, 20_000))).shape == (3, 32, 32)
     with pytest.raises(BrokenImage, match="a side is at least 1"):
         border(Image.new("RGB", (1, 20_000)))

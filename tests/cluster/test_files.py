@@ -23,8 +23,11 @@ def test_scripts_and_the_shell_lines_of_a_pod_pass_shellcheck(tmp_path) -> None:
 
 def test_dockerfile_passes_hadolint_and_runs_as_a_user() -> None:
     file = ROOT / "cluster/docker/Dockerfile"
-    done = subprocess.run([Path(sys.executable).parent / "hadolint", file], capture_output=True, text=True)
+    done = subprocess.run(
+        [Path(sys.executable).parent / "hadolint", file], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout
     text = file.read_text()
     assert re.findall(r"^FROM .*:(\d+\.\d+\.\d+)-", text, re.MULTILINE), "the base is pinned"
-    assert re.findall(r"^USER (\w+)", text, re.MULTILINE)[-1] == "1000"  # by number: runAsNonRoot can't check a name
+    # By number: runAsNonRoot can't check a name.
+    assert re.findall(r"^USER (\w+)", text, re.MULTILINE)[-1] == "1000"

@@ -20,18 +20,34 @@ ENV = {
 }
 
 
-@pytest.mark.parametrize("name, stops", [("Open MPI", False), pytest.param("MPICH", True, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name, stops", [("Open MPI", False), pytest.param("MPICH", True, marks=pytest.mark.long)]
+)
 def test_two_machines_train_what_one_process_trains(name, stops, hosts, alone, tmp_path):
-    """If it stops on the way, it saves at once, ends with 75 and leaves no process; the same command resumes it."""
-    package, command = {"Open MPI": ("openmpi-bin", "mpirun.openmpi"), "MPICH": ("mpich", "mpirun.mpich")}[name]
+    """If it stops on the way, it saves at once, ends with 75 and leaves no process; the same
+    command resumes it.
+    """
+    package, command = {
+        "Open MPI": ("openmpi-bin", "mpirun.openmpi"),
+        "MPICH": ("mpich", "mpirun.mpich"),
+    }[name]
     require_package(package)
     hosts.provide("mpirun", f"/usr/bin/{command}")
-    (tmp_path / "hosts.txt").write_text("".join(f"{node.address} 1  # GPUs\n\n" for node in hosts.nodes))
+    (tmp_path / "hosts.txt").write_text(
+        "".join(f"{node.address} 1  # GPUs\n\n" for node in hosts.nodes)
+    )
     (tmp_path / "cls_paced.py").write_text(PACED)
     words = [*WORDS, "--output_dir", tmp_path]
 
     def train() -> Started:
-        command = ["cluster/mpi/train.sh", tmp_path / "hosts.txt", tmp_path / "cls_paced.py", *words, "--name", "two"]
+        command = [
+            "cluster/mpi/train.sh",
+            tmp_path / "hosts.txt",
+            tmp_path / "cls_paced.py",
+            *words,
+            "--name",
+            "two",
+        ]
         return hosts.start(hosts.nodes[0], command, ENV)
 
     if stops:

@@ -1,6 +1,7 @@
 """Jobs of a real SLURM: the scripts of cluster/slurm/ train what one launch trains.
 
-Its two machines are of tests/harness/machines.py, its programs from Debian's slurm-wlm and munge; it takes root.
+Its two machines are of tests/harness/machines.py, its programs from Debian's slurm-wlm and munge;
+it takes root.
 """
 
 import os
@@ -23,11 +24,34 @@ from tests.harness.waiting import Limit
 
 SCRIPTS = ROOT / "cluster/slurm"
 WORDS = (
-    *("--max_steps", STEPS, "--log_every", 1, "--checkpoint_every", 4, "--eval_every", 6, "--tracker", "none"),
-    *("--global_batch_size", 16, "--augment", "rand-m9-mstd0.5", "--mixup", 0.2, "--ema_decay", 0.99, "--workers", 1),
+    *(
+        "--max_steps",
+        STEPS,
+        "--log_every",
+        1,
+        "--checkpoint_every",
+        4,
+        "--eval_every",
+        6,
+        "--tracker",
+        "none",
+    ),
+    *(
+        "--global_batch_size",
+        16,
+        "--augment",
+        "rand-m9-mstd0.5",
+        "--mixup",
+        0.2,
+        "--ema_decay",
+        0.99,
+        "--workers",
+        1,
+    ),
 )
 CPU = ("--gpus-per-node=0", "--cpus-per-task=1")  # instead of the sizes of the scripts
-# Four CPUs a machine, whatever it has. A requeued job waits for `cred_expire`, of which 5 s is the least.
+# Four CPUs a machine, whatever it has. A requeued job waits for `cred_expire`, of which 5 s is the
+# least.
 CONFIGURATION = """
 ClusterName=recipes
 SlurmctldHost={first.name}({first.address})
@@ -67,10 +91,18 @@ class Slurm:
     def __call__(
         self, *words: object, env: Mapping[str, str] | None = None, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        """`words`, as a person types them in the root of the checkout; recipes run on the CPU, with one thread a process."""
-        environ = {"SLURM_CONF": f"{self._folder}/slurm.conf", "CUDA_VISIBLE_DEVICES": "-1", **(env or {})}
+        """`words`, as a person types them in the root of the checkout; recipes run on the CPU, with
+        one thread a process.
+        """
+        environ = {
+            "SLURM_CONF": f"{self._folder}/slurm.conf",
+            "CUDA_VISIBLE_DEVICES": "-1",
+            **(env or {}),
+        }
         done = self._first.start_command(*words, env=environ).finish()
-        assert not (check and done.returncode), f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert not (check and done.returncode), (
+            f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
         return done
 
     def submit(self, *words: object, output: Path, **options) -> "Job":
@@ -90,7 +122,9 @@ class Job:
         shown = self.slurm("scontrol", "show", "job", "--oneliner", self.number).stdout
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
-    def until(self, condition: Callable[[dict[str, str]], object], what: str, seconds: float = 120) -> dict[str, str]:
+    def until(
+        self, condition: Callable[[dict[str, str]], object], what: str, seconds: float = 120
+    ) -> dict[str, str]:
         """Wait for it, at most `seconds` of an idle machine; what SLURM knows then."""
         for _ in Limit(seconds).turns(0.2):
             if condition(known := self.show()):
@@ -99,7 +133,8 @@ class Job:
 
     def end(self, seconds: float = 120) -> dict[str, str]:
         """Wait for its end, also through requeues."""
-        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")  # while processes end it is COMPLETING
+        # While processes end it is COMPLETING.
+        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         return self.until(lambda known: known["JobState"] in over, "at its end", seconds)
 
     def text(self) -> str:
@@ -119,7 +154,8 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
         rows = [f"NodeName={node.name} NodeAddr={node.address} CPUs=4" for node in nodes]
         text = CONFIGURATION.format(first=nodes[0], folder=folder, nodes="\n".join(rows))
         (folder / "slurm.conf").write_text(text)
-        # Named, since slurmd would look for a version of cgroups, and there may be none; no plugin here uses them.
+        # Named, since slurmd would look for a version of cgroups, and there may be none; no plugin
+        # here uses them.
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         key = folder / "munge.key"
         key.write_bytes(os.urandom(128))
@@ -128,7 +164,12 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
             (folder / name).mkdir()
         names = {"socket": "munge.socket", "key-file": key.name, "log-file": "munged.log"}
         names |= {"pid-file": "munged.pid", "seed-file": "munged.seed"}
-        munged = ["munged", "--foreground", "--force", *(f"--{flag}={folder / name}" for flag, name in names.items())]
+        munged = [
+            "munged",
+            "--foreground",
+            "--force",
+            *(f"--{flag}={folder / name}" for flag, name in names.items()),
+        ]
         environ = {**inherited(), "SLURM_CONF": str(folder / "slurm.conf")}
         log = (folder / "daemons.log").open("w")
 
@@ -139,7 +180,10 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
         daemons = [start(nodes[0], *munged)]
         try:
             _await(lambda: (folder / "munge.socket").exists(), log)
-            daemons += [start(nodes[0], "slurmctld", "-D"), *(start(node, "slurmd", "-D") for node in nodes)]
+            daemons += [
+                start(nodes[0], "slurmctld", "-D"),
+                *(start(node, "slurmd", "-D") for node in nodes),
+            ]
             states = ("sinfo", "--noheader", "--format", "%T %D")
             _await(lambda: cluster(*states, check=False).stdout.split() == ["idle", "2"], log)
             yield cluster
@@ -167,7 +211,9 @@ def undisturbed(run_several) -> dict[str, Outcome]:
 class Held:
     """A job whose first start waits at a step until it is asked to stop (tests/harness/held.py)."""
 
-    def __init__(self, slurm: Slurm, folder: Path, *flags: object, script: str, config: str = "") -> None:
+    def __init__(
+        self, slurm: Slurm, folder: Path, *flags: object, script: str, config: str = ""
+    ) -> None:
         """`flags` are sbatch's. A script that uses accelerate launch also takes `config`."""
         self.run, self._signs = folder / script, folder / f"{script}.held"
         self._signs.mkdir()
@@ -175,14 +221,18 @@ class Held:
         words += ["tests/harness/held.py", "recipes/cls.py", *WORDS, "--seed", 1]
         words += ["--output_dir", folder, "--name", script]
         env = {"HELD_AT": "5", "HELD_IN": str(self._signs), "PYTHONPATH": str(ROOT)}
-        self.job = slurm.submit(*CPU, *flags, SCRIPTS / script, *words, output=folder / f"{script}.out", env=env)
+        self.job = slurm.submit(
+            *CPU, *flags, SCRIPTS / script, *words, output=folder / f"{script}.out", env=env
+        )
 
     def waits(self) -> None:
         """Return when both processes wait."""
         self.job.until(lambda _: len([*self._signs.iterdir()]) == 2, "at the step where it waits")
 
     def assert_resumed(self, by: str, layout: str, undisturbed: Outcome) -> None:
-        """The run was stopped `by` one signal, resumed from the step it had come to, and ended as the undisturbed one."""
+        """The run was stopped `by` one signal, resumed from the step it had come to, and ended as
+        the undisturbed one.
+        """
         known, text = self.job.end(), self.job.text()
         assert (known["JobState"], known["Restarts"]) == ("COMPLETED", "1"), text
         assert f"2 processes on {layout}" in text
@@ -193,11 +243,16 @@ class Held:
 
 
 def test_a_pre_empted_job_ends_as_the_undisturbed_run(slurm, undisturbed, tmp_path):
-    """srun starts one process on each of two machines. They save when SLURM takes the machines for an urgent job."""
+    """srun starts one process on each of two machines. They save when SLURM takes the machines for
+    an urgent job.
+    """
     held = Held(slurm, tmp_path, "--ntasks-per-node=1", script="train.sh")
     held.waits()
     flags = ("--partition=urgent", "--nodes=2", "--exclusive")
-    assert slurm.submit(*flags, "--wrap", "true", output=tmp_path / "urgent.out").end()["JobState"] == "COMPLETED"
+    assert (
+        slurm.submit(*flags, "--wrap", "true", output=tmp_path / "urgent.out").end()["JobState"]
+        == "COMPLETED"
+    )
     held.assert_resumed("SIGTERM", "2 nodes", undisturbed["1"])
 
 
@@ -211,7 +266,9 @@ def test_a_job_that_is_asked_to_stop_requeues_itself(slurm, undisturbed, tmp_pat
 
 @pytest.mark.long
 def test_jobs_resume_after_a_signal_and_after_scontrol_requeue(slurm, undisturbed, tmp_path):
-    """Processes that srun started get the signal themselves; a launcher on each of two machines is ended by a requeue."""
+    """Processes that srun started get the signal themselves; a launcher on each of two machines is
+    ended by a requeue.
+    """
     signalled = Held(slurm, tmp_path, "--ntasks-per-node=1", script="train.sh")
     requeued = Held(slurm, tmp_path, script="launch.sh", config="2node_cpu")
     signalled.waits()
@@ -228,7 +285,10 @@ def test_a_cancelled_job_saves_and_is_not_requeued(slurm, tmp_path):
     held.waits()
     slurm("scancel", held.job.number)
     known, text = held.job.end(), held.job.text()
-    assert (known["JobState"], known["Restarts"]) == ("CANCELLED", "0") and "stopped by SIGTERM" in text, text
+    assert (known["JobState"], known["Restarts"]) == (
+        "CANCELLED",
+        "0",
+    ) and "stopped by SIGTERM" in text, text
 
 
 @pytest.mark.long
@@ -240,10 +300,17 @@ def test_an_array_trains_one_run_per_seed_side_by_side(slurm, undisturbed, tmp_p
     tasks = [Job(slurm, f"{array.number}_{seed}", tmp_path / f"{seed}.out") for seed in (1, 2)]
     known = [task.end() for task in tasks]
     for each, task in zip(known, tasks, strict=True):
-        assert each["JobState"] == "COMPLETED" and "2 processes on 1 node" in task.text(), task.text()
-    times = [[datetime.fromisoformat(each[name]) for name in ("StartTime", "EndTime")] for each in known]
+        assert each["JobState"] == "COMPLETED" and "2 processes on 1 node" in task.text(), (
+            task.text()
+        )
+    times = [
+        [datetime.fromisoformat(each[name]) for name in ("StartTime", "EndTime")] for each in known
+    ]
     assert max(start for start, _ in times) < min(end for _, end in times), "one after the other"
-    runs = {yaml.safe_load((run / "config.yaml").read_text())["seed"]: run for run in (tmp_path / "runs").iterdir()}
+    runs = {
+        yaml.safe_load((run / "config.yaml").read_text())["seed"]: run
+        for run in (tmp_path / "runs").iterdir()
+    }
     assert runs.keys() == {1, 2}
     for seed, run in runs.items():
         assert_same_run(run, undisturbed[str(seed)].folder)

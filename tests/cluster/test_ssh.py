@@ -1,4 +1,6 @@
-"""cluster/ssh/train.sh trains on hosts that it reaches by ssh, outlives the loss of one, and leaves nothing behind on them."""
+"""cluster/ssh/train.sh trains on hosts that it reaches by ssh, outlives the loss of one, and leaves
+nothing behind on them.
+"""
 
 import json
 import os
@@ -12,8 +14,30 @@ from tests.harness.paced import PACED
 
 STEPS = 160
 WORDS = (
-    *("--image_size", 16, "--global_batch_size", 24, "--max_micro_batch_size", 12, "--workers", 1, "--tracker", "none"),
-    *("--max_steps", STEPS, "--log_every", 1, "--eval_every", STEPS, "--checkpoint_every", 10, "--dtype", "float64"),
+    *(
+        "--image_size",
+        16,
+        "--global_batch_size",
+        24,
+        "--max_micro_batch_size",
+        12,
+        "--workers",
+        1,
+        "--tracker",
+        "none",
+    ),
+    *(
+        "--max_steps",
+        STEPS,
+        "--log_every",
+        1,
+        "--eval_every",
+        STEPS,
+        "--checkpoint_every",
+        10,
+        "--dtype",
+        "float64",
+    ),
     *("--batch_norm", "group", "--norm_batch_size", 4, "--hflip", 0.5, "--name", "run"),
 )
 
@@ -23,8 +47,15 @@ def train(hosts, tmp_path):
     """`train()` starts the script on the first host, with a list of both."""
     first, second = hosts.nodes
     (tmp_path / "cls_paced.py").write_text(PACED)
-    (tmp_path / "hosts.txt").write_text(f"# main machine first\n{first.address}\n\nroot@{second.address}  # spot\n")
-    command = ["cluster/ssh/train.sh", tmp_path / "hosts.txt", "--config_file", "accelerate_configs/2node_cpu.yaml"]
+    (tmp_path / "hosts.txt").write_text(
+        f"# main machine first\n{first.address}\n\nroot@{second.address}  # spot\n"
+    )
+    command = [
+        "cluster/ssh/train.sh",
+        tmp_path / "hosts.txt",
+        "--config_file",
+        "accelerate_configs/2node_cpu.yaml",
+    ]
     words = [*command, tmp_path / "cls_paced.py", *WORDS, "--output_dir", tmp_path]
     return lambda: hosts.start(first, words, {"RETRY": "2"})
 
@@ -42,7 +73,9 @@ def test_a_lost_host_comes_back(hosts, train, forks, tmp_path):
     done = run.started[0].finish()
     assert done.returncode == 0, done.stderr
     assert f"{second.name}: " in done.stderr or f"{second.address}: ended with 255" in done.stderr
-    assert all(line.startswith(("node0: ", "node1: ")) for line in done.stdout.splitlines()), done.stdout
+    assert all(line.startswith(("node0: ", "node1: ")) for line in done.stdout.splitlines()), (
+        done.stdout
+    )
     assert hosts.nothing_is_left(), hosts.left_over()
     one = forks(*WORDS, "--output_dir", tmp_path / "alone")
     assert one.code == 0, one.stderr

@@ -11,10 +11,22 @@ from tests.harness.machines import Watched, require_namespaces
 
 FIRST = "cluster/docker/first.sh"
 WORDS = (
-    *("--image_size", 16, "--global_batch_size", 24, "--workers", 1, "--tracker", "none", "--max_steps", 100_000),
+    *(
+        "--image_size",
+        16,
+        "--global_batch_size",
+        24,
+        "--workers",
+        1,
+        "--tracker",
+        "none",
+        "--max_steps",
+        100_000,
+    ),
     *("--eval_every", 100_000, "--checkpoint_every", 100_000, "--log_every", 1),
 )
-STARTS = {  # how the container is started: its command, its exit code, and the cause that the run names
+# How the container is started: its command, its exit code, and the cause that the run names.
+STARTS = {
     "image": ([FIRST, "accelerate", "launch"], "cpu", 143, "the end of its launcher"),
     "pod": (["bash", "-c", 'exec accelerate launch "$@"', "bash"], "multi_cpu", 75, "SIGTERM"),
 }
@@ -22,7 +34,9 @@ STARTS = {  # how the container is started: its command, its exit code, and the 
 
 @pytest.mark.parametrize("start", ["image", pytest.param("pod", marks=pytest.mark.long)])
 def test_a_stopped_container_has_saved(start, launch, tmp_path) -> None:
-    """SIGTERM goes to process 1 alone, in a process namespace of its own, as `docker stop` and Kubernetes send it."""
+    """SIGTERM goes to process 1 alone, in a process namespace of its own, as `docker stop` and
+    Kubernetes send it.
+    """
     require_namespaces(tmp_path)
     command, config, code, cause = STARTS[start]
     inside = Launcher(launch.home, ["unshare", "--fork", "--pid", "--mount-proc", "--kill-child"])

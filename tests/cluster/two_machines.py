@@ -9,8 +9,9 @@ from tests.harness.outcomes import Outcome
 
 STEPS = 40
 WORDS = small(
-    f"--image_size 16 --global_batch_size 24 --max_micro_batch_size 8 --workers 1 --tracker none --max_steps {STEPS} "
-    f"--log_every 1 --eval_every {STEPS} --checkpoint_every {STEPS} --dtype float64 --batch_norm group --norm_batch_size 4 "
+    "--image_size 16 --global_batch_size 24 --max_micro_batch_size 8 --workers 1 --tracker none "
+    f"--max_steps {STEPS} --log_every 1 --eval_every {STEPS} --checkpoint_every {STEPS} --dtype "
+    "float64 --batch_norm group --norm_batch_size 4 "
     "--hflip 0.5".split()
 )
 

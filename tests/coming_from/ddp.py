@@ -44,7 +44,10 @@ def main(rank):
             with torch.no_grad():
                 logits = ((model.module(images.to(device)).cpu(), labels) for images, labels in val)
                 right = sum((found.argmax(1) == labels).sum().item() for found, labels in logits)
-            print(f"epoch {epoch}: loss {loss.item():.6f}, accuracy {right / len(val.dataset):.4f}", flush=True)
+            print(
+                f"epoch {epoch}: loss {loss.item():.6f}, accuracy {right / len(val.dataset):.4f}",
+                flush=True,
+            )
             torch.save(model.module.state_dict(), "model.pt")
         dist.barrier()
     dist.destroy_process_group()

@@ -28,5 +28,10 @@ class Net(nn.Sequential):
     """Images [B, 3, 8, 8] -> logits [B, 10]."""
 
     def __init__(self):
-        layers = nn.Conv2d(3, 32, 3, padding=1), nn.GELU(), nn.Conv2d(32, 32, 3, stride=2, padding=1), nn.GELU()
+        layers = (
+            nn.Conv2d(3, 32, 3, padding=1),
+            nn.GELU(),
+            nn.Conv2d(32, 32, 3, stride=2, padding=1),
+            nn.GELU(),
+        )
         super().__init__(*layers, nn.Flatten(), nn.Linear(512, 10))

@@ -1,4 +1,6 @@
-"""SyncBatchNorm equals BatchNorm on the whole batch, forward, backward and in its running statistics, on uneven shares."""
+"""SyncBatchNorm equals BatchNorm on the whole batch, forward, backward and in its running
+statistics, on uneven shares.
+"""
 
 import pytest
 import torch
@@ -35,6 +37,8 @@ def test_equals_batch_norm_on_the_whole_batch() -> None:
                 found[key] = hvd.allreduce(found[key], op=hvd.Sum)
             elif value.dim() and len(value) == 9:
                 value = value[own]
-            torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-10, msg=f"{momentum}: {key}")
+            torch.testing.assert_close(
+                found[key], value, rtol=1e-10, atol=1e-10, msg=f"{momentum}: {key}"
+            )
     with pytest.raises(ValueError, match="got 1 dimensions"):
         hvd.SyncBatchNorm(4)(torch.ones(4))

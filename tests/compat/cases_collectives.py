@@ -1,4 +1,5 @@
-"""Every collective of the Horovod API gives what plain torch computes from all ranks' tensors, whatever the number of ranks.
+"""Every collective of the Horovod API gives what plain torch computes from all ranks' tensors,
+whatever the number of ranks.
 
 Covered: all reductions, types and devices of a CPU machine, ragged and empty tensors, no
 dimensions, views that are not contiguous, groups, handles, in-place forms, names in another order
@@ -18,13 +19,17 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 SHAPES = ((), (5,), (0,), (2, 0, 3), (2, 3, 4))
 
 
-def draw(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+def draw(
+    rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0
+) -> torch.Tensor:
     """The tensor of a rank: small whole numbers, so that sums are exact in every type."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randint(1, 4, shape, generator=generator).to(dtype)
 
 
-def of_all(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+def of_all(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0
+) -> torch.Tensor:
     """The tensors of all ranks, stacked."""
     return torch.stack([draw(rank, shape, dtype, seed) for rank in range(hvd.size())])
 
@@ -43,7 +48,11 @@ def test_reductions() -> None:
             total, before = everyone.sum(0), own.clone()
             average = total / size
             same(hvd.allreduce(own, op=hvd.Sum), total.to(dtype))
-            same(hvd.allreduce(own), (average if dtype in FLOATS else average.trunc()).to(dtype), **close)
+            same(
+                hvd.allreduce(own),
+                (average if dtype in FLOATS else average.trunc()).to(dtype),
+                **close,
+            )
             same(hvd.allreduce(own, op=hvd.Min), everyone.amin(0).to(dtype))
             same(hvd.allreduce(own, op=hvd.Max), everyone.amax(0).to(dtype))
             same(hvd.allreduce(own, op=hvd.Product), everyone.prod(0).to(dtype))
@@ -52,10 +61,16 @@ def test_reductions() -> None:
             same(own, total.to(dtype))
     own, total = draw(rank, (3, 4)), of_all((3, 4)).sum(0)
     same(hvd.allreduce(own, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0), total * 1.5)
-    same(hvd.allreduce(own, prescale_factor=0.5, postscale_factor=3.0), total * 1.5 / size, rtol=1e-6)
-    whole = draw(rank, (4,), torch.int32)  # integers are rounded towards zero, each rank's and the sum
+    same(
+        hvd.allreduce(own, prescale_factor=0.5, postscale_factor=3.0), total * 1.5 / size, rtol=1e-6
+    )
+    # Integers are rounded towards zero, each rank's and the sum.
+    whole = draw(rank, (4,), torch.int32)
     halves = of_all((4,), torch.int32).double().mul(0.5).trunc().sum(0)
-    same(hvd.allreduce(whole, op=hvd.Sum, prescale_factor=0.5, postscale_factor=-0.5), halves.mul(-0.5).trunc().int())
+    same(
+        hvd.allreduce(whole, op=hvd.Sum, prescale_factor=0.5, postscale_factor=-0.5),
+        halves.mul(-0.5).trunc().int(),
+    )
     for average in (False, True):
         with pytest.warns(DeprecationWarning, match="average is deprecated"):
             same(hvd.allreduce(own, average=average), total / (size if average else 1), rtol=1e-6)
@@ -71,7 +86,10 @@ def test_layouts() -> None:
     base, everyone = draw(rank, (4, 6)), of_all((4, 6))
     for view in (lambda t: t.mT, lambda t: t[..., ::2], lambda t: t[..., :1].expand(*t.shape)):
         same(hvd.allreduce(view(base), op=hvd.Sum), view(everyone).sum(0))
-        same(hvd.allgather(view(base)), torch.cat([view(draw(other, (4, 6))) for other in range(size)]))
+        same(
+            hvd.allgather(view(base)),
+            torch.cat([view(draw(other, (4, 6))) for other in range(size)]),
+        )
         same(hvd.broadcast(view(base), 1), view(draw(1, (4, 6))))
     target = base.clone()
     assert hvd.allreduce_(target.mT, op=hvd.Sum).mT.data_ptr() == target.data_ptr()
@@ -86,19 +104,31 @@ def test_layouts() -> None:
 
 def test_groups() -> None:
     rank, size = hvd.rank(), hvd.size()
-    kinds = [((3,), torch.float32), ((), torch.int64), ((2, 2), torch.float64), ((0,), torch.float32)]
+    kinds = [
+        ((3,), torch.float32),
+        ((), torch.int64),
+        ((2, 2), torch.float64),
+        ((0,), torch.float32),
+    ]
     tensors = [draw(rank, shape, dtype, seed) for seed, (shape, dtype) in enumerate(kinds)]
-    sums = [of_all(shape, dtype, seed).sum(0).to(dtype) for seed, (shape, dtype) in enumerate(kinds)]
+    sums = [
+        of_all(shape, dtype, seed).sum(0).to(dtype) for seed, (shape, dtype) in enumerate(kinds)
+    ]
     in_place = [tensor.clone() for tensor in tensors]
     handle = hvd.grouped_allreduce_async_([tensor.clone() for tensor in tensors], op=hvd.Sum)
-    results = [hvd.grouped_allreduce(tensors, op=hvd.Sum, name="group"), hvd.grouped_allreduce_(in_place, op=hvd.Sum)]
+    results = [
+        hvd.grouped_allreduce(tensors, op=hvd.Sum, name="group"),
+        hvd.grouped_allreduce_(in_place, op=hvd.Sum),
+    ]
     assert all(here is there for here, there in zip(results[1], in_place, strict=True))
     for result in (*results, hvd.synchronize(handle)):
         for actual, expected in zip(result, sums, strict=True):
             same(actual, expected)
     for actual, place in zip(hvd.grouped_allgather([tensors[0], tensors[2]]), (0, 2), strict=True):
         same(actual, of_all(*kinds[place], place).flatten(0, 1))
-    rows = hvd.grouped_reducescatter([draw(rank, (size * 2, 2)), draw(rank, (size + 1,))], op=hvd.Sum)
+    rows = hvd.grouped_reducescatter(
+        [draw(rank, (size * 2, 2)), draw(rank, (size + 1,))], op=hvd.Sum
+    )
     same(rows[0], of_all((size * 2, 2)).sum(0)[2 * rank : 2 * rank + 2])
     same(rows[1], of_all((size + 1,)).sum(0)[[0, 1] if rank == 0 else [rank + 1]])
 
@@ -121,20 +151,36 @@ def test_movements() -> None:
     splits = [[i + r for i in range(size)] for r in range(size)]
     sent = [draw(r, (sum(splits[r]), 2)) for r in range(size)]
     expected = torch.cat([sent[r].split(splits[r])[rank] for r in range(size)])
-    for given in (torch.tensor(splits[rank], dtype=torch.int32), torch.tensor(splits[rank]), splits[rank]):
+    for given in (
+        torch.tensor(splits[rank], dtype=torch.int32),
+        torch.tensor(splits[rank]),
+        splits[rank],
+    ):
         received, counts = hvd.alltoall(sent[rank], given)
         same(received, expected)
         assert counts.tolist() == [rank + r for r in range(size)]
         assert counts.dtype == (given.dtype if isinstance(given, torch.Tensor) else torch.int32)
     nothing, counts = hvd.alltoall(sent[rank][:0], [0] * size)
     assert nothing.shape == (0, 2) and counts.tolist() == [0] * size
-    to_first, counts = hvd.synchronize(hvd.alltoall_async(draw(rank, (2, 2)), [2] + [0] * (size - 1)))
+    to_first, counts = hvd.synchronize(
+        hvd.alltoall_async(draw(rank, (2, 2)), [2] + [0] * (size - 1))
+    )
     assert len(to_first) == (2 * size if rank == 0 else 0)
     for rows in (size, 2 * size + 1, size - 1, 0):
-        total = of_all((rows, 2)).sum(0).split([rows // size + (r < rows % size) for r in range(size)])[rank]
+        total = (
+            of_all((rows, 2))
+            .sum(0)
+            .split([rows // size + (r < rows % size) for r in range(size)])[rank]
+        )
         same(hvd.reducescatter(draw(rank, (rows, 2)), op=hvd.Sum), total)
-        same(hvd.reducescatter(draw(rank, (rows, 2)), prescale_factor=2.0), total * 2 / size, rtol=1e-6)
-    compressed = hvd.reducescatter(draw(rank, (size, 2)), op=hvd.Sum, compression=hvd.Compression.fp16)
+        same(
+            hvd.reducescatter(draw(rank, (rows, 2)), prescale_factor=2.0),
+            total * 2 / size,
+            rtol=1e-6,
+        )
+    compressed = hvd.reducescatter(
+        draw(rank, (size, 2)), op=hvd.Sum, compression=hvd.Compression.fp16
+    )
     same(compressed, of_all((size, 2)).sum(0)[rank : rank + 1])
 
 
@@ -143,17 +189,31 @@ def test_handles_in_any_order() -> None:
     rank, size = hvd.rank(), hvd.size()
     calls = {
         f"tensor {n}": (
-            lambda name, n=n: hvd.allreduce_async(draw(rank, (n % 7,), seed=n), name=name, op=hvd.Sum),
+            lambda name, n=n: hvd.allreduce_async(
+                draw(rank, (n % 7,), seed=n), name=name, op=hvd.Sum
+            ),
             of_all((n % 7,), seed=n).sum(0),
         )
         for n in range(40)
     }
     row = of_all((size,)).sum(0)[rank : rank + 1]
     calls |= {
-        "gather": (lambda name: hvd.allgather_async(draw(rank, (2,)), name=name), of_all((2,)).flatten()),
-        "broadcast": (lambda name: hvd.broadcast_async(draw(rank, (2,)), 0, name=name), draw(0, (2,))),
-        "in place": (lambda name: hvd.broadcast_async_(draw(rank, (2,)), 0, name=name), draw(0, (2,))),
-        "scatter": (lambda name: hvd.reducescatter_async(draw(rank, (size,)), name=name, op=hvd.Sum), row),
+        "gather": (
+            lambda name: hvd.allgather_async(draw(rank, (2,)), name=name),
+            of_all((2,)).flatten(),
+        ),
+        "broadcast": (
+            lambda name: hvd.broadcast_async(draw(rank, (2,)), 0, name=name),
+            draw(0, (2,)),
+        ),
+        "in place": (
+            lambda name: hvd.broadcast_async_(draw(rank, (2,)), 0, name=name),
+            draw(0, (2,)),
+        ),
+        "scatter": (
+            lambda name: hvd.reducescatter_async(draw(rank, (size,)), name=name, op=hvd.Sum),
+            row,
+        ),
     }
     order = [*calls]
     random.Random(rank).shuffle(order)
@@ -173,7 +233,9 @@ def test_gradients() -> None:
         leaf = tensor.double().requires_grad_()
         outputs = function(leaf)
         output = outputs[0] if isinstance(outputs, list | tuple) else outputs
-        (output * torch.arange(1.0, 1 + output.numel()).view(output.shape)).sum().mul(factor).backward()
+        (output * torch.arange(1.0, 1 + output.numel()).view(output.shape)).sum().mul(
+            factor
+        ).backward()
         return leaf.grad
 
     def weights(*shape: int) -> torch.Tensor:
@@ -183,14 +245,23 @@ def test_gradients() -> None:
     total, factor = sum(factors), factors[rank]
     same(gradient(lambda t: hvd.allreduce(t, op=hvd.Sum), own, factor), weights(3, 2) * total)
     same(gradient(hvd.allreduce, own, factor), weights(3, 2) * total / size)
-    scaled = gradient(lambda t: hvd.allreduce(t, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25), own, factor)
+    scaled = gradient(
+        lambda t: hvd.allreduce(t, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25),
+        own,
+        factor,
+    )
     same(scaled, weights(3, 2) * total * 0.5)
-    same(gradient(lambda t: hvd.grouped_allreduce([t, t * 2], op=hvd.Sum), own, factor), weights(3, 2) * total)
+    same(
+        gradient(lambda t: hvd.grouped_allreduce([t, t * 2], op=hvd.Sum), own, factor),
+        weights(3, 2) * total,
+    )
     rows = [r + 1 for r in range(size)]
     whole = weights(sum(rows), 2) * total / size
     start = sum(rows[:rank])
     for gather in (hvd.allgather, lambda t: hvd.grouped_allgather([t, t])):
-        same(gradient(gather, draw(rank, (rows[rank], 2)), factor), whole[start : start + rows[rank]])
+        same(
+            gradient(gather, draw(rank, (rows[rank], 2)), factor), whole[start : start + rows[rank]]
+        )
     expected = weights(3, 2) * total / size if rank == 1 else torch.zeros(3, 2, dtype=torch.float64)
     same(gradient(lambda t: hvd.broadcast(t, 1), own, factor), expected)
     even = draw(rank, (2 * size, 2))
@@ -201,13 +272,18 @@ def test_gradients() -> None:
     lengths = [2] + [1] * (size - 1)
     gathered = torch.cat([weights(lengths[r], 2) * factors[r] for r in range(size)])
     same(gradient(hvd.reducescatter, uneven, factor), gathered)
-    same(gradient(lambda t: hvd.grouped_reducescatter([t, t], op=hvd.Sum), uneven, factor), gathered * size)
+    same(
+        gradient(lambda t: hvd.grouped_reducescatter([t, t], op=hvd.Sum), uneven, factor),
+        gathered * size,
+    )
     with pytest.raises(NotImplementedError, match="Average and hvd"):
         gradient(lambda t: hvd.allreduce(t, op=hvd.Max), own, factor)
 
 
 def test_sparse_tensors() -> None:
-    """Like an allreduce of the dense tensors, also where a rank has no values, repeats indices, or is left out."""
+    """Like an allreduce of the dense tensors, also where a rank has no values, repeats indices, or
+    is left out.
+    """
     pairs = hvd.add_process_set([0, 2])
     for op in (hvd.Average, hvd.Sum):
         for process_set in (hvd.global_process_set, pairs):
@@ -228,7 +304,9 @@ def test_sparse_tensors() -> None:
 
 
 def test_refusals() -> None:
-    """What is wrong on this rank alone is refused there, before anything is sent; a restart would mend none of it."""
+    """What is wrong on this rank alone is refused there, before anything is sent; a restart would
+    mend none of it.
+    """
     ones, rows, size = torch.ones(2), torch.ones(2, 3), hvd.size()
     rest = [0] * (size - 1)
     cases = (

@@ -1,4 +1,6 @@
-"""Elastic states restore what was committed, the run decorator repeats after a failure, and the sampler deals out the rest."""
+"""Elastic states restore what was committed, the run decorator repeats after a failure, and the
+sampler deals out the rest.
+"""
 
 from pathlib import Path
 
@@ -45,7 +47,10 @@ def test_restored_as_committed() -> None:
         state.history.append(3)
         assert not torch.equal(before, after) and state.optimizer.param_groups[0]["lr"] != rate
         state.restore()
-        assert torch.equal(state.model.weight, before) and (state.epoch, state.history) == (4, [1, 2])
+        assert torch.equal(state.model.weight, before) and (state.epoch, state.history) == (
+            4,
+            [1, 2],
+        )
         assert state.optimizer.param_groups[0]["lr"] == rate and state.schedule.last_epoch == 1
         assert state.scaler.get_scale() == 2.0
     assert torch.equal(train(state), after)  # the moments were restored too
@@ -70,7 +75,8 @@ def test_repeated_after_failures() -> None:
         return word
 
     assert run(state, "done") == "done" and run.__name__ == "run"
-    assert calls == [0, 2, 5] and resets == [hvd.size()] * 2  # rolled back to the commit, and then not
+    # Rolled back to the commit, and then not.
+    assert calls == [0, 2, 5] and resets == [hvd.size()] * 2
 
     @hvd.elastic.run
     def hopeless(state: hvd.elastic.TorchState) -> None:
@@ -88,7 +94,9 @@ def test_the_sampler_deals_out_the_rest() -> None:
     everyone = lambda sampler: [index for own in hvd.allgather_object([*sampler]) for index in own]  # noqa: E731
     for shuffle in (False, True):
         sampler = hvd.elastic.ElasticSampler(data, shuffle=shuffle, seed=3)
-        assert set(everyone(sampler)) == {*data} and len([*sampler]) == len(sampler) == -(-20 // size)
+        assert set(everyone(sampler)) == {*data} and len([*sampler]) == len(sampler) == -(
+            -20 // size
+        )
         done = {index for own in hvd.allgather_object([*sampler][:6]) for index in own}
         for batch in range(2):
             sampler.record_batch(batch, 3)
@@ -109,7 +117,9 @@ class Odd:
 
 
 def test_commits_on_disk() -> None:
-    """What does not fit to a script or can't be kept is refused. That a later start continues: test_elastic.py."""
+    """What does not fit to a script or can't be kept is refused. That a later start continues:
+    test_elastic.py.
+    """
     state, other = made(epoch=1), hvd.elastic.TorchState(nn.Linear(2, 1), other=1)
     state.commit()
     hvd.barrier()
@@ -124,5 +134,7 @@ def test_commits_on_disk() -> None:
         state._remove()
         assert not state._path.exists()
         state._path = Path("/proc/nowhere/commit.pt")
-        with pytest.raises(Refused, match=r"can't write the commit /proc/nowhere/.*set HOROVOD_ELASTIC_COMMITS"):
+        with pytest.raises(
+            Refused, match=r"can't write the commit /proc/nowhere/.*set HOROVOD_ELASTIC_COMMITS"
+        ):
             state.commit()

@@ -1,4 +1,6 @@
-"""Broadcasts give all ranks the root's parameters, optimizer state and objects; nothing that arrives runs code."""
+"""Broadcasts give all ranks the root's parameters, optimizer state and objects; nothing that
+arrives runs code.
+"""
 
 import argparse
 import copy
@@ -14,7 +16,9 @@ import compat.horovod as hvd
 
 def model_of(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last), nn.BatchNorm2d(3), nn.Flatten())
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last), nn.BatchNorm2d(3), nn.Flatten()
+    )
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -27,11 +31,19 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def same(first: Any, second: Any) -> bool:
     """True if two nested values are equal, with their types."""
     if isinstance(first, torch.Tensor):
-        return isinstance(second, torch.Tensor) and first.dtype == second.dtype and torch.equal(first, second)
+        return (
+            isinstance(second, torch.Tensor)
+            and first.dtype == second.dtype
+            and torch.equal(first, second)
+        )
     if isinstance(first, dict):
         return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
     if isinstance(first, (list, tuple)):
-        return type(first) is type(second) and len(first) == len(second) and all(map(same, first, second))
+        return (
+            type(first) is type(second)
+            and len(first) == len(second)
+            and all(map(same, first, second))
+        )
     return type(first) is type(second) and first == second
 
 
@@ -53,7 +65,9 @@ def test_parameters() -> None:
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, betas=(0.8, 0.9)),
-    "groups": lambda p: torch.optim.Adam([{"params": [first], "lr": number / 10} for number, first in enumerate(p)]),
+    "groups": lambda p: torch.optim.Adam(
+        [{"params": [first], "lr": number / 10} for number, first in enumerate(p)]
+    ),
 }
 
 
@@ -61,7 +75,9 @@ def test_optimizer_states() -> None:
     """The state is on the root, on all, on none, or on the others; with and without DistributedOptimizer."""
     is_root = hvd.rank() == 0
     for make in OPTIMIZERS.values():
-        for number, (on_root, on_others) in enumerate([(True, False), (True, True), (False, False), (False, True)]):
+        for number, (on_root, on_others) in enumerate(
+            [(True, False), (True, True), (False, False), (False, True)]
+        ):
             model = model_of(0)
             optimizer = make(model.parameters())
             if on_root if is_root else on_others:
@@ -70,7 +86,11 @@ def test_optimizer_states() -> None:
             optimizer.param_groups[0]["note"] = {"nested": [None, hvd.rank(), (1, "a")]}
             if not is_root:
                 optimizer.param_groups[0]["stale"] = 1
-            used = hvd.DistributedOptimizer(optimizer, model.named_parameters()) if number % 2 else optimizer
+            used = (
+                hvd.DistributedOptimizer(optimizer, model.named_parameters())
+                if number % 2
+                else optimizer
+            )
             before, groups = copy.deepcopy(used.state_dict()), used.param_groups
             hvd.broadcast_optimizer_state(used, root_rank=0)
             after = used.state_dict()
@@ -88,7 +108,13 @@ class Stranger:
 
 def test_objects() -> None:
     rank, size = hvd.rank(), hvd.size()
-    item = {"a": [1, 2.5, None], "t": torch.arange(3), "n": np.float64(0.5), 3: {4}, "x": argparse.Namespace(lr=1)}
+    item = {
+        "a": [1, 2.5, None],
+        "t": torch.arange(3),
+        "n": np.float64(0.5),
+        3: {4},
+        "x": argparse.Namespace(lr=1),
+    }
     assert same(hvd.broadcast_object(item if rank == 1 else None, root_rank=1, name="item"), item)
     everyone = [{"rank": other, "text": "x" * other} for other in range(size)]
     assert hvd.allgather_object(everyone[rank]) == everyone
@@ -104,13 +130,17 @@ def test_disagreements() -> None:
     other, model = min(hvd.rank(), 1), model_of(0)
     made = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())]
     cases = {
-        "types of tensors differ: only 0: .* and None on ranks 0 and 1": lambda: hvd.broadcast_parameters(
-            {"same": torch.ones(2), f"only {other}": torch.ones(1)}, root_rank=0
+        "types of tensors differ: only 0: .* and None on ranks 0 and 1": lambda: (
+            hvd.broadcast_parameters(
+                {"same": torch.ones(2), f"only {other}": torch.ones(1)}, root_rank=0
+            )
         ),
-        r"a: \[2\] torch.float32 and \[3\] torch.float32 on ranks 0 and 1": lambda: hvd.broadcast_parameters(
-            {"a": torch.ones(2 + other)}, root_rank=0
+        r"a: \[2\] torch.float32 and \[3\] torch.float32 on ranks 0 and 1": lambda: (
+            hvd.broadcast_parameters({"a": torch.ones(2 + other)}, root_rank=0)
         ),
-        "SGD and Adam on ranks 0 and 1": lambda: hvd.broadcast_optimizer_state(made[other], root_rank=0),
+        "SGD and Adam on ranks 0 and 1": lambda: hvd.broadcast_optimizer_state(
+            made[other], root_rank=0
+        ),
     }
     for text, call in cases.items():
         with pytest.raises(hvd.HorovodInternalError, match=text):

@@ -1,4 +1,5 @@
-"""DistributedOptimizer makes the steps that one process makes on all ranks' data, for each option, and refuses what it must.
+"""DistributedOptimizer makes the steps that one process makes on all ranks' data, for each option,
+and refuses what it must.
 
 The reference is one process that adds up what the ranks' batches give. Errors are raised on all
 ranks, and nothing hangs.
@@ -21,7 +22,9 @@ Loss = Callable[[nn.Module, int, int], torch.Tensor | None]
 
 
 class Net(nn.Module):
-    """A table of rows, a convolution in channels_last, three branches, a layer that nothing uses, and a frozen one."""
+    """A table of rows, a convolution in channels_last, three branches, a layer that nothing uses,
+    and a frozen one.
+    """
 
     def __init__(self, sparse: bool = False) -> None:
         super().__init__()
@@ -49,7 +52,9 @@ def loss_of(
 
 
 def uneven(model: nn.Module, step: int, rank: int) -> torch.Tensor | None:
-    """Each rank takes another branch; branch 2 only rank 1 takes, and in step 3 nobody. Rank 0 has no batch in step 2."""
+    """Each rank takes another branch; branch 2 only rank 1 takes, and in step 3 nobody. Rank 0 has
+    no batch in step 2.
+    """
     if step == 2 and rank == 0:
         return None
     branches = {0: (0,), 1: (1, 2) if step != 3 else (1,)}.get(rank, (0, 1))
@@ -71,7 +76,9 @@ def fill(model: nn.Module) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def reference(ranks: Sequence[int], loss: Loss = loss_of, make: Any = adamw, clip: float = 0.0, **options: Any) -> Any:
+def reference(
+    ranks: Sequence[int], loss: Loss = loss_of, make: Any = adamw, clip: float = 0.0, **options: Any
+) -> Any:
     """One process, which averages the losses of these ranks."""
     model = Net(**options)
     optimizer = make(model.parameters())
@@ -109,7 +116,9 @@ def trained(
     assert type(optimizer).__name__ == type(make(model.parameters())).__name__
     assert [*optimizer._parameter_names] == [*model.parameters()]
     if named:
-        assert [*optimizer._parameter_names.values()] == [name for name, _ in model.named_parameters()]
+        assert [*optimizer._parameter_names.values()] == [
+            name for name, _ in model.named_parameters()
+        ]
     for step in range(STEPS):
         optimizer.zero_grad()
         for _ in range(passes):
@@ -123,7 +132,9 @@ def trained(
     return model.state_dict()
 
 
-def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-10) -> None:
+def assert_equal(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-10
+) -> None:
     for key, value in actual.items():
         assert torch.equal(hvd.broadcast(value, 0), value), f"{key} differs between ranks"
         torch.testing.assert_close(value, expected[key], rtol=0, atol=tolerance, msg=key)
@@ -141,7 +152,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "uneven": ({"loss": uneven}, {}),
     "sparse": ({"make": sgd, "sparse": True}, {}),
     "sparse on some ranks": (
-        {"loss": lambda model, step, rank: loss_of(model, step, rank, rows=rank > 0), "make": sgd, "sparse": True},
+        {
+            "loss": lambda model, step, rank: loss_of(model, step, rank, rows=rank > 0),
+            "make": sgd,
+            "sparse": True,
+        },
         {"sparse_as_dense": True},
     ),
 }
@@ -149,7 +164,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_steps_are_those_of_one_process(option: str) -> None:
-    """In float64 within 1e-10. In fp16 a gradient keeps 11 bits, and AdamW's steps of 0.01 then agree to about 1 %."""
+    """In float64 within 1e-10. In fp16 a gradient keeps 11 bits, and AdamW's steps of 0.01 then
+    agree to about 1 %.
+    """
     shared, of_ranks = OPTIONS[option]
     actual = trained(**shared, **of_ranks)
     assert_equal(actual, reference(range(3), **shared), 1e-3 if option == "fp16" else 1e-10)
@@ -176,7 +193,9 @@ def test_closures_and_reloads() -> None:
 
 
 def test_a_scaler_and_schedules() -> None:
-    """A gradient scaler that meets an overflow on one rank, and a scheduler made before the optimizer was wrapped."""
+    """A gradient scaler that meets an overflow on one rank, and a scheduler made before the
+    optimizer was wrapped.
+    """
     model = Net()
     plain = adamw(model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(plain, 100)
@@ -197,12 +216,18 @@ def test_a_scaler_and_schedules() -> None:
 
 
 def test_models_and_parameters_that_change() -> None:
-    """Two models with backwards of their own, in another order on odd steps; branches are thawed, or added, on the way."""
+    """Two models with backwards of their own, in another order on odd steps; branches are thawed,
+    or added, on the way.
+    """
 
     def run(ranks: Sequence[int], wraps: bool) -> list[torch.Tensor]:
         models = [Net(), Net()]
         models[1].branches[1].requires_grad_(False)
-        named = [(f"{number}.{name}", p) for number, model in enumerate(models) for name, p in model.named_parameters()]
+        named = [
+            (f"{number}.{name}", p)
+            for number, model in enumerate(models)
+            for name, p in model.named_parameters()
+        ]
         named = [(name, parameter) for name, parameter in named if "1.branches.2" not in name]
         optimizer: Any = adamw([parameter for _, parameter in named])
         if wraps:
@@ -228,7 +253,9 @@ def test_models_and_parameters_that_change() -> None:
 
 
 def test_sparse_tables() -> None:
-    """SparseAdam, which takes sparse gradients only, sums up rows of all ranks; then a rank uses none, and one differs."""
+    """SparseAdam, which takes sparse gradients only, sums up rows of all ranks; then a rank uses
+    none, and one differs.
+    """
     rows_by_rank = [[1, 2, 2], [1, 7], [9, 3]]
 
     def run(batches: list[list[int]], **options: Any) -> tuple[nn.Embedding, Any]:
@@ -270,13 +297,19 @@ def test_part_of_the_ranks() -> None:
     hvd.remove_process_set(process_set)
 
 
-def made(width: int = 2, bias: bool = True, **options: Any) -> tuple[Callable[[], None], nn.Module, Any]:
+def made(
+    width: int = 2, bias: bool = True, **options: Any
+) -> tuple[Callable[[], None], nn.Module, Any]:
     """A backward of a small model, the model and its optimizer."""
     model = nn.Linear(width, 1, bias=bias)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options
     )
-    return lambda: model(torch.ones(1, width)).sum().mul(hvd.rank() + 1).backward(), model, optimizer
+    return (
+        lambda: model(torch.ones(1, width)).sum().mul(hvd.rank() + 1).backward(),
+        model,
+        optimizer,
+    )
 
 
 def test_misuse() -> None:
@@ -291,7 +324,9 @@ def test_misuse() -> None:
     backward, model, optimizer = made()
     backward()
     optimizer.synchronize()
-    with pytest.warns(UserWarning, match=r"optimizer\.step\(\) called without optimizer\.skip_synchronize\(\)"):
+    with pytest.warns(
+        UserWarning, match=r"optimizer\.step\(\) called without optimizer\.skip_synchronize\(\)"
+    ):
         optimizer.step()
     optimizer.zero_grad()
     backward, model, optimizer = made(backward_passes_per_step=2)  # a step before all passes
@@ -312,13 +347,20 @@ def test_disagreements() -> None:
         "backward_passes_per_step: 1 and 2": {"backward_passes_per_step": 1 + min(rank, 1)},
     }
     for text, options in cases.items():
-        with pytest.raises(hvd.HorovodInternalError, match=f"parameters differ: {text}.* on ranks 0 and 1"):
+        with pytest.raises(
+            hvd.HorovodInternalError, match=f"parameters differ: {text}.* on ranks 0 and 1"
+        ):
             made(**options)
-    layers = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])  # ranks freeze different ones, of the same shapes
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layers.parameters(), lr=0.1), layers.named_parameters())
+    # Ranks freeze different ones, of the same shapes.
+    layers = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(layers.parameters(), lr=0.1), layers.named_parameters()
+    )
     layers[min(rank, 1)].requires_grad_(False)
     with pytest.raises(hvd.HorovodInternalError, match="mismatched parameters"):
-        optimizer.step(lambda: (layers[0](torch.ones(1, 2)) + layers[1](torch.ones(1, 2))).sum().backward())
+        optimizer.step(
+            lambda: (layers[0](torch.ones(1, 2)) + layers[1](torch.ones(1, 2))).sum().backward()
+        )
     backward, _, optimizer = made()
     backward()
     optimizer.step()  # the world still works
@@ -328,7 +370,9 @@ def test_refusals() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     named = [*model.named_parameters()]
-    with pytest.raises(NotImplementedError, match=r"Average, with the learning rate for it, or hvd\.Sum"):
+    with pytest.raises(
+        NotImplementedError, match=r"Average, with the learning rate for it, or hvd\.Sum"
+    ):
         hvd.DistributedOptimizer(optimizer, op=hvd.Adasum)
     for text, options in {
         "unique. Found duplicates: weight": {"named_parameters": [*named, named[0]]},

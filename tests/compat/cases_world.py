@@ -1,4 +1,5 @@
-"""Worlds that start and end: ranks on several machines, starting again, what is in flight at the end, overlapping process sets.
+"""Worlds that start and end: ranks on several machines, starting again, what is in flight at the
+end, overlapping process sets.
 
 Each of these cases calls `hvd.init` itself, behind all cases of `test_ranks` that share a world.
 """
@@ -28,7 +29,14 @@ def test_ranks_of_machines() -> None:
     os.environ |= {"GROUP_RANK": "001"[rank], "GROUP_WORLD_SIZE": "2"}
     hvd.init()
     hvd.init()  # does nothing
-    numbers = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+    numbers = (
+        hvd.rank(),
+        hvd.size(),
+        hvd.local_rank(),
+        hvd.local_size(),
+        hvd.cross_rank(),
+        hvd.cross_size(),
+    )
     assert numbers == [(0, 3, 0, 2, 0, 2), (1, 3, 1, 2, 0, 1), (2, 3, 0, 1, 1, 2)][rank]
     hvd.shutdown()
     os.environ.clear()
@@ -36,7 +44,9 @@ def test_ranks_of_machines() -> None:
 
 
 def test_what_is_in_flight_at_the_end_is_finished() -> None:
-    """What is in flight at shutdown is finished first; a thread asks only after rank 0 has begun to shut down."""
+    """What is in flight at shutdown is finished first; a thread asks only after rank 0 has begun to
+    shut down.
+    """
     hvd.init()
     tensor, size = torch.ones(3), hvd.size()
     hvd.allreduce(torch.ones(1), name="now")
@@ -44,7 +54,9 @@ def test_what_is_in_flight_at_the_end_is_finished() -> None:
     if hvd.rank() == 0:
         hvd.allreduce_async_(tensor, name="late", op=hvd.Sum)
     else:
-        late = threading.Timer(0.2, lambda: hvd.synchronize(hvd.allreduce_async_(tensor, name="late", op=hvd.Sum)))
+        late = threading.Timer(
+            0.2, lambda: hvd.synchronize(hvd.allreduce_async_(tensor, name="late", op=hvd.Sum))
+        )
         late.start()
         late.join()
     hvd.shutdown()
@@ -81,10 +93,19 @@ def test_process_sets() -> None:
     assert (evens.ranks, evens.process_set_id, odds.process_set_id) == ([0, 2], 1, 2)
     own, other = (evens, odds) if rank % 2 == 0 else (odds, evens)
     assert own.included() and not other.included()
-    assert (own.size(), own.rank(), hvd.global_process_set.size()) == (len(own.ranks), rank // 2, size)
+    assert (own.size(), own.rank(), hvd.global_process_set.size()) == (
+        len(own.ranks),
+        rank // 2,
+        size,
+    )
     with pytest.raises(ValueError, match=f"rank {rank} is not in"):
         other.rank()
-    for call in (hvd.allreduce_async, hvd.allgather_async, hvd.alltoall_async, hvd.reducescatter_async):
+    for call in (
+        hvd.allreduce_async,
+        hvd.allgather_async,
+        hvd.alltoall_async,
+        hvd.reducescatter_async,
+    ):
         with pytest.raises(ValueError, match=f"rank {rank} is not in the process set"):
             call(torch.ones(2), process_set=other)
     # The same name at the same time in sets that share no rank.
@@ -96,10 +117,14 @@ def test_process_sets() -> None:
     assert hvd.allgather(value[:1], process_set=own).tolist() == own.ranks
     root = own.ranks[-1]  # a rank of the world
     assert hvd.broadcast(value, root, process_set=own).tolist() == [root] * 2
-    assert hvd.reducescatter(value, op=hvd.Sum, process_set=own).tolist() == [sum(own.ranks)] * (2 // len(own.ranks))
+    assert hvd.reducescatter(value, op=hvd.Sum, process_set=own).tolist() == [sum(own.ranks)] * (
+        2 // len(own.ranks)
+    )
     hvd.barrier(process_set=own)
     if own is evens:
-        with pytest.raises(hvd.HorovodInternalError, match=r"root rank 1 is not in the process set \[0, 2\]"):
+        with pytest.raises(
+            hvd.HorovodInternalError, match=r"root rank 1 is not in the process set \[0, 2\]"
+        ):
             hvd.broadcast(value, 1, process_set=evens)
     for wrong in ([0, 2], evens, [], [0, 0]):
         with pytest.raises(ValueError, match=r"registered already|at least one rank"):

@@ -21,7 +21,9 @@ folder, kills = Path(sys.argv[1]), sys.argv[2:]
 hvd.init()
 torch.manual_seed(hvd.rank())  # rank 0's weights are broadcast
 generator = torch.Generator().manual_seed(0)
-dataset = TensorDataset(torch.randn(SAMPLES, 6, generator=generator).double(), torch.arange(SAMPLES))
+dataset = TensorDataset(
+    torch.randn(SAMPLES, 6, generator=generator).double(), torch.arange(SAMPLES)
+)
 model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
 optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
@@ -30,7 +32,8 @@ loader = DataLoader(dataset, batch_size=GLOBAL_BATCH // hvd.size(), sampler=samp
 
 
 def set_rate() -> None:
-    optimizer.param_groups[0]["lr"] = 0.01  # a script would scale it with hvd.size(); here the global batch stays
+    # A script would scale it with hvd.size(); here the global batch stays.
+    optimizer.param_groups[0]["lr"] = 0.01
 
 
 @hvd.elastic.run
@@ -51,8 +54,12 @@ def train(state):
                     died.touch()
                     os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()
-            # The last batches of an epoch differ in size, so sums are divided by what all ranks have.
-            count = hvd.allreduce(torch.tensor(float(len(numbers))), op=hvd.Sum, name="count").item() / hvd.size()
+            # The last batches of an epoch differ in size, so sums are divided by what all ranks
+            # have.
+            count = (
+                hvd.allreduce(torch.tensor(float(len(numbers))), op=hvd.Sum, name="count").item()
+                / hvd.size()
+            )
             (model(images).squeeze(1) - numbers.double() / 50).square().sum().div(count).backward()
             optimizer.step()
             sampler.record_batch(0, len(numbers))

@@ -1,4 +1,6 @@
-"""An elastic script of Horovod continues from its last commit when a process is killed, also with another number of them."""
+"""An elastic script of Horovod continues from its last commit when a process is killed, also with
+another number of them.
+"""
 
 import json
 from collections import Counter
@@ -18,14 +20,23 @@ def weights(folder: Path) -> list[torch.Tensor]:
 
 
 def test_kills_and_another_number_of_processes_change_nothing(launch: Launcher, tmp_path) -> None:
-    """Rank 1 of 2 is killed in mid-epoch, and the launcher replaces both. After rank 0's death one process continues."""
+    """Rank 1 of 2 is killed in mid-epoch, and the launcher replaces both. After rank 0's death one
+    process continues.
+    """
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     alone.mkdir()
     killed.mkdir()
-    undisturbed = launch.start_python(SCRIPT, alone, env={"HOROVOD_ELASTIC_COMMITS": str(alone / "commits")})
+    undisturbed = launch.start_python(
+        SCRIPT, alone, env={"HOROVOD_ELASTIC_COMMITS": str(alone / "commits")}
+    )
     env, kills = {"HOROVOD_ELASTIC_COMMITS": str(killed / "commits")}, ("1:4", "0:11")
-    first = launch("multi_cpu", SCRIPT, killed, *kills, flags=["--max_restarts", 1], env=env, timeout=200)
-    assert first.returncode != 0 and {path.name for path in killed.glob("killed*")} == {"killed 1:4", "killed 0:11"}
+    first = launch(
+        "multi_cpu", SCRIPT, killed, *kills, flags=["--max_restarts", 1], env=env, timeout=200
+    )
+    assert first.returncode != 0 and {path.name for path in killed.glob("killed*")} == {
+        "killed 1:4",
+        "killed 0:11",
+    }
     assert "resuming from commit 1 in" in first.stderr
     second = launch.start_python(SCRIPT, killed, *kills, env=env).finish()
     assert second.returncode == 0 and "resuming from commit 4 in" in second.stderr
@@ -33,5 +44,11 @@ def test_kills_and_another_number_of_processes_change_nothing(launch: Launcher, 
     assert done.returncode == 0, done.stderr
     assert not (alone / "commits").exists()  # it has ended, so none is left
     torch.testing.assert_close(weights(killed), weights(alone), rtol=0, atol=1e-12)
-    rows = [json.loads(line) for path in killed.glob("samples *") for line in path.read_text().splitlines()]
-    assert Counter(map(tuple, rows)) == {(epoch, number): 1 for epoch in range(EPOCHS) for number in range(SAMPLES)}
+    rows = [
+        json.loads(line)
+        for path in killed.glob("samples *")
+        for line in path.read_text().splitlines()
+    ]
+    assert Counter(map(tuple, rows)) == {
+        (epoch, number): 1 for epoch in range(EPOCHS) for number in range(SAMPLES)
+    }

@@ -1,4 +1,6 @@
-"""A rank that dies, leaves, stalls or forgets `shutdown` keeps nobody waiting: the others raise, or end, in bounded time."""
+"""A rank that dies, leaves, stalls or forgets `shutdown` keeps nobody waiting: the others raise, or
+end, in bounded time.
+"""
 
 import contextlib
 import functools
@@ -26,11 +28,16 @@ def ended(forks: Forks, case: functools.partial, **environment: object) -> list[
 
 
 def is_lost(lost: int, how: str) -> None:
-    """A rank is killed or stopped; the others raise within seconds, also from a collective that is under way."""
+    """A rank is killed or stopped; the others raise within seconds, also from a collective that is
+    under way.
+    """
     hvd.init()
     rank, began = hvd.rank(), time.monotonic()
     big, processes = torch.ones(8_000_000), hvd.allgather_object(os.getpid())
-    handles = [hvd.allreduce_async(big, name=f"{number}") for number in range(20 * (how == "killed in one"))]
+    handles = [
+        hvd.allreduce_async(big, name=f"{number}")
+        for number in range(20 * (how == "killed in one"))
+    ]
     if rank == lost:
         if handles:
             hvd.synchronize(handles[0])  # the others are under way
@@ -59,7 +66,9 @@ def test_a_lost_rank_is_noticed_at_once(forks, lost: int, how: str) -> None:
 
 
 def stalls() -> None:
-    """Rank 1 does not ask, and waits for nothing: this is reported after HOROVOD_STALL_CHECK_TIME_SECONDS, and fails later."""
+    """Rank 1 does not ask, and waits for nothing: this is reported after
+    HOROVOD_STALL_CHECK_TIME_SECONDS, and fails later.
+    """
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
@@ -69,7 +78,10 @@ def stalls() -> None:
         while not os.path.exists(os.environ["DONE"]):
             time.sleep(0.05)
     else:
-        with pytest.raises(hvd.HorovodInternalError, match=r"'slow' waits for ranks \[1\].* not submitted it in 4 s"):
+        with pytest.raises(
+            hvd.HorovodInternalError,
+            match=r"'slow' waits for ranks \[1\].* not submitted it in 4 s",
+        ):
             hvd.allreduce(torch.ones(3), name="slow")
         if hvd.rank() == 0:
             open(os.environ["DONE"], "w").close()
@@ -85,7 +97,10 @@ def test_a_stall_is_reported_with_its_ranks_and_ended_on_request(forks, tmp_path
     ends = ended(forks, functools.partial(stalls), **times, DONE=tmp_path / "done")
     assert [end.code for end in ends] == [0] * 3, ends
     [report], *others = (json.loads(end.stdout) for end in ends)
-    assert "allreduce 'slow' waits for ranks [1], which have not submitted it for more than 2 s" in report
+    assert (
+        "allreduce 'slow' waits for ranks [1], which have not submitted it for more than 2 s"
+        in report
+    )
     assert others == [[], []]
 
 
@@ -112,12 +127,21 @@ PROGRAM = """
 
 
 def test_a_rank_that_leaves_without_shutdown() -> None:
-    """It ends in time, with its own code and output. What needs it fails, and the others go on among themselves."""
-    world = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    """It ends in time, with its own code and output. What needs it fails, and the others go on
+    among themselves.
+    """
+    world = {
+        "WORLD_SIZE": "3",
+        "LOCAL_WORLD_SIZE": "3",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(PROGRAM)],
-            env=inherited() | world | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            env=inherited()
+            | world
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
             cwd=ROOT,
             text=True,
             stdout=subprocess.PIPE,
@@ -128,5 +152,7 @@ def test_a_rank_that_leaves_without_shutdown() -> None:
     ends = [rank.communicate(timeout=120) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 7, 0], ends
     for stdout, _ in (ends[0], ends[2]):
-        assert stdout.startswith("rank 1 has shut down") and stdout.endswith("other handlers run\n"), ends
+        assert stdout.startswith("rank 1 has shut down") and stdout.endswith(
+            "other handlers run\n"
+        ), ends
     assert "KeyError: 'uncaught'" in ends[0][1] and ends[1] == ("other handlers run\n", ""), ends

@@ -33,18 +33,20 @@ for script, *words in [line.split() for line in sys.argv[2:]]:
 def write(folder: Path, name: str, numbers: str) -> Path:
     """A copy of a script with the whole set as the batch, which leaves its weights."""
     source = (FOLDER / f"{'train' if name == 'compressed' else name}.py").read_text()
-    source, count = re.subn("EPOCHS, BATCH, RATE = 2, .*", f"EPOCHS, BATCH, RATE = 2, {numbers}", source)
-    assert count == 1
-    source += (
-        "\nif __import__('os').environ.get('RANK', '0') == '0':\n    torch.save(model.state_dict(), 'weights.pt')\n"
+    source, count = re.subn(
+        "EPOCHS, BATCH, RATE = 2, .*", f"EPOCHS, BATCH, RATE = 2, {numbers}", source
     )
+    assert count == 1
+    source += "\nif __import__('os').environ.get('RANK', '0') == '0':\n    torch.save(model.state_dict(), 'weights.pt')\n"
     (folder / f"{name}.py").write_text(source)
     return folder / f"{name}.py"
 
 
 @pytest.mark.smoke
 def test_the_eight_adaptations_are_in_the_script() -> None:
-    rows = re.findall(r"^\| (\d)\. [^|]+\| (.+?) \|", (ROOT / "docs/coming_from_elsewhere.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| (\d)\. [^|]+\| (.+?) \|", (ROOT / "docs/coming_from_elsewhere.md").read_text(), re.M
+    )
     assert [number for number, _ in rows] == [*"12345678"]
     source = (FOLDER / "train.py").read_text()
     assert all(code in source for _, cell in rows for code in re.findall("`(.+?)`", cell))
@@ -58,7 +60,10 @@ def folder(launch, tmp_path_factory) -> Path:
     unpack(folder, IMAGES)
     (folder / "run.py").write_text(RUN)
     plain = f"{write(folder, 'plain', f'{IMAGES}, 0.05')} {folder}"
-    others = [f"{write(folder, name, f'{IMAGES // 2}, 0.025')} {folder} {' '.join(SCRIPTS[name])}" for name in SCRIPTS]
+    others = [
+        f"{write(folder, name, f'{IMAGES // 2}, 0.025')} {folder} {' '.join(SCRIPTS[name])}"
+        for name in SCRIPTS
+    ]
     alone = launch.start_python(folder / "run.py", FOLDER, plain)
     done = launch("multi_cpu", folder / "run.py", FOLDER, *others, timeout=1200)
     assert done.returncode == alone.finish(1200).returncode == 0, done.stderr

@@ -28,13 +28,18 @@ from tests.harness.launching import free_port
 
 
 def list_cases(*modules: ModuleType) -> dict[str, Callable[[], None]]:
-    """The functions `test_*` of modules, once for each value where one is parametrized, by module and name."""
+    """The functions `test_*` of modules, once for each value where one is parametrized, by module
+    and name.
+    """
     cases = {}
     for module in modules:
         for name, function in vars(module).items():
             if not name.startswith("test_"):
                 continue
-            name = f"{module.__name__.removeprefix('tests.compat.cases_')}: {name.removeprefix('test_')}"
+            name = (
+                f"{module.__name__.removeprefix('tests.compat.cases_')}: "
+                f"{name.removeprefix('test_')}"
+            )
             marks = getattr(function, "pytestmark", [])
             if not marks:
                 cases[name] = function
@@ -45,7 +50,12 @@ def list_cases(*modules: ModuleType) -> dict[str, Callable[[], None]]:
 
 
 IN_ONE_WORLD = list_cases(
-    cases_collectives, cases_disagreements, cases_functions, cases_batch_norm, cases_optimizer, cases_elastic
+    cases_collectives,
+    cases_disagreements,
+    cases_functions,
+    cases_batch_norm,
+    cases_optimizer,
+    cases_elastic,
 )
 CASES = IN_ONE_WORLD | list_cases(cases_world)
 

@@ -1,4 +1,6 @@
-"""The Horovod API has the names of `horovod.torch` 0.28.1, with their parameters, under each of its spellings."""
+"""The Horovod API has the names of `horovod.torch` 0.28.1, with their parameters, under each of its
+spellings.
+"""
 
 import inspect
 import subprocess
@@ -28,9 +30,9 @@ PARAMETERS = {
     f"tensors name op process_set {FACTORS}": "grouped_reducescatter_async",
     "tensor name op process_set": "sparse_allreduce_async",
     "": (
-        "shutdown is_initialized stop_timeline size local_size cross_size rank local_rank cross_rank "
-        "mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built nccl_built ddl_built ccl_built cuda_built "
-        "rocm_built"
+        "shutdown is_initialized stop_timeline size local_size cross_size rank local_rank "
+        "cross_rank mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built "
+        "nccl_built ddl_built ccl_built cuda_built rocm_built"
     ),
     "handle": "poll synchronize",
     "device": "join",
@@ -38,7 +40,8 @@ PARAMETERS = {
     "comm process_sets": "init",
     "file_path mark_cycles": "start_timeline",
     "ranks_or_comm": "ProcessSet",
-    "optimizer named_parameters compression backward_passes_per_step op gradient_predivide_factor num_groups groups "
+    "optimizer named_parameters compression backward_passes_per_step op gradient_predivide_factor "
+    "num_groups groups "
     "sparse_as_dense process_set": "DistributedOptimizer",
     "params root_rank": "broadcast_parameters",
     "optimizer root_rank model": "broadcast_optimizer_state",
@@ -65,7 +68,14 @@ def test_nothing_but_questions_about_the_build_works_before_init() -> None:
     with pytest.raises(ValueError, match="no MPI"):
         hvd.mpi_threads_supported()
     hvd.shutdown()  # does nothing
-    for call in (hvd.size, hvd.rank, hvd.local_rank, hvd.join, hvd.barrier, lambda: hvd.allreduce(torch.ones(2))):
+    for call in (
+        hvd.size,
+        hvd.rank,
+        hvd.local_rank,
+        hvd.join,
+        hvd.barrier,
+        lambda: hvd.allreduce(torch.ones(2)),
+    ):
         with pytest.raises(ValueError, match=r"call hvd\.init"):
             call()
 
@@ -92,5 +102,7 @@ except AttributeError as error:
 
 def test_every_spelling_is_the_same_module() -> None:
     environment = inherited() | {"PYTHONPATH": str(ROOT / "compat/aliases")}
-    done = subprocess.run([sys.executable, "-c", SPELLINGS], env=environment, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SPELLINGS], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr

@@ -6,9 +6,13 @@ from common.config.origin import Origin, label_names
 
 
 def test_class_names_are_read_in_the_order_of_their_ids() -> None:
-    assert label_names({"label_names": ["b", "a"]}) == label_names({"pretrained_cfg": {"label_names": ("b", "a")}})
+    assert label_names({"label_names": ["b", "a"]}) == label_names(
+        {"pretrained_cfg": {"label_names": ("b", "a")}}
+    )
     assert (
-        label_names({"id2label": {"1": "a", "0": "b"}}) == label_names({"label_names": {1: "a", 0: "b"}}) == ["b", "a"]
+        label_names({"id2label": {"1": "a", "0": "b"}})
+        == label_names({"label_names": {1: "a", 0: "b"}})
+        == ["b", "a"]
     )
     for ambiguous in ({"classes": ["a", "a"]}, {"id2label": {"1": "a", "2": "b"}}, {}):
         assert label_names(ambiguous) == []
@@ -20,13 +24,16 @@ def test_class_names_are_read_in_the_order_of_their_ids() -> None:
         ("here/pets", "here/pets", True),
         ("here/pets", "here/../here/pets/", True),
         ("here/pets", "there/pets", False),
-        ("/scratch/job_1/pets", "there/pets", True),  # moved, else its training images would be evaluated
+        # moved, else its training images would be evaluated
+        ("/scratch/job_1/pets", "there/pets", True),
         ("/scratch/job_1/pets", "there/cars", False),
         ("owner/pets", "there/pets", False),  # a name on the Hub
         ("", "there/pets", False),
     ],
 )
-def test_moved_data_are_those_of_the_run(tmp_path, monkeypatch, recorded, data, is_trained_on) -> None:
+def test_moved_data_are_those_of_the_run(
+    tmp_path, monkeypatch, recorded, data, is_trained_on
+) -> None:
     monkeypatch.chdir(tmp_path)
     for folder in ("here/pets", "there/pets", "there/cars"):
         (tmp_path / folder).mkdir(parents=True)

@@ -1,4 +1,6 @@
-"""Parsing: defaults, a YAML file and flags give one checked configuration, or one line with the error and a suggestion."""
+"""Parsing: defaults, a YAML file and flags give one checked configuration, or one line with the
+error and a suggestion.
+"""
 
 import dataclasses
 import json
@@ -64,12 +66,19 @@ def preset(tmp_path: Path):
 
 @pytest.mark.smoke
 def test_flags_override_the_file_and_the_file_overrides_defaults(preset) -> None:
-    assert parse(Config, []) == parse(Config, preset("# only a comment\n")) == parse(Config, ["--name", ""]) == Config()
+    assert (
+        parse(Config, [])
+        == parse(Config, preset("# only a comment\n"))
+        == parse(Config, ["--name", ""])
+        == Config()
+    )
     file = preset(
         "lr: 1e-3\nepochs: 5\npretrained: true\nvisible: no\nloss: bce\nname: 007\n"
     )  # texts to YAML: 1e-3, 007
     config = parse(Config, ["--epochs", "7", *file, "--no_pretrained", "--image-size=64"])
-    assert config == Config(lr=1e-3, epochs=7.0, pretrained=False, visible=False, loss="bce", image_size=64, name="007")
+    assert config == Config(
+        lr=1e-3, epochs=7.0, pretrained=False, visible=False, loss="bce", image_size=64, name="007"
+    )
     # Also if a flag gives the default and the file another value.
     config = parse(Config, [*file, "--lr", "4e-3", "--visible", "--name", "-1"])
     assert config == Config(epochs=5.0, pretrained=True, loss="bce", name="-1")
@@ -110,12 +119,18 @@ def test_an_error_in_a_file_is_refused_in_one_line(preset, text: str, told: str)
         (["--global_batch_size", "0"], "--global_batch_size 0: must be between 1 and 1048576"),
         (["--seed", "1.5"], "--seed 1.5: must be a whole number"),
         (["--loss", "mse"], "--loss mse: must be one of ce, bce"),
-        (["--pretrained=true"], "--pretrained takes no value: give --pretrained or --no_pretrained"),
+        (
+            ["--pretrained=true"],
+            "--pretrained takes no value: give --pretrained or --no_pretrained",
+        ),
         (["--data="], "--data is empty: give it a value, or leave it out for digits"),
         (["--pretrained", "stray"], "stray: is no flag; each value stands behind its flag"),
         (["--config"], "--config needs the path of a YAML file"),
         (["--config", "a.yaml", "--config=b.yaml"], "--config is given twice"),
-        (["--config", "recipes/presets/digit.yaml"], "no such file; did you mean recipes/presets/digits.yaml"),
+        (
+            ["--config", "recipes/presets/digit.yaml"],
+            "no such file; did you mean recipes/presets/digits.yaml",
+        ),
         (["--config", "recipes/presets"], "--config recipes/presets: a folder, not a file"),
     ],
 )
@@ -123,7 +138,9 @@ def test_an_error_on_the_command_line_is_refused_in_one_line(arguments: list, to
     assert told in refusal(*arguments)
 
 
-NAMES = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=20)
+NAMES = st.text(
+    st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=20
+)
 
 
 @given(
@@ -131,7 +148,9 @@ NAMES = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), m
         Config,
         data=NAMES,
         name=st.one_of(
-            st.just(""), NAMES, st.sampled_from(["--help", "-1", "null", "yes", "1e5", "~", "a: b", "#", "'"])
+            st.just(""),
+            NAMES,
+            st.sampled_from(["--help", "-1", "null", "yes", "1e5", "~", "a: b", "#", "'"]),
         ),
         pretrained=st.booleans(),
         visible=st.booleans(),
@@ -150,10 +169,13 @@ def test_a_saved_configuration_comes_back_as_it_was(config: Config) -> None:
         path = Path(folder) / "config.yaml"
         save(config, path)
         assert parse(Config, ["--config", str(path)]) == config
-        assert list(yaml.safe_load(path.read_text()))[:2] == ["data", "pretrained"]  # the recipe's own come first
+        # The recipe's own come first.
+        assert list(yaml.safe_load(path.read_text()))[:2] == ["data", "pretrained"]
 
 
-def shown_by(capsys: pytest.CaptureFixture, *words: str, config: type = Config) -> tuple[str, list[str]]:
+def shown_by(
+    capsys: pytest.CaptureFixture, *words: str, config: type = Config
+) -> tuple[str, list[str]]:
     """The help text, and the flags that it explains."""
     with pytest.raises(SystemExit) as end:
         parse(config, [*words], "cls.py")
@@ -166,13 +188,24 @@ def test_help_shows_few_flags_and_help_all_every_one(capsys, preset, monkeypatch
     every = ["config", *(field.name for field in dataclasses.fields(Config))]
     for flag in ("--help", "-h"):
         text, few = shown_by(capsys, "--lr", "1", flag)
-        assert {"config", "data", "lr", "epochs", "name"} <= {*few} < {*every} and "temperature" not in few
-        assert f"These are {len(few)} of {len(every)} flags; --help all shows every one." in text and "cls.py" in text
+        assert {"config", "data", "lr", "epochs", "name"} <= {*few} < {
+            *every
+        } and "temperature" not in few
+        assert (
+            f"These are {len(few)} of {len(every)} flags; --help all shows every one." in text
+            and "cls.py" in text
+        )
         text, flags = shown_by(capsys, flag, "all")
-        assert sorted(flags) == sorted(every) and "A switch that is off." in text and "These are" not in text
+        assert (
+            sorted(flags) == sorted(every)
+            and "A switch that is off." in text
+            and "These are" not in text
+        )
         assert flags.index("data") < flags.index("val_share") < flags.index("global_batch_size")
         groups = re.findall(r"^(\w+):$", text, re.MULTILINE)
-        assert len(groups) == len({*groups}) == 8 and groups.index("data") < groups.index("optimization")
+        assert len(groups) == len({*groups}) == 8 and groups.index("data") < groups.index(
+            "optimization"
+        )
     file = preset("temperature: 0.4321")
     assert shown_by(capsys, *file, "--help", "all")[0].count("[0.4321]") == 1, "of the preset"
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -190,7 +223,8 @@ def test_a_field_that_no_flag_can_set_is_refused_by_name() -> None:
         widths: tuple[int, ...] = (1, 2)
 
     with pytest.raises(
-        Refused, match=r"Copied.widths: tuple\[int, ...\] can't be given as a flag; take bool, int, float, str"
+        Refused,
+        match=r"Copied.widths: tuple\[int, ...\] can't be given as a flag; take bool, int, float, str",
     ):
         parse(Copied, [])
 
@@ -204,7 +238,10 @@ def test_a_field_may_decide_on_defaults_of_others(preset) -> None:
 
 def test_fields_that_may_change_do_not_define_a_run() -> None:
     run = identity(Config())
-    assert "group_column" not in run and identity(Config(group_column="patient"))["group_column"] == "patient"
+    assert (
+        "group_column" not in run
+        and identity(Config(group_column="patient"))["group_column"] == "patient"
+    )
     assert identity(Config(workers=7, name="x", epochs=3.0, max_micro_batch_size=9)) == run
     for changed in (Config(seed=1), Config(global_batch_size=65), Config(lr=0.1)):
         assert short_hash(identity(changed)) != short_hash(run)

@@ -31,14 +31,23 @@ def begin(folder: Path, monkeypatch, **files: str) -> recipe_source.Source:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     monkeypatch.setattr(sys, "argv", [str(folder / "hard.py"), "--seed", "1"])
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "hard.py"), raising=False)  # no notebook
+    # No notebook.
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "hard.py"), raising=False)
     return recipe_source.read()
 
 
 def test_a_recipe_is_its_file_and_the_modules_beside_it(tmp_path, monkeypatch) -> None:
     hard = "import os, losses.focal\nfrom mine import model\nfrom common import run\nfrom . import near\n"
-    files = {"losses__focal": LOSS, "losses____init__": "", "mine": "import deep", "deep": "import hard", "near": ""}
-    read = begin(tmp_path, monkeypatch, hard=hard, common____init__="", common__run="", far="", **files)
+    files = {
+        "losses__focal": LOSS,
+        "losses____init__": "",
+        "mine": "import deep",
+        "deep": "import hard",
+        "near": "",
+    }
+    read = begin(
+        tmp_path, monkeypatch, hard=hard, common____init__="", common__run="", far="", **files
+    )
     assert next(iter(read)) == "hard.py"
     assert {*read} == {"hard.py", "losses/focal.py", "mine.py", "deep.py", "near.py"}
     assert read["losses/focal.py"] == LOSS
@@ -50,9 +59,14 @@ def test_a_recipe_is_its_file_and_the_modules_beside_it(tmp_path, monkeypatch) -
 
 
 def test_comments_and_formatting_do_not_change_a_source(tmp_path, monkeypatch) -> None:
-    words = LOSS.replace("A loss", "The loss").replace("  # Lin et al., 2017", "").replace("How much", "By how much")
+    words = (
+        LOSS.replace("A loss", "The loss")
+        .replace("  # Lin et al., 2017", "")
+        .replace("How much", "By how much")
+    )
     words = words.replace(
-        "        return (1 - (-losses).exp())", "        return (\n            1 - (-losses).exp()\n        )"
+        "        return (1 - (-losses).exp())",
+        "        return (\n            1 - (-losses).exp()\n        )",
     )
     assert words != LOSS
     assert recipe_source.difference({"hard.py": LOSS}, {"hard.py": words}) == []
@@ -61,7 +75,10 @@ def test_comments_and_formatting_do_not_change_a_source(tmp_path, monkeypatch) -
 
 
 def test_other_code_is_shown_in_a_few_lines() -> None:
-    there, here = {"hard.py": LOSS, "mine.py": "a = 1"}, {"hard.py": LOSS.replace("2.0", "3.0"), "mine.py": "a = 1"}
+    there, here = (
+        {"hard.py": LOSS, "mine.py": "a = 1"},
+        {"hard.py": LOSS.replace("2.0", "3.0"), "mine.py": "a = 1"},
+    )
     assert recipe_source.difference(there, here) == [
         "--- hard.py before",
         "+++ hard.py now",
@@ -71,7 +88,9 @@ def test_other_code_is_shown_in_a_few_lines() -> None:
     assert "+a = 2" in recipe_source.difference(there, there | {"mine.py": "a = 2"})
     assert "+a = 2" in recipe_source.difference(there, there | {"other.py": "a = 2"})
     assert "-a = 1" in recipe_source.difference(there, {"hard.py": LOSS})
-    many = recipe_source.difference(there, there | {"mine.py": "\n".join(f"a{number} = 2" for number in range(99))})
+    many = recipe_source.difference(
+        there, there | {"mine.py": "\n".join(f"a{number} = 2" for number in range(99))}
+    )
     assert len(many) == 13 and many[-1] == "... and 90 more lines"
     spaces = f"x='{'a' * 114}  b'", f"x='{'a' * 114} b'"
     assert recipe_source.difference({"hard.py": spaces[0]}, {"hard.py": spaces[1]}) != []

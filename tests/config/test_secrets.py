@@ -1,4 +1,6 @@
-"""Passwords and signatures are neither printed nor recorded, and a stranger's file can't have them sent away."""
+"""Passwords and signatures are neither printed nor recorded, and a stranger's file can't have them
+sent away.
+"""
 
 import json
 import os
@@ -37,8 +39,16 @@ def environment(monkeypatch) -> None:
         ("https://h/$TOKEN/a.tar", ["https://h/SECRET5/a.tar"], "https://h/$TOKEN/a.tar"),
         ("https://h/${TOKEN}b/a.tar", ["https://h/SECRET5b/a.tar"], "https://h/$TOKENb/a.tar"),
         ("https://bob:$TOKEN@h/a.tar", ["https://bob:SECRET5@h/a.tar"], "https://h/a.tar"),
-        ("https://h/a.tar?k=$TOKEN&s=${SIGNATURE}", ["https://h/a.tar?k=SECRET5&s=SIGNATURE_VALUE"], "https://h/a.tar"),
-        ("https://h:8080/$COMMAS/a.tar", ["https://h:8080/x,SECRET*,{1..2}/a.tar"], "https://h:8080/$COMMAS/a.tar"),
+        (
+            "https://h/a.tar?k=$TOKEN&s=${SIGNATURE}",
+            ["https://h/a.tar?k=SECRET5&s=SIGNATURE_VALUE"],
+            "https://h/a.tar",
+        ),
+        (
+            "https://h:8080/$COMMAS/a.tar",
+            ["https://h:8080/x,SECRET*,{1..2}/a.tar"],
+            "https://h:8080/$COMMAS/a.tar",
+        ),
         (
             LIST,
             [f"https://h/{name}.tar?SIGNATURE_VALUE" for name in ("train-000", "train-001", "val")],
@@ -50,7 +60,11 @@ def test_values_are_filled_in_last_and_shown_nowhere(monkeypatch, data, names, s
     found = list_shards(data)
     assert found == [name.replace("SIGNATURE_VALUE", os.environ["SIGNATURE"]) for name in names]
     assert printable_name(found[0]) == shown
-    for text in (printable(f"could not read {found[0]}"), str(Refused(found)), json.dumps(as_json({"x": [found]}))):
+    for text in (
+        printable(f"could not read {found[0]}"),
+        str(Refused(found)),
+        json.dumps(as_json({"x": [found]})),
+    ):
         assert "SECRET" not in text
 
 
@@ -92,7 +106,8 @@ def test_variables_are_filled_in_only_where_they_are_typed(tmp_path) -> None:
     }
     for start, argv in ways.items():
         with pytest.raises(
-            Refused, match=rf"^{re.escape(start)} data http.*only where you type it; give --data again as a flag$"
+            Refused,
+            match=rf"^{re.escape(start)} data http.*only where you type it; give --data again as a flag$",
         ):
             parse(Config, argv)
         assert parse(Config, [*argv, "--data", LIST]).data == LIST

@@ -13,7 +13,10 @@ from common.errors import Refused
 from recipes import cls, det
 
 RECIPES = {"cls": cls.Config, "det": det.Config}
-FIELDS = {recipe: {field.name for field in dataclasses.fields(config)} for recipe, config in RECIPES.items()}
+FIELDS = {
+    recipe: {field.name for field in dataclasses.fields(config)}
+    for recipe, config in RECIPES.items()
+}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -24,15 +27,22 @@ def test_names_of_other_tools_lead_to_flags_of_the_recipe(recipe: str) -> None:
             with pytest.raises(Refused) as raised:
                 parse(RECIPES[recipe], [f"--{name.replace('_', '-')}=1"])
             said = str(raised.value)
-            assert said.startswith(f"unknown flag --{name.replace('_', '-')}; here it is --") and f"--{flag}" in said
+            assert (
+                said.startswith(f"unknown flag --{name.replace('_', '-')}; here it is --")
+                and f"--{flag}" in said
+            )
 
 
 def test_flags_in_the_tables_exist_in_recipes_or_in_the_launcher() -> None:
     named = {*re.findall(r"--(\w+)", " ".join(HINTS))}
     assert named <= FIELDS["cls"] | FIELDS["det"] | {"config"}
-    options = {word for action in launch_command_parser()._actions for word in action.option_strings}
+    options = {
+        word for action in launch_command_parser()._actions for word in action.option_strings
+    }
     first, *others = OF_LAUNCHER
-    assert {f"--{name}" for name in OF_LAUNCHER[first].split()} | {*re.findall(r"--\w+", " ".join(others))} <= options
+    assert {f"--{name}" for name in OF_LAUNCHER[first].split()} | {
+        *re.findall(r"--\w+", " ".join(others))
+    } <= options
     assert not {name for names in OF_LAUNCHER.values() for name in names.split()} & named
 
 

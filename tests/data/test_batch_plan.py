@@ -1,4 +1,6 @@
-"""Batch plan: any global batch is cut into equally many non-empty, contiguous micro-batches, or refused with a way out."""
+"""Batch plan: any global batch is cut into equally many non-empty, contiguous micro-batches, or
+refused with a way out.
+"""
 
 import itertools
 import re
@@ -10,7 +12,9 @@ from hypothesis import strategies as st
 from common.data.batch_plan import BatchPlan
 from common.errors import Refused
 
-ARGUMENTS = st.tuples(st.integers(1, 300), st.integers(1, 12), st.integers(1, 40), st.integers(1, 9))
+ARGUMENTS = st.tuples(
+    st.integers(1, 300), st.integers(1, 12), st.integers(1, 40), st.integers(1, 9)
+)
 
 
 @pytest.mark.smoke
@@ -22,19 +26,26 @@ def test_a_plan_keeps_all_its_promises(arguments: tuple[int, int, int, int]) -> 
     except Refused:
         assume(False)
     size, world_size, limit, unit = arguments
-    spans = [[plan.span(rank, turn) for turn in range(plan.micro_steps)] for rank in range(world_size)]
+    spans = [
+        [plan.span(rank, turn) for turn in range(plan.micro_steps)] for rank in range(world_size)
+    ]
     assert len({len(of_rank) for of_rank in spans}) == 1  # collectives stay in phase
     flat = [span for of_rank in spans for span in of_rank]
     assert flat[0][0] == 0 and flat[-1][1] == size
-    assert all(before[1] == after[0] for before, after in itertools.pairwise(flat))  # contiguous, in order
+    # Contiguous, in order.
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(flat))
     sizes = [high - low for low, high in flat]
     assert 0 < min(sizes) and max(sizes) <= limit
-    assert all(low % unit == 0 and high % unit == 0 for low, high in flat)  # whole pairs, whole norm groups
+    # Whole pairs, whole norm groups.
+    assert all(low % unit == 0 and high % unit == 0 for low, high in flat)
     assert max(sizes) - min(sizes) in (0, unit)
     assert tuple(sorted(set(sizes), reverse=True)) == plan.micro_batch_sizes
     # No plan with fewer micro-steps stays within the limit.
     assert (plan.micro_steps - 1) * world_size * (limit // unit) * unit < size
-    process, step = ("process", "processes")[world_size > 1], ("micro-step", "micro-steps")[plan.micro_steps > 1]
+    process, step = (
+        ("process", "processes")[world_size > 1],
+        ("micro-step", "micro-steps")[plan.micro_steps > 1],
+    )
     assert str(plan).startswith(f"{size} = {world_size} {process} x {plan.micro_steps} {step} x ")
 
 
@@ -44,7 +55,9 @@ PLACES = {"global_batch_size": 0, "max_micro_batch_size": 2}
 
 @given(ARGUMENTS)
 @settings(max_examples=400)
-def test_the_way_out_that_a_refusal_names_is_a_way_out(arguments: tuple[int, int, int, int]) -> None:
+def test_the_way_out_that_a_refusal_names_is_a_way_out(
+    arguments: tuple[int, int, int, int],
+) -> None:
     try:
         return BatchPlan(*arguments) and None
     except Refused as refusal:
@@ -54,15 +67,21 @@ def test_the_way_out_that_a_refusal_names_is_a_way_out(arguments: tuple[int, int
     assert int(value) == arguments[PLACES[flag]]  # the value that was given
     multiple, other_flag, way = ADVICE.search(text).groups()
     changed = list(arguments)
-    changed[PLACES[other_flag or flag]] = int(way) * (arguments[1] + 1 if multiple else 1)  # with a share for all
+    # With a share for all.
+    changed[PLACES[other_flag or flag]] = int(way) * (arguments[1] + 1 if multiple else 1)
     try:
         BatchPlan(*changed)
-    except Refused as next_refusal:  # there was a second thing wrong, and it is about the other flag
-        assert flag == "max_micro_batch_size" and str(next_refusal).startswith("--global_batch_size")
+    except Refused as next_refusal:
+        # There was a second thing wrong, and it is about the other flag.
+        assert flag == "max_micro_batch_size" and str(next_refusal).startswith(
+            "--global_batch_size"
+        )
 
 
 def test_a_refusal_names_the_limit_for_a_share_at_once() -> None:
-    with pytest.raises(Refused, match="raise --max_micro_batch_size to 6, or take --batch_norm group"):
+    with pytest.raises(
+        Refused, match="raise --max_micro_batch_size to 6, or take --batch_norm group"
+    ):
         BatchPlan(10, 2, 4, 2, "--batch_norm global")
     assert BatchPlan(10, 2, 6, 2, "--batch_norm global").micro_steps == 1
     plan = BatchPlan(1024, 3, 1024)  # the example of the documentation

@@ -18,7 +18,9 @@ from tests.harness.processes import Processes
 
 
 def photograph(seed: int, width: int, height: int) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+    return Image.fromarray(
+        np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    )
 
 
 class Reads:
@@ -33,7 +35,10 @@ class Reads:
 
 
 def all_of(cache, read: Reads, count: int) -> list[np.ndarray]:
-    return [cache.picture(index, lambda index=index: read(index)).whole().numpy() for index in range(count)]
+    return [
+        cache.picture(index, lambda index=index: read(index)).whole().numpy()
+        for index in range(count)
+    ]
 
 
 @pytest.mark.smoke
@@ -42,13 +47,17 @@ def test_an_image_is_read_once_and_stays_the_same(in_folder: bool, tmp_path: Pat
     cache, read = open_cache(9, 24, str(tmp_path) if in_folder else ""), Reads()
     first, again = all_of(cache, read, 9), all_of(cache, read, 9)
     assert read.count == 9 and all(map(np.array_equal, first, again))
-    assert [each.shape for each in first] == [(3, *shrunk(50 - index, 20 + index, 24)) for index in range(9)]
-    assert not list(tmp_path.iterdir())  # the file has no name: nothing is left behind, whatever happens
+    assert [each.shape for each in first] == [
+        (3, *shrunk(50 - index, 20 + index, 24)) for index in range(9)
+    ]
+    # The file has no name: nothing is left behind, whatever happens.
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_small_image_stays_as_it_is_and_fits_its_slot() -> None:
     cache = open_cache(4, 24, "")
-    images = [photograph(0, 23, 25), *(photograph(seed, 24, 24) for seed in (1, 2, 3))]  # these fill their slots
+    # These fill their slots.
+    images = [photograph(0, 23, 25), *(photograph(seed, 24, 24) for seed in (1, 2, 3))]
     for _ in range(2):
         for index, image in enumerate(images):
             kept = cache.picture(index, lambda image=image: Picture(image)).whole()
@@ -63,9 +72,15 @@ def test_a_slot_that_was_not_finished_is_written_again(monkeypatch) -> None:
     """By a process that was killed as it wrote, or where the disk was full for a moment."""
     cache, read, write = open_cache(4, 24, ""), Reads(), os.pwrite
     with monkeypatch.context() as patch:
-        patch.setattr(cache_module.os, "pwrite", lambda file, data, place: write(file, bytes(data)[:-1], place))
+        patch.setattr(
+            cache_module.os,
+            "pwrite",
+            lambda file, data, place: write(file, bytes(data)[:-1], place),
+        )
         first = all_of(cache, read, 4)
-        patch.setattr(cache_module.os, "pwrite", MagicMock(side_effect=OSError(28, "No space left on device")))
+        patch.setattr(
+            cache_module.os, "pwrite", MagicMock(side_effect=OSError(28, "No space left on device"))
+        )
         assert all(map(np.array_equal, first, all_of(cache, read, 4))) and read.count == 8
     for count in (12, 12):
         assert all(map(np.array_equal, first, all_of(cache, read, 4))) and read.count == count
@@ -78,7 +93,12 @@ def test_a_set_that_does_not_fit_and_a_bad_folder_are_refused(tmp_path: Path) ->
         (10**10, 500, "", f"{needs} memory has .* left; take"),
         (10**10, 500, tmp_path, f"{needs} {tmp_path} has .* left; take a smaller --cache$"),
         (10, 0, tmp_path, "--cache_folder .*: nothing is kept there without --cache"),
-        (10, 500, tmp_path / "nowhere", "--cache_folder .*/nowhere: No such file or directory; name a folder"),
+        (
+            10,
+            500,
+            tmp_path / "nowhere",
+            "--cache_folder .*/nowhere: No such file or directory; name a folder",
+        ),
         (10, 500, tmp_path / "file", "--cache_folder .*/file: Not a directory"),
     ):
         with pytest.raises(Refused, match=told):

@@ -13,13 +13,18 @@ from tests.harness.drawings import picture, tree
 
 
 def rows(root: Path, **options) -> dict[str, str]:
-    return data_rows("here", *sources.load(sources.Spec(str(root), seed=0, val_share=0.2, **options)))
+    return data_rows(
+        "here", *sources.load(sources.Spec(str(root), seed=0, val_share=0.2, **options))
+    )
 
 
 @pytest.mark.smoke
 def test_what_is_and_what_is_not_evaluated_is_named(tmp_path):
     counts = {"cat": 4, "dog": 5}
-    tree(tmp_path, {f"{part}/{name}": counts[name] for part in ("train", "Val", "test") for name in counts})
+    tree(
+        tmp_path,
+        {f"{part}/{name}": counts[name] for part in ("train", "Val", "test") for name in counts},
+    )
     for number in range(4):
         picture(tmp_path / f"train/emu {number}" / "0.png")
     found = rows(tmp_path)
@@ -44,4 +49,11 @@ def test_a_band_that_is_read_as_transparency_has_a_row(tmp_path, extra, is_told)
         values = np.full((8, 8, 4), 10 * number, np.uint8)
         tifffile.imwrite(file, values, photometric="rgb", extrasamples=[extra])
     found = rows(tmp_path).get("transparency", "")
-    assert bool(re.fullmatch(r"becomes white: .*\.tif has a band for it, by its tag ExtraSamples", found)) == is_told
+    assert (
+        bool(
+            re.fullmatch(
+                r"becomes white: .*\.tif has a band for it, by its tag ExtraSamples", found
+            )
+        )
+        == is_told
+    )

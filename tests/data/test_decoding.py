@@ -1,4 +1,6 @@
-"""Decoding a part of an image quickly gives what decoding all of it gives, and finds the same files broken."""
+"""Decoding a part of an image quickly gives what decoding all of it gives, and finds the same files
+broken.
+"""
 
 import struct
 from pathlib import Path
@@ -19,7 +21,9 @@ from tests.data.test_images import chunk, pixels, tiff
 from tests.harness.photographs import CHINA, encoded, exif, jpeg
 
 
-def reference(data, box: tuple[int, int, int, int], size: tuple[int, int], filter: Image.Resampling) -> np.ndarray:
+def reference(
+    data, box: tuple[int, int, int, int], size: tuple[int, int], filter: Image.Resampling
+) -> np.ndarray:
     """Decoded whole and resized by Pillow: int[3, H, W]."""
     top, left, height, width = box
     image = open_rgb(data).crop((left, top, left + width, top + height)).resize(size[::-1], filter)
@@ -29,14 +33,20 @@ def reference(data, box: tuple[int, int, int, int], size: tuple[int, int], filte
 @pytest.mark.parametrize(
     "width, height, box, size, most, mean",
     [
-        (500, 375, (40, 64, 200, 304), (224, 224), 1, 0.01),  # the reference rounds between its passes, as this does
-        (120, 90, (0, 0, 90, 120), (224, 224), 1, 0.01),  # enlarged; of a part the slow way would see its surroundings
+        # the reference rounds between its passes, as this does
+        (500, 375, (40, 64, 200, 304), (224, 224), 1, 0.01),
+        # enlarged; of a part the slow way would see its surroundings
+        (120, 90, (0, 0, 90, 120), (224, 224), 1, 0.01),
         (2000, 1500, (160, 80, 1200, 1600), (224, 224), 8, 0.5),  # from half the resolution
         (4000, 3000, (160, 80, 2400, 3200), (96, 128), 8, 0.5),  # an eighth
     ],
 )
-@pytest.mark.parametrize("filter", [Image.Resampling.BILINEAR, Image.Resampling.BICUBIC], ids=["bilinear", "bicubic"])
-def test_pixels_agree_with_those_of_the_slow_way(width, height, box, size, most, mean, filter) -> None:
+@pytest.mark.parametrize(
+    "filter", [Image.Resampling.BILINEAR, Image.Resampling.BICUBIC], ids=["bilinear", "bicubic"]
+)
+def test_pixels_agree_with_those_of_the_slow_way(
+    width, height, box, size, most, mean, filter
+) -> None:
     data = jpeg(width, height)
     seen = Picture(data).region(*box, size, filter.name.lower())
     assert seen.dtype == torch.uint8 and seen.shape == (3, *size)
@@ -52,7 +62,9 @@ def test_a_turned_photograph_is_upright() -> None:
             assert (picture.width, picture.height) == upright.size
             box = (8, 16, upright.height - 16, upright.width - 32)
             wanted = reference(data, box, (24, 24), Image.Resampling.BILINEAR)
-            assert np.abs(picture.region(*box, (24, 24), "bilinear").numpy() - wanted).mean() < 1.5, orientation
+            assert (
+                np.abs(picture.region(*box, (24, 24), "bilinear").numpy() - wanted).mean() < 1.5
+            ), orientation
 
 
 def segment(marker: int, body: bytes) -> bytes:
@@ -63,7 +75,9 @@ def turned_files() -> dict[str, bytes]:
     """Photographs of 64 x 48 pixels as stored, with orientation 6 in all places where it may stand."""
     tags = exif(6).tobytes()
     tags = tags if tags.startswith(b"Exif") else b"Exif\0\0" + tags
-    packet = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    packet = (
+        b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    )
     in_exif = segment(0xE1, tags)
     in_xmp = segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0" + packet)
     filler = b"".join(segment(0xEB, b"\xff\xda" + bytes(60_000)) for _ in range(3))
@@ -73,7 +87,8 @@ def turned_files() -> dict[str, bytes]:
         "EXIF behind 8 KiB": segment(0xE2, bytes(9_000)) + in_exif,
         "XMP": in_xmp,
         "XMP behind 128 KiB": filler + in_xmp,
-        "EXIF without orientation, and XMP": segment(0xE1, b"Exif\0\0II*\0\x08" + bytes(5)) + in_xmp,
+        "EXIF without orientation, and XMP": segment(0xE1, b"Exif\0\0II*\0\x08" + bytes(5))
+        + in_xmp,
     }
     plain = jpeg(64, 48)
     files = {name: plain[:2] + inserted + plain[2:] for name, inserted in segments.items()}
@@ -81,7 +96,9 @@ def turned_files() -> dict[str, bytes]:
     png = encoded(image)
     for side, index in (("before", png.index(b"IDAT") - 4), ("behind", len(png) - 12)):
         for kind, body in ((b"eXIf", tags[6:]), (b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + packet)):
-            files[f"PNG, {kind.decode()} {side} the pixels"] = png[:index] + chunk(kind, body) + png[index:]
+            files[f"PNG, {kind.decode()} {side} the pixels"] = (
+                png[:index] + chunk(kind, body) + png[index:]
+            )
     floats = np.asarray(image, np.float32) / 255
     return files | {
         "WebP": encoded(image, "WEBP", exif=exif(6)),
@@ -112,7 +129,9 @@ def test_a_large_photograph_is_never_decoded_whole(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(decoding, "decode_jpeg", decode)
     for side, decoded in ((895, 895), (896, 448), (1791, 896), (1792, 448), (3584, 448)):
         Picture(jpeg(side, side)).region(0, 0, side, side, (224, 224), "bilinear")
-        assert decode.call_args.kwargs["min_height"] == decode.call_args.kwargs["min_width"] == decoded
+        assert (
+            decode.call_args.kwargs["min_height"] == decode.call_args.kwargs["min_width"] == decoded
+        )
 
 
 def test_libjpeg_reduces_the_same_for_both_decoders() -> None:
@@ -134,8 +153,12 @@ def outcome(show, data: bytes):
 
 def test_a_damaged_file_is_broken_for_both_for_the_same_reason() -> None:
     random, data = np.random.default_rng(0), jpeg(36, 24)
-    flipped = [(place, int(random.integers(1, 256))) for place in random.integers(0, len(data), 200)]
-    flips = [data[:place] + bytes([data[place] ^ bits]) + data[place + 1 :] for place, bits in flipped]
+    flipped = [
+        (place, int(random.integers(1, 256))) for place in random.integers(0, len(data), 200)
+    ]
+    flips = [
+        data[:place] + bytes([data[place] ^ bits]) + data[place + 1 :] for place, bits in flipped
+    ]
     for damaged in [*(data[:end] for end in range(0, len(data), 7)), *flips]:
         quick = outcome(lambda data: Picture(data).whole().numpy(), damaged)
         slow = outcome(lambda data: np.asarray(open_rgb(data)).transpose(2, 0, 1), damaged)

@@ -1,4 +1,6 @@
-"""A dry run names images that are there twice, within and between the parts, and says how many it has looked at."""
+"""A dry run names images that are there twice, within and between the parts, and says how many it
+has looked at.
+"""
 
 import shutil
 from pathlib import Path
@@ -21,7 +23,12 @@ def picture(seed: int) -> Image.Image:
 def folder(tmp_path: Path) -> Path:
     """14 + 6 different pictures of two classes."""
     for number in range(20):
-        path = tmp_path / ("train" if number < 14 else "val") / ("cat" if number % 3 else "dog") / f"{number:02}.png"
+        path = (
+            tmp_path
+            / ("train" if number < 14 else "val")
+            / ("cat" if number % 3 else "dog")
+            / f"{number:02}.png"
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         picture(number).save(path)
     return tmp_path
@@ -41,8 +48,8 @@ def test_copies_and_other_sizes_are_named_by_their_parts(folder: Path) -> None:
     text = told(folder)["duplicates"]
     between = f"{train / '01.png'} ~ {val / 'copy.png'}, {train / '04.png'} ~ {val / 'small.jpg'}"
     assert text == (
-        f"2 between train and val ({between}), 1 within train ({train / '02.png'} ~ {train / 'copy.png'}), "
-        f"1 within val ({val / '14.png'} ~ {val / 'again.png'})"
+        f"2 between train and val ({between}), 1 within train ({train / '02.png'} ~ "
+        f"{train / 'copy.png'}), 1 within val ({val / '14.png'} ~ {val / 'again.png'})"
     )
 
 
@@ -53,8 +60,13 @@ def test_a_limit_on_the_images_that_are_read_is_said(folder: Path, monkeypatch) 
 
 def test_flat_and_broken_pictures_are_no_near_duplicates(folder: Path) -> None:
     for number in range(5):
-        Image.new("RGB", (40 + number, 40), (200, 200, 200 + number)).save(folder / f"train/cat/flat{number}.png")
-    broken = [folder / place for place in ("train/cat/broken.png", "train/dog/torn.png", "val/cat/none.png")]
+        Image.new("RGB", (40 + number, 40), (200, 200, 200 + number)).save(
+            folder / f"train/cat/flat{number}.png"
+        )
+    broken = [
+        folder / place
+        for place in ("train/cat/broken.png", "train/dog/torn.png", "val/cat/none.png")
+    ]
     for path in broken:
         path.write_bytes(b"nothing")
     rows = told(folder)

@@ -49,7 +49,11 @@ def test_available_memory_is_the_containers_if_it_has_less(monkeypatch, tmp_path
     monkeypatch.setattr(environment, "_CGROUP", tmp_path)
     of_machine = environment.available_memory()
     # 3 GiB, 2.5 of them used, 1 of these by files that were read.
-    facts = {"memory.max": 3 * 2**30, "memory.current": 5 * 2**29, "memory.stat": f"anon 1\ninactive_file {2**30}"}
+    facts = {
+        "memory.max": 3 * 2**30,
+        "memory.current": 5 * 2**29,
+        "memory.stat": f"anon 1\ninactive_file {2**30}",
+    }
     for name, text in facts.items():
         (tmp_path / name).write_text(f"{text}\n")
     assert environment.available_memory() == min(of_machine, 3 * 2**29)

@@ -39,7 +39,12 @@ def chunk(kind: bytes, body: bytes) -> bytes:
 def png(width: int, height: int, bit_depth: int, colour: int, rows: bytes) -> bytes:
     """A PNG byte by byte, for what Pillow can't write."""
     header = struct.pack(">IIBBBBB", width, height, bit_depth, colour, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(rows))
+        + chunk(b"IEND", b"")
+    )
 
 
 # ---- right pixels
@@ -83,14 +88,24 @@ EXACT = {
     "one bit": (encoded(Image.fromarray(RAMP % 2 == 1)), grey(RAMP % 2 * 255)),
     "palette": (encoded(RED_BLUE), [[[255, 0, 0], [0, 0, 255]]]),
     "palette, one transparent": (encoded(RED_BLUE, transparency=1), [[[255, 0, 0], WHITE]]),
-    "palette of alphas": (encoded(RED_BLUE, transparency=bytes([255, 128])), [[[255, 0, 0], [127, 127, 255]]]),
+    "palette of alphas": (
+        encoded(RED_BLUE, transparency=bytes([255, 128])),
+        [[[255, 0, 0], [127, 127, 255]]],
+    ),
     # Transparency lies on white, whatever colour hides under it.
     "RGBA": (encoded(RGBA), [[[10, 20, 30], WHITE, [204, 204, 204]]]),
     "LA": (encoded(LA), [[[40, 40, 40], WHITE]]),
-    "a transparent colour": (encoded(single("RGB", (9, 9, 9), (1, 2, 3)), transparency=(1, 2, 3)), [[[9] * 3, WHITE]]),
+    "a transparent colour": (
+        encoded(single("RGB", (9, 9, 9), (1, 2, 3)), transparency=(1, 2, 3)),
+        [[[9] * 3, WHITE]],
+    ),
     "CMYK, TIFF": (encoded(single("CMYK", *INKS), "TIFF"), [[*INKS.values()]]),
-    "first frame": (encoded(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), [[[255, 0, 0]]]),
-    # Rescaled, not saturated. The scale is the type's: a night picture is not stretched into a day picture.
+    "first frame": (
+        encoded(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]),
+        [[[255, 0, 0]]],
+    ),
+    # Rescaled, not saturated. The scale is the type's: a night picture is not stretched into a day
+    # picture.
     "16 bit, PNG": (encoded(Image.fromarray(SIXTEEN)), grey(np.rint(SIXTEEN / 257))),
     "16 bit, other order": (encoded(BIG_ENDIAN, "TIFF"), grey(np.rint(SIXTEEN / 257))),
     "16 bit, colour": (png(2, 1, 16, 2, ROW_OF_16_BITS), [[[255, 128, 0], [1, 1, 1]]]),
@@ -144,9 +159,13 @@ def tiff(values: np.ndarray, photometric: str, planarconfig: str | None = None, 
 
 
 def scaled(values: np.ndarray) -> np.ndarray:
-    """By the rule of docs/data.md: from the full range of 8 or 16 bits or 0 to 1, or from the range of the image."""
+    """By the rule of docs/data.md: from the full range of 8 or 16 bits or 0 to 1, or from the range
+    of the image.
+    """
     white = 1 if values.dtype.kind == "f" else 65535 if values.dtype.itemsize > 1 else 255
-    low, high = (0, white) if 0 <= values.min() and values.max() <= white else (values.min(), values.max())
+    low, high = (
+        (0, white) if 0 <= values.min() and values.max() <= white else (values.min(), values.max())
+    )
     return (values.astype(float) - low) * 255 / (float(high) - float(low))
 
 
@@ -157,11 +176,16 @@ def test_a_tiff_of_any_number_type_is_read_by_its_tags(kind: str, byteorder: str
     if dtype.kind == "f":
         colours = random.random((24, 20, 3)).astype(kind)
     else:
-        colours = random.integers(np.iinfo(kind).min, np.iinfo(kind).max, (24, 20, 3), dtype=kind, endpoint=True)
+        colours = random.integers(
+            np.iinfo(kind).min, np.iinfo(kind).max, (24, 20, 3), dtype=kind, endpoint=True
+        )
     grey, beside = colours[..., 0], np.concatenate([colours, colours[..., :1]], axis=2)
     cases = {
         "grey": (tiff(grey, "minisblack", byteorder=byteorder), scaled(grey)[..., None]),
-        "0 is white": (tiff(grey, "miniswhite", byteorder=byteorder), 255 - scaled(grey)[..., None]),
+        "0 is white": (
+            tiff(grey, "miniswhite", byteorder=byteorder),
+            255 - scaled(grey)[..., None],
+        ),
         "pages": (
             tiff(np.stack([grey, grey.T.reshape(24, 20)]), "minisblack", byteorder=byteorder),
             scaled(grey)[..., None],
@@ -169,7 +193,12 @@ def test_a_tiff_of_any_number_type_is_read_by_its_tags(kind: str, byteorder: str
     }
     for plane in ("contig", "separate"):
         for tile in (None, (16, 16)):
-            options = {"planarconfig": plane, "tile": tile, "byteorder": byteorder, "bigtiff": byteorder == ">"}
+            options = {
+                "planarconfig": plane,
+                "tile": tile,
+                "byteorder": byteorder,
+                "bigtiff": byteorder == ">",
+            }
             cases[f"RGB, {plane}, {tile}"] = (tiff(colours, "rgb", **options), scaled(colours))
             unused = tiff(beside, "rgb", extrasamples=[0], **options)
             cases[f"RGB and another band, {plane}, {tile}"] = (unused, scaled(colours))
@@ -193,7 +222,8 @@ def test_compressed_tiffs_are_read_right_or_refused_by_name() -> None:
         tiff(colours.astype(np.float32), "rgb", compression="zlib"),
     ):
         with pytest.raises(
-            BrokenImage, match=r"a TIFF of \d bands of \d+ bits, .*compression 8, .*: save it as RGB without"
+            BrokenImage,
+            match=r"a TIFF of \d bands of \d+ bits, .*compression 8, .*: save it as RGB without",
         ):
             open_rgb(data)
 
@@ -207,7 +237,9 @@ def test_bands_without_a_meaning_are_refused_or_not_used() -> None:
         assert np.all(pixels(data) == level)
     for bands in (2, 4, 13):
         data = tiff(np.ones((16, 16, bands), np.uint16), "minisblack", "contig")
-        with pytest.raises(BrokenImage, match=rf"a TIFF of {bands} bands of 16 bits, 16 x 16 .*docs/change_it\.md"):
+        with pytest.raises(
+            BrokenImage, match=rf"a TIFF of {bands} bands of 16 bits, 16 x 16 .*docs/change_it\.md"
+        ):
             open_rgb(data)
 
 
@@ -215,7 +247,9 @@ def test_a_tiff_of_any_size_in_its_header_costs_no_memory() -> None:
     for side, reason in ((60_000, "60000 x 60000"), (8_000, "cut off")):
         data = tiff(np.zeros((16, 16, 3), np.float32), "rgb", tile=(16, 16))
         for tag in (256, 257):  # width and height
-            data = data.replace(struct.pack("<HHII", tag, 4, 1, 16), struct.pack("<HHII", tag, 4, 1, side))
+            data = data.replace(
+                struct.pack("<HHII", tag, 4, 1, 16), struct.pack("<HHII", tag, 4, 1, side)
+            )
         with bounded(10, 256), pytest.raises(BrokenImage, match=reason):
             open_rgb(data)
 
@@ -261,10 +295,20 @@ def test_every_exif_orientation_comes_out_upright(kind):
 
 def test_a_damaged_exif_block_costs_no_image_and_no_warning():
     image = Image.new("RGB", (8, 8), (50, 60, 70))
-    for block in (b"Exif\x00\x00garbage", b"Exif\x00\x00II*\x00\x08\x00\x00\x00\xff\xff\x12\x01", b"Exif\x00\x00"):
+    for block in (
+        b"Exif\x00\x00garbage",
+        b"Exif\x00\x00II*\x00\x08\x00\x00\x00\xff\xff\x12\x01",
+        b"Exif\x00\x00",
+    ):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert np.abs(pixels(encoded(image, "JPEG", quality=100, exif=block)).astype(int) - (50, 60, 70)).max() <= 2
+            assert (
+                np.abs(
+                    pixels(encoded(image, "JPEG", quality=100, exif=block)).astype(int)
+                    - (50, 60, 70)
+                ).max()
+                <= 2
+            )
 
 
 # ---- the same without this project
@@ -276,17 +320,25 @@ EXTREME = ("not finite", "all floats", "constant")  # no promise of the scripts
 def test_scripts_that_stand_alone_open_files_as_the_recipes_do():
     pages = [(ROOT / name).read_text() for name in ("docs/after_training.md", "docs/detect.py")]
     pattern = re.compile(r"^def open_image\(file\):\n(?:(?: .*)?\n)*?    return .*\n", re.MULTILINE)
-    (text,) = {found for page in pages for found in pattern.findall(page)}  # each stands alone, so each has it whole
+    # Each stands alone, so each has it whole.
+    (text,) = {found for page in pages for found in pattern.findall(page)}
     scope = {"np": np, "Image": Image, "ImageOps": ImageOps}
     exec(text, scope)
     random = np.random.default_rng(0)
     colours = Image.fromarray(random.integers(0, 256, (8, 8, 4), dtype=np.uint8), "RGBA")
     sixteen = Image.fromarray(random.integers(0, 65536, (8, 8)).astype(np.uint16))
-    files = {name: data for name, (data, _) in EXACT.items() if isinstance(data, bytes) and name not in EXTREME}
+    files = {
+        name: data
+        for name, (data, _) in EXACT.items()
+        if isinstance(data, bytes) and name not in EXTREME
+    }
     files |= {f"exif {number}": encoded(colours, exif=exif(number)) for number in STORED}
     files |= {f"16 bit, exif {number}": encoded(sixteen, exif=exif(number)) for number in (1, 6)}
     files |= {mode: encoded(colours.convert(mode), "TIFF") for mode in ("RGB", "YCbCr", "RGBA")}
-    files |= {"JPEG": encoded(colours.convert("RGB"), "JPEG"), "CMYK": encoded(colours.convert("CMYK"), "JPEG")}
+    files |= {
+        "JPEG": encoded(colours.convert("RGB"), "JPEG"),
+        "CMYK": encoded(colours.convert("CMYK"), "JPEG"),
+    }
     for name, data in files.items():
         alone = scope["open_image"](io.BytesIO(data))
         assert alone.mode == "RGB" and np.array_equal(np.asarray(alone), pixels(data)), name
@@ -309,20 +361,30 @@ def test_a_file_that_is_cut_off_is_broken(kind):
 
 def test_a_bomb_is_refused_from_its_header():
     bomb = png(20_000, 20_000, 8, 2, b"")  # would decode to 1.2 GB, and Pillow itself refuses it
-    with pytest.raises(BrokenImage, match=f"more than {2 * MAX_PIXELS} pixels, the limit is {MAX_PIXELS}"):
+    with pytest.raises(
+        BrokenImage, match=f"more than {2 * MAX_PIXELS} pixels, the limit is {MAX_PIXELS}"
+    ):
         open_rgb(bomb)
     suspicious = png(10_000, 10_000, 8, 2, b"")  # Pillow would only warn
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(BrokenImage, match=f"10000 x 10000 = 100000000 pixels, the limit is {MAX_PIXELS}"):
+        with pytest.raises(
+            BrokenImage, match=f"10000 x 10000 = 100000000 pixels, the limit is {MAX_PIXELS}"
+        ):
             open_rgb(suspicious)
 
 
 def test_what_is_no_image_is_broken_in_words(tmp_path):
     (tmp_path / "diary.jpg").write_bytes(b"dear diary\n" * 30)
     for source, reason in (
-        *((source, "not an image") for source in (b"", b"\x89PNG\r\n\x1a\n", tmp_path / "diary.jpg")),
-        *((b"\0\0\0\x18ftyp" + brand, "HEIC, .*pip install pillow-heif") for brand in (b"heic", b"hevc", b"mif1")),
+        *(
+            (source, "not an image")
+            for source in (b"", b"\x89PNG\r\n\x1a\n", tmp_path / "diary.jpg")
+        ),
+        *(
+            (b"\0\0\0\x18ftyp" + brand, "HEIC, .*pip install pillow-heif")
+            for brand in (b"heic", b"hevc", b"mif1")
+        ),
         (encoded(Image.effect_noise((64, 64), 50))[:900], "can't be decoded: "),
         (encoded(Image.new("RGB", (4, 4)), "EPS"), "not an image"),  # it would start a program
         (Image.new("RGB", (0, 5)), "0 x 5 pixels: the image has no pixels"),
@@ -335,14 +397,21 @@ def test_what_is_no_image_is_broken_in_words(tmp_path):
         with pytest.raises(BrokenImage, match=reason) as broken:
             open_rgb(source)
         assert str(tmp_path) not in str(broken.value)  # who asks knows the name
-        assert str(pickle.loads(pickle.dumps(broken.value))) == str(broken.value)  # it travels between processes
+        # It travels between processes.
+        assert str(pickle.loads(pickle.dumps(broken.value))) == str(broken.value)
     assert not SUFFIXES & {".eps", ".ps", ".h5", ".mpg"}
     assert {".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".bmp", ".gif"} <= SUFFIXES
 
 
 def test_a_failing_machine_is_not_a_broken_image(monkeypatch):
-    """Replacing an image because of this machine's trouble would train it on other samples than another layout."""
-    for trouble in (OSError(errno.EMFILE, "Too many open files"), OSError(errno.EIO, "I/O error"), MemoryError()):
+    """Replacing an image because of this machine's trouble would train it on other samples than
+    another layout.
+    """
+    for trouble in (
+        OSError(errno.EMFILE, "Too many open files"),
+        OSError(errno.EIO, "I/O error"),
+        MemoryError(),
+    ):
         monkeypatch.setattr(Image, "open", MagicMock(side_effect=trouble))
         with pytest.raises(type(trouble)):
             open_rgb(b"")

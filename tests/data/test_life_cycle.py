@@ -1,4 +1,6 @@
-"""What loaders and workers need of every source: it can be pickled, works after a fork, and holds no object for each row."""
+"""What loaders and workers need of every source: it can be pickled, works after a fork, and holds
+no object for each row.
+"""
 
 import gc
 import os
@@ -30,30 +32,41 @@ def data_of(kind: str, root: Path) -> Path | str:
         images = [{"bytes": file.read_bytes(), "path": None} for file in files]
         objects = [{"bbox": [[1.0, 1.0, 2.0, 1.5]], "category": ["cat"]}] * 80
         columns = {"objects": objects} if "objects" in kind else {"label": [0, 1] * 40}
-        table = datasets.Dataset.from_dict({"image": images} | columns).cast_column("image", datasets.Image())
+        table = datasets.Dataset.from_dict({"image": images} | columns).cast_column(
+            "image", datasets.Image()
+        )
         table.save_to_disk(root / "table")
         return root / "table"
     if kind == "digits":
         return kind
     outline = {"segmentation": [[1, 1, 6, 1, 6, 6]]}
-    return coco(root, ids=ROWS, annotations=[annotation(n, [n % 9, 1, 5, 5]) | outline for n in ROWS])
+    return coco(
+        root, ids=ROWS, annotations=[annotation(n, [n % 9, 1, 5, 5]) | outline for n in ROWS]
+    )
 
 
 @pytest.mark.parametrize("kind", [*LABELLED, *ANNOTATED])
 def test_a_source_lives_in_workers(kind: str, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / ".cache")
     task = annotated if kind in ANNOTATED else labelled
-    spec = task.Spec(str(data_of(kind, tmp_path / "data")), seed=0, val_share=0.25, **ANNOTATED.get(kind, {}))
+    spec = task.Spec(
+        str(data_of(kind, tmp_path / "data")), seed=0, val_share=0.25, **ANNOTATED.get(kind, {})
+    )
     source, _ = task.load(spec)
     count = 4 if kind in ANNOTATED else len(source)
     expected = [np.asarray(source.image(index)) for index in range(count)]
     twin = pickle.loads(pickle.dumps(source))
     facts = [(each.classes, each.fingerprint, each.name(3), each.notes) for each in (source, twin)]
     assert facts[0] == facts[1]
-    assert all(np.array_equal(np.asarray(twin.image(index)), expected[index]) for index in range(count))
+    assert all(
+        np.array_equal(np.asarray(twin.image(index)), expected[index]) for index in range(count)
+    )
     child = os.fork()
     if child == 0:
-        same = all(np.array_equal(np.asarray(source.image(index)), expected[index]) for index in range(count))
+        same = all(
+            np.array_equal(np.asarray(source.image(index)), expected[index])
+            for index in range(count)
+        )
         if task is annotated:
             same &= np.array_equal(source.sample(3, 0).image.whole().permute(1, 2, 0), expected[3])
         os._exit(0 if same else 1)
@@ -72,7 +85,12 @@ def test_a_source_lives_in_workers(kind: str, tmp_path, monkeypatch) -> None:
 
 def test_slow_imports_wait_until_they_are_needed() -> None:
     """Every process of every run imports these modules; most read neither digits nor tables."""
-    code = "import sys, common.classification.sources; first = {*sys.modules}; import common.detection.data.sources"
+    code = (
+        "import sys, common.classification.sources; first = {*sys.modules}; import "
+        "common.detection.data.sources"
+    )
     late = "{'torch', 'sklearn', 'datasets'} & first, {'sklearn', 'datasets'} & {*sys.modules}"
     command = [sys.executable, "-c", f"{code}; print({late})"]
-    assert subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout == "set() set()\n"
+    assert (
+        subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout == "set() set()\n"
+    )

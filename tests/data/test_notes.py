@@ -1,4 +1,6 @@
-"""Notes on data: counts by reason become lines, and a start that would leave out most of the data is refused."""
+"""Notes on data: counts by reason become lines, and a start that would leave out most of the data
+is refused.
+"""
 
 import pytest
 
@@ -31,6 +33,7 @@ def test_more_than_half_is_refused_with_the_cause(count, is_refused):
         assert notes.texts(total=10)
         return
     with pytest.raises(
-        Refused, match=r"photos: most of its 10 files would be left out: 6 \(suffix .heic\), .*; convert"
+        Refused,
+        match=r"photos: most of its 10 files would be left out: 6 \(suffix .heic\), .*; convert",
     ):
         notes.texts(total=10, cause="convert them to JPEG")

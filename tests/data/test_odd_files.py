@@ -1,4 +1,6 @@
-"""Files that a stranger may have put there are refused in one line, in bounded time and memory, by whatever reads them."""
+"""Files that a stranger may have put there are refused in one line, in bounded time and memory, by
+whatever reads them.
+"""
 
 import json
 from collections.abc import Callable
@@ -57,7 +59,9 @@ def saved_data_set(root: Path, put: Place) -> None:
 
 def weights_of_a_model(root: Path, put: Place) -> None:
     model = timm.create_model("test_vit", num_classes=3)
-    timm_models.export(model, "abc", timm_models.resolve_data_config(model), False, {}, root / "best")
+    timm_models.export(
+        model, "abc", timm_models.resolve_data_config(model), False, {}, root / "best"
+    )
     (root / "best/model.safetensors").unlink()
     put(root / "best/model.safetensors")
     timm_models.build_classifier(str(root / "best"), 3)
@@ -106,7 +110,10 @@ READERS = {
     "weights of a model": weights_of_a_model,
     "weights of a detector": at("weights.pth", read_weights),
     "config.json of a detector": config_of_a_detector,
-    **{f"{file} of a checkpoint": checkpoint(file) for file in ("manifest.json", "record.json", "model.safetensors")},
+    **{
+        f"{file} of a checkpoint": checkpoint(file)
+        for file in ("manifest.json", "record.json", "model.safetensors")
+    },
     "train.json of COCO": at("train.json", lambda file: annotated(Path(file).parent)),
     "an XML file of VOC": annotation("Annotations/0.xml", VOC),
     "a list of VOC": annotation("ImageSets/Main/train.txt", VOC),
@@ -118,7 +125,9 @@ READERS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reader", READERS)
-def test_a_file_that_is_none_is_refused_in_one_line(tmp_path: Path, monkeypatch, reader: str, kind: str) -> None:
+def test_a_file_that_is_none_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch, reader: str, kind: str
+) -> None:
     monkeypatch.setenv("VISION_RECIPES_CACHE", str(tmp_path / "index"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     (tmp_path / "data").mkdir()
@@ -133,7 +142,9 @@ def test_a_fifo_counts_as_absent_or_as_an_unreadable_image(tmp_path: Path) -> No
     link_to_fifo(tmp_path / "a.jpg")
     with bounded():
         assert read_json(tmp_path / "a.jpg") == {}
-        assert headers_of_files(str(tmp_path), pa.array([b"a.jpg"], pa.large_binary())).tolist() == [[0, 0, 1, 0]]
+        assert headers_of_files(
+            str(tmp_path), pa.array([b"a.jpg"], pa.large_binary())
+        ).tolist() == [[0, 0, 1, 0]]
 
 
 def test_names_that_no_file_can_have_are_missing(tmp_path: Path) -> None:
@@ -146,6 +157,8 @@ def test_a_checkpoint_names_no_file_elsewhere(tmp_path: Path) -> None:
     path = Checkpoints(tmp_path).save({"step": 1}, {"model": {"a": torch.zeros(3)}})
     manifest = json.loads((path / "manifest.json").read_text())
     for name in ("/dev/zero", "../manifest.json"):
-        (path / "manifest.json").write_text(json.dumps(manifest | {name: {"bytes": 0, "sha256": ""}}))
+        (path / "manifest.json").write_text(
+            json.dumps(manifest | {name: {"bytes": 0, "sha256": ""}})
+        )
         with bounded(), pytest.raises(Damaged, match="is no file of it"):
             verify(path)

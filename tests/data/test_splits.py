@@ -1,4 +1,6 @@
-"""A share is held out of groups: single images as without groups. That classes keep their share: test_sources.py."""
+"""A share is held out of groups: single images as without groups. That classes keep their share:
+test_sources.py.
+"""
 
 import numpy as np
 import pyarrow as pa

@@ -1,4 +1,6 @@
-"""Every sample is drawn exactly once per epoch, in one order, however the stream is split and wherever it is entered."""
+"""Every sample is drawn exactly once per epoch, in one order, however the stream is split and
+wherever it is entered.
+"""
 
 import time
 import tracemalloc
@@ -20,20 +22,29 @@ SEEDS = st.integers(0, 2**63)
 
 @pytest.mark.smoke
 @given(
-    st.tuples(st.integers(1, 4), st.integers(1, 7), st.integers(0, 40), st.integers(2, 12)), st.integers(1, 150), SEEDS
+    st.tuples(st.integers(1, 4), st.integers(1, 7), st.integers(0, 40), st.integers(2, 12)),
+    st.integers(1, 150),
+    SEEDS,
 )
 @settings(max_examples=40)
 def test_every_epoch_draws_every_sample_once_however_it_is_split(cut, size: int, seed: int) -> None:
     unit, world_size, more, limit = cut
     plan = BatchPlan((world_size + more) * unit, world_size, limit * unit, unit)
     stream, start = Stream(size, plan.global_batch_size, seed), seed % 10**6
-    steps = -(-3 * size // plan.global_batch_size) + 1  # some batches straddle epochs, some hold several
-    spans = [plan.span(rank, turn) for rank in range(plan.world_size) for turn in range(plan.micro_steps)]
-    positions = [stream.positions(step, span) for step in range(start, start + steps) for span in spans]
+    # Some batches straddle epochs, some hold several.
+    steps = -(-3 * size // plan.global_batch_size) + 1
+    spans = [
+        plan.span(rank, turn) for rank in range(plan.world_size) for turn in range(plan.micro_steps)
+    ]
+    positions = [
+        stream.positions(step, span) for step in range(start, start + steps) for span in spans
+    ]
     indices = np.concatenate([stream.indices(of_batch) for of_batch in positions])
     first = start * plan.global_batch_size
     backwards = np.arange(first, first + len(indices))[::-1]
-    assert (indices[::-1] == stream.indices(backwards)).all(), "a position has its sample in whatever company"
+    assert (indices[::-1] == stream.indices(backwards)).all(), (
+        "a position has its sample in whatever company"
+    )
     to_epoch = -first % size
     epochs = [indices[low : low + size] for low in range(to_epoch, len(indices) - size + 1, size)]
     assert len(epochs) >= 2
@@ -42,15 +53,21 @@ def test_every_epoch_draws_every_sample_once_however_it_is_split(cut, size: int,
 
 def test_the_permutation_is_a_bijection() -> None:
     for size in (*range(1, 100), 2**16 - 1, 2**16, 2**16 + 1, 99_991):
-        assert (np.bincount(permutation(np.arange(size), size, 2**63, 7), minlength=size) == 1).all()
+        assert (
+            np.bincount(permutation(np.arange(size), size, 2**63, 7), minlength=size) == 1
+        ).all()
     for size in (10**9, 10**12, 2**62):  # it collides nowhere in a sample
         places = np.unique(np.random.default_rng(0).integers(0, size, 100_000))
         indices = permutation(places, size, 0, 0)
-        assert len(np.unique(indices)) == len(places) and 0 <= indices.min() and indices.max() < size
+        assert (
+            len(np.unique(indices)) == len(places) and 0 <= indices.min() and indices.max() < size
+        )
 
 
 def _chi_square(counts: np.ndarray, freedom: int) -> float:
-    """How many standard deviations a chi-square statistic lies above its mean; counts expected to be equal."""
+    """How many standard deviations a chi-square statistic lies above its mean; counts expected to
+    be equal.
+    """
     expected = counts.sum() / counts.size
     return (((counts - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5
 
@@ -79,19 +96,30 @@ def test_the_first_batch_of_a_billion_samples_is_there_at_once() -> None:
         stream.indices(stream.positions(123_456_789, plan.span(4095, 0)))
         return time.perf_counter() - began
 
-    assert min(first_batch() for _ in range(20)) < 0.01  # the shortest of some: that of a quiet machine
+    # The shortest of some: that of a quiet machine.
+    assert min(first_batch() for _ in range(20)) < 0.01
     tracemalloc.start()
     first_batch()
     assert tracemalloc.get_traced_memory()[1] < 100_000
     tracemalloc.stop()
 
 
-@given(st.lists(st.floats(0, 10), min_size=1, max_size=150).filter(lambda w: sum(w) > 1e-3), SEEDS, st.integers(0, 99))
-def test_weighted_sampling_draws_each_sample_its_share_of_times(weights: list[float], seed: int, epoch: int) -> None:
+@given(
+    st.lists(st.floats(0, 10), min_size=1, max_size=150).filter(lambda w: sum(w) > 1e-3),
+    SEEDS,
+    st.integers(0, 99),
+)
+def test_weighted_sampling_draws_each_sample_its_share_of_times(
+    weights: list[float], seed: int, epoch: int
+) -> None:
     size, weights = len(weights), np.array(weights)
-    indices = Stream(size, 7, seed, weights=weights).indices(np.arange(epoch * size, (epoch + 1) * size))
+    indices = Stream(size, 7, seed, weights=weights).indices(
+        np.arange(epoch * size, (epoch + 1) * size)
+    )
     counts, expected = np.bincount(indices, minlength=size), size * weights / weights.sum()
-    assert (np.floor(expected - 1e-9) <= counts).all() and (counts <= np.ceil(expected + 1e-9)).all()
+    assert (np.floor(expected - 1e-9) <= counts).all() and (
+        counts <= np.ceil(expected + 1e-9)
+    ).all()
 
 
 def test_weighted_sampling_is_unbiased_and_in_no_order() -> None:
@@ -99,7 +127,9 @@ def test_weighted_sampling_is_unbiased_and_in_no_order() -> None:
     indices = Stream(60, 8, 4, weights=weights).indices(np.arange(60 * 600)).reshape(600, 60)
     mean = np.stack([np.bincount(epoch, minlength=60) for epoch in indices]).mean(0)
     assert np.abs(mean - 60 * weights / weights.sum()).max() < 4.5 * 0.5 / 600**0.5
-    table, *_ = np.histogram2d(np.tile(np.arange(60), 600), indices.ravel(), bins=(6, [0, 20, 30, 40, 50, 60]))
+    table, *_ = np.histogram2d(
+        np.tile(np.arange(60), 600), indices.ravel(), bins=(6, [0, 20, 30, 40, 50, 60])
+    )
     assert (
         (table - table.sum(0) / 6) ** 2 / (table.sum(0) / 6)
     ).sum() < 60  # chi-square, 20 degrees of freedom: p = 1e-5
@@ -110,17 +140,27 @@ def test_repeats_stand_in_every_batch_apart_from_each_other(
     size: int, distinct: int, repeats: int, seed: int, step: int
 ):
     stream = Stream(size, distinct * repeats, seed, repeats)
-    copies = stream.indices(stream.positions(step, (0, distinct * repeats))).reshape(repeats, distinct)
+    copies = stream.indices(stream.positions(step, (0, distinct * repeats))).reshape(
+        repeats, distinct
+    )
     assert (copies == copies[0]).all()  # copies stand `distinct` positions apart, in whole rounds
-    assert (copies[0] == Stream(size, distinct, seed).indices(np.arange(step * distinct, (step + 1) * distinct))).all()
+    assert (
+        copies[0]
+        == Stream(size, distinct, seed).indices(np.arange(step * distinct, (step + 1) * distinct))
+    ).all()
 
 
 @given(st.integers(1, 50), st.integers(1, 50), st.decimals(0, 1000, places=3))
-def test_an_epoch_ends_in_the_step_that_takes_its_last_sample(size: int, batch: int, epochs) -> None:
+def test_an_epoch_ends_in_the_step_that_takes_its_last_sample(
+    size: int, batch: int, epochs
+) -> None:
     stream = Stream(size, batch, 0)
-    last_samples = {position // batch + 1 for position in range(size - 1, 200 * batch, size)}  # steps done by then
+    # Steps done by then.
+    last_samples = {position // batch + 1 for position in range(size - 1, 200 * batch, size)}
     assert {step for step in range(1, 201) if stream.ends_epoch(step)} == last_samples
-    assert stream.epoch(size) == batch and stream.steps(float(epochs)) == ceil(Fraction(epochs) * size / batch)
+    assert stream.epoch(size) == batch and stream.steps(float(epochs)) == ceil(
+        Fraction(epochs) * size / batch
+    )
 
 
 def test_an_empty_set_and_a_batch_of_other_size_are_refused() -> None:
@@ -128,16 +168,25 @@ def test_an_empty_set_and_a_batch_of_other_size_are_refused() -> None:
         Stream(0, 4, 0)
     for batch, next_one in ((10, 12), (2, 3)):
         with pytest.raises(
-            Refused, match=f"--global_batch_size {batch} does not divide by --repeats 3: take {next_one}"
+            Refused,
+            match=f"--global_batch_size {batch} does not divide by --repeats 3: take {next_one}",
         ):
             Stream(9, batch, 0, 3)
 
 
 def test_an_epoch_of_few_steps_counts_as_more() -> None:
     plain, longer = Stream(20, 8, seed=3), Stream(20, 8, seed=3, min_epoch_steps=10)
-    assert [longer.steps(epochs) for epochs in (0.5, 1, 3)] == [5, 10, 30] != [plain.steps(e) for e in (0.5, 1, 3)]
+    assert (
+        [longer.steps(epochs) for epochs in (0.5, 1, 3)]
+        == [5, 10, 30]
+        != [plain.steps(e) for e in (0.5, 1, 3)]
+    )
     assert [step for step in range(1, 31) if longer.ends_epoch(step)] == [10, 20, 30]
-    assert longer.extends_epochs and not plain.extends_epochs and longer.epoch(10) == plain.epoch(10) == 4
+    assert (
+        longer.extends_epochs
+        and not plain.extends_epochs
+        and longer.epoch(10) == plain.epoch(10) == 4
+    )
     assert (longer.indices(np.arange(100)) == plain.indices(np.arange(100))).all()
     much = Stream(1000, 8, seed=3, min_epoch_steps=10)
     assert not much.extends_epochs and much.steps(1.5) == 188

@@ -1,4 +1,6 @@
-"""Data workers hand over batches unchanged, end with their process in whatever state, and leave nothing behind."""
+"""Data workers hand over batches unchanged, end with their process in whatever state, and leave
+nothing behind.
+"""
 
 import contextlib
 import os
@@ -65,7 +67,9 @@ def begin(data: Asked):
     return batches
 
 
-@pytest.mark.parametrize("method, doing", [("fork", ["full pipe", "in C", "stopped"]), ("forkserver", ["full pipe"])])
+@pytest.mark.parametrize(
+    "method, doing", [("fork", ["full pipe", "in C", "stopped"]), ("forkserver", ["full pipe"])]
+)
 def test_workers_end_with_their_process_when_it_is_killed(tmp_path, method, doing):
     if sys.platform != "linux":
         doing = ["full pipe", ""]  # elsewhere a thread of the worker sees it, if it may run
@@ -89,33 +93,46 @@ def test_workers_end_with_their_process_when_it_is_killed(tmp_path, method, doin
 
 
 def test_a_worker_keeps_no_socket_of_its_process():
-    """Only the one that it hands batches over through. Letting go of the others closes no file that it opens later."""
+    """Only the one that it hands batches over through. Letting go of the others closes no file that
+    it opens later.
+    """
     near, far = socket.socketpair()
 
     def count(_: str, number: int) -> Numbers:
         files = [int(name) for name in os.listdir("/dev/fd")[:-1]]
-        is_socket = [os.path.exists(f"/dev/fd/{file}") and stat.S_ISSOCK(os.fstat(file).st_mode) for file in files]
+        is_socket = [
+            os.path.exists(f"/dev/fd/{file}") and stat.S_ISSOCK(os.fstat(file).st_mode)
+            for file in files
+        ]
         with open(os.devnull) as file:
             near.close(), far.close()  # as where a worker drops what its process made
             open(os.devnull).close()
             file.read()
         return Numbers(torch.zeros(1), f"{sum(is_socket)} of {number}")
 
-    assert [batch.text for batch in _loader(Asked(count), [[0], [1], [2]], 1)] == ["1 of 0", "1 of 1", "1 of 2"]
+    assert [batch.text for batch in _loader(Asked(count), [[0], [1], [2]], 1)] == [
+        "1 of 0",
+        "1 of 1",
+        "1 of 2",
+    ]
     near.send(b"as before")
     assert far.recv(9) == b"as before"
 
 
 def test_a_worker_outlives_the_thread_that_started_it():
     made = []
-    thread = threading.Thread(target=lambda: made.append(begin(Asked(lambda _, number: Numbers(torch.tensor(number))))))
+    thread = threading.Thread(
+        target=lambda: made.append(begin(Asked(lambda _, number: Numbers(torch.tensor(number)))))
+    )
     thread.start()
     thread.join()
     assert [int(next(made[0]).numbers) for _ in range(20)] == list(range(1, 21))
 
 
 def test_a_worker_that_hangs_in_its_fork_is_replaced(monkeypatch):
-    """Before Python 3.12 a child can inherit a lock of the interpreter without the thread that would release it."""
+    """Before Python 3.12 a child can inherit a lock of the interpreter without the thread that
+    would release it.
+    """
     forks, parent = [], os.getpid()
     monkeypatch.setattr(workers, "_UP_S", 1.0)
 
@@ -123,7 +140,9 @@ def test_a_worker_that_hangs_in_its_fork_is_replaced(monkeypatch):
         if os.getppid() == parent and len(forks) == 1:
             time.sleep(3600)
 
-    os.register_at_fork(before=lambda: forks.append("one") if len(forks) < 2 else None, after_in_child=hang)
+    os.register_at_fork(
+        before=lambda: forks.append("one") if len(forks) < 2 else None, after_in_child=hang
+    )
     batches = _loader(Asked(lambda _, number: Numbers(torch.tensor(number))), [[0], [1]], 1)
     assert [int(batch.numbers) for batch in batches] == [0, 1] and len(forks) == 2
 
@@ -143,14 +162,25 @@ def batch(_: str, number: int) -> Batch:
     torch.manual_seed(number)
     images = torch.rand(4, 3, 50, 70 + number).contiguous(memory_format=torch.channels_last)
     targets = [
-        {"boxes": torch.rand(3, 4), "masks": torch.rand(2, 300, 300).transpose(1, 2) > 0.5, "position": number},
-        {"boxes": torch.zeros(0, 4), "masks": torch.zeros(0, 300, 300, dtype=torch.bool), "position": -number},
+        {
+            "boxes": torch.rand(3, 4),
+            "masks": torch.rand(2, 300, 300).transpose(1, 2) > 0.5,
+            "position": number,
+        },
+        {
+            "boxes": torch.zeros(0, 4),
+            "masks": torch.zeros(0, 300, 300, dtype=torch.bool),
+            "position": -number,
+        },
     ]
     return Batch(images, targets, torch.zeros(0, 3, dtype=torch.int64), number)
 
 
 def test_batches_come_out_as_they_went_in() -> None:
-    loaders = [_loader(Asked(batch), [[number] for number in range(start, start + 6)], 2) for start in (0, 100)]
+    loaders = [
+        _loader(Asked(batch), [[number] for number in range(start, start + 6)], 2)
+        for start in (0, 100)
+    ]
     kept = [batch for pair in zip(*loaders, strict=True) for batch in pair]
     for actual in kept:  # later ones have taken nothing from earlier ones
         expected = batch("", actual.text)
@@ -177,11 +207,20 @@ def test_nothing_stays_open_and_no_memory_has_a_name(monkeypatch, tmp_path) -> N
 
 
 def test_a_worker_without_a_batch_is_not_started() -> None:
-    """Python's garbage collector would close its queue while torch writes to it, with tracebacks at the end of a run."""
-    assert _loader(Asked(batch), [[0], [1]], 4).num_workers == 2 and _loader(Asked(batch), [], 4).num_workers == 0
+    """Python's garbage collector would close its queue while torch writes to it, with tracebacks at
+    the end of a run.
+    """
+    assert (
+        _loader(Asked(batch), [[0], [1]], 4).num_workers == 2
+        and _loader(Asked(batch), [], 4).num_workers == 0
+    )
 
 
 def test_workers_that_cant_be_started_are_refused_in_one_line(monkeypatch) -> None:
-    monkeypatch.setattr(DataLoader, "__iter__", MagicMock(side_effect=OSError(30, "Read-only file system")))
-    with pytest.raises(Refused, match=r"^1 data workers can't be started \(Read-only file system\): .* /dev/shm"):
+    monkeypatch.setattr(
+        DataLoader, "__iter__", MagicMock(side_effect=OSError(30, "Read-only file system"))
+    )
+    with pytest.raises(
+        Refused, match=r"^1 data workers can't be started \(Read-only file system\): .* /dev/shm"
+    ):
         iter(_loader(Asked(batch), [[0]], 1))

@@ -27,7 +27,9 @@ class Painted(Annotated):
     def content(self, index):
         width, height = self.sizes[index].tolist()
         pixels = np.full((height, width, 3), 40 + index, np.uint8)
-        for left, top, right, bottom in self.boxes[self.offsets[index] : self.offsets[index + 1]].astype(int).tolist():
+        for left, top, right, bottom in (
+            self.boxes[self.offsets[index] : self.offsets[index + 1]].astype(int).tolist()
+        ):
             pixels[top:bottom, left:right] = 255
         return Image.fromarray(pixels)
 
@@ -38,13 +40,19 @@ def source(count=23, seed=0) -> Painted:
     counts = draws.integers(0, 4, count)
     limits = np.repeat(sizes, counts, axis=0)
     low = np.floor(draws.random(limits.shape) * (limits - 8))
-    boxes = np.concatenate([low, low + 4 + np.floor(draws.random(limits.shape) * (limits - low - 4))], 1)
-    objects = zip(boxes, draws.integers(0, 3, len(boxes)), draws.random(len(boxes)) < 0.1, strict=True)
+    boxes = np.concatenate(
+        [low, low + 4 + np.floor(draws.random(limits.shape) * (limits - low - 4))], 1
+    )
+    objects = zip(
+        boxes, draws.integers(0, 3, len(boxes)), draws.random(len(boxes)) < 0.1, strict=True
+    )
     return Painted(**columns([[next(objects) for _ in range(number)] for number in counts], sizes))
 
 
 def evaluated(data, resize: BoxAugmentation) -> EvalDataset:
-    return EvalDataset(data, SimpleNamespace(resize=resize, stride=16, fill=(7, 8, 9), normalize=None))
+    return EvalDataset(
+        data, SimpleNamespace(resize=resize, stride=16, fill=(7, 8, 9), normalize=None)
+    )
 
 
 def samples_of(data, size=6, ways=None) -> TrainDataset:
@@ -66,9 +74,13 @@ def test_broken_images_and_partners_leave_the_canvas_as_it_is():
     whole = samples.__getitems__(np.arange(6))
     vars(data)["content"] = lambda index: b"no image"
     dark = samples.__getitems__(np.arange(6))
-    assert dark.images.shape == whole.images.shape and not any(len(target["boxes"]) for target in dark.targets)
+    assert dark.images.shape == whole.images.shape and not any(
+        len(target["boxes"]) for target in dark.targets
+    )
     indices = samples.stream.indices(np.arange(6)).tolist()  # partners count in their own turn
-    assert [text.split(":")[0] for text in dark.broken] == [f"painted[{index}]" for index in indices]
+    assert [text.split(":")[0] for text in dark.broken] == [
+        f"painted[{index}]" for index in indices
+    ]
 
 
 def test_a_trial_has_as_many_boxes_as_a_batch_can_have():
@@ -77,8 +89,12 @@ def test_a_trial_has_as_many_boxes_as_a_batch_can_have():
     most = np.sort(np.diff(data.offsets))[::-1]
     for options, parts in (({}, 1), ({"mixup": 0.1}, 2), ({"mosaic": 0.1, "mixup": 0.1}, 5)):
         blank = samples_of(data, 3, options).blank(3)
-        assert [len(target["boxes"]) for target in blank.targets] == most[: 3 * parts].reshape(3, parts).sum(1).tolist()
-        assert all((target["boxes"][:, 2:] >= target["boxes"][:, :2]).all() for target in blank.targets)
+        assert [len(target["boxes"]) for target in blank.targets] == most[: 3 * parts].reshape(
+            3, parts
+        ).sum(1).tolist()
+        assert all(
+            (target["boxes"][:, 2:] >= target["boxes"][:, :2]).all() for target in blank.targets
+        )
 
 
 def test_objects_that_get_too_small_to_train_on_have_a_row():
@@ -87,7 +103,9 @@ def test_objects_that_get_too_small_to_train_on_have_a_row():
     data = Painted(**columns([[(box, 0)] for box in boxes], ((90, 60),)))
     small = "left out: {} (below 1 pixel after resizing), first painted[0]"
     for sides, expected in (((15, 29), f"3 objects, {small.format(1)}"), ((15, 30), "")):
-        assert batches._describe_small("--data here", data, BoxAugmentation(0, sides, 800)) == expected
+        assert (
+            batches._describe_small("--data here", data, BoxAugmentation(0, sides, 800)) == expected
+        )
     with pytest.raises(Refused) as refused:
         batches._describe_small("--data here", data, BoxAugmentation(0, (60,), 25))
     most = "--data here: most of its 3 objects would be "
@@ -104,16 +122,23 @@ def test_plain_training_shows_the_pixels_of_the_evaluation(square, short_side):
         shown = plain([data.sample(index, 0)], 1000 + index, (7, 8, 9)).image
         height, width = shown.shape[1:]
         batch = evaluation.__getitems__(np.array([index]))
-        assert batch.sizes[0].tolist() == [width, height] and (not square or width == height == short_side)
+        assert batch.sizes[0].tolist() == [width, height] and (
+            not square or width == height == short_side
+        )
         assert torch.equal(batch.images[0, :, :height, :width], shown)
 
 
 def test_squares_of_a_step_have_one_side_and_no_padding():
-    samples = samples_of(source(), ways={"square": True, "alike": 6, "mosaic": 0.3, "zoom_out": 0.5, "iou_crop": 0.5})
+    samples = samples_of(
+        source(), ways={"square": True, "alike": 6, "mosaic": 0.3, "zoom_out": 0.5, "iou_crop": 0.5}
+    )
     sides = set()
     for step in range(8):
         batch = samples.__getitems__(np.arange(6 * step, 6 * step + 6))
-        assert batch.images.shape[2] == batch.images.shape[3] and (batch.sizes == batch.images.shape[2]).all()
+        assert (
+            batch.images.shape[2] == batch.images.shape[3]
+            and (batch.sizes == batch.images.shape[2]).all()
+        )
         assert samples.padding(step) == 0
         sides.add(batch.images.shape[2])
     assert sides == {32, 48}
@@ -126,7 +151,9 @@ def test_what_is_found_is_given_in_pixels_of_the_original():
     indices = evaluation.batches(3)[0]
     batch = evaluation.__getitems__(indices)
     quarter = torch.tensor([[0.25, 0.5, 0.5, 1.0]])  # of each image
-    found = [{"boxes": quarter * size.repeat(2), "masks": torch.ones(1, 28, 28)} for size in batch.sizes]
+    found = [
+        {"boxes": quarter * size.repeat(2), "masks": torch.ones(1, 28, 28)} for size in batch.sizes
+    ]
     for index, one in zip(indices, restore_sizes(data, batch, found), strict=True):
         width, height = data.sizes[index].tolist()
         torch.testing.assert_close(one["boxes"], quarter * torch.tensor([width, height] * 2))

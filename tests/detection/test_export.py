@@ -33,7 +33,12 @@ def make(family, backbone="test_resnet", levels=(3, 5), classes=10, **options):
     spec = DetectorSpec(family, backbone, classes, levels=levels, seed=3, **width)
     detector = build_detector(spec)
     words = {name: getattr(spec, name) for name in ("width", "convolutions", "variant")}
-    named = {"detector": family, "levels": f"{levels[0]}-{levels[1]}", "init_classes": "", "eval_only": ""}
+    named = {
+        "detector": family,
+        "levels": f"{levels[0]}-{levels[1]}",
+        "init_classes": "",
+        "eval_only": "",
+    }
     detector.flags = SimpleNamespace(**words, **named)  # of the command line
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -54,9 +59,12 @@ def leave(detector, folder, short_side=128, long_side=256, source=SOURCE):
 
 @pytest.mark.parametrize(
     "family, backbone, levels",
-    [("fcos", "test_mambaout", (3, 7)), ("mask_rcnn", "test_efficientnet", (3, 4))],  # the first: channels last
+    # the first: channels last
+    [("fcos", "test_mambaout", (3, 7)), ("mask_rcnn", "test_efficientnet", (3, 4))],
 )
-def test_the_script_detects_without_this_project(family, backbone, levels, tmp_path, monkeypatch, capsys) -> None:
+def test_the_script_detects_without_this_project(
+    family, backbone, levels, tmp_path, monkeypatch, capsys
+) -> None:
     """Other sizes and families are compared in tests/recipes/test_det_evaluation.py."""
     assert not re.search(r"(import|from) (common|recipes|tools)\b", SCRIPT.read_text())
     detector = make(family, backbone, levels)
@@ -66,7 +74,9 @@ def test_the_script_detects_without_this_project(family, backbone, levels, tmp_p
     words = ["detect.py", str(leave(detector, tmp_path / "best")), str(tmp_path / "photo.png")]
     monkeypatch.setattr(sys, "argv", words)
     runpy.run_path(str(SCRIPT))
-    mean, std = (torch.tensor(detector.pretrained_cfg[name])[:, None, None] for name in ("mean", "std"))
+    mean, std = (
+        torch.tensor(detector.pretrained_cfg[name])[:, None, None] for name in ("mean", "std")
+    )
     pixels = ((torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255 - mean) / std)[None]
     (found,) = detector.detect(pixels, torch.tensor([[160, 128]]))
     printed = (line.split() for line in capsys.readouterr().out.splitlines())
@@ -75,7 +85,8 @@ def test_the_script_detects_without_this_project(family, backbone, levels, tmp_p
     np.testing.assert_allclose(np.array(scores, float), found["scores"], atol=2e-4)
     same = np.array([SOURCE.classes.index(name) for name in names]) == found["labels"].numpy()
     apart = np.abs(np.array(sides, float).T - found["boxes"].numpy()).max(1)
-    assert same.mean() > 0.95 and np.quantile(apart[same], 0.95) < 0.05  # boxes of equal score may change places
+    # Boxes of equal score may change places.
+    assert same.mean() > 0.95 and np.quantile(apart[same], 0.95) < 0.05
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +105,13 @@ def test_a_folder_names_classes_and_is_readable_by_others(best, tmp_path) -> Non
     config = json.loads((folder / "config.json").read_text())
     assert config["classes"] == ["cat", "dog", "emu"] and config["category_ids"] == [7, 1, 90]
     assert json.loads((folder / "results.json").read_text()) == {"AP": 0.5}
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "results.json"]
-    assert len({path.stat().st_mode & 0o777 for path in folder.iterdir()}) == 1  # it is for more than its owner
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "results.json",
+    ]
+    # It is for more than its owner.
+    assert len({path.stat().st_mode & 0o777 for path in folder.iterdir()}) == 1
     with pytest.raises(FileExistsError):
         leave(detector, folder)
 
@@ -149,10 +165,16 @@ def test_a_new_run_begins_with_the_classes_that_are_known(family, tmp_path) -> N
             for number in range(-background, count):
                 known = number < 0 or names[number] in Three.classes
                 place = Three.classes.index(names[number]) if known and number >= 0 else number
-                wanted = of_class(theirs[name], 3, place) if known else of_class(before[name], count, number)
+                wanted = (
+                    of_class(theirs[name], 3, place)
+                    if known
+                    else of_class(before[name], count, number)
+                )
                 assert torch.equal(of_class(tensor, count, number), wanted), (name, number)
         taken = len(theirs) - len(heads) * bool(new)
-        kinds = ([name for name in names if (name in Three.classes) == kept] for kept in (False, True))
+        kinds = (
+            [name for name in names if (name in Three.classes) == kept] for kept in (False, True)
+        )
         unknown, known = map(", ".join, kinds)
         some = f", head new for {new} of {count} classes ({unknown}), kept for {known}"
         head = {0: "", count: ", head new for all classes"}.get(new, some)

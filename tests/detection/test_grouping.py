@@ -20,7 +20,10 @@ def test_an_image_weighs_as_its_rarest_class():
     rare = np.sqrt(0.4 / 0.2), np.sqrt(0.4 / 0.1)
     assert weights == pytest.approx([1, 1, rare[0], 1, rare[0], 1, 1, 1, rare[1], 1])
     assert repeat_weights(data, 0.0) is None
-    drawn = np.bincount(Stream(10, 10, 0, weights=weights).indices(np.arange(4_000)), minlength=10) / 400
+    drawn = (
+        np.bincount(Stream(10, 10, 0, weights=weights).indices(np.arange(4_000)), minlength=10)
+        / 400
+    )
     assert drawn == pytest.approx(10 * weights / weights.sum(), abs=0.1)
     with pytest.raises(Refused, match=r"--repeat_threshold 0.001: scenes are made afresh"):
         repeat_weights(scenes.load(0)[0], 0.001)
@@ -28,7 +31,9 @@ def test_an_image_weighs_as_its_rarest_class():
 
 def aspects(count, seed=0):
     """As in COCO: most lie, some stand."""
-    return np.random.default_rng(seed).choice([640 / 480, 480 / 640, 1.5, 1.0], count, p=[0.7, 0.2, 0.06, 0.04])
+    return np.random.default_rng(seed).choice(
+        [640 / 480, 480 / 640, 1.5, 1.0], count, p=[0.7, 0.2, 0.06, 0.04]
+    )
 
 
 @pytest.mark.parametrize("size, window", [(1000, 16), (103, 4), (5, 3)])
@@ -37,7 +42,9 @@ def test_each_epoch_holds_each_image_exactly_once(size, window):
     drawn = stream.indices(np.arange(4 * size))
     assert (np.sort(drawn.reshape(4, size), axis=1) == np.arange(size)).all()
     order = np.random.default_rng(0).permutation(4 * size)
-    assert (stream.indices(order) == drawn[order]).all() and stream.indices(np.array([10**12]))[0] in range(size)
+    assert (stream.indices(order) == drawn[order]).all() and stream.indices(np.array([10**12]))[
+        0
+    ] in range(size)
 
 
 def test_steps_hold_similar_shapes_in_random_order():
@@ -48,4 +55,7 @@ def test_steps_hold_similar_shapes_in_random_order():
     spread = {name: (np.ptp(of, axis=1) > 0.01).mean() for name, of in mixed.items()}
     assert spread["plain"] > 0.95 and spread["grouped"] < 0.25
     means = mixed["grouped"].mean(1).reshape(-1, 16)  # [windows, their batches]
-    assert abs(np.corrcoef(np.arange(16), means.mean(0))[0, 1]) < 0.6 and np.ptp(means.mean(0)) < np.ptp(means[0]) / 2
+    assert (
+        abs(np.corrcoef(np.arange(16), means.mean(0))[0, 1]) < 0.6
+        and np.ptp(means.mean(0)) < np.ptp(means[0]) / 2
+    )

@@ -27,7 +27,9 @@ FILL = (7, 8, 9)
 GEOMETRY = {"hflip": 0.5, "iou_crop": 0.3, "zoom_out": 0.3}
 
 
-def file(width: int, height: int, format: str = "JPEG", mode: str = "RGB", orientation: int = 1) -> bytes:
+def file(
+    width: int, height: int, format: str = "JPEG", mode: str = "RGB", orientation: int = 1
+) -> bytes:
     buffer, exif = io.BytesIO(), Image.Exif()
     if orientation != 1:
         exif[0x0112] = orientation
@@ -63,7 +65,11 @@ def source(files: dict[str, bytes]) -> Files:
     sizes = [(120, 90) if name in BROKEN else open_rgb(data).size for name, data in files.items()]
     shares = np.array([[0.1, 0.2, 0.6, 0.7], [0.5, 0.3, 0.95, 0.9]])
     found = Files(
-        **columns([[*zip(shares * np.tile(size, 2), (0, 1), strict=True)] for size in sizes], sizes, ("a", "b"))
+        **columns(
+            [[*zip(shares * np.tile(size, 2), (0, 1), strict=True)] for size in sizes],
+            sizes,
+            ("a", "b"),
+        )
     )
     found.__dict__["files"] = files
     return found
@@ -89,7 +95,8 @@ def pixels_off(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     [  # of 255, of the worst image; in pixels of the canvas
         ((640, 480), 800, 0, 0, 0),  # nothing is reduced
         ((640, 480), 320, 20, 0.3, 0.25),  # only where it is zoomed out
-        ((640, 480), 120, 50, 3, 0.25),  # always reduced: an edge moves by half a pixel of what is decoded
+        # always reduced: an edge moves by half a pixel of what is decoded
+        ((640, 480), 120, 50, 3, 0.25),
         ((1920, 1080), 256, 70, 4, 0.25),
     ],
 )
@@ -98,27 +105,34 @@ def test_samples_are_those_of_decoding_everything(size, short_side, most, mean, 
     lazy, whole = Picture(data), Picture(pixels_of(open_rgb(data)))
     draws = np.random.default_rng(0)
     low = draws.random((6, 2)) * 0.7
-    boxes = (np.concatenate([low, low + 0.05 + 0.25 * draws.random((6, 2))], 1) * np.tile(size, 2)).astype(np.float32)
+    boxes = (
+        np.concatenate([low, low + 0.05 + 0.25 * draws.random((6, 2))], 1) * np.tile(size, 2)
+    ).astype(np.float32)
     masks = np.zeros((6, size[1], size[0]), np.uint8)
     for mask, (left, top, right, bottom) in zip(masks, np.rint(boxes).astype(int), strict=True):
         mask[top:bottom, left:right] = 1
     columns = boxes, np.arange(6), np.zeros(6, bool), masks, np.array(size)
     augmentation, means = BoxAugmentation(0, (short_side,), 2 * short_side, **GEOMETRY), []
     for position in range(24):
-        one, other = (augmentation([Sample(picture, *columns)], position, FILL) for picture in (lazy, whole))
+        one, other = (
+            augmentation([Sample(picture, *columns)], position, FILL) for picture in (lazy, whole)
+        )
         assert one.image.shape == other.image.shape and one.labels.tolist() == other.labels.tolist()
         off = pixels_off(one.image, other.image)
         means.append(off.mean().item())
         assert off.max() <= most and means[-1] <= mean
         assert not len(one.boxes) or (one.boxes - other.boxes).abs().max() <= edge
-        assert not len(one.boxes) or (extents(one.masks) - one.boxes).abs().max() <= 2  # a pixel, enlarged
+        # A pixel, enlarged.
+        assert not len(one.boxes) or (extents(one.masks) - one.boxes).abs().max() <= 2
     assert np.mean(means) <= 1.5 and (most == 0 or max(means) > 0)
 
 
 def test_every_file_is_upright_and_evaluated_in_full() -> None:
     """As the script beside an exported detector does, at whatever size."""
     data, shown = source(FILES), BoxAugmentation(0, (10_000,), 48)  # their long side becomes 48
-    evaluation = EvalDataset(data, SimpleNamespace(resize=shown, stride=16, fill=FILL, normalize=None))
+    evaluation = EvalDataset(
+        data, SimpleNamespace(resize=shown, stride=16, fill=FILL, normalize=None)
+    )
     for index, content in enumerate(FILES.values()):
         image, result = open_rgb(content), shown([data.sample(index, 0)], index, FILL)
         assert image.size == tuple(data.sizes[index])
@@ -149,7 +163,9 @@ def test_a_broken_image_is_an_empty_scene_and_named() -> None:
             if index in reasons:
                 expected.append(reasons[index])
                 target = mine.targets[place]
-                assert not len(target["boxes"]) and not len(target["labels"]) and not target["regions"]
+                assert (
+                    not len(target["boxes"]) and not len(target["labels"]) and not target["regions"]
+                )
                 assert mine.images[place].unique().tolist() in ([0], [0, *FILL], [*FILL])
             else:
                 assert torch.equal(mine.images[place], theirs.images[place])

@@ -46,7 +46,9 @@ def painted(size, count, seed=0, crowd=()) -> Sample:
         masks[number, top : top + span[1], left:right] = 1
         pixels[top : top + span[1], left:right] = 60 + 40 * number
     crowds = np.isin(np.arange(count), crowd)
-    return Sample(Picture(pixels_of(pixels)), boxes, np.arange(count), crowds, masks, np.array(size))
+    return Sample(
+        Picture(pixels_of(pixels)), boxes, np.arange(count), crowds, masks, np.array(size)
+    )
 
 
 def vary(augmentation, position, own, others=None) -> Sample:
@@ -67,12 +69,19 @@ def test_boxes_and_masks_stay_on_the_pixels_of_their_objects(way):
         result = vary(augmentation, position, painted((100, 80), 3, seed=position))
         height, width = result.image.shape[1:]
         assert len(result.boxes) == len(result.labels) == len(result.crowd) == len(result.masks)
-        assert (result.boxes[:, :2] >= 0).all() and (result.boxes[:, 2:] <= torch.tensor([width, height])).all()
+        assert (result.boxes[:, :2] >= 0).all() and (
+            result.boxes[:, 2:] <= torch.tensor([width, height])
+        ).all()
         assert result.masks.shape[1:] == (height, width)
         assert not len(result.boxes) or (extents(result.masks) - result.boxes).abs().max() <= 1.01
         for box, label in zip(result.boxes, result.labels.tolist(), strict=True):
             left, top, right, bottom = box.tolist()
-            left, top, right, bottom = round(left) + 2, round(top) + 2, round(right) - 2, round(bottom) - 2
+            left, top, right, bottom = (
+                round(left) + 2,
+                round(top) + 2,
+                round(right) - 2,
+                round(bottom) - 2,
+            )
             if right > left and bottom > top:
                 part = result.image[0, top:bottom, left:right].float()
                 if way == "mixup":  # half of it is another image
@@ -95,11 +104,16 @@ def test_no_image_is_larger_than_its_metadata_say(position, size, way, count):
     augmentation = build(**WAYS[way])
     own = painted(size, count if min(size) > 40 else 0)
     bound = augmentation.sizes(np.array([position]), np.array([size]))[0]
-    result = vary(augmentation, position, own, [painted((41 + n, 200 - 35 * n), 1) for n in range(5)])
+    result = vary(
+        augmentation, position, own, [painted((41 + n, 200 - 35 * n), 1) for n in range(5)]
+    )
     assert (np.array(result.image.shape[:0:-1]) <= bound).all()
-    several = augmentation.sizes(np.array([position + 1, position]), np.array([(9, 8), size]))  # as a step asks
+    # As a step asks.
+    several = augmentation.sizes(np.array([position + 1, position]), np.array([(9, 8), size]))
     assert np.array_equal(several[1], bound)
-    whole = build(short_sides=WAYS[way].get("short_sides", (64,))).sizes(np.array([position]), np.array([size]))[0]
+    whole = build(short_sides=WAYS[way].get("short_sides", (64,))).sizes(
+        np.array([position]), np.array([size])
+    )[0]
     assert (bound <= whole).all() and bound.max() <= 120
     if way in ("plain", "short sides", "mirror", "mosaic"):
         assert (np.array(result.image.shape[:0:-1]) == bound).all()
@@ -117,7 +131,11 @@ def test_an_object_of_which_little_is_left_is_dropped():
             share = (result.boxes[:, 2:] - result.boxes[:, :2]).prod(1) / whole
             kept[crowd] += share.tolist()
             assert result.crowd.tolist() == [crowd] * len(share)
-    assert min(kept[False]) > 0.09 and min(kept[True]) < 0.05 and len(kept[True]) > len(kept[False]) > 0
+    assert (
+        min(kept[False]) > 0.09
+        and min(kept[True]) < 0.05
+        and len(kept[True]) > len(kept[False]) > 0
+    )
 
 
 def test_a_mosaic_shows_four_images_and_mixup_two():
@@ -131,7 +149,8 @@ def test_a_mosaic_shows_four_images_and_mixup_two():
         corners = one.image[0, [1, 1, -2, -2], [1, -2, 1, -2]].tolist()
         assert all(corner in (9, 50 + 30 * place) for place, corner in enumerate(corners))
         rows = [row.nonzero() for row in one.image[0] != FILL[0] if row.any()]
-        assert all(len(row) == row.max() - row.min() + 1 for row in rows)  # they meet, without a gap
+        # They meet, without a gap.
+        assert all(len(row) == row.max() - row.min() + 1 for row in rows)
     mixed = vary(build(mixup=1.0), 3, own, others)
     assert mixed.labels.tolist() == [0, 1] and mixed.image[0, 30, 20] == (50 + 80) // 2
     assert len(build(mosaic=1.0, mixup=1.0).partners(3)) == 4

@@ -34,9 +34,18 @@ def said_to(ranks: dict[int, dict[str, str]], world_size: int, patience_s: float
 def test_all_ranks_are_told_which_rank_differs_or_is_missing() -> None:
     host = socket.gethostname()
     assert said_to(dict.fromkeys(range(3), SAME), 3) == [""] * 3
-    said = f"rank 2 on {host} is not as rank 0 on {host}: --lr 0.2 instead of 0.1, common/data/batch_plan.py is another file"
-    assert said_to({0: SAME, 1: SAME, 2: SAME | {"--lr": "0.2", "common/data/batch_plan.py": "4a"}}, 3) == [said] * 3
-    said = f"rank 1, 3 of 4 did not come within 1 s; there are ranks of {host}: see what the others said"
+    said = (
+        f"rank 2 on {host} is not as rank 0 on {host}: --lr 0.2 instead of 0.1, "
+        "common/data/batch_plan.py is another file"
+    )
+    assert (
+        said_to({0: SAME, 1: SAME, 2: SAME | {"--lr": "0.2", "common/data/batch_plan.py": "4a"}}, 3)
+        == [said] * 3
+    )
+    said = (
+        f"rank 1, 3 of 4 did not come within 1 s; there are ranks of {host}: see what the others "
+        "said"
+    )
     assert said_to({0: SAME, 2: SAME}, 4, patience_s=1) == [said] * 2
 
 
@@ -47,13 +56,22 @@ def test_code_packages_and_settings_are_facts(tmp_path: Path, monkeypatch) -> No
 
     def of(folder: str, loss: str, lr: float) -> dict[str, str]:
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "mine.py").write_text("import loss\nfrom common.data import batch_plan\n")
+        (tmp_path / folder / "mine.py").write_text(
+            "import loss\nfrom common.data import batch_plan\n"
+        )
         (tmp_path / folder / "loss.py").write_text(loss)
         monkeypatch.setattr("sys.argv", [str(tmp_path / folder / "mine.py")])
-        monkeypatch.setattr("__main__.__file__", str(tmp_path / folder / "mine.py"), raising=False)  # no notebook
+        # No notebook.
+        monkeypatch.setattr("__main__.__file__", str(tmp_path / folder / "mine.py"), raising=False)
         return facts(Config(lr))
 
     before = of("here", "a = 1", 0.1)
-    names = "Python torch timm mine.py loss.py common/data/batch_plan.py common/detection/models/rcnn.py"
+    names = (
+        "Python torch timm mine.py loss.py common/data/batch_plan.py "
+        "common/detection/models/rcnn.py"
+    )
     assert before["--lr"] == "0.1" and {*names.split()} <= before.keys()
-    assert differences(of("there", "a = 2", 0.2), before) == "--lr 0.2 instead of 0.1, loss.py is another file"
+    assert (
+        differences(of("there", "a = 2", 0.2), before)
+        == "--lr 0.2 instead of 0.1, loss.py is another file"
+    )

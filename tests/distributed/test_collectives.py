@@ -1,4 +1,6 @@
-"""Collectives return the same on one process as on many, and a failing rank never leaves the others waiting."""
+"""Collectives return the same on one process as on many, and a failing rank never leaves the others
+waiting.
+"""
 
 import contextlib
 import os
@@ -20,12 +22,23 @@ from common.errors import Refused
 from tests.harness.odd_files import Malicious
 from tests.harness.processes import Processes
 
-ARRAYS = (np.arange(5.0).reshape(5, 1)[:, :0], np.array([b"", b"ab\0", b"c", None], object)[:3], np.array([2**60]))
+ARRAYS = (
+    np.arange(5.0).reshape(5, 1)[:, :0],
+    np.array([b"", b"ab\0", b"c", None], object)[:3],
+    np.array([2**60]),
+)
 
 
 def identity() -> tuple:
     c = collectives
-    return c.rank(), c.world_size(), c.is_main(), c.local_world_size(), c.is_local_main(), c.node_rank()
+    return (
+        c.rank(),
+        c.world_size(),
+        c.is_main(),
+        c.local_world_size(),
+        c.is_local_main(),
+        c.node_rank(),
+    )
 
 
 def exchange() -> dict:
@@ -36,20 +49,28 @@ def exchange() -> dict:
     gathered = c.gather_to_main([array[rank:] for array in ARRAYS])
     return {
         "gathered": c.gather_objects({"rank": rank}),
-        "broadcast": [c.broadcast_object(f"from {rank}", source) for source in range(c.world_size())],
+        "broadcast": [
+            c.broadcast_object(f"from {rank}", source) for source in range(c.world_size())
+        ],
         "counts": c.reduce_counts(counts).tolist(),
         "untouched": counts.tolist() == [[1, 2**60], [rank, 5]],
         **{op: c.reduce_dict(values, op) for op in ("sum", "mean", "max", "min")},
         "nan": [str(c.reduce_dict(odd, op)["loss"]) for op in ("sum", "mean", "max", "min")],
         "arrays": gathered
-        and [[(array.dtype, array.shape, array.tolist()) for array in of_rank] for of_rank in gathered],
+        and [
+            [(array.dtype, array.shape, array.tolist()) for array in of_rank]
+            for of_rank in gathered
+        ],
     }
 
 
 @pytest.fixture(scope="module")
 def exchanged(processes: Processes) -> dict[int, list[dict]]:
     """What each rank of one and of three has after its exchanges, by number of ranks."""
-    return {ranks: processes.run(exchange, ranks=ranks) if ranks > 1 else [exchange()] for ranks in (1, 3)}
+    return {
+        ranks: processes.run(exchange, ranks=ranks) if ranks > 1 else [exchange()]
+        for ranks in (1, 3)
+    }
 
 
 EXPECTED = {  # of n ranks r with the values r + 1
@@ -76,7 +97,9 @@ def test_the_main_process_alone_gathers_arrays(exchanged, ranks: int) -> None:
     of_main, *others = (of_rank["arrays"] for of_rank in exchanged[ranks])
     assert others == [None] * (ranks - 1)
     for rank, arrays in enumerate(of_main):
-        assert arrays == [(array.dtype, array[rank:].shape, array[rank:].tolist()) for array in ARRAYS]
+        assert arrays == [
+            (array.dtype, array[rank:].shape, array[rank:].tolist()) for array in ARRAYS
+        ]
 
 
 def be_sent_a_pickle(marker: str) -> list[str]:
@@ -117,13 +140,17 @@ def differ() -> list[str]:
 
 
 def test_a_name_or_value_that_differs_is_named_on_every_rank(processes: Processes) -> None:
-    values = "data differs between ranks: 3f on rank 0 ({0}), 4a on rank 1 ({0})".format(socket.gethostname())
+    values = "data differs between ranks: 3f on rank 0 ({0}), 4a on rank 1 ({0})".format(
+        socket.gethostname()
+    )
     told = ["reduce_dict: only one of rank 0 and rank 1 has loss, top1", values, "5b"]
     assert processes.run(differ, ranks=3) == [told] * 3
 
 
 def use_groups() -> tuple:
-    """Rank 1 is on another machine: places, sums of 10^rank over a pair and over a node, timeout, and collectives begun."""
+    """Rank 1 is on another machine: places, sums of 10^rank over a pair and over a node, timeout,
+    and collectives begun.
+    """
     rank, counts = collectives.rank(), [collectives.begun()]
     collectives.give_up_after(timedelta(seconds=2 * 10**7))
     pair = collectives.subgroup([2, 0])
@@ -139,7 +166,9 @@ def use_groups() -> tuple:
 
 
 def test_groups_are_of_the_ranks_that_share_a_host(processes: Processes) -> None:
-    """They are made once, and have the timeout that was set. Ranks of the same groups count the same collectives."""
+    """They are made once, and have the timeout that was set. Ranks of the same groups count the
+    same collectives.
+    """
     *found, counts = zip(*processes.run(use_groups, ranks=3), strict=True)
     assert [*zip(*found, strict=True)] == [
         ((0, 3, True, 2, True, 0), 101, 101, 2e7),
@@ -164,8 +193,14 @@ def fail_together(failures: dict[int, BaseException]) -> str:
 
 NEGATIVE = Refused("lr -1 is negative")
 LOST = "Refused: rank 1: while loading data: OSError: no such file"
-BOTH = "Refused: rank 0: while loading data: OSError: a b; rank 2: while loading data: KeyboardInterrupt: "
-MIXED = "Refused: rank 0: while loading data: Refused: lr -1 is negative; rank 2: while loading data: OSError: gone"
+BOTH = (
+    "Refused: rank 0: while loading data: OSError: a b; rank 2: while loading data: "
+    "KeyboardInterrupt: "
+)
+MIXED = (
+    "Refused: rank 0: while loading data: Refused: lr -1 is negative; rank 2: while loading data: "
+    "OSError: gone"
+)
 REFUSAL = "Refused: lr -1 is negative"
 
 
@@ -175,15 +210,24 @@ REFUSAL = "Refused: lr -1 is negative"
         ({}, ["none"] * 3),
         ({0: NEGATIVE}, [REFUSAL]),
         ({1: OSError("no such file")}, [LOST, "OSError: no such file", LOST]),
-        ({0: OSError("a\nb"), 2: KeyboardInterrupt()}, ["OSError: a\nb", BOTH, "KeyboardInterrupt: "]),
+        (
+            {0: OSError("a\nb"), 2: KeyboardInterrupt()},
+            ["OSError: a\nb", BOTH, "KeyboardInterrupt: "],
+        ),
         ({0: NEGATIVE, 2: NEGATIVE}, [REFUSAL] * 3),
         ({0: NEGATIVE, 2: OSError("gone")}, [REFUSAL, MIXED, "OSError: gone"]),
     ],
 )
-def test_all_or_none_raises_on_every_rank_or_on_none(processes: Processes, failures: dict, outcomes: list[str]) -> None:
+def test_all_or_none_raises_on_every_rank_or_on_none(
+    processes: Processes, failures: dict, outcomes: list[str]
+) -> None:
     """Also without a process group."""
     ranks = len(outcomes)
-    assert outcomes == (processes.run(fail_together, failures, ranks=ranks) if ranks > 1 else [fail_together(failures)])
+    assert outcomes == (
+        processes.run(fail_together, failures, ranks=ranks)
+        if ranks > 1
+        else [fail_together(failures)]
+    )
 
 
 def enter_in_turn(folder: str, failing: int) -> tuple[str, list[str]]:
@@ -211,5 +255,7 @@ def test_the_first_rank_of_a_node_goes_first(processes: Processes, tmp_path) -> 
     assert [outcome for outcome, _ in answers] == ["none"] * 3 and answers[2][1] == ["0", "1"]
     told = "rank {}: while downloading: OSError: disk full"
     (first, _), (second, _), (last, seen) = run(1)
-    assert (first, second, last, seen) == (told.format(1), "disk full", told.format(1), []), "the last one stays out"
+    assert (first, second, last, seen) == (told.format(1), "disk full", told.format(1), []), (
+        "the last one stays out"
+    )
     assert [outcome for outcome, _ in run(2)] == [told.format(2), told.format(2), "disk full"]

@@ -1,4 +1,6 @@
-"""Kinds of devices: other makers' devices take the ways that they have, and the record of a run names the device it used."""
+"""Kinds of devices: other makers' devices take the ways that they have, and the record of a run
+names the device it used.
+"""
 
 import platform
 
@@ -10,12 +12,19 @@ from common.distributed.environment import environment
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_a_machine_with_another_makers_accelerator(monkeypatch: pytest.MonkeyPatch, shown: bool) -> None:
+def test_a_machine_with_another_makers_accelerator(
+    monkeypatch: pytest.MonkeyPatch, shown: bool
+) -> None:
     xpu = torch.device("xpu")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: xpu if shown else None)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: xpu if shown else None
+    )
     monkeypatch.setattr(torch.xpu, "get_device_name", lambda device: f"An XPU, {device}")
     assert (devices.kind(), devices.has_streams()) == (("xpu", True) if shown else ("cpu", False))
-    assert (devices.name(torch.device("xpu:1")), devices.name(torch.device("mps"))) == ("An XPU, xpu:1", "mps")
+    assert (devices.name(torch.device("xpu:1")), devices.name(torch.device("mps"))) == (
+        "An XPU, xpu:1",
+        "mps",
+    )
     assert shown or devices.mark() is None
     kinds = ("cpu", "cuda:1", "xpu", "mps")
     assert [devices.has_streams(kind) for kind in kinds] == [False, True, True, False]
@@ -27,7 +36,9 @@ def test_the_record_names_the_device_of_the_run(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"A GPU, {device}")
-    (on_cpu,), (on_gpu,) = (environment("fp32", torch.device(device))["ranks"] for device in ("cpu", "cuda:1"))
+    (on_cpu,), (on_gpu,) = (
+        environment("fp32", torch.device(device))["ranks"] for device in ("cpu", "cuda:1")
+    )
     assert on_gpu == f"A GPU, cuda:1 on {platform.node()}"
     assert on_cpu == f"{platform.processor() or platform.machine()} on {platform.node()}"
     assert environment("fp32", torch.device("cpu"))["cuda"] is None

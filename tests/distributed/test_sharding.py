@@ -16,7 +16,14 @@ from common.distributed import sharding
 from common.distributed.sharding import Sharding, find_blocks
 from common.errors import Refused
 
-SIZES = {"img_size": 8, "patch_size": 4, "embed_dim": 15, "depth": 3, "num_heads": 3, "num_classes": 5}
+SIZES = {
+    "img_size": 8,
+    "patch_size": 4,
+    "embed_dim": 15,
+    "depth": 3,
+    "num_heads": 3,
+    "num_classes": 5,
+}
 
 
 def vit(seed: int = 0) -> nn.Module:
@@ -25,7 +32,9 @@ def vit(seed: int = 0) -> nn.Module:
 
 
 def images(count: int) -> torch.Tensor:
-    return torch.randn(count, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.randn(
+        count, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
 
 
 def begin(**asked) -> None:
@@ -39,13 +48,18 @@ def sharded_vit() -> nn.Module:
 
 
 def rank_evaluates(batches: tuple[int, ...], kept: bool) -> list[float]:
-    """The mean logit of each of this rank's batches, of the model and then of its average after the model has moved."""
+    """The mean logit of each of this rank's batches, of the model and then of its average after the
+    model has moved.
+    """
     begin(keeps_weights=kept)
     model = sharded_vit()
     average = sharding.twin(model).eval()
     found = []
     for module in (model, average, model):
-        with torch.no_grad(), sharding.shared_passes(module, [images(2)] * batches[dist.get_rank()]) as loader:
+        with (
+            torch.no_grad(),
+            sharding.shared_passes(module, [images(2)] * batches[dist.get_rank()]) as loader,
+        ):
             found += [module(batch).mean().item() for batch in loader]
         with torch.no_grad():
             for parameter in model.parameters():
@@ -65,7 +79,9 @@ def test_ranks_evaluate_different_numbers_of_batches(processes, kept: bool) -> N
         moved = model(images(2)).mean().item()
     answers = processes.run(rank_evaluates, (0, 1, 3), kept, ranks=3)
     for count, answer in zip((0, 1, 3), answers, strict=True):
-        assert answer == pytest.approx([first] * count + [first] * count + [moved] * count, rel=1e-12)
+        assert answer == pytest.approx(
+            [first] * count + [first] * count + [moved] * count, rel=1e-12
+        )
 
 
 def rank_tries() -> tuple[bool, bool, float]:
@@ -112,8 +128,12 @@ def rank_computes_in_half() -> tuple[list, bool]:
 
 
 def test_no_half_precision_copy_waits_for_the_backward_pass(processes) -> None:
-    """It would be as large as half the whole model on each device. The gradients are the same, bit for bit."""
-    matrices = [sorted(layer.weight.shape) for layer in vit().modules() if isinstance(layer, nn.Linear)]
+    """It would be as large as half the whole model on each device. The gradients are the same, bit
+    for bit.
+    """
+    matrices = [
+        sorted(layer.weight.shape) for layer in vit().modules() if isinstance(layer, nn.Linear)
+    ]
     for kept, is_equal in processes.run(rank_computes_in_half, ranks=2):
         assert is_equal and kept and not [shape for shape in kept if shape in matrices]
 
@@ -167,7 +187,9 @@ def rank_asks_too_much() -> None:
     model, scalar = sharded_vit(), nn.Identity()
     sharding.check(model)
     model.scale = nn.Parameter(torch.ones(3))
-    with pytest.raises(Refused, match=r"^scale was added to the model after prepare_layers, which shards it"):
+    with pytest.raises(
+        Refused, match=r"^scale was added to the model after prepare_layers, which shards it"
+    ):
         sharding.check(model)
     scalar.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(Refused, match="Identity can't be sharded"):
@@ -182,7 +204,10 @@ def test_a_weight_that_would_not_be_sharded_is_refused(processes) -> None:
 def groups() -> list[list[int]]:
     begin(shards=2)
     assert sharding._begun
-    return [dist.get_process_group_ranks(sharding._begun[1].get_group(name)) for name in ("replica", "shard")]
+    return [
+        dist.get_process_group_ranks(sharding._begun[1].get_group(name))
+        for name in ("replica", "shard")
+    ]
 
 
 def test_neighbours_share_a_model_and_replicas_the_same_shard(processes) -> None:
@@ -209,7 +234,9 @@ def test_models_are_cut_into_their_blocks(name: str, min_blocks: int, largest: f
     for parameter in model.parameters():
         sizes[inner.get(id(parameter))] += parameter.numel()
     assert len(blocks) >= min_blocks
-    assert max(size for block, size in sizes.items() if block is not None) <= largest * sizes.total()
+    assert (
+        max(size for block, size in sizes.items() if block is not None) <= largest * sizes.total()
+    )
 
 
 def test_blocks_that_share_weights_stay_together() -> None:
@@ -218,4 +245,6 @@ def test_blocks_that_share_weights_stay_together() -> None:
     assert find_blocks(model) == [*model][:2]
     layers = nn.ModuleList([nn.TransformerEncoderLayer(4, 1, 8) for _ in range(3)])
     layers[2].linear1.weight = layers[0].linear1.weight
-    assert find_blocks(nn.ModuleDict({"layers": layers, "head": nn.Sequential(nn.Linear(4, 4))})) == [layers[1]]
+    assert find_blocks(
+        nn.ModuleDict({"layers": layers, "head": nn.Sequential(nn.Linear(4, 4))})
+    ) == [layers[1]]

@@ -1,4 +1,6 @@
-"""The watchdog blames the right rank, and its threads end before the process: one inside torch would abort it."""
+"""The watchdog blames the right rank, and its threads end before the process: one inside torch
+would abort it.
+"""
 
 import threading
 import time
@@ -27,7 +29,8 @@ class SlowStore(HashStore):
 
 def test_end_waits_for_the_threads_of_the_watchdog(monkeypatch) -> None:
     monkeypatch.setattr(watchdog, "INTERVAL", 0.001)
-    monkeypatch.setattr(watchdog, "PrefixStore", lambda prefix, store: store)  # torch's would not call Python
+    # torch's would not call Python.
+    monkeypatch.setattr(watchdog, "PrefixStore", lambda prefix, store: store)
     store = SlowStore()
     watchdog.begin(store, rank=0, world_size=1, patience=1000, name="test")
     assert store.asked.wait(60), "no heartbeat: this would prove nothing"

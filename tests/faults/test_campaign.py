@@ -1,9 +1,10 @@
 """A run comes out the same, however often and whenever its processes are killed.
 
-A campaign starts one run after the other. Every start is killed (SIGKILL) at a random moment, one of its ranks or all of them:
-uniformly in time, or before a file operation of the main process. The same command is started again until the run has come to
-its end, which must be the end of an undisturbed run. After every start no process of it is left, nothing in shared memory and
-no file but the run folder. The seed decides everything but the machine's own pace.
+A campaign starts one run after the other. Every start is killed (SIGKILL) at a random moment, one
+of its ranks or all of them: uniformly in time, or before a file operation of the main process. The
+same command is started again until the run has come to its end, which must be the end of an
+undisturbed run. After every start no process of it is left, nothing in shared memory and no file
+but the run folder. The seed decides everything but the machine's own pace.
 
 `make chaos TIMES=30 SEED=7` kills 30 times as often.
 """
@@ -32,24 +33,26 @@ from tests.recipes.test_layout import FSDP
 
 STEPS = 16
 WORDS = (
-    f"--workers 1 --tracker none --max_steps {STEPS} --log_every 1 --eval_every 5 --keep_checkpoints 1 "
-    "--ema_decay 0.9 --clip 1.0"
+    f"--workers 1 --tracker none --max_steps {STEPS} --log_every 1 --eval_every 5 "
+    "--keep_checkpoints 1 --ema_decay 0.9 --clip 1.0"
 ).split()
 WORDS_OF = {
     "cls": (
-        "--image_size 32 --global_batch_size 16 --max_micro_batch_size 8 --mixup 0.2 --cache 24 --batch_norm group "
-        "--norm_batch_size 4 --hflip 0.5 --random_erasing 0.2 --drop_path 0.2"
+        "--image_size 32 --global_batch_size 16 --max_micro_batch_size 8 --mixup 0.2 --cache 24 "
+        "--batch_norm group --norm_batch_size 4 --hflip 0.5 --random_erasing 0.2 --drop_path 0.2"
     ).split(),
     "det": (
         "--short_sides 48,64 --long_side 96 --group_window 2 --width 32 --global_batch_size 4 "
-        "--max_micro_batch_size 2 --batch_norm group --norm_batch_size 2 --hflip 0.3 --photometric 0.3 --iou_crop 0.3 "
-        "--zoom_out 0.3 --mosaic 0.3 --mixup 0.3"
+        "--max_micro_batch_size 2 --batch_norm group --norm_batch_size 2 --hflip 0.3 "
+        "--photometric 0.3 --iou_crop 0.3 --zoom_out 0.3 --mosaic 0.3 --mixup 0.3"
     ).split(),
 }
-OPERATIONS = 90  # file operations of a start that a kill is drawn from: about as many as an undisturbed run has
+# File operations of a start that a kill is drawn from: about as many as an undisturbed run has.
+OPERATIONS = 90
 GONE_S = 30.0  # the ranks that were not killed end within this time
 GONE_WITH_S = 5.0  # data workers end within this time after their process; it takes them some 0.1 s
-IN_TMP = ("torchinductor_", "export_check_")  # left by kills in the folder for temporary files, see docs/faults.md
+# Left by kills in the folder for temporary files, see docs/faults.md.
+IN_TMP = ("torchinductor_", "export_check_")
 
 
 TIMES, SEED = (int(os.environ.get(name, default)) for name, default in (("TIMES", 1), ("SEED", 0)))
@@ -57,10 +60,11 @@ TIMES, SEED = (int(os.environ.get(name, default)) for name, default in (("TIMES"
 
 @dataclass
 class Campaign:
-    """Kills of runs on `layouts`, numbers of processes of which each start takes one: several move a run from one to another.
+    """Kills of runs on `layouts`, numbers of processes of which each start takes one: several move
+    a run from one to another.
 
-    The processes are forks, which start sooner than launched ones. With `shards` (FSDP2), two of three starts of several
-    processes have them, or all if the run stays on its layout.
+    The processes are forks, which start sooner than launched ones. With `shards` (FSDP2), two of
+    three starts of several processes have them, or all if the run stays on its layout.
     """
 
     forks: Forks
@@ -97,7 +101,9 @@ class Campaign:
             shutil.rmtree(one.folder)
 
     def assert_undisturbed(self, one: Outcome) -> None:
-        """Every step is there once; losses, evaluations, weights and all other state are as in the undisturbed run."""
+        """Every step is there once; losses, evaluations, weights and all other state are as in the
+        undisturbed run.
+        """
         if self.moves:
             assert_same_training(self.whole, one)
         else:
@@ -105,7 +111,9 @@ class Campaign:
             mine, theirs = (read(outcome.folder / "summary.json") for outcome in (one, self.whole))
             for key in theirs.keys() - {"train_seconds", "images_per_second"}:
                 assert mine[key] == theirs[key], (key, mine[key], theirs[key])
-        assert [row["step"] for row in one.rows] == [*range(1, STEPS + 1)], "a step is missing or there twice"
+        assert [row["step"] for row in one.rows] == [*range(1, STEPS + 1)], (
+            "a step is missing or there twice"
+        )
         status = read(one.folder / "status.json")
         assert (status["status"], status["step"]) == ("finished", STEPS), status
         mine, theirs = (_files(outcome.folder) for outcome in (one, self.whole))
@@ -114,7 +122,9 @@ class Campaign:
         assert len([*(one.folder / "checkpoints").iterdir()]) <= 2
 
     def assert_nothing_is_left(self) -> None:
-        """Of a start that has ended: no process, with it no socket, no shared memory, no file but the run folder."""
+        """Of a start that has ended: no process, with it no socket, no shared memory, no file but
+        the run folder.
+        """
         until = time.monotonic() + GONE_WITH_S
         while left := self._processes() + self._shared_memory():
             assert time.monotonic() < until, f"left behind: {left}"
@@ -124,7 +134,9 @@ class Campaign:
         assert not left, f"left behind: {left}"
 
     def _processes(self) -> list[int]:
-        """Processes of the campaign that still run: `scratch` is in their environment, or they have a file below it open."""
+        """Processes of the campaign that still run: `scratch` is in their environment, or they have
+        a file below it open.
+        """
         mark, found = str(self.scratch).encode(), []
         for process in {*psutil.pids()} - {os.getpid()}:
             folder = Path(f"/proc/{process}")
@@ -135,8 +147,12 @@ class Campaign:
         return found
 
     def _shared_memory(self) -> list[str]:
-        """New files in /dev/shm that no running process has mapped, such as another test's; joblib's are of other programs."""
-        new = {name for name in os.listdir("/dev/shm") if not name.startswith("sem.loky-")} - self.shared_memory
+        """New files in /dev/shm that no running process has mapped, such as another test's;
+        joblib's are of other programs.
+        """
+        new = {
+            name for name in os.listdir("/dev/shm") if not name.startswith("sem.loky-")
+        } - self.shared_memory
         maps = ""
         for process in psutil.pids() if new else ():
             with contextlib.suppress(OSError):
@@ -168,7 +184,8 @@ class Campaign:
                 fork.process.kill()
         while alive := [fork.process.sentinel for fork in forks if fork.process.exitcode is None]:
             connection.wait(alive, 120)
-            if any(fork.process.exitcode for fork in forks):  # what the launcher's agent does, too, when it misses one
+            # What the launcher's agent does, too, when it misses one.
+            if any(fork.process.exitcode for fork in forks):
                 for fork in forks:
                     fork.process.kill() if victim == "all" else fork.process.terminate()
                 break
@@ -179,13 +196,18 @@ class Campaign:
             return False
         self.kills += 1
         done = next((f"before {end.died_before}" for end in ends if end.died_before), "at a moment")
-        print(f"{self.kills:4}  {name}, of {processes}: rank {victim} killed {re.sub(' [0-9]+$', '', done)}")
+        print(
+            f"{self.kills:4}  {name}, of {processes}: rank {victim} killed "
+            f"{re.sub(' [0-9]+$', '', done)}"
+        )
         return True
 
     def _start(self, name: str, processes: int, operation: int = 0) -> list[Fork]:
         """A fork for each rank; rank 0 dies before its file operation of that number, if one is given."""
         cadence = ("--checkpoint_every", self.random.randint(1, 3))
-        cache = ("--cache_folder", self.scratch / "cache") * (self.recipe == "cls" and self.random.random() < 0.5)
+        cache = ("--cache_folder", self.scratch / "cache") * (
+            self.recipe == "cls" and self.random.random() < 0.5
+        )
         self.starts += 1
         has_shards = self.shards and processes > 1 and (not self.moves or self.starts % 3 > 0)
         return self.forks.start_ranks(
@@ -242,7 +264,9 @@ LONG = [pytest.param(40, {"shards": True, "seed": seed}, marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize("kills, options", [(3, {}), (4, {"shards": True}), *LONG])
-def test_runs_killed_and_moved_are_the_undisturbed_in_float64(forks, data, tmp_path, kills, options):
+def test_runs_killed_and_moved_are_the_undisturbed_in_float64(
+    forks, data, tmp_path, kills, options
+):
     """Between one process and several; with shards also between shards and data parallelism."""
     layouts = (1, 2, 3) if options else (1, 2, 3, 4)
     Campaign(forks, tmp_path / "campaign", data, layouts, **options).run(kills * TIMES)

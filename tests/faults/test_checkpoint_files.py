@@ -1,7 +1,8 @@
-"""Damage, a full disk or a forged file costs a run at most the steps since its last good checkpoint. No file executes code.
+"""Damage, a full disk or a forged file costs a run at most the steps since its last good
+checkpoint. No file executes code.
 
-A run whose folder is lost writes nothing into the folder that has taken its place.
-More of this: tests/checkpoints/test_store.py, tests/recipes/test_cls_resume.py, tests/recipes/test_refusals.py.
+A run whose folder is lost writes nothing into the folder that has taken its place. More of this:
+tests/checkpoints/test_store.py, tests/recipes/test_cls_resume.py, tests/recipes/test_refusals.py.
 """
 
 import functools
@@ -26,8 +27,8 @@ from tests.harness.outcomes import Outcome, identical, read
 from tests.harness.resumed import STEPS, AfterStep, assert_same_run, signal_at
 
 WORDS = (
-    f"--image_size 16 --global_batch_size 8 --workers 1 --tracker none --max_steps {STEPS} --log_every 1 "
-    f"--checkpoint_every 4 --eval_every {STEPS} --ema_decay 0.9"
+    f"--image_size 16 --global_batch_size 8 --workers 1 --tracker none --max_steps {STEPS} "
+    f"--log_every 1 --checkpoint_every 4 --eval_every {STEPS} --ema_decay 0.9"
 ).split()
 
 
@@ -73,7 +74,11 @@ def make_read_only(run) -> None:
 
 
 FAILURES = {
-    "a full disk": (fill, "No space left on device", lambda folder: (folder.parent / "else").unlink()),
+    "a full disk": (
+        fill,
+        "No space left on device",
+        lambda folder: (folder.parent / "else").unlink(),
+    ),
     "a read-only folder": (
         make_read_only,
         "Read-only file system",
@@ -84,7 +89,9 @@ FAILURES = {
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_checkpoint_that_can_not_be_written_stops_the_run(forks, data, whole, tmp_path, failure):
-    """Within a few steps, in one line; what was there stays, and once it can be written the same command goes on."""
+    """Within a few steps, in one line; what was there stays, and once it can be written the same
+    command goes on.
+    """
     act, says, mend = FAILURES[failure]
     with disk(tmp_path / "disk", "24m") as root:
         folder = root / "run"
@@ -93,7 +100,9 @@ def test_a_checkpoint_that_can_not_be_written_stops_the_run(forks, data, whole, 
         assert f"{folder} can't be written (" in ended.stderr and says in ended.stderr, ended.stderr
         assert "make room, and the same command resumes" in ended.stderr
         status = read(folder / "status.json")
-        assert status["status"] == "failed" and says in status["cause"] and 8 <= status["step"] < STEPS, status
+        assert (
+            status["status"] == "failed" and says in status["cause"] and 8 <= status["step"] < STEPS
+        ), status
         assert [verify(path).step for path in Checkpoints(folder / "checkpoints").paths()] == [4]
         assert not list(folder.rglob(".*.tmp"))
         mend(folder)
@@ -104,7 +113,10 @@ def test_a_checkpoint_that_can_not_be_written_stops_the_run(forks, data, whole, 
 
 # --- a run folder that is removed, renamed or replaced while the run is at work in it
 
-LOST = "was removed, renamed or replaced while this run was at work in it: nothing more is written; put it back"
+LOST = (
+    "was removed, renamed or replaced while this run was at work in it: nothing more is written; "
+    "put it back"
+)
 
 
 def replace(folder: Path) -> None:
@@ -130,8 +142,13 @@ def tell_and_lose(lose: Callable[[Path], None] | None, run) -> None:
 def test_a_run_that_lost_its_folder_ends_and_leaves_others_alone(forks, data, tmp_path, lose):
     folder = tmp_path / "run"
     words = (*WORDS, "--data", data, "--output_dir", tmp_path, "--name", "run")
-    observers = {rank: AfterStep(functools.partial(tell_and_lose, act)) for rank, act in enumerate((lose, None))}
-    ends = [fork.end() for fork in forks.start_ranks(2, *words, observers=observers, before=end_at_once)]
+    observers = {
+        rank: AfterStep(functools.partial(tell_and_lose, act))
+        for rank, act in enumerate((lose, None))
+    }
+    ends = [
+        fork.end() for fork in forks.start_ranks(2, *words, observers=observers, before=end_at_once)
+    ]
     for end in ends:
         assert end.code == 2 and "done 6\n" in end.stdout and "done 9\n" not in end.stdout, end
     said = ends[0].stderr.partition("cls.py: ")[2]  # before, a library may warn
@@ -141,7 +158,10 @@ def test_a_run_that_lost_its_folder_ends_and_leaves_others_alone(forks, data, tm
         assert not folder.exists()
         return
     there = {path.name: path.read_text() for path in folder.iterdir()}
-    assert there == {".lock": "process 1 on another machine", "status.json": '{"status": "running"}'}
+    assert there == {
+        ".lock": "process 1 on another machine",
+        "status.json": '{"status": "running"}',
+    }
     shutil.rmtree(folder)
     (tmp_path / "elsewhere").rename(folder)  # as it was told to
     assert [verify(path).step for path in Checkpoints(folder / "checkpoints").paths()] == [4]
@@ -186,7 +206,13 @@ def forged(run_several, data, whole, killed, tmp_path_factory) -> dict[str, Outc
         for file in files:
             (folder / name / file).write_bytes(forge(whole.with_name(f"executed by {name}")))
         words = WORDS if is_run else ("--eval_only", folder / name, "--image_size", 16)
-        cases[name] = [*words, "--data", data, "--output_dir", folder if is_run else folder / "reports"]
+        cases[name] = [
+            *words,
+            "--data",
+            data,
+            "--output_dir",
+            folder if is_run else folder / "reports",
+        ]
     return run_several(1, cases)
 
 
@@ -199,7 +225,10 @@ def test_a_forged_file_of_a_run_or_a_model_never_executes(forged, whole, name):
         assert outcome.outcome == "ok" and "resuming from step 8 of 12" in outcome.stdout, outcome
         assert identical(outcome.tensors(), Outcome(folder=whole).tensors())
     else:
-        assert outcome.outcome == ("ok" if name == "results.json" else "refused") and "\n" not in outcome.text, outcome
+        assert (
+            outcome.outcome == ("ok" if name == "results.json" else "refused")
+            and "\n" not in outcome.text
+        ), outcome
 
 
 LOADERS = {

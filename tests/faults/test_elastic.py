@@ -1,4 +1,6 @@
-"""A run continues as the same run when a process dies, when a machine is lost or asked to leave, and when it comes back."""
+"""A run continues as the same run when a process dies, when a machine is lost or asked to leave,
+and when it comes back.
+"""
 
 import re
 import subprocess
@@ -25,7 +27,9 @@ WORDS = (
 # A machine may beat every other second only, and is heard of a second late.
 LEAST_ONE = "at_least=1,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=6"
 ELASTIC = ("--max_restarts", 3, "--rdzv_conf", LEAST_ONE)
-LEAVES = "asked to stop{}: this machine leaves, the others continue; the same command lets it join again"
+LEAVES = (
+    "asked to stop{}: this machine leaves, the others continue; the same command lets it join again"
+)
 ALL_STOP = "the run stops; the same command on all machines resumes from the last checkpoint"
 
 
@@ -34,7 +38,9 @@ def launcher(started: Started) -> psutil.Process:
 
 
 def said_once(line: str, done: subprocess.CompletedProcess[str]) -> bool:
-    """Whether `line` is there once, and no traceback; on a busy machine launchers also say for whom they wait."""
+    """Whether `line` is there once, and no traceback; on a busy machine launchers also say for whom
+    they wait.
+    """
     return done.stderr.splitlines().count(line) == 1 and "Traceback" not in done.stderr
 
 
@@ -77,7 +83,9 @@ def assert_undisturbed(forks, tmp_path: Path) -> None:
 
 
 def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, start, tmp_path):
-    """A process killed, a machine lost, back, and asked to go: the losses are the ones of a single process."""
+    """A process killed, a machine lost, back, and asked to go: the losses are the ones of a single
+    process.
+    """
     first, second = nodes(2)
     run = both_train(tmp_path, [start(node, first, *ELASTIC) for node in (first, second)])
 
@@ -94,12 +102,17 @@ def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, s
         leaver = run.started.pop()
         launcher(leaver).terminate()
     left = leaver.finish()
-    assert left.returncode == 75 and said_once(f"{second.name}: {LEAVES.format(' by SIGTERM')}", left), left.stderr
+    assert left.returncode == 75 and said_once(
+        f"{second.name}: {LEAVES.format(' by SIGTERM')}", left
+    ), left.stderr
 
     done = run.started[0].finish()
     assert done.returncode == 0, done
-    for cause in ("a change of machines", "SIGTERM"):  # the last step was saved, and the next processes went on from it
-        stopped = re.findall(rf"stopped by {cause} at step (\d+): the run resumes from there", done.stdout)
+    # The last step was saved, and the next processes went on from it.
+    for cause in ("a change of machines", "SIGTERM"):
+        stopped = re.findall(
+            rf"stopped by {cause} at step (\d+): the run resumes from there", done.stdout
+        )
         resumed = re.findall(r"resuming from step (\d+) of", done.stdout)
         assert stopped and set(stopped) <= set(resumed), (cause, done.stdout)
     asked = f"{first.name}: continuing without {second.name} ({second.address}): asked to stop"
@@ -111,12 +124,16 @@ def test_run_outlives_processes_and_machines_and_takes_them_back(nodes, forks, s
 @pytest.mark.alone
 @pytest.mark.parametrize("asked", ["both", "first", "process of the first", "second, all needed"])
 def test_all_machines_stop_where_none_can_go_on(nodes, start, tmp_path, asked):
-    """All are asked, or the one with the address is, or none can be spared: a checkpoint, and one line of each launcher."""
+    """All are asked, or the one with the address is, or none can be spared: a checkpoint, and one
+    line of each launcher.
+    """
     first, second = nodes(2)
     flags = () if "needed" in asked else ELASTIC
     run = both_train(tmp_path, [start(node, first, *flags) for node in (first, second)])
     one, two = map(launcher, run.started)
-    asked_of = {"both": [one, two], "first": [one], "process of the first": one.children()}.get(asked, [two])
+    asked_of = {"both": [one, two], "first": [one], "process of the first": one.children()}.get(
+        asked, [two]
+    )
     for process in asked_of:
         process.terminate()
     done = [each.finish() for each in run.started]
@@ -149,13 +166,18 @@ def test_a_machine_whose_cable_is_out_is_noticed_by_its_silence(nodes, start, tm
     assert time.monotonic() - began < 150
     said = f"{first.name}: nothing is heard of {second.name} ({second.address}) any more"
     assert said in left.stderr and left.returncode == 1
-    assert f"{second.name}: the main machine at {first.address}:29500 is gone" in cut.stderr and cut.returncode == 1
+    assert (
+        f"{second.name}: the main machine at {first.address}:29500 is gone" in cut.stderr
+        and cut.returncode == 1
+    )
 
 
 @pytest.mark.long
 @pytest.mark.alone
 def test_loss_of_the_main_machine_ends_all_and_loses_nothing(nodes, forks, start, tmp_path):
-    """The other machine reports it. The same command with another machine's address resumes from the last checkpoint."""
+    """The other machine reports it. The same command with another machine's address resumes from
+    the last checkpoint.
+    """
     first, second = nodes(2)
     run = both_train(tmp_path, [start(node, first, *ELASTIC) for node in (first, second)])
     run.until(lambda: run.step() >= 25, "both train")
@@ -164,7 +186,8 @@ def test_loss_of_the_main_machine_ends_all_and_loses_nothing(nodes, forks, start
     left = run.started[1].finish()
     assert time.monotonic() - began < 60 and left.returncode == 1
     said = (
-        f"{second.name}: the main machine at {first.address}:29500 is gone, or has ended, see what it said: start the"
+        f"{second.name}: the main machine at {first.address}:29500 is gone, or has ended, see "
+        "what it said: start the"
     )
     assert left.stderr.splitlines()[-1].startswith(said), left.stderr
     done = start(second, second, *ELASTIC).finish()

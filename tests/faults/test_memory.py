@@ -19,7 +19,8 @@ WORDS = (
     f"--tracker none --log_every 1 --max_steps {STEPS} --checkpoint_every 3 --eval_every 100 "
     "--global_batch_size 32 --max_micro_batch_size 32 --dtype float64 --batch_norm frozen"
 ).split()
-# A recipe of which the last rank has no memory left for more than eight samples, from its fifth step on.
+# A recipe of which the last rank has no memory left for more than eight samples, from its fifth
+# step on.
 FULL = """
 @@
 +import os
@@ -50,9 +51,12 @@ FULL = """
 
 
 def allow(megabytes: int) -> None:
-    """From now on, no more than these. Where the run would start itself anew, which a fork can't, it ends with 99."""
+    """From now on, no more than these. Where the run would start itself anew, which a fork can't,
+    it ends with 99.
+    """
     os.execv = lambda *_: sys.exit(99)
-    ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX: threads share one, else each may take 64 MB of addresses, or not
+    # M_ARENA_MAX: threads share one, else each may take 64 MB of addresses, or not.
+    ctypes.CDLL(None).mallopt(-8, 1)
     used = psutil.Process().memory_info().vms
     resource.setrlimit(resource.RLIMIT_AS, (used + megabytes * 2**20, resource.RLIM_INFINITY))
 
@@ -67,7 +71,17 @@ def undisturbed(forks, tmp_path_factory) -> Outcome:
 
 def test_the_largest_micro_batch_that_fits_is_found_by_a_trial(forks, stripes, tmp_path):
     """With a real limit on this process's memory; then one that is too small for a single sample."""
-    words = [*WORDS, "--data", stripes, "--image_size", 128, "--output_dir", tmp_path, "--max_steps", 2]
+    words = [
+        *WORDS,
+        "--data",
+        stripes,
+        "--image_size",
+        128,
+        "--output_dir",
+        tmp_path,
+        "--max_steps",
+        2,
+    ]
     whole = forks(*words, "--name", "whole")
     assert whole.code == 0 and "32 = 1 process x 1 micro-step x 32 samples" in whole.stdout
     said = ""
@@ -82,13 +96,20 @@ def test_the_largest_micro_batch_that_fits_is_found_by_a_trial(forks, stripes, t
     np.testing.assert_allclose(other.column("train/loss"), one.column("train/loss"), rtol=1e-8)
     np.testing.assert_allclose(other.column("eval/loss"), one.column("eval/loss"), rtol=1e-8)
 
-    none = forks(*words, "--image_size", 1024, "--name", "none", before=functools.partial(allow, 300))
-    assert none.code == 2 and "cls.py: not even micro-batches of 1 fit into memory: take a smaller" in none.stderr
+    none = forks(
+        *words, "--image_size", 1024, "--name", "none", before=functools.partial(allow, 300)
+    )
+    assert (
+        none.code == 2
+        and "cls.py: not even micro-batches of 1 fit into memory: take a smaller" in none.stderr
+    )
     assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_a_run_out_of_memory_continues_with_half_the_micro_batch(launch, undisturbed, tmp_path, processes):
+def test_a_run_out_of_memory_continues_with_half_the_micro_batch(
+    launch, undisturbed, tmp_path, processes
+):
     """One process starts itself anew, several are started anew by their launcher; each step is there once."""
     script = copy(tmp_path / "cls_full.py", FULL)
     words = (*WORDS, "--output_dir", tmp_path, "--name", "run")
@@ -98,12 +119,18 @@ def test_a_run_out_of_memory_continues_with_half_the_micro_batch(launch, undistu
     assert done.returncode == 0, done.stderr
     run = Outcome(folder=tmp_path / "run")
     assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))
-    np.testing.assert_allclose(run.column("train/loss"), undisturbed.column("train/loss"), rtol=1e-8)
-    assert run.read("status.json")["status"] == "finished" and run.read("micro_batch.json") == {"cpu": 8}
+    np.testing.assert_allclose(
+        run.column("train/loss"), undisturbed.column("train/loss"), rtol=1e-8
+    )
+    assert run.read("status.json")["status"] == "finished" and run.read("micro_batch.json") == {
+        "cpu": 8
+    }
 
 
 def be_too_large() -> None:
-    """In a fork: a model finds no room on its device, which no model does on a CPU; so torch's method is replaced."""
+    """In a fork: a model finds no room on its device, which no model does on a CPU; so torch's
+    method is replaced.
+    """
 
     def to(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -115,4 +142,7 @@ def test_a_model_that_does_not_fit_is_refused_in_one_line(forks) -> None:
     ended = forks("--max_steps", 1, "--name", "too_large", before=be_too_large)
     [line] = [line for line in ended.stderr.splitlines() if "memory" in line]
     assert ended.code == 2
-    assert "does not fit into the memory of a device" in line and "accelerate_configs/fsdp_bf16.yaml" in line
+    assert (
+        "does not fit into the memory of a device" in line
+        and "accelerate_configs/fsdp_bf16.yaml" in line
+    )

@@ -24,8 +24,8 @@ from tests.recipes.copied import copy
 GONE_S = 10.0  # it takes 1 to 2 s
 PATIENCE = 30  # also on a busy machine longer than any start
 WORDS = (
-    "--image_size 16 --global_batch_size 24 --max_micro_batch_size 8 --tracker none --workers 1 --log_every 1 "
-    "--eval_every 10000 --checkpoint_every 10000 --max_steps 10000"
+    "--image_size 16 --global_batch_size 24 --max_micro_batch_size 8 --tracker none --workers 1 "
+    "--log_every 1 --eval_every 10000 --checkpoint_every 10000 --max_steps 10000"
 ).split()
 
 
@@ -53,7 +53,11 @@ def status(folder: Path) -> dict:
 
 
 # Ranks, and the one that hangs.
-HANGING = {"stopped": (3, 2), "stopped where it keeps the store": (2, 0), "stuck in reading": (2, 1)}
+HANGING = {
+    "stopped": (3, 2),
+    "stopped where it keeps the store": (2, 0),
+    "stuck in reading": (2, 1),
+}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +65,10 @@ def hung(forks, tmp_path_factory) -> dict[str, tuple[list[Fork], list[Ended], Pa
     """Runs of which one process hangs, at the same time: its main process is stopped, or its data worker."""
     folder = tmp_path_factory.mktemp("hung")
     words = (*WORDS, "--collective_timeout", PATIENCE, "--output_dir", folder)
-    runs = {name: forks.start_ranks(count, *words, "--name", name) for name, (count, _) in HANGING.items()}
+    runs = {
+        name: forks.start_ranks(count, *words, "--name", name)
+        for name, (count, _) in HANGING.items()
+    }
     workers = []
     for name, ranks in runs.items():
         until_step(folder / name, 4, ranks)
@@ -89,13 +96,21 @@ def test_a_process_that_hangs_is_named_and_all_end(hung, name):
     who = f"cls.py: rank {guilty} (process {ranks[guilty].process.pid} on {os.uname().nodename})"
     assert said.count("cls.py: ") == said.count(who) == 1, said
     if "stopped" in name:
-        assert "gives no sign of life, it is stopped or its machine hangs; its last was step" in said
+        assert (
+            "gives no sign of life, it is stopped or its machine hangs; its last was step" in said
+        )
         assert int(re.search(r"stands? at step (\d+)", said)[1]) >= 4
     else:
-        assert re.search(r"keeps the others waiting: step \d+, waiting for data\n.* is at\n", said), said
+        assert re.search(
+            r"keeps the others waiting: step \d+, waiting for data\n.* is at\n", said
+        ), said
     assert f"No progress for {PATIENCE} s (--collective_timeout): all processes end" in said
     found = status(folder)
-    assert found["status"] == "failed" and found["cause"] in said and f"rank {guilty}" in found["cause"]
+    assert (
+        found["status"] == "failed"
+        and found["cause"] in said
+        and f"rank {guilty}" in found["cause"]
+    )
 
 
 class Raise(Observer):
@@ -130,9 +145,16 @@ def use_up_descriptors(run) -> None:
 
 
 NOT_FINITE = "step 3: the loss of the samples at positions 66, 67, 68, 69, 70, 71 is not finite"
-FAULTS = {  # what happens to rank 1, words of the command, the message of that process, and the cause that programs read
+# What happens to rank 1, words of the command, the message of that process, and the cause that
+# programs read.
+FAULTS = {
     "an exception": (Raise(), (), "ValueError: of my own", "rank 1: ValueError: of my own"),
-    "not a number": (SpoilWeights(66), ("--checkpoint_every", 1), f"cls.py: {NOT_FINITE}", NOT_FINITE),
+    "not a number": (
+        SpoilWeights(66),
+        ("--checkpoint_every", 1),
+        f"cls.py: {NOT_FINITE}",
+        NOT_FINITE,
+    ),
     # It depends on what the worker was doing whether torch or the pipe to it notices first.
     "a dead worker": (AfterStep(kill_the_worker, 2), (), " worker ", "rank 1: RuntimeError: "),
     "no file descriptor left": (
@@ -157,7 +179,10 @@ def test_a_failure_of_one_rank_ends_all_and_is_the_cause(forks, tmp_path, fault)
     assert found["status"] == "failed" and found["cause"].startswith(cause), (found, first.stderr)
     if is_refused:
         assert said not in second.stderr, "a refusal is printed once per machine"
-        assert max(path.name for path in (tmp_path / "run/checkpoints").glob("step_*")) < "step_00000003"
+        assert (
+            max(path.name for path in (tmp_path / "run/checkpoints").glob("step_*"))
+            < "step_00000003"
+        )
     else:
         host = os.uname().nodename
         assert f"on rank 1 ({host})" in second.stderr and "Traceback" not in first.stderr
@@ -167,8 +192,29 @@ def test_a_failure_of_one_rank_ends_all_and_is_the_cause(forks, tmp_path, fault)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_takes_its_workers_and_peers_along(forks, tmp_path, victim):
     """As its workers wait to hand over the next batches."""
-    words = (*WORDS, "--model", "test_vit", "--drop_path", 0.1, "--random_erasing", 0.3, "--mixup", 0.2)
-    words += ("--global_batch_size", 32, "--image_size", 64, "--output_dir", tmp_path, "--workers", 2, "--name", "run")
+    words = (
+        *WORDS,
+        "--model",
+        "test_vit",
+        "--drop_path",
+        0.1,
+        "--random_erasing",
+        0.3,
+        "--mixup",
+        0.2,
+    )
+    words += (
+        "--global_batch_size",
+        32,
+        "--image_size",
+        64,
+        "--output_dir",
+        tmp_path,
+        "--workers",
+        2,
+        "--name",
+        "run",
+    )
     ranks = forks.start_ranks(2, *words)
     until_step(tmp_path / "run", 6, ranks)
     family = [psutil.Process(each.process.pid) for each in ranks]
@@ -197,5 +243,8 @@ def test_a_process_that_sees_other_data_is_refused_by_name(forks, tmp_path):
     ended = ends(forks.start_ranks(2, *words, recipe=recipe), 60)
     assert [each.code for each in ended] == [2, 2]
     [said] = [each.stderr for each in ended if "cls.py: " in each.stderr]  # once per machine
-    assert "cls.py: data differs between ranks: " in said and f"on rank 1 ({os.uname().nodename})" in said
+    assert (
+        "cls.py: data differs between ranks: " in said
+        and f"on rank 1 ({os.uname().nodename})" in said
+    )
     assert not list((tmp_path / "runs").iterdir())

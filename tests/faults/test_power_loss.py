@@ -1,6 +1,7 @@
 """After a power loss at any moment, each promised file is whole, old or new, and a restarted run resumes.
 
-The file that holds the file system has all that has reached the disk; bytes that were only written, not synced, are not in it.
+The file that holds the file system has all that has reached the disk; bytes that were only written,
+not synced, are not in it.
 """
 
 import contextlib
@@ -28,14 +29,31 @@ from tests.recipes.copied import copy
 
 STEPS = 6
 WORDS = (
-    f"--image_size 16 --global_batch_size 8 --workers 1 --max_steps {STEPS} --log_every 1 --checkpoint_every 2 "
-    "--eval_every 1 --ema_decay 0.5 --keep_checkpoints 1"
+    f"--image_size 16 --global_batch_size 8 --workers 1 --max_steps {STEPS} --log_every 1 "
+    "--checkpoint_every 2 --eval_every 1 --ema_decay 0.5 --keep_checkpoints 1"
 ).split()
-TEXTS = ("config.yaml", "environment.json", "summary.json", "status.json", "tracker.json", "micro_batch.json")
+TEXTS = (
+    "config.yaml",
+    "environment.json",
+    "summary.json",
+    "status.json",
+    "tracker.json",
+    "micro_batch.json",
+)
 
 
 def words(data: Path, folder: Path, tracker: str = "none") -> tuple:
-    return (*WORDS, "--data", data, "--output_dir", folder.parent, "--name", folder.name, "--tracker", tracker)
+    return (
+        *WORDS,
+        "--data",
+        data,
+        "--output_dir",
+        folder.parent,
+        "--name",
+        folder.name,
+        "--tracker",
+        tracker,
+    )
 
 
 # Each evaluation is the best so far, so that `best/` changes with each checkpoint.
@@ -61,9 +79,11 @@ def whole(forks, improving, data, tmp_path_factory) -> Path:
 
 
 def photographer(disk: Ext4, album: Path, commits: bool, times: int) -> None:
-    """In a fork: a photograph of the disk before each file operation of the run, the first `times` times that it comes.
+    """In a fork: a photograph of the disk before each file operation of the run, the first `times`
+    times that it comes.
 
-    With `commits` all names reach the disk just before: as when a file system's own commit comes at that moment.
+    With `commits` all names reach the disk just before: as when a file system's own commit comes at
+    that moment.
     """
     photograph, seen, count, turn, owner = {}, Counter(), 0, threading.Lock(), os.getpid()
     canary = os.open(disk.folder / "canary", os.O_WRONLY | os.O_CREAT)
@@ -91,7 +111,9 @@ def photographer(disk: Ext4, album: Path, commits: bool, times: int) -> None:
             with contextlib.suppress(OSError, ValueError):
                 made = read(disk.folder / "run/status.json")["step"]
             photograph["writes"] = disk.photograph(album / f"{count:04d}.image")
-            (album / f"{count:04d}.json").write_text(json.dumps({"before": operation, "made": made}))
+            (album / f"{count:04d}.json").write_text(
+                json.dumps({"before": operation, "made": made})
+            )
         finally:
             turn.release()
 
@@ -100,7 +122,9 @@ def photographer(disk: Ext4, album: Path, commits: bool, times: int) -> None:
 
 
 def assert_promises(said: dict, found: Path) -> int:
-    """No file is torn, and every file that was reported as saved exists. Returns the step that the next start resumes from."""
+    """No file is torn, and every file that was reported as saved exists. Returns the step that the
+    next start resumes from.
+    """
     for name in TEXTS:
         if (found / name).exists():
             content = yaml.safe_load((found / name).read_text())
@@ -118,15 +142,25 @@ def assert_promises(said: dict, found: Path) -> int:
         assert read(found / "summary.json")["step"] <= newest
     if not checkpoints:
         return 0
-    steps = [json.loads(row)["step"] for row in (found / "metrics.jsonl").read_bytes().splitlines() if row[-1:] == b"}"]
+    steps = [
+        json.loads(row)["step"]
+        for row in (found / "metrics.jsonl").read_bytes().splitlines()
+        if row[-1:] == b"}"
+    ]
     assert steps[:newest] == [*range(1, newest + 1)]
-    assert keeps_best(found, checkpoints[0].record), "the model that the newest checkpoint says is the best is nowhere"
+    assert keeps_best(found, checkpoints[0].record), (
+        "the model that the newest checkpoint says is the best is nowhere"
+    )
     return newest
 
 
-def train(forks, data: Path, folder: Path, processes: int = 1, *more: object, recipe: str | Path = "cls") -> str:
+def train(
+    forks, data: Path, folder: Path, processes: int = 1, *more: object, recipe: str | Path = "cls"
+) -> str:
     """Run the same command in this folder to its end; what was said."""
-    ranks = forks.start_ranks(processes, *words(data, folder), *more, recipe=recipe, pictures=recipe != "cls")
+    ranks = forks.start_ranks(
+        processes, *words(data, folder), *more, recipe=recipe, pictures=recipe != "cls"
+    )
     ends = [fork.end() for fork in ranks]
     assert [end.code for end in ends] == [0] * processes, ends
     return ends[0].stdout
@@ -134,7 +168,10 @@ def train(forks, data: Path, folder: Path, processes: int = 1, *more: object, re
 
 @pytest.mark.parametrize(
     "commits, times, restarts",
-    [(True, 1, 2), *(pytest.param(commits, 9, 12, marks=pytest.mark.long) for commits in (True, False))],
+    [
+        (True, 1, 2),
+        *(pytest.param(commits, 9, 12, marks=pytest.mark.long) for commits in (True, False)),
+    ],
 )
 def test_a_power_loss_before_any_file_operation_loses_nothing(
     forks, improving, data, whole, tmp_path, commits, times, restarts
@@ -143,11 +180,14 @@ def test_a_power_loss_before_any_file_operation_loses_nothing(
     album.mkdir()
     with ext4(tmp_path, "40m") as disk:
         before = functools.partial(photographer, disk, album, commits, times)
-        ended = forks(*words(data, disk.folder / "run"), recipe=improving, before=before, pictures=True)
+        ended = forks(
+            *words(data, disk.folder / "run"), recipe=improving, before=before, pictures=True
+        )
         assert ended.code == 0, ended
         disk.photograph(album / "9999.image")
         (album / "9999.json").write_text(json.dumps({"before": "the end", "made": STEPS}))
-    steps = {}  # of the run folder that the next start finds after each power loss: what it resumes from
+    # Of the run folder that the next start finds after each power loss: what it resumes from.
+    steps = {}
     for image in sorted(album.glob("*.image")):
         said, found = read(image.with_suffix(".json")), tmp_path / image.stem / "run"
         found.parent.mkdir()
@@ -164,7 +204,9 @@ def test_a_power_loss_before_any_file_operation_loses_nothing(
     assert {0, 2, 4, STEPS} <= set(steps.values()) and len(developed) > 30, steps
     assert read(developed[-1] / "summary.json")["best"]["step"] == STEPS
     status = read(developed[-1] / "status.json")
-    assert status["status"] == "finished" and {path.name for path in developed[-1].glob("pictures/*")} >= {"curves.png"}
+    assert status["status"] == "finished" and {
+        path.name for path in developed[-1].glob("pictures/*")
+    } >= {"curves.png"}
     for found in random.Random(7).sample(developed, min(restarts, len(developed))):
         assert "damaged" not in train(forks, data, found, recipe=improving)
         assert_same_run(found, whole, STEPS)
@@ -175,7 +217,8 @@ def test_a_power_loss_before_any_file_operation_loses_nothing(
 def test_all_ranks_know_that_the_best_model_is_lost(forks, data, tmp_path):
     """Else one of them would wait for the others to write the next one."""
     folder = tmp_path / "run"
-    train(forks, data, folder, 2, "--max_steps", 4, "--eval_every", 3)  # the best model is from step 3 or 4
+    # The best model is from step 3 or 4.
+    train(forks, data, folder, 2, "--max_steps", 4, "--eval_every", 3)
     shutil.rmtree(folder / "best")
     record = read(folder / "checkpoints/step_00000004/record.json")
     record["ledger"]["best"] |= {"step": 3, "eval/ema_top1": 2.0}  # no later one can be better

@@ -24,7 +24,8 @@ def knock(port):
     return "open"
 print(json.dumps({port: knock(int(port)) for port in sys.argv[2:]}))
 """
-# Puts a pickle that makes a folder in the place of everything that lies in the store at address and port.
+# Puts a pickle that makes a folder in the place of everything that lies in the store at address and
+# port.
 FORGE = """
 import os, pickle, sys
 from datetime import timedelta
@@ -45,7 +46,9 @@ def test_a_run_on_one_machine_listens_on_its_loopback_alone(nodes, tmp_path):
     """All of its processes: launcher, ranks, data workers, the tracker's service."""
     first, stranger = nodes(2)
     words = (*WORDS, "--output_dir", tmp_path, "--name", "run")
-    run = Watched(tmp_path / "run", [first.start("multi_cpu", "recipes/cls.py", *words, env=OFFLINE)])
+    run = Watched(
+        tmp_path / "run", [first.start("multi_cpu", "recipes/cls.py", *words, env=OFFLINE)]
+    )
     run.until(lambda: run.step() >= 4, "it trains")
     listening = first.listeners()
     launcher = psutil.Process(run.started[0].process.pid)
@@ -55,7 +58,9 @@ def test_a_run_on_one_machine_listens_on_its_loopback_alone(nodes, tmp_path):
     assert {address for address, _, _ in listening} <= LOOPBACK, listening
     ports = sorted({port for _, port, _ in listening})
     knocked = stranger.start_python("-c", KNOCK, first.address, *ports).finish()
-    assert json.loads(knocked.stdout) == {str(port): "ConnectionRefusedError" for port in ports}, knocked
+    assert json.loads(knocked.stdout) == {str(port): "ConnectionRefusedError" for port in ports}, (
+        knocked
+    )
 
 
 def forge(stranger: Node, address: str, port: int | str, marker) -> list[str]:
@@ -69,7 +74,10 @@ def test_machines_execute_nothing_that_a_stranger_writes(nodes, tmp_path):
     first, second, stranger = nodes(3)
     words = (*WORDS, "--output_dir", tmp_path, "--name", "run")
     flags = ["--main_process_ip", first.address]
-    started = [node.start("2node_cpu", "recipes/cls.py", *words, flags=flags, env=OFFLINE) for node in (first, second)]
+    started = [
+        node.start("2node_cpu", "recipes/cls.py", *words, flags=flags, env=OFFLINE)
+        for node in (first, second)
+    ]
     run, marker = Watched(tmp_path / "run", started), tmp_path / "executed"
     run.until(lambda: run.step() >= 4, "both train")
     for node in (first, second):
@@ -91,5 +99,7 @@ def test_machines_execute_nothing_that_a_stranger_writes(nodes, tmp_path):
     for node, each in zip((first, second), done, strict=True):
         said = [line for line in each.stderr.splitlines() if line.startswith(f"{node.name}: ")]
         assert len(said) == 1 and "Traceback" not in each.stderr, each.stderr
-        assert [code for text, code in ends.items() if text in said[0]] == [each.returncode], each.stderr
+        assert [code for text, code in ends.items() if text in said[0]] == [each.returncode], (
+            each.stderr
+        )
     assert any("is not from a launcher of this run" in each.stderr for each in done)

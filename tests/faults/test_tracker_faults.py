@@ -1,6 +1,7 @@
 """Whatever fails in the dashboard, the run is bit for bit the run without it, and starts as soon.
 
-More of this: tests/run/test_tracking.py, and runs that are killed and go on in tests/recipes/test_dashboards.py.
+More of this: tests/run/test_tracking.py, and runs that are killed and go on in
+tests/recipes/test_dashboards.py.
 """
 
 import contextlib
@@ -22,8 +23,8 @@ from tests.harness.odd_files import Malicious
 from tests.harness.resumed import STEPS, assert_same_run
 
 WORDS = (
-    f"--image_size 16 --global_batch_size 8 --workers 1 --max_steps {STEPS} --log_every 1 --checkpoint_every 4 "
-    "--eval_every 6 --ema_decay 0.9"
+    f"--image_size 16 --global_batch_size 8 --workers 1 --max_steps {STEPS} --log_every 1 "
+    "--checkpoint_every 4 --eval_every 6 --ema_decay 0.9"
 ).split()
 
 
@@ -39,7 +40,8 @@ class LateDashboard(Observer):
 
     def on_prepare(self, model, train_set, compute_losses) -> None:
         os.environ.update(self.environment)
-        tracking.INIT_TIMEOUT_S = 3.0  # in the thread: it would only make the end of this short run longer
+        # In the thread: it would only make the end of this short run longer.
+        tracking.INIT_TIMEOUT_S = 3.0
         import wandb
 
         self.first_step = threading.Event()
@@ -55,7 +57,11 @@ class LateDashboard(Observer):
         if step == 5 and self.kill:
             while not run._records.log._tracker.where():  # it starts in a thread
                 time.sleep(0.01)
-            services = [child for child in psutil.Process().children(recursive=True) if "wandb" in child.name()]
+            services = [
+                child
+                for child in psutil.Process().children(recursive=True)
+                if "wandb" in child.name()
+            ]
             assert services
             for service in services:
                 service.kill()
@@ -66,7 +72,17 @@ def run(forks, data):
     """`run(folder, tracker, environment, kill=False)` -> what it said."""
 
     def train(folder: Path, tracker: str = "wandb", environment=None, kill: bool = False) -> str:
-        words = (*WORDS, "--data", data, "--output_dir", folder.parent, "--name", folder.name, "--tracker", tracker)
+        words = (
+            *WORDS,
+            "--data",
+            data,
+            "--output_dir",
+            folder.parent,
+            "--name",
+            folder.name,
+            "--tracker",
+            tracker,
+        )
         ended = forks(*words, observer=LateDashboard(environment or {}, kill))
         assert ended.code == 0, ended
         return ended.stdout
@@ -95,8 +111,13 @@ def test_no_fault_of_wandb_changes_a_loss_or_holds_up_the_start(run, whole, tmp_
     folder, environment = tmp_path / "run", {}
     folder.mkdir()
     if fault == "a dead address":
-        environment = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{free_port()}"}
-    with disk(folder / "wandb", "1m") if fault == "a read-only folder" else contextlib.nullcontext():
+        environment = {
+            "WANDB_API_KEY": "a" * 40,
+            "WANDB_BASE_URL": f"http://127.0.0.1:{free_port()}",
+        }
+    with (
+        disk(folder / "wandb", "1m") if fault == "a read-only folder" else contextlib.nullcontext()
+    ):
         if fault == "a read-only folder":
             mount("mount", "-o", "remount,ro", folder / "wandb")
         said = run(folder, environment=environment, kill=fault == "a dead service")

@@ -1,4 +1,6 @@
-"""What keeps two machines apart is reported soon, in one line. That they train what one trains: test_elastic.py."""
+"""What keeps two machines apart is reported soon, in one line. That they train what one trains:
+test_elastic.py.
+"""
 
 import re
 import shutil
@@ -15,8 +17,8 @@ from tests.harness.launching import ROOT, Started, small
 from tests.harness.machines import Node
 
 WORDS = (
-    "--image_size 16 --global_batch_size 24 --max_micro_batch_size 8 --workers 1 --tracker none --max_steps 12 "
-    "--eval_every 6 --checkpoint_every 6"
+    "--image_size 16 --global_batch_size 24 --max_micro_batch_size 8 --workers 1 --tracker none "
+    "--max_steps 12 --eval_every 6 --checkpoint_every 6"
 ).split()
 # A recipe of which one rank takes long to end, as on a busy machine.
 LATE = """
@@ -68,9 +70,16 @@ def test_machines_whose_clocks_differ_start_together(nodes, tmp_path):
         ]
 
     seconds = (-90, 3600)
-    started = [start_at(30000 + number, by, script, tmp_path / str(by)) for number, by in enumerate(seconds)]
+    started = [
+        start_at(30000 + number, by, script, tmp_path / str(by))
+        for number, by in enumerate(seconds)
+    ]
     for by, (main, other) in zip(seconds, map(finish, started), strict=True):
-        assert [main.returncode, other.returncode] == [0, 0] and not main.stderr + other.stderr, (by, main, other)
+        assert [main.returncode, other.returncode] == [0, 0] and not main.stderr + other.stderr, (
+            by,
+            main,
+            other,
+        )
     assert [(tmp_path / str(by)).read_text() for by in seconds] == ["22"] * 2
 
 
@@ -82,38 +91,69 @@ def test_a_machine_that_does_not_come_in_time_is_named(nodes):
     missing = f"1 of 2 machines came within {JOIN_S} s: {first.name} ({first.address})"
     cases = {  # who waits, for which address, and what it says
         "missing machine": (first, first.address, missing),
-        "missing main machine": (second, first.address, f"{first.address} is there, but nothing listens on port"),
-        "wrong address": (second, "10.77.0.9", "10.77.0.9:30002 can't be reached (No route to host)"),
-        "wrong network": (second, "10.99.0.1", "10.99.0.1:30003 can't be reached (Network is unreachable)"),
+        "missing main machine": (
+            second,
+            first.address,
+            f"{first.address} is there, but nothing listens on port",
+        ),
+        "wrong address": (
+            second,
+            "10.77.0.9",
+            "10.77.0.9:30002 can't be reached (No route to host)",
+        ),
+        "wrong network": (
+            second,
+            "10.99.0.1",
+            "10.99.0.1:30003 can't be reached (Network is unreachable)",
+        ),
         "wrong name": (second, "nowhere", "the name nowhere is not known on this machine"),
         "closed port": (second, "10.77.0.8", "10.77.0.8:30005 can't be reached (timed out)"),
     }
     began, started = time.monotonic(), []
     for port, (node, address, _) in enumerate(cases.values(), 30000):
-        flags = ["--main_process_ip", address, "--main_process_port", port, "--rdzv_conf", f"join_timeout={JOIN_S}"]
+        flags = [
+            "--main_process_ip",
+            address,
+            "--main_process_port",
+            port,
+            "--rdzv_conf",
+            f"join_timeout={JOIN_S}",
+        ]
         started.append(node.start("2node_cpu", "recipes/cls.py", flags=flags))
     for (case, (node, _, said)), done in zip(cases.items(), finish(started), strict=True):
         lines = done.stderr.splitlines()
         assert done.returncode == 1 and "Traceback" not in done.stderr, (case, done.stderr)
         assert lines[-1].startswith(f"{node.name}: {said}"), (case, done.stderr)
-        assert sum(f"up to {JOIN_S} s" in line for line in lines) == 1, (case, "it is also said early", done.stderr)
+        assert sum(f"up to {JOIN_S} s" in line for line in lines) == 1, (
+            case,
+            "it is also said early",
+            done.stderr,
+        )
     assert time.monotonic() - began < JOIN_S + START_S
 
 
 @pytest.mark.long
 def test_machines_that_differ_are_refused_with_what_differs(nodes, tmp_path):
     """Code, a package, a setting; both launchers end, and nothing is left."""
-    code, package = ROOT / "common/data/batch_plan.py", Path(distribution("timm").locate_file("timm")).parent
+    code, package = (
+        ROOT / "common/data/batch_plan.py",
+        Path(distribution("timm").locate_file("timm")).parent,
+    )
     package = next(package.glob("timm-*.dist-info")) / "METADATA"
     own = {code: tmp_path / "plan.py", package: tmp_path / "METADATA"}
     own[code].write_text(code.read_text() + "# mine\n")
-    own[package].write_text(package.read_text().replace(f"Version: {distribution('timm').version}", "Version: 0.1"))
+    own[package].write_text(
+        package.read_text().replace(f"Version: {distribution('timm').version}", "Version: 0.1")
+    )
     first, second = nodes(2, own={1: own})
     words = [*WORDS, "--output_dir", tmp_path / "runs"]
     began = time.monotonic()
     done = finish(start((first, second), *words, lines=(["--lr", 0.1], ["--lr", 0.2])))
     said = f"rank 1 on {second.name} is not as rank 0 on {first.name}: --lr 0.2 instead of 0.1, "
-    said += f"common/data/batch_plan.py is another file, timm 0.1 instead of {distribution('timm').version}"
+    said += (
+        "common/data/batch_plan.py is another file, timm 0.1 instead of "
+        f"{distribution('timm').version}"
+    )
     for each in done:
         # And nothing else: no traceback of a launcher, no warning of an address that has no name.
         assert each.returncode == 2 and each.stderr == f"cls.py: {said}\n", each
@@ -123,7 +163,9 @@ def test_machines_that_differ_are_refused_with_what_differs(nodes, tmp_path):
 
 @pytest.mark.long
 def test_a_checkpoint_that_a_machine_lacks_is_not_gone_on_from(nodes, forks, tmp_path):
-    """Without a folder that both see: one machine would go on from step 6 and the other begin anew, silently."""
+    """Without a folder that both see: one machine would go on from step 6 and the other begin anew,
+    silently.
+    """
     runs, empty = tmp_path / "runs", tmp_path / "empty"
     empty.mkdir()
     words = (*WORDS, "--output_dir", runs, "--name", "run")
@@ -134,13 +176,19 @@ def test_a_checkpoint_that_a_machine_lacks_is_not_gone_on_from(nodes, forks, tmp
     path = runs / "run" / "checkpoints" / "step_00000006"
     for each in done:
         assert each.returncode == 2, each.stderr
-        assert f"cls.py: {path}: {second.name} does not have the one that {first.name} resumes from" in each.stderr
+        assert (
+            f"cls.py: {path}: {second.name} does not have the one that {first.name} resumes from"
+            in each.stderr
+        )
     assert (
-        "run is not seen from node1: to go on from its checkpoints, name an --output_dir that all see" in done[0].stdout
+        "run is not seen from node1: to go on from its checkpoints, name an --output_dir that all "
+        "see" in done[0].stdout
     )
     assert not list(empty.iterdir())
     shutil.rmtree(runs / "run")  # and the other way round, where processes may be restarted
-    again = start((first, second), *words, recipe=recipe, flags=["--max_restarts", 2], env={"LATE_RANK": "1"})
+    again = start(
+        (first, second), *words, recipe=recipe, flags=["--max_restarts", 2], env={"LATE_RANK": "1"}
+    )
     done = finish(again)
     for each in done:
         assert each.returncode == 2, each.stderr
@@ -153,8 +201,12 @@ def test_a_process_that_can_not_start_ends_all_launchers(nodes, tmp_path):
     """The others would wait for it in the process group."""
     first, second = nodes(2)
     began = time.monotonic()
-    done = finish(start((first, second), *WORDS, "--output_dir", tmp_path, lines=((), ["--no_such_flag", 1])))
+    done = finish(
+        start((first, second), *WORDS, "--output_dir", tmp_path, lines=((), ["--no_such_flag", 1]))
+    )
     assert [each.returncode for each in done] == [1, 2]
     assert done[1].stderr == "cls.py: unknown flag --no_such_flag; --help all lists all flags\n"
-    assert re.fullmatch(f"{first.name}: the launcher of another machine has given up, .*\n", done[0].stderr), done[0]
+    assert re.fullmatch(
+        f"{first.name}: the launcher of another machine has given up, .*\n", done[0].stderr
+    ), done[0]
     assert time.monotonic() - began < START_S

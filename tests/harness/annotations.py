@@ -16,7 +16,9 @@ def check_same(part: AnnotatedImages, other: AnnotatedImages):
     for field in dataclasses.fields(AnnotatedImages):
         mine, its = getattr(part, field.name), getattr(other, field.name)
         if isinstance(mine, np.ndarray):
-            assert mine.dtype == its.dtype and its.flags.writeable and np.array_equal(mine, its), field.name
+            assert mine.dtype == its.dtype and its.flags.writeable and np.array_equal(mine, its), (
+                field.name
+            )
         elif field.name == "images":
             assert mine.root == its.root and mine.paths.equals(its.paths)
         elif field.name == "masks" and mine:
@@ -38,7 +40,9 @@ def picture(path: Path, size=(40, 30), box=None, orientation=1) -> Path:
     if orientation != 1:
         exif[ExifTags.Base.Orientation] = orientation
     path.parent.mkdir(parents=True, exist_ok=True)
-    image.save(path, exif=exif, **({"quality": 100, "subsampling": 0} if path.suffix == ".jpg" else {}))
+    image.save(
+        path, exif=exif, **({"quality": 100, "subsampling": 0} if path.suffix == ".jpg" else {})
+    )
     with path.open("ab") as file:  # decoders ignore it, and no two pictures are the same file
         file.write(os.fsencode(path).rjust(200))
     return path
@@ -48,22 +52,41 @@ CATEGORIES = [{"id": 7, "name": "dog"}, {"id": 3, "name": "cat"}, {"id": 90, "na
 
 
 def annotation(image_id, box, category_id=3, **more):
-    return {"image_id": image_id, "bbox": box, "category_id": category_id, "area": 12.5, "iscrowd": 0} | more
+    return {
+        "image_id": image_id,
+        "bbox": box,
+        "category_id": category_id,
+        "area": 12.5,
+        "iscrowd": 0,
+    } | more
 
 
 def coco(
-    root: Path, part="train", ids=(10, 4, 25), annotations=None, categories=CATEGORIES, change=None, **image
+    root: Path,
+    part="train",
+    ids=(10, 4, 25),
+    annotations=None,
+    categories=CATEGORIES,
+    change=None,
+    **image,
 ) -> Path:
     for number in ids:
         picture(root / part / f"{number}.jpg")
     if annotations is None:
         annotations = [
             annotation(4, [1, 2, 10, 8], 90, segmentation=[[1, 2, 3, 4, 5, 6]]),
-            annotation(25, [0, 0, 40, 30], 7, iscrowd=1, segmentation={"counts": [1, 2], "size": [30, 40]}),
+            annotation(
+                25, [0, 0, 40, 30], 7, iscrowd=1, segmentation={"counts": [1, 2], "size": [30, 40]}
+            ),
             annotation(4, [3.5, 4.25, 5, 6]),
         ]
     images = [{"id": n, "file_name": f"{n}.jpg", "width": 40, "height": 30} | image for n in ids]
-    content = {"info": {}, "images": images, "annotations": annotations, "categories": copy.deepcopy(categories)}
+    content = {
+        "info": {},
+        "images": images,
+        "annotations": annotations,
+        "categories": copy.deepcopy(categories),
+    }
     if change:
         change(content)
     (root / f"{part}.json").write_text(json.dumps(content))
@@ -80,7 +103,9 @@ def voc(root: Path, parts=None, **changes) -> Path:
     for name, found in objects.items():
         picture(root / "JPEGImages" / f"{name}.jpg")
         (root / "Annotations").mkdir(exist_ok=True)
-        (root / "Annotations" / f"{name}.xml").write_text(found if isinstance(found, str) else voc_xml(found))
+        (root / "Annotations" / f"{name}.xml").write_text(
+            found if isinstance(found, str) else voc_xml(found)
+        )
     for part, names in (parts or {"train": "abd", "val": "c"}).items():
         (root / "ImageSets/Main").mkdir(parents=True, exist_ok=True)
         (root / "ImageSets/Main" / f"{part}.txt").write_text("".join(f"{name}\n" for name in names))
@@ -99,7 +124,11 @@ def yolo(root: Path, labels=None, content=None) -> Path:
         if text is not None:
             (root / "labels" / name).parent.mkdir(parents=True, exist_ok=True)
             (root / "labels" / f"{name}.txt").write_text(text)
-    content = {"train": "images/train", "val": "images/val", "names": ["cat", "dog"]} if content is None else content
+    content = (
+        {"train": "images/train", "val": "images/val", "names": ["cat", "dog"]}
+        if content is None
+        else content
+    )
     if content:
         (root / "data.yaml").write_text(json.dumps(content))
     return root
@@ -108,7 +137,10 @@ def yolo(root: Path, labels=None, content=None) -> Path:
 def voc_xml(objects, size=(40, 30)) -> str:
     lines = "".join(
         f"<object><name>{name}</name><difficult>{difficult}</difficult><bndbox>"
-        + "".join(f"<{key}>{value}</{key}>" for key, value in zip(("xmin", "ymin", "xmax", "ymax"), box, strict=True))
+        + "".join(
+            f"<{key}>{value}</{key}>"
+            for key, value in zip(("xmin", "ymin", "xmax", "ymax"), box, strict=True)
+        )
         + "</bndbox><part><name>head</name><bndbox><xmin>1</xmin></bndbox></part></object>"
         for name, box, difficult in objects
     )

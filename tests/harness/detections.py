@@ -14,7 +14,9 @@ CLASSES = ("never there", "cat", "dog", "bird")
 A, B = (10, 10, 50, 50), (60, 60, 80, 80)  # boxes in an image of 100 x 100
 
 
-def columns(images: Sequence[Sequence[tuple]], sizes=((100, 100),), classes=("cat", "dog", "cow")) -> dict:
+def columns(
+    images: Sequence[Sequence[tuple]], sizes=((100, 100),), classes=("cat", "dog", "cow")
+) -> dict:
     """The arguments of `Annotated`; `images` has the objects of each image: box, class, crowd or not."""
     objects = [(*row, False)[:3] for of_image in images for row in of_image]
     boxes = np.array([box for box, *_ in objects], np.float32).reshape(-1, 4)
@@ -46,7 +48,9 @@ def moved(box, x: float) -> tuple:
 
 def one_image(objects: list, found: list, source_type: type[Annotated] = Annotated) -> Matches:
     """Objects (box, class, crowd) and detections (box, score, class) of a picture of 100 x 100 pixels."""
-    rows = np.array([(*box, score, label) for box, score, label in found], np.float32).reshape(-1, 6)
+    rows = np.array([(*box, score, label) for box, score, label in found], np.float32).reshape(
+        -1, 6
+    )
     return Matches(source_type(**columns([objects])), np.zeros(len(rows), np.int64), rows)
 
 
@@ -56,9 +60,13 @@ def awkward(seed: int) -> tuple[Annotated, list[dict]]:
     counts = random.integers(0, 6, 21) * (random.random(21) < 0.8)
     offsets = np.concatenate([[0], np.cumsum(counts)])
     corner = random.uniform(0, 200, (offsets[-1], 2))
-    boxes = np.concatenate([corner, corner + random.uniform(4, 150, corner.shape)], 1).astype(np.float32)
+    boxes = np.concatenate([corner, corner + random.uniform(4, 150, corner.shape)], 1).astype(
+        np.float32
+    )
     labels = random.integers(1, len(CLASSES), len(boxes))
-    areas = (boxes[:, 2:] - boxes[:, :2]).prod(1) * random.uniform(0.3, 1, len(boxes)).astype(np.float32)
+    areas = (boxes[:, 2:] - boxes[:, :2]).prod(1) * random.uniform(0.3, 1, len(boxes)).astype(
+        np.float32
+    )
     source = Annotated(
         classes=CLASSES,
         category_ids=np.array([2, 7, 90, 91]),
@@ -81,8 +89,12 @@ def awkward(seed: int) -> tuple[Annotated, list[dict]]:
         found.append(
             {
                 "boxes": torch.from_numpy(guesses),
-                "scores": torch.from_numpy(np.round(random.random(len(guesses)), 1).astype(np.float32)),
-                "labels": torch.from_numpy(np.concatenate([right, random.integers(0, len(CLASSES), len(wrong))])),
+                "scores": torch.from_numpy(
+                    np.round(random.random(len(guesses)), 1).astype(np.float32)
+                ),
+                "labels": torch.from_numpy(
+                    np.concatenate([right, random.integers(0, len(CLASSES), len(wrong))])
+                ),
             }
         )
     return source, found

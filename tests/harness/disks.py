@@ -38,7 +38,9 @@ def disk(folder: Path, size: str) -> Iterator[Path]:
 
 @contextmanager
 def no_room(size: int = 0) -> Iterator[None]:
-    """No file that this process writes may grow beyond `size` bytes: as on a full disk, writing raises OSError."""
+    """No file that this process writes may grow beyond `size` bytes: as on a full disk, writing
+    raises OSError.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -49,9 +51,11 @@ def no_room(size: int = 0) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Ext4:
-    """An ext4 in the file `image`, mounted at `folder`: what is in the image has reached the disk, and nothing else.
+    """An ext4 in the file `image`, mounted at `folder`: what is in the image has reached the disk,
+    and nothing else.
 
-    Mounted so that little reaches it unasked: no commit within five minutes, and no content written for the sake of a rename.
+    Mounted so that little reaches it unasked: no commit within five minutes, and no content written
+    for the sake of a rename.
     """
 
     folder: Path
@@ -77,11 +81,15 @@ def ext4(scratch: Path, size: str) -> Iterator[Ext4]:
     """A disk of `size` bytes with an ext4, of which photographs can be taken."""
     make = shutil.which("mkfs.ext4", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
     if not make:
-        pytest.fail("no mkfs.ext4 here") if "CI" in os.environ else pytest.skip("needs mkfs.ext4 (e2fsprogs)")
+        pytest.fail("no mkfs.ext4 here") if "CI" in os.environ else pytest.skip(
+            "needs mkfs.ext4 (e2fsprogs)"
+        )
     owner = f"root_owner={os.getuid()}:{os.getgid()}"
     with disk(scratch / "memory", "1g") as memory:  # where what the file system syncs costs nothing
         subprocess.run([make, "-q", "-F", "-E", owner, memory / "image", size], check=True)
-        with _mounted(memory / "image", scratch / "disk", "loop,noauto_da_alloc,commit=300") as folder:
+        with _mounted(
+            memory / "image", scratch / "disk", "loop,noauto_da_alloc,commit=300"
+        ) as folder:
             major, minor = os.major(folder.stat().st_dev), os.minor(folder.stat().st_dev)
             yield Ext4(folder, memory / "image", Path(f"/sys/dev/block/{major}:{minor}/stat"))
 
@@ -91,7 +99,9 @@ def after_power_loss(photograph: Path) -> Iterator[Path]:
     """The folder that a photograph of a disk is mounted at, as by the machine's next start."""
     with disk(photograph.with_suffix(".memory"), "1g") as memory:
         subprocess.run(["cp", "--sparse=always", photograph, memory], check=True)
-        with _mounted(memory / photograph.name, photograph.with_suffix(".mounted"), "loop") as folder:
+        with _mounted(
+            memory / photograph.name, photograph.with_suffix(".mounted"), "loop"
+        ) as folder:
             yield folder
 
 

@@ -20,8 +20,17 @@ def draw_stripes(folder: Path, counts: Sequence[int], seed: int = 0) -> None:
         share = number / len(counts)
         colour = np.cos(2 * np.pi * (share + np.arange(3) / 3))  # of red, green, blue
         for index in range(count):
-            phase = 4 * np.pi * (x * np.cos(np.pi * share) + y * np.sin(np.pi * share) + generator.random())
-            pixels = 128 + 30 * colour + 40 * np.sin(phase)[..., None] + generator.normal(0, 30, (32, 32, 3))
+            phase = (
+                4
+                * np.pi
+                * (x * np.cos(np.pi * share) + y * np.sin(np.pi * share) + generator.random())
+            )
+            pixels = (
+                128
+                + 30 * colour
+                + 40 * np.sin(phase)[..., None]
+                + generator.normal(0, 30, (32, 32, 3))
+            )
             image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
             image.save(folder / f"stuff_{number}" / f"{index}.png")
 
@@ -36,17 +45,34 @@ def draw_scenes(folder: Path) -> None:
             width, height = 96 + 7 * number % 33, 96 + 11 * number % 31
             picture, boxes, labels, _, masks, _ = source.sample(number, number)
             pixels = picture.whole().permute(1, 2, 0).numpy()
-            inside = (boxes[:, 2:] <= (width, height)).all(1) if number % 3 else np.zeros(len(boxes), bool)
+            inside = (
+                (boxes[:, 2:] <= (width, height)).all(1)
+                if number % 3
+                else np.zeros(len(boxes), bool)
+            )
             Image.fromarray(pixels[:height, :width]).save(folder / part / f"{number}.png")
-            images.append({"id": number, "file_name": f"{part}/{number}.png", "width": width, "height": height})
+            images.append(
+                {
+                    "id": number,
+                    "file_name": f"{part}/{number}.png",
+                    "width": width,
+                    "height": height,
+                }
+            )
             shown = mask_columns.encode(masks[inside, :height, :width])
             runs = [rle | {"counts": rle["counts"].decode()} for rle in shown]
             objects = zip(boxes[inside].tolist(), labels[inside].tolist(), runs, strict=True)
             for (left, top, right, bottom), label, outline in objects:
-                annotation = {"id": len(annotations), "image_id": number, "category_id": 3 * label + 1}
+                annotation = {
+                    "id": len(annotations),
+                    "image_id": number,
+                    "category_id": 3 * label + 1,
+                }
                 box = [left, top, right - left, bottom - top]
                 annotations.append(annotation | {"bbox": box, "segmentation": outline})
-        categories = [{"id": 3 * number + 1, "name": name} for number, name in enumerate(source.classes)]
+        categories = [
+            {"id": 3 * number + 1, "name": name} for number, name in enumerate(source.classes)
+        ]
         content = {"images": images, "annotations": annotations, "categories": categories}
         (folder / f"{part}.json").write_text(json.dumps(content))
 
@@ -65,7 +91,9 @@ def save_colours(folder: Path) -> None:
     colours = datasets.Sequence(datasets.ClassLabel(names=["red", "green", "blue"]))
     features = datasets.Features({"image": datasets.Image(), "colours": colours})
     splits = {"train": rows(80, seed=0), "validation": rows(23, seed=1)}
-    parts = {name: datasets.Dataset.from_dict(part, features=features) for name, part in splits.items()}
+    parts = {
+        name: datasets.Dataset.from_dict(part, features=features) for name, part in splits.items()
+    }
     datasets.DatasetDict(parts).save_to_disk(str(folder))
 
 
@@ -80,7 +108,9 @@ def pets(root: Path, cats: int = 8, dogs: int = 12) -> Path:
 
 
 def tree(root: Path, content: Mapping[str, int | str | None]) -> Path:
-    """Below `root`: of each folder that number of pictures 0.png, 1.png, ..., all different; None: nothing; a text: a file."""
+    """Below `root`: of each folder that number of pictures 0.png, 1.png, ..., all different; None:
+    nothing; a text: a file.
+    """
     root.mkdir(parents=True, exist_ok=True)
     for number, (name, there) in enumerate(content.items()):
         place = root / name

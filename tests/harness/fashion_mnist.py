@@ -1,9 +1,11 @@
-"""Fashion-MNIST of the Debian package dataset-fashion-mnist as a Hugging Face data set: 60,000 + 10,000 images of 28 x 28.
+"""Fashion-MNIST of the Debian package dataset-fashion-mnist as a Hugging Face data set: 60,000 +
+10,000 images of 28 x 28.
 
     apt-get install dataset-fashion-mnist
     python -m tests.harness.fashion_mnist /data/fashion_mnist [IMAGES OF EACH SPLIT]
 
-It holds what `zalando-datasets/fashion_mnist` of the Hub does: splits train and test, columns image and label.
+It holds what `zalando-datasets/fashion_mnist` of the Hub does: splits train and test, columns image
+and label.
 """
 
 import gzip
@@ -16,7 +18,9 @@ FILES = Path("/usr/share/datasets/fashion-mnist")
 
 
 def unpack(folder: Path, most: int | None = None) -> None:
-    """Write the data set, or the first `most` images of each split, to folder/MNIST/raw, where torchvision's MNIST reads it."""
+    """Write the data set, or the first `most` images of each split, to folder/MNIST/raw, where
+    torchvision's MNIST reads it.
+    """
     raw = folder / "MNIST/raw"
     raw.mkdir(parents=True)
     for packed in FILES.glob("*.gz"):
@@ -37,8 +41,12 @@ def save_fashion_mnist(folder: Path, most: int | None = None) -> None:
         unpack(Path(scratch), most)
         for split in ("train", "test"):
             images, labels = zip(*MNIST(scratch, train=split == "train"), strict=True)
-            features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=FashionMNIST.classes))
-            splits[split] = datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
+            features = datasets.Features(
+                image=datasets.Image(), label=datasets.ClassLabel(names=FashionMNIST.classes)
+            )
+            splits[split] = datasets.Dataset.from_dict(
+                {"image": images, "label": labels}, features=features
+            )
     datasets.DatasetDict(splits).save_to_disk(str(folder))
 
 

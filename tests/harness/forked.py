@@ -1,6 +1,8 @@
-"""Runs of a recipe that start as forks: dozens of them, also killed at any file operation, without starting Python for each.
+"""Runs of a recipe that start as forks: dozens of them, also killed at any file operation, without
+starting Python for each.
 
-A fork server imports the recipes once; each run is a fresh fork of it, one process on the CPU as with `python recipes/cls.py`.
+A fork server imports the recipes once; each run is a fresh fork of it, one process on the CPU as
+with `python recipes/cls.py`.
 """
 
 import atexit
@@ -32,7 +34,16 @@ from tests.harness.waiting import Limit, end_with_stacks
 
 IMPORTED_ONCE = ["recipes.cls", "recipes.det", "matplotlib.pyplot", "sklearn.datasets"]
 # Audit events of Python, and one of ours.
-FILE_OPERATIONS = {"open", "os.chmod", "os.fsync", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+FILE_OPERATIONS = {
+    "open",
+    "os.chmod",
+    "os.fsync",
+    "os.mkdir",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "shutil.rmtree",
+}
 _REPORTS = ("out", "err", "died before")
 
 
@@ -61,7 +72,9 @@ class Fork:
         if self.process.exitcode is None:
             end_with_stacks([psutil.Process(self.process.pid)])
             raise AssertionError(f"no end within {limit}: {(self.folder / 'err').read_text()}")
-        return Ended(self.process.exitcode, *((self.folder / name).read_text() for name in _REPORTS))
+        return Ended(
+            self.process.exitcode, *((self.folder / name).read_text() for name in _REPORTS)
+        )
 
 
 class Forks:
@@ -93,10 +106,11 @@ class Forks:
     ) -> Fork:
         """Start the recipe, or a copy of it in a file, with `words` on its command line; the run is `small`.
 
-        `observer` sees the run. `before` is called first in the fork, to change its environment: a function at the top of a
-        test module, or a `functools.partial` of one. With `watch`, SIGKILL ends the process before its first file operation
-        below that folder that is not `spared`: operation ("read" for a file that is opened for that), path with 0 for every
-        number, and how often it has come before. Nothing is drawn but with `pictures`.
+        `observer` sees the run. `before` is called first in the fork, to change its environment: a
+        function at the top of a test module, or a `functools.partial` of one. With `watch`, SIGKILL
+        ends the process before its first file operation below that folder that is not `spared`:
+        operation ("read" for a file that is opened for that), path with 0 for every number, and how
+        often it has come before. Nothing is drawn but with `pictures`.
         """
         return self._fork(self._recipe(recipe, words, observer), {}, before, **options)
 
@@ -124,23 +138,35 @@ class Forks:
         environment: Mapping[str, str | None] | None = None,
         before: Callable[[], None] | None = None,
     ) -> list[Fork]:
-        """`main` in as many forks, which are the ranks of one world; None in their `environment` takes a variable out."""
+        """`main` in as many forks, which are the ranks of one world; None in their `environment`
+        takes a variable out.
+        """
         worlds = [world | (environment or {}) for world in _worlds(processes)]
         return [self._fork(main, world, before, pictures=True) for world in worlds]
 
-    def run_main(self, *arguments: Any, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
+    def run_main(
+        self, *arguments: Any, timeout: float, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
         """`start_main` to the end of all ranks; if one fails, the others end with their stacks."""
         ranks, limit = self.start_main(*arguments, **options), Limit(timeout)
         while alive := [rank.process.sentinel for rank in ranks if rank.process.exitcode is None]:
             if limit.left() <= 0 or any(rank.process.exitcode for rank in ranks):
-                end_with_stacks(psutil.Process(rank.process.pid) for rank in ranks if rank.process.exitcode is None)
+                end_with_stacks(
+                    psutil.Process(rank.process.pid)
+                    for rank in ranks
+                    if rank.process.exitcode is None
+                )
             connection.wait(alive, 1.0)
         ends = [rank.end() for rank in ranks]
         code = max(abs(end.code) for end in ends)
-        stdout, stderr = ("\n".join(getattr(end, name) for end in ends) for name in ("stdout", "stderr"))
+        stdout, stderr = (
+            "\n".join(getattr(end, name) for end in ends) for name in ("stdout", "stderr")
+        )
         return subprocess.CompletedProcess(["forks"], code, stdout, stderr)
 
-    def _recipe(self, recipe: str | Path, words: Sequence[object], observer: Observer | None) -> Callable[[], None]:
+    def _recipe(
+        self, recipe: str | Path, words: Sequence[object], observer: Observer | None
+    ) -> Callable[[], None]:
         command = [str(Path(recipe).with_suffix(".py")), *map(str, small(words, recipe))]
         if "--eval_only" in command and "--output_dir" not in command:
             command += ["--output_dir", str(self.scratch)]  # for reports
@@ -163,16 +189,26 @@ class Forks:
         arguments = main, folder, environment, before, watch, spared, pictures
         process = self.context.Process(target=_run, args=arguments)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(multiprocessing.forkserver, "connect_to_new_process", self.server.connect_to_new_process)
+            patch.setattr(
+                multiprocessing.forkserver,
+                "connect_to_new_process",
+                self.server.connect_to_new_process,
+            )
             process.start()
         return Fork(process, folder)
 
 
 def _worlds(processes: int) -> list[dict[str, str | None]]:
-    """The environment of each rank as `accelerate launch` makes it; the fork server stands for the launcher."""
+    """The environment of each rank as `accelerate launch` makes it; the fork server stands for the
+    launcher.
+    """
     if processes == 1:
         return [{}]
-    world = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "ACCELERATE_USE_CPU": "true"}
+    world = {
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "ACCELERATE_USE_CPU": "true",
+    }
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 

@@ -1,8 +1,10 @@
-"""Runs a recipe whose first start waits at a step until it is asked to stop, so that it does not matter when a signal comes.
+"""Runs a recipe whose first start waits at a step until it is asked to stop, so that it does not
+matter when a signal comes.
 
     python tests/harness/held.py recipes/cls.py ...
 
-The environment gives the step as HELD_AT. Each rank that waits writes a file with its number to the folder HELD_IN.
+The environment gives the step as HELD_AT. Each rank that waits writes a file with its number to the
+folder HELD_IN.
 """
 
 import os
@@ -25,6 +27,8 @@ def wait(run: Run) -> None:
 
 if __name__ == "__main__":
     sign = Path(os.environ["HELD_IN"]) / os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-    observer = None if sign.exists() else AfterStep(wait, int(os.environ["HELD_AT"]), once_written=False)
+    observer = (
+        None if sign.exists() else AfterStep(wait, int(os.environ["HELD_AT"]), once_written=False)
+    )
     sys.argv = sys.argv[1:]
     run_observed(load(Path(sys.argv[0])), observer)

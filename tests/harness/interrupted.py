@@ -20,15 +20,21 @@ class Watched:
     def __init__(self, folder: Path, started: list[Started]) -> None:
         self.folder, self.started = folder, started
 
-    def until(self, condition: Callable[[], bool], what: str, seconds: float = 90, pause: float = 0.01) -> float:
+    def until(
+        self, condition: Callable[[], bool], what: str, seconds: float = 90, pause: float = 0.01
+    ) -> float:
         """Wait for it, at most `seconds` of an idle machine; the seconds that took."""
         began, limit = time.monotonic(), Limit(seconds)
         while not condition():
             ended = [each for each in self.started if each.process.poll() is not None]
             if ended or limit.left() <= 0:
-                end_with_stacks(psutil.Process(each.process.pid) for each in self.started if each not in ended)
+                end_with_stacks(
+                    psutil.Process(each.process.pid) for each in self.started if each not in ended
+                )
                 texts = [each.stdout.read_text() + each.stderr.read_text() for each in self.started]
-                raise AssertionError("\n".join([f"{what}: {'ended' if ended else 'not'} in {limit}", *texts]))
+                raise AssertionError(
+                    "\n".join([f"{what}: {'ended' if ended else 'not'} in {limit}", *texts])
+                )
             time.sleep(pause)
         return time.monotonic() - began
 
@@ -61,7 +67,12 @@ class Interrupted(Watched):
 
     def at_step(self, step: int) -> "Interrupted":
         """Return as soon as this start has written a row of `step` or a later one to metrics.jsonl."""
-        self.until(lambda: self.beyond(self.started_before, step - 1), f"step {step}", seconds=600, pause=0.002)
+        self.until(
+            lambda: self.beyond(self.started_before, step - 1),
+            f"step {step}",
+            seconds=600,
+            pause=0.002,
+        )
         self.family = [self.launcher, *self.launcher.children(recursive=True)]
         return self
 
@@ -90,13 +101,19 @@ class Interrupted(Watched):
         return self
 
     def gone(self, seconds: float = 60) -> int:
-        """The launcher's exit code, once every process of the run is gone: those it had, and those it started since."""
+        """The launcher's exit code, once every process of the run is gone: those it had, and those
+        it started since.
+        """
         code = self.started[0].finish(seconds).returncode
         started_since = [process for process in psutil.process_iter() if self._is_mine(process)]
         alive, limit = [*self.family, *started_since], Limit(seconds)
         while alive and (left := limit.left()) > 0:
             _, alive = psutil.wait_procs(alive, min(left, 1.0))
-        left = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        left = [
+            process
+            for process in alive
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        ]
         for process in left:
             process.kill()
         assert not left, f"left behind: {left}"

@@ -19,9 +19,25 @@ from tests.harness.waiting import Limit, end_with_stacks
 
 ROOT = Path(__file__).parents[2]
 # A test's launch inherits no world, no precision and no account from the shell it was started in.
-NOT_INHERITED = ("ACCELERATE_", "HF_", "WANDB_", "XDG_", "VISION_RECIPES_", "TORCHELASTIC_", "MASTER_", "SLURM_")
+NOT_INHERITED = (
+    "ACCELERATE_",
+    "HF_",
+    "WANDB_",
+    "XDG_",
+    "VISION_RECIPES_",
+    "TORCHELASTIC_",
+    "MASTER_",
+    "SLURM_",
+)
 NOT_INHERITED += ("OMPI_", "PMI_", "PMIX_", "PET_")
-NOT_INHERITED_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+NOT_INHERITED_NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+)
 # The recipes' defaults are for photographs, and such a run takes minutes on a CPU.
 SMALL = {
     "cls": "--data digits --model test_resnet --image_size 32 --crop_pct 1 --crop_scale 0.7 --hflip 0 --lr 4e-3 "
@@ -30,14 +46,18 @@ SMALL = {
     "--warmup_epochs 0",
 }
 # Flags that a family of detectors refuses.
-NOT_OF_FAMILY = {name: {"--levels", "--long_side"} for name in ("rtdetr_v2", "dfine", "deimv2", "rf_detr")}
+NOT_OF_FAMILY = {
+    name: {"--levels", "--long_side"} for name in ("rtdetr_v2", "dfine", "deimv2", "rf_detr")
+}
 NOT_OF_FAMILY["rf_detr"] |= {"--width"}
 
 
 def small(words: Sequence[object], recipe: str | Path = "cls") -> list[object]:
-    """A recipe's command line with the settings of a small run where it has none: digits, the smallest model, a data worker.
+    """A recipe's command line with the settings of a small run where it has none: digits, the
+    smallest model, a data worker.
 
-    A preset or the run of a model to evaluate has settings of its own. What tests make of det.py has a name that begins so.
+    A preset or the run of a model to evaluate has settings of its own. What tests make of det.py
+    has a name that begins so.
     """
     recipe = "det" if Path(recipe).stem.startswith("det") else "cls"
     given = {str(word).partition("=")[0] for word in words}
@@ -50,7 +70,9 @@ def small(words: Sequence[object], recipe: str | Path = "cls") -> list[object]:
 
 
 def small_command(words: Sequence[object]) -> list[object]:
-    """The same for the words of any command that starts a recipe, or a script named after the one that it runs."""
+    """The same for the words of any command that starts a recipe, or a script named after the one
+    that it runs.
+    """
     for word in map(str, words):
         if re.fullmatch(r"(cls|det)(_\w+)?\.py", Path(word).name):
             return small(words, word)
@@ -59,23 +81,32 @@ def small_command(words: Sequence[object]) -> list[object]:
 
 @dataclass
 class Started:
-    """A command that runs. Its output goes to files: a pipe would stay open as long as an orphaned rank lives."""
+    """A command that runs. Its output goes to files: a pipe would stay open as long as an orphaned
+    rank lives.
+    """
 
     process: subprocess.Popen
     stdout: Path
     stderr: Path
 
     def finish(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-        """Wait for the end, at most `timeout` seconds of an idle machine; past that all its processes end with their stacks."""
+        """Wait for the end, at most `timeout` seconds of an idle machine; past that all its
+        processes end with their stacks.
+        """
         limit = Limit(timeout)
         while self.process.poll() is None and (left := limit.left()) > 0:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(min(left, 1.0))
         if self.process.poll() is None:
             end_with_stacks([psutil.Process(self.process.pid)])
-            pytest.fail(f"no end within {limit}\n{self.stdout.read_text()}\n{self.stderr.read_text()}")
+            pytest.fail(
+                f"no end within {limit}\n{self.stdout.read_text()}\n{self.stderr.read_text()}"
+            )
         return subprocess.CompletedProcess(
-            self.process.args, self.process.returncode, self.stdout.read_text(), self.stderr.read_text()
+            self.process.args,
+            self.process.returncode,
+            self.stdout.read_text(),
+            self.stderr.read_text(),
         )
 
 
@@ -96,7 +127,8 @@ def free_port() -> int:
 
 
 class Launcher:
-    """Starts scripts as a person would: in the root of the checkout, with an empty home, and one thread a process.
+    """Starts scripts as a person would: in the root of the checkout, with an empty home, and one
+    thread a process.
 
     `before` stands before each command, such as words that run it on another machine.
     """
@@ -105,7 +137,12 @@ class Launcher:
         self.home, self.before = home, before
 
     def start(
-        self, config: str, script: str | Path, *arguments: object, flags: Sequence[object] = (), **options: Any
+        self,
+        config: str,
+        script: str | Path,
+        *arguments: object,
+        flags: Sequence[object] = (),
+        **options: Any,
     ) -> Started:
         """`accelerate launch --config_file accelerate_configs/<config>.yaml <flags> <script> <arguments>`."""
         file = ROOT / "accelerate_configs" / f"{config}.yaml"
@@ -117,13 +154,20 @@ class Launcher:
         return self.start_command(sys.executable, *arguments, **options)
 
     def start_command(
-        self, *words: object, env: Mapping[str, str] | None = None, process_group: int | None = None, cwd: Path = ROOT
+        self,
+        *words: object,
+        env: Mapping[str, str] | None = None,
+        process_group: int | None = None,
+        cwd: Path = ROOT,
     ) -> Started:
-        """Any command, which finds the programs of this environment, such as accelerate; a recipe's run is `small`.
+        """Any command, which finds the programs of this environment, such as accelerate; a recipe's
+        run is `small`.
 
         With `process_group` 0 it is in a group of its own, as a shell starts it.
         """
-        outputs = [Path(tempfile.mkstemp(dir=self.home, suffix=suffix)[1]) for suffix in (".out", ".err")]
+        outputs = [
+            Path(tempfile.mkstemp(dir=self.home, suffix=suffix)[1]) for suffix in (".out", ".err")
+        ]
         with outputs[0].open("w") as stdout, outputs[1].open("w") as stderr:
             process = subprocess.Popen(
                 [*self.before, *map(str, small_command(words))],
@@ -143,6 +187,8 @@ class Launcher:
             )
         return Started(process, *outputs)
 
-    def __call__(self, *words: Any, timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
+    def __call__(
+        self, *words: Any, timeout: float = 120, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
         """`start` and wait for the end."""
         return self.start(*words, **options).finish(timeout)

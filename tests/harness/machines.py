@@ -22,30 +22,55 @@ class Node(Launcher):
     It shares all other files, the processes and the clock with this machine.
     """
 
-    def __init__(self, space: str, number: int, home: Path, hosts: Path, own: Mapping[Path, Path]) -> None:
+    def __init__(
+        self, space: str, number: int, home: Path, hosts: Path, own: Mapping[Path, Path]
+    ) -> None:
         self.space, self.name, self.address = space, f"node{number}", f"10.77.0.{number + 1}"
         mounts = {hosts: "/etc/hosts"} | {there: here for here, there in own.items()}
         steps = [
             f"hostname {self.name}",
             *(shlex.join(["mount", "--bind", *map(str, pair)]) for pair in mounts.items()),
         ]
-        inside = ["unshare", "--mount", "--uts", "sh", "-c", " && ".join([*steps, 'exec "$@"']), "sh"]
+        inside = [
+            "unshare",
+            "--mount",
+            "--uts",
+            "sh",
+            "-c",
+            " && ".join([*steps, 'exec "$@"']),
+            "sh",
+        ]
         super().__init__(home, ["ip", "netns", "exec", space, *inside])
 
     def kill(self) -> None:
         """SIGKILL all that runs on it, at once: the machine is lost."""
-        while processes := _ip("netns", "pids", self.space).split():  # one may start another in the meantime
+        # One may start another in the meantime.
+        while processes := _ip("netns", "pids", self.space).split():
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(process), signal.SIGKILL)
 
     def send_into_silence(self, address: str) -> None:
-        """Let what this machine sends to `address` get no answer, not even that nobody is there: as behind a firewall."""
-        _ip("-n", self.space, "neighbour", "add", address, "lladdr", "02:00:00:00:00:01", "dev", "eth0")
+        """Let what this machine sends to `address` get no answer, not even that nobody is there: as
+        behind a firewall.
+        """
+        _ip(
+            "-n",
+            self.space,
+            "neighbour",
+            "add",
+            address,
+            "lladdr",
+            "02:00:00:00:00:01",
+            "dev",
+            "eth0",
+        )
 
     def listeners(self) -> list[tuple[str, int, str]]:
         """What waits for others on it, by TCP or UDP: address, port and process."""
-        shown = subprocess.run(["ip", "netns", "exec", self.space, "ss", "-Hltunp"], **_CAPTURED).stdout
+        shown = subprocess.run(
+            ["ip", "netns", "exec", self.space, "ss", "-Hltunp"], **_CAPTURED
+        ).stdout
         rows = [line.split(maxsplit=6) for line in shown.splitlines()]
         return [(row[4].rpartition(":")[0], int(row[4].rpartition(":")[2]), row[6]) for row in rows]
 
@@ -56,11 +81,17 @@ class Node(Launcher):
 
 @contextlib.contextmanager
 def machines(
-    count: int, home: Path, own: Mapping[int, Mapping[Path, Path]] | None = None, *, names_are_loopback: bool = True
+    count: int,
+    home: Path,
+    own: Mapping[int, Mapping[Path, Path]] | None = None,
+    *,
+    names_are_loopback: bool = True,
 ) -> Iterator[list[Node]]:
-    """`count` machines that reach each other; as on Debian, each knows its own name as a loopback address, unless told not to.
+    """`count` machines that reach each other; as on Debian, each knows its own name as a loopback
+    address, unless told not to.
 
-    `own` gives machine number -> path -> what stands there on this machine alone. Afterwards all they ran is killed.
+    `own` gives machine number -> path -> what stands there on this machine alone. Afterwards all
+    they ran is killed.
     """
     switch = f"recipes-{os.getpid()}"
     spaces = [f"{switch}-{number}" for number in range(count)]
@@ -79,7 +110,20 @@ def machines(
             hosts.write_text("".join(f"{address} {name}\n" for name, address in known.items()))
             nodes.append(node := Node(space, number, home, hosts, (own or {}).get(number, {})))
             port = f"port{number}"
-            _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
+            _ip(
+                "-n",
+                switch,
+                "link",
+                "add",
+                port,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                space,
+            )
             _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
             _ip("-n", space, "address", "add", f"{node.address}/24", "dev", "eth0")
             for link in ("lo", "eth0"):
@@ -88,7 +132,9 @@ def machines(
     finally:
         for node in nodes:
             node.kill()
-        for space in {switch, *spaces} & {line.split()[0] for line in _ip("netns", "list").splitlines()}:
+        for space in {switch, *spaces} & {
+            line.split()[0] for line in _ip("netns", "list").splitlines()
+        }:
             _ip("netns", "delete", space)
 
 

@@ -14,7 +14,9 @@ class TooLong(BaseException):
 
 @contextlib.contextmanager
 def bounded(seconds: float = 30, megabytes: int = 1024) -> Iterator[None]:
-    """The block neither takes longer nor gets more memory than this; a FIFO would block it, a device fill the machine."""
+    """The block neither takes longer nor gets more memory than this; a FIFO would block it, a
+    device fill the machine.
+    """
 
     def end(*_) -> None:
         raise TooLong(f"no end within {seconds} s")

@@ -66,14 +66,24 @@ def parameters(tensors: Tensors) -> Tensors:
 
 def statistics(tensors: Tensors) -> Tensors:
     """Of a model's state, the running means and variances."""
-    return {name: tensor for name, tensor in tensors.items() if name.endswith(("running_mean", "running_var"))}
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name.endswith(("running_mean", "running_var"))
+    }
 
 
 def distance(one: Tensors, other: Tensors, start: Tensors) -> float:
-    """How far `other` is from `one`, as a share of how far `one` has moved from `start`; 0 for the same bits."""
+    """How far `other` is from `one`, as a share of how far `one` has moved from `start`; 0 for the
+    same bits.
+    """
     assert one and one.keys() == other.keys() <= start.keys()
     apart, moved = (
-        sum((tensor.double() - others[name].double()).square().sum() for name, tensor in one.items()).sqrt().item()
+        sum(
+            (tensor.double() - others[name].double()).square().sum() for name, tensor in one.items()
+        )
+        .sqrt()
+        .item()
         for others in (other, start)
     )
     assert moved > 0, "nothing has moved: the comparison would prove nothing"
@@ -89,14 +99,20 @@ def start_of(run: Outcome) -> Tensors:
 
 
 def assert_same_training(whole: Outcome, cut: Outcome, start: Tensors | None = None) -> None:
-    """`cut` made the steps of `whole`, the last of them if it was resumed: numbers and tensors agree within 1e-8.
+    """`cut` made the steps of `whole`, the last of them if it was resumed: numbers and tensors
+    agree within 1e-8.
 
-    These are losses, gradient norms, results, and the last checkpoint's model, moving average and optimizer. With the weights
-    `start` of the first step, differences of weights are compared with how far the weights have moved since.
+    These are losses, gradient norms, results, and the last checkpoint's model, moving average and
+    optimizer. With the weights `start` of the first step, differences of weights are compared with
+    how far the weights have moved since.
     """
-    numbers = {key for row in whole.rows for key, value in row.items() if isinstance(value, (int, float))}
+    numbers = {
+        key for row in whole.rows for key, value in row.items() if isinstance(value, (int, float))
+    }
     compared = {key for key in numbers if key.startswith(("train/", "eval/"))}
-    assert {"train/loss", "train/grad_norm"} <= compared and any(key.startswith("eval/") for key in compared)
+    assert {"train/loss", "train/grad_norm"} <= compared and any(
+        key.startswith("eval/") for key in compared
+    )
     for key in compared:
         mine, theirs = (run.column(key).astype(float) for run in (cut, whole))
         assert len(mine), key
@@ -104,7 +120,10 @@ def assert_same_training(whole: Outcome, cut: Outcome, start: Tensors | None = N
     assert cut.rows[-1]["step"] == whole.rows[-1]["step"]
     for file in whole.checkpoint.glob("*.safetensors"):
         theirs, mine = whole.tensors(file.stem), cut.tensors(file.stem)
-        shapes = [{name: (tensor.shape, tensor.dtype) for name, tensor in each.items()} for each in (mine, theirs)]
+        shapes = [
+            {name: (tensor.shape, tensor.dtype) for name, tensor in each.items()}
+            for each in (mine, theirs)
+        ]
         assert shapes[0] == shapes[1], file.name
         if start and file.stem != "optimizer" and theirs.keys() <= start.keys():
             assert distance(parameters(theirs), parameters(mine), start) <= 1e-8, file.name
@@ -117,18 +136,23 @@ def assert_same_training(whole: Outcome, cut: Outcome, start: Tensors | None = N
 def identical(one: Tensors, other: Tensors) -> bool:
     """True if two states have the same names, types and bits."""
     return one.keys() == other.keys() and all(
-        tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]) for name, tensor in one.items()
+        tensor.dtype == other[name].dtype and torch.equal(tensor, other[name])
+        for name, tensor in one.items()
     )
 
 
 def best_files(run: Path) -> dict[str, bytes | dict]:
-    """The content of the files in `best/`, by name; without the run's name, and the commit, which may come between two runs."""
+    """The content of the files in `best/`, by name; without the run's name, and the commit, which
+    may come between two runs.
+    """
     files = {path.name: path.read_bytes() for path in (run / "best").iterdir()}
     return files | {"run.json": json.loads(files["run.json"]) | {"name": "", "commit": ""}}
 
 
 def keeps_best(run: Path, record: dict) -> bool:
-    """True if the best model that a checkpoint's record names is whole, in `best/` or where the next start looks for it."""
+    """True if the best model that a checkpoint's record names is whole, in `best/` or where the
+    next start looks for it.
+    """
     for name in ("best", ".best.tmp", ".best.old"):
         with contextlib.suppress(Damaged, OSError):
             compare(run / name, record["best"]["files"])
@@ -140,7 +164,10 @@ def seal(checkpoint: Path) -> None:
     """Make the manifest fit the files that are there now."""
     files = [path for path in checkpoint.iterdir() if path.name != "manifest.json"]
     stamps = {
-        path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        path.name: {
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        }
         for path in files
     }
     (checkpoint / "manifest.json").write_text(json.dumps(stamps))

@@ -20,19 +20,27 @@ PATIENCE = 120  # seconds until a case counts as hanging
 
 
 class Processes:
-    """Up to `most` worker processes, started once; each case gets a fresh process group of the size it asks for."""
+    """Up to `most` worker processes, started once; each case gets a fresh process group of the size
+    it asks for.
+    """
 
     def __init__(self, most: int) -> None:
         context = torch.multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["common.distributed.collectives", "torch.distributed", "scipy.stats", "timm"])
+        context.set_forkserver_preload(
+            ["common.distributed.collectives", "torch.distributed", "scipy.stats", "timm"]
+        )
         pipes = [context.Pipe() for _ in range(most)]
         self.connections = [here for here, _ in pipes]
-        self.workers = [context.Process(target=_serve, args=(there,), daemon=True) for _, there in pipes]
+        self.workers = [
+            context.Process(target=_serve, args=(there,), daemon=True) for _, there in pipes
+        ]
         for worker in self.workers:
             worker.start()
 
     def run(self, case: Callable[..., Any], *arguments: Any, ranks: int) -> list[Any]:
-        """What `case(*arguments)` returned on each of `ranks` ranks; it is a function at the top of a test module."""
+        """What `case(*arguments)` returned on each of `ranks` ranks; it is a function at the top of
+        a test module.
+        """
         with tempfile.NamedTemporaryFile() as file:
             for rank, connection in enumerate(self.connections[:ranks]):
                 connection.send((case, arguments, f"file://{file.name}.store", rank, ranks))
@@ -42,7 +50,9 @@ class Processes:
                 while not connection.poll(1.0):
                     if limit.left() <= 0:
                         end_with_stacks(psutil.Process(worker.pid) for worker in self.workers)
-                        raise AssertionError(f"{case.__name__}: rank {rank} gave no answer in {limit}")
+                        raise AssertionError(
+                            f"{case.__name__}: rank {rank} gave no answer in {limit}"
+                        )
                 answers.append(connection.recv())
         if failures := [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]:
             raise AssertionError("\n".join(failures))
@@ -56,7 +66,9 @@ class Processes:
 
 def data_workers() -> list[multiprocessing.process.BaseProcess]:
     """The data workers of this process, whose children `Processes` are as well."""
-    return [child for child in multiprocessing.active_children() if child.name.startswith("_Worker")]
+    return [
+        child for child in multiprocessing.active_children() if child.name.startswith("_Worker")
+    ]
 
 
 def _serve(connection: Connection) -> None:
@@ -67,7 +79,9 @@ def _serve(connection: Connection) -> None:
             case, arguments, store, rank, ranks = connection.recv()
         except EOFError:
             return
-        dist.init_process_group("gloo", store, timedelta(seconds=PATIENCE), rank=rank, world_size=ranks)
+        dist.init_process_group(
+            "gloo", store, timedelta(seconds=PATIENCE), rank=rank, world_size=ranks
+        )
         try:
             answer = ("", case(*arguments))
         except BaseException:  # whatever it is, the test has to see it

@@ -31,7 +31,9 @@ class Server(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -50,7 +52,9 @@ class _Ranges(Handler):
         server, path = self.server, self.path.partition("?")[0]
         server.asked.append((self.path, dict(self.headers), self.client_address[1]))
         with server.lock:
-            fault, *words = (server.faults[path].pop(0) if server.faults[path] else "").split() or [""]
+            fault, *words = (server.faults[path].pop(0) if server.faults[path] else "").split() or [
+                ""
+            ]
         if fault in ("short", "silent", "reset", "torn"):
             self.close_connection = True
         if fault == "status":
@@ -70,7 +74,10 @@ class _Ranges(Handler):
             self._part(data, server.tags[path], fault)
 
     def _part(self, data: bytes, tag: str, fault: str) -> None:
-        first, last = (int(text) + (fault == "other") for text in self.headers["Range"][len("bytes=") :].split("-"))
+        first, last = (
+            int(text) + (fault == "other")
+            for text in self.headers["Range"][len("bytes=") :].split("-")
+        )
         last = min(last, len(data) - 1)
         if first > last:
             return self._answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
@@ -81,7 +88,11 @@ class _Ranges(Handler):
 
     def _answer(self, status: int, data: bytes, headers: dict[str, str], fault: str = "") -> None:
         self.send_response(status)
-        length = {"Transfer-Encoding": "chunked"} if fault == "torn" else {"Content-Length": str(len(data))}
+        length = (
+            {"Transfer-Encoding": "chunked"}
+            if fault == "torn"
+            else {"Content-Length": str(len(data))}
+        )
         for name, value in (headers | length).items():
             self.send_header(name, value)
         self.end_headers()
@@ -100,4 +111,5 @@ class RangeServer(Server):
         self.files: dict[str, bytes] = {}  # by path
         self.tags: defaultdict[str, str] = defaultdict(lambda: '"first"')
         self.faults: defaultdict[str, list[str]] = defaultdict(list)
-        self.asked: list[tuple[str, dict[str, str], int]] = []  # path and query, headers, the client's port
+        # Path and query, headers, the client's port.
+        self.asked: list[tuple[str, dict[str, str], int]] = []

@@ -1,4 +1,6 @@
-"""Runs that something happens to at a step, and the comparison of a run that was killed with one that was not."""
+"""Runs that something happens to at a step, and the comparison of a run that was killed with one
+that was not.
+"""
 
 import functools
 import os
@@ -15,7 +17,9 @@ STEPS = 12
 
 @dataclass
 class AfterStep(Observer):
-    """Calls `act(run)` when a rank has made `step` (0: each), by default once no checkpoint is being written."""
+    """Calls `act(run)` when a rank has made `step` (0: each), by default once no checkpoint is
+    being written.
+    """
 
     act: Callable[[Run], None]
     step: int = 0
@@ -29,7 +33,9 @@ class AfterStep(Observer):
         self.act(run)
 
 
-def signal_at(step: int, number: int = signal.SIGKILL, times: int = 1, once_written: bool = True) -> AfterStep:
+def signal_at(
+    step: int, number: int = signal.SIGKILL, times: int = 1, once_written: bool = True
+) -> AfterStep:
     """A process sends itself a signal when `step` is made, before what follows on it."""
     return AfterStep(functools.partial(_signal_self, number, times), step, once_written)
 
@@ -40,11 +46,18 @@ def _signal_self(number: int, times: int, run: Run) -> None:
 
 
 def assert_same_run(folder: Path, reference: Path, steps: int = STEPS) -> None:
-    """Losses of every step, evaluations, weights, statistics, optimizer and moving average agree bit for bit."""
+    """Losses of every step, evaluations, weights, statistics, optimizer and moving average agree
+    bit for bit.
+    """
     actual, expected = (Outcome(folder=path) for path in (folder, reference))
-    assert [row["step"] for row in actual.rows] == list(range(1, steps + 1)), "a step is missing or there twice"
+    assert [row["step"] for row in actual.rows] == list(range(1, steps + 1)), (
+        "a step is missing or there twice"
+    )
     for rows in zip(actual.rows, expected.rows, strict=True):
-        one, other = ({key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows)
+        one, other = (
+            {key: value for key, value in row.items() if not key.startswith("perf/")}
+            for row in rows
+        )
         assert one == other
     assert actual.checkpoint.name == expected.checkpoint.name
     for file in actual.checkpoint.glob("*.safetensors"):

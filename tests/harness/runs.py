@@ -32,7 +32,9 @@ def refusal(call: Callable, *words: object) -> str:
 
 
 def start_tool(forks: Forks, processes: int, tool: str, *words: object) -> list[Fork]:
-    """`python -m tools.<tool> <words>` on as many ranks, which are forks of a warm process; `.end()` waits for one."""
+    """`python -m tools.<tool> <words>` on as many ranks, which are forks of a warm process;
+    `.end()` waits for one.
+    """
     return forks.start_main(processes, functools.partial(_be_tool, tool, [*map(str, words)]))
 
 
@@ -43,7 +45,9 @@ def _be_tool(tool: str, words: list[str]) -> None:
 
 @contextmanager
 def made_once(tmp_path_factory, name: str) -> Iterator[tuple[Path, bool]]:
-    """The folder of a run, and True if it is to be trained, by one of the parallel test processes while the others wait."""
+    """The folder of a run, and True if it is to be trained, by one of the parallel test processes
+    while the others wait.
+    """
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made_once"
     folder.mkdir(exist_ok=True)

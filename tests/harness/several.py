@@ -1,14 +1,17 @@
 """Runs a recipe several times in one world: starting ranks and importing torch costs more than a small run.
 
-The file of cases is a list of command lines (lists of words, without the program's name; or with that of another recipe, such
-as a copy). On every rank the recipe's own `main` runs once for each, in one process group that lives to the end. OUTCOMES.json
-beside it is rewritten after each case, a list of
+The file of cases is a list of command lines (lists of words, without the program's name; or with
+that of another recipe, such as a copy). On every rank the recipe's own `main` runs once for each,
+in one process group that lives to the end. OUTCOMES.json beside it is rewritten after each case, a
+list of
 
-    {"outcome": "ok" | "refused" | "exit" | "failed", "text": what was refused, the exit code or the traceback,
+    {"outcome": "ok" | "refused" | "exit" | "failed", "text": what was refused, the exit code or the
+    traceback,
      "stdout": what the main process printed}
 
-A case that ends otherwise on another rank than on rank 0 is "failed", and after a failed one none is started: its ranks may
-wait for each other no longer. Then the exit code is 1; else it is 0, whatever was refused.
+A case that ends otherwise on another rank than on rank 0 is "failed", and after a failed one none
+is started: its ranks may wait for each other no longer. Then the exit code is 1; else it is 0,
+whatever was refused.
 """
 
 import contextlib
@@ -67,7 +70,8 @@ def main(recipe: Path, cases: Path, pictures: bool) -> None:
     """The cases of a file, on this rank."""
     if not pictures:
         draw_nothing()
-    os.environ.pop(EXIT_FOLDER, None)  # else the launcher ends all processes with the first run that announces its exit
+    # Else the launcher ends all processes with the first run that announces its exit.
+    os.environ.pop(EXIT_FOLDER, None)
     original, outcomes = load(recipe), []
     for words in json.loads(cases.read_text()):
         other = Path(words[0]) if words[0].endswith(".py") else None
@@ -76,7 +80,8 @@ def main(recipe: Path, cases: Path, pictures: bool) -> None:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             outcome, text = run(module.main)
-        if outcome != "failed":  # else the others are somewhere in the case, and this would be one more wait
+        # Else the others are somewhere in the case, and this would be one more wait.
+        if outcome != "failed":
             of_ranks = gather_objects((outcome, text))
             if len(set(map(tuple, of_ranks))) > 1:
                 outcome, text = "failed", f"the ranks disagree: {of_ranks}"

@@ -29,7 +29,9 @@ def draw_noise(folder: Path, counts: Sequence[int], side: int = 32, seed: int = 
 
 def in_order(folder: Path) -> list[Path]:
     """The images of class folders, in the order in which `folder` itself is read."""
-    return sorted(folder.glob("*/*.png"), key=lambda file: (file.parent.name, os.fsencode(file.name)))
+    return sorted(
+        folder.glob("*/*.png"), key=lambda file: (file.parent.name, os.fsencode(file.name))
+    )
 
 
 def cut(folder: Path, counts: Sequence[int]) -> list[list[Path]]:
@@ -57,7 +59,9 @@ def write_tars(folder: Path, to: Path, part: str, counts: Sequence[int] = COUNTS
                 add(tar, f"{name.removesuffix('.png')}.cls", file.parent.name.encode())
 
 
-def write_parquet(folder: Path, to: Path, part: str, counts: Sequence[int] = COUNTS, rows: int = 5) -> None:
+def write_parquet(
+    folder: Path, to: Path, part: str, counts: Sequence[int] = COUNTS, rows: int = 5
+) -> None:
     """`to/part-000.parquet` and so on, in row groups of `rows` samples."""
     to.mkdir(exist_ok=True)
     for number, files in enumerate(cut(folder, counts)):

@@ -1,4 +1,6 @@
-"""An ssh server on each machine of a test, with keys of its own that are thrown away, and the `ssh` that finds them."""
+"""An ssh server on each machine of a test, with keys of its own that are thrown away, and the `ssh`
+that finds them.
+"""
 
 import contextlib
 import os
@@ -40,9 +42,13 @@ class Hosts:
         self.nodes, self.home = nodes, home
         self._servers: dict[Node, subprocess.Popen] = {}
         Path("/run/sshd").mkdir(exist_ok=True)  # sshd separates its privileges there
-        self._path = os.pathsep.join([str(home / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+        self._path = os.pathsep.join(
+            [str(home / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+        )
         for name in ("host_key", "user_key"):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", home / name], check=True)
+            subprocess.run(
+                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", home / name], check=True
+            )
         (home / "sshd_config").write_text(_SERVER.format(home=home, path=self._path))
         (home / "ssh_config").write_text(_CLIENT.format(home=home))
         (home / "bin").mkdir()
@@ -61,16 +67,25 @@ class Hosts:
         log = self.home / f"{node.name}.log"
         words = [*node.before, "/usr/sbin/sshd", "-D", "-e", "-f", str(self.home / "sshd_config")]
         with log.open("w") as output:
-            self._servers[node] = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            self._servers[node] = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
         for _ in Limit(30).turns(0.05):
             if "Server listening on 0.0.0.0" in log.read_text():
                 return
         raise AssertionError(log.read_text())
 
-    def start(self, node: Node, words: Sequence[object], env: Mapping[str, str] | None = None) -> Started:
-        """Start a command on a machine, from which `ssh` reaches the others, in a process group of its own."""
-        heard = ["env", "--default-signal=INT"]  # a shell lets what it starts in the background ignore it
-        return node.start_command(*heard, *words, env={"PATH": self._path} | (env or {}), process_group=0)
+    def start(
+        self, node: Node, words: Sequence[object], env: Mapping[str, str] | None = None
+    ) -> Started:
+        """Start a command on a machine, from which `ssh` reaches the others, in a process group of
+        its own.
+        """
+        # A shell lets what it starts in the background ignore it.
+        heard = ["env", "--default-signal=INT"]
+        return node.start_command(
+            *heard, *words, env={"PATH": self._path} | (env or {}), process_group=0
+        )
 
     def left_over(self) -> list[str]:
         """Command lines of what runs on the machines besides sshd."""

@@ -15,12 +15,18 @@ _DUMP = 20.0  # seconds that processes get to write their stacks
 class Limit:
     """A time limit that grows with the machine's load.
 
-    It counts seconds of a machine with nothing else to do: while twice as many processes want to run as there are cores, a
-    second counts for half. So a slow start is not taken for one that hangs, which leaves the cores idle.
+    It counts seconds of a machine with nothing else to do: while twice as many processes want to
+    run as there are cores, a second counts for half. So a slow start is not taken for one that
+    hangs, which leaves the cores idle.
     """
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self._began, self._asked, self._spent = seconds, time.monotonic(), time.monotonic(), 0.0
+        self.seconds, self._began, self._asked, self._spent = (
+            seconds,
+            time.monotonic(),
+            time.monotonic(),
+            0.0,
+        )
 
     def left(self) -> float:
         """Seconds left. The load of the last minute counts, so ask every few seconds."""
@@ -36,11 +42,15 @@ class Limit:
             time.sleep(pause)
 
     def __str__(self) -> str:
-        return f"{self.seconds:.0f} s of an idle machine ({time.monotonic() - self._began:.0f} s of this one)"
+        return (
+            f"{self.seconds:.0f} s of an idle machine ({time.monotonic() - self._began:.0f} s of "
+            "this one)"
+        )
 
 
 def end_with_stacks(processes: Iterable[psutil.Process]) -> None:
-    """Kill processes that hang, and their descendants. Each first writes the stacks of its threads to its standard error.
+    """Kill processes that hang, and their descendants. Each first writes the stacks of its threads
+    to its standard error.
 
     For that it needs Python's faulthandler, such as by PYTHONFAULTHANDLER=1 in its environment.
     """
@@ -48,7 +58,8 @@ def end_with_stacks(processes: Iterable[psutil.Process]) -> None:
         heads = [*processes]
         family = {child for head in heads for child in head.children(recursive=True)}
         for head in heads if family else ():
-            head.suspend()  # a launcher that sees a rank end would kill the others before they have written
+            # A launcher that sees a rank end would kill the others before they have written.
+            head.suspend()
         for part in (family - {*heads}, heads):
             for process in part:
                 with contextlib.suppress(psutil.NoSuchProcess):

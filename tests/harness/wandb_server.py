@@ -1,4 +1,6 @@
-"""A W&B server on this machine, which speaks what the client sends: GraphQL, the stream of a run's rows, and uploads."""
+"""A W&B server on this machine, which speaks what the client sends: GraphQL, the stream of a run's
+rows, and uploads.
+"""
 
 import gzip
 import json
@@ -35,11 +37,21 @@ class WandbServer(Server):
             return {"model": _ME | {"bucket": self._bucket(name) if name in self.runs else None}}
         if operation == "UpsertBucket":
             inserted = name not in self.runs
-            run = self.runs.setdefault(name, {"history": [], "summaryMetrics": "{}", "config": "{}"})
+            run = self.runs.setdefault(
+                name, {"history": [], "summaryMetrics": "{}", "config": "{}"}
+            )
             run |= {key: value for key, value in variables.items() if value}
-            return {"upsertBucket": {"bucket": self._bucket(name) | {"project": _ME}, "inserted": inserted}}
+            return {
+                "upsertBucket": {
+                    "bucket": self._bucket(name) | {"project": _ME},
+                    "inserted": inserted,
+                }
+            }
         if operation == "CreateRunFiles":
-            files = [{"name": file, "uploadUrl": f"{self.url}/upload/{file}"} for file in variables["files"]]
+            files = [
+                {"name": file, "uploadUrl": f"{self.url}/upload/{file}"}
+                for file in variables["files"]
+            ]
             return {"createRunFiles": {"runID": "id", "uploadHeaders": [], "files": files}}
         return {}
 
@@ -56,8 +68,11 @@ class WandbServer(Server):
         counts = {"historyLineCount": len(run["history"]), "logLineCount": 0, "eventsLineCount": 0}
         tails = {"historyTail": json.dumps(run["history"][-1:]), "eventsTail": "[]"}
         kept = {key: run[key] for key in ("summaryMetrics", "config")}
-        config = {"wandbConfig": json.dumps({"t": 1})}  # by which the client sees that the run has begun
-        return {"id": run_id, "name": run_id, "displayName": run_id} | kept | counts | tails | config
+        # By which the client sees that the run has begun.
+        config = {"wandbConfig": json.dumps({"t": 1})}
+        return (
+            {"id": run_id, "name": run_id, "displayName": run_id} | kept | counts | tails | config
+        )
 
 
 class _Requests(Handler):
@@ -69,7 +84,11 @@ class _Requests(Handler):
             if self.path == "/graphql":
                 query = json.loads(body)
                 data = self.server.answer(query["operationName"], query.get("variables") or {})
-                answer = {"data": data} if data else {"errors": [{"message": "this server does not know that"}]}
+                answer = (
+                    {"data": data}
+                    if data
+                    else {"errors": [{"message": "this server does not know that"}]}
+                )
             elif self.path.endswith("/file_stream"):
                 self.server.stream(self.path.split("/")[-2], json.loads(body).get("files", {}))
         self._reply(answer)

@@ -23,7 +23,9 @@ def handlers(monkeypatch):
         signal.signal(number, handler)
 
 
-def test_the_launcher_hears_signals_and_reports_failed_processes(handlers, tmp_path, caplog) -> None:
+def test_the_launcher_hears_signals_and_reports_failed_processes(
+    handlers, tmp_path, caplog
+) -> None:
     told, heard = [], []
     agent.replace_log(lambda *failure: told.append(failure))
     agent.handle_signals(lambda number, frame: heard.append(number))
@@ -36,19 +38,31 @@ def test_the_launcher_hears_signals_and_reports_failed_processes(handlers, tmp_p
     assert heard == [*STOPPING], "torch has taken a signal"
     sleeps.kill()
     agent.await_end()
-    assert failed.status() == sleeps.status() == psutil.STATUS_ZOMBIE, "still to be collected by torch"
+    assert failed.status() == sleeps.status() == psutil.STATUS_ZOMBIE, (
+        "still to be collected by torch"
+    )
     assert context.wait(60).is_failed()
     assert told in [[(3, 0, failed.pid)], [(-signal.SIGKILL, 1, sleeps.pid)]]
     assert not caplog.records
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").filters.clear()
     context = start_processes("test", sys.executable, {0: codes[0]}, {0: {}}, logs)
-    assert context.wait(60).is_failed() and "failed (exitcode" in caplog.text, "nothing was logged before either"
+    assert context.wait(60).is_failed() and "failed (exitcode" in caplog.text, (
+        "nothing was logged before either"
+    )
 
 
-@pytest.mark.parametrize("started_by, is_heard", [("the shell", False), ("torch", True), ("machines", False)])
-def test_nohup_is_heeded_where_the_launcher_heeds_it(handlers, monkeypatch, started_by, is_heard) -> None:
+@pytest.mark.parametrize(
+    "started_by, is_heard", [("the shell", False), ("torch", True), ("machines", False)]
+)
+def test_nohup_is_heeded_where_the_launcher_heeds_it(
+    handlers, monkeypatch, started_by, is_heard
+) -> None:
     """torch's own agent ends its processes at SIGHUP, ignored or not: they have to save before."""
-    environ = {"the shell": [], "torch": ["TORCHELASTIC_RUN_ID"], "machines": ["TORCHELASTIC_RUN_ID", EXIT_FOLDER]}
+    environ = {
+        "the shell": [],
+        "torch": ["TORCHELASTIC_RUN_ID"],
+        "machines": ["TORCHELASTIC_RUN_ID", EXIT_FOLDER],
+    }
     for name in environ[started_by]:
         monkeypatch.setenv(name, "x")
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

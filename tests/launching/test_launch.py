@@ -25,16 +25,33 @@ pytestmark = pytest.mark.smoke
 # What `accelerate launch` leaves in the environment of one process, and of rank 1 of 2.
 ACCELERATED = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}
 ONE = {**ACCELERATED, "ACCELERATE_USE_CPU": "False"}
-WORLD = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
+WORLD = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_WORLD_SIZE": "1",
+}
 WORLD["MASTER_ADDR"] = "127.0.0.1"
 TWO = ACCELERATED | WORLD
-FSDP = {**TWO, "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+FSDP = {
+    **TWO,
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
 RESTARTS = {**TWO, "TORCHELASTIC_MAX_RESTARTS": "3"}
 MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 DEEPSPEED = {**TWO, "ACCELERATE_USE_DEEPSPEED": "true"}
 HIDDEN_GPUS = {"CUDA_VISIBLE_DEVICES": "-1,-1"}
 MPI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-TWO_NODES = {**TWO, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "node0"}
+TWO_NODES = {
+    **TWO,
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+}
 
 
 @pytest.mark.parametrize(
@@ -49,13 +66,24 @@ TWO_NODES = {**TWO, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZ
         (WORLD, 0, 2),  # a person who exports variables there
         (MPI, 1, 2),  # each process may see another GPU
         ({**RESTARTS, "TORCHELASTIC_USE_AGENT_STORE": "False"}, 2, 2),
-        ({**RESTARTS, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0"}, 2, 2),
+        (
+            {**RESTARTS, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0"},
+            2,
+            2,
+        ),
     ],
 )
-def test_a_correct_launch_passes(environ: dict[str, str], accelerators: int, world_size: int) -> None:
+def test_a_correct_launch_passes(
+    environ: dict[str, str], accelerators: int, world_size: int
+) -> None:
     launched = complete(environ := dict(environ))
     assert launched.world_size == world_size
-    check_launch(environ, launched, accelerators, asked_for=None if environ.keys() >= MPI.keys() else (world_size, 1))
+    check_launch(
+        environ,
+        launched,
+        accelerators,
+        asked_for=None if environ.keys() >= MPI.keys() else (world_size, 1),
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,10 +97,15 @@ def test_a_correct_launch_passes(environ: dict[str, str], accelerators: int, wor
             {**DEEPSPEED, "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none"},
             Sharding(True, asked_as="DeepSpeed ZeRO-2"),
         ),
-        ({**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, Sharding(asked_as="DeepSpeed ZeRO-3")),
+        (
+            {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+            Sharding(asked_as="DeepSpeed ZeRO-3"),
+        ),
     ],
 )
-def test_a_launch_says_how_the_model_is_sharded(environ: dict[str, str], asked: Sharding | None) -> None:
+def test_a_launch_says_how_the_model_is_sharded(
+    environ: dict[str, str], asked: Sharding | None
+) -> None:
     check_launch(environ, complete(dict(environ)), 2)
     assert sharding_of(environ) == asked
 
@@ -80,10 +113,14 @@ def test_a_launch_says_how_the_model_is_sharded(environ: dict[str, str], asked: 
 def test_what_a_sharded_run_cannot_meet_is_refused() -> None:
     for config, said in (
         (cls.Config(comm_hook="bf16"), "--comm_hook bf16 compresses the gradients of DDP"),
-        (cls.Config(channels_last=True), "--channels_last: weights in shards have no memory format; leave it out, or"),
+        (
+            cls.Config(channels_last=True),
+            "--channels_last: weights in shards have no memory format; leave it out, or",
+        ),
         (
             det.Config(compile=True),
-            "--compile: in shards, no detector has been compiled yet; leave it out, or launch without",
+            "--compile: in shards, no detector has been compiled yet; leave it out, or launch "
+            "without",
         ),
     ):
         with pytest.raises(Refused, match=said):
@@ -96,27 +133,56 @@ def test_what_a_sharded_run_cannot_meet_is_refused() -> None:
     [
         (ONE, 0, "cpu.yaml"),
         (TWO, 0, "multi_cpu.yaml"),
-        ({**TWO, "CUDA_VISIBLE_DEVICES": ""}, 0, "multi_cpu.yaml"),  # a job without GPUs on a GPU file
-        ({**TWO, "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, 2, "8 processes on a machine with 2 GPUs"),
+        # a job without GPUs on a GPU file
+        ({**TWO, "CUDA_VISIBLE_DEVICES": ""}, 0, "multi_cpu.yaml"),
+        (
+            {**TWO, "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"},
+            2,
+            "8 processes on a machine with 2 GPUs",
+        ),
         ({**TWO, "TORCHELASTIC_RUN_ID": "1"}, 1, "2 processes on a machine with 1 GPUs"),
-        ({**ONE, "ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "fp16"}, 0, "fp16 on a CPU"),
+        (
+            {**ONE, "ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "fp16"},
+            0,
+            "fp16 on a CPU",
+        ),
         ({**TWO, **HIDDEN_GPUS, "ACCELERATE_MIXED_PRECISION": "fp16"}, 0, "fp16 on a CPU"),
         ({**ONE, "ACCELERATE_MIXED_PRECISION": "fp8"}, 1, "fp8 is not one of no, fp16, bf16"),
-        ({**ONE, "ACCELERATE_USE_CPU": "maybe"}, 1, "ACCELERATE_USE_CPU=maybe: must be true or false"),
+        (
+            {**ONE, "ACCELERATE_USE_CPU": "maybe"},
+            1,
+            "ACCELERATE_USE_CPU=maybe: must be true or false",
+        ),
         ({**ONE, "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, 1, "INDUCTOR"),
         ({**TWO, "ACCELERATE_USE_FSDP": "true"}, 2, "fsdp_version: 2"),
         ({**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, 2, "set it to false"),
         ({**FSDP, "FSDP_OFFLOAD_PARAMS": "true"}, 2, "fsdp_offload_params"),
         ({**FSDP, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, 2, "--grad_checkpointing"),
         ({**FSDP, "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}, 2, "fsdp_auto_wrap_policy"),
-        ({**FSDP, **MESH, "PARALLELISM_CONFIG_TP_SIZE": "2"}, 2, "tp_size: tensor parallelism needs a plan"),
+        (
+            {**FSDP, **MESH, "PARALLELISM_CONFIG_TP_SIZE": "2"},
+            2,
+            "tp_size: tensor parallelism needs a plan",
+        ),
         ({**FSDP, **MESH, "PARALLELISM_CONFIG_CP_SIZE": "2"}, 2, "cp_size: context parallelism"),
-        ({**FSDP, **MESH, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "3"}, 2, "dp_shard_size 3, 2 processes"),
+        (
+            {**FSDP, **MESH, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "3"},
+            2,
+            "dp_shard_size 3, 2 processes",
+        ),
         ({**FSDP, **MESH}, 2, "dp_shard_size 1, 2 processes"),
         ({**TWO, **MESH}, 2, "distributed_type: FSDP"),
         ({**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, 2, "zero_stage 0 shards nothing"),
-        ({**DEEPSPEED, "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}, 2, "offload_optimizer_device"),
-        ({**DEEPSPEED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, 2, "give zero_stage in Accelerate's own file"),
+        (
+            {**DEEPSPEED, "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"},
+            2,
+            "offload_optimizer_device",
+        ),
+        (
+            {**DEEPSPEED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"},
+            2,
+            "give zero_stage in Accelerate's own file",
+        ),
         ({**TWO, "ACCELERATE_USE_MEGATRON_LM": "true"}, 2, "Megatron"),
         ({**TWO, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, 2, "max_micro_batch_size"),
         ({**RESTARTS, "TORCHELASTIC_USE_AGENT_STORE": "True"}, 2, "--rdzv_backend machines"),
@@ -133,10 +199,14 @@ def test_a_launch_that_would_train_something_else_is_refused(
 def test_other_processes_or_machines_than_asked_for_are_refused() -> None:
     """Machines may be missing only with at_least: c10d would let fewer start where clocks differ."""
     one = {**ONE, "ACCELERATE_USE_CPU": "True"}  # MULTI_CPU without mpirun, or --cpu
-    with pytest.raises(Refused, match="launched for 2 processes on 1 machine, but on this one 1 started"):
+    with pytest.raises(
+        Refused, match="launched for 2 processes on 1 machine, but on this one 1 started"
+    ):
         check_launch(one, complete(dict(one)), accelerators=1, asked_for=(2, 1))
     left = {**TWO, "GROUP_WORLD_SIZE": "1"}  # of two machines with two processes each
-    check_launch(left | {"RECIPES_AT_LEAST": "1"}, complete(dict(left)), accelerators=2, asked_for=(4, 2))
+    check_launch(
+        left | {"RECIPES_AT_LEAST": "1"}, complete(dict(left)), accelerators=2, asked_for=(4, 2)
+    )
     for asked_for in (
         (4, 2),
         processes_asked("torchrun --nnodes 2:3 --nproc_per_node 2 recipes/cls.py --lr 1".split()),
@@ -153,19 +223,32 @@ def test_machines_use_the_interface_towards_the_main_machine(monkeypatch) -> Non
     def chosen(**variables: str) -> dict[str, str]:
         environ = {**TWO_NODES, "MASTER_PORT": "29500", **variables}
         choose_interface(environ)
-        return {name: environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in environ}
+        return {
+            name: environ[name]
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+            if name in environ
+        }
 
-    assert chosen(MASTER_ADDR="10.0.0.1") == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
+    assert chosen(MASTER_ADDR="10.0.0.1") == {
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "NCCL_SOCKET_IFNAME": "=eth1",
+    }
     assert chosen(MASTER_ADDR="10.0.0.1", NCCL_SOCKET_IFNAME="ib0")["NCCL_SOCKET_IFNAME"] == "ib0"
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     assert chosen(MASTER_ADDR="127.0.0.1") == loopback, "a rehearsal on one machine"
     assert chosen(MASTER_ADDR="first", LOCAL_WORLD_SIZE="2") == loopback, "one machine"
-    assert chosen(MASTER_ADDR="first", LOCAL_WORLD_SIZE="2", NCCL_SOCKET_IFNAME="ib0")["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert (
+        chosen(MASTER_ADDR="first", LOCAL_WORLD_SIZE="2", NCCL_SOCKET_IFNAME="ib0")[
+            "NCCL_SOCKET_IFNAME"
+        ]
+        == "ib0"
+    )
     with pytest.raises(Refused, match=r"knows the main machine first as 127.0.1.1"):
         chosen(MASTER_ADDR="first")
     assert chosen(MASTER_ADDR="first", GLOO_SOCKET_IFNAME="eth1") == {"GLOO_SOCKET_IFNAME": "eth1"}
 
-    # The processes of one machine meet on its loopback, at the address of their job, unless their launcher keeps the store.
+    # The processes of one machine meet on its loopback, at the address of their job, unless their
+    # launcher keeps the store.
     for address, more, main in (
         ("10.0.0.1", {}, "127.0.0.1"),
         ("127.1.2.3", {}, "127.1.2.3"),
@@ -179,7 +262,9 @@ def test_machines_use_the_interface_towards_the_main_machine(monkeypatch) -> Non
 def test_a_store_listens_on_all_interfaces_only_if_it_has_to(monkeypatch, capsys) -> None:
     """As behind a name that on its own machine is a loopback, or an address that a router translates."""
     stores = []
-    monkeypatch.setattr(network, "address_towards", {"10.0.0.1": "10.0.0.1", "first": "127.0.1.1"}.get)
+    monkeypatch.setattr(
+        network, "address_towards", {"10.0.0.1": "10.0.0.1", "first": "127.0.1.1"}.get
+    )
     monkeypatch.setattr(network, "keep_store", lambda *place: stores.append(place[:2]))
     for host in ("127.0.0.1", "10.0.0.1", "first"):
         meeting._listen(host, 1)
@@ -199,7 +284,9 @@ def test_a_store_listens_on_all_interfaces_only_if_it_has_to(monkeypatch, capsys
 
 def test_machines_leave_alone_if_the_others_can_continue() -> None:
     assert leaving({1}, 3, 1) == [1] and leaving({2, 1}, 3, 1) == [1, 2]
-    assert leaving({1}, 3, 3) == leaving({0}, 3, 1) == [0, 1, 2], "two are too few; the first has the address"
+    assert leaving({1}, 3, 3) == leaving({0}, 3, 1) == [0, 1, 2], (
+        "two are too few; the first has the address"
+    )
     assert leaving(set(), 3, 3) == [], "machines are joining"
 
 
@@ -209,7 +296,8 @@ def test_the_launcher_and_its_file_say_how_many_processes() -> None:
         (f"/opt/bin/python3 /opt/bin/accelerate launch {file}/multi_cpu.yaml {script}", (2, 1)),
         (f"accelerate-launch {file}/multi_cpu.yaml --num_processes 3 {script}", (3, 1)),
         (
-            f"python -m accelerate.commands.accelerate_cli launch {file}/2node_cpu.yaml --num_processes 4 {script}",
+            f"python -m accelerate.commands.accelerate_cli launch {file}/2node_cpu.yaml "
+            f"--num_processes 4 {script}",
             (4, 2),
         ),
     ):
@@ -233,7 +321,9 @@ def test_a_refusal_is_one_line_whatever_the_names_in_it(monkeypatch, capsys) -> 
 @pytest.mark.parametrize("flag", ["--local-rank=0", "--local_rank=0"])
 def test_the_flag_of_torch_distributed_launch_is_known(monkeypatch, flag) -> None:
     monkeypatch.setattr(
-        os, "environ", dict.fromkeys(["LOCAL_RANK", "RANK"], "0") | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os,
+        "environ",
+        dict.fromkeys(["LOCAL_RANK", "RANK"], "0") | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
     )
     monkeypatch.setattr("sys.argv", ["cls.py", flag, "--lr", "0.5", "--local_rank=1"])
     left = []
@@ -242,7 +332,9 @@ def test_the_flag_of_torch_distributed_launch_is_known(monkeypatch, flag) -> Non
 
 
 def test_a_refusal_is_printed_once_and_waits_for_no_fifo(tmp_path, monkeypatch, capsys) -> None:
-    """Neither where its note lies now nor in the shared temporary folder, where the name could be laid by anybody."""
+    """Neither where its note lies now nor in the shared temporary folder, where the name could be
+    laid by anybody.
+    """
     notes = tmp_path / f".cache/recipes/refusal-{socket.gethostname()}"
     notes.parent.mkdir(parents=True)
     for path in (notes, tmp_path / f"recipes-refusal-{os.getuid()}"):

@@ -12,7 +12,9 @@ def variables(text: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in text.split())
 
 
-def ompi(rank: int = 1, size: int = 2, local: int = 1, here: int = 2, **more: str) -> dict[str, str]:
+def ompi(
+    rank: int = 1, size: int = 2, local: int = 1, here: int = 2, **more: str
+) -> dict[str, str]:
     """What Open MPI 4 gives to a process."""
     numbers = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local, "LOCAL_SIZE": here}
     main = "636485632.0;tcp://10.0.0.1,192.168.0.1:51331;tcp6://[fd00::2]:37211"
@@ -20,9 +22,14 @@ def ompi(rank: int = 1, size: int = 2, local: int = 1, here: int = 2, **more: st
     return {f"OMPI_COMM_WORLD_{name}": str(number) for name, number in numbers.items()} | job | more
 
 
-def slurm(rank: int = 1, size: int = 2, local: int = 1, node: int = 0, tasks: str = "2", **more: str) -> dict[str, str]:
+def slurm(
+    rank: int = 1, size: int = 2, local: int = 1, node: int = 0, tasks: str = "2", **more: str
+) -> dict[str, str]:
     """What srun gives to a task; NTASKS is of the job."""
-    step = f"STEP_NUM_TASKS={size} STEP_TASKS_PER_NODE={tasks} STEP_NODELIST=gpu[007-009,12],cpu1 STEP_ID=0 NTASKS=9"
+    step = (
+        f"STEP_NUM_TASKS={size} STEP_TASKS_PER_NODE={tasks} STEP_NODELIST=gpu[007-009,12],cpu1 "
+        "STEP_ID=0 NTASKS=9"
+    )
     own = variables(f"PROCID={rank} LOCALID={local} NODEID={node} JOB_ID=4711 {step}")
     return {f"SLURM_{name}": value for name, value in own.items()} | more
 
@@ -31,7 +38,14 @@ MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 APART = {**MPICH, "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}  # on two machines
 EXPORTED = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 MAIN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "3"}
-AGENT = {**EXPORTED, **MAIN, "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "4", "RANK": "3"}
+AGENT = {
+    **EXPORTED,
+    **MAIN,
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "WORLD_SIZE": "4",
+    "RANK": "3",
+}
 AGENT |= {"TORCHELASTIC_RUN_ID": "none"}
 ACCELERATE = {"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_MIXED_PRECISION": "no"}
 
@@ -42,24 +56,36 @@ ACCELERATE = {"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_MIXED_PRECISION": "
         # rank, local rank, processes, those of this machine, machine, machines
         (AGENT, "torchrun", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
         ({**AGENT, **ACCELERATE}, "accelerate launch", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
-        ({**AGENT, "MIXED_PRECISION": "bf16"}, "torchrun", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),  # a person's own variable
+        # a person's own variable
+        ({**AGENT, "MIXED_PRECISION": "bf16"}, "torchrun", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
         (
             {**AGENT, "NPROC": "2", "MIXED_PRECISION": "no", "ACCELERATE_MIXED_PRECISION": "bf16"},
             *("notebook_launcher", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
         ),
-        (AGENT | slurm(1, 2, 0, 1, "1(x2)"), "torchrun", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),  # srun torchrun
+        # srun torchrun
+        (AGENT | slurm(1, 2, 0, 1, "1(x2)"), "torchrun", (3, 1, 4, 2, 1, 2), "10.0.0.1:3"),
         (ompi(2, 3, 0, 1, **MAIN), "Open MPI", (2, 0, 3, 1, None, None), "10.0.0.1:3"),
         (  # version 5
-            ompi(2, 3, 0, 1, OMPI_MCA_orte_hnp_uri="", PMIX_NAMESPACE="prterun-node-7-123@1", PMIX_HOSTNAME="node-8"),
+            ompi(
+                2,
+                3,
+                0,
+                1,
+                OMPI_MCA_orte_hnp_uri="",
+                PMIX_NAMESPACE="prterun-node-7-123@1",
+                PMIX_HOSTNAME="node-8",
+            ),
             *("Open MPI", (2, 0, 3, 1, None, None), "node-7"),
         ),
-        ({**ompi(), **slurm(0, 2, 0, 1, "1(x2)")}, "Open MPI", (1, 1, 2, 2, 0, 1), "127."),  # mpirun in a SLURM job
+        # mpirun in a SLURM job
+        ({**ompi(), **slurm(0, 2, 0, 1, "1(x2)")}, "Open MPI", (1, 1, 2, 2, 0, 1), "127."),
         (MPICH, "MPICH", (1, 1, 2, 2, 0, 1), "127."),
         ({**MPICH, "I_MPI_HYDRA_UUID": "7c"}, "Intel MPI", (1, 1, 2, 2, 0, 1), "127."),
         ({**APART, "MASTER_ADDR": "first"}, "MPICH", (1, 0, 2, 1, None, None), "first:29500"),
         (slurm(), "srun", (1, 1, 2, 2, 0, 1), "127."),
         (slurm(4, 5, 1, 2, "1,2(x2)"), "srun", (4, 1, 5, 2, 2, 3), "gpu007"),
-        ({**slurm(), "PMI_RANK": "1", "PMI_SIZE": "2"}, "srun", (1, 1, 2, 2, 0, 1), "127."),  # srun --mpi=pmi2
+        # srun --mpi=pmi2
+        ({**slurm(), "PMI_RANK": "1", "PMI_SIZE": "2"}, "srun", (1, 1, 2, 2, 0, 1), "127."),
         (EXPORTED, "exported variables", (1, 1, 2, 2, 0, 1), "127.0.0.1:29500"),
     ],
 )
@@ -69,11 +95,16 @@ def test_what_a_launcher_leaves_out_is_completed(environ, launcher, numbers, mai
     assert launch.launcher == launcher
     assert tuple(launch.numbers.values()) == (*numbers[:4], *numbers[4:])
     assert f"{launch.address}:{launch.port}".startswith(main) and launch.port > 0
-    written = {name: completed.get(name) for name in (*launch.numbers, "MASTER_ADDR", "MASTER_PORT")}
+    written = {
+        name: completed.get(name) for name in (*launch.numbers, "MASTER_ADDR", "MASTER_PORT")
+    }
     numbered = [None if number is None else str(number) for number in numbers]
     assert [*written.values()] == [*numbered, launch.address, str(launch.port)]
     assert completed.items() >= environ.items()
-    assert local_rank(completed) == str(numbers[1]) and local_rank(environ) in (str(numbers[1]), None)
+    assert local_rank(completed) == str(numbers[1]) and local_rank(environ) in (
+        str(numbers[1]),
+        None,
+    )
     again = dict(completed)
     assert complete(again) == launch and again == completed
 
@@ -103,8 +134,15 @@ def test_a_single_process_forms_no_group() -> None:
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is exported, but RANK is not set"),
         ({**MAIN, "WORLD_SIZE": "2", "RANK": "1"}, "LOCAL_RANK is not set"),
         ({**EXPORTED, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "export MASTER_ADDR"),
-        (ompi(0, 3, 0, 1, OMPI_MCA_orte_local_daemon_uri="636485632.1;tcp://10.0.0.2:5"), "mpirun -x MASTER_ADDR"),
-        (APART, "MPICH does not tell the processes of several machines where to meet: export MASTER_ADDR"),
+        (
+            ompi(0, 3, 0, 1, OMPI_MCA_orte_local_daemon_uri="636485632.1;tcp://10.0.0.2:5"),
+            "mpirun -x MASTER_ADDR",
+        ),
+        (
+            APART,
+            "MPICH does not tell the processes of several machines where to meet: export "
+            "MASTER_ADDR",
+        ),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_SIZE=2 is the number of all processes"),
         (slurm(tasks="1"), "SLURM_STEP_TASKS_PER_NODE=1 does not fit to SLURM_STEP_NUM_TASKS=2"),
         (slurm(0, 3, 0, 1, "2,1"), "export MASTER_ADDR, the address of its machine, before srun"),
@@ -113,7 +151,8 @@ def test_a_single_process_forms_no_group() -> None:
             "this SLURM job has 4 tasks, but python started only this process",
         ),
         ({"PET_NPROC_PER_NODE": "auto"}, "PET_NPROC_PER_NODE=auto is for torchrun"),
-        ({**EXPORTED, "PET_NNODES": "2"}, "start the recipe with torchrun"),  # a pod of a Kubernetes operator
+        # a pod of a Kubernetes operator
+        ({**EXPORTED, "PET_NNODES": "2"}, "start the recipe with torchrun"),
         (
             {**AGENT, "NPROC": "2", "MIXED_PRECISION": "bf16"},
             "notebook_launcher(mixed_precision='bf16') has no effect in Accelerate",
@@ -133,7 +172,11 @@ def test_the_processes_of_each_job_meet_at_a_place_of_their_own() -> None:
         launch = complete(dict(environ))
         return launch.address, launch.port
 
-    assert place(ompi(0, local=0)) == place(ompi(1, local=1)) != place(ompi(PMIX_NAMESPACE="636485634"))
+    assert (
+        place(ompi(0, local=0))
+        == place(ompi(1, local=1))
+        != place(ompi(PMIX_NAMESPACE="636485634"))
+    )
     assert place(slurm(0, local=0)) == place(slurm()) != place(slurm(SLURM_JOB_ID="4712"))
     assert place(slurm()) != place(slurm(SLURM_STEP_ID="1"))
     apart = [slurm(rank, local=0, node=rank, tasks="1(x2)") for rank in (0, 1)]
@@ -142,5 +185,11 @@ def test_the_processes_of_each_job_meet_at_a_place_of_their_own() -> None:
 
 
 def test_the_first_host_of_a_list_is_that_of_slurm() -> None:
-    lists = {"a": "a", "a,b": "a", "gpu[007-009,12],cpu1": "gpu007", "r[2-3]n[04,7]x": "r2n04x", "": ""}
+    lists = {
+        "a": "a",
+        "a,b": "a",
+        "gpu[007-009,12],cpu1": "gpu007",
+        "r[2-3]n[04,7]x": "r2n04x",
+        "": "",
+    }
     assert {hosts: first_host(hosts) for hosts in lists} == lists

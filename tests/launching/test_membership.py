@@ -16,7 +16,9 @@ pytestmark = pytest.mark.smoke
 
 @pytest.fixture
 def member() -> Iterator[Callable[..., Membership]]:
-    """`member(store, host)` makes the membership of a machine. All of them end with the test, as with their launchers."""
+    """`member(store, host)` makes the membership of a machine. All of them end with the test, as
+    with their launchers.
+    """
     members: list[Membership] = []
 
     def make(store: HashStore, host: str, silence: float = 1000.0) -> Membership:
@@ -53,7 +55,9 @@ def test_a_silent_machine_is_lost_until_it_is_heard_again(member) -> None:
     store = HashStore()
     first, second = member(store, "a", silence=0.5), member(store, "b", silence=0.5)
     time.sleep(0.7)
-    assert states(first) == {"a": (WAITING, 0), "b": (WAITING, 0)}, "both have renewed their records"
+    assert states(first) == {"a": (WAITING, 0), "b": (WAITING, 0)}, (
+        "both have renewed their records"
+    )
     second.end()
     until = time.monotonic() + 3
     while "b" in states(first):
@@ -77,7 +81,14 @@ def test_what_no_launcher_wrote_is_refused_and_not_executed(member) -> None:
             json.dumps(right | {"beats": True, "machines": ["a"], "host": "\x1b[2J"}),
             json.dumps(right | {"more": 1}),
         ]
-        for text in (*wrong, "", "[" * 100_000, "[]", "null", pickle.dumps(RendezvousStateError()).decode("latin1")):
+        for text in (
+            *wrong,
+            "",
+            "[" * 100_000,
+            "[]",
+            "null",
+            pickle.dumps(RendezvousStateError()).decode("latin1"),
+        ):
             team._store.set(key, text)
             with pytest.raises(RendezvousStateError):
                 read()

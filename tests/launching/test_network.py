@@ -34,7 +34,9 @@ def test_the_address_and_interface_of_a_route_are_found() -> None:
             assert is_own(entry.address)
             assert is_loopback(entry.address) == (name == "lo")
     assert interface_of("192.0.2.1") is None  # an address of documentation, RFC 5737
-    assert all(is_own(address) and not is_loopback(address) for address in network.outward_addresses())
+    assert all(
+        is_own(address) and not is_loopback(address) for address in network.outward_addresses()
+    )
     assert not is_own("192.0.2.1") and not is_own("no.such.name.invalid")
 
 
@@ -44,7 +46,9 @@ def test_a_store_listens_at_one_address_where_torch_finds_it() -> None:
     for _ in range(2):
         store = keep_store(LOOPBACK, port, timedelta(seconds=20))
         port = store.port
-        listening = [row for row in psutil.Process().net_connections("inet") if row.status == "LISTEN"]
+        listening = [
+            row for row in psutil.Process().net_connections("inet") if row.status == "LISTEN"
+        ]
         assert [row.laddr.ip for row in listening if row.laddr.port == port] == [LOOPBACK]
         with mock.patch.dict(os.environ, {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}):
             found, _, _ = next(dist.rendezvous("env://", 0, 1))
@@ -60,14 +64,21 @@ def test_a_store_listens_at_one_address_where_torch_finds_it() -> None:
 
 
 def test_a_launcher_listens_where_the_others_reach_it(monkeypatch) -> None:
-    monkeypatch.setattr(network, "address_towards", {"first": "127.0.1.1", "second": "10.0.0.2"}.get)
+    monkeypatch.setattr(
+        network, "address_towards", {"first": "127.0.1.1", "second": "10.0.0.2"}.get
+    )
     monkeypatch.setattr(network, "outward_addresses", lambda: ["10.0.0.1"])
     assert rendezvous._own_address("second", most=1) == LOOPBACK, "a machine alone"
     assert rendezvous._own_address("127.0.0.1", most=2) == "127.0.0.1", "a rehearsal on one machine"
     assert rendezvous._own_address("second", most=2) == "second"
-    assert rendezvous._own_address("first", most=2) == "10.0.0.1", "a name that is a loopback on its own machine alone"
+    assert rendezvous._own_address("first", most=2) == "10.0.0.1", (
+        "a name that is a loopback on its own machine alone"
+    )
     monkeypatch.setattr(network, "outward_addresses", lambda: ["10.0.0.1", "192.168.0.1"])
-    with pytest.raises(SystemExit, match=r"own name first as 127.0.1.1.*: give .* a number .*10.0.0.1 or 192.168.0.1"):
+    with pytest.raises(
+        SystemExit,
+        match=r"own name first as 127.0.1.1.*: give .* a number .*10.0.0.1 or 192.168.0.1",
+    ):
         rendezvous._own_address("first", most=2)
 
 
@@ -75,12 +86,18 @@ def test_a_late_listener_is_waited_for_or_the_reason_is_given() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        with pytest.raises(Refused, match=f"127.0.0.1 is there, but nothing listens on port {port}: .*; waited 0 s"):
+        with pytest.raises(
+            Refused, match=f"127.0.0.1 is there, but nothing listens on port {port}: .*; waited 0 s"
+        ):
             await_listener("127.0.0.1", port, patience=0)
         timer = threading.Timer(0.2, listener.listen)
         timer.start()
         await_listener("127.0.0.1", port, patience=30)
         timer.join()
-    with pytest.raises(Refused, match=r"the name no.such.name.invalid is not known on this machine"):
+    with pytest.raises(
+        Refused, match=r"the name no.such.name.invalid is not known on this machine"
+    ):
         await_listener("no.such.name.invalid", 1, patience=0)
-    assert "host:1 can't be reached (timed out)" in network.trouble("host", 1, TimeoutError("timed out"))
+    assert "host:1 can't be reached (timed out)" in network.trouble(
+        "host", 1, TimeoutError("timed out")
+    )

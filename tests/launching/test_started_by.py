@@ -1,4 +1,6 @@
-"""The real recipe gives the same bits under every launcher, ends with its exit code, and resumes under another launcher."""
+"""The real recipe gives the same bits under every launcher, ends with its exit code, and resumes
+under another launcher.
+"""
 
 import json
 import os
@@ -13,7 +15,18 @@ from tests.harness.launching import ROOT, Launcher, Started, free_port, small
 from tests.harness.outcomes import Outcome
 
 CLS = "recipes/cls.py"
-LENGTH = ("--max_steps", 6, "--log_every", 1, "--eval_every", 6, "--global_batch_size", 32, "--tracker", "none")
+LENGTH = (
+    "--max_steps",
+    6,
+    "--log_every",
+    1,
+    "--eval_every",
+    6,
+    "--global_batch_size",
+    32,
+    "--tracker",
+    "none",
+)
 # With the default data workers.
 NOTEBOOK = """
 import os, sys
@@ -29,7 +42,8 @@ class Mpi(Launcher):
 
     def __call__(self, processes: int, *words: object, env=None) -> Started:
         mpirun = Launcher(self.home, [*self.before, "-n", str(processes)])
-        # Open MPI's starts share a session folder by default: one that ends removes it while another makes it.
+        # Open MPI's starts share a session folder by default: one that ends removes it while
+        # another makes it.
         session = {"OMPI_MCA_orte_tmpdir_base": tempfile.mkdtemp(dir=self.home)}
         return mpirun.start_python(*words, env=session | (env or {}))
 
@@ -72,20 +86,34 @@ def start(name: str, request, folder: Path) -> list[Started]:
         return [request.getfixturevalue("mpi")[name](2, *words)]
     python = request.getfixturevalue("launch").start_python
     if name == "torchrun":
-        pet = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_RDZV_BACKEND": "machines", "CUDA_VISIBLE_DEVICES": ""}
+        pet = {
+            "PET_NNODES": "1",
+            "PET_NPROC_PER_NODE": "2",
+            "PET_RDZV_BACKEND": "machines",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         return [python("-m", "torch.distributed.run", *words, env=pet)]
     if name == "notebook_launcher":
         script = folder.with_suffix(".py")
         script.write_text(NOTEBOOK)
         return [python(script, *words[1:], env={"ACCELERATE_USE_CPU": "1"})]
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": ""}
+    world = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     return [python(*words, env={**world, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
 
 
 @pytest.mark.parametrize(
-    "names", [("Open MPI", "MPICH"), ("torchrun", "exported variables"), ("notebook_launcher",)], ids=", ".join
+    "names",
+    [("Open MPI", "MPICH"), ("torchrun", "exported variables"), ("notebook_launcher",)],
+    ids=", ".join,
 )
-def test_a_launcher_gives_the_bits_of_accelerate_launch(names, accelerated, request, tmp_path) -> None:
+def test_a_launcher_gives_the_bits_of_accelerate_launch(
+    names, accelerated, request, tmp_path
+) -> None:
     """Two jobs run at a time, and don't meet each other. Those that get no GPU say what they use."""
     jobs = {name: start(name, request, tmp_path / name) for name in names}
     for name, started in jobs.items():
@@ -101,12 +129,25 @@ def test_a_launcher_gives_the_bits_of_accelerate_launch(names, accelerated, requ
 def test_a_refusal_under_mpirun_is_one_line(mpi, tmp_path) -> None:
     done = mpi["MPICH"](2, CLS, *words_of(tmp_path / "x", "--lr", "x")).finish()
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("cls.py: "))
-    assert done.returncode == 2 and "--lr x: must be a number" in line and not (tmp_path / "x").exists()
+    assert (
+        done.returncode == 2
+        and "--lr x: must be a number" in line
+        and not (tmp_path / "x").exists()
+    )
 
 
 def test_a_run_under_mpirun_resumes_under_other_launchers(mpi, forks, tmp_path) -> None:
     """It has stopped on request, and was killed."""
-    steps = ("--max_steps", 60, "--checkpoint_every", 20, "--batch_norm", "group", "--norm_batch_size", 4)
+    steps = (
+        "--max_steps",
+        60,
+        "--checkpoint_every",
+        20,
+        "--batch_norm",
+        "group",
+        "--norm_batch_size",
+        4,
+    )
     steps = (*steps, "--eval_every", 60, "--workers", 1)
     folder = tmp_path / "interrupted"
 
@@ -134,7 +175,13 @@ def test_the_configurations_of_vs_code_run_under_its_debugger(launch, tmp_path) 
         target = ["-m", run["module"]] if "module" in run else [run["program"]]
         words = [word.replace("${file}", CLS) for word in [*target, *run["args"]]]
         more = [*LENGTH, "--output_dir", tmp_path, "--name", f"vs{number}"]
-        started.append(launch.start_python("-m", "debugpy", "--listen", f"127.0.0.1:{free_port()}", *words, *more))
+        started.append(
+            launch.start_python(
+                "-m", "debugpy", "--listen", f"127.0.0.1:{free_port()}", *words, *more
+            )
+        )
     done = [each.finish(240) for each in started]
     assert [each.returncode for each in done] == [0, 0], done
-    assert "1 process, cpu" in done[0].stdout and "2 processes on 1 node, cpu (gloo)" in done[1].stdout
+    assert (
+        "1 process, cpu" in done[0].stdout and "2 processes on 1 node, cpu (gloo)" in done[1].stdout
+    )

@@ -1,4 +1,6 @@
-"""Builds the library that pretends GPUs: the C files of this folder, and stubs for NVIDIA's other functions that torch uses."""
+"""Builds the library that pretends GPUs: the C files of this folder, and stubs for NVIDIA's other
+functions that torch uses.
+"""
 
 import fcntl
 import hashlib
@@ -18,13 +20,16 @@ SOURCES = ("runtime.c", "nccl.c", "libraries.c")
 ASKED = re.compile(r"^(cu[A-Z]|cuda[A-Z]|cublas|cudnn|cusparse|cusolver|curand|cufft|nccl|nvjpeg)")
 OWN = re.compile(r"^(cu[A-Z]|cuda[A-Z]|nccl)")  # CUDA itself and NCCL; the other libraries compute
 REAL = re.compile(r"Version|GetError|GetLastError|Property")  # need no device
-# Functions of the runtime, the driver and NCCL whose stubs may do nothing. A call of any other is an error.
+# Functions of the runtime, the driver and NCCL whose stubs may do nothing. A call of any other is
+# an error.
 HARMLESS = re.compile(
     "Destroy|Release|Profiler|EnablePeerAccess|SetAttribute|MemPool|GraphMem|CaptureMode|ncclGroup|SetCurrent|Unload|CacheConfig"
 )
 # Functions of the libraries that compute nothing. All others count as kernels.
 PREPARES = re.compile(r"Create|Destroy|Set|Get|Init|Size|Descriptor|Check|Finalize|MakePlan")
-STUBS = "#include <stdlib.h>\nint pretended_computed(const char *), pretended_missing(const char *);\n"
+STUBS = (
+    "#include <stdlib.h>\nint pretended_computed(const char *), pretended_missing(const char *);\n"
+)
 
 
 def why_not() -> str:
@@ -46,7 +51,9 @@ def build() -> dict[str, str]:
     The library is kept in the temporary folder, for all processes of this user, these sources and this torch.
     """
     headers = _headers(SITE)
-    parts = [(HERE / name).read_bytes() for name in (*SOURCES, "nvrtc.c", "pretended.h", "build.py")]
+    parts = [
+        (HERE / name).read_bytes() for name in (*SOURCES, "nvrtc.c", "pretended.h", "build.py")
+    ]
     parts += [str(headers).encode(), torch.__version__.encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"pretended-gpu-{os.getuid()}" / key
@@ -76,16 +83,29 @@ def _compile(headers: Path, folder: Path, nvrtc: str) -> None:
         *SITE.glob("torchvision/*_stable.so"),
         *SITE.glob("torchvision/_C.so"),
     ]
-    libraries += [SITE / "torch/lib" / name for name in ("libtorch_python.so", "libtorch_cpu.so", "libcaffe2_nvrtc.so")]
+    libraries += [
+        SITE / "torch/lib" / name
+        for name in ("libtorch_python.so", "libtorch_cpu.so", "libcaffe2_nvrtc.so")
+    ]
     asked = set()
     for library in libraries:
-        found = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True)
+        found = subprocess.run(
+            ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
+        )
         asked |= {line.split()[-1].split("@")[0] for line in found.stdout.splitlines()}
     names = [name for name in sorted(asked) if ASKED.match(name) and not REAL.search(name)]
     (folder / "stubs.c").write_text(STUBS + "".join(map(_stub, names)))
     flags = ["-O3", "-w", "-shared", "-fPIC", f"-I{HERE}", f"-I{headers}"]
     sources = [*(HERE / name for name in SOURCES), folder / "stubs.c"]
-    _gcc(*flags, "-Wl,-soname,libcuda.so.1", "-o", folder / "libcuda.so.1", *sources, "-ldl", "-lpthread")
+    _gcc(
+        *flags,
+        "-Wl,-soname,libcuda.so.1",
+        "-o",
+        folder / "libcuda.so.1",
+        *sources,
+        "-ldl",
+        "-lpthread",
+    )
     # torch finds NVRTC by the name of its file, and its functions only there.
     (folder / "versions").write_text(f"{nvrtc} {{ *; }};")
     versions = f"-Wl,-soname,{nvrtc},--version-script={folder / 'versions'}"
@@ -100,7 +120,9 @@ def _gcc(*words: object) -> None:
 
 
 def _stub(name: str) -> str:
-    """A weak function that succeeds, or reports an error if it would have to compute. Hand-written ones replace it."""
+    """A weak function that succeeds, or reports an error if it would have to compute. Hand-written
+    ones replace it.
+    """
     start = f"__attribute__((weak)) int {name}"
     if OWN.match(name) and not HARMLESS.search(name):
         return f'{start}() {{ return pretended_missing("{name}"); }}\n'

@@ -26,7 +26,9 @@ class Gpus:
         """That many, or as many as this machine really has."""
         return min(devices, self.real or devices)
 
-    def start(self, config: str, script: str | Path, *words: object, devices: int = 1, flags=(), env=None) -> Started:
+    def start(
+        self, config: str, script: str | Path, *words: object, devices: int = 1, flags=(), env=None
+    ) -> Started:
         """Starts `script` with `accelerate launch` on a machine with so many GPUs, a process on each."""
         flags = [*flags, *(("--num_processes", devices) if devices > 1 else ())]
         if not self.real:
@@ -45,10 +47,18 @@ class Gpus:
         timeout: float = 300,
     ) -> CompletedProcess[str]:
         """Runs `main` to its end in forks, one per GPU of `gib` GiB ("16,0.35": the first; all others)."""
-        variables = self._variables(devices, gib) | {"ACCELERATE_MIXED_PRECISION": precision or "no"} | dict(env or {})
+        variables = (
+            self._variables(devices, gib)
+            | {"ACCELERATE_MIXED_PRECISION": precision or "no"}
+            | dict(env or {})
+        )
         variables |= {"CUDA_VISIBLE_DEVICES": None, "ACCELERATE_USE_CPU": None}
-        done = self.forks().run_main(devices, functools.partial(run_in_fork, main), variables, timeout=timeout)
-        assert "no kernel" not in done.stderr and "in the pretended runtime" not in done.stderr, done.stderr
+        done = self.forks().run_main(
+            devices, functools.partial(run_in_fork, main), variables, timeout=timeout
+        )
+        assert "no kernel" not in done.stderr and "in the pretended runtime" not in done.stderr, (
+            done.stderr
+        )
         return done
 
     def _variables(self, devices: int, gib: object) -> dict[str, str]:

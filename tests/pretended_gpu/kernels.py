@@ -1,8 +1,9 @@
 """Kernels of the pretended GPU: whatever torch launches on it, the CPU computes in the same memory.
 
-Use `with Kernels():` around a program. Each operator on a CUDA tensor first runs unchanged, which launches kernels that do
-nothing and allocates the results; then the CPU computes the same operator, and its results are copied there. `INSTEAD` has the
-operators for which the CPU has no kernel. A missing operator raises an error, and so does a difference in shape.
+Use `with Kernels():` around a program. Each operator on a CUDA tensor first runs unchanged, which
+launches kernels that do nothing and allocates the results; then the CPU computes the same operator,
+and its results are copied there. `INSTEAD` has the operators for which the CPU has no kernel. A
+missing operator raises an error, and so does a difference in shape.
 """
 
 import contextlib
@@ -75,7 +76,9 @@ def widened(x: Any) -> Any:
 
 @contextlib.contextmanager
 def announced():
-    """Tells the runtime that the CPU computes what this thread launches within the block, so its kernels may do nothing."""
+    """Tells the runtime that the CPU computes what this thread launches within the block, so its
+    kernels may do nothing.
+    """
     runtime.pretended_compute(1)
     try:
         yield
@@ -96,7 +99,9 @@ class Kernels(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its operators on shards come here next
         device = cuda_device(args, kwargs)
-        if device is None or any(isinstance(x, FakeTensor) for x in tree.tree_leaves((args, kwargs))):
+        if device is None or any(
+            isinstance(x, FakeTensor) for x in tree.tree_leaves((args, kwargs))
+        ):
             return func(*args, **kwargs)
         name = func._schema.name.split("::")[1]
         # NCCL's work that is queued on this stream comes first.
@@ -120,15 +125,23 @@ class Kernels(TorchDispatchMode):
             # The shape (or the answer) depends on values: the host waits for the device.
             torch.cuda.current_stream(device).synchronize()
             result = compute(func, args, kwargs)
-            return tree.tree_map(lambda x: sent(x, device) if isinstance(x, torch.Tensor) else x, result)
-        seed = drawn_from(args, kwargs, device) if torch.Tag.nondeterministic_seeded in func.tags else None
+            return tree.tree_map(
+                lambda x: sent(x, device) if isinstance(x, torch.Tensor) else x, result
+            )
+        seed = (
+            drawn_from(args, kwargs, device)
+            if torch.Tag.nondeterministic_seeded in func.tags
+            else None
+        )
         with announced():
             results = func(*args, **kwargs)
         fill(func, results, compute(func, args, kwargs, seed))
         return results
 
     def without_masks(self, x, indices, *rest):
-        """Replaces masks among indices by their positions. As on CUDA, the host waits until their number is known."""
+        """Replaces masks among indices by their positions. As on CUDA, the host waits until their
+        number is known.
+        """
         if rest and not any(rest[1:]) and sum(map(is_tensor, indices)) == 1:
             value = rest[0]
             if value.numel() == 1 and not value.is_cuda:
@@ -148,7 +161,9 @@ def functional(name: str, x: torch.Tensor, *rest: Any) -> torch.Tensor:
     if name in ("wait_tensor", "_wrap_tensor_autograd"):
         return x
     group = (
-        rest[-1] if isinstance(rest[-1], dist.ProcessGroup) else dist.distributed_c10d._resolve_process_group(rest[-1])
+        rest[-1]
+        if isinstance(rest[-1], dist.ProcessGroup)
+        else dist.distributed_c10d._resolve_process_group(rest[-1])
     )
     if name == "all_reduce":
         result, operator = x.clone(), getattr(dist.ReduceOp, rest[0].upper())
@@ -178,18 +193,26 @@ def cuda_device(args: tuple, kwargs: dict) -> torch.device | None:
 def is_without_kernel(func) -> bool:
     returns = func._schema.returns
     is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-    return is_view or torch.Tag.inplace_view in func.tags or func._schema.name.split("::")[1] in NO_KERNEL
+    return (
+        is_view
+        or torch.Tag.inplace_view in func.tags
+        or func._schema.name.split("::")[1] in NO_KERNEL
+    )
 
 
 def has_unknown_shape(func, kwargs: dict) -> bool:
     if func is aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
-    unknown = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+    unknown = (
+        torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+    )
     return unknown or func is torch.ops.torchvision.nms.default
 
 
 def drawn_from(args: tuple, kwargs: dict, device: torch.device) -> int:
-    """Seed for an operator that draws random numbers, from the state of the device's generator before it draws."""
+    """Seed for an operator that draws random numbers, from the state of the device's generator
+    before it draws.
+    """
     given = [x for x in tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)]
     index = torch.cuda.current_device() if device.index is None else device.index
     generator = given[0] if given else torch.cuda.default_generators[index]
@@ -228,14 +251,21 @@ def on_cpu(x: Any) -> Any:
 
 
 def fill(func, results: Any, computed: Any) -> None:
-    """Copies the CPU's results into the memory of the device's results; None in `computed`: nobody reads that one."""
+    """Copies the CPU's results into the memory of the device's results; None in `computed`: nobody
+    reads that one.
+    """
     results, computed = ([x] if is_tensor(x) else list(x or ()) for x in (results, computed))
-    results, computed = (tree.tree_leaves(x, is_leaf=lambda x: x is None) for x in (results, computed))
+    results, computed = (
+        tree.tree_leaves(x, is_leaf=lambda x: x is None) for x in (results, computed)
+    )
     for empty, full in zip(results, computed, strict=True):
         if not is_tensor(empty) or full is None:
             continue
         if empty.shape != full.shape:
-            raise NoKernel(f"no kernel for {func}: {tuple(empty.shape)} on CUDA, {tuple(full.shape)} on the CPU")
+            raise NoKernel(
+                f"no kernel for {func}: {tuple(empty.shape)} on CUDA, {tuple(full.shape)} on the "
+                "CPU"
+            )
         memory = host(empty) if empty.is_cuda else empty
         if memory.data_ptr() != full.data_ptr():
             memory.copy_(full)
@@ -245,7 +275,9 @@ def fill(func, results: Any, computed: Any) -> None:
 
 
 SOFTMAX = ("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data")
-INSTEAD: dict[str, Callable] = {name: decomposition_table[getattr(aten, name).default] for name in SOFTMAX}
+INSTEAD: dict[str, Callable] = {
+    name: decomposition_table[getattr(aten, name).default] for name in SOFTMAX
+}
 
 
 def kernel(function: Callable) -> Callable:
@@ -264,7 +296,9 @@ def over_samples(x: torch.Tensor) -> list[int]:
 
 @kernel
 def native_batch_norm(x, weight, bias, mean, variance, training, momentum, eps):
-    y, *saved = aten.native_batch_norm(widened(x), weight, bias, mean, variance, training, momentum, eps)
+    y, *saved = aten.native_batch_norm(
+        widened(x), weight, bias, mean, variance, training, momentum, eps
+    )
     return y, *(saved if training else (None, None))
 
 
@@ -279,7 +313,9 @@ def cudnn_batch_norm(*arguments):
 
 
 @kernel
-def cudnn_batch_norm_backward(x, gradient, weight, mean, variance, saved_mean, saved_deviation, eps, reserve):
+def cudnn_batch_norm_backward(
+    x, gradient, weight, mean, variance, saved_mean, saved_deviation, eps, reserve
+):
     saved = mean, variance, saved_mean, saved_deviation
     return native_batch_norm_backward(gradient, x, weight, *saved, True, eps, [True] * 3)
 
@@ -298,7 +334,9 @@ def batch_norm_elemt(x, weight, bias, mean, inverse_deviation, eps):
 
 
 @kernel
-def batch_norm_gather_stats_with_counts(x, means, inverse_deviations, running_mean, running_var, momentum, eps, counts):
+def batch_norm_gather_stats_with_counts(
+    x, means, inverse_deviations, running_mean, running_var, momentum, eps, counts
+):
     counts = counts.to(means.dtype)[:, None]  # [ranks, 1]; the others are [ranks, C]
     count = counts.sum()
     mean = (means * counts).sum(0) / count
@@ -312,7 +350,9 @@ def batch_norm_gather_stats_with_counts(x, means, inverse_deviations, running_me
 
 
 @kernel
-def batch_norm_backward_reduce(gradient, x, mean, inverse_deviation, weight, of_input, of_weight, of_bias):
+def batch_norm_backward_reduce(
+    gradient, x, mean, inverse_deviation, weight, of_input, of_weight, of_bias
+):
     gradient, centred = widened(gradient), widened(x) - per_channel(mean, x)
     total, slope = gradient.sum(over_samples(x)), (gradient * centred).sum(over_samples(x))
     own = slope * inverse_deviation if of_weight else None
@@ -325,7 +365,9 @@ def batch_norm_backward_elemt(gradient, x, mean, inverse_deviation, weight, tota
     centred = widened(x) - per_channel(mean, x)
     slope = per_channel(slope / count * inverse_deviation.square(), x)
     scale = inverse_deviation if weight is None else inverse_deviation * weight
-    return (widened(gradient) - per_channel(total / count, x) - centred * slope) * per_channel(scale, x)
+    return (widened(gradient) - per_channel(total / count, x) - centred * slope) * per_channel(
+        scale, x
+    )
 
 
 def setup() -> None:

@@ -1,4 +1,6 @@
-"""Runs a script unchanged, its kernels computed by the CPU: accelerate launch ... tests/pretended_gpu/run.py SCRIPT words."""
+"""Runs a script unchanged, its kernels computed by the CPU: accelerate launch ...
+tests/pretended_gpu/run.py SCRIPT words.
+"""
 
 import functools
 import os
@@ -19,7 +21,10 @@ def run(main: Callable[[], None]) -> None:
         finally:
             # Also if the program has caught the error.
             if (lost := kernels.unknown()) and sys.exc_info()[0] in (None, SystemExit):
-                sys.exit(f"{lost} kernels or functions of the GPU were called that nothing computes: see above")
+                sys.exit(
+                    f"{lost} kernels or functions of the GPU were called that nothing computes: "
+                    "see above"
+                )
 
 
 def run_script(words: Sequence[str]) -> None:

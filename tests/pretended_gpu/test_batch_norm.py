@@ -19,7 +19,8 @@ from common.training import batch_norm
 
 CHANNELS = 6
 SHAPES = {"maps": (3, 5), "channels_last": (3, 5), "rows": (), "tokens": (7,)}
-TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-3}  # a rounding step of each type
+# A rounding step of each type.
+TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-3}
 CASES = list(itertools.product(("group", "node", "global"), TOLERANCES, SHAPES))
 MODES = {"group 2": 2, "group 8": 8, "node": 1, "global": 1}  # number of groups in a batch
 
@@ -38,7 +39,11 @@ def results(layer: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> dict[s
     x = x.detach().requires_grad_()
     y = layer(x)
     y.backward(gradient)
-    assert y.dtype == x.dtype and y.stride() == x.stride() == x.grad.stride(), (y.stride(), x.stride(), x.grad.stride())
+    assert y.dtype == x.dtype and y.stride() == x.stride() == x.grad.stride(), (
+        y.stride(),
+        x.stride(),
+        x.grad.stride(),
+    )
     batch_norm.update_running_statistics(layer)
     named = {"y": y, "x": x.grad, "mean": layer.running_mean, "variance": layer.running_var}
     return named | {name: parameter.grad for name, parameter in layer.named_parameters()}
@@ -48,23 +53,32 @@ def compare(mode: str, dtype: str, shape: str) -> float:
     """The largest difference between GPU and CPU, relative to the largest value."""
     kind, count = getattr(torch, dtype), (6, 4)[dist.get_rank()]
     generator = torch.Generator().manual_seed(dist.get_rank())
-    x = (torch.randn(count, CHANNELS, *SHAPES[shape], dtype=torch.float64, generator=generator) + 5).to(kind)
+    x = (
+        torch.randn(count, CHANNELS, *SHAPES[shape], dtype=torch.float64, generator=generator) + 5
+    ).to(kind)
     gradient = torch.randn(x.shape, dtype=torch.float64, generator=generator).to(kind)
     if shape == "channels_last":
         x = x.to(memory_format=torch.channels_last)
     of = {
-        device: results(layer_of(mode, 2, kind, SHAPES[shape]).to(device), x.to(device), gradient.to(device))
+        device: results(
+            layer_of(mode, 2, kind, SHAPES[shape]).to(device), x.to(device), gradient.to(device)
+        )
         for device in ("cuda", "cpu")
     }
     assert of["cuda"].keys() == of["cpu"].keys()
     return max(
-        float((of["cuda"][name].cpu().double() - value.double()).abs().max() / value.double().abs().max())
+        float(
+            (of["cuda"][name].cpu().double() - value.double()).abs().max()
+            / value.double().abs().max()
+        )
         for name, value in of["cpu"].items()
     )
 
 
 def measure_cost(mode: str, groups: int, memory_format: torch.memory_format) -> dict:
-    """Kernel launches of forward and backward, and peak memory beyond input and gradient, in units of the input's size."""
+    """Kernel launches of forward and backward, and peak memory beyond input and gradient, in units
+    of the input's size.
+    """
     count, kind = 32, torch.bfloat16
     layer = layer_of(mode, count // groups, kind, (64, 64)).cuda()
     x = torch.randn(count, CHANNELS, 64, 64).to(kind).cuda().to(memory_format=memory_format)
@@ -88,7 +102,9 @@ def compute_all(file: Path) -> None:
     costs = {}
     for layout in ("contiguous_format", "channels_last"):
         for mode, groups in MODES.items():
-            costs[f"{mode} {layout}"] = measure_cost(mode.split()[0], groups, getattr(torch, layout))
+            costs[f"{mode} {layout}"] = measure_cost(
+                mode.split()[0], groups, getattr(torch, layout)
+            )
     if dist.get_rank() == 0:
         file.write_text(json.dumps({"errors": errors, "costs": costs}))
     dist.destroy_process_group()
@@ -105,13 +121,17 @@ def computed(gpus, tmp_path_factory) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("mode, dtype, shape", CASES)
-def test_outputs_gradients_and_statistics_equal_the_cpu(computed, mode: str, dtype: str, shape: str) -> None:
+def test_outputs_gradients_and_statistics_equal_the_cpu(
+    computed, mode: str, dtype: str, shape: str
+) -> None:
     assert computed["errors"][f"{mode} {dtype} {shape}"] < TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("layout", ["contiguous_format", "channels_last"])
 def test_neither_kernels_nor_memory_grow_with_the_groups(computed, layout: str) -> None:
-    """One group after the other would take four kernels per group; shared statistics make no float32 copies."""
+    """One group after the other would take four kernels per group; shared statistics make no
+    float32 copies.
+    """
     few, many, node, world = (computed["costs"][f"{mode} {layout}"] for mode in MODES)
     assert few["launches"] == many["launches"] < 20
     assert world["launches"] == node["launches"] < 16  # 40 with plain operators

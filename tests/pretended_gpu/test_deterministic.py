@@ -1,4 +1,6 @@
-"""`--deterministic` asks torch for kernels that repeat a run bit for bit on a GPU, and names an operator that has none."""
+"""`--deterministic` asks torch for kernels that repeat a run bit for bit on a GPU, and names an
+operator that has none.
+"""
 
 import pytest
 
@@ -28,11 +30,17 @@ def runs(run_on_gpus, tmp_path_factory) -> dict[str, Outcome]:
     folder = tmp_path_factory.mktemp("recipes")
     plain = copy(folder / "plain.py", PRINTS)
     pooled = copy(folder / "pooled.py", PRINTS, POOLED)
-    cases = {"plain": [plain, "--deterministic"], "refused": [pooled, "--deterministic"], "free": [pooled]}
+    cases = {
+        "plain": [plain, "--deterministic"],
+        "refused": [pooled, "--deterministic"],
+        "free": [pooled],
+    }
     return run_on_gpus(1, {name: [*words, *WORDS] for name, words in cases.items()})
 
 
-@pytest.mark.parametrize("name, settings", [("plain", "True True False"), ("free", "False False True")])
+@pytest.mark.parametrize(
+    "name, settings", [("plain", "True True False"), ("free", "False False True")]
+)
 def test_kernels_are_deterministic_if_that_is_asked_for(runs, name: str, settings: str) -> None:
     """Without the flag cuDNN searches for its fastest algorithms."""
     assert runs[name].outcome == "ok"
@@ -42,5 +50,7 @@ def test_kernels_are_deterministic_if_that_is_asked_for(runs, name: str, setting
 def test_an_operator_without_a_deterministic_kernel_is_refused(runs) -> None:
     """torch itself raises for it; without the flag it runs."""
     assert runs["refused"].outcome == "refused"
-    message = "--deterministic: torch has no deterministic kernel of adaptive_avg_pool2d_backward_cuda"
+    message = (
+        "--deterministic: torch has no deterministic kernel of adaptive_avg_pool2d_backward_cuda"
+    )
     assert runs["refused"].text.startswith(message)

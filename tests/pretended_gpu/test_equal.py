@@ -1,8 +1,9 @@
 """Both recipes compute on GPUs what they compute on the CPU.
 
-A case is a command line. In float64 one CPU process and two GPUs agree to 1e-10 (real GPUs: 1e-8) in losses, gradient norms,
-weights, statistics, moving averages, evaluation results and exported weights. In half precision they agree as far as it allows.
-Pretended GPUs prove everything that torch and the recipes do with a device, except the numbers of real kernels.
+A case is a command line. In float64 one CPU process and two GPUs agree to 1e-10 (real GPUs: 1e-8)
+in losses, gradient norms, weights, statistics, moving averages, evaluation results and exported
+weights. In half precision they agree as far as it allows. Pretended GPUs prove everything that
+torch and the recipes do with a device, except the numbers of real kernels.
 """
 
 import json
@@ -45,7 +46,8 @@ FLOAT64 = {
     "rtdetr_v2": f"{DET} --lr 2e-4 --detector rtdetr_v2 --batch_norm frozen --max_micro_batch_size 2",
     "dfine": f"{DET} --lr 2e-4 --detector dfine --batch_norm frozen --max_micro_batch_size 2",
     "deimv2": f"{DET} --lr 2e-4 --detector deimv2 --batch_norm frozen --max_micro_batch_size 2",
-    "head": f"{CLS} --model test_vit --max_micro_batch_size 4 --ema_decay 0.9 --clip 1",  # cut by class
+    # cut by class
+    "head": f"{CLS} --model test_vit --max_micro_batch_size 4 --ema_decay 0.9 --clip 1",
     "mask_rcnn": f"{DET} --lr 2e-3 --detector mask_rcnn --global_batch_size 2 --max_steps 1 --eval_every 1",
 }
 LONG = set(list(FLOAT64)[4:])
@@ -63,7 +65,9 @@ each = [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name i
 
 @pytest.fixture(scope="module")
 def words(scenes, tmp_path_factory):
-    """words(name, flags, place) -> the command line of a case; its run folder is in the folder of that place."""
+    """words(name, flags, place) -> the command line of a case; its run folder is in the folder of
+    that place.
+    """
     runs = tmp_path_factory.mktemp("runs")
     head = copied.copy(runs / "head.py", HEAD_IN_PARTS)
 
@@ -81,23 +85,31 @@ def words(scenes, tmp_path_factory):
 def runs(run_several, gpus, run_on_gpus, words, thorough) -> dict[str, dict[str, Outcome]]:
     """Runs each case on two GPUs and on the CPU.
 
-    The first case is also resumed from its middle, on the GPUs and on the CPU from the GPUs' checkpoint. A
-    machine with one real GPU runs on that one what others run on two.
+    The first case is also resumed from its middle, on the GPUs and on the CPU from the GPUs'
+    checkpoint. A machine with one real GPU runs on that one what others run on two.
     """
     many = gpus.at_most(2)
-    cases = {name: f"{flags} --dtype float64" for name, flags in FLOAT64.items() if thorough or name not in LONG}
+    cases = {
+        name: f"{flags} --dtype float64"
+        for name, flags in FLOAT64.items()
+        if thorough or name not in LONG
+    }
     compiled = {"compiled": f"{cases['group']} --compile"} if thorough and IS_REAL else {}
 
     def all_of(place: str, more: dict[str, str]) -> dict[str, list[object]]:
         return {name: words(name, flags, place) for name, flags in (cases | more).items()}
 
-    half = words("global", cases["global"], "gpus")[-1] / "global" / "checkpoints" / f"step_{HALF:08d}"
+    half = (
+        words("global", cases["global"], "gpus")[-1] / "global" / "checkpoints" / f"step_{HALF:08d}"
+    )
     resumed = {"from gpus": f"{cases['global']} --resume {half}"}
     options = {"as_typed": True, "timeout": 1800 if thorough else 300}
     results = {"gpus": run_on_gpus(many, all_of("gpus", resumed | compiled), **options)}
     results["cpu"] = run_several(1, all_of("cpu", resumed), **options)
     for outcomes in results.values():
-        assert not {name: outcome.text for name, outcome in outcomes.items() if outcome.outcome != "ok"}
+        assert not {
+            name: outcome.text for name, outcome in outcomes.items() if outcome.outcome != "ok"
+        }
     return results
 
 
@@ -106,18 +118,29 @@ def apart(one: Tensors, other: Tensors) -> float:
     assert one and one.keys() == other.keys()
     size, difference = (
         sum(part.double().square().sum() for part in parts)
-        for parts in (one.values(), (tensor.double() - other[name].double() for name, tensor in one.items()))
+        for parts in (
+            one.values(),
+            (tensor.double() - other[name].double() for name, tensor in one.items()),
+        )
     )
     return (difference / size).sqrt().item()
 
 
 def assert_equal(one: Outcome, other: Outcome, from_step: int = 0) -> None:
-    """Losses, gradient norms, results and states agree exactly; after `from_step`, if `other` was resumed there."""
+    """Losses, gradient norms, results and states agree exactly; after `from_step`, if `other` was
+    resumed there.
+    """
     rows = [[row for row in run.rows if row["step"] > from_step] for run in (one, other)]
-    compared = {key for row in rows[0] for key in row if key.startswith(("train/loss", "train/grad_norm", "eval/"))}
+    compared = {
+        key
+        for row in rows[0]
+        for key in row
+        if key.startswith(("train/loss", "train/grad_norm", "eval/"))
+    }
     assert {"train/loss", "train/grad_norm", "eval/count"} <= compared
     for key in compared:
-        values = [np.array([row[key] for row in of_run if key in row], float) for of_run in rows]  # None: NaN
+        # None: NaN.
+        values = [np.array([row[key] for row in of_run if key in row], float) for of_run in rows]
         np.testing.assert_allclose(values[1], values[0], rtol=EXACT, atol=1e-14, err_msg=key)
     for file in {path.stem for path in one.checkpoint.glob("*.safetensors")} - {"optimizer"}:
         assert apart(one.tensors(file), other.tensors(file)) < EXACT, file
@@ -127,17 +150,24 @@ def assert_equal(one: Outcome, other: Outcome, from_step: int = 0) -> None:
 
 @pytest.mark.parametrize("name", each)
 def test_two_gpus_train_and_evaluate_what_the_cpu_does(name: str, runs, record_property) -> None:
-    record_property("weights apart", apart(*(runs[place][name].tensors() for place in ("cpu", "gpus"))))
+    record_property(
+        "weights apart", apart(*(runs[place][name].tensors() for place in ("cpu", "gpus")))
+    )
     assert_equal(runs["cpu"][name], runs["gpus"][name])
 
 
 @pytest.mark.long
-def test_a_device_without_streams_trains_what_the_cpu_does(runs, run_on_gpus, words, tmp_path) -> None:
+def test_a_device_without_streams_trains_what_the_cpu_does(
+    runs, run_on_gpus, words, tmp_path
+) -> None:
     """Copies and reports then wait for the device."""
     _, *rest = words("streamless", f"{FLOAT64['vit']} --dtype float64", "streamless")
     command = [copied.copy(tmp_path / "streamless.py", STREAMLESS), *rest]
     [run] = run_on_gpus(1, {"streamless": command}, as_typed=True).values()
-    assert "perf/gpu_memory_gb" not in run.rows[0] and "perf/gpu_memory_gb" in runs["gpus"]["vit"].rows[0]
+    assert (
+        "perf/gpu_memory_gb" not in run.rows[0]
+        and "perf/gpu_memory_gb" in runs["gpus"]["vit"].rows[0]
+    )
     assert_equal(runs["cpu"]["vit"], run)
 
 
@@ -151,22 +181,41 @@ def test_a_compiled_model_trains_what_the_cpu_trains_without(runs) -> None:
 def test_a_run_resumes_bit_equal_and_equal_elsewhere(runs) -> None:
     """A checkpoint of two GPUs, resumed on them and on the CPU."""
     whole, resumed = runs["gpus"]["global"], runs["gpus"]["from gpus"]
-    assert [row["train/loss"] for row in whole.rows if "train/loss" in row][HALF:] == list(resumed.column("train/loss"))
+    assert [row["train/loss"] for row in whole.rows if "train/loss" in row][HALF:] == list(
+        resumed.column("train/loss")
+    )
     for file in ("model", "ema", "optimizer"):
         assert identical(whole.tensors(file), resumed.tensors(file)), file
     assert_equal(runs["cpu"]["global"], runs["cpu"]["from gpus"], HALF)
 
 
 @pytest.mark.long
-def test_a_detector_that_has_learnt_finds_the_same_on_gpus(run_several, gpus, run_on_gpus, scenes, tmp_path) -> None:
+def test_a_detector_that_has_learnt_finds_the_same_on_gpus(
+    run_several, gpus, run_on_gpus, scenes, tmp_path
+) -> None:
     """A trained detector, since after the few steps of the other tests all evaluation results are still 0."""
     preset = ["--config", "recipes/presets/det_digits.yaml", "--output_dir", tmp_path]
-    again = [*preset, "--data", scenes, "--dtype", "float64", "--eval_only", tmp_path / "learnt" / "best"]
+    again = [
+        *preset,
+        "--data",
+        scenes,
+        "--dtype",
+        "float64",
+        "--eval_only",
+        tmp_path / "learnt" / "best",
+    ]
     cases = {"learnt": [*preset, "--max_steps", 150], "cpu": again}
     options = {"recipe": "recipes/det.py", "timeout": 1200}
-    said = [run_several(1, cases, **options)["cpu"], run_on_gpus(gpus.at_most(2), {"gpus": again}, **options)["gpus"]]
+    said = [
+        run_several(1, cases, **options)["cpu"],
+        run_on_gpus(gpus.at_most(2), {"gpus": again}, **options)["gpus"],
+    ]
     cpu, theirs = (json.loads(outcome.stdout.splitlines()[-1]) for outcome in said)
-    assert cpu["count"] == 7 and 0.2 < cpu["AP50"] < 1 and cpu == (pytest.approx(theirs) if IS_REAL else theirs)
+    assert (
+        cpu["count"] == 7
+        and 0.2 < cpu["AP50"] < 1
+        and cpu == (pytest.approx(theirs) if IS_REAL else theirs)
+    )
 
 
 # ---- Half precision
@@ -178,7 +227,8 @@ ROUNDED = {  # with data workers, a tracker and plots, as users run them
     "vit": f"{CLS} --model test_vit --workers 2 --mixup 0.2",
     "fcos": f"{DET} --detector fcos --batch_norm group --norm_batch_size 2 --workers 2 --lr 2e-3",
 }
-# For the first loss, which differs in the last bits of the type, and for all: batch norm and Adam amplify that step by step.
+# For the first loss, which differs in the last bits of the type, and for all: batch norm and Adam
+# amplify that step by step.
 TOLERANCE = {"bf16": (2**-7, 2**-5), "fp16": (2**-10, 2**-5), "": (1e-5, 4e-4)}
 if IS_REAL:
     TOLERANCE[""] = TOLERANCE["fp16"]  # TF32 has as many digits
@@ -187,13 +237,20 @@ if IS_REAL:
 @pytest.fixture(scope="module")
 def exact(run_several, words, thorough) -> dict[str, Outcome]:
     """The same runs in float64 on the CPU."""
-    flags = {name: f"{flags} --dtype float64".replace("wandb", "none") for name, flags in ROUNDED.items()}
+    flags = {
+        name: f"{flags} --dtype float64".replace("wandb", "none") for name, flags in ROUNDED.items()
+    }
     names = [*ROUNDED] if thorough else ["resnet"]
-    return run_several(1, {name: words(name, flags[name], "exact") for name in names}, as_typed=True)
+    return run_several(
+        1, {name: words(name, flags[name], "exact") for name in names}, as_typed=True
+    )
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(each, marks=[pytest.mark.long] * (n > 0)) for n, each in enumerate(PRECISIONS)]
+    scope="module",
+    params=[
+        pytest.param(each, marks=[pytest.mark.long] * (n > 0)) for n, each in enumerate(PRECISIONS)
+    ],
 )
 def rounded(request, run_on_gpus, words, exact) -> tuple[str, dict[str, Outcome]]:
     """A precision, and the runs in it."""
@@ -222,7 +279,9 @@ def test_losses_stay_as_close_to_float64_as_precision_allows(name: str, rounded,
 def test_a_run_in_any_precision_resumes_bit_equal(rounded) -> None:
     _, runs = rounded
     assert list((runs["resnet"].folder / "wandb").glob("offline-run-*"))
-    assert list(runs["resumed"].column("train/loss")) == list(runs["resnet"].column("train/loss")[HALF:])
+    assert list(runs["resumed"].column("train/loss")) == list(
+        runs["resnet"].column("train/loss")[HALF:]
+    )
     assert identical(runs["resumed"].tensors(), runs["resnet"].tensors())
 
 
@@ -233,13 +292,17 @@ def test_a_run_in_any_precision_resumes_bit_equal(rounded) -> None:
 @pytest.mark.skipif(not IS_REAL, reason="a pretended GPU takes hours")
 @pytest.mark.parametrize("precision", ["", "bf16", "fp16"])
 @pytest.mark.parametrize(
-    "preset, metric, promised, gpus_at_most", [("digits", "top1", 0.98, 16), ("det_digits", "AP50", 0.9, 2)]
+    "preset, metric, promised, gpus_at_most",
+    [("digits", "top1", 0.98, 16), ("det_digits", "AP50", 0.9, 2)],
 )
 def test_the_demo_reaches_what_its_preset_promises(
     gpus, run_on_gpus, record_property, tmp_path, preset, metric, promised, gpus_at_most, precision
 ) -> None:
     """On as many GPUs as it can use: each needs a group of samples for batch norm."""
-    devices, recipe = gpus.at_most(gpus_at_most), "recipes/det.py" if preset.startswith("det") else "recipes/cls.py"
+    devices, recipe = (
+        gpus.at_most(gpus_at_most),
+        "recipes/det.py" if preset.startswith("det") else "recipes/cls.py",
+    )
     cases = {"demo": ["--config", f"recipes/presets/{preset}.yaml", "--workers", 2]}
     [run] = run_on_gpus(devices, cases, precision=precision, recipe=recipe, timeout=600).values()
     assert np.isfinite(run.column("train/loss")).all()

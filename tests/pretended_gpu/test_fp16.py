@@ -1,4 +1,6 @@
-"""fp16 on pretended GPUs: a step that overflows leaves the training state unchanged; a loss that is not finite ends the run."""
+"""fp16 on pretended GPUs: a step that overflows leaves the training state unchanged; a loss that is
+not finite ends the run.
+"""
 
 import json
 from pathlib import Path
@@ -12,7 +14,10 @@ from tests.recipes.copied import copy
 from tests.recipes.test_layout import CHANGE, FSDP, HEAD, KINDS
 
 pytestmark = pytest.mark.gpu
-LENGTH = "--workers 0 --tracker none --schedule constant --log_every 1 --max_steps 4 --checkpoint_every 1 --keep_checkpoints 4"
+LENGTH = (
+    "--workers 0 --tracker none --schedule constant --log_every 1 --max_steps 4 "
+    "--checkpoint_every 1 --keep_checkpoints 4"
+)
 SMALL = "--width 32 --short_sides 64 --long_side 64"
 CASES = {
     "fused": "cls --opt sgd --clip 1",
@@ -24,7 +29,8 @@ CASES = {
     "detected": f"det --opt momentum {SMALL}",
 }
 SMALL_HEAD = KINDS["sampled"].replace("16.0", "2.0")  # its own gradients overflow at no scale here
-# The same run on two GPUs, sharded or not; all weights of this model are trained by plain matrices and norms.
+# The same run on two GPUs, sharded or not; all weights of this model are trained by plain matrices
+# and norms.
 SHARDED = "cls --model test_vit --opt adamw --ema_decay 0.9 --max_micro_batch_size 2"
 
 
@@ -54,11 +60,20 @@ OVERFLOW_OF_A_SHARD = """\
 
 def command(case: str, folder: Path, overflow: str = OVERFLOW) -> list[object]:
     """The command line of a case, of a copy of its recipe in which gradients overflow."""
-    name, *words = f"{case} --output_dir RUNS {LENGTH}".replace("RUNS", str(folder / "runs")).split()
+    name, *words = f"{case} --output_dir RUNS {LENGTH}".replace(
+        "RUNS", str(folder / "runs")
+    ).split()
     recipe = "det" if name == "det" else "cls"
     changes = [CHANGE.replace(HEAD, SMALL_HEAD)] if name == "head" else []
     file = copy(folder / f"{name}_{len(overflow)}.py", *changes, overflow, recipe=recipe)
-    return [file, *words, "--data", folder / recipe, "--global_batch_size", 2 if recipe == "det" else 8]
+    return [
+        file,
+        *words,
+        "--data",
+        folder / recipe,
+        "--global_batch_size",
+        2 if recipe == "det" else 8,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +85,25 @@ def runs(gpus, run_on_gpus, folder: Path) -> dict[str, Outcome]:
 
 @pytest.mark.parametrize("name", ["fused", "compressed", "head", "detected"])
 def test_an_overflow_on_one_gpu_skips_the_step_on_all(runs, name):
-    """Even in the first step, and in transit with `--comm_hook fp16`. The scale halves, which the row of that step shows."""
+    """Even in the first step, and in transit with `--comm_hook fp16`. The scale halves, which the
+    row of that step shows.
+    """
     run = runs[name]
     skipped = [norm is None for norm in run.column("train/grad_norm")]
     assert skipped[:3] == [True, False, True] and np.isfinite(run.column("train/loss")).all()
     norm = run.column("train/grad_norm")[1]
-    assert 0 < norm < 100, "gradients are clipped and logged without the loss scale, which here is 32,768"
+    assert 0 < norm < 100, (
+        "gradients are clipped and logged without the loss scale, which here is 32,768"
+    )
     assert run.column("train/skipped_steps").tolist() == np.cumsum(skipped).tolist()
-    assert run.column("train/loss_scale").tolist() == [2.0 ** (16 - often) for often in np.cumsum(skipped)]
-    assert not any(tensor.isnan().any() for file in ("model", "optimizer") for tensor in run.tensors(file).values())
+    assert run.column("train/loss_scale").tolist() == [
+        2.0 ** (16 - often) for often in np.cumsum(skipped)
+    ]
+    assert not any(
+        tensor.isnan().any()
+        for file in ("model", "optimizer")
+        for tensor in run.tensors(file).values()
+    )
 
 
 def test_fused_sgd_trains_what_unfused_sgd_trains(runs):
@@ -96,9 +121,18 @@ def test_a_resume_after_an_overflow_is_bit_equal(runs):
     assert len(again.rows) < len(whole.rows)
     for file in ("model", "optimizer"):
         assert identical(whole.tensors(file), again.tensors(file))
-    numbers = [json.loads((run.checkpoint / "record.json").read_text())["numbers"] for run in (whole, again)]
+    numbers = [
+        json.loads((run.checkpoint / "record.json").read_text())["numbers"]
+        for run in (whole, again)
+    ]
     assert numbers[0] == numbers[1] and numbers[0]["scaler"]["_growth_tracker"] == 1
-    for key in ("train/loss", "train/grad_norm", "train/loss_scale", "train/skipped_steps", "eval/loss"):
+    for key in (
+        "train/loss",
+        "train/grad_norm",
+        "train/loss_scale",
+        "train/skipped_steps",
+        "eval/loss",
+    ):
         assert whole.column(key).tolist()[-len(again.column(key)) :] == again.column(key).tolist()
 
 
@@ -111,9 +145,14 @@ def test_a_loss_that_is_not_finite_stops_the_run(runs):
 
 
 def test_an_overflow_in_one_shard_skips_the_step_on_all(runs, run_on_gpus, folder: Path):
-    """One number of one rank's shard: the same steps are skipped, at the same scale, as by DDP, and the rest is equal."""
+    """One number of one rank's shard: the same steps are skipped, at the same scale, as by DDP, and
+    the rest is equal.
+    """
     case = command(SHARDED, folder, OVERFLOW_OF_A_SHARD)
-    whole, cut = runs["unsharded"], run_on_gpus(2, {"sharded": case}, precision="fp16", env=FSDP)["sharded"]
+    whole, cut = (
+        runs["unsharded"],
+        run_on_gpus(2, {"sharded": case}, precision="fp16", env=FSDP)["sharded"],
+    )
     assert cut.outcome == "ok" and "in 2 shards" in cut.stdout, cut.text
     assert [norm is None for norm in cut.column("train/grad_norm")] == [True, False, True, False]
     for key in ("train/loss_scale", "train/skipped_steps"):
@@ -121,5 +160,7 @@ def test_an_overflow_in_one_shard_skips_the_step_on_all(runs, run_on_gpus, folde
     np.testing.assert_allclose(cut.column("train/loss"), whole.column("train/loss"), rtol=1e-5)
     for file in ("model", "ema", "optimizer"):
         torch.testing.assert_close(cut.tensors(file), whole.tensors(file))
-    numbers = [json.loads((run.checkpoint / "record.json").read_text())["numbers"] for run in (whole, cut)]
+    numbers = [
+        json.loads((run.checkpoint / "record.json").read_text())["numbers"] for run in (whole, cut)
+    ]
     assert numbers[0]["scaler"] == numbers[1]["scaler"]

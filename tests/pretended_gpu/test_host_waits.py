@@ -1,9 +1,11 @@
-"""How often the host waits for the GPU in a step of each recipe is an exact number, on real GPUs and on pretended ones.
+"""How often the host waits for the GPU in a step of each recipe is an exact number, on real GPUs
+and on pretended ones.
 
-The host waits until a stream has done all that it was asked to do when a number is read, when a shape depends on numbers, and
-when memory that is not pinned is copied from or to. On a real GPU `torch.cuda.set_sync_debug_mode` reports that. A pretended
-GPU also hears waiting for an event, which may have passed long ago, and copies that are told not to wait, but may, since memory
-is not pinned.
+The host waits until a stream has done all that it was asked to do when a number is read, when a
+shape depends on numbers, and when memory that is not pinned is copied from or to. On a real GPU
+`torch.cuda.set_sync_debug_mode` reports that. A pretended GPU also hears waiting for an event,
+which may have passed long ago, and copies that are told not to wait, but may, since memory is not
+pinned.
 """
 
 import ctypes
@@ -35,26 +37,37 @@ IS_REAL = (
 )  # in this order, or a fork would count its GPUs too early
 WAIT = "cudaStreamSynchronize"
 
-FIRST, STEPS = 3, 2  # steps that are made before, in which much happens once; and steps that are counted
+# Steps that are made before, in which much happens once; and steps that are counted.
+FIRST, STEPS = 3, 2
 # Runs of `recipes/cls.py`, precision and words, whose steps wait for nothing.
 CLS = {
     "varied": (
         "bf16",
-        "--mixup 0.2 --cutmix 1 --random_erasing 0.3 --color_jitter 0.3 --hflip 0.5 --label_smoothing 0.1 --channels_last "
-        "--ema_decay 0.9 --clip 1 --batch_norm global --workers 1",
+        "--mixup 0.2 --cutmix 1 --random_erasing 0.3 --color_jitter 0.3 --hflip 0.5 "
+        "--label_smoothing 0.1 --channels_last --ema_decay 0.9 --clip 1 --batch_norm global "
+        "--workers 1",
     ),
-    "groups": ("fp16", "--clip 0.1 --clip_mode agc --batch_norm group --norm_batch_size 4 --max_micro_batch_size 8"),
+    "groups": (
+        "fp16",
+        "--clip 0.1 --clip_mode agc --batch_norm group --norm_batch_size 4 --max_micro_batch_size "
+        "8",
+    ),
     "transformer": (
         "bf16",
-        "--model test_vit --drop_path 0.2 --drop 0.1 --layer_decay 0.8 --grad_checkpointing --clip 1",
+        "--model test_vit --drop_path 0.2 --drop 0.1 --layer_decay 0.8 --grad_checkpointing "
+        "--clip 1",
     ),
-    "momentum": ("fp16", "--opt momentum --loss bce --class_weights balanced --batch_norm frozen --ema_decay 0.9"),
+    "momentum": (
+        "fp16",
+        "--opt momentum --loss bce --class_weights balanced --batch_norm frozen --ema_decay 0.9",
+    ),
     "lamb": ("bf16", "--opt lamb --batch_norm node --drop_path 0.1"),
 }
 if IS_REAL:
     CLS["compiled"] = ("bf16", "--mixup 0.2 --color_jitter 0.3 --compile")
 IMAGES, MICRO_STEPS, LEVELS = 4, 2, 2  # of a step of `recipes/det.py`, on one device
-# How many proposals of an image are left; which of them belong to each level; scipy matches queries and boxes on the host.
+# How many proposals of an image are left; which of them belong to each level; scipy matches queries
+# and boxes on the host.
 _SUPPRESSION = {"models/boxes.py, ops/boxes.py": IMAGES}
 _ROI_LEVELS = {"models/rcnn.py, ops/poolers.py": MICRO_STEPS * LEVELS}
 _MATCHER = {"models/queries.py": MICRO_STEPS}
@@ -63,13 +76,22 @@ DET = {
     "fcos": ("bf16", "--ema_decay 0.9 --clip 1 --workers 1", {}),
     "retinanet": ("no", "--batch_norm group", {}),
     "faster_rcnn": ("bf16", "", _SUPPRESSION | _ROI_LEVELS),
-    "mask_rcnn": ("no", "", _SUPPRESSION | {place: 2 * often for place, often in _ROI_LEVELS.items()}),  # a second pool
+    # a second pool
+    "mask_rcnn": (
+        "no",
+        "",
+        _SUPPRESSION | {place: 2 * often for place, often in _ROI_LEVELS.items()},
+    ),
     "rtdetr_v2": ("fp16", "--width 32", _MATCHER),
     "dfine": ("no", "--width 32", _MATCHER),
     "deimv2": ("bf16", "--width 32", _MATCHER),
-    "rf_detr": ("bf16", "--model rf_detr_nano --short_sides 64,96", _MATCHER),  # interpolates its position embeddings
+    # interpolates its position embeddings
+    "rf_detr": ("bf16", "--model rf_detr_nano --short_sides 64,96", _MATCHER),
 }
-_WORDS = "--tracker none --log_every 1 --max_steps 100 --eval_every 100 --checkpoint_every 100 --workers 0"
+_WORDS = (
+    "--tracker none --log_every 1 --max_steps 100 --eval_every 100 --checkpoint_every 100 "
+    "--workers 0"
+)
 _OF = {
     "cls": f"{_WORDS} --global_batch_size 16",
     "det": f"{_WORDS} --global_batch_size {IMAGES} --max_micro_batch_size {IMAGES // MICRO_STEPS} --short_sides 64",
@@ -84,7 +106,8 @@ class _Enough(BaseException):
 def counted_steps(main: Callable[[], None]) -> list[Counter[str]]:
     """Run `main` for `FIRST` + `STEPS` steps; how often the host waited in each of the last ones.
 
-    A step lasts from the end of one call of the optimizer to the end of the next. Names are a function of CUDA and a place.
+    A step lasts from the end of one call of the optimizer to the end of the next. Names are a
+    function of CUDA and a place.
     """
     made, counted, counting = 0, [], False
 
@@ -108,7 +131,8 @@ def counted_steps(main: Callable[[], None]) -> list[Counter[str]]:
             counted[-1][f"{function.decode()} {_place()}"] += 1
 
     listen = getattr(ctypes.CDLL(None), "pretended_listen", lambda _: None)
-    listener = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(heard)  # kept as long as the runtime may call it
+    # Kept as long as the runtime may call it.
+    listener = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(heard)
     listen(listener)
     hook = register_optimizer_step_post_hook(end_step)
     try:
@@ -122,23 +146,37 @@ def counted_steps(main: Callable[[], None]) -> list[Counter[str]]:
         listen(None)
         hook.remove()
         torch.cuda.set_sync_debug_mode("default")
-    raise RuntimeError(f"the run ended after {made} steps: too early to count the waits of {FIRST + STEPS}")
+    raise RuntimeError(
+        f"the run ended after {made} steps: too early to count the waits of {FIRST + STEPS}"
+    )
 
 
 def _place() -> str:
-    """The line of the recipe or of `common`, and of the library that it calls; in a backward pass the operator."""
+    """The line of the recipe or of `common`, and of the library that it calls; in a backward pass
+    the operator.
+    """
     stack = traceback.extract_stack()
     frames = [frame for frame in stack if not os.path.abspath(frame.filename).startswith(_OTHERS)]
     names = [f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno}" for frame in frames]
-    own = [name for name, frame in zip(names, frames, strict=True) if "site-packages" not in frame.filename]
+    own = [
+        name
+        for name, frame in zip(names, frames, strict=True)
+        if "site-packages" not in frame.filename
+    ]
     node = torch._C._current_autograd_node()
-    library = [name for name in names if not name.startswith(("torch/", "_dynamo/", "cuda/", "site-packages/"))]
+    library = [
+        name
+        for name in names
+        if not name.startswith(("torch/", "_dynamo/", "cuda/", "site-packages/"))
+    ]
     places = [*own[-1:], *library[-1:]] if not node else [f"the backward pass of {node.name()}"]
     return ", ".join(dict.fromkeys(places))
 
 
 def main(cases: dict[str, tuple], folder: Path) -> None:
-    """Runs of (recipe, precision, words) by name; a recipe is a file cls.py or det.py. Steps go into WAITS.<rank>.json."""
+    """Runs of (recipe, precision, words) by name; a recipe is a file cls.py or det.py. Steps go
+    into WAITS.<rank>.json.
+    """
     results = {}
     for name, (recipe, precision, words) in cases.items():
         AcceleratorState._reset_state()  # it would keep the precision of the case before
@@ -210,7 +248,8 @@ def steps(count, thorough):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in [*CLS, *DET]]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in [*CLS, *DET]],
 )
 def test_a_step_waits_only_for_what_a_detector_has_to_know(steps, name):
     check(steps[name], DET[name][2] if name in DET else {})
@@ -218,8 +257,11 @@ def test_a_step_waits_only_for_what_a_detector_has_to_know(steps, name):
 
 def test_on_two_gpus_only_a_wait_that_was_added_is_found(count, tmp_path):
     """Also with numbers that a copied recipe logs."""
-    steps = count({"waiting": (copy(tmp_path / "waiting" / "cls.py", WAITING), *CLS["varied"])}, devices=2)["waiting"]
-    timed = {"cudaEventSynchronize waiting/cls.py, parallel/distributed.py": 8}  # by DDP in its first ten steps
+    steps = count(
+        {"waiting": (copy(tmp_path / "waiting" / "cls.py", WAITING), *CLS["varied"])}, devices=2
+    )["waiting"]
+    # By DDP in its first ten steps.
+    timed = {"cudaEventSynchronize waiting/cls.py, parallel/distributed.py": 8}
     check(steps, {"waiting/cls.py": 1}, timed | {"cudaMemcpyAsync waiting/cls.py": 1})
 
 
@@ -228,5 +270,7 @@ def test_a_head_that_is_cut_by_class_waits_for_nothing(count, tmp_path):
     """Although it knows only on the device which classes occur in a step."""
     change = CHANGES["hundreds-of-thousands-of-classes"].replace("share=1.0", "share=0.1")
     words = "--model test_vit --clip 1 --ema_decay 0.9 --max_micro_batch_size 4"
-    steps = count({"head": (copy(tmp_path / "head" / "cls.py", change), "fp16", words)}, devices=2)["head"]
+    steps = count({"head": (copy(tmp_path / "head" / "cls.py", change), "fp16", words)}, devices=2)[
+        "head"
+    ]
     check(steps, {}, {"cudaEventSynchronize head/cls.py, parallel/distributed.py": 8})

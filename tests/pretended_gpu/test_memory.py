@@ -11,12 +11,16 @@ from tests.harness.outcomes import Outcome
 
 IS_REAL = torch.cuda.is_available()
 WORDS = ("--tracker", "none", "--log_every", 1, "--eval_every", 100)
-SEGMENTS = "from common.launching.launch import let_segments_grow as let; let(found := {}); print(found)"
+SEGMENTS = (
+    "from common.launching.launch import let_segments_grow as let; let(found := {}); print(found)"
+)
 
 
 def assert_predicted(run: Outcome, min_share: float = 0.9) -> tuple[float, float]:
     """The start table predicted the peak memory of a step with all states; both, in GiB."""
-    predicted, room = map(float, re.search("memory +(.+) of (.+) GiB at the peak of a step", run.stdout).groups())
+    predicted, room = map(
+        float, re.search("memory +(.+) of (.+) GiB at the peak of a step", run.stdout).groups()
+    )
     peak = run.column("perf/gpu_memory_gb")[0]  # before the evaluation
     assert min_share * predicted < peak < (1.02 if IS_REAL else 1.01) * predicted < room
     return predicted, peak
@@ -27,12 +31,33 @@ def runs(run_on_gpus, tmp_path_factory) -> dict[str, Outcome]:
     """Runs on two GPUs, of which the second has little memory."""
     data = tmp_path_factory.mktemp("data")
     draw_stripes(data, (80, 30))
-    words = ["--data", data, "--image_size", 64, "--max_micro_batch_size", 64, *WORDS, "--max_steps", 2]
+    words = [
+        "--data",
+        data,
+        "--image_size",
+        64,
+        "--max_micro_batch_size",
+        64,
+        *WORDS,
+        "--max_steps",
+        2,
+    ]
     cases = {
         "global": [*words, "--batch_norm", "global", "--image_size", 128],
         "local": [*words, "--ema_decay", 0.9, "--mixup", 0.2, "--random_erasing", 0.5],
-        # A frozen backbone keeps no activations, so that mixing and erasing take most of the memory.
-        "frozen": [*words, "--freeze_stages", "all", "--mixup", 0.2, "--cutmix", 0.2, "--random_erasing", 0.5],
+        # A frozen backbone keeps no activations, so that mixing and erasing take most of the
+        # memory.
+        "frozen": [
+            *words,
+            "--freeze_stages",
+            "all",
+            "--mixup",
+            0.2,
+            "--cutmix",
+            0.2,
+            "--random_erasing",
+            0.5,
+        ],
     }
     return run_on_gpus(2, cases, precision="fp16", gib="16,0.06")
 
@@ -45,7 +70,9 @@ def test_training_takes_the_memory_that_was_foreseen(runs, name: str, min_share:
 
 @pytest.mark.gpu
 def test_a_micro_batch_without_room_on_one_gpu_shrinks_on_both(runs) -> None:
-    assert "micro-batches of 32 do not fit into memory: 64 = 2 processes x 2 " in runs["local"].stdout
+    assert (
+        "micro-batches of 32 do not fit into memory: 64 = 2 processes x 2 " in runs["local"].stdout
+    )
     assert " of 0.06 GiB at the peak of a step" in runs["local"].stdout
 
 
@@ -68,7 +95,9 @@ def test_a_detector_takes_the_memory_that_was_foreseen(run_on_gpus, scenes):
 
 def test_memory_grows_in_segments_where_driver_and_nvml_can(gpus, tmp_path):
     """Else canvases of varying sizes leave holes, and a detector runs out of memory."""
-    subprocess.run(["gcc", "-shared", "-x", "c", "/dev/null", "-o", tmp_path / "libnvidia-ml.so.1"], check=True)
+    subprocess.run(
+        ["gcc", "-shared", "-x", "c", "/dev/null", "-o", tmp_path / "libnvidia-ml.so.1"], check=True
+    )
     for more, said in (
         ({}, "{}"),
         ({"LD_LIBRARY_PATH": str(tmp_path)}, "{'PYTORCH_ALLOC_CONF': 'expandable_segments:True'}"),

@@ -1,4 +1,6 @@
-"""The watchdog names the process that hangs while the others wait for their devices, before torch gives up."""
+"""The watchdog names the process that hangs while the others wait for their devices, before torch
+gives up.
+"""
 
 import json
 import re
@@ -41,7 +43,18 @@ HANGING = """\
 def test_the_process_that_hangs_is_named(gpus, tmp_path, how):
     """The others wait for their devices, over NCCL. No group would give up before."""
     script = copy(tmp_path / "cls_hanging.py", HANGING)
-    words = ("--tracker", "none", "--workers", 1, "--batch_norm", "node", "--log_every", 1, "--max_steps", 50)
+    words = (
+        "--tracker",
+        "none",
+        "--workers",
+        1,
+        "--batch_norm",
+        "node",
+        "--log_every",
+        1,
+        "--max_steps",
+        50,
+    )
     words = (*words, "--collective_timeout", PATIENCE, "--output_dir", tmp_path, "--name", "run")
     env = {"STOP": "1"} if how == "stopped" else {}
     done = gpus.start("multi_gpu", script, *words, devices=2, env=env).finish()
@@ -50,12 +63,19 @@ def test_the_process_that_hangs_is_named(gpus, tmp_path, how):
     of_groups = json.loads(groups)
     assert sorted(kind for kind, _ in of_groups) == ["gloo", "nccl", "nccl"]
     least = min(seconds for _, seconds in of_groups)
-    assert least == float(re.search("^MONITOR (.*)", done.stdout, re.MULTILINE)[1]) >= 2 * PATIENCE + 60
-    named = re.findall(r"^(?!vm).*: (?:rank (\d) \(process \d+ on \S+\)) ", done.stderr, re.MULTILINE)
+    assert (
+        least
+        == float(re.search("^MONITOR (.*)", done.stdout, re.MULTILINE)[1])
+        >= 2 * PATIENCE + 60
+    )
+    named = re.findall(
+        r"^(?!vm).*: (?:rank (\d) \(process \d+ on \S+\)) ", done.stderr, re.MULTILINE
+    )
     assert named == ["1"], done.stderr
     if how == "stuck":
         assert (
-            "keeps the others waiting: step 5, training\nrank 1 is at\n" in done.stderr and ", in hang\n" in done.stderr
+            "keeps the others waiting: step 5, training\nrank 1 is at\n" in done.stderr
+            and ", in hang\n" in done.stderr
         )
     else:
         assert "gives no sign of life" in done.stderr

@@ -1,10 +1,11 @@
 """Counts what `recipes/cls.py` sends and compiles. several.py runs this file in its place.
 
-Prints one more line: {"parameters": number of trained parameters, "sent": how many numbers each backward pass's gradient
-buckets had, of 1 MiB here, before a --comm_hook compresses them, "compiled": graphs that torch.compile made, "cut": into how
-many parts DDP's buckets cut each of them, "broken": why it broke a graph in two}. With COMPILE_BACKEND in the environment,
-torch.compile uses that one, such as eager. Neither torch nor Accelerate offers a way to look at this, so functions of theirs
-are replaced.
+Prints one more line: {"parameters": number of trained parameters, "sent": how many numbers each
+backward pass's gradient buckets had, of 1 MiB here, before a --comm_hook compresses them,
+"compiled": graphs that torch.compile made, "cut": into how many parts DDP's buckets cut each of
+them, "broken": why it broke a graph in two}. With COMPILE_BACKEND in the environment, torch.compile
+uses that one, such as eager. Neither torch nor Accelerate offers a way to look at this, so
+functions of theirs are replaced.
 """
 
 import json
@@ -46,7 +47,9 @@ def main() -> None:
             return HOOKS[self.comm_hook](state, bucket)
 
         model.register_comm_hook(None, send)
-        parameters.append(sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad))
+        parameters.append(
+            sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        )
 
     counters.clear()
     torch._dynamo.reset()
@@ -55,5 +58,11 @@ def main() -> None:
     DDPOptimizer.compile_fn = counting_compile
     cls.main()
     compiled, broken = counters["stats"].get("unique_graphs", 0), list(counters["graph_break"])
-    counted = {"parameters": sum(parameters), "sent": sent, "compiled": compiled, "cut": cut, "broken": broken}
+    counted = {
+        "parameters": sum(parameters),
+        "sent": sent,
+        "compiled": compiled,
+        "cut": cut,
+        "broken": broken,
+    }
     launch.say(json.dumps(counted))

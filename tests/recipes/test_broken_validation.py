@@ -16,7 +16,18 @@ def test_a_broken_validation_image_is_named_once(run_several, tmp_path, recipe) 
         draw_scenes(data)
     torn = sorted((data / "val").rglob("*.png"))[3]
     torn.write_bytes(torn.read_bytes()[:100])
-    flags = ["--data", data, "--max_steps", 4, "--eval_every", 2, "--ema_decay", 0.5, "--workers", 2]
+    flags = [
+        "--data",
+        data,
+        "--max_steps",
+        4,
+        "--eval_every",
+        2,
+        "--ema_decay",
+        0.5,
+        "--workers",
+        2,
+    ]
     training = [*flags, "--output_dir", tmp_path, "--name", "run"]
     evaluation = ["--data", data, "--eval_only", tmp_path / "run/best", "--workers", 2]
     cases = {"run": training, "evaluation": evaluation}

@@ -1,7 +1,9 @@
-"""A restarted run resumes exactly from its newest good checkpoint, and refuses a checkpoint that is not its own.
+"""A restarted run resumes exactly from its newest good checkpoint, and refuses a checkpoint that is
+not its own.
 
-One process; what happens to several, and to launchers, is in test_cls_signals.py. Damaged checkpoints are in
-tests/faults/test_checkpoint_files.py, dashboards in test_dashboards.py and tests/faults/test_tracker_faults.py.
+One process; what happens to several, and to launchers, is in test_cls_signals.py. Damaged
+checkpoints are in tests/faults/test_checkpoint_files.py, dashboards in test_dashboards.py and
+tests/faults/test_tracker_faults.py.
 """
 
 import contextlib
@@ -23,15 +25,16 @@ SMALL = (
     f"--max_steps {STEPS} --log_every 1 --checkpoint_every 4 --eval_every 5 --warmup_epochs 0.5"
 ).split()
 EVERYTHING = (
-    "--augment rand-m9-mstd0.5 --color_jitter 0.2 --random_erasing 0.3 --hflip 0.5 --mixup 0.2 --cutmix 1.0 --repeats 2 "
-    "--sampling sqrt --class_weights balanced --drop 0.2 --drop_path 0.2 --ema_decay 0.9 --clip 1.0 "
-    "--label_smoothing 0.1 --freeze_stages all --unfreeze_epochs 1,2 --head_lr_factor 2.0 "
-    f"--batch_norm group --norm_batch_size 4 --keep_checkpoints {STEPS}"
+    "--augment rand-m9-mstd0.5 --color_jitter 0.2 --random_erasing 0.3 --hflip 0.5 --mixup 0.2 "
+    "--cutmix 1.0 --repeats 2 --sampling sqrt --class_weights balanced --drop 0.2 --drop_path "
+    "0.2 --ema_decay 0.9 --clip 1.0 --label_smoothing 0.1 --freeze_stages all --unfreeze_epochs "
+    f"1,2 --head_lr_factor 2.0 --batch_norm group --norm_batch_size 4 --keep_checkpoints {STEPS}"
 ).split()
 # First and last step, one before an evaluation, two before a checkpoint, one that nothing follows.
 KINDS = (1, 4, 5, 6, 8, STEPS)
 
-FILE = re.compile(r"[.\w]+\.(jsonl?|yaml|py|txt|csv|html|safetensors)(\.tmp)?")  # in a file operation
+# In a file operation.
+FILE = re.compile(r"[.\w]+\.(jsonl?|yaml|py|txt|csv|html|safetensors)(\.tmp)?")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,10 @@ def images(tmp_path_factory) -> Path:
 def whole(forks, images, tmp_path_factory) -> Path:
     """The folder of the undisturbed run."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    assert forks("--data", images, "--output_dir", folder, "--name", "whole", *SMALL, *EVERYTHING).code == 0
+    assert (
+        forks("--data", images, "--output_dir", folder, "--name", "whole", *SMALL, *EVERYTHING).code
+        == 0
+    )
     return folder / "whole"
 
 
@@ -56,7 +62,9 @@ def train(forks, images, tmp_path):
     """`train("name", *flags)` runs the recipe in the run folder tmp_path/name, with a row per step."""
 
     def run(name: str, *words, **options) -> Ended:
-        return forks("--data", images, "--output_dir", tmp_path, "--name", name, *SMALL, *words, **options)
+        return forks(
+            "--data", images, "--output_dir", tmp_path, "--name", name, *SMALL, *words, **options
+        )
 
     return run
 
@@ -98,18 +106,33 @@ def test_run_killed_before_each_file_operation_is_bit_equal(train, tmp_path, eac
 
     Also when it mends what a kill left. In the long test each file's name makes a kind, four times.
     """
-    flags = ("--max_steps", 24, "--checkpoint_every", 1, "--keep_checkpoints", 1, "--eval_every", 1, "--ema_decay", 0.9)
+    flags = (
+        "--max_steps",
+        24,
+        "--checkpoint_every",
+        1,
+        "--keep_checkpoints",
+        1,
+        "--eval_every",
+        1,
+        "--ema_decay",
+        0.9,
+    )
     flags += ("--opt", "lion", "--layer_decay", 0.9)
     assert train("whole", *flags).code == 0
     first, *_, last = Outcome(folder=tmp_path / "whole").rows
-    assert first["eval/ema_loss"] == first["eval/loss"], "the moving average begins with the weights of the first step"
+    assert first["eval/ema_loss"] == first["eval/loss"], (
+        "the moving average begins with the weights of the first step"
+    )
     assert last["eval/ema_loss"] != last["eval/loss"]
     died_before, had = _Spared(set(), each), set()
     while (died := train("killed", *flags, watch=tmp_path / "killed", spared=died_before)).code:
         assert died.code == -signal.SIGKILL, died.stderr
         died_before.add(died_before.kind(died.died_before))
         have = {kind for kind, whole in _whole(tmp_path / "killed").items() if whole}
-        assert had <= have, f"{had - have} was there, and is not whole after dying before {died.died_before}"
+        assert had <= have, (
+            f"{had - have} was there, and is not whole after dying before {died.died_before}"
+        )
         had = have
     assert_same_run(tmp_path / "killed", tmp_path / "whole", steps=24)
     drafts = [path.name for path in (tmp_path / "killed").rglob(".*") if path.name != ".lock"]
@@ -159,7 +182,9 @@ class _Spared(set):
 
 def test_ctrl_c_saves_within_two_steps_and_twice_ends_at_once(train, whole, tmp_path):
     folder = tmp_path / "stopped"
-    stopped = train("stopped", *EVERYTHING, observer=signal_at(6, signal.SIGINT, once_written=False))
+    stopped = train(
+        "stopped", *EVERYTHING, observer=signal_at(6, signal.SIGINT, once_written=False)
+    )
     assert stopped.code == 75 and "stopped by Ctrl-C" in stopped.stdout
     status = read(folder / "status.json")
     assert (status["status"], status["cause"]) == ("resumable", "Ctrl-C")
@@ -194,7 +219,9 @@ def test_an_older_checkpoint_branches_off(train, whole, images, tmp_path):
     """In the same folder, a checkpoint that the run has left behind and changed data are refused."""
     shutil.copytree(whole, tmp_path / "run")
     before, longer = content(tmp_path / "run"), (*EVERYTHING, "--max_steps", 18)
-    newest, older = (tmp_path / "run/checkpoints" / name for name in ("step_00000012", "step_00000008"))
+    newest, older = (
+        tmp_path / "run/checkpoints" / name for name in ("step_00000012", "step_00000008")
+    )
     moved, changed = (shutil.copytree(images, tmp_path / name) for name in ("moved", "changed"))
     (changed / "train/stuff_0/0.png").unlink()
     for flag, value, told in (
@@ -209,14 +236,18 @@ def test_an_older_checkpoint_branches_off(train, whole, images, tmp_path):
     assert branch.code == 0, branch.stderr
     one, other = (Outcome(folder=tmp_path / name) for name in ("branch", "run"))
     assert [row["step"] for row in one.rows] == [9, 10, 11, 12]
-    assert identical(one.tensors(), other.tensors()) and identical(one.tensors("optimizer"), other.tensors("optimizer"))
+    assert identical(one.tensors(), other.tensors()) and identical(
+        one.tensors("optimizer"), other.tensors("optimizer")
+    )
     again = train("branch", "--resume", older, *longer)  # the same command goes on, as after a kill
     assert again.code == 0 and "resuming from step 12 of 18" in again.stdout, again.stderr
     assert train("run", "--resume", newest, *longer, "--data", moved).code == 0
     assert read(tmp_path / "run" / "status.json")["step"] == 18
 
 
-def test_same_command_resumes_elsewhere_but_not_by_another_seed(forks, images, tmp_path, tmp_path_factory):
+def test_same_command_resumes_elsewhere_but_not_by_another_seed(
+    forks, images, tmp_path, tmp_path_factory
+):
     """Without a --name: with another layout and cadence, and data at another place, as a requeued job's."""
     command = ["--data", images, "--output_dir", tmp_path, *SMALL]
     assert forks(*command, observer=signal_at(6)).code == -signal.SIGKILL
@@ -227,7 +258,10 @@ def test_same_command_resumes_elsewhere_but_not_by_another_seed(forks, images, t
     scratch = shutil.copytree(images, tmp_path_factory.mktemp("scratch") / "images")
     second = forks(*command, *changed, "--data", scratch)
     assert second.code == 0 and "resuming from step 4 of 10" in second.stdout, second.stderr
-    assert f"the data are the same, and lie at {scratch} now; the run began with {images}\n" in second.stdout
+    assert (
+        f"the data are the same, and lie at {scratch} now; the run began with {images}\n"
+        in second.stdout
+    )
     assert checkpoints(folder) == ["step_00000006", "step_00000009", "step_00000010"]
     assert [row["step"] for row in Outcome(folder=folder).rows] == [1, 2, 3, 4, 6, 8, 10]
     assert forks(*command, "--seed", 1).code == 0

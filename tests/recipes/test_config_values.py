@@ -1,7 +1,8 @@
-"""Any value of any field of both recipes' configurations ends in a run that can be planned, or in a refusal of one line.
+"""Any value of any field of both recipes' configurations ends in a run that can be planned, or in a
+refusal of one line.
 
-In process, through the real parser and through what is made of a configuration before a model: thousands of cases in
-seconds. What needs the run itself is in test_refusals.py.
+In process, through the real parser and through what is made of a configuration before a model:
+thousands of cases in seconds. What needs the run itself is in test_refusals.py.
 """
 
 import dataclasses
@@ -26,12 +27,23 @@ from common.training import timm_models
 from common.training.optimizer import build_optimizer, build_schedule
 from recipes import cls, det
 
-NUMBERS = "nan inf -inf -0.0 0 1 -1 2 0.5 1e-300 5e-324 1e-9 1e300 1e400 1_000 0x10 true ² ٣".split()
+NUMBERS = (
+    "nan inf -inf -0.0 0 1 -1 2 0.5 1e-300 5e-324 1e-9 1e300 1e400 1_000 0x10 true ² ٣".split()
+)
 NUMBERS += ["9" * 20, "9" * 5000, str(2**63 - 1), str(2**63), str(-(2**63)), " 1", ""]
 TEXTS = "~nosuchuser ~nosuchuser/x .. . / -x --help * [.parquet ?.parquet hf-hub:a/b hf-hub: auto never".split()
-TEXTS += "rand-m9 rand-m99999 rand-m9-n0 rand-m9-mstdx augmix-m3-w0 original lion resnet50.x".split()
+TEXTS += (
+    "rand-m9 rand-m99999 rand-m9-n0 rand-m9-mstdx augmix-m3-w0 original lion resnet50.x".split()
+)
 TEXTS += "1-2 3-4 5-3 ²-³ 3-99 64,² 640,0 1e-320-1 1e-308,1".split()
-TEXTS += ["a" * 300, f"a/{'b' * 256}", "x/" * 3000, "x/" * 1500, "1" * 30, f"{'1' * 5000}-{'2' * 5000}"]
+TEXTS += [
+    "a" * 300,
+    f"a/{'b' * 256}",
+    "x/" * 3000,
+    "x/" * 1500,
+    "1" * 30,
+    f"{'1' * 5000}-{'2' * 5000}",
+]
 TEXTS += ["\udcff", "\0", "a\nb", "\x1b[2J", "\u202e"]
 CONFIGS = {"cls": cls.Config, "det": det.Config}
 LABELS = np.arange(90) % 3
@@ -67,7 +79,9 @@ def plan(config, model) -> None:
     """Everything that is cheap to make of a configuration."""
     recipe, images = (det if isinstance(config, det.Config) else cls), Images(range(len(LABELS)))
     unit = config.norm_batch_size if config.batch_norm == "group" else 1
-    if cut := one_line(BatchPlan, config.global_batch_size, 1, config.max_micro_batch_size, max(1, unit)):
+    if cut := one_line(
+        BatchPlan, config.global_batch_size, 1, config.max_micro_batch_size, max(1, unit)
+    ):
         assert str(cut) and cut.span(0, cut.micro_steps - 1)[1] <= config.global_batch_size
     if recipe is det:
         stream = one_line(build_stream, config, images)
@@ -95,22 +109,33 @@ def plan(config, model) -> None:
             if config.mixup or config.cutmix:
                 mixing = Mixing(config.seed, config.mixup, config.cutmix, shown["input_size"][1:])
                 assert np.isfinite(mixing.sample(np.arange(4))).all()
-            assert np.isfinite(ColorJitter(config.seed, config.color_jitter).sample(np.arange(4))).all()
+            assert np.isfinite(
+                ColorJitter(config.seed, config.color_jitter).sample(np.arange(4))
+            ).all()
         one_line(cls.class_weights, config.class_weights, LABELS, 3)
     one_line(build_optimizer, config, model)
     assert len(short_hash(identity(config))) == 6
 
 
 def flag(field: dataclasses.Field, word: str) -> str:
-    return f"--{field.name}={word}" if field.type is not bool else f"--{'no_' * (len(word) % 2)}{field.name}"
+    return (
+        f"--{field.name}={word}"
+        if field.type is not bool
+        else f"--{'no_' * (len(word) % 2)}{field.name}"
+    )
 
 
 @pytest.mark.parametrize("recipe", CONFIGS)
 def test_every_field_takes_or_refuses_every_odd_value(recipe: str, model) -> None:
-    shared, parsed = {field.name for field in dataclasses.fields(cls.Config)} if recipe == "det" else set(), 0
+    shared, parsed = (
+        {field.name for field in dataclasses.fields(cls.Config)} if recipe == "det" else set(),
+        0,
+    )
     own = [field for field in dataclasses.fields(CONFIGS[recipe]) if field.name not in shared]
     for place, field in enumerate(own):
-        means_much = field.type is str and field.name != "project" and not field.name.endswith("_column")
+        means_much = (
+            field.type is str and field.name != "project" and not field.name.endswith("_column")
+        )
         words = NUMBERS if field.type in (int, float) else TEXTS if means_much else TEXTS[::9]
         for word in words[place % 3 :: 3]:  # a third for each field, for the time that it takes
             config = one_line(parsed_by, CONFIGS[recipe], flag(field, word))
@@ -126,7 +151,11 @@ def test_every_field_takes_or_refuses_every_odd_value(recipe: str, model) -> Non
         ("--data", "a/" + "é" * 128, "too long for a path"),  # a name of 256 bytes
         ("--model", "abcdefg/" * 512, "too long for a path"),  # 4,096 bytes
         ("--resume", "x/" * 256, "too long for a path"),  # 256 folders
-        ("--eval_only", "~nosuchuser/x", "there is no user nosuchuser; a folder of that name is ./~nosuchuser"),
+        (
+            "--eval_only",
+            "~nosuchuser/x",
+            "there is no user nosuchuser; a folder of that name is ./~nosuchuser",
+        ),
         ("--output_dir", "a\udcffb", "bytes that are no text"),
         ("--name", "a\0b", "bytes that are no text"),
     ],

@@ -1,6 +1,8 @@
-"""Copied recipes with the changes of docs/change_it.md train as the same run on one process and on three with unequal shares.
+"""Copied recipes with the changes of docs/change_it.md train as the same run on one process and on
+three with unequal shares.
 
-A copy never resumes a run of another source, ends well when it stops itself, and is refused where its loss is a mean.
+A copy never resumes a run of another source, ends well when it stops itself, and is refused where
+its loss is a mean.
 """
 
 import json
@@ -20,15 +22,22 @@ from tests.recipes.copied import CHANGES, PAGE, apply, copy, recipe_of
 ROOT = Path(__file__).parents[2]
 EXACT = "--dtype float64 --global_batch_size 50 --max_steps 8 --eval_every 4 --checkpoint_every 4 --log_every 1".split()
 EXACT += "--schedule constant".split()
-GROUPS = "--batch_norm group --norm_batch_size 10"  # leaves three processes unequal shares: 20, 20 and 10
+# Leaves three processes unequal shares: 20, 20 and 10.
+GROUPS = "--batch_norm group --norm_batch_size 10"
 # Which changes are made together, and the flags of the run.
 DAYS = {
-    "focal": (("focal-loss", "a-second-head", "a-metric-and-its-picture"), "--model test_vit --lr 2e-3"),
+    "focal": (
+        ("focal-loss", "a-second-head", "a-metric-and-its-picture"),
+        "--model test_vit --lr 2e-3",
+    ),
     "margin": (
         ("margin-head", "a-data-set-of-your-own", "a-schedule-of-your-own"),
         "--model test_vit --lr 2e-3",
     ),
-    "stages": (("frozen-stages", "learning-rates-of-their-own", "an-evaluation-of-your-own"), f"{GROUPS} --lr 2e-3"),
+    "stages": (
+        ("frozen-stages", "learning-rates-of-their-own", "an-evaluation-of-your-own"),
+        f"{GROUPS} --lr 2e-3",
+    ),
     "optimizers": (
         ("two-optimizers", "an-augmentation-of-your-own", "early-stopping", "another-metric"),
         f"{GROUPS} --lr 2e-3 --ema_decay 0.9",
@@ -37,7 +46,8 @@ DAYS = {
     "teacher": (("a-teacher",), "--model test_vit --lr 2e-3"),
     "detector": (
         ("detection-loss-weights", "detection-head", "detection-augmentation"),
-        "--batch_norm frozen --global_batch_size 7 --short_sides 80,96 --long_side 128 --width 32 --lr 1e-3",
+        "--batch_norm frozen --global_batch_size 7 --short_sides 80,96 --long_side 128 --width 32 "
+        "--lr 1e-3",
     ),
 }
 STOP_ON_ONE_RANK = """The last rank ends the run, on its own, in its third step.
@@ -76,17 +86,23 @@ MEAN = """A mean as loss, of shape [1] or [].
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_of_the_page_is_small_and_applies_to_the_recipe(name: str) -> None:
-    compile(apply(CHANGES[name], (ROOT / f"recipes/{recipe_of(name)}.py").read_text()), name, "exec")
+    compile(
+        apply(CHANGES[name], (ROOT / f"recipes/{recipe_of(name)}.py").read_text()), name, "exec"
+    )
     lines = [line for line in CHANGES[name].splitlines() if line[1:].strip()]
     come, go = (sum(line.startswith(sign) for line in lines) for sign in "+-")
     assert 0 < come + go <= (30 if "picture" in name else 20)
-    assert re.search(rf"\]\(#{name}\) \| \+{come}{f' -{go}' * bool(go)} \|", PAGE), f"the page's table: +{come} -{go}"
+    assert re.search(rf"\]\(#{name}\) \| \+{come}{f' -{go}' * bool(go)} \|", PAGE), (
+        f"the page's table: +{come} -{go}"
+    )
 
 
 @pytest.mark.smoke
 def test_every_change_of_the_page_is_trained() -> None:
     elsewhere = {"hundreds-of-thousands-of-classes"}  # in test_layout.py
-    assert {change for changes, _ in DAYS.values() for change in changes} == CHANGES.keys() - elsewhere
+    assert {
+        change for changes, _ in DAYS.values() for change in changes
+    } == CHANGES.keys() - elsewhere
 
 
 def test_the_picture_of_the_page_is_drawn(tmp_path) -> None:
@@ -109,7 +125,10 @@ def runs(run_several, stripes, scenes, tmp_path_factory) -> dict[str, dict[str, 
     own = {"focal": ["--data", folder / "labels.csv"], "margin": ["--data", folder / "shells"]}
     own["detector"] = ["--data", scenes]
     own["teacher"] = ["--data", stripes, "--teacher", folder / "runs_1/stages/best"]
-    data, short = ["--data", stripes], "--max_steps 8 --model test_vit --global_batch_size 24 --log_every 1".split()
+    data, short = (
+        ["--data", stripes],
+        "--max_steps 8 --model test_vit --global_batch_size 24 --log_every 1".split(),
+    )
     one_rank = copy(folder / "one_rank.py", STOP_ON_ONE_RANK)
     for processes in (1, 3):
         cases, output = {}, ["--output_dir", folder / f"runs_{processes}"]
@@ -121,9 +140,19 @@ def runs(run_several, stripes, scenes, tmp_path_factory) -> dict[str, dict[str, 
         if processes == 3:
             cases["one_rank"] = [one_rank, *data, *short, *output]
         else:
-            broken = [copy(folder / "broken.py", BREAK), *data, *short, "--checkpoint_every", 4, *output]
+            broken = [
+                copy(folder / "broken.py", BREAK),
+                *data,
+                *short,
+                "--checkpoint_every",
+                4,
+                *output,
+            ]
             # Nothing gets better than the first evaluation.
-            stopped = [*cases["module"], *"--max_steps 40 --wait 8 --lr 1e-9 --name stopped".split()]
+            stopped = [
+                *cases["module"],
+                *"--max_steps 40 --wait 8 --lr 1e-9 --name stopped".split(),
+            ]
             cases |= {"broken": broken, "broken again": [*broken, "--name", "broken"]}
             cases |= {"stopped": stopped, "stopped, longer": [*stopped, "--max_steps", 44]}
             cases["mean"] = [copy(folder / "mean.py", MEAN), *data, *short, *output]
@@ -136,33 +165,66 @@ def runs(run_several, stripes, scenes, tmp_path_factory) -> dict[str, dict[str, 
             cases["resumed"] = [*module, "--name", "resumed", "--max_steps", 4]
             cases["resumed, longer"] = [*module, "--name", "resumed"]
             for what in ("best", "checkpoints/step_00000008"):
-                cases[f"module's {what}"] = [*module, "--eval_only", folder / "runs_1/module" / what]
-            cases["best boxes"] = [*cases["detector"], "--eval_only", folder / "runs_1/detector/best"]
-            cases["without a name"] = [one_rank, *data, *short, "--max_steps", 1, *output, "--name", ""]
+                cases[f"module's {what}"] = [
+                    *module,
+                    "--eval_only",
+                    folder / "runs_1/module" / what,
+                ]
+            cases["best boxes"] = [
+                *cases["detector"],
+                "--eval_only",
+                folder / "runs_1/detector/best",
+            ]
+            cases["without a name"] = [
+                one_rank,
+                *data,
+                *short,
+                "--max_steps",
+                1,
+                *output,
+                "--name",
+                "",
+            ]
             same = [*data, *short, "--max_steps", 4, *output, "--name", "source"]
             cases["original"] = same
-            cases["finished by the original"] = [copy(folder / "focal/cls.py", CHANGES["focal-loss"]), *same]
-            cases["allowed"] = [folder / "focal/cls.py", *same, "--max_steps", 6, "--allow_changed_source"]
+            cases["finished by the original"] = [
+                copy(folder / "focal/cls.py", CHANGES["focal-loss"]),
+                *same,
+            ]
+            cases["allowed"] = [
+                folder / "focal/cls.py",
+                *same,
+                "--max_steps",
+                6,
+                "--allow_changed_source",
+            ]
             cases["as before"] = ["recipes/cls.py", *same, "--max_steps", 7]
         outcomes[processes] = run_several(processes, cases, timeout=600)
     return outcomes
 
 
 @pytest.mark.parametrize("name", DAYS)
-def test_a_changed_copy_is_the_same_run_on_any_layout(name: str, runs: dict[str, dict[str, Outcome]]) -> None:
+def test_a_changed_copy_is_the_same_run_on_any_layout(
+    name: str, runs: dict[str, dict[str, Outcome]]
+) -> None:
     one, three = runs[1][name], runs[3][name]
     assert (one.outcome, three.outcome) == ("ok", "ok"), one.text + three.text
     losses = one.column("train/loss")
     assert len(losses) == 8 and losses[-1] < losses[0]
     results = {"detector": {"train/loss_box", "eval/AP"}, "stages": {"eval/accuracy"}}
-    assert {key for row in one.rows for key in row} >= results.get(name, {"eval/loss", "eval/f1_macro"})
+    assert {key for row in one.rows for key in row} >= results.get(
+        name, {"eval/loss", "eval/f1_macro"}
+    )
     assert_same_training(one, three)
 
 
 def test_a_second_head_and_a_table_of_labels_take_effect(runs) -> None:
     run = runs[1]["focal"]
     assert "labels.csv: 199" in run.stdout and len(run.column("train/odd")) == 8
-    assert {name.split("/")[0] for name in run.tensors("optimizer")} >= {"odd.weight", "model.head.weight"}
+    assert {name.split("/")[0] for name in run.tensors("optimizer")} >= {
+        "odd.weight",
+        "model.head.weight",
+    }
     assert run.read("best/config.json")["module"] == "TwoHeads"
 
 
@@ -175,7 +237,10 @@ def test_a_metric_of_ones_own_is_a_result(runs) -> None:
 
 def test_a_margin_head_and_a_data_set_of_ones_own_take_effect(runs) -> None:
     run = runs[1]["margin"]
-    assert {"directions", "model.cls_token"} <= run.tensors().keys() and "model.head.weight" not in run.tensors()
+    assert {
+        "directions",
+        "model.cls_token",
+    } <= run.tensors().keys() and "model.head.weight" not in run.tensors()
     assert re.search("trained on +80 % of Shells", run.stdout) and "stuff-0, stuff-1" in run.stdout
 
 
@@ -183,14 +248,22 @@ def test_a_schedule_of_ones_own_is_used_and_described(runs) -> None:
     run = runs[1]["margin"]
     triangle = [2e-3 * (1 - abs(2 * step / 9 - 1)) for step in range(1, 9)]
     np.testing.assert_allclose(run.column("train/lr"), triangle)
-    assert re.search("learning rate +0.0004444 to 0.001778 to 0.0004444 by schedule, adamw\n", run.stdout)
+    assert re.search(
+        "learning rate +0.0004444 to 0.001778 to 0.0004444 by schedule, adamw\n", run.stdout
+    )
 
 
 def test_frozen_stages_stay_as_they_are(runs) -> None:
     run = runs[1]["stages"]
-    layers = sum(isinstance(layer, torch.nn.BatchNorm2d) for layer in timm.create_model("test_resnet").modules())
+    layers = sum(
+        isinstance(layer, torch.nn.BatchNorm2d)
+        for layer in timm.create_model("test_resnet").modules()
+    )
     assert re.search(rf"batch norm +group: .*; \d+ of {layers} layers are frozen\n", run.stdout)
-    first, last = (load_file(run.folder / f"checkpoints/step_0000000{step}/model.safetensors") for step in (4, 8))
+    first, last = (
+        load_file(run.folder / f"checkpoints/step_0000000{step}/model.safetensors")
+        for step in (4, 8)
+    )
     moved = {name for name, tensor in first.items() if not torch.equal(tensor, last[name])}
     assert {name.split(".")[0] for name in moved} == {"layer4", "fc"}
     assert any(name.endswith("running_mean") for name in moved)
@@ -201,13 +274,17 @@ def test_frozen_stages_stay_as_they_are(runs) -> None:
 def test_an_augmentation_and_a_teacher_change_the_loss(runs, name: str) -> None:
     """Greyscale images, and a loss against the teacher's probabilities."""
     original = runs[1][f"original of {name}"]
-    assert runs[1][name].column("train/loss")[0] != pytest.approx(original.column("train/loss")[0], rel=1e-4)
+    assert runs[1][name].column("train/loss")[0] != pytest.approx(
+        original.column("train/loss")[0], rel=1e-4
+    )
 
 
 def test_two_optimizers_and_another_metric_take_effect(runs) -> None:
     run = runs[1]["optimizers"]
     states = run.tensors("optimizer")
-    assert not any(name.startswith("fc.") for name in states) and any("exp_avg" in name for name in states)
+    assert not any(name.startswith("fc.") for name in states) and any(
+        "exp_avg" in name for name in states
+    )
     assert re.search(r"best +brier \(EMA\) \d\.\d+ at step", run.stdout), "not in per cent"
     best = run.read("summary.json")["best"]["eval/ema_brier"]
     assert best == min(run.column("eval/ema_brier")), "smaller is better"
@@ -217,28 +294,39 @@ def test_a_teacher_leaves_no_trace_and_must_know_the_classes(runs) -> None:
     run, other = runs[1]["teacher"], runs[1]["teacher of other classes"]
     assert run.tensors().keys() == timm.create_model("test_vit", num_classes=5).state_dict().keys()
     assert run.read("best/config.json")["architecture"] == "test_vit"
-    assert other.outcome == "refused" and "stages/best: does not know 0; take one trained on these" in other.text
+    assert (
+        other.outcome == "refused"
+        and "stages/best: does not know 0; take one trained on these" in other.text
+    )
 
 
 def test_changes_of_a_detector_take_effect(runs: dict[str, dict[str, Outcome]]) -> None:
     boxes, best = (runs[1][name] for name in ("detector", "best boxes"))
     parts = {name: boxes.column(f"train/loss_{name}") for name in ("box", "class", "centerness")}
-    np.testing.assert_allclose(boxes.column("train/loss"), 3 * parts["box"] + parts["class"] + parts["centerness"])
+    np.testing.assert_allclose(
+        boxes.column("train/loss"), 3 * parts["box"] + parts["class"] + parts["centerness"]
+    )
     assert "head.classification_head.conv.0.1.weight" in boxes.tensors()
     summary = boxes.read("summary.json")
     assert best.outcome == "ok", best.text
-    assert json.loads(best.stdout.splitlines()[-1])["AP"] == pytest.approx(summary["best"]["eval/AP"])
+    assert json.loads(best.stdout.splitlines()[-1])["AP"] == pytest.approx(
+        summary["best"]["eval/AP"]
+    )
 
 
 def test_a_run_that_its_recipe_stops_ends_well(runs) -> None:
     """After an evaluation it ends there; pictures, results and best/ are those of a run's end."""
     first, longer = runs[1]["stopped"], runs[1]["stopped, longer"]
-    assert re.search("12 steps in [0-9]+ s of training, ended by no better result since step 4", first.stdout), first
+    assert re.search(
+        "12 steps in [0-9]+ s of training, ended by no better result since step 4", first.stdout
+    ), first
     assert (first.folder / "best/model.safetensors").is_file()
     assert "draws at step 12" in first.stdout
     assert "the pictures of the evaluation could not be drawn: ValueError: no paint" in first.stdout
     assert longer.outcome == "ok" and "resuming from step 12 of 44" in longer.stdout
-    assert status(longer)[:2] == ("finished", 16), "it waits for 8 steps at most, and has waited longer"
+    assert status(longer)[:2] == ("finished", 16), (
+        "it waits for 8 steps at most, and has waited longer"
+    )
 
 
 def test_one_rank_can_stop_a_run(runs) -> None:
@@ -294,8 +382,14 @@ def test_a_checkpoint_is_resumed_by_the_source_that_made_it(runs) -> None:
     focal = (allowed.folder.parents[1] / "focal/cls.py").read_text()
     assert (allowed.folder / "source/cls.py").read_text() == focal
     facts = allowed.read("environment.json")
-    assert len(list(allowed.folder.parent.glob("one_rank-*"))) == 1, "a run is called after the file that was started"
-    assert facts["recipe"].endswith("focal/cls.py") and set(facts["source"]) == {"cls.py"} and facts["commit"] is None
+    assert len(list(allowed.folder.parent.glob("one_rank-*"))) == 1, (
+        "a run is called after the file that was started"
+    )
+    assert (
+        facts["recipe"].endswith("focal/cls.py")
+        and set(facts["source"]) == {"cls.py"}
+        and facts["commit"] is None
+    )
 
 
 def status(run: Outcome) -> tuple[str, int, str]:

@@ -24,12 +24,23 @@ FLAGS = {
     "cls": "--model test_vit --image_size 16 --global_batch_size 32 --layer_decay 0.8 --ema_decay 0.9",
     "det": "--short_sides 112 --width 32 --global_batch_size 8 --backbone_lr_factor 0.1 --freeze_stages stem",
 }
-COMMON = "--log_every 1 --checkpoint_every 4 --eval_every 3 --name run --tags a,b --group g --notes n"
+COMMON = (
+    "--log_every 1 --checkpoint_every 4 --eval_every 3 --name run --tags a,b --group g --notes n"
+)
 COLUMNS = {
     "cls": ("train/lr_backbone", "train/lr_head"),
-    "det": ("train/lr_backbone", "train/lr_head", "train/lr_neck", "train/loss_class", "train/loss_box"),
+    "det": (
+        "train/lr_backbone",
+        "train/lr_head",
+        "train/lr_neck",
+        "train/loss_class",
+        "train/loss_box",
+    ),
 }
-PICTURES = {"cls": ("confusion", "mistakes"), "det": ("predictions", "precision_recall", "confusion", "misses")}
+PICTURES = {
+    "cls": ("confusion", "mistakes"),
+    "det": ("predictions", "precision_recall", "confusion", "misses"),
+}
 LAST, STEPS = 7, 12  # steps of the start that is killed, and of the whole run
 
 
@@ -71,29 +82,53 @@ def die_with_all(run) -> None:
 
 @pytest.mark.parametrize(
     "recipe, tracker, processes",
-    [("cls", "tensorboard", 2), ("det", "online", 1), pytest.param("cls", "offline", 1, marks=pytest.mark.long)],
+    [
+        ("cls", "tensorboard", 2),
+        ("det", "online", 1),
+        pytest.param("cls", "offline", 1, marks=pytest.mark.long),
+    ],
 )
 def test_each_row_and_picture_is_shown_once_through_a_kill(
     forks, scenes, tmp_path, recipe: str, tracker: str, processes: int
 ) -> None:
     folder, of_wandb = tmp_path / "run", tracker != "tensorboard"
     words = [*FLAGS[recipe].split(), *COMMON.split(), "--output_dir", tmp_path]
-    words += ["--tracker", "wandb" if of_wandb else tracker, *(("--data", scenes) if recipe == "det" else ())]
+    words += [
+        "--tracker",
+        "wandb" if of_wandb else tracker,
+        *(("--data", scenes) if recipe == "det" else ()),
+    ]
     with WandbServer() as server:
         environment = server.environment if tracker == "online" else {}
-        options = {"recipe": recipe, "before": functools.partial(live, environment), "pictures": True}
+        options = {
+            "recipe": recipe,
+            "before": functools.partial(live, environment),
+            "pictures": True,
+        }
         for observers, steps in (({0: AfterStep(die_with_all, LAST)}, 9), ({}, 9), ({}, STEPS)):
-            ranks = forks.start_ranks(processes, *words, "--max_steps", steps, observers=observers, **options)
+            ranks = forks.start_ranks(
+                processes, *words, "--max_steps", steps, observers=observers, **options
+            )
             ends = [rank.end() for rank in ranks]
         assert {end.code for end in ends} == {0}, ends
         if tracker == "offline":
-            command = re.search(r"wandb sync (\S+)", (folder / "log.txt").read_text())[1].rstrip(")")
+            command = re.search(r"wandb sync (\S+)", (folder / "log.txt").read_text())[1].rstrip(
+                ")"
+            )
             sync = f"{sys.executable} -m wandb sync {command}"
             environment = os.environ | server.environment
-            subprocess.run(sync, shell=True, check=True, env=environment, cwd=tmp_path, capture_output=True)
-    rows = {row["step"]: row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
+            subprocess.run(
+                sync, shell=True, check=True, env=environment, cwd=tmp_path, capture_output=True
+            )
+    rows = {
+        row["step"]: row
+        for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    }
     assert list(rows) == [*range(1, STEPS + 1)]
-    assert all({"train/weight_norm", "train/update_ratio", *COLUMNS[recipe]} <= row.keys() for row in rows.values())
+    assert all(
+        {"train/weight_norm", "train/update_ratio", *COLUMNS[recipe]} <= row.keys()
+        for row in rows.values()
+    )
     if of_wandb:
         ((run_id, run),) = server.runs.items()
         shown = {row["_step"]: row for row in server.history(run_id)}
@@ -104,21 +139,34 @@ def test_each_row_and_picture_is_shown_once_through_a_kill(
         shown = of_tensorboard(folder)
         assert "first_batch" in shown[1]  # the step that trains on it
         summary = {
-            key.removeprefix("summary/"): value for _, row in sorted(shown.items()) for key, value in row.items()
+            key.removeprefix("summary/"): value
+            for _, row in sorted(shown.items())
+            for key, value in row.items()
         }
     assert shown.keys() == rows.keys()
     for step, row in rows.items():
         repeated = 4 < step <= LAST  # then only the first start's pace was sent
         for key, value in row.items():
-            if not (value is None or (of_wandb and repeated and key.startswith("perf/")) or key == "step"):
+            if not (
+                value is None
+                or (of_wandb and repeated and key.startswith("perf/"))
+                or key == "step"
+            ):
                 np.testing.assert_allclose(
-                    shown[step][key], value, rtol=1e-12 if of_wandb else 1e-6, err_msg=f"{step} {key}"
+                    shown[step][key],
+                    value,
+                    rtol=1e-12 if of_wandb else 1e-6,
+                    err_msg=f"{step} {key}",
                 )
-    for step in range(6 if of_wandb else 3, STEPS + 1, 3):  # W&B's pictures of step 3 went with the machine
+    # W&B's pictures of step 3 went with the machine.
+    for step in range(6 if of_wandb else 3, STEPS + 1, 3):
         assert {*PICTURES[recipe]} <= shown[step].keys(), step
         if of_wandb:
             assert {shown[step][name]["path"] for name in PICTURES[recipe]} <= server.uploads
     for part, results in read(folder / "summary.json").items():
         for key, value in results.items() if part in ("best", "last") else ():
-            assert value is None or summary[f"{part}/{key}"] == pytest.approx(value, rel=1e-6), (part, key)
+            assert value is None or summary[f"{part}/{key}"] == pytest.approx(value, rel=1e-6), (
+                part,
+                key,
+            )
     assert read(folder / "summary.json")["last"]["step"] == STEPS

@@ -1,7 +1,7 @@
 """A detector's evaluation is the same on any layout, and users of `best/` get the same results.
 
-The detectors have not learnt anything: the objects to find are what they detect themselves, moved a little, which makes the
-AP sensitive to every pixel.
+The detectors have not learnt anything: the objects to find are what they detect themselves, moved a
+little, which makes the AP sensitive to every pixel.
 """
 
 import contextlib
@@ -62,7 +62,10 @@ def photos(tmp_path_factory, rf_detr) -> Path:
             width, height = draws.integers(70, 129, 2).tolist()
             photo = Image.fromarray(source.scene(number)[0][:height, :width])
             width, height = (round(side * (0.7 + 0.35 * number)) for side in (width, height))
-            photo, name = photo.resize((width, height), Image.Resampling.BICUBIC), f"{part}/{number}.png"
+            photo, name = (
+                photo.resize((width, height), Image.Resampling.BICUBIC),
+                f"{part}/{number}.png",
+            )
             if number % 5 == 1:  # stored lying on its side, as cameras do
                 name = f"{part}/{number}.jpg"
                 photo.transpose(Image.Transpose.ROTATE_90).save(folder / name, exif=exif(6))
@@ -85,8 +88,13 @@ class Case:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        words = f"{FLAGS} --detector {self.family} {FAMILIES[self.family]} --dtype {self.dtype} --data {self.data}"
-        self.config = parse(recipe.Config, small(words.replace("RF_DETR", f"{self.data}/rf_detr").split(), "det"))
+        words = (
+            f"{FLAGS} --detector {self.family} {FAMILIES[self.family]} --dtype {self.dtype} "
+            f"--data {self.data}"
+        )
+        self.config = parse(
+            recipe.Config, small(words.replace("RF_DETR", f"{self.data}/rf_detr").split(), "det")
+        )
         train, self.val = recipe.build_data(self.config)
         self.model = recipe.build_model(self.config, train.classes, torch.device("cpu"))
         generator = torch.Generator().manual_seed(7)
@@ -94,7 +102,9 @@ class Case:
             for name, parameter in self.model.named_parameters():
                 scores = re.search("cls_(logits|score)", name) and "rpn" not in name
                 if parameter.dim() > 1:
-                    parameter += (0.2 if scores else 0.03) * torch.randn(parameter.shape, generator=generator)
+                    parameter += (0.2 if scores else 0.03) * torch.randn(
+                        parameter.shape, generator=generator
+                    )
                 elif scores:
                     parameter.fill_(-7.0)
                 if name.endswith("bbox_reg.bias") and self.family == "fcos":  # boxes with an area
@@ -106,7 +116,9 @@ class Case:
         loader = evaluation_loader(dataset, most, self.config.workers)
         accelerator = SimpleNamespace(device=torch.device("cpu"), autocast=contextlib.nullcontext)
         self.model.eval()
-        evaluation = recipe.evaluate(self.model, EvalBatches(loader, dataset.normalize, accelerator), self.val)
+        evaluation = recipe.evaluate(
+            self.model, EvalBatches(loader, dataset.normalize, accelerator), self.val
+        )
         self.model.train()
         return evaluation.results(), evaluation.detections
 
@@ -117,12 +129,18 @@ class Case:
         images, rows = images[chosen], rows[chosen]
         sides = np.tile(rows[:, 2:4] - rows[:, :2], 2)
         moved = rows[:, :4] + sides * np.random.default_rng(1).normal(0, 0.04, sides.shape)
-        boxes = np.sort(moved.reshape(-1, 2, 2), axis=1).reshape(-1, 4).clip(0, np.tile(self.val.sizes[images], 2))
+        boxes = (
+            np.sort(moved.reshape(-1, 2, 2), axis=1)
+            .reshape(-1, 4)
+            .clip(0, np.tile(self.val.sizes[images], 2))
+        )
         return dataclasses.replace(
             self.val,
             offsets=np.concatenate([[0], np.cumsum(np.bincount(images, minlength=COUNT))]),
             boxes=boxes.astype(np.float32),
-            truth=np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1).astype(np.float64),
+            truth=np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1).astype(
+                np.float64
+            ),
             labels=rows[:, 5].astype(np.int64),
             crowd=np.zeros(len(rows), bool),
             areas=(boxes[:, 2:] - boxes[:, :2]).prod(1).astype(np.float32),
@@ -133,21 +151,43 @@ def test_the_limit_of_detections_follows_the_objects(tmp_path) -> None:
     """It is kept for best/ and for tools, and is no part of a run's identity."""
     boxes = [annotation(4, [3 * x, 3 * y, 2, 2]) for x in range(11) for y in range(10)]
     coco(coco(tmp_path, annotations=boxes), "val")
-    for flags, limit in (("fcos", 110), ("retinanet --variant torchvision", 300), ("fcos --max_detections 120", 120)):
+    for flags, limit in (
+        ("fcos", 110),
+        ("retinanet --variant torchvision", 300),
+        ("fcos --max_detections 120", 120),
+    ):
         flags = f"{FLAGS} --levels 3-5 --detector {flags} --data {tmp_path}"
         config = parse(recipe.Config, small(flags.split(), "det"))
         fields = identity(config)
         train, _ = recipe.build_data(config)
         model = recipe.build_model(config, train.classes, torch.device("cpu"))
-        assert model.limit == limit and model.title.endswith(f", up to {limit} detections in an image")
-        assert describe(model)["options"]["detections_per_img"] == limit and fields == identity(config)
-        transforms, best = recipe.build_transforms(config, model, torch.device("cpu")), tmp_path / f"best {limit}"
+        assert model.limit == limit and model.title.endswith(
+            f", up to {limit} detections in an image"
+        )
+        assert describe(model)["options"]["detections_per_img"] == limit and fields == identity(
+            config
+        )
+        transforms, best = (
+            recipe.build_transforms(config, model, torch.device("cpu")),
+            tmp_path / f"best {limit}",
+        )
         export(model, train, transforms.resize, {}, best)
-        record = {"name": "a", "recipe": "det", "step": 1, "config": dataclasses.asdict(config), "identity": fields}
-        (best / "run.json").write_text(json.dumps(made_by(record, fields_with(config, "is_recorded"))))
+        record = {
+            "name": "a",
+            "recipe": "det",
+            "step": 1,
+            "config": dataclasses.asdict(config),
+            "identity": fields,
+        }
+        (best / "run.json").write_text(
+            json.dumps(made_by(record, fields_with(config, "is_recorded")))
+        )
         evaluated = parse(recipe.Config, ["--eval_only", str(best)], "det")
         assert evaluated.max_detections == (120 if limit == 120 else 110)
-    count = "1 of 3 images have more than 100 boxes: up to 110 detections of a class count in each image, first"
+    count = (
+        "1 of 3 images have more than 100 boxes: up to 110 detections of a class count in each "
+        "image, first"
+    )
     assert any(count in note for note in train.notes)
 
 
@@ -167,7 +207,9 @@ def test_detections_are_the_same_for_1_to_30_images_at_once(family, photos) -> N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_users_of_best_get_the_ap_that_the_evaluation_gave(family, photos, tmp_path, monkeypatch, capsys) -> None:
+def test_users_of_best_get_the_ap_that_the_evaluation_gave(
+    family, photos, tmp_path, monkeypatch, capsys
+) -> None:
     """By transformers' pipeline, before it cuts coordinates to whole pixels, or by docs/detect.py."""
     case = Case(family, str(photos))
     case.val = case.with_objects()
@@ -178,7 +220,9 @@ def test_users_of_best_get_the_ap_that_the_evaluation_gave(family, photos, tmp_p
     files = [str(photos / image["file_name"]) for image in read(photos / "val.json")["images"]]
     rows = {file: [] for file in files}  # label, score, box
     if family in OF_TRANSFORMERS:
-        pipeline = pytest.importorskip("transformers").pipeline("object-detection", model=str(best), device="cpu")
+        pipeline = pytest.importorskip("transformers").pipeline(
+            "object-detection", model=str(best), device="cpu"
+        )
         pipeline._get_bounding_box = torch.Tensor.tolist
         for file in files:
             for detection in pipeline(file, threshold=0.0):
@@ -196,7 +240,9 @@ def test_users_of_best_get_the_ap_that_the_evaluation_gave(family, photos, tmp_p
         class_ids = [case.val.classes.index(label) for label, _, _ in rows[file]]
         boxes = torch.tensor([box for _, _, box in rows[file]]).reshape(-1, 4)
         scores = torch.tensor([score for _, score, _ in rows[file]])
-        found.append({"labels": torch.tensor(class_ids, dtype=torch.int64), "scores": scores, "boxes": boxes})
+        found.append(
+            {"labels": torch.tensor(class_ids, dtype=torch.int64), "scores": scores, "boxes": boxes}
+        )
     detections = Detections()
     detections.update(range(COUNT), found)
     assert detections.results(case.val)["AP"] == pytest.approx(results["AP"], abs=5e-4)

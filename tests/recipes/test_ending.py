@@ -1,4 +1,5 @@
-"""`--patience` and `--max_hours` end a run at the same step on any layout, and through kills and restarts as without them.
+"""`--patience` and `--max_hours` end a run at the same step on any layout, and through kills and
+restarts as without them.
 
 Each start counts on from its checkpoint; a run that has ended stays ended until the flag is larger.
 """
@@ -15,8 +16,8 @@ from tests.harness.resumed import assert_same_run, signal_at
 
 # No weight moves, so nothing gets better than the first evaluation.
 WORDS = (
-    "--model test_vit --image_size 16 --global_batch_size 8 --lr 1e-09 --max_steps 40 --eval_every 4 "
-    "--checkpoint_every 3 --log_every 1"
+    "--model test_vit --image_size 16 --global_batch_size 8 --lr 1e-09 --max_steps 40 "
+    "--eval_every 4 --checkpoint_every 3 --log_every 1"
 ).split()
 WHY = "--patience 2: no better top-1 since step 4"
 
@@ -44,33 +45,50 @@ def ended(text: str, step: int, why: str) -> bool:
 def test_a_run_ends_when_its_patience_does(runs) -> None:
     first, again, longer = (runs[name] for name in ("waiting", "waiting again", "waiting longer"))
     assert {run.outcome for run in (first, again, longer)} == {"ok"}
-    assert ended(first.stdout, 12, WHY) and "the same command with --patience 4 continues this run" in first.stdout
-    assert f"this run was ended at step 12 of 40 by {WHY}; a larger --patience takes it further" in again.stdout
+    assert (
+        ended(first.stdout, 12, WHY)
+        and "the same command with --patience 4 continues this run" in first.stdout
+    )
+    assert (
+        f"this run was ended at step 12 of 40 by {WHY}; a larger --patience takes it further"
+        in again.stdout
+    )
     assert "resuming from step 12 of 40" in longer.stdout
     assert ended(longer.stdout, 16, "--patience 3: no better top-1 since step 4")
     rows = longer.rows
     assert [row["step"] for row in rows] == list(range(1, 17)), "each step once"
     assert [row["step"] for row in rows if "eval/top1" in row] == [4, 8, 12, 16]
     assert longer.checkpoint.name == runs["one"].checkpoint.name == "step_00000016"
-    assert longer.column("eval/loss") == pytest.approx(runs["one"].column("eval/loss"), rel=1e-4), "on any layout"
+    assert longer.column("eval/loss") == pytest.approx(runs["one"].column("eval/loss"), rel=1e-4), (
+        "on any layout"
+    )
 
 
 def test_a_run_ends_when_its_hours_are_used_up(runs) -> None:
     first, again, longer = (runs[name] for name in ("timed", "timed again", "timed longer"))
     assert {run.outcome for run in (first, again, longer)} == {"ok"}
     said = first.read("status.json")
-    assert said["status"] == "finished" and not said["cause"], "it was trained to its end by the last command"
+    assert said["status"] == "finished" and not said["cause"], (
+        "it was trained to its end by the last command"
+    )
     assert ended(first.stdout, 4, "--max_hours 1e-09"), "no more than three steps later"
     assert (
-        "this run was ended at step 4 of 40 by --max_hours 1e-09; a larger --max_hours takes it further" in again.stdout
+        "this run was ended at step 4 of 40 by --max_hours 1e-09; a larger --max_hours takes it "
+        "further" in again.stdout
     )
-    assert "resuming from step 4 of 6" in longer.stdout and longer.checkpoint.name == "step_00000006"
-    assert [row["step"] for row in longer.rows if "eval/top1" in row] == [4, 6], "an evaluation where it ended"
+    assert (
+        "resuming from step 4 of 6" in longer.stdout and longer.checkpoint.name == "step_00000006"
+    )
+    assert [row["step"] for row in longer.rows if "eval/top1" in row] == [4, 6], (
+        "an evaluation where it ended"
+    )
 
 
 @dataclass
 class HourlySteps(Observer):
-    """Lets each step, of one micro-batch, take so many hours of the process's clock, which is put forward for that."""
+    """Lets each step, of one micro-batch, take so many hours of the process's clock, which is put
+    forward for that.
+    """
 
     hours: float = 1.0
     kill_at: int = 0
@@ -87,8 +105,12 @@ class HourlySteps(Observer):
         signal_at(self.kill_at or -1).on_end_step(run, step)
 
 
-@pytest.mark.parametrize("flag, kills, steps", [("--patience=2", (5, 10), 12), ("--max_hours=6.5", (5, 7), 8)])
-def test_a_killed_run_ends_as_an_undisturbed_one(forks, stripes, tmp_path, flag, kills, steps) -> None:
+@pytest.mark.parametrize(
+    "flag, kills, steps", [("--patience=2", (5, 10), 12), ("--max_hours=6.5", (5, 7), 8)]
+)
+def test_a_killed_run_ends_as_an_undisturbed_one(
+    forks, stripes, tmp_path, flag, kills, steps
+) -> None:
     """Killed between evaluations, after one that was no better; and when some hours were used up."""
     words = [*WORDS, "--data", stripes, "--output_dir", tmp_path, flag, "--name"]
     for step in kills:
@@ -100,7 +122,17 @@ def test_a_killed_run_ends_as_an_undisturbed_one(forks, stripes, tmp_path, flag,
 
 
 def test_the_clock_of_the_main_process_decides_for_all(forks, stripes, tmp_path) -> None:
-    words = [*WORDS, "--data", stripes, "--output_dir", tmp_path, "--name", "run", "--max_hours", 6.5]
+    words = [
+        *WORDS,
+        "--data",
+        stripes,
+        "--output_dir",
+        tmp_path,
+        "--name",
+        "run",
+        "--max_hours",
+        6.5,
+    ]
     ranks = forks.start_ranks(2, *words, observers={0: HourlySteps(), 1: HourlySteps(hours=1000)})
     ends = [rank.end() for rank in ranks]
     assert [end.code for end in ends] == [0, 0], ends[0].stderr

@@ -1,4 +1,5 @@
-"""An evaluation counts every image once on any layout; `--eval_only` gives what the run recorded, or says what it evaluates.
+"""An evaluation counts every image once on any layout; `--eval_only` gives what the run recorded,
+or says what it evaluates.
 
 Each command is typed as a user would: the folder, and the one flag that the test is about.
 """
@@ -41,10 +42,14 @@ def refusal(ended: Ended) -> str:
 
 
 def recorded(best: Path) -> dict:
-    """The results that the run recorded for the weights that it exports; not the `raw_...` ones, nor details of classes."""
+    """The results that the run recorded for the weights that it exports; not the `raw_...` ones,
+    nor details of classes.
+    """
     results = read(best / "results.json")
     details = ("classes", "calibration", "threshold")
-    return {key: results[key] for key in results if not key.startswith("raw_") and key not in details}
+    return {
+        key: results[key] for key in results if not key.startswith("raw_") and key not in details
+    }
 
 
 def assert_same(found: dict, wanted: dict) -> None:
@@ -52,7 +57,9 @@ def assert_same(found: dict, wanted: dict) -> None:
     found = {key: value for key, value in found.items() if key != "eval_only"}
     assert found.keys() == wanted.keys()
     for key, value in wanted.items():
-        assert found[key] == (pytest.approx(value, rel=1e-6) if key in ("loss", "ece") else value), key
+        assert found[key] == (
+            pytest.approx(value, rel=1e-6) if key in ("loss", "ece") else value
+        ), key
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +95,9 @@ def odd(train, root: Path) -> Path:
     """A run of which nothing is as the flags have it by default."""
     return train(
         "odd",
-        f"--data {root}/flat --model test_vit --image_size 48 --crop_pct 0.7 --val_share 0.3 --seed 5 --max_steps 6 "
-        "--eval_every 3 --checkpoint_every 3 --lr 2e-4 --ema_decay 0.5 --max_micro_batch_size 32",
+        f"--data {root}/flat --model test_vit --image_size 48 --crop_pct 0.7 --val_share 0.3 "
+        "--seed 5 --max_steps 6 --eval_every 3 --checkpoint_every 3 --lr 2e-4 --ema_decay 0.5 "
+        "--max_micro_batch_size 32",
     )
 
 
@@ -104,11 +112,17 @@ def labels(train, root: Path) -> Path:
 @pytest.mark.smoke
 def test_an_exported_model_has_the_numbers_of_its_run_anywhere(odd, evaluate, tmp_path) -> None:
     shutil.copytree(odd / "best", tmp_path / "model")
-    for named, best in ((odd / "best", odd / "best"), (tmp_path / "model", tmp_path / "model"), (odd, odd / "best")):
+    for named, best in (
+        (odd / "best", odd / "best"),
+        (tmp_path / "model", tmp_path / "model"),
+        (odd, odd / "best"),
+    ):
         results, said = evaluate(named)
         assert_same(results, recorded(best))
         assert 0 < results["top1"] < 1, "numbers worth comparing"
-        assert f"evaluating {best} of the run odd, step " in said and "where the run had" not in said
+        assert (
+            f"evaluating {best} of the run odd, step " in said and "where the run had" not in said
+        )
         assert "30 % held out of the folder, 22 images of 5 classes, those of the model" in said
     of_run = read(odd / "best/run.json")
     assert (of_run["name"], of_run["recipe"], of_run["config"]["image_size"]) == ("odd", "cls", 48)
@@ -123,7 +137,8 @@ def test_an_exported_model_has_the_numbers_of_its_run_anywhere(odd, evaluate, tm
     assert "of the run odd, step 3" in said
 
 
-WEIGHTS = {"best": 22, "checkpoint": 22, "fewer images than processes": 2, "labels": 23}  # what is evaluated: images
+# What is evaluated: images.
+WEIGHTS = {"best": 22, "checkpoint": 22, "fewer images than processes": 2, "labels": 23}
 
 
 @pytest.fixture(scope="module")
@@ -163,10 +178,16 @@ def test_averaged_weights_are_evaluated_and_choose_the_best(odd, train, root) ->
     assert leading == ["eval/ema_top1", "eval/top1"], "the result of the weights that are exported"
 
 
-def test_images_of_several_labels_are_learnt_and_judged_by_f1(labels, root, forks, evaluate) -> None:
+def test_images_of_several_labels_are_learnt_and_judged_by_f1(
+    labels, root, forks, evaluate
+) -> None:
     results, _ = evaluate(labels / "best")
     assert_same(results, recorded(labels / "best"))
-    assert results["f1"] > 0.9 > results["loss"] and len(results["per_class"]) == 3 and "top1" not in results
+    assert (
+        results["f1"] > 0.9 > results["loss"]
+        and len(results["per_class"]) == 3
+        and "top1" not in results
+    )
     assert "--loss bce" in refusal(forks("--data", root / "labels", "--max_steps", 2))
 
 
@@ -174,22 +195,42 @@ def test_what_a_flag_or_a_preset_overrides_is_said_and_used(odd, forks, tmp_path
     plain, _ = evaluate(odd / "best")
     preset = tmp_path / "preset.yaml"
     preset.write_text("crop_pct: 1.0\nimage_size: 32\n")
-    words = ["--config", preset, "--eval_only", odd / "best", "--image_size", 64, "--max_micro_batch_size", 7]
+    words = [
+        "--config",
+        preset,
+        "--eval_only",
+        odd / "best",
+        "--image_size",
+        64,
+        "--max_micro_batch_size",
+        7,
+    ]
     results, said = printed(forks(*words))
     assert "; --image_size 64, where the run had 48; --crop_pct 1.0, where the run had 0.7" in said
     assert results["loss"] != plain["loss"]
     word = refusal(forks("--eval_only", odd / "best", "--model", "test_resnet"))
-    assert word == f"cls.py: --model test_resnet: {odd}/best brings its own model, test_vit; leave --model out"
+    assert word == (
+        f"cls.py: --model test_resnet: {odd}/best brings its own model, test_vit; leave --model out"
+    )
 
 
-def test_a_split_is_evaluated_by_its_name_and_a_new_folder_whole(odd, train, root, evaluate) -> None:
+def test_a_split_is_evaluated_by_its_name_and_a_new_folder_whole(
+    odd, train, root, evaluate
+) -> None:
     run = train("parts", PARTS.format(root=root))
-    for words, part in (([], "val/, 60"), (["--split", "test"], "test/, 60"), (["--split", "train"], "train/, 60")):
+    for words, part in (
+        ([], "val/, 60"),
+        (["--split", "test"], "test/, 60"),
+        (["--split", "train"], "train/, 60"),
+    ):
         results, said = evaluate(run / "best", *words)
         assert f"{root}/parts: {part} images of 5 classes, those of the model" in said
         assert results["count"] == 60 and list(results["per_class"]) == STUFFS
     results, said = evaluate(odd / "best", "--data", root / "parts/test")
-    assert results["count"] == 60 and f"--data {root}/parts/test, where the run had {root}/flat" in said
+    assert (
+        results["count"] == 60
+        and f"--data {root}/parts/test, where the run had {root}/flat" in said
+    )
     assert "the folder, 60 images" in said and "val_share" not in said
 
 
@@ -207,7 +248,9 @@ def test_classes_are_matched_by_name_in_any_order_and_number(odd, root, evaluate
     assert "5 classes, those of the model, which has them in another order" in said
     assert list(results["per_class"].values()) == list(everything["per_class"].values())[::-1]
     assert list(results["per_class"]) == sorted(content["label_names"])
-    assert [results[key] for key in ("top1", "top5", "count")] == [everything[key] for key in ("top1", "top5", "count")]
+    assert [results[key] for key in ("top1", "top5", "count")] == [
+        everything[key] for key in ("top1", "top5", "count")
+    ]
     assert results["loss"] == pytest.approx(everything["loss"], rel=1e-6)
 
     accuracies = everything["per_class"]
@@ -220,15 +263,24 @@ def test_classes_are_matched_by_name_in_any_order_and_number(odd, root, evaluate
     assert results["top1"] < 1, "what is taken for a class that the data do not have is wrong"
 
 
-def test_a_model_without_class_names_has_the_order_of_the_data(odd, root, forks, tmp_path, evaluate) -> None:
+def test_a_model_without_class_names_has_the_order_of_the_data(
+    odd, root, forks, tmp_path, evaluate
+) -> None:
     model, folder = timm.create_model("test_resnet", num_classes=5), tmp_path / "timm"
-    timm_models.export(model, STUFFS, timm_models.resolve_data_config(model, 64, 0.9), False, {}, folder)
+    timm_models.export(
+        model, STUFFS, timm_models.resolve_data_config(model, 64, 0.9), False, {}, folder
+    )
     content = read(folder / "config.json")
     del content["label_names"]
     (folder / "config.json").write_text(json.dumps(content))
-    assert refusal(forks("--eval_only", folder)).endswith("does not say which data it was trained on; add --data")
+    assert refusal(forks("--eval_only", folder)).endswith(
+        "does not say which data it was trained on; add --data"
+    )
     results, said = evaluate(folder, "--data", root / "flat")
-    assert "72 images of 5 classes, taken to be the model's, which have no names, in this order" in said
+    assert (
+        "72 images of 5 classes, taken to be the model's, which have no names, in this order"
+        in said
+    )
     assert results["count"] == 72 and f"{folder}, which names no run\n" in said
     word = refusal(forks("--eval_only", folder, "--data", root / "some"))
     assert f"{folder} has 5 classes without names, --data {root}/some has 2" in word
@@ -237,7 +289,9 @@ def test_a_model_without_class_names_has_the_order_of_the_data(odd, root, forks,
 def test_what_is_no_weights_is_refused_before_anything_is_read(odd, forks, tmp_path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(odd / "best", bare, ignore=shutil.ignore_patterns("*.safetensors"))
-    assert "has no weights (model.safetensors); copy the whole folder" in refusal(forks("--eval_only", bare))
+    assert "has no weights (model.safetensors); copy the whole folder" in refusal(
+        forks("--eval_only", bare)
+    )
     torn = tmp_path / "torn"
     shutil.copytree(odd / "best", torn)
     (torn / "run.json").write_text('{"name": "x"}')
@@ -247,24 +301,39 @@ def test_what_is_no_weights_is_refused_before_anything_is_read(odd, forks, tmp_p
     assert word.endswith("; evaluate it with the recipe that trained it, cls")
 
 
-DET = "--short_sides 96 --long_side 112 --eval_short_side 128 --levels 3-5 --width 32 --convolutions 1 --model test_convnext"
+DET = (
+    "--short_sides 96 --long_side 112 --eval_short_side 128 --levels 3-5 --width 32 "
+    "--convolutions 1 --model test_convnext"
+)
 
 
-def test_a_detector_has_the_numbers_of_its_run(train, scenes, root, forks, run_several, evaluate) -> None:
-    words = "--opt muon --lr 5e-3 --max_steps 30 --eval_every 30 --ema_decay 0.5 --max_micro_batch_size 3"
+def test_a_detector_has_the_numbers_of_its_run(
+    train, scenes, root, forks, run_several, evaluate
+) -> None:
+    words = (
+        "--opt muon --lr 5e-3 --max_steps 30 --eval_every 30 --ema_decay 0.5 "
+        "--max_micro_batch_size 3"
+    )
     run = train("detector", f"--data {scenes} {DET} {words}", recipe="det")
     wanted = recorded(run / "best")
     assert wanted["AP"] > 0, "numbers worth comparing"
     for weights in (run / "best", run / "checkpoints/step_00000030"):
         results, said = evaluate(weights, recipe="det")
         assert_same(results, wanted)
-        assert f"evaluating {weights} of the run detector, step 30\n{scenes}: val.json, 7 images of 10 classes" in said
+        assert (
+            f"evaluating {weights} of the run detector, step 30\n{scenes}: val.json, 7 images of 10 classes"
+            in said
+        )
         other, said = evaluate(weights, "--eval_short_side", 64, recipe="det")
-        assert "; --eval_short_side 64, where the run had 128" in said and other["AP"] != wanted["AP"]
+        assert (
+            "; --eval_short_side 64, where the run had 128" in said and other["AP"] != wanted["AP"]
+        )
     two = run_several(2, {"two": ["recipes/det.py", "--eval_only", run / "best"]})["two"]
     assert_same(printed(two)[0], wanted)
     common = f"--max_steps 1 --dry_run --output_dir {root}/nothing".split()
     ended = forks("--data", scenes, *DET.split(), "--init", run / "best", *common, recipe="det")
     assert ended.code == 0, ended.stderr
     everything = len(load_file(run / "best/model.safetensors"))
-    assert re.search(rf"begins with +{everything} of {everything} tensors of {run}/best\n", ended.stdout)
+    assert re.search(
+        rf"begins with +{everything} of {everything} tensors of {run}/best\n", ended.stdout
+    )

@@ -1,6 +1,7 @@
 """A detector that begins with torchvision's weights has their numbers before its first step.
 
-The weights are random ones of torchvision's FCOS, the data have one class that they know and one that they don't.
+The weights are random ones of torchvision's FCOS, the data have one class that they know and one
+that they don't.
 """
 
 import json
@@ -23,22 +24,39 @@ SIDE = 96  # of the images, which are evaluated at scale 1
 def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision(forks, tmp_path) -> None:
     theirs, file, data = random_model("fcos_resnet50_fpn"), tmp_path / "x.pth", tmp_path / "data"
     with torch.no_grad():
-        theirs.head.classification_head.cls_logits.bias[[1, 47]] += 3  # person and cup are what it finds
+        # Person and cup are what it finds.
+        theirs.head.classification_head.cls_logits.bias[[1, 47]] += 3
     torch.save(theirs.state_dict(), file)
     photo, random = load_sample_images().images[0], np.random.default_rng(0)
     for part, numbers in (("train", [1]), ("val", range(9, 13))):
         boxes = [
-            annotation(n, [*random.uniform(0, 40, 2), *random.uniform(20, 50, 2)], 1 + k, id=10 * n + k, area=900)
+            annotation(
+                n,
+                [*random.uniform(0, 40, 2), *random.uniform(20, 50, 2)],
+                1 + k,
+                id=10 * n + k,
+                area=900,
+            )
             for n in numbers
             for k in range(2)
         ]
         size = {"width": SIDE + 16, "height": SIDE}
-        coco(data, part, [*numbers], boxes, [{"id": 1, "name": "Person"}, {"id": 2, "name": "mug"}], **size)
+        coco(
+            data,
+            part,
+            [*numbers],
+            boxes,
+            [{"id": 1, "name": "Person"}, {"id": 2, "name": "mug"}],
+            **size,
+        )
         for n in numbers:
             top, left = random.integers(0, 300, 2)
             crop = Image.fromarray(photo[top : top + SIDE, left : left + SIDE + 16])
             crop.save(data / part / f"{n}.jpg", quality=100)
-    words = f"--eval_only {file} --data {data} --init_classes mug=cup --short_sides {SIDE} --long_side 1000"
+    words = (
+        f"--eval_only {file} --data {data} --init_classes mug=cup --short_sides {SIDE} "
+        "--long_side 1000"
+    )
     content = read(data / "val.json")
     theirs.transform.min_size, theirs.transform.max_size = (SIDE,), 1000
     rows = []
@@ -46,12 +64,25 @@ def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision(forks, tmp_path)
         image = F.to_image(Image.open(data / "val" / f"{number}.jpg").convert("RGB"))
         with torch.no_grad():
             found = theirs([image / 255])[0]
-        for box, label, score in zip(*(found[key].tolist() for key in ("boxes", "labels", "scores")), strict=True):
+        for box, label, score in zip(
+            *(found[key].tolist() for key in ("boxes", "labels", "scores")), strict=True
+        ):
             if label in (1, 47):  # COCO's person and cup
                 sides = [box[0], box[1], box[2] - box[0], box[3] - box[1]]
-                rows.append({"image_id": number, "category_id": 1 + (label == 47), "bbox": sides, "score": score})
+                rows.append(
+                    {
+                        "image_id": number,
+                        "category_id": 1 + (label == 47),
+                        "bbox": sides,
+                        "score": score,
+                    }
+                )
     for one in content["annotations"]:  # objects where it finds some, a little narrower
-        best = [row for row in rows if (row["image_id"], row["category_id"]) == (one["image_id"], one["category_id"])]
+        best = [
+            row
+            for row in rows
+            if (row["image_id"], row["category_id"]) == (one["image_id"], one["category_id"])
+        ]
         if best:
             left, top, width, height = best[0]["bbox"]
             one["bbox"] = [left + 0.07 * width, top, 0.93 * width, height]
@@ -61,6 +92,8 @@ def test_an_evaluation_of_a_file_has_the_numbers_of_torchvision(forks, tmp_path)
     results = json.loads(ended.stdout.splitlines()[-1])
     evaluation = of_pycocotools(content, rows)
     assert rows and evaluation.stats[8] > 0  # some recall
-    for place, name in enumerate(("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100")):
+    for place, name in enumerate(
+        ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100")
+    ):
         wanted = evaluation.stats[place]
         assert results[name] == (None if wanted == -1 else pytest.approx(wanted, abs=1e-4)), name

@@ -1,7 +1,9 @@
-"""A run is the same run on any layout, with models that are whole, in shards (FSDP2), or have a head that is cut by class.
+"""A run is the same run on any layout, with models that are whole, in shards (FSDP2), or have a
+head that is cut by class.
 
-Compared with one process that takes the whole batch at once, in float64: losses, results, weights, statistics, moving averages
-and states of optimizers agree within 1e-8, also of a run that moves between layouts. All cases of one world run in one launch.
+Compared with one process that takes the whole batch at once, in float64: losses, results, weights,
+statistics, moving averages and states of optimizers agree within 1e-8, also of a run that moves
+between layouts. All cases of one world run in one launch.
 """
 
 import json
@@ -16,11 +18,24 @@ import torch
 from safetensors.torch import load_file
 
 from tests.harness.drawings import draw_stripes, save_colours
-from tests.harness.outcomes import Outcome, assert_same_training, distance, identical, parameters, start_of, statistics
+from tests.harness.outcomes import (
+    Outcome,
+    assert_same_training,
+    distance,
+    identical,
+    parameters,
+    start_of,
+    statistics,
+)
 from tests.recipes.copied import CHANGES, copy
 
-STEPS, CLASSES = 9, 40  # steps of a run, with a checkpoint after each third; classes of a head that is cut
-FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+# Steps of a run, with a checkpoint after each third; classes of a head that is cut.
+STEPS, CLASSES = 9, 40
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
 HYBRID = FSDP | {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
     "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
@@ -32,7 +47,8 @@ ENVIRONMENTS = {"": {}, "shards": FSDP, "hybrid": HYBRID, "zero2": ZERO2}
 # Runs that another world resumes are in an earlier one.
 WORLDS = ("2 shards", "2", "1", "3 shards", "3", "2 zero2", "4 hybrid", "5 shards")
 
-# A copy, as any person's, that says what its parameters are: a run that was not sharded would agree, too.
+# A copy, as any person's, that says what its parameters are: a run that was not sharded would
+# agree, too.
 SAYS_KINDS = """\
 @@ main
          network, optimizer = run.prepare(model, optimizer, schedule, train_set, val_set, compute_losses)
@@ -60,12 +76,13 @@ class Case:
 
 
 VARIED = (
-    "--augment rand-m5-n1 --random_erasing 0.25 --drop 0.1 --drop_path 0.1 --mixup 0.2 --cutmix 0.2 --ema_decay 0.9"
+    "--augment rand-m5-n1 --random_erasing 0.25 --drop 0.1 --drop_path 0.1 --mixup 0.2 --cutmix "
+    "0.2 --ema_decay 0.9"
 )
 GROUP = "--model test_resnet --lr 5e-3 --batch_norm group --norm_batch_size 4"
 SCENES = (
-    "--short_sides 80,96 --long_side 128 --hflip 0.3 --photometric 0.3 --iou_crop 0.3 --zoom_out 0.3 --mosaic 0.3 --mixup 0.3 "
-    "--group_window 2 --width 32 --clip 1 --ema_decay 0.9"
+    "--short_sides 80,96 --long_side 128 --hflip 0.3 --photometric 0.3 --iou_crop 0.3 --zoom_out "
+    "0.3 --mosaic 0.3 --mixup 0.3 --group_window 2 --width 32 --clip 1 --ema_decay 0.9"
 )
 OF_DETR = f"{SCENES} --short_sides 64,96 --long_side 800 --batch_norm frozen"
 GROUP_OF_2 = f"{SCENES} --batch_norm group --norm_batch_size 2"
@@ -73,38 +90,45 @@ OF_HEAD = "--model test_vit --lr 5e-3 --schedule constant --ema_decay 0.9 --clip
 CASES = {
     "vit": Case(
         f"--model test_vit --lr 2e-3 {VARIED} --layer_decay 0.8 --clip 1 --label_smoothing 0.1",
-        "3x16, 2x12 shards, 2x22 from 2x12 shards, 1x44 from 2x12 shards, 3x16 shards from 1x44, 3x16 shards from 2x12 shards",
+        "3x16, 2x12 shards, 2x22 from 2x12 shards, 1x44 from 2x12 shards, 3x16 shards from 1x44, "
+        "3x16 shards from 2x12 shards",
         "1x12, 2x22, 2x8, 3x16 shards, 2x12 zero2, 4x6 hybrid, 5x5 shards",
         steps=30,
     ),
     "resnet-group": Case(f"{GROUP} {VARIED}", "2x8, 2x12 shards", "1x12, 2x22, 3x16, 3x16 shards"),
     "resnet-global": Case(
-        f"--model test_resnet --opt sgd --lr 0.1 {VARIED} --batch_norm global --schedule step --step_epochs 1",
+        f"--model test_resnet --opt sgd --lr 0.1 {VARIED} --batch_norm global --schedule step "
+        "--step_epochs 1",
         "2x22",
         "3x16, 2x22 shards, 3x22 shards",
     ),
     "resnet-thawing": Case(
-        f"{GROUP} --freeze_stages 3 --unfreeze_epochs 0.5,1,1.5 --backbone_lr_factor 0.5 --head_lr_factor 2 --layer_decay 0.8 "
-        "--clip 1 --ema_decay 0.9 --sampling sqrt",
+        f"{GROUP} --freeze_stages 3 --unfreeze_epochs 0.5,1,1.5 --backbone_lr_factor 0.5 "
+        "--head_lr_factor 2 --layer_decay 0.8 --clip 1 --ema_decay 0.9 --sampling sqrt",
         "3x16, 2x12 shards",
         "2x8",
     ),
     "convnext": Case(
-        f"--model test_convnext --opt muon --lr 2e-3 {VARIED} --layer_decay 0.8 --clip 0.1 --clip_mode agc "
-        "--grad_checkpointing",
+        f"--model test_convnext --opt muon --lr 2e-3 {VARIED} --layer_decay 0.8 --clip 0.1 "
+        "--clip_mode agc --grad_checkpointing",
         "",
         "2x12 shards, 1x12, 2x22, 2x8, 3x16, 3x16 shards",
     ),
-    "several labels": Case("--model test_vit --lr 2e-3 --loss bce --mixup 0.2 --ema_decay 0.7", "3x16"),
+    "several labels": Case(
+        "--model test_vit --lr 2e-3 --loss bce --mixup 0.2 --ema_decay 0.7", "3x16"
+    ),
     # Without what the cases above vary by, and with what they leave out.
     "vit-bce": Case(
-        "--model test_vit --lr 2e-3 --loss bce --class_weights balanced --sampling balanced --repeats 2 "
-        "--augment augmix-m3-w2 --color_jitter 0.2 --hflip 0.5 --vflip 0.5 --cache 24",
+        "--model test_vit --lr 2e-3 --loss bce --class_weights balanced --sampling balanced "
+        "--repeats 2 --augment augmix-m3-w2 --color_jitter 0.2 --hflip 0.5 --vflip 0.5 --cache 24",
         "",
         "3x16",
     ),
-    "compiled": Case("--model test_vit --lr 2e-3 --drop_path 0.1 --clip 1 --compile", "", "2x12 shards"),
-    # Canvases differ from step to step, and every third scene has no box, so that some processes have none.
+    "compiled": Case(
+        "--model test_vit --lr 2e-3 --drop_path 0.1 --clip 1 --compile", "", "2x12 shards"
+    ),
+    # Canvases differ from step to step, and every third scene has no box, so that some processes
+    # have none.
     "fcos": Case(
         f"--detector fcos {SCENES} --batch_norm frozen --drop_path 0.1 --cache 80",
         "2x2, 3x4 from 2x2, 2x2 shards",
@@ -113,31 +137,42 @@ CASES = {
         "det",
     ),
     "faster_rcnn": Case(
-        f"--detector faster_rcnn {GROUP_OF_2} --sync_short_sides", "3x4 from 1x8", "2x2, 2x2 shards", 8, "det", 6
+        f"--detector faster_rcnn {GROUP_OF_2} --sync_short_sides",
+        "3x4 from 1x8",
+        "2x2, 2x2 shards",
+        8,
+        "det",
+        6,
     ),
     "fcos-thawing": Case(
-        f"--detector fcos {GROUP_OF_2} --freeze_stages 2 --unfreeze_epochs 1,2 --backbone_lr_factor 0.5 --neck_lr_factor 2 "
-        "--head_lr_factor 1.5",
+        f"--detector fcos {GROUP_OF_2} --freeze_stages 2 --unfreeze_epochs 1,2 "
+        "--backbone_lr_factor 0.5 --neck_lr_factor 2 --head_lr_factor 1.5",
         "",
         "2x2, 3x4",
         8,
         "det",
     ),
     "rf_detr": Case(
-        f"--detector rf_detr --model RF_DETR {SCENES} --width 128 --drop_path 0.2 --lr 2e-3 --short_sides 64,96,128 "
-        "--long_side 800",
+        f"--detector rf_detr --model RF_DETR {SCENES} --width 128 --drop_path 0.2 --lr 2e-3 "
+        "--short_sides 64,96,128 --long_side 800",
         "3x4 from 1x7",
         "2x2, 3x4",
         7,
         "det",
     ),
     "retinanet": Case(f"--detector retinanet {GROUP_OF_2}", "", "2x2, 3x4, 2x2 shards", 8, "det"),
-    "rtdetr_v2": Case(f"--detector rtdetr_v2 --lr 2e-4 {OF_DETR}", "", "2x2, 3x4, 2x2 shards", 7, "det"),
+    "rtdetr_v2": Case(
+        f"--detector rtdetr_v2 --lr 2e-4 {OF_DETR}", "", "2x2, 3x4, 2x2 shards", 7, "det"
+    ),
     "deimv2": Case(f"--detector deimv2 --lr 1e-3 {OF_DETR}", "", "2x2, 3x4, 2x2 shards", 7, "det"),
     # A head for many classes, each process with a part of them.
     "cosface": Case(OF_HEAD, "2x3, 3x5", "2x4 shards", 14, "cosface"),
     "sampled": Case(
-        OF_HEAD, "2x3, 3x5, 1x14 from 2x3, 3x5 from 1x14 from 2x3", "2x4 shards, 3x5 shards from 2x3", 14, "sampled"
+        OF_HEAD,
+        "2x3, 3x5, 1x14 from 2x3, 3x5 from 1x14 from 2x3",
+        "2x4 shards, 3x5 shards from 2x3",
+        14,
+        "sampled",
     ),
 }
 LONG = {  # name of a run -> True if it is left to the long tests
@@ -154,12 +189,28 @@ def world_of(run: str) -> str:
     return re.sub("x[0-9]+", "", run.partition(": ")[2].partition(" from ")[0])
 
 
-def more(world: str, recipes: dict[str, Path], run: Path, stripes: Path, words: list) -> dict[str, list]:
+def more(
+    world: str, recipes: dict[str, Path], run: Path, stripes: Path, words: list
+) -> dict[str, list]:
     """Command lines of runs that are looked at otherwise; `run` has a head that was cut."""
     if world == "2":
-        flags = {norm: f"--model test_resnet --lr 5e-3 --dtype float64 --batch_norm {norm}" for norm in NORMS}
-        flags |= dict.fromkeys(("first", "second"), f"{CASES['vit'].flags} --drop 0.5 --max_micro_batch_size 8")
-        whole = [recipes["cls"], *words, "--data", stripes, "--global_batch_size", 44, "--max_steps", 3]
+        flags = {
+            norm: f"--model test_resnet --lr 5e-3 --dtype float64 --batch_norm {norm}"
+            for norm in NORMS
+        }
+        flags |= dict.fromkeys(
+            ("first", "second"), f"{CASES['vit'].flags} --drop 0.5 --max_micro_batch_size 8"
+        )
+        whole = [
+            recipes["cls"],
+            *words,
+            "--data",
+            stripes,
+            "--global_batch_size",
+            44,
+            "--max_steps",
+            3,
+        ]
         return {name: [*whole, *own.split()] for name, own in flags.items()}
     if world != "1":
         return {}
@@ -177,7 +228,11 @@ def more(world: str, recipes: dict[str, Path], run: Path, stripes: Path, words: 
 def runs(run_several, stripes, scenes, rf_detr, tmp_path_factory, request) -> dict[str, Outcome]:
     """By its name every run that the selected tests look at."""
     folder, found, wanted = tmp_path_factory.mktemp("layouts"), {}, {"sampled: 2x3"}
-    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    asked = {
+        item.callspec.params.get("name")
+        for item in request.session.items
+        if hasattr(item, "callspec")
+    }
     for run in LONG.keys() & asked:
         name, _, layout = run.partition(": ")
         wanted |= {run, f"{name}: 1x{CASES[name].batch}"}
@@ -185,7 +240,10 @@ def runs(run_several, stripes, scenes, rf_detr, tmp_path_factory, request) -> di
             wanted.add(f"{name}: {layout}")
     draw_stripes(folder / "identities/train", (4,) * CLASSES)
     draw_stripes(folder / "identities/val", (2,) * CLASSES, seed=1)
-    recipes = {recipe: copy(folder / f"{recipe}.py", SAYS_KINDS, recipe=recipe) for recipe in ("cls", "det")}
+    recipes = {
+        recipe: copy(folder / f"{recipe}.py", SAYS_KINDS, recipe=recipe)
+        for recipe in ("cls", "det")
+    }
     for kind, head in KINDS.items():
         recipes[kind] = copy(folder / f"{kind}.py", SAYS_KINDS, CHANGE.replace(HEAD, head))
     save_colours(folder / "labels")
@@ -200,10 +258,18 @@ def runs(run_several, stripes, scenes, rf_detr, tmp_path_factory, request) -> di
                 name = run.partition(": ")[0]
                 case = CASES[name]
                 sizes = f"--global_batch_size {case.batch} --max_micro_batch_size {most}"
-                lengths = f"--max_steps {case.steps} --eval_every {case.steps} --checkpoint_every {case.steps // 3}"
-                words = f"{case.flags} {sizes} {lengths} --dtype float64".replace("RF_DETR", str(rf_detr))
+                lengths = (
+                    f"--max_steps {case.steps} --eval_every {case.steps} --checkpoint_every "
+                    f"{case.steps // 3}"
+                )
+                words = f"{case.flags} {sizes} {lengths} --dtype float64".replace(
+                    "RF_DETR", str(rf_detr)
+                )
                 commands[run] = [recipes[case.recipe], *words.split(), *common]
-                commands[run] += ["--data", data.get(name, data.get(case.recipe, folder / "identities"))]
+                commands[run] += [
+                    "--data",
+                    data.get(name, data.get(case.recipe, folder / "identities")),
+                ]
                 if origin:  # the first checkpoint that it made
                     checkpoints = found[f"{name}: {origin}"].folder / "checkpoints"
                     commands[run] += ["--resume", min(checkpoints.glob("step_*"))]
@@ -214,11 +280,15 @@ def runs(run_several, stripes, scenes, rf_detr, tmp_path_factory, request) -> di
         environment = env | {"ACCELERATE_MIXED_PRECISION": "bf16"}
         found |= run_several(2, {name: [recipes["cls"], *half]}, env=environment)
     refused = {"of the original", "mixed"}
-    assert not {name: run.text for name, run in found.items() if (run.outcome == "ok") == (name in refused)}
+    assert not {
+        name: run.text for name, run in found.items() if (run.outcome == "ok") == (name in refused)
+    }
     return found
 
 
-@pytest.mark.parametrize("name", [pytest.param(run, marks=[pytest.mark.long] * long) for run, long in LONG.items()])
+@pytest.mark.parametrize(
+    "name", [pytest.param(run, marks=[pytest.mark.long] * long) for run, long in LONG.items()]
+)
 def test_every_layout_is_the_same_run(name: str, runs: dict[str, Outcome]) -> None:
     case = name.partition(":")[0]
     whole, cut = runs[f"{case}: 1x{CASES[case].batch}"], runs[name]
@@ -226,18 +296,23 @@ def test_every_layout_is_the_same_run(name: str, runs: dict[str, Outcome]) -> No
     steps = CASES[case].steps
     assert len(losses) == steps
     # With few boxes, or a tenth of the classes as negatives, losses are too noisy in a few steps.
-    assert CASES[case].recipe in ("sampled", "det") or losses[-3:].mean() < losses[:3].mean(), "the compared run learns"
+    assert CASES[case].recipe in ("sampled", "det") or losses[-3:].mean() < losses[:3].mean(), (
+        "the compared run learns"
+    )
     assert cut.column("step").tolist() == [*range(1 + steps // 3 * name.count(" from "), steps + 1)]
     assert_same_training(whole, cut, start)
     for key in ("epoch", "samples", "train/lr", "eval/count", "eval/top1", "eval/ema_top1"):
         mine = cut.column(key).tolist()
         assert mine == whole.column(key).tolist()[-len(mine) :], key
     world = world_of(name)
-    assert ("parameters: DTensor\n" in cut.stdout) == (" " in world) and "parameters: Tensor\n" in whole.stdout
+    assert ("parameters: DTensor\n" in cut.stdout) == (
+        " " in world
+    ) and "parameters: Tensor\n" in whole.stdout
     if " " in world:  # in best/ everything is put together
         mine, theirs = (load_file(run.folder / "best/model.safetensors") for run in (cut, whole))
         assert mine.keys() == theirs.keys()
-        for tensor, other in theirs.items():  # under names of the export's own, which `start_of` may not have
+        # Under names of the export's own, which `start_of` may not have.
+        for tensor, other in theirs.items():
             torch.testing.assert_close(mine[tensor], other, rtol=1e-8, atol=1e-8, msg=tensor)
     if CASES[case].recipe == "det":
         assert whole.rows[-1]["eval/count"] == 7, "every image once"
@@ -248,7 +323,10 @@ def test_every_layout_is_the_same_run(name: str, runs: dict[str, Outcome]) -> No
         processes = int(world[0])
         part = f", {-(-CLASSES // processes)} on this process" if processes > 1 else ""
         assert f"{CLASSES} classes{part}" in cut.stdout
-        assert "margin_head.weight/exp_avg" in cut.tensors("optimizer") and len(cut.tensors("margin_head")) == 1
+        assert (
+            "margin_head.weight/exp_avg" in cut.tensors("optimizer")
+            and len(cut.tensors("margin_head")) == 1
+        )
 
 
 def test_plain_batch_norm_is_another_run_and_node_is_global(runs: dict[str, Outcome]) -> None:
@@ -272,7 +350,10 @@ def test_under_bf16_steps_of_shards_are_those_of_ddp_bit_for_bit(runs) -> None:
     sharded, plain = runs["bf16 FSDP"], runs["bf16 DDP"]
     assert "parameters: DTensor\n" in sharded.stdout and "bf16" in sharded.stdout
     assert sharded.column("train/loss").tolist() == plain.column("train/loss").tolist()
-    assert all(identical(sharded.tensors(file), plain.tensors(file)) for file in ("model", "ema", "optimizer"))
+    assert all(
+        identical(sharded.tensors(file), plain.tensors(file))
+        for file in ("model", "ema", "optimizer")
+    )
 
 
 def test_of_a_head_that_is_cut_only_the_embedding_leaves_the_run(runs) -> None:
@@ -280,7 +361,11 @@ def test_of_a_head_that_is_cut_only_the_embedding_leaves_the_run(runs) -> None:
     run = runs["sampled: 2x3"]
     model = timm.create_model(f"local-dir:{run.folder / 'best'}", pretrained=True).eval()
     assert model(torch.zeros(1, 3, *model.pretrained_cfg["input_size"][1:])).shape == (1, 128)
-    assert load_file(run.folder / "best/model.safetensors").keys() == run.tensors("ema").keys() == run.tensors().keys()
+    assert (
+        load_file(run.folder / "best/model.safetensors").keys()
+        == run.tensors("ema").keys()
+        == run.tensors().keys()
+    )
     assert run.tensors("margin_head")["weight"].shape == (CLASSES, 128)
     last = run.read("summary.json")["last"]
     for name in ("best/", "checkpoint"):
@@ -289,5 +374,7 @@ def test_of_a_head_that_is_cut_only_the_embedding_leaves_the_run(runs) -> None:
             assert results[key] == pytest.approx(last[f"eval/ema_{key}"], abs=1e-12), (name, key)
     other = json.loads(runs["other classes"].stdout.splitlines()[-1])
     assert other["count"] == 23 and 0 < other["recall_at_1"] <= 1
-    assert "128 classes without names" in runs["of the original"].text, "no logits, which would be wrong numbers"
+    assert "128 classes without names" in runs["of the original"].text, (
+        "no logits, which would be wrong numbers"
+    )
     assert "leave out --mixup" in runs["mixed"].text and not runs["mixed"].folder.exists()

@@ -10,7 +10,8 @@ from tests.harness.photographs import jpeg
 
 SHAPES = ((320, 240), (240, 320), (300, 300), (427, 200))
 
-TABLE = (r"^  pretrained +no; --pretrained ", r"^  batch norm +none in this model")  # of the start table
+# Of the start table.
+TABLE = (r"^  pretrained +no; --pretrained ", r"^  batch norm +none in this model")
 
 
 def test_a_folder_is_trained_on_as_photographs_on_any_layout(run_several, tmp_path) -> None:
@@ -19,7 +20,16 @@ def test_a_folder_is_trained_on_as_photographs_on_any_layout(run_several, tmp_pa
         file = tmp_path / "flowers" / ("rose", "tulip")[number % 2] / f"IMG_{number:04}.JPG"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(jpeg(*SHAPES[number // 2 % len(SHAPES)]))
-    command = ["--data", tmp_path / "flowers", "--max_steps", 2, "--global_batch_size", 3, "--log_every", 1]
+    command = [
+        "--data",
+        tmp_path / "flowers",
+        "--max_steps",
+        2,
+        "--global_batch_size",
+        3,
+        "--log_every",
+        1,
+    ]
     one, two = (run_several(count, {"run": command}, as_typed=True)["run"] for count in (1, 2))
     for run in (one, two):
         for said in (*TABLE, r"^  input +3 x 224 x 224$"):
@@ -33,8 +43,18 @@ def test_a_folder_is_trained_on_as_photographs_on_any_layout(run_several, tmp_pa
 
 def test_photographs_with_boxes_are_trained_on_as_photographs(run_several, tmp_path) -> None:
     boxes = [annotation(number, [5, 5, 20, 15], (3, 7)[number % 2]) for number in range(5)]
-    command = ["--data", coco(tmp_path, ids=range(5), annotations=boxes), "--max_steps", 1, "--global_batch_size", 2]
+    command = [
+        "--data",
+        coco(tmp_path, ids=range(5), annotations=boxes),
+        "--max_steps",
+        1,
+        "--global_batch_size",
+        2,
+    ]
     run = run_several(1, {"one": command}, recipe="recipes/det.py", as_typed=True)["one"]
     assert all(re.search(said, run.stdout, re.MULTILINE) for said in TABLE), run
-    exported, config = run.read("best/config.json"), yaml.safe_load((run.folder / "config.yaml").read_text())
+    exported, config = (
+        run.read("best/config.json"),
+        yaml.safe_load((run.folder / "config.yaml").read_text()),
+    )
     assert (exported["short_side"], exported["long_side"], config["levels"]) == (480, 800, "3-7")

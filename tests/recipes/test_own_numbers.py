@@ -1,7 +1,8 @@
-"""A copied recipe can log its own numbers and draw in mid-run: they are the same on any layout, and in every tracker.
+"""A copied recipe can log its own numbers and draw in mid-run: they are the same on any layout, and
+in every tracker.
 
-What would make its results depend on the layout without a word is refused by name: a metric of one rank's samples, random
-numbers from a global generator, a parameter that no checkpoint has.
+What would make its results depend on the layout without a word is refused by name: a metric of one
+rank's samples, random numbers from a global generator, a parameter that no checkpoint has.
 """
 
 import re
@@ -29,7 +30,10 @@ NUMBERS = """Numbers of the samples and of the model, and pictures at each evalu
 +                if run.step < run.last:  # after the last one, the run draws them itself
 +                    evaluation.draw(run)
 """
-FLAGS = "--name run --model test_vit --dtype float64 --global_batch_size 51 --max_steps 6 --eval_every 3 --log_every 2"
+FLAGS = (
+    "--name run --model test_vit --dtype float64 --global_batch_size 51 --max_steps 6 "
+    "--eval_every 3 --log_every 2"
+)
 NOISE = """Random numbers of each place that a copy may draw them in.
 @@
 +class Noise(Normalize):
@@ -51,8 +55,12 @@ OF_LOSS = """Noise in the targets.
 +            return loss_fn(logits, targets + 0.1 * torch.rand_like(targets))
 """
 MISTAKES = {
-    "a worker's generator": NOISE.replace("DRAW", "torch.rand(len(positions)).numpy() + 0 * positions"),
-    "the device's generator": NOISE.replace("DRAW", "positions").replace("sampled.to", "torch.rand(len(images)).to"),
+    "a worker's generator": NOISE.replace(
+        "DRAW", "torch.rand(len(positions)).numpy() + 0 * positions"
+    ),
+    "the device's generator": NOISE.replace("DRAW", "positions").replace(
+        "sampled.to", "torch.rand(len(images)).to"
+    ),
     "the loss": OF_LOSS,
     "another parameter": """A parameter beside the model.
 @@ main
@@ -85,14 +93,23 @@ def outcomes(run_several, tmp_path_factory) -> dict[str, Outcome]:
     """The copy on one process and on two with unequal shares, and copies with mistakes."""
     folder = tmp_path_factory.mktemp("copy")
     mine = copy(folder / "mine.py", NUMBERS)
-    cases = {name: [copy(folder / f"{name}.py", diff), "--dry_run"] for name, diff in MISTAKES.items()}
-    cases["dropout is none"] = "--drop 0.5 --drop_path 0.2 --mixup 0.2 --random_erasing 0.3 --dry_run".split()
+    cases = {
+        name: [copy(folder / f"{name}.py", diff), "--dry_run"] for name, diff in MISTAKES.items()
+    }
+    cases["dropout is none"] = (
+        "--drop 0.5 --drop_path 0.2 --mixup 0.2 --random_erasing 0.3 --dry_run".split()
+    )
     cases["one"] = (
         f"{FLAGS} --tracker tensorboard --workers 2 --max_micro_batch_size 20 --output_dir {folder}/1".split()
     )
     two = {"two": f"{FLAGS} --max_micro_batch_size 9 --output_dir {folder}/2".split()}
-    two["of one rank"] = [copy(folder / "of_one_rank.py", OF_ONE_RANK), *"--max_steps 2 --model test_vit".split()]
-    return run_several(1, cases, recipe=mine, pictures=True) | run_several(2, two, recipe=mine, pictures=True)
+    two["of one rank"] = [
+        copy(folder / "of_one_rank.py", OF_ONE_RANK),
+        *"--max_steps 2 --model test_vit".split(),
+    ]
+    return run_several(1, cases, recipe=mine, pictures=True) | run_several(
+        2, two, recipe=mine, pictures=True
+    )
 
 
 def test_custom_numbers_and_pictures_are_the_same_on_any_layout(outcomes) -> None:
@@ -111,11 +128,20 @@ def test_custom_numbers_and_pictures_are_the_same_on_any_layout(outcomes) -> Non
 
 def test_the_tracker_has_pictures_and_what_the_start_table_says(outcomes) -> None:
     one = outcomes["one"]
-    events = EventAccumulator(str(one.folder / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    events = EventAccumulator(
+        str(one.folder / "tensorboard"), size_guidance={"tensors": 0}
+    ).Reload()
     assert [event.step for event in events.Images("confusion")] == [3, 6]
-    (config,) = (event.tensor_proto.string_val[0].decode() for event in events.Tensors("config/text_summary"))
+    (config,) = (
+        event.tensor_proto.string_val[0].decode() for event in events.Tensors("config/text_summary")
+    )
     told = dict(line.strip().partition(": ")[::2] for line in config.splitlines())
-    wanted = {"model": "test_vit", "run/train_images": "1438", "run/micro_steps": "3", "run/precision": "fp64"}
+    wanted = {
+        "model": "test_vit",
+        "run/train_images": "1438",
+        "run/micro_steps": "3",
+        "run/precision": "fp64",
+    }
     assert {name: told[name] for name in wanted} == wanted
     assert re.search(rf"fingerprint +{told['run/fingerprint']},", one.stdout)
 
@@ -132,7 +158,9 @@ SAID = {
 
 @pytest.mark.parametrize("name", SAID)
 def test_what_would_depend_on_the_layout_is_refused_by_name(outcomes, name: str) -> None:
-    assert outcomes[name].outcome == "refused" and outcomes[name].text.startswith(SAID[name]), outcomes[name].text
+    assert outcomes[name].outcome == "refused" and outcomes[name].text.startswith(SAID[name]), (
+        outcomes[name].text
+    )
     assert "\n" not in outcomes[name].text
     fine = outcomes["dropout is none"]
     assert fine.outcome == "ok" and not fine.folder.exists(), "a dry run leaves nothing"

@@ -15,9 +15,14 @@ from tests.harness.outcomes import Outcome
 from tests.harness.several import load
 
 ROOT = Path(__file__).parent.parent.parent
-PRESETS = [path for path in sorted((ROOT / "recipes/presets").glob("*.yaml")) if not path.name.startswith("sweep_")]
+PRESETS = [
+    path
+    for path in sorted((ROOT / "recipes/presets").glob("*.yaml"))
+    if not path.name.startswith("sweep_")
+]
 IMAGENET = 1_281_167  # training images
-# What a preset is too large for here: its data, its model and its pixels. Everything else of it stays.
+# What a preset is too large for here: its data, its model and its pixels. Everything else of it
+# stays.
 SMALL = {
     "cls": "--model test_resnet --no_pretrained --image_size 32 --global_batch_size 96 --max_steps 2",
     "det": "--model test_resnet --no_pretrained --width 32 --short_sides 128 --global_batch_size 8 --max_steps 2",
@@ -51,7 +56,9 @@ def test_a_preset_is_a_configuration_for_usual_numbers_of_gpus(path, tmp_path) -
     assert parse(type(config), ["--config", str(tmp_path / "config.yaml")]) == config
 
     is_mixed = recipe_of(path) == "cls" and (config.mixup or config.cutmix)  # in pairs
-    unit = math.lcm(2 if is_mixed else 1, config.norm_batch_size if config.batch_norm == "group" else 1)
+    unit = math.lcm(
+        2 if is_mixed else 1, config.norm_batch_size if config.batch_norm == "group" else 1
+    )
     Stream(IMAGENET, config.global_batch_size, config.seed, getattr(config, "repeats", 1))
     for world_size in (1, 2, 4, 8, 16, 32):
         if world_size * unit <= config.global_batch_size:
@@ -63,9 +70,15 @@ def test_a_preset_is_a_configuration_for_usual_numbers_of_gpus(path, tmp_path) -
 def test_a_preset_opens_with_its_commands_and_kind_of_figure(path, monkeypatch) -> None:
     """A reported figure must not pass for a measured one."""
     reported = "Reported by the source, not measured here: "
-    kinds = re.findall(rf"^# (Expected: measured here: |Expected: no figure|{reported})", opening(path), re.MULTILINE)
+    kinds = re.findall(
+        rf"^# (Expected: measured here: |Expected: no figure|{reported})",
+        opening(path),
+        re.MULTILINE,
+    )
     assert len(kinds) == 1
-    assert kinds != [reported] or re.search(r"arXiv:\d{4}\.\d{5}", opening(path)), "a reported result needs its source"
+    assert kinds != [reported] or re.search(r"arXiv:\d{4}\.\d{5}", opening(path)), (
+        "a reported result needs its source"
+    )
     monkeypatch.chdir(ROOT)
     assert commands(path)
     for words in commands(path):
@@ -84,11 +97,18 @@ def test_a_preset_opens_with_its_commands_and_kind_of_figure(path, monkeypatch) 
 def test_the_sweep_searches_flags_of_the_recipe_for_its_metric(monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     sweep = yaml.safe_load(Path("recipes/presets/sweep_cls.yaml").read_text())
-    assert sweep["program"] == "recipes/cls.py" and sweep["metric"] == {"name": "eval/top1", "goal": "maximize"}
-    found = {flag: one.get("min", one.get("values", [0])[0]) for flag, one in sweep["parameters"].items()}
+    assert sweep["program"] == "recipes/cls.py" and sweep["metric"] == {
+        "name": "eval/top1",
+        "goal": "maximize",
+    }
+    found = {
+        flag: one.get("min", one.get("values", [0])[0]) for flag, one in sweep["parameters"].items()
+    }
     words = sweep["command"][sweep["command"].index("${program}") + 1 : -1]
     assert Path(sweep["command"][4]).is_file() and sweep["command"][-1] == "${args}"
-    config = parse(RECIPES["cls"].Config, [*words, *(f"--{flag}={value}" for flag, value in found.items())])
+    config = parse(
+        RECIPES["cls"].Config, [*words, *(f"--{flag}={value}" for flag, value in found.items())]
+    )
     assert {flag: getattr(config, flag) for flag in found} == found
 
 
@@ -102,7 +122,8 @@ def trained(run_several, stripes, scenes, rf_detr, thorough) -> dict[str, Outcom
         recipe = recipe_of(path)
         data = scenes if recipe == "det" else stripes
         words = f"--config {path} --data {data} --split val {SMALL[recipe]}"
-        if "\nlong_side" in path.read_text():  # fewer levels and smaller images, where its family has these
+        # Fewer levels and smaller images, where its family has these.
+        if "\nlong_side" in path.read_text():
             words += " --levels 3-5 --long_side 128"
         if path.stem == "coco_rfdetr_nano":  # has no timm backbone
             words += f" --model {rf_detr} --width 128"
@@ -110,7 +131,10 @@ def trained(run_several, stripes, scenes, rf_detr, thorough) -> dict[str, Outcom
     return run_several(1, cases, timeout=600)
 
 
-TRAINED = [pytest.param(path, marks=[pytest.mark.long] * (path.stem in LONG), id=path.stem) for path in PRESETS]
+TRAINED = [
+    pytest.param(path, marks=[pytest.mark.long] * (path.stem in LONG), id=path.stem)
+    for path in PRESETS
+]
 
 
 @pytest.mark.parametrize("path", TRAINED)

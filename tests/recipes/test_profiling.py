@@ -14,23 +14,43 @@ from common.errors import Refused
 
 @pytest.mark.parametrize("text", ["x", "9-3", "0-3", "3-4-5", "1-101"])
 def test_steps_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(Refused, match=rf"^--profile {text}: .*(must be FIRST-LAST|more than 100 steps)"):
+    with pytest.raises(
+        Refused, match=rf"^--profile {text}: .*(must be FIRST-LAST|more than 100 steps)"
+    ):
         parse(RunConfig, [f"--profile={text}"])
 
 
 def test_every_rank_leaves_a_trace(forks, tmp_path) -> None:
-    flags = ["--max_steps", 7, "--eval_every", 4, "--profile", "3-6", "--output_dir", tmp_path, "--name", "a"]
+    flags = [
+        "--max_steps",
+        7,
+        "--eval_every",
+        4,
+        "--profile",
+        "3-6",
+        "--output_dir",
+        tmp_path,
+        "--name",
+        "a",
+    ]
     done, other = (rank.end() for rank in forks.start_ranks(2, *flags))
     assert done.code == other.code == 0, done.stderr
     assert "gpuGetDeviceCount" not in done.stderr and "profiler_start" not in done.stderr
     folder = tmp_path / "a" / "profile"
-    assert {path.name for path in folder.iterdir()} == {"steps_3-6_rank0.json.gz", "steps_3-6_rank1.json.gz"}
+    assert {path.name for path in folder.iterdir()} == {
+        "steps_3-6_rank0.json.gz",
+        "steps_3-6_rank1.json.gz",
+    }
     for path in folder.iterdir():
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         names = {event["name"] for event in events}
-        assert {name for name in names if name.startswith("Profiler")} == {f"ProfilerStep#{n}" for n in range(3, 7)}
+        assert {name for name in names if name.startswith("Profiler")} == {
+            f"ProfilerStep#{n}" for n in range(3, 7)
+        }
         assert "aten::convolution" in names
-    said = f"profile: {folder}/steps_3-6_rank*.json.gz opens in ui.perfetto.dev or chrome://tracing\n"
+    said = (
+        f"profile: {folder}/steps_3-6_rank*.json.gz opens in ui.perfetto.dev or chrome://tracing\n"
+    )
     assert said in done.stdout and said in (tmp_path / "a" / "log.txt").read_text()
 
 
@@ -49,6 +69,12 @@ def test_steps_beyond_the_end_are_refused(run_several, tmp_path: Path) -> None:
     said = outcomes["obstructed"].stdout
     assert re.search(r"^the profile could not be written: FileExistsError: ", said, re.MULTILINE)
     assert outcomes["beyond"].outcome == "refused" and not outcomes["beyond"].folder.exists()
-    assert outcomes["beyond"].text == "--profile 5-13: the run ends with step 12; name steps up to that one"
+    assert (
+        outcomes["beyond"].text
+        == "--profile 5-13: the run ends with step 12; name steps up to that one"
+    )
     assert re.search(r"^profile: .*/steps_1-1_rank0", outcomes["one"].stdout, re.MULTILINE)
-    assert "--profile 1-2: 2 steps were made before this start; name later ones\n" in outcomes["later"].stdout
+    assert (
+        "--profile 1-2: 2 steps were made before this start; name later ones\n"
+        in outcomes["later"].stdout
+    )

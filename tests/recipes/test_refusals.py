@@ -1,8 +1,9 @@
 """What can't be done is refused in one line that helps, on every rank, and what was there stays as it was.
 
-The table is the page: a command as it is typed, and the only line that is then said. `...` stands for anything. The commands
-run in a folder with the files of `a_desk`, on two ranks; a preset of digits stands before words that name none. Texts of single
-formats are in the tests of their rooms: here each stage of a start is shown to refuse on all ranks and to leave nothing behind.
+The table is the page: a command as it is typed, and the only line that is then said. `...` stands
+for anything. The commands run in a folder with the files of `a_desk`, on two ranks; a preset of
+digits stands before words that name none. Texts of single formats are in the tests of their rooms:
+here each stage of a start is shown to refuse on all ranks and to leave nothing behind.
 """
 
 import json
@@ -25,9 +26,15 @@ from tests.harness.launching import ROOT, Started
 from tests.harness.odd_files import Malicious
 from tests.harness.outcomes import read
 
-SMALL = "--opt sgd --global_batch_size 8 --batch_norm local --eval_every 1000 --schedule constant --tracker none --workers 0"
+SMALL = (
+    "--opt sgd --global_batch_size 8 --batch_norm local --eval_every 1000 --schedule constant "
+    "--tracker none --workers 0"
+)
 FIRST = f"cls --data pets --name first {SMALL} --max_steps 2"
-FIRST_DET = "det --data scenes --name boxes --short_sides 64 --long_side 64 --max_steps 2 --tracker none --workers 0"
+FIRST_DET = (
+    "det --data scenes --name boxes --short_sides 64 --long_side 64 --max_steps 2 --tracker none "
+    "--workers 0"
+)
 
 TABLE = """
 -- sizes that do not fit
@@ -160,12 +167,16 @@ def answers(forks, a_desk) -> dict[str, dict]:
 def test_a_mistake_is_answered_by_one_line_on_all_ranks(answers, command) -> None:
     """Else a user would read a traceback, wait, or find half a run."""
     answer = answers[command]
-    assert answer["outcome"] == "refused" and matches(REQUESTS[command], answer["text"]), answer["text"]
+    assert answer["outcome"] == "refused" and matches(REQUESTS[command], answer["text"]), answer[
+        "text"
+    ]
 
 
 @pytest.mark.smoke
 def test_what_matches_a_line_of_the_table() -> None:
-    assert matches("a ... c", "a b c") and not matches("a ... c", "a b d") and not matches("a", "a b")
+    assert (
+        matches("a ... c", "a b c") and not matches("a ... c", "a b d") and not matches("a", "a b")
+    )
 
 
 # ---- a launch that can't work, and what a person then sees
@@ -176,8 +187,9 @@ LAUNCHES = {  # words of a launch, and the line that the recipe says
     ),
     # Without a file of accelerate_configs/, Accelerate's own words stand around the line.
     "-m accelerate.commands.launch recipes/cls.py": (
-        "cls.py: launched for 1 GPU, but this machine shows none: check the driver and CUDA_VISIBLE_DEVICES, or train on the "
-        "CPU with --config_file accelerate_configs/cpu.yaml before the recipe"
+        "cls.py: launched for 1 GPU, but this machine shows none: check the driver and "
+        "CUDA_VISIBLE_DEVICES, or train on the CPU with --config_file accelerate_configs/cpu.yaml "
+        "before the recipe"
     ),
     # Wrong words need no process group.
     "-m torch.distributed.run --nproc_per_node 2 --rdzv_backend machines recipes/cls.py --lr fast": (
@@ -213,7 +225,9 @@ launch.run(main)
 
 @pytest.fixture(scope="module")
 def launches(launch, a_desk, tmp_path_factory) -> Iterator[dict[str, Started]]:
-    """Launches that can't work, at once, by the line that the recipe says; the last is refused first on the second rank."""
+    """Launches that can't work, at once, by the line that the recipe says; the last is refused
+    first on the second rank.
+    """
     folder = tmp_path_factory.mktemp("launches")
     started = {}
     for command, line in LAUNCHES.items():
@@ -234,9 +248,15 @@ def test_a_launch_that_cannot_work_is_answered_by_one_line(launches, line) -> No
     """Whatever launchers and other ranks say about it."""
     done = launches[line].finish()
     has_other_lines = "1 GPU" in line or "--lr" in line
-    said = [text for text in done.stderr.splitlines() if not has_other_lines or text.startswith("cls.py: ")]
+    said = [
+        text
+        for text in done.stderr.splitlines()
+        if not has_other_lines or text.startswith("cls.py: ")
+    ]
     assert len(said) == 1 and matches(line, said[0]), done
-    assert (done.returncode == 2 and done.stdout == "") or ("1 GPU" in line and done.returncode), done
+    assert (done.returncode == 2 and done.stdout == "") or ("1 GPU" in line and done.returncode), (
+        done
+    )
 
 
 def test_a_launcher_shows_a_crash_once(launch, tmp_path) -> None:
@@ -250,7 +270,9 @@ def test_a_launcher_shows_a_crash_once(launch, tmp_path) -> None:
     said = rf"Traceback .*\nValueError: of the test\non rank 1 \({host}\)\n{process} failed with exit code 1, see .*"
     assert re.fullmatch(said, raised.stderr, re.DOTALL), raised
     assert raised.stderr.count("Traceback") == 1 and raised.stderr.count("\n") < 12
-    assert re.fullmatch(rf"{process} was killed by SIGKILL: by a person, or .*\n", killed.stderr), killed
+    assert re.fullmatch(rf"{process} was killed by SIGKILL: by a person, or .*\n", killed.stderr), (
+        killed
+    )
 
 
 # ---- while it runs
@@ -263,6 +285,8 @@ def print_to_a_full_disk() -> None:
 def test_a_run_outlives_its_terminal(forks, a_desk, tmp_path) -> None:
     words = [*words_of(FIRST)[1:], "--data", a_desk / "pets", "--output_dir", tmp_path]
     ended = forks(*words, before=print_to_a_full_disk)
-    assert ended.code == 0 and re.fullmatch(".*rest of it is lost.*No space left on device\n", ended.stderr), ended
+    assert ended.code == 0 and re.fullmatch(
+        ".*rest of it is lost.*No space left on device\n", ended.stderr
+    ), ended
     assert read(tmp_path / "first/status.json")["status"] == "finished"
     assert "finished  2 steps" in (tmp_path / "first/log.txt").read_text()

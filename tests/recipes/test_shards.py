@@ -18,10 +18,12 @@ WORDS = f"--model test_vit --dtype float64 --global_batch_size 32 --max_steps {S
 WORDS += "--log_every 1 --eval_every 6".split()
 CLOSE = 1e-9
 KEY = {"SHARDS_KEY": "Signature=s3cr3t"}
-FAULTS = ("", "", "status 503", "", "reset", "short", "", "other", "", "status 429 1")  # of answers about each shard
+# Of answers about each shard.
+FAULTS = ("", "", "status 503", "", "reset", "short", "", "other", "", "status 429 1")
 BOXES = (
-    "--model test_resnet --levels 3-4 --convolutions 1 --short_sides 80 --long_side 128 --width 32 --batch_norm frozen "
-    "--global_batch_size 6 --max_steps 4 --log_every 1 --eval_every 4 --dtype float64"
+    "--model test_resnet --levels 3-4 --convolutions 1 --short_sides 80 --long_side 128 --width "
+    "32 --batch_norm frozen --global_batch_size 6 --max_steps 4 --log_every 1 --eval_every 4 "
+    "--dtype float64"
 ).split()
 XYWH = ["--box_format", "xywh"]
 
@@ -45,11 +47,18 @@ def data(scenes, tmp_path_factory) -> Path:
             with tarfile.open(root / f"boxes/{part}-{number:03}.tar", "w") as tar:
                 for place, row in enumerate(shard):
                     add(tar, f"{place:03}.png", row["image"])
-                    described = {"objects": row["objects"], "image_id": row["image_id"], "caption": "no matter"}
+                    described = {
+                        "objects": row["objects"],
+                        "image_id": row["image_id"],
+                        "caption": "no matter",
+                    }
                     add(tar, f"{place:03}.json", json.dumps(described).encode())
             table = pa.Table.from_pylist(shard, schema)
             pq.write_table(table, root / f"boxes/{part}-{number:03}.parquet", row_group_size=4)
-    for part, counts, of_shards in (("train", (130, 110, 109), COUNTS), ("val", (9, 8, 7), (5, 19))):
+    for part, counts, of_shards in (
+        ("train", (130, 110, 109), COUNTS),
+        ("val", (9, 8, 7), (5, 19)),
+    ):
         folder = draw_noise(root / "files" / part, counts, seed=len(part))
         write_tars(folder, root / "tars", part, of_shards)
         write_parquet(folder, root / "parquet", part, of_shards)
@@ -59,7 +68,9 @@ def data(scenes, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def server(data):
     with RangeServer() as server:
-        server.files = {f"/{file.relative_to(data)}": file.read_bytes() for file in data.glob("*/*-*")}
+        server.files = {
+            f"/{file.relative_to(data)}": file.read_bytes() for file in data.glob("*/*-*")
+        }
         yield server
 
 
@@ -79,7 +90,14 @@ def runs(run_several, scenes, data, server, tmp_path_factory):
         "files": ["--data", data / "files"],
         "tars": ["--data", data / "tars"],
         "parquet": ["--data", data / "parquet", "--workers", 2],
-        "tars from a server": ["--data", from_server(server, "tars"), "--workers", 2, "--cache", 32],
+        "tars from a server": [
+            "--data",
+            from_server(server, "tars"),
+            "--workers",
+            2,
+            "--cache",
+            32,
+        ],
         "blocks": [*blocks, "--workers", 0],
         "first half": [*blocks, *begun, "--max_steps", 5],
     }
@@ -96,12 +114,20 @@ def runs(run_several, scenes, data, server, tmp_path_factory):
         "tars": [data / "boxes/*.tar", *XYWH],
         "parquet": [from_server(server, "boxes"), *XYWH],
     }
-    cases |= {f"boxes of {kind}": ["recipes/det.py", *BOXES, "--data", *words] for kind, words in boxes.items()}
+    cases |= {
+        f"boxes of {kind}": ["recipes/det.py", *BOXES, "--data", *words]
+        for kind, words in boxes.items()
+    }
     found = {1: run_several(1, cases, env=KEY)}
     server.faults |= {path: [*FAULTS] for path in server.files if path.startswith("/parquet/train")}
     best = found[1]["tars"].folder / "best"
-    words = {name: [str(word).replace("BEST", str(best)) for word in words] for name, words in three.items()}
-    return found | {3: run_several(3, {name: [*WORDS, *words] for name, words in words.items()}, env=KEY)}
+    words = {
+        name: [str(word).replace("BEST", str(best)) for word in words]
+        for name, words in three.items()
+    }
+    return found | {
+        3: run_several(3, {name: [*WORDS, *words] for name, words in words.items()}, env=KEY)
+    }
 
 
 KEYS = ("train/loss", "eval/loss", "eval/top1")
@@ -127,12 +153,29 @@ def test_shards_of_boxes_train_the_same_on_three_processes(runs, run_several, da
     """Of blocks also with mosaics, whose other images come from the same step."""
     words, det = [*BOXES, *XYWH, "--data"], {"recipe": "recipes/det.py", "env": KEY}
     tars = [*words, data / "boxes/*.tar"]
-    blocks = [*words, from_server(server, "boxes"), "--shard_memory", 1, "--mosaic", 1, "--mixup", 0.5]
-    one = {"tars": runs[1]["boxes of tars"]} | run_several(1, {"blocks": [*blocks, "--workers", 2]}, **det)
-    three = {"tars": tars, "blocks": blocks, "evaluated": [*tars, "--eval_only", one["tars"].folder / "best"]}
+    blocks = [
+        *words,
+        from_server(server, "boxes"),
+        "--shard_memory",
+        1,
+        "--mosaic",
+        1,
+        "--mixup",
+        0.5,
+    ]
+    one = {"tars": runs[1]["boxes of tars"]} | run_several(
+        1, {"blocks": [*blocks, "--workers", 2]}, **det
+    )
+    three = {
+        "tars": tars,
+        "blocks": blocks,
+        "evaluated": [*tars, "--eval_only", one["tars"].folder / "best"],
+    }
     found = run_several(3, three, **det)
     for kind in ("tars", "blocks"):
-        np.testing.assert_allclose(found[kind].column("train/loss"), one[kind].column("train/loss"), rtol=1e-9)
+        np.testing.assert_allclose(
+            found[kind].column("train/loss"), one[kind].column("train/loss"), rtol=1e-9
+        )
     assert found["evaluated"].outcome == "ok"
 
 

@@ -30,17 +30,26 @@ class Training:
 
     def record(self, step: int) -> dict:
         of_run = {"name": "a", "recipe": "cls", "environment": {"commit": "c0ffee"}}
-        return of_run | {"step": step, "config": {"lr": 0.1, "name": ""}, "identity": {"lr": 0.1, "data": "1-2"}}
+        return of_run | {
+            "step": step,
+            "config": {"lr": 0.1, "name": ""},
+            "identity": {"lr": 0.1, "data": "1-2"},
+        }
 
     def step(self, step: int, top1: float, placed: bool = True) -> None:
         with torch.no_grad():
             self.state.model.weight.fill_(-step)
             self.state.ema.weight.fill_(step)
         if self.progress.record_evaluation(step, {"eval/top1": top1}, "eval/top1"):
-            self.best.export(self.state.exported(), {"top1": top1, "of_classes": [top1, 1.0]}, self.record(step))
+            self.best.export(
+                self.state.exported(), {"top1": top1, "of_classes": [top1, 1.0]}, self.record(step)
+            )
         self.best.take()
         files = {"model": self.state.model.state_dict(), "ema": self.state.ema.state_dict()}
-        record = self.record(step) | {"ledger": vars(self.progress).copy(), "best": self.best.seal()}
+        record = self.record(step) | {
+            "ledger": vars(self.progress).copy(),
+            "best": self.best.seal(),
+        }
         record["ledger"] = {key: value for key, value in record["ledger"].items() if key[0] != "_"}
         self.checkpoints.save(record, files)
         if placed:
@@ -98,7 +107,9 @@ def test_the_new_best_waits_for_the_checkpoint_that_records_it(run: Path) -> Non
     assert weight(run) == 1 and again.said == [] and names(run) == ["best", "checkpoints"]
 
 
-@pytest.mark.parametrize("moment", ["before", "old aside", "old left", "new alone is there", "no checkpoint"])
+@pytest.mark.parametrize(
+    "moment", ["before", "old aside", "old left", "new alone is there", "no checkpoint"]
+)
 def test_the_next_start_completes_or_undoes_a_replacement(run: Path, moment: str) -> None:
     training = Training(run)
     training.step(1, 0.1)
@@ -122,7 +133,9 @@ def test_the_next_start_completes_or_undoes_a_replacement(run: Path, moment: str
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_best_is_exported_again(run: Path, damage: str) -> None:
-    """From the checkpoint of the same step, which need not be the newest; with its run and the results of each class."""
+    """From the checkpoint of the same step, which need not be the newest; with its run and the
+    results of each class.
+    """
     training = Training(run)
     for step, top1 in enumerate((0.1, 0.3, 0.2), 1):
         training.step(step, top1)
@@ -147,9 +160,15 @@ def test_without_its_checkpoint_the_next_evaluation_is_the_best(run: Path, damag
     DAMAGES[damage](run / "best")
     again = training.start_again()
     (said,) = again.said
-    lost = f"{run}/checkpoints/step_00000001, from which it was exported, is gone: the best model, top-1 30.00 %, is lost; "
+    lost = (
+        f"{run}/checkpoints/step_00000001, from which it was exported, is gone: the best model, "
+        "top-1 30.00 %, is lost; "
+    )
     assert lost in said and said.endswith("; best/ will be the best of the evaluations from now on")
-    assert again.progress.best == {} and names(run) == [*["best.damaged"] * (damage == "changed"), "checkpoints"]
+    assert again.progress.best == {} and names(run) == [
+        *["best.damaged"] * (damage == "changed"),
+        "checkpoints",
+    ]
     assert again.best.seal() == {"results": {}, "files": {}}
     again.step(4, 0.01)
     assert weight(run) == 4 and again.start_again().said == []

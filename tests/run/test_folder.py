@@ -70,13 +70,21 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path) -> None:
                 os.kill(worker, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("torn", ["", '{"step": 40, "train/loss": 0.1', "\n", '{"step": 40}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "torn", ["", '{"step": 40, "train/loss": 0.1', "\n", '{"step": 40}', "[" * 100_000]
+)
 def test_a_resume_drops_rows_beyond_its_step_and_a_torn_last_one(folder, torn: str) -> None:
-    text = "".join(json.dumps({"step": step, "train/loss": 1 / step}) + "\n" for step in (10, 20, 30))
+    text = "".join(
+        json.dumps({"step": step, "train/loss": 1 / step}) + "\n" for step in (10, 20, 30)
+    )
     (folder.path / "metrics.jsonl").write_text(text + torn)
     assert [row["step"] for row in folder.rewind(20)] == [10, 20]
     folder.row({"step": 30, "train/loss": 0.25, "train/grad_norm": float("inf")})
-    assert [(row["step"], row["train/loss"]) for row in rows(folder.path)] == [(10, 0.1), (20, 0.05), (30, 0.25)]
+    assert [(row["step"], row["train/loss"]) for row in rows(folder.path)] == [
+        (10, 0.1),
+        (20, 0.05),
+        (30, 0.25),
+    ]
     assert rows(folder.path)[-1]["train/grad_norm"] is None, "JSON has no infinity"
 
 

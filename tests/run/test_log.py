@@ -36,8 +36,14 @@ def test_a_step_has_one_row_and_the_dashboard_begins_late(opened) -> None:
     journal.note(20, {"train/loss": 0.25})
     journal.flush()
     journal.flush()
-    assert rows(path) == [{"step": 10, "train/loss": 0.5, "eval/top1": 0.9}, {"step": 20, "train/loss": 0.25}]
-    assert dashboard.rows == [(10, {"train/loss": 0.5, "eval/top1": 0.9}), (20, {"train/loss": 0.25})]
+    assert rows(path) == [
+        {"step": 10, "train/loss": 0.5, "eval/top1": 0.9},
+        {"step": 20, "train/loss": 0.25},
+    ]
+    assert dashboard.rows == [
+        (10, {"train/loss": 0.5, "eval/top1": 0.9}),
+        (20, {"train/loss": 0.25}),
+    ]
 
 
 def test_lines_are_logged_without_control_characters(opened, capsys) -> None:
@@ -45,7 +51,9 @@ def test_lines_are_logged_without_control_characters(opened, capsys) -> None:
     journal.say("a\nb \x1b[2J \x9b \u202e \udcff é 足")
     journal.table({"data": "digits", "model": "x\r\ny"})
     journal.leading = "top1"
-    journal.note(10, {"train/loss": 0.51234, "eval/top1": 0.875, "train/lr": 1.0, "eval/loss": None})
+    journal.note(
+        10, {"train/loss": 0.51234, "eval/top1": 0.875, "train/lr": 1.0, "eval/loss": None}
+    )
     journal.note(20, {"eval/top1": 1.0})
     journal.flush()
     lines = capsys.readouterr().out.splitlines()
@@ -55,7 +63,8 @@ def test_lines_are_logged_without_control_characters(opened, capsys) -> None:
         *table,
         "step 10/30  loss 0.5123  top-1 0.875",
     ]
-    assert lines[4].startswith("step 20/30  top-1 1  ") and lines[4].endswith(" s left")  # once there is a pace
+    # Once there is a pace.
+    assert lines[4].startswith("step 20/30  top-1 1  ") and lines[4].endswith(" s left")
     assert [line.split("  ", 1)[1] for line in (path / "log.txt").read_text().splitlines()] == lines
 
 
@@ -81,4 +90,6 @@ def test_all_but_the_main_process_are_silent(capsys, tmp_path: Path, monkeypatch
     journal.flush()
     journal.summary({"best": {}, "last": {}})
     output = capsys.readouterr()
-    assert output.out == output.err == "" and dashboard.rows == [] and list(tmp_path.iterdir()) == []
+    assert (
+        output.out == output.err == "" and dashboard.rows == [] and list(tmp_path.iterdir()) == []
+    )

@@ -12,7 +12,13 @@ from tests.harness.pictures import drawn, has, texts
 
 ROWS = [
     {"step": 1, "train/loss": 2.0, "train/lr": 0.1},
-    {"step": 2, "train/loss": float("nan"), "train/lr": 0.1, "eval/loss": float("inf"), "eval/top1": None},
+    {
+        "step": 2,
+        "train/loss": float("nan"),
+        "train/lr": 0.1,
+        "eval/loss": float("inf"),
+        "eval/top1": None,
+    },
     {"step": 3, "eval/loss": 1.5, "eval/top1": 0.5, "eval/ema_top1": 0.75},
 ]
 
@@ -36,17 +42,34 @@ CURVES = {  # results of steps 1 to 3, the metric that leads, the step of best/ 
         "best/ is of step 3, top-1 (EMA) 65.00 %",
         ["top-1", "top-1 of the averaged weights (EMA)"],
     ),
-    "a detector": ({"AP": [0.1, 0.3, 0.2], "AP50": [0.4, 0.5, 0.6]}, "AP", 2, "step 2, AP 30.00 %", ["AP", "AP50"]),
-    "a custom metric": ({"neg_error": [-3.0, -2.0, -1.5]}, "neg_error", 3, "neg_error -1.5", ["neg_error"]),
+    "a detector": (
+        {"AP": [0.1, 0.3, 0.2], "AP50": [0.4, 0.5, 0.6]},
+        "AP",
+        2,
+        "step 2, AP 30.00 %",
+        ["AP", "AP50"],
+    ),
+    "a custom metric": (
+        {"neg_error": [-3.0, -2.0, -1.5]},
+        "neg_error",
+        3,
+        "neg_error -1.5",
+        ["neg_error"],
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CURVES)
 def test_curves_name_the_leading_metric_and_mark_the_best_step(tmp_path, monkeypatch, case) -> None:
     results, leading, best, told, lines = CURVES[case]
-    rows = [{"step": place + 1} | {f"eval/{key}": of[place] for key, of in results.items()} for place in range(3)]
+    rows = [
+        {"step": place + 1} | {f"eval/{key}": of[place] for key, of in results.items()}
+        for place in range(3)
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "summary.json").write_text(json.dumps({"leading": f"eval/{leading}", "best": {"step": best}}))
+    (tmp_path / "summary.json").write_text(
+        json.dumps({"leading": f"eval/{leading}", "best": {"step": best}})
+    )
     said = texts(monkeypatch, lambda: plots.curves(tmp_path))
     assert any(text.endswith(told) for text in said) and f"best/ (step {best})" in said
     assert all(line in said for line in lines)
@@ -59,23 +82,36 @@ def test_the_first_batch_is_shown_before_normalisation(tmp_path, monkeypatch) ->
     monkeypatch.setattr(plots, "sheet", lambda of, headline, path: cells.extend([*of, headline]))
     mean, std = ((0.2, 0.4, 0.6), (0.1, 0.2, 0.3))
     images = torch.from_numpy((wanted / 255.0 - mean) / std).permute(0, 3, 1, 2)
-    shown = [("cat 70 %\ndog 30 %", "a.png", []), ("1 object", "b.png", [((1, 2, 3, 4), "dog")]), ("", "c.png", [])]
+    shown = [
+        ("cat 70 %\ndog 30 %", "a.png", []),
+        ("1 object", "b.png", [((1, 2, 3, 4), "dog")]),
+        ("", "c.png", []),
+    ]
     parts = [(images[:2], shown[:2]), (images[2:], shown[2:])]
-    plots.first_batch(iter(parts), 64, {"mean": mean, "std": std}, tmp_path / "run/pictures/first_batch.png")
+    plots.first_batch(
+        iter(parts), 64, {"mean": mean, "std": std}, tmp_path / "run/pictures/first_batch.png"
+    )
     *found, headline = cells
     assert all((cell.pixels == of).all() for cell, of in zip(found, wanted, strict=True))
-    assert [(cell.caption, cell.footnote) for cell in found] == [(caption, name) for caption, name, _ in shown]
+    assert [(cell.caption, cell.footnote) for cell in found] == [
+        (caption, name) for caption, name, _ in shown
+    ]
     assert [(corners, name) for corners, name, _ in found[1].boxes] == [((1, 2, 3, 4), "dog")]
     assert headline.startswith("run: 3 of the first 64 samples as the model sees them (mean ")
     cells.clear()
-    plots.first_batch(parts, 64, {}, tmp_path)  # of a model that does not say how its images are normalised
+    # Of a model that does not say how its images are normalised.
+    plots.first_batch(parts, 64, {}, tmp_path)
     assert np.abs(cells[0].pixels.astype(int) - wanted[0]).max() <= 1
 
 
 @pytest.mark.parametrize("classes", [1, 50, 1000])
-def test_a_confusion_matrix_of_any_size_shows_its_mistake(tmp_path, monkeypatch, classes: int) -> None:
+def test_a_confusion_matrix_of_any_size_shows_its_mistake(
+    tmp_path, monkeypatch, classes: int
+) -> None:
     figures, save = [], plots.save
-    monkeypatch.setattr(plots, "save", lambda figure, path: (figures.append(figure), save(figure, path)))
+    monkeypatch.setattr(
+        plots, "save", lambda figure, path: (figures.append(figure), save(figure, path))
+    )
     names = [f"$class_{{{index}}} 猫 & dog" for index in range(classes)]
     matrix = np.diag(np.full(classes + 1, 2))  # the last row and column are the background's
     matrix[0] = 0  # a class that does not occur

@@ -1,4 +1,6 @@
-"""Records of a run: custom names can't replace its own, an exploding dry run is refused, plots carry their step."""
+"""Records of a run: custom names can't replace its own, an exploding dry run is refused, plots
+carry their step.
+"""
 
 import contextlib
 import dataclasses
@@ -46,12 +48,20 @@ def report(step: int, loss: float, **options) -> StepReport:
 def test_custom_numbers_cannot_replace_those_of_the_run(records) -> None:
     kept = records()
     for step in (1, 2):
-        kept.record_step(report(step, 1.0, logged={"train/aux": 0.5 * step}), 0.1, is_evaluated=False)
+        kept.record_step(
+            report(step, 1.0, logged={"train/aux": 0.5 * step}), 0.1, is_evaluated=False
+        )
     kept.record_evaluation(2, {"top1": 0.5}, "top1")
     kept.log.flush()
     (step, row), *others = kept.log._tracker.rows
     assert (step, row["train/aux"], row["eval/top1"], others) == (2, 1.0, 0.5, [])
-    own = {"step", "train/loss_scale", "perf/gpu_memory_gb", "train/update_ratio", "train/lr_backbone"}
+    own = {
+        "step",
+        "train/loss_scale",
+        "perf/gpu_memory_gb",
+        "train/update_ratio",
+        "train/lr_backbone",
+    }
     for name in (row.keys() - {"train/aux"}) | own:
         with pytest.raises(Refused, match=f"^run.log: '?{name}'? is "):
             check_names([name])
@@ -66,14 +76,22 @@ def test_rows_have_loss_scale_slowest_rank_and_gpu_memory(records, monkeypatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: 2**31)
     for step, ready in ((2, (1.0, 4.0, 1.0)), (3, ()), (4, (1.0,)), (6, ())):
-        told = StepReport(step, 1.0, 1.0, 0.0, (), stop=False, skipped=True, loss_scale=1 / step, ready=ready)
+        told = StepReport(
+            step, 1.0, 1.0, 0.0, (), stop=False, skipped=True, loss_scale=1 / step, ready=ready
+        )
         kept.record_step(
-            dataclasses.replace(told, update={"weight_norm": 5.0, "lr_head": 0.1}), 10.0, is_evaluated=False
+            dataclasses.replace(told, update={"weight_norm": 5.0, "lr_head": 0.1}),
+            10.0,
+            is_evaluated=False,
         )
     kept.log.flush()
     first, second, third = (row for _, row in kept.log._tracker.rows)
     assert (first["perf/slowest_rank"], first["perf/slowest_rank_lag"]) == (1, pytest.approx(0.2))
-    assert (first["train/weight_norm"], first["train/lr_head"], first["perf/gpu_memory_gb"]) == (5.0, 0.1, 2.0)
+    assert (first["train/weight_norm"], first["train/lr_head"], first["perf/gpu_memory_gb"]) == (
+        5.0,
+        0.1,
+        2.0,
+    )
     assert [row["train/loss_scale"] for row in (first, second, third)] == [1 / 2, 1 / 4, 1 / 6]
     assert second["train/skipped_steps"] == 3, "the step without a row counts"
     for row in (second, third):
@@ -84,30 +102,50 @@ def test_the_best_evaluation_is_the_lowest_of_a_loss_and_finite(records) -> None
     """A loss of 2.15 is no 215 %, and the model of the first evaluation, the worst, is not kept."""
     of = records(patience=2)
     losses = [NAN, 2.15, 0.5, 0.5, NAN]  # an equal one is kept, but it is no better
-    kept = [of.record_evaluation(step, {"loss": loss}, "loss", False) for step, loss in enumerate(losses)]
+    kept = [
+        of.record_evaluation(step, {"loss": loss}, "loss", False)
+        for step, loss in enumerate(losses)
+    ]
     assert kept == [True, True, True, True, False]
     assert of.progress.headline(of.progress.best) == "loss 0.5"
     assert of.summary()["leading"] == "eval/loss"
     of.log.summary(of.summary())
-    assert {"best/step": 3, "best/eval/loss": 0.5, "last/step": 4}.items() <= of.log._tracker.results.items()
+    assert {
+        "best/step": 3,
+        "best/eval/loss": 0.5,
+        "last/step": 4,
+    }.items() <= of.log._tracker.results.items()
     assert "no better loss since step 2" in of.progress.exhausted(RunConfig(patience=2))
     of.record_evaluation(5, {"top1": 0.25}, "top1", True)
     assert of.progress.headline(of.progress.last) == "top-1 25.00 %"
 
 
 def test_the_direction_of_usual_results_is_known() -> None:
-    directions = {"loss": False, "ece": False, "top1": True, "f1_macro": True, "AP50": True, "my": None}
+    directions = {
+        "loss": False,
+        "ece": False,
+        "top1": True,
+        "f1_macro": True,
+        "AP50": True,
+        "my": None,
+    }
     for name, direction in directions.items():
         assert direction_of(name) is direction_of(f"eval/ema_{name}") is direction
 
 
 def test_a_dry_run_refuses_what_explodes_or_is_not_finite(records, capsys) -> None:
-    for first, second, told in ((2.3, 5e7, "5e[+]07"), (1e-9, 1e3 + 1, "1e[+]03"), (2.3, 700.0, "")):
+    for first, second, told in (
+        (2.3, 5e7, "5e[+]07"),
+        (1e-9, 1e3 + 1, "1e[+]03"),
+        (2.3, 700.0, ""),
+    ):
         for dry_run in (True, False):  # a run sees for itself
             kept = records(dry_run=dry_run)
             kept.record_step(report(1, first), 0.1, is_evaluated=False)
             said = f"^step 2: the loss rose to {told}, more than 1,000 times the first; lower --lr"
-            with pytest.raises(Refused, match=said) if told and dry_run else contextlib.nullcontext():
+            with (
+                pytest.raises(Refused, match=said) if told and dry_run else contextlib.nullcontext()
+            ):
                 kept.record_step(report(2, second), 0.1, is_evaluated=True)
     told = "step 2: eval/loss is not finite; lower --lr, set --clip 1 or --warmup_epochs"
     with pytest.raises(Refused, match=told):
@@ -138,7 +176,8 @@ def test_pictures_carry_their_step_and_take_little_time(records) -> None:
 
 def test_too_many_broken_images_in_a_window_stop_the_run() -> None:
     """And a new window starts from zero."""
-    progress, config = Progress(), RunConfig(global_batch_size=64)  # 16 steps; 20 images may be broken
+    # 16 steps; 20 images may be broken.
+    progress, config = Progress(), RunConfig(global_batch_size=64)
     for step, images in ((1, 10), (16, 10), (17, 20), (33, 20)):
         progress.count_broken(step, [f"{step}/{image}" for image in range(images)], config, print)
     resumed = Progress(**dataclasses.asdict(progress))
@@ -146,8 +185,9 @@ def test_too_many_broken_images_in_a_window_stop_the_run() -> None:
         with pytest.raises(Refused) as raised:
             each.count_broken(48, ["the-last.png: torn"], config, print)
         assert str(raised.value) == (
-            "step 48: 21 of the last 1,024 images could not be read (the last: the-last.png: torn), more than "
-            "--max_broken_share 0.02 of each 1,024: mend the data, or raise the limit"
+            "step 48: 21 of the last 1,024 images could not be read (the last: the-last.png: "
+            "torn), more than --max_broken_share 0.02 of each 1,024: mend the data, or raise the "
+            "limit"
         )
     assert progress.broken == 61 and progress.broken_files == 61
     said: list[str] = []
@@ -156,4 +196,6 @@ def test_too_many_broken_images_in_a_window_stop_the_run() -> None:
     assert [line.split()[-1] for line in said] == ["a", "b"], "each is named once"
     assert (resumed.broken, resumed.broken_files) == (65, 63)
     with pytest.raises(Refused, match="step 2: 1 of the last 4,000 "):
-        Progress().count_broken(2, ["x"], RunConfig(global_batch_size=4000, max_broken_share=0.0), print)
+        Progress().count_broken(
+            2, ["x"], RunConfig(global_batch_size=4000, max_broken_share=0.0), print
+        )

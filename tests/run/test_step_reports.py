@@ -17,17 +17,27 @@ from tests.harness.processes import Processes
 NAN, INF = float("nan"), float("inf")
 
 
-def post(state: StepReports, step: int, losses: list[float], norm: float = 1.0, stop: bool = False, **options) -> None:
+def post(
+    state: StepReports,
+    step: int,
+    losses: list[float],
+    norm: float = 1.0,
+    stop: bool = False,
+    **options,
+) -> None:
     """The share of this rank: `losses` of as many positions, which follow those of the ranks before it.
 
-    Under fp16 a norm that is not finite is an overflow, at which the scaler halves its scale; with `unseen` it does not.
+    Under fp16 a norm that is not finite is an overflow, at which the scaler halves its scale; with
+    `unseen` it does not.
     """
     if state.scaler and not (math.isfinite(norm) or options.get("unseen")):
         state.scaler.scale(torch.ones(()))
         state.scaler.update(state.scaler.get_scale() / 2)
     first = (step - 1) * state.global_batch_size + rank() * len(losses)
     positions = torch.arange(first, first + len(losses))
-    outcome = StepOutcome(torch.tensor(losses), positions, options.get("wait", 0.0), options.get("broken", ()))
+    outcome = StepOutcome(
+        torch.tensor(losses), positions, options.get("wait", 0.0), options.get("broken", ())
+    )
     said = options.get("ended_by", ""), options.get("update"), options.get("lap")
     state.post(step, outcome, torch.tensor(norm), stop, *said)
 
@@ -44,8 +54,18 @@ def fp16(scale: float = 2.0**16) -> torch.amp.GradScaler:
 
 HALF = "or look at these samples, or take a bf16 config: beyond 65,504 fp16 is infinite"
 NOT_FINITE = {  # losses, gradient norm, under fp16, what is told
-    "two losses": ([1.0, NAN, 1.0, NAN], 1.0, False, "samples at positions 29, 31 is not finite; no checkpoint"),
-    "many losses": ([NAN] * 100, NAN, False, "positions 700, 701, 702, 703, 704, 705, 706, 707 and 92 more is not"),
+    "two losses": (
+        [1.0, NAN, 1.0, NAN],
+        1.0,
+        False,
+        "samples at positions 29, 31 is not finite; no checkpoint",
+    ),
+    "many losses": (
+        [NAN] * 100,
+        NAN,
+        False,
+        "positions 700, 701, 702, 703, 704, 705, 706, 707 and 92 more is not",
+    ),
     "the gradient": ([1.0, 1.0], INF, False, "the gradient norm is not finite"),
     "the loss under fp16, which no smaller scale mends": ([NAN], NAN, True, HALF),
     "the sum of squares under fp16": ([1.0], INF, True, "the gradient norm is not finite"),
@@ -65,7 +85,9 @@ def test_a_value_that_is_not_finite_stops_the_run_and_is_named(case: str) -> Non
 
 
 def test_a_report_that_did_not_come_in_is_asked_for_again() -> None:
-    """What saves a run after the loss of a process settles once more: no checkpoint of a step without a report."""
+    """What saves a run after the loss of a process settles once more: no checkpoint of a step
+    without a report.
+    """
     state = StepReports(1)
     post(state, 1, [NAN])
     assert refusal(state) == refusal(state)
@@ -75,7 +97,13 @@ def test_under_fp16_an_overflow_is_a_skipped_step() -> None:
     state = StepReports(1, fp16(8.0))
     state.add({"train/aux": 3.0})
     for step, norm in enumerate((1.0, INF, NAN, 1.0, INF), 1):
-        post(state, step, [1.0], norm, update=Update({}, torch.tensor([4.0, 2.0])) if step == 1 else None)
+        post(
+            state,
+            step,
+            [1.0],
+            norm,
+            update=Update({}, torch.tensor([4.0, 2.0])) if step == 1 else None,
+        )
     reports = state.settle()
     beside = {"weight_norm": 4.0, "update_ratio": 0.5}, {"train/aux": 3.0}
     assert (reports[0].update, reports[0].logged) == beside
@@ -101,7 +129,11 @@ def healthy_steps() -> list[dict]:
         ended_by = "enough" * (step == 3 and rank() == world_size() - 1)
         stop = step == 3 and rank() == world_size() - 1
         told = {"stop": stop, "wait": float(rank()), "broken": broken, "ended_by": ended_by}
-        update = Update({"lr_head": 0.1 * step}, torch.tensor([4.0, 2.0 * step])) if step % 2 == 0 else None
+        update = (
+            Update({"lr_head": 0.1 * step}, torch.tensor([4.0, 2.0 * step]))
+            if step % 2 == 0
+            else None
+        )
         lap = SimpleNamespace(seconds=lambda step=step: 10.0 * step + rank())
         post(state, step, mine, norm=0.5 * step, update=update, lap=lap, **told)
         reports += [asdict(report) for report in state.read()]
@@ -118,14 +150,22 @@ def test_all_ranks_get_the_same_reports_one_step_later_in_order(processes: Proce
     assert [report.ended_by for report in reports] == ["", "", "enough", ""]
     others = sum(range(ranks))
     for report in reports:
-        assert report.loss == pytest.approx((100 * report.step * ranks + others + ranks) / (2 * ranks))
+        assert report.loss == pytest.approx(
+            (100 * report.step * ranks + others + ranks) / (2 * ranks)
+        )
         assert (report.data_wait, report.grad_norm) == (others / ranks, 0.5 * report.step)
-    assert [report.stop for report in reports] == [False, False, True, False]  # one rank's wish is everyone's
+    # One rank's wish is everyone's.
+    assert [report.stop for report in reports] == [False, False, True, False]
     assert reports[1].broken == tuple(f"{rank}.png: torn" for rank in range(ranks))
     assert reports[2].broken == ("1.png: torn",)
     assert reports[0].update == reports[2].update == {}
     assert reports[3].update == {"lr_head": 0.4, "weight_norm": 4.0, "update_ratio": 2.0}
-    assert [[*report.ready] for report in reports] == [[], [30.0, 32.0, 34.0], [], [70.0, 72.0, 74.0]]
+    assert [[*report.ready] for report in reports] == [
+        [],
+        [30.0, 32.0, 34.0],
+        [],
+        [70.0, 72.0, 74.0],
+    ]
 
 
 def fail_on_one_rank(half: bool, norm: float) -> tuple[str, int]:
@@ -135,7 +175,8 @@ def fail_on_one_rank(half: bool, norm: float) -> tuple[str, int]:
         while not told and step < 10:
             step += 1
             bad = step == 4 and rank() == 1
-            broken = (f"{step}",) * (rank() != step % 2)  # the exchange of names must not cross the refusal
+            # The exchange of names must not cross the refusal.
+            broken = (f"{step}",) * (rank() != step % 2)
             post(state, step, [1.0, NAN if bad else 1.0], norm if step == 4 else 1.0, broken=broken)
             state.read()
     except Refused as refused:
@@ -168,7 +209,8 @@ def test_custom_numbers_are_means_over_all_values_of_the_step() -> None:
 
 
 @pytest.mark.parametrize(
-    "value, told", [(torch.zeros(2, 3), "has shape [2, 3]; "), ("much", "is 'much'; "), (None, "is ")]
+    "value, told",
+    [(torch.zeros(2, 3), "has shape [2, 3]; "), ("much", "is 'much'; "), (None, "is ")],
 )
 def test_an_invalid_custom_number_is_refused_at_once(value: object, told: str) -> None:
     with pytest.raises(Refused) as raised:
@@ -185,7 +227,10 @@ def test_a_custom_number_that_is_not_finite_stops_the_run(half, norm) -> None:
     if norm == INF:
         assert [report.skipped for report in state.settle()] == [True, True]
     else:
-        assert refusal(state) == "step 2: run.log: train/a is not finite; mend it, or log torch.nan_to_num of it"
+        assert (
+            refusal(state)
+            == "step 2: run.log: train/a is not finite; mend it, or log torch.nan_to_num of it"
+        )
 
 
 def log_on_ranks() -> tuple[list[dict], list[str]]:
@@ -217,7 +262,11 @@ def test_custom_numbers_are_of_all_ranks_and_logged_by_all(processes: Processes)
     values = [float(10 * rank + place) for rank in range(3) for place in range(rank + 1)]
     for step, logged in enumerate(reports, 1):
         assert logged["train/rank"] == 1
-        assert logged.get("train/a") == (None if step == 3 else pytest.approx(sum(values) / 6 + step, abs=1e-12))
+        assert logged.get("train/a") == (
+            None if step == 3 else pytest.approx(sum(values) / 6 + step, abs=1e-12)
+        )
         assert logged.get("train/late") == (10 + step if step > 1 else None)
     for step, told in enumerate(refusals, 1):
-        assert told.startswith(f"step {step}: run.log: train/a came from 2 of 3 processes; log it on all of them")
+        assert told.startswith(
+            f"step {step}: run.log: train/a came from 2 of 3 processes; log it on all of them"
+        )

@@ -1,6 +1,7 @@
 """A tracker shows the run and never stops or slows it: without key, network, service, disk or package.
 
-More of this: tests/faults/test_tracker_faults.py, and runs that are killed and resume in tests/recipes/test_dashboards.py.
+More of this: tests/faults/test_tracker_faults.py, and runs that are killed and resume in
+tests/recipes/test_dashboards.py.
 """
 
 import statistics
@@ -68,12 +69,16 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     backend.open.set()
 
 
-def tracker_of(folder: Path, say: Callable = print, kind: str = "wandb", **options) -> tracking.Tracker:
+def tracker_of(
+    folder: Path, say: Callable = print, kind: str = "wandb", **options
+) -> tracking.Tracker:
     return tracking.Tracker(kind, folder=folder, config={}, say=say, **options)
 
 
 @pytest.mark.alone
-def test_a_hanging_tracker_costs_microseconds_and_little_memory(backend, tmp_path, monkeypatch) -> None:
+def test_a_hanging_tracker_costs_microseconds_and_little_memory(
+    backend, tmp_path, monkeypatch
+) -> None:
     monkeypatch.setattr(tracking, "MOST_WAITING", 100)
     backend.open.clear()
     said, times = [], []

@@ -19,7 +19,16 @@ SHARDS = [
     "s3://bucket/folder",
     "simplecache::https://h/a.tar",
 ]
-OTHERS = ["digits", "~/flowers", "owner/name", "owner/name:config", "labels.csv", "train.parquet", "a.tar.gz", "tars/"]
+OTHERS = [
+    "digits",
+    "~/flowers",
+    "owner/name",
+    "owner/name:config",
+    "labels.csv",
+    "train.parquet",
+    "a.tar.gz",
+    "tars/",
+]
 
 
 @pytest.mark.parametrize("data", SHARDS + OTHERS)
@@ -53,6 +62,13 @@ def test_folders_tables_and_digits_do_not_enter_the_room(tmp_path) -> None:
     draw_stripes(tmp_path / "folder", (4, 4))
     lines = [f"{image},{image.parent.name}" for image in (tmp_path / "folder").rglob("*.*")]
     (tmp_path / "table.csv").write_text("\n".join(["image,label", *lines]))
-    argv = [sys.executable, "-c", PROGRAM, str(tmp_path / "folder"), str(tmp_path / "table.csv"), "digits"]
+    argv = [
+        sys.executable,
+        "-c",
+        PROGRAM,
+        str(tmp_path / "folder"),
+        str(tmp_path / "table.csv"),
+        "digits",
+    ]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.stdout == "[]\n", done.stderr

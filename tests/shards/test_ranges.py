@@ -42,7 +42,12 @@ def server(kept_server, quick):
 @pytest.fixture
 def quick(monkeypatch):
     """Short waits, and no proxy."""
-    for name, value in (("FIRST_WAIT_S", 0.01), ("MAX_WAIT_S", 0.05), ("PATIENCE_S", 5.0), ("SILENCE_S", 0.3)):
+    for name, value in (
+        ("FIRST_WAIT_S", 0.01),
+        ("MAX_WAIT_S", 0.05),
+        ("PATIENCE_S", 5.0),
+        ("SILENCE_S", 0.3),
+    ):
         monkeypatch.setattr(ranges, name, value)
     monkeypatch.setenv("no_proxy", "*")
 
@@ -52,11 +57,18 @@ def quick(monkeypatch):
 
 def test_patterns_name_shards(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in "b-01.tar b-00.tar b-02.tar index.json c.parquet one/x.tar one/._x.tar other/x.tar".split():
+    for name in (
+        "b-01.tar b-00.tar b-02.tar index.json c.parquet one/x.tar one/._x.tar other/x.tar".split()
+    ):
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_bytes(DATA)
     paths = [str(tmp_path / f"b-{number:02}.tar") for number in range(3)]
-    for pattern in ("b-{00..02}.tar", "b-*.tar", "b-02.tar, b-{00,01}.tar, b-02.tar", str(tmp_path / "b-0[0-2].tar")):
+    for pattern in (
+        "b-{00..02}.tar",
+        "b-*.tar",
+        "b-02.tar, b-{00,01}.tar, b-02.tar",
+        str(tmp_path / "b-0[0-2].tar"),
+    ):
         assert expand(pattern) == paths, pattern
     assert expand("one") == [str(tmp_path / "one/x.tar")]
     assert expand("o*/x.tar") == [str(tmp_path / f"{folder}/x.tar") for folder in ("one", "other")]
@@ -72,7 +84,10 @@ def test_patterns_name_shards(tmp_path, monkeypatch):
     [
         ("s3://user:hunter2@bucket/{0..1}.tar", "s3://bucket/0.tar: Install s3fs to access S3"),
         ("odd://x.tar", "odd://x.tar: Protocol not known: odd"),
-        ("https://u:hunter2@h/*.tar?k=s3cr3t", "https://h/*.tar: a web server does not list its files; name them"),
+        (
+            "https://u:hunter2@h/*.tar?k=s3cr3t",
+            "https://h/*.tar: a web server does not list its files; name them",
+        ),
         ("a{3..1}.tar", "a{3..1}.tar: {3..1} has to count up, by at most 1,000,000"),
         ("a{1..9999999999}.tar", "{1..9999999999} has to count up, by at most"),
         ("{tmp}/*.tar", "*.tar: names no shard; give a file, a folder, or a pattern"),
@@ -89,7 +104,10 @@ def test_refused_patterns(pattern, said, tmp_path):
 
 def test_printable_names():
     assert printable_name("https://u:p@ss@h:1/a.tar?X-Sig=1#x") == "https://h:1/a.tar"
-    assert printable_name("s3://key:secret@b/a?.tar,/local/a@b?.tar\n") == "s3://b/a?.tar,/local/a@b?.tar\\n"
+    assert (
+        printable_name("s3://key:secret@b/a?.tar,/local/a@b?.tar\n")
+        == "s3://b/a?.tar,/local/a@b?.tar\\n"
+    )
 
 
 SIGNED = "https://h/a.tar?X-Amz-Date=1&X-Amz-Signature=2"
@@ -99,7 +117,11 @@ SIGNED = "https://h/a.tar?X-Amz-Date=1&X-Amz-Signature=2"
     "name, other, is_same",
     [
         (SIGNED, "https://h/a.tar?X-Amz-Date=3&X-Amz-Signature=4", True),
-        ("https://h/a.tar?se=1&sig=2&versionid=7", "https://me:pw@h/a.tar?se=3&sig=4&versionid=7", True),
+        (
+            "https://h/a.tar?se=1&sig=2&versionid=7",
+            "https://me:pw@h/a.tar?se=3&sig=4&versionid=7",
+            True,
+        ),
         ("https://h/a.tar?se=1&sig=2&versionid=7", "https://h/a.tar?se=1&sig=2&versionid=8", False),
         (SIGNED + "&versionId=7", SIGNED + "&versionId=8", False),
         ("https://h/get?file=a.tar", "https://h/get?file=b.tar", False),
@@ -121,15 +143,27 @@ def test_local_ranges(tmp_path):
     size, tag = stat(name)
     assert size == len(DATA)
     assert (read(name, 5, 1000, tag), read(name, 7, 7, tag)) == (DATA[5:1000], b"")
-    with pytest.raises(Refused, match=r"a\.tar: byte 99,990: the file ends at byte 100,000, not at 100,010"):
+    with pytest.raises(
+        Refused, match=r"a\.tar: byte 99,990: the file ends at byte 100,000, not at 100,010"
+    ):
         read(name, 99_990, 100_010, tag)
     os.utime(path, ns=(1, 1))
     with pytest.raises(Refused, match=r"a\.tar: byte 5: it has changed .* 1 now, and was \d+"):
         read(name, 5, 1000, tag)
     tag = stat(name)[1]
     file = io.BufferedReader(RangeFile(name, (len(DATA), tag)), 100)
-    assert (file.seek(-10, 2), file.read(4), file.tell(), file.read()) == (99_990, DATA[-10:-6], 99_994, DATA[-6:])
-    assert (file.read(1), file.seek(7), file.read(10), file.read(10)) == (b"", 7, DATA[7:17], DATA[17:27])
+    assert (file.seek(-10, 2), file.read(4), file.tell(), file.read()) == (
+        99_990,
+        DATA[-10:-6],
+        99_994,
+        DATA[-6:],
+    )
+    assert (file.read(1), file.seek(7), file.read(10), file.read(10)) == (
+        b"",
+        7,
+        DATA[7:17],
+        DATA[17:27],
+    )
     path.unlink()
     for call in (lambda: stat(name), lambda: read(name, 5, 6, "another")):
         with pytest.raises(Refused, match=r"byte [05]: No such file or directory"):
@@ -143,15 +177,21 @@ def test_ranges_of_fsspec(quick, monkeypatch):
     for pattern in ("memory://kept", "memory://kept/*.tar", "memory://kept/{a,b}.tar"):
         assert expand(pattern) == names
     tags = {name: stat(name)[1] for name in names}
-    assert [read(name, 500, 600, tags[name]) for name in names] == [DATA[500:600], DATA[::-1][500:600]]
+    assert [read(name, 500, 600, tags[name]) for name in names] == [
+        DATA[500:600],
+        DATA[::-1][500:600],
+    ]
 
     failure = OSError("https://h/?s3cr3t")
-    monkeypatch.setattr(type(files), "cat_file", MagicMock(side_effect=[failure, failure, DATA[:100]]))
+    monkeypatch.setattr(
+        type(files), "cat_file", MagicMock(side_effect=[failure, failure, DATA[:100]])
+    )
     assert read(a, 0, 100, tags[a]) == DATA[:100]
     monkeypatch.setattr(type(files), "cat_file", MagicMock(side_effect=failure))
     monkeypatch.setattr(ranges, "PATIENCE_S", 0.1)
     with pytest.raises(
-        Refused, match=r"memory:///kept/a\.tar: byte 0: OSError; [1-9]\d* attempts, the limit is 0 s"
+        Refused,
+        match=r"memory:///kept/a\.tar: byte 0: OSError; [1-9]\d* attempts, the limit is 0 s",
     ) as error:
         read(a, 0, 100, tags[a])
     assert "s3cr3t" not in str(error.value)
@@ -179,7 +219,9 @@ def test_http_ranges(server):
     with pytest.raises(Refused, match=r"empty\.tar: byte 0: 416 Requested Range Not Satisfiable"):
         stat(f"{server.url}/empty.tar")
     server.tags["/a.tar"], server.files["/a.tar"] = '"second"', DATA[::-1]
-    with pytest.raises(Refused, match=r'a\.tar: byte 3: it has changed .*: it is "second" now, and was "first"'):
+    with pytest.raises(
+        Refused, match=r'a\.tar: byte 3: it has changed .*: it is "second" now, and was "first"'
+    ):
         read(name, 3, 9, tag)
     del server.files["/a.tar"]
     with pytest.raises(Refused, match=r"a\.tar: byte 3: 404 Not Found"):
@@ -209,16 +251,29 @@ def test_passing_faults(server, fault):
 @pytest.mark.parametrize(
     "fault, said",
     [
-        ("status 403", "403 Forbidden; is the signature in the URL too old, or are credentials missing in ~/.netrc?"),
+        (
+            "status 403",
+            "403 Forbidden; is the signature in the URL too old, or are credentials missing in "
+            "~/.netrc?",
+        ),
         ("status 503", "503 Service Unavailable; "),
-        ("whole", "asked for bytes 10-19, the server sends the whole file; it has to serve ranges; "),
-        ("other", "asked for bytes 10-19, the server sends bytes 11-20/100000; it has to serve ranges; "),
+        (
+            "whole",
+            "asked for bytes 10-19, the server sends the whole file; it has to serve ranges; ",
+        ),
+        (
+            "other",
+            "asked for bytes 10-19, the server sends bytes 11-20/100000; it has to serve ranges; ",
+        ),
         ("short", "the answer ended early; "),
         ("reset", "Connection reset by peer; "),
         ("silent", "TimeoutError; "),
         ("torn", "IncompleteRead; "),
         ("redirect file:///etc/passwd", "InvalidSchema: a wrong URL, or a redirect to one"),
-        ("redirect http://[::bad/?X-Amz-Signature=s3cr3t", "ValueError: a wrong URL, or a redirect to one"),
+        (
+            "redirect http://[::bad/?X-Amz-Signature=s3cr3t",
+            "ValueError: a wrong URL, or a redirect to one",
+        ),
     ],
 )
 def test_faults_that_last(server, monkeypatch, fault, said):

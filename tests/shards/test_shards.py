@@ -1,4 +1,6 @@
-"""Shards: samples are found where they lie, hostile ones are refused in one line, blocks come in a fair order, once each."""
+"""Shards: samples are found where they lie, hostile ones are refused in one line, blocks come in a
+fair order, once each.
+"""
 
 import io
 import itertools
@@ -66,7 +68,10 @@ def tar_of(*members: tuple, kind: int = tarfile.GNU_FORMAT) -> bytes:
 
 def with_json(*texts: bytes) -> bytes:
     """A tar of samples with these labels; the number of each follows in its image."""
-    members = [[(f"{key}.png", PIXEL + b"%d" % key), (f"{key}.json", text)] for key, text in enumerate(texts)]
+    members = [
+        [(f"{key}.png", PIXEL + b"%d" % key), (f"{key}.json", text)]
+        for key, text in enumerate(texts)
+    ]
     return tar_of(*itertools.chain(*members))
 
 
@@ -83,7 +88,9 @@ def server(files, tmp_path_factory):
     write_tars(files, root / "tars", "train")
     write_parquet(files, root / "parquet", "train")
     with RangeServer() as server:
-        server.files = {f"/{file.relative_to(root)}": file.read_bytes() for file in root.glob("*/*")}
+        server.files = {
+            f"/{file.relative_to(root)}": file.read_bytes() for file in root.glob("*/*")
+        }
         yield server
 
 
@@ -92,7 +99,11 @@ def server(files, tmp_path_factory):
 
 @pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_names_of_any_length_and_labels_of_any_kind_are_read(tmp_path, kind):
-    folder = "/".join(["long" * 8] * 5) if kind == tarfile.USTAR_FORMAT else "/".join(["long" * 20] * 5) + "/ü"
+    folder = (
+        "/".join(["long" * 8] * 5)
+        if kind == tarfile.USTAR_FORMAT
+        else "/".join(["long" * 20] * 5) + "/ü"
+    )
     members = (
         (f"{folder}/a.json", json.dumps({"label": 3, "text": "no"}).encode()),
         (f"{folder}/a.jpg", PIXEL),
@@ -108,7 +119,9 @@ def test_names_of_any_length_and_labels_of_any_kind_are_read(tmp_path, kind):
     assert index.classes == ("3", "12") and index.labels.tolist() == [0, 0, 1]
     assert index.notes == ("4 samples, left out: 1 (no image), first alone",)
     wanted = [f"{folder}/a.jpg", "../../etc/passwd.JPG", "b.c.png"]
-    assert [index.name(place) for place in range(3)] == [f"{tmp_path}/a.tar/{name}" for name in wanted]
+    assert [index.name(place) for place in range(3)] == [
+        f"{tmp_path}/a.tar/{name}" for name in wanted
+    ]
 
 
 def test_labels_are_lists_or_named_and_parts_share_classes(tmp_path):
@@ -116,10 +129,19 @@ def test_labels_are_lists_or_named_and_parts_share_classes(tmp_path):
     (tmp_path / "pets-train-000.tar").write_bytes(with_json(*rows))
     (tmp_path / "pets-val-000.tar").write_bytes(with_json(rows[2]))
     train, val = read(tmp_path, label_column="tags")
-    assert train.multi_label and train.labels.tolist() == [[True, True, False], [False] * 3, [False, False, True]]
-    assert val.classes == train.classes == ("x", "y", "z") and val.labels.tolist() == [[False, False, True]]
+    assert train.multi_label and train.labels.tolist() == [
+        [True, True, False],
+        [False] * 3,
+        [False, False, True],
+    ]
+    assert val.classes == train.classes == ("x", "y", "z") and val.labels.tolist() == [
+        [False, False, True]
+    ]
     train, val = read(tmp_path, label_column="n")
-    assert train.classes == ("1", "2", "5") and (train.labels.tolist(), val.labels.tolist()) == ([0, 1, 2], [2])
+    assert train.classes == ("1", "2", "5") and (train.labels.tolist(), val.labels.tolist()) == (
+        [0, 1, 2],
+        [2],
+    )
     assert (train.part, val.part) == ("the train shards", "the val shards")
     assert val.class_counts.tolist() == [0, 0, 1] and train.class_counts.tolist() == [1, 1, 1]
     assert "has no label: neither 0.cls nor a label in its .json" in refusal(tmp_path)
@@ -129,7 +151,10 @@ def test_labels_are_lists_or_named_and_parts_share_classes(tmp_path):
 def test_samples_of_a_group_are_held_out_together(server, tmp_path, kind):
     patients = [f"p{number % 12}" for number in range(60)]
     if kind == "tars":
-        texts = [json.dumps({"label": n % 2, "patient": patient}).encode() for n, patient in enumerate(patients)]
+        texts = [
+            json.dumps({"label": n % 2, "patient": patient}).encode()
+            for n, patient in enumerate(patients)
+        ]
         data = tmp_path / "all.tar"
         data.write_bytes(with_json(*texts))
     else:
@@ -138,7 +163,10 @@ def test_samples_of_a_group_are_held_out_together(server, tmp_path, kind):
         server.files["/groups/all.parquet"] = parquet_of(table, row_group_size=7)
         data = f"{server.url}/groups/all.parquet"
     sides = read(data, group_column="patient")
-    found = [{patients[int(source.content(n).removeprefix(PIXEL))] for n in range(len(source))} for source in sides]
+    found = [
+        {patients[int(source.content(n).removeprefix(PIXEL))] for n in range(len(source))}
+        for source in sides
+    ]
     assert not found[0] & found[1] and len(found[0] | found[1]) == 12
     assert [len(source) for source in sides] == [40, 20]
     assert "--group_column site" in refusal(data, group_column="site")
@@ -147,11 +175,19 @@ def test_samples_of_a_group_are_held_out_together(server, tmp_path, kind):
 def test_the_same_images_are_held_out_from_shards_as_from_files(files, server, tmp_path):
     write_tars(files, tmp_path / "tars", "train")
     store = fsspec.filesystem("memory")
-    store.pipe({f"/{path.rpartition('/')[2]}": data for path, data in server.files.items() if "/tars/" in path})
+    store.pipe(
+        {
+            f"/{path.rpartition('/')[2]}": data
+            for path, data in server.files.items()
+            if "/tars/" in path
+        }
+    )
     for data in (tmp_path / "tars", f"{server.url}/tars/train-{{000..002}}.tar", "memory://*.tar"):
         for expected, actual in zip(read(files), read(data), strict=True):
             assert np.array_equal(expected.labels, actual.labels)
-            contents = [Path(expected.content(index)).read_bytes() for index in range(len(expected))]
+            contents = [
+                Path(expected.content(index)).read_bytes() for index in range(len(expected))
+            ]
             assert [actual.content(index) for index in range(len(actual))] == contents
             some = actual.select(np.arange(3, 60, 7))
             assert [some.content(index) for index in range(len(some))] == contents[3:60:7]
@@ -162,7 +198,9 @@ def test_parquet_at_a_url_has_the_images_of_the_files(files, server, tmp_path):
     write_parquet(files, tmp_path, "train")
     for folder in (f"file://{tmp_path}", f"{server.url}/parquet"):  # by fsspec, and over http
         source = read(f"{folder}/train-{{000..002}}.parquet", alone=True)[0]
-        assert [source.content(index) for index in range(349)] == [file.read_bytes() for file in in_order(files)]
+        assert [source.content(index) for index in range(349)] == [
+            file.read_bytes() for file in in_order(files)
+        ]
     assert source.name(20) == f"{server.url}/parquet/train-002.parquet: row 2 of row group 0"
     assert np.diff(source.blocks.edges).tolist() == [1, 5, 5, 5, 2] + [5] * 66 + [1]
 
@@ -173,31 +211,46 @@ GOOD = (("a.cls", b"1"), ("a.png", PIXEL))
 
 
 HOSTILE = {
-    "cut off": (tar_of(("a.png", b"i" * 5000))[:2048], "says that it has 5000 bytes, and the shard ends before"),
+    "cut off": (
+        tar_of(("a.png", b"i" * 5000))[:2048],
+        "says that it has 5000 bytes, and the shard ends before",
+    ),
     "a wrong checksum": (b"x" * 148 + b"0" * 10240, "byte 0: bad checksum"),
     "damage in the middle": (
         tar_of(*GOOD)[:1024] + b"x" * 10240,
         "the member at byte 1024: no header of a tar: cut off, or damaged",
     ),
-    "a label of a MiB": (tar_of(("a.png", b"i"), ("a.cls", b"1" * (2**20 + 1))), "the limit is 1048576"),
+    "a label of a MiB": (
+        tar_of(("a.png", b"i"), ("a.cls", b"1" * (2**20 + 1))),
+        "the limit is 1048576",
+    ),
     "deep JSON": (with_json(b"[" * 10**5), "0.json is not readable"),
     "odd JSON": (with_json(b'{"label": {"a": 1}}'), "no number, text or list"),
     "one label and a list": (
         with_json(b'{"label": ["a"]}', b'{"label": "abc"}'),
         "some samples have one label, others a list",
     ),
-    "a 0 or 1 for each class": (with_json(b"[1, 0]", b"[0, 1]"), "row 0, as each one, has both classes"),
+    "a 0 or 1 for each class": (
+        with_json(b"[1, 0]", b"[0, 1]"),
+        "row 0, as each one, has both classes",
+    ),
     "two images": (tar_of(*GOOD, ("a.jpg", b"other")), "a.png and a.jpg could each be the image"),
     "nothing": (b"", "byte 0: empty file"),
     "no samples": (tar_of(), "no sample with an image"),
-    "garbage behind its end": (tar_of(*GOOD) + b"x" * 512, "the member at byte 10240: no header of a tar"),
+    "garbage behind its end": (
+        tar_of(*GOOD) + b"x" * 512,
+        "the member at byte 10240: no header of a tar",
+    ),
     "a header of 5 MB": (
-        tar_of(("a.png", b"i", {"pax_headers": {"comment": "x" * 5_000_000}}), kind=tarfile.PAX_FORMAT),
+        tar_of(
+            ("a.png", b"i", {"pax_headers": {"comment": "x" * 5_000_000}}), kind=tarfile.PAX_FORMAT
+        ),
         "the member at byte 0: its headers have more than 65,536 bytes",
     ),
     "few images": (
         tar_of(*GOOD, ("b.cls", b"1"), ("c.cls", b"1")),
-        "most of its 3 samples would be left out: 2 (no image), first b; name the kind of file with --image_column",
+        "most of its 3 samples would be left out: 2 (no image), first b; name the kind of file "
+        "with --image_column",
     ),
 }
 
@@ -214,7 +267,10 @@ def test_hostile_tars_are_refused_by_a_line_with_the_shard(tmp_path, kind):
 @pytest.mark.parametrize("text", [b'"objects"', b"5", b'["objects"]'])
 def test_a_json_for_boxes_that_is_no_object_is_refused(tmp_path, text):
     (tmp_path / "a.tar").write_bytes(with_json(text))
-    with bounded(), pytest.raises(Refused, match=re.escape(f"0.json holds {text.decode()}, and no keys")):
+    with (
+        bounded(),
+        pytest.raises(Refused, match=re.escape(f"0.json holds {text.decode()}, and no keys")),
+    ):
         load_boxes(BoxSpec(str(tmp_path / "a.tar"), 0, 0.25))
 
 
@@ -222,12 +278,18 @@ def test_tars_behind_tars_are_read_to_their_end(tmp_path):
     texts = [tar_of((f"{key}.cls", b" 1\n"), (f"{key}.png", PIXEL + key.encode())) for key in "abc"]
     (tmp_path / "a.tar").write_bytes(b"".join(texts))
     source = read(tmp_path / "a.tar", alone=True)[0]
-    assert [source.content(place) for place in range(len(source))] == [PIXEL + b"a", PIXEL + b"b", PIXEL + b"c"]
+    assert [source.content(place) for place in range(len(source))] == [
+        PIXEL + b"a",
+        PIXEL + b"b",
+        PIXEL + b"c",
+    ]
 
 
 def test_links_sparse_files_and_devices_are_no_images(tmp_path):
     odd = {"l": tarfile.SYMTYPE, "h": tarfile.LNKTYPE, "d": tarfile.CHRTYPE, "f": tarfile.FIFOTYPE}
-    members = [(f"{key}.png", b"", {"type": kind, "linkname": "/etc/passwd"}) for key, kind in odd.items()]
+    members = [
+        (f"{key}.png", b"", {"type": kind, "linkname": "/etc/passwd"}) for key, kind in odd.items()
+    ]
     members += [(f"{key}.cls", b"1") for key in odd]
     sparse = ("s.png", b"sparse", {"type": tarfile.GNUTYPE_SPARSE})
     good = [(name.replace("a", key), content) for key in "vwxyz" for name, content in GOOD]
@@ -254,7 +316,11 @@ PARQUET = {
     "a wrong footer": (ONE[:-8] + struct.pack("<I", 2**31) + b"PAR1", "its footer is damaged"),
     "a damaged footer": (ONE[:HALF] + b"\xff" * (len(ONE) - HALF - 8) + ONE[-8:], "a.parquet: "),
     "a column twice": (
-        parquet_of(pa.Table.from_arrays([pa.array([b"i"])] * 2 + [pa.array([1])], ["image", "image", "label"])),
+        parquet_of(
+            pa.Table.from_arrays(
+                [pa.array([b"i"])] * 2 + [pa.array([1])], ["image", "image", "label"]
+            )
+        ),
         "a.parquet: two columns are named image; rename one",
     ),
     "rows without bytes": (
@@ -285,13 +351,17 @@ def test_images_that_parquet_repeats_are_kept_once(server, encoding):
     """The footer says 1 MiB for a row group whose images are 100 MiB in full."""
     size = 2**20 if encoding == "RLE_DICTIONARY" else 100
     images = [b"0" * size, PIXEL]
-    column = pa.DictionaryArray.from_arrays(pa.array([0, 1] * 100, pa.int32()), pa.array(images, pa.binary()))
+    column = pa.DictionaryArray.from_arrays(
+        pa.array([0, 1] * 100, pa.int32()), pa.array(images, pa.binary())
+    )
     options = {}
     if encoding != "RLE_DICTIONARY":
         column = column.cast(pa.binary())
         options = {"use_dictionary": False, "column_encoding": {"image": encoding}}
     table = pa.table({"image": column, "label": [0, 1] * 100})
-    server.files["/a.parquet"] = parquet_of(table, compression="zstd", row_group_size=200, **options)
+    server.files["/a.parquet"] = parquet_of(
+        table, compression="zstd", row_group_size=200, **options
+    )
     source = read(f"{server.url}/a.parquet", alone=True)[0]
     (source,) = share_blocks([source], 20)
     assert source.cache.room < 2**21
@@ -312,11 +382,15 @@ def test_an_index_is_kept_until_a_shard_changes(files, tmp_path, monkeypatch):
     stat = shard.stat()
     shard.write_bytes(b"x" * stat.st_size)  # an index that was made again would refuse it
     os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert [source.fingerprint for source in read(tmp_path / "tars")] == [source.fingerprint for source in before]
+    assert [source.fingerprint for source in read(tmp_path / "tars")] == [
+        source.fingerprint for source in before
+    ]
     shard.write_bytes(tar_of(*GOOD))
     for source in before:
         for place in np.flatnonzero(source.entries["shard"] == 0).tolist():
-            with pytest.raises(Refused, match=r"train-000.tar: byte 512: it has changed since it was indexed"):
+            with pytest.raises(
+                Refused, match=r"train-000.tar: byte 512: it has changed since it was indexed"
+            ):
                 source.content(place)
     assert read(tmp_path / "tars")[0].fingerprint != before[0].fingerprint
     assert len([*(tmp_path / "cache").iterdir()]) == 2
@@ -338,7 +412,10 @@ def test_a_damaged_index_is_made_again(tmp_path, monkeypatch, damage):
     monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
     members = []
     for number in range(20):
-        members += [(f"{number}.cls", b"%d" % (number % 4)), (f"{number}.png", PIXEL + b"%d" % number)]
+        members += [
+            (f"{number}.cls", b"%d" % (number % 4)),
+            (f"{number}.png", PIXEL + b"%d" % number),
+        ]
     (tmp_path / "a.tar").write_bytes(tar_of(*members))
     before = read(tmp_path / "a.tar", alone=True)[0]
     (kept,) = (tmp_path / "cache").iterdir()
@@ -348,7 +425,10 @@ def test_a_damaged_index_is_made_again(tmp_path, monkeypatch, damage):
         DAMAGE[damage](kept / name)
         with bounded():
             again = read(tmp_path / "a.tar", alone=True)[0]
-        assert again.labels.tolist() == before.labels.tolist() and again.fingerprint == before.fingerprint
+        assert (
+            again.labels.tolist() == before.labels.tolist()
+            and again.fingerprint == before.fingerprint
+        )
         assert again.content(3) == PIXEL + b"3" and again.classes == before.classes
         assert (kept / name).is_file() and not [*(tmp_path / "cache").glob("unfinished-*")]
 
@@ -371,7 +451,10 @@ def test_without_room_for_the_index_a_run_has_no_cache(files, tmp_path, monkeypa
         monkeypatch.setattr(tempfile, "tempdir", str(small))
         line = refusal(tmp_path / "tars", alone=True)
         assert not [*small.iterdir()]
-    assert f"the index of shards can't be written to {small}: No space left on device; make room there" in line
+    assert (
+        f"the index of shards can't be written to {small}: No space left on device; make room there"
+        in line
+    )
 
 
 def test_an_archive_in_an_image_folder_makes_no_shards_of_it(tmp_path):
@@ -396,7 +479,10 @@ def read_on_ranks(data: str, at_once: int) -> tuple[str, list[str]]:
 def test_ranks_make_the_index_together(files, processes, tmp_path):
     """Of seven shards, which are three turns of three ranks, in the order in which one process reads them."""
     write_tars(files, tmp_path, "train", (40, 1, 70, 30, 30, 100, 78))
-    assert processes.run(read_on_ranks, str(tmp_path), 1, ranks=3) == [read_on_ranks(str(tmp_path), 8)] * 3
+    assert (
+        processes.run(read_on_ranks, str(tmp_path), 1, ranks=3)
+        == [read_on_ranks(str(tmp_path), 8)] * 3
+    )
 
 
 def test_a_start_with_an_index_of_a_billion_samples_is_quick(tmp_path):
@@ -406,13 +492,21 @@ def test_a_start_with_an_index_of_a_billion_samples_is_quick(tmp_path):
     os.truncate(tmp_path / "entries", entries.ENTRY.itemsize * count)
     np.lib.format.open_memmap(tmp_path / "labels.npy", "w+", np.int64, (count,))
     np.save(tmp_path / "edges.npy", np.arange(0, count + 1, 400))
-    facts = {"classes": ["a", "b"], "counts": [count, 0], "fingerprint": "0", "notes": [], "block_bytes": 100}
+    facts = {
+        "classes": ["a", "b"],
+        "counts": [count, 0],
+        "fingerprint": "0",
+        "notes": [],
+        "block_bytes": 100,
+    }
     shard_index._seal(tmp_path, facts)
     began = time.process_time()
     index = shard_index._load(tmp_path, entries.ShardList(("a.tar",), ((0, ""),), "", ""))
     source = Shards(index.entries, index, labels=index.labels, classes=index.classes)
     assert len(source) == count and source.class_counts.sum() == count and source.fingerprint == "0"
-    assert Stream(count, 256, 0, blocks=Blocks(index.edges, 300)).indices(np.arange(256)).max() < count
+    assert (
+        Stream(count, 256, 0, blocks=Blocks(index.edges, 300)).indices(np.arange(256)).max() < count
+    )
     assert time.process_time() - began < 2
 
 
@@ -422,7 +516,9 @@ def test_a_start_with_an_index_of_a_billion_samples_is_quick(tmp_path):
 @pytest.mark.parametrize("batch", [1, 3, 44, 256])
 @pytest.mark.parametrize("pool", [1, 5, 12, 1000])
 def test_each_sample_comes_once_an_epoch_wherever_one_begins(batch, pool):
-    sizes = [size for count in COUNTS for size in [7] * (count // 7) + [count % 7] * (count % 7 > 0)]
+    sizes = [
+        size for count in COUNTS for size in [7] * (count // 7) + [count % 7] * (count % 7 > 0)
+    ]
     stream = Stream(349, batch, 3, blocks=Blocks(np.cumsum([0, *sizes]), pool))
     epochs = stream.indices(np.arange(3 * 349)).reshape(3, 349)
     assert (np.sort(epochs, 1) == np.arange(349)).all()
@@ -435,7 +531,10 @@ def test_few_blocks_are_in_use_and_a_machine_reads_its_own():
     sizes = np.random.default_rng(0).integers(10, 30, 20_000)
     order, count, batch = Blocks(np.cumsum([0, *sizes]), 256), int(sizes.sum()), 256
     samples = np.concatenate(
-        [order.order(np.arange(start, min(start + 2**16, count)), 0, 1, batch) for start in range(0, count, 2**16)]
+        [
+            order.order(np.arange(start, min(start + 2**16, count)), 0, 1, batch)
+            for start in range(0, count, 2**16)
+        ]
     )
     of = order.of(samples)
     first, last = np.full(len(sizes), count), np.zeros(len(sizes), np.int64)
@@ -446,7 +545,9 @@ def test_few_blocks_are_in_use_and_a_machine_reads_its_own():
     assert abs(np.corrcoef(np.arange(count), samples)[0, 1]) < 3 / len(sizes) ** 0.5
     slots = (count + np.arange(count)) % batch
     for machines in (2, 3, 4, 5, 6):
-        read = [len(np.unique(of[slots * machines // batch == machine])) for machine in range(machines)]
+        read = [
+            len(np.unique(of[slots * machines // batch == machine])) for machine in range(machines)
+        ]
         assert sum(read) < 1.05 * len(sizes), machines
 
 
@@ -466,12 +567,16 @@ class Changed:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_shard_that_changes_ends_the_run_in_one_line(workers, monkeypatch):
     batches = evaluation_loader(Changed(), 4, workers)
-    for wait in (lambda: next(iter(batches)), lambda: next(Prefetcher(batches, torch.device("cpu")))):
+    for wait in (
+        lambda: next(iter(batches)),
+        lambda: next(Prefetcher(batches, torch.device("cpu"))),
+    ):
         with pytest.raises(Refused) as changed:
             wait()
         assert str(changed.value) == "a.tar: byte 512: it has changed"
     children = data_workers()
-    monkeypatch.setattr(multiprocessing, "active_children", lambda: children)  # not those of other tests
+    # Not those of other tests.
+    monkeypatch.setattr(multiprocessing, "active_children", lambda: children)
     loader_workers.end()  # torch would wait for them
 
 
@@ -490,7 +595,10 @@ def read_steps(source, stream: Stream, worker: int, together, files: list[bytes]
     """Every third step of an epoch, as a data worker reads it."""
     for step in range(worker, 45, 3):
         together.wait(60)
-        here, later = (stream.indices(np.arange(min(349, at * 8), min(349, at * 8 + 8))) for at in (step, step + 3))
+        here, later = (
+            stream.indices(np.arange(min(349, at * 8), min(349, at * 8 + 8)))
+            for at in (step, step + 3)
+        )
         source.expect(here)
         source.expect(later)
         assert [source.content(int(index)) for index in here] == [files[index] for index in here]
@@ -509,7 +617,8 @@ def test_data_workers_read_a_block_hardly_more_than_once(files, server, monkeypa
     fork, stream = multiprocessing.get_context("fork"), Stream(349, 8, 0, blocks=source.blocks)
     together, contents = fork.Barrier(3), [file.read_bytes() for file in in_order(files)]
     workers = [
-        fork.Process(target=read_steps, args=(source, stream, worker, together, contents)) for worker in range(3)
+        fork.Process(target=read_steps, args=(source, stream, worker, together, contents))
+        for worker in range(3)
     ]
     for worker in workers:
         worker.start()
@@ -534,13 +643,26 @@ def test_blocks_that_are_missing_together_come_in_few_answers(files, server, mon
 
 
 def test_a_data_set_on_the_hub_is_read_where_it_lies(server, monkeypatch):
-    """The Hub is not asked here: what `datasets` says about a data set is given, with its files on a server."""
-    files = {datasets.Split.TRAIN: [f"{server.url}/parquet/train-{number:03}.parquet" for number in (1, 2)]}
+    """The Hub is not asked here: what `datasets` says about a data set is given, with its files on
+    a server.
+    """
+    files = {
+        datasets.Split.TRAIN: [
+            f"{server.url}/parquet/train-{number:03}.parquet" for number in (1, 2)
+        ]
+    }
     files[datasets.Split.TEST] = [f"{server.url}/parquet/train-000.parquet"]
     found = SimpleNamespace(config=SimpleNamespace(data_files=files))
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, config: found)
     train, val = read("owner/name", streaming=True, split="test")
-    assert (len(train), len(val), train.part, val.part) == (348, 1, "the train shards", "the test shards")
+    assert (len(train), len(val), train.part, val.part) == (
+        348,
+        1,
+        "the train shards",
+        "the test shards",
+    )
     files[datasets.Split.TEST] = [f"{server.url}/parquet/test.csv"]
-    assert "not Parquet or tars; leave it out to download them" in refusal("owner/name", streaming=True)
+    assert "not Parquet or tars; leave it out to download them" in refusal(
+        "owner/name", streaming=True
+    )
     assert "is no name on the Hugging Face Hub" in refusal(server.url, streaming=True)

@@ -24,11 +24,15 @@ def run_tool(forks: Forks) -> Callable[..., list[Ended]]:
 
 @pytest.fixture(scope="session")
 def trained_classifier(launch: Launcher, tmp_path_factory) -> Path:
-    """The run of the digits preset, 5 epochs, launched on two processes with data workers and W&B offline: top-1 98 %."""
+    """The run of the digits preset, 5 epochs, launched on two processes with data workers and W&B
+    offline: top-1 98 %.
+    """
     with made_once(tmp_path_factory, "cls") as (run, is_to_be_made):
         if is_to_be_made:
             words = ["--config", "recipes/presets/digits.yaml", "--epochs", 5, "--name", run.name]
-            done = launch("multi_cpu", "recipes/cls.py", *words, "--output_dir", run.parent, timeout=300)
+            done = launch(
+                "multi_cpu", "recipes/cls.py", *words, "--output_dir", run.parent, timeout=300
+            )
             assert done.returncode == 0, done.stderr
     return run
 
@@ -38,7 +42,14 @@ def trained_detector(run_several, tmp_path_factory) -> Path:
     """The run of the det_digits preset, 80 steps, on two processes with data workers."""
     with made_once(tmp_path_factory, "det") as (run, is_to_be_made):
         if is_to_be_made:
-            words = ["--config", "recipes/presets/det_digits.yaml", "--max_steps", 80, "--workers", 1]
+            words = [
+                "--config",
+                "recipes/presets/det_digits.yaml",
+                "--max_steps",
+                80,
+                "--workers",
+                1,
+            ]
             words += ["--output_dir", run.parent]
             run_several(2, {run.name: words}, recipe="recipes/det.py", pictures=True)
     return run

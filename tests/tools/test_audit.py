@@ -1,4 +1,6 @@
-"""The audit finds wrong labels of a trained run, the same ones on any layout; a detector's kept checkpoint is taken."""
+"""The audit finds wrong labels of a trained run, the same ones on any layout; a detector's kept
+checkpoint is taken.
+"""
 
 import csv
 from pathlib import Path
@@ -27,11 +29,20 @@ def runs(run_several, tmp_path_factory) -> dict[str, Path]:
     """Runs of digits, some with a wrong label; the name of each file begins with the right one."""
     folder, random = tmp_path_factory.mktemp("spoilt"), np.random.default_rng(0)
     parts = sources.load(sources.Spec("digits", seed=0, val_share=0.2))
-    images = [(source.image(index), source.labels[index]) for source in parts for index in range(len(source))]
-    changed, table = {*random.permutation(len(images))[: round(SHARE * len(images))].tolist()}, ["path,label"]
+    images = [
+        (source.image(index), source.labels[index])
+        for source in parts
+        for index in range(len(source))
+    ]
+    changed, table = (
+        {*random.permutation(len(images))[: round(SHARE * len(images))].tolist()},
+        ["path,label"],
+    )
     for number, (image, label) in enumerate(images):
         image.save(folder / f"{label}_{number}.png")
-        table.append(f"{label}_{number}.png,{(label + random.integers(1, 10) * (number in changed)) % 10}")
+        table.append(
+            f"{label}_{number}.png,{(label + random.integers(1, 10) * (number in changed)) % 10}"
+        )
     (folder / "data.csv").write_text("\n".join(table))
     words = ["--data", folder / "data.csv", "--output_dir", folder / "runs"]
     cases = {"preset": [*DIGITS.split(), *words, "--epochs", 6], "exact": [*EXACT.split(), *words]}
@@ -46,9 +57,16 @@ def test_changed_labels_are_found(runs, run_tool) -> None:
     assert "labels are likely wrong" in main_rank.stdout and not other.stdout
     rows = [row for row in suspicious(runs["preset"]) if row["verdict"] == "likely wrong"]
     true = [Path(row["image"]).stem.partition("_")[0] for row in rows]
-    hits = [row["suggested"] == name for row, name in zip(rows, true, strict=True) if row["label"] != name]
+    hits = [
+        row["suggested"] == name
+        for row, name in zip(rows, true, strict=True)
+        if row["label"] != name
+    ]
     changed = 0.8 * SHARE * 1797  # four fifths are trained on
-    assert len(hits) >= 0.9 * len(rows) and len(hits) >= 0.7 * changed and np.mean(hits) > 0.8, (len(rows), hits)
+    assert len(hits) >= 0.9 * len(rows) and len(hits) >= 0.7 * changed and np.mean(hits) > 0.8, (
+        len(rows),
+        hits,
+    )
     assert (runs["preset"] / "pictures/suspicious.png").stat().st_size > 10_000
 
 
@@ -65,12 +83,27 @@ def test_the_verdicts_are_the_same_on_any_layout(runs, run_tool, tmp_path) -> No
     assert numbers[1] == pytest.approx(numbers[0], abs=2e-6)
 
 
-def test_a_detector_is_audited_at_a_quarter_of_its_run(run_several, scenes, run_tool, tmp_path) -> None:
-    words = ["--data", scenes, "--output_dir", tmp_path, "--max_steps", 8, "--checkpoint_every", 2, "--keep_for_audit"]
+def test_a_detector_is_audited_at_a_quarter_of_its_run(
+    run_several, scenes, run_tool, tmp_path
+) -> None:
+    words = [
+        "--data",
+        scenes,
+        "--output_dir",
+        tmp_path,
+        "--max_steps",
+        8,
+        "--checkpoint_every",
+        2,
+        "--keep_for_audit",
+    ]
     run = run_several(2, {"boxes": words}, recipe="recipes/det.py")["boxes"]
     assert run.outcome == "ok", run.text
     assert [path.name for path in (run.folder / "audit").iterdir()] == ["step_00000002"]
-    assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["step_00000006", "step_00000008"]
+    assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == [
+        "step_00000006",
+        "step_00000008",
+    ]
     (ended,) = run_tool(1, "audit", run.folder, "--workers", 0)
     assert "audit/step_00000002: " in ended.stdout and "are worth a look, in " in ended.stdout
     assert suspicious(run.folder) is not None and (run.folder / "pictures/suspicious.png").exists()
@@ -83,4 +116,12 @@ def test_what_can_not_be_audited_is_refused_in_one_line(runs, tmp_path) -> None:
 def test_a_table_has_no_formulas(tmp_path) -> None:
     cells = ["=cmd|' /C calc'!A0", "+1+cmd|x", "@x", "-2.5", "a", -2.5, "\t=1"]
     text = write_table(tmp_path / "new" / "mine.csv", [cells]).read_text()
-    assert next(csv.reader([text])) == ["'=cmd|' /C calc'!A0", "'+1+cmd|x", "'@x", "-2.5", "a", "-2.5", "'\t=1"]
+    assert next(csv.reader([text])) == [
+        "'=cmd|' /C calc'!A0",
+        "'+1+cmd|x",
+        "'@x",
+        "-2.5",
+        "a",
+        "-2.5",
+        "'\t=1",
+    ]

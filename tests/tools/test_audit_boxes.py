@@ -24,7 +24,8 @@ SEEN = [(A, 0.9, 0), (B, 0.9, 1), (DOWN, 0.9, 2)]
     [
         (PAIR, [(A, 0.9, 0), (moved(B, 2), 0.8, 1)], []),
         (PAIR, [], []),
-        # Another class at a confirmed box, and a detection in a crowd region, say nothing about boxes.
+        # Another class at a confirmed box, and a detection in a crowd region, say nothing about
+        # boxes.
         (PAIR, [(A, 0.9, 0), (A, 0.8, 2), (B, 0.9, 1)], []),
         ([*PAIR, (DOWN, 2, True)], SEEN, []),
         (THREE[1:], SEEN, [("missing", -1, 0)]),
@@ -37,7 +38,11 @@ SEEN = [(A, 0.9, 0), (B, 0.9, 1), (DOWN, 0.9, 2)]
             [("relabelled", 1, 1), ("missing", -1, 2), ("moved", 0, 0)],
         ),
         # A class that scores nearly as well as the given one.
-        ([PAIR[0], (B, 2, False)], [(A, 0.9, 0), (B, 0.9, 1), (moved(B, 1), 0.7, 2)], [("relabelled", 1, 1)]),
+        (
+            [PAIR[0], (B, 2, False)],
+            [(A, 0.9, 0), (B, 0.9, 1), (moved(B, 1), 0.7, 2)],
+            [("relabelled", 1, 1)],
+        ),
         ([PAIR[0], (B, 2, False)], [(A, 0.9, 0), (B, 0.9, 1), (moved(B, 1), 0.85, 2)], []),
     ],
 )
@@ -54,13 +59,19 @@ def test_the_table_names_box_and_suggestion_surest_first() -> None:
     near = one_image(near, SEEN, Named)
     tables = []
     for matches in (wide, near):
-        header, *rows = suspects.rows(matches.source, suspects.Findings(matches, suspects.findings(matches)))
+        header, *rows = suspects.rows(
+            matches.source, suspects.Findings(matches, suspects.findings(matches))
+        )
         tables.append([dict(zip(header, row, strict=True)) for row in rows])
     missing, relabelled, shifted = tables[0]
     assert [row["kind"] for row in tables[0]] == ["missing", "relabelled", "moved"]
     assert (missing["label"], missing["left"], missing["suggested"]) == ("", "", "cow")
     assert (relabelled["label"], relabelled["suggested"]) == ("cow", "dog")
-    assert (shifted["left"], shifted["suggested_left"], shifted["overlap"]) == ("25.00", "10.00", "0.4545")
+    assert (shifted["left"], shifted["suggested_left"], shifted["overlap"]) == (
+        "25.00",
+        "10.00",
+        "0.4545",
+    )
     expected = [
         ("missing", "likely wrong"),
         ("moved", "likely wrong"),

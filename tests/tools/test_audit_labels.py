@@ -1,4 +1,6 @@
-"""Labels that a model contradicts: nobody is accused where its own doubt explains them, and wrong ones are found."""
+"""Labels that a model contradicts: nobody is accused where its own doubt explains them, and wrong
+ones are found.
+"""
 
 from types import SimpleNamespace
 
@@ -17,18 +19,24 @@ def source_of(labels: np.ndarray):
     return SimpleNamespace(labels=labels, classes=CLASSES, multi_label=labels.ndim == 2, name=name)
 
 
-def looked_at(labels: np.ndarray, logits: torch.Tensor, broken: tuple[int, ...] = ()) -> suspects.Suspects:
+def looked_at(
+    labels: np.ndarray, logits: torch.Tensor, broken: tuple[int, ...] = ()
+) -> suspects.Suspects:
     """What is found in images with these labels and logits, in batches of 64."""
     batches = []
     for rows in torch.arange(len(labels)).split(64):
         readable = torch.tensor([row not in broken for row in rows.tolist()])
-        batch = Batch(torch.zeros(len(rows), 0), torch.from_numpy(labels[rows]), rows, readable=readable)
+        batch = Batch(
+            torch.zeros(len(rows), 0), torch.from_numpy(labels[rows]), rows, readable=readable
+        )
         batches.append((batch, logits[rows]))
     return suspects.find(source_of(labels), batches, "cpu")
 
 
 def doubting(images: int = 4000, seed: int = 0) -> tuple[np.ndarray, torch.Tensor]:
-    """Labels drawn with the very probabilities that the model gives: classes 0 to 4 are alike, the others are not."""
+    """Labels drawn with the very probabilities that the model gives: classes 0 to 4 are alike, the
+    others are not.
+    """
     random = np.random.default_rng(seed)
     true = random.integers(10, size=images)
     logits = random.normal(size=(images, 10))
@@ -49,7 +57,9 @@ def test_a_model_that_only_doubts_accuses_nobody(seed: int) -> None:
     assert found.likely == 0 and found.classes == [] and found.looked_at == 4000
     without = looked_at(labels, logits, broken=(worst,))
     assert without.looked_at == 3999 and worst not in without.indices
-    assert (logits.argmax(1).numpy() != labels).sum() > 20, "it is wrong somewhere, or this proves nothing"
+    assert (logits.argmax(1).numpy() != labels).sum() > 20, (
+        "it is wrong somewhere, or this proves nothing"
+    )
     assert len(found.indices) == min(240, (logits.argmax(1).numpy() != labels).sum())
 
 
@@ -65,7 +75,9 @@ def test_a_class_that_was_not_learnt_gets_a_line_of_its_own() -> None:
     header, first, *others = suspects.rows(source_of(labels), found)
     row = dict(zip(header, first, strict=True))
     assert (row["verdict"], row["image"], row["label"]) == ("class", "20 of 20 images", "j")
-    assert {dict(zip(header, other, strict=True))["verdict"] for other in others} == {"worth a look"}
+    assert {dict(zip(header, other, strict=True))["verdict"] for other in others} == {
+        "worth a look"
+    }
     said = suspects.headline(source_of(labels), found)
     assert "no label is likely wrong; class j: 20 of 20 images look like others" in said
 

@@ -1,4 +1,6 @@
-"""Comparing runs: the statistics are right, equal runs do not differ, and runs on different data are refused."""
+"""Comparing runs: the statistics are right, equal runs do not differ, and runs on different data
+are refused.
+"""
 
 import dataclasses
 import math
@@ -30,11 +32,14 @@ def repeated(source: Annotated, found: list[dict], counts: np.ndarray) -> dict:
     rows = np.repeat(np.arange(len(source)), counts)
     detections = Detections()
     detections.update(range(len(rows)), [found[row] for row in rows])
-    return detections.results(dataclasses.replace(source.select(rows), image_ids=np.arange(1, len(rows) + 1)))
+    return detections.results(
+        dataclasses.replace(source.select(rows), image_ids=np.arange(1, len(rows) + 1))
+    )
 
 
 def test_ap_over_resampled_images_is_cocos_of_repeated_images() -> None:
-    source, found = awkward(3)  # crowds, an absent class, boxes turned inside out, scores tied between images
+    # Crowds, an absent class, boxes turned inside out, scores tied between images.
+    source, found = awkward(3)
     for of_image in found:  # without ties: copies of an image change their order
         of_image["scores"] += torch.arange(len(of_image["scores"])) * 1e-5
     detections = Detections()
@@ -65,7 +70,9 @@ def test_intervals_hold_the_true_difference_as_they_say() -> None:
         found = bootstrap.compare(share(first), share(second), images, 200)
         assert found.value == pytest.approx(second.mean() - first.mean())
         held += found.low <= true <= found.high
-        called_better += bootstrap.compare(share(first), share(equal), images, 200).is_larger_than_noise
+        called_better += bootstrap.compare(
+            share(first), share(equal), images, 200
+        ).is_larger_than_noise
     assert 0.91 <= held / trials <= 0.98, held / trials
     assert 0.02 <= called_better / trials <= 0.09, called_better / trials
 
@@ -97,7 +104,10 @@ def test_f1_over_resampled_images_is_that_of_repeated_images() -> None:
 def worse(run: Path, copy: Path, noise: float) -> Path:
     """A copy of a run whose best model has other weights, another learning rate and another recipe."""
     copied(run, copy)
-    weights, random = load_file(copy / "best" / "model.safetensors"), torch.Generator().manual_seed(0)
+    weights, random = (
+        load_file(copy / "best" / "model.safetensors"),
+        torch.Generator().manual_seed(0),
+    )
     for tensor in weights.values():
         if tensor.is_floating_point() and tensor.ndim > 1:
             tensor += noise * tensor.std() * torch.randn(tensor.shape, generator=random)
@@ -116,20 +126,43 @@ def compared(capsys, output: Path, *words: object) -> tuple[str, dict]:
     return capsys.readouterr().out, read(output / "comparison.json")
 
 
-def test_a_worse_classifier_is_told_from_better_and_equal_ones(run_tool, trained_classifier, tmp_path, capsys) -> None:
-    other, copy = worse(trained_classifier, tmp_path / "other", 0.8), copied(trained_classifier, tmp_path / "copy")
-    runs = (trained_classifier, other, copy, "--recipe", "recipes/cls.py", "--recipe", other / "source" / "cls.py")
+def test_a_worse_classifier_is_told_from_better_and_equal_ones(
+    run_tool, trained_classifier, tmp_path, capsys
+) -> None:
+    other, copy = (
+        worse(trained_classifier, tmp_path / "other", 0.8),
+        copied(trained_classifier, tmp_path / "copy"),
+    )
+    runs = (
+        trained_classifier,
+        other,
+        copy,
+        "--recipe",
+        "recipes/cls.py",
+        "--recipe",
+        other / "source" / "cls.py",
+    )
     ended = run_tool(2, "compare", *runs, "-o", tmp_path / "two", "--workers", 0)
     assert "".join(rank.stdout for rank in ended).count("is it more than noise?") == 1
     text, found = compared(capsys, tmp_path / "one", *runs, "--workers", 0)
     assert read(tmp_path / "two" / "comparison.json") == found
-    for said in ("--lr", "best at step", "images/s", "2 × ", "+    torch.numel(torch.ones(1))", "larger than noise"):
+    for said in (
+        "--lr",
+        "best at step",
+        "images/s",
+        "2 × ",
+        "+    torch.numel(torch.ones(1))",
+        "larger than noise",
+    ):
         assert said in text, text
     assert "a comment" not in text and "--opt" not in text and "no difference beyond noise" in text
 
     different, same = found["differences"]
     recorded = PastRun(trained_classifier).results["top1"]
-    assert different["results"][0] == pytest.approx(recorded, abs=1e-12) and different["results"][1] < recorded - 0.05
+    assert (
+        different["results"][0] == pytest.approx(recorded, abs=1e-12)
+        and different["results"][1] < recorded - 0.05
+    )
     assert different["interval"][0] < different["difference"] < different["interval"][1] < 0
     assert same["difference"] == 0 and same["interval"] == [0, 0] and not same["larger_than_noise"]
     assert same["sign_changes"] == 1
@@ -138,18 +171,26 @@ def test_a_worse_classifier_is_told_from_better_and_equal_ones(run_tool, trained
 def test_a_worse_detector_is_told_from_a_better_one(trained_detector, tmp_path, capsys) -> None:
     other = worse(trained_detector, tmp_path / "other", 0.3)
     recipes = ["--recipe", "recipes/det.py", "--recipe", other / "source" / "det.py"]
-    text, found = compared(capsys, tmp_path / "out", trained_detector, other, *recipes, "--workers", 0)
+    text, found = compared(
+        capsys, tmp_path / "out", trained_detector, other, *recipes, "--workers", 0
+    )
     assert "AP on digits: fixed scenes" in text and "larger than noise" in text
     (changed,) = found["differences"]
     recorded = PastRun(trained_detector).results["AP"]
-    assert changed["results"][0] == pytest.approx(recorded, abs=1e-9) and changed["results"][1] < recorded - 0.02
+    assert (
+        changed["results"][0] == pytest.approx(recorded, abs=1e-9)
+        and changed["results"][1] < recorded - 0.02
+    )
     assert changed["interval"][1] < 0 and changed["sign_changes"] == 0
 
 
 def test_what_folders_record_needs_no_model(trained_classifier, tmp_path, capsys) -> None:
     copy, killed = copied(trained_classifier, tmp_path / "copy"), tmp_path / "killed"
     text, _ = compared(capsys, tmp_path / "out", trained_classifier, copy, "--recorded")
-    assert "configuration: what differs\n  nothing\n" in text and "source, cls and copy: the same" in text
+    assert (
+        "configuration: what differs\n  nothing\n" in text
+        and "source, cls and copy: the same" in text
+    )
     killed.mkdir()
     for name in ("config.yaml", "summary.json", "log.txt"):
         shutil.copy(trained_classifier / name, killed)
@@ -160,12 +201,17 @@ def test_what_folders_record_needs_no_model(trained_classifier, tmp_path, capsys
     assert "differences" not in found
 
 
-def test_what_can_not_be_compared_is_refused_by_name(trained_classifier, trained_detector, scenes, tmp_path) -> None:
+def test_what_can_not_be_compared_is_refused_by_name(
+    trained_classifier, trained_detector, scenes, tmp_path
+) -> None:
     boxes = copied(trained_detector, tmp_path / "boxes")
     config = read(boxes / "best" / "run.json")["config"]
     update_json(boxes / "best" / "run.json", config=config | {"data": str(scenes)})
     text = refusal(main, trained_detector, boxes, "--workers", 0)
-    assert f"{trained_detector} and {boxes}: would be evaluated on different images or labels (digits: " in text
+    assert (
+        f"{trained_detector} and {boxes}: would be evaluated on different images or labels "
+        "(digits: " in text
+    )
     assert f"{scenes}: " in text
     for words, told in (
         ((trained_classifier, trained_detector, "--data", "digits"), "a classifier and a detector"),

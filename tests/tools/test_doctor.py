@@ -1,4 +1,6 @@
-"""The doctor runs every check on every rank, whatever one of them does, and ends in one table; its trials really train."""
+"""The doctor runs every check on every rank, whatever one of them does, and ends in one table; its
+trials really train.
+"""
 
 import json
 import re
@@ -64,8 +66,17 @@ main()
 def exported(rank: int, world_size: int, port: int, address: str = "127.0.0.1") -> dict[str, str]:
     """What a person exports for a process of its own machine, who starts the ranks by hand."""
     place = {"RANK": rank, "GROUP_RANK": rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    world = {"WORLD_SIZE": world_size, "GROUP_WORLD_SIZE": world_size, "MASTER_ADDR": address, "MASTER_PORT": port}
-    cpu = {"CUDA_VISIBLE_DEVICES": "-1", "ACCELERATE_MIXED_PRECISION": "no", "WANDB_MODE": "offline"}
+    world = {
+        "WORLD_SIZE": world_size,
+        "GROUP_WORLD_SIZE": world_size,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
+    cpu = {
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "ACCELERATE_MIXED_PRECISION": "no",
+        "WANDB_MODE": "offline",
+    }
     return {name: str(value) for name, value in (place | world | cpu).items()}
 
 
@@ -82,7 +93,8 @@ def test_a_check_that_fails_on_one_rank_keeps_no_other(launch, tmp_path) -> None
     one_machine = {"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
     both = [
         launch.start_python(
-            *(script, "--json", hung, "hangs"), env=exported(rank, 2, port) | one_machine | {"LOCAL_RANK": str(rank)}
+            *(script, "--json", hung, "hangs"),
+            env=exported(rank, 2, port) | one_machine | {"LOCAL_RANK": str(rank)},
         )
         for rank in range(2)
     ]
@@ -90,7 +102,9 @@ def test_a_check_that_fails_on_one_rank_keeps_no_other(launch, tmp_path) -> None
     assert [each.returncode for each in done] == [1, 1, 1] and dead.exists(), done
     for file in (dead, hung):
         rows = rows_of(file)
-        failed = {check: row["way_out"] for (check, _), row in rows.items() if row["status"] == "failed"}
+        failed = {
+            check: row["way_out"] for (check, _), row in rows.items() if row["status"] == "failed"
+        }
         assert "OSError: no such disk" in failed["alone"]
         assert "lost in exchange" in failed["exchange"]
         assert [row["measured"] for (check, _), row in rows.items() if check == "adds"] == ["sum 2"]
@@ -101,7 +115,9 @@ def test_a_check_that_fails_on_one_rank_keeps_no_other(launch, tmp_path) -> None
     assert rows_of(hung)["hangs", f"rank 0 ({host})"]["measured"] == "waited 2 s for other ranks"
     assert rows_of(dead)["dies", f"rank 1 ({host})"]["measured"] == "no answer"
     table = done[0].stdout
-    assert re.search(r"^failed +exchange +rank 1 .*: raised\n +-> OSError: lost in exchange", table, re.M), table
+    assert re.search(
+        r"^failed +exchange +rank 1 .*: raised\n +-> OSError: lost in exchange", table, re.M
+    ), table
     assert table.count("OSError: lost in exchange") == 1 and "a run will fail here" in table
     assert max(map(len, table.splitlines())) <= 100 and "\033" not in table
 
@@ -110,15 +126,23 @@ def test_processes_that_can_not_meet_say_who_waits_for_what(launch, tmp_path) ->
     port, files = free_port(), [tmp_path / f"{rank}.json" for rank in range(2)]
     words = ["-m", "tools.doctor", "--wait", 1, "--only", "launch,network", "--json"]
     worlds = exported(0, 2, free_port()), exported(1, 2, port)  # nobody listens at that port
-    started = [launch.start_python(*words, *pair, env=env) for *pair, env in zip(files, worlds, strict=True)]
+    started = [
+        launch.start_python(*words, *pair, env=env)
+        for *pair, env in zip(files, worlds, strict=True)
+    ]
     assert [each.finish().returncode for each in started] == [1, 1]
     waits, knocks = (rows_of(file)["network: meeting", "all"] for file in files)
     assert "rank 1 of 2 did not come within 1 s; there are ranks of " in waits["way_out"]
-    assert f"can't meet the others at 127.0.0.1:{port}" in knocks["measured"] and "nothing listens" in knocks["way_out"]
+    assert (
+        f"can't meet the others at 127.0.0.1:{port}" in knocks["measured"]
+        and "nothing listens" in knocks["way_out"]
+    )
 
 
 def test_checks_are_chosen_by_their_first_words(forks, tmp_path) -> None:
-    done = start_tool(forks, 1, "doctor", "--only", "network,launch", "--json", tmp_path / "found.json")[0].end()
+    done = start_tool(
+        forks, 1, "doctor", "--only", "network,launch", "--json", tmp_path / "found.json"
+    )[0].end()
     found = json.loads((tmp_path / "found.json").read_text())
     words = {row["check"].partition(":")[0] for row in found["findings"]}
     assert done.code in (0, 1) and words == {"launch"}
@@ -126,25 +150,42 @@ def test_checks_are_chosen_by_their_first_words(forks, tmp_path) -> None:
     ended = [rank.end() for rank in start_tool(forks, 2, "doctor", "--wait", "soon")]
     (line,) = "".join(rank.stderr for rank in ended).splitlines()  # of both ranks
     assert (
-        {rank.code for rank in ended} == {2} and line.startswith("doctor: ") and "--wait" in line and "--help" in line
+        {rank.code for rank in ended} == {2}
+        and line.startswith("doctor: ")
+        and "--wait" in line
+        and "--help" in line
     )
-    for words, text in ((["--only", "lungs"], "--only lungs: take launch, "), (["no.py"], "no.py is not there")):
+    for words, text in (
+        (["--only", "lungs"], "--only lungs: take launch, "),
+        (["no.py"], "no.py is not there"),
+    ):
         with pytest.raises(Refused, match=text):
             examine(arguments().parse_args(words))
 
 
 def test_a_rehearsal_that_is_stopped_says_so_and_leaves_nothing(launch, tmp_path) -> None:
-    words = ["--only", "rehearsal", "recipes/cls.py", "--data", "digits", "--output_dir", tmp_path, "--workers", "0"]
+    words = [
+        "--only",
+        "rehearsal",
+        "recipes/cls.py",
+        "--data",
+        "digits",
+        "--output_dir",
+        tmp_path,
+        "--workers",
+        "0",
+    ]
     started = launch.start_python("-m", "tools.doctor", *words)
     for _ in Limit(120).turns():
         runs = psutil.Process(started.process.pid).children(recursive=True)
-        if runs and any("--max_steps" in one.cmdline() for one in runs):  # imports start processes, too
+        # Imports start processes, too.
+        if runs and any("--max_steps" in one.cmdline() for one in runs):
             break
     started.process.send_signal(signal.SIGINT)
     done = started.finish()
-    assert done.returncode == 1 and re.search(r"^not run +rehearsal +stopped by SIGINT$", done.stdout, re.M), (
-        done.stdout
-    )
+    assert done.returncode == 1 and re.search(
+        r"^not run +rehearsal +stopped by SIGINT$", done.stdout, re.M
+    ), done.stdout
     assert "not everything was checked: " in done.stdout and "will work" not in done.stdout
     assert not psutil.wait_procs(runs, 5)[1] and not [*tmp_path.iterdir()]
 
@@ -153,14 +194,34 @@ def test_a_rehearsal_trains_and_leaves_nothing(launch, tmp_path) -> None:
     words = ["--output_dir", str(tmp_path / "runs"), "--global_batch_size", "16"]
     (tmp_path / "runs").mkdir()
     flags = ["--config", "recipes/presets/digits.yaml", *words]
-    of_tool = ["-m", "tools.doctor", "--only", "rehearsal", "--json", tmp_path / "found.json", "recipes/cls.py"]
+    of_tool = [
+        "-m",
+        "tools.doctor",
+        "--only",
+        "rehearsal",
+        "--json",
+        tmp_path / "found.json",
+        "recipes/cls.py",
+    ]
     done = launch("multi_cpu", *of_tool, *flags, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = {check: row for (check, _), row in rows_of(tmp_path / "found.json").items() if check != "rehearsal: slowest"}
+    rows = {
+        check: row
+        for (check, _), row in rows_of(tmp_path / "found.json").items()
+        if check != "rehearsal: slowest"
+    }
     assert rows.keys() == {"rehearsal: steps", "rehearsal: memory", "rehearsal: checkpoint"}
     figures = rows["rehearsal: steps"]["figures"]
-    assert figures["samples"] == 16 and figures["checkpoint_bytes"] > 10**6 and figures["memory"] > 2**27
+    assert (
+        figures["samples"] == 16
+        and figures["checkpoint_bytes"] > 10**6
+        and figures["memory"] > 2**27
+    )
     options = arguments().parse_args(["recipes/cls.py", *flags, "--model", "no_such_model"])
     (row,) = rehearsal.rehearse(World(Launch("python"), options, torch.device("cpu"), ranks=[0]))
-    assert row.status == "failed" and "did not make 4 steps" in row.measured and "no_such_model" in row.way_out
+    assert (
+        row.status == "failed"
+        and "did not make 4 steps" in row.measured
+        and "no_such_model" in row.way_out
+    )
     assert not any((tmp_path / "runs").iterdir())

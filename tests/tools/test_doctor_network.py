@@ -1,4 +1,5 @@
-"""The doctor finds what is wrong between machines and on one of them; each trouble is provoked on network namespaces.
+"""The doctor finds what is wrong between machines and on one of them; each trouble is provoked on
+network namespaces.
 
 Why a meeting fails is said by `reach`: tests/launching/test_network.py.
 """
@@ -23,7 +24,11 @@ def run(*words: object) -> None:
 
 def summary(rows: dict[tuple[str, str], dict], status: str) -> dict[str, str]:
     """Place and text of the rows of a status, by check."""
-    return {check: f"{place}: {row['measured']}" for (check, place), row in rows.items() if row["status"] == status}
+    return {
+        check: f"{place}: {row['measured']}"
+        for (check, place), row in rows.items()
+        if row["status"] == status
+    }
 
 
 def test_a_slow_link_and_an_odd_mtu_are_named(nodes: Callable[..., list[Node]], tmp_path) -> None:
@@ -34,24 +39,37 @@ def test_a_slow_link_and_an_odd_mtu_are_named(nodes: Callable[..., list[Node]], 
     run("tc", "-n", sick.space, "qdisc", "add", "dev", "eth0", *slow)
     words = ["-m", "tools.doctor", *ONLY, "--json", file]
     started = [
-        node.start_python(*words, env=exported(rank, 2, PORT, well.address)) for rank, node in enumerate((well, sick))
+        node.start_python(*words, env=exported(rank, 2, PORT, well.address))
+        for rank, node in enumerate((well, sick))
     ]
     done = [each.finish() for each in started]
-    assert [each.returncode for each in done] == [0, 0], done[0].stdout + done[0].stderr + done[1].stderr
+    assert [each.returncode for each in done] == [0, 0], (
+        done[0].stdout + done[0].stderr + done[1].stderr
+    )
     rows = rows_of(file)
     failed, warned, good = (summary(rows, status) for status in ("failed", "warning", "ok"))
     assert not failed and warned["network: MTU"] == "node1: MTU 1400 instead of 1500"
-    links = [row for row in json.loads(file.read_text())["findings"] if row["check"] == "network: between"]
+    links = [
+        row
+        for row in json.loads(file.read_text())["findings"]
+        if row["check"] == "network: between"
+    ]
     # A busy machine has another such row, on latency.
     (link,) = [row for row in links if row["way_out"].startswith("less than 2 Gbit/s")]
     assert link["status"] == "warning"
     assert 0.1 < link["figures"]["all-reduce"][-1]["gbit"] < 0.33  # of the link's 0.3
     # What is well is not blamed.
-    assert good["network: ports"] == "all: 4 system-chosen ports open between all machines, both ways"
-    assert rows["network: interfaces", "node1"]["measured"] == "eth0 (10.77.0.2, 10 Gbit/s, MTU 1400)"
+    assert (
+        good["network: ports"] == "all: 4 system-chosen ports open between all machines, both ways"
+    )
+    assert (
+        rows["network: interfaces", "node1"]["measured"] == "eth0 (10.77.0.2, 10 Gbit/s, MTU 1400)"
+    )
 
 
-def test_a_firewall_is_named_where_the_run_would_wait(nodes: Callable[..., list[Node]], tmp_path) -> None:
+def test_a_firewall_is_named_where_the_run_would_wait(
+    nodes: Callable[..., list[Node]], tmp_path
+) -> None:
     require_package("nftables")
     first, walled = nodes(2)
     rules = ["add table inet t", "add chain inet t in { type filter hook input priority 0; }"]
@@ -67,8 +85,13 @@ def test_a_firewall_is_named_where_the_run_would_wait(nodes: Callable[..., list[
     done = [each.finish() for each in started]
     assert [each.returncode for each in done] == [1, 1], done[0].stdout + done[0].stderr
     rows = rows_of(file)
-    assert [key for key, row in rows.items() if row["status"] == "failed"] == [("network: ports", "all")]
-    assert re.fullmatch(r"node0 -> node1: port \d+ of 10.77.0.2: timed out", rows["network: ports", "all"]["measured"])
+    assert [key for key, row in rows.items() if row["status"] == "failed"] == [
+        ("network: ports", "all")
+    ]
+    assert re.fullmatch(
+        r"node0 -> node1: port \d+ of 10.77.0.2: timed out",
+        rows["network: ports", "all"]["measured"],
+    )
     assert rows["network: ports", "all"]["way_out"].startswith("firewall: ")
     assert rows["network: bandwidth", "all"]["status"] == "not run"
     assert done[0].stdout.count("-> firewall: ") == 1 and not done[1].stdout  # one table for both

@@ -1,4 +1,6 @@
-"""Each row of the doctor tells good from bad by its threshold, and names the odd one; no process is started."""
+"""Each row of the doctor tells good from bad by its threshold, and names the odd one; no process is
+started.
+"""
 
 import os
 from argparse import Namespace
@@ -13,14 +15,18 @@ from tools.doctor.world import World
 
 CPU = torch.device("cpu")
 TWO = World(Launch("x", world_size=2), Namespace(), CPU, ranks=range(2), hosts=["a", "b"])
-FOUR = World(Launch("x", world_size=4), Namespace(), CPU, ranks=range(4), hosts=["a", "a", "b", "b"])
+FOUR = World(
+    Launch("x", world_size=4), Namespace(), CPU, ranks=range(4), hosts=["a", "a", "b", "b"]
+)
 
 
 def test_equal_rows_are_one_and_others_name_ranks_or_hosts() -> None:
     def folded(values: str, place: str = "", *more: Finding) -> list[tuple[str, str]]:
         findings_by_rank = {}
         for rank, value in enumerate(values):
-            findings_by_rank[rank] = [] if value == "-" else [Finding("cores", "ok", value, place=place)]
+            findings_by_rank[rank] = (
+                [] if value == "-" else [Finding("cores", "ok", value, place=place)]
+            )
         findings_by_rank[2] += more
         return [(finding.place, finding.measured) for finding in fold(findings_by_rank, FOUR.hosts)]
 
@@ -39,7 +45,9 @@ def test_the_odd_rank_is_named_by_what_most_have(monkeypatch) -> None:
     for odd, text in ((1400, "MTU 1400 instead of 1500"), (1500, "")):
         monkeypatch.setattr(World, "exchange", lambda _, value, odd=odd: [1500, 1500, 1500, odd])
         rows = interfaces.compare_mtus(FOUR)
-        assert [(row.place, row.measured) for row in rows] == ([("rank 3 (b)", text)] if text else [])
+        assert [(row.place, row.measured) for row in rows] == (
+            [("rank 3 (b)", text)] if text else []
+        )
 
 
 def test_slow_links_and_long_ways_are_told_from_good_ones() -> None:
@@ -51,7 +59,10 @@ def test_slow_links_and_long_ways_are_told_from_good_ones() -> None:
         ("gloo", 1, 10, 20, "less than 2 Gbi"),
         ("gloo", 5, 10, 20, "latency above 5"),
     ):
-        calls = [{"bytes": 4096, "ms": ms, "gbit": 0.1}, {"bytes": 25 << 20, "ms": 9.0, "gbit": gbit}]
+        calls = [
+            {"bytes": 4096, "ms": ms, "gbit": 0.1},
+            {"bytes": 25 << 20, "ms": 9.0, "gbit": gbit},
+        ]
         row = bandwidth.judge_link("network: between", backend, calls, link, "a")
         assert (row.status, row.way_out[:15]) == (("warning", way_out) if way_out else ("ok", ""))
 
@@ -59,7 +70,10 @@ def test_slow_links_and_long_ways_are_told_from_good_ones() -> None:
 def test_an_interface_that_is_absent_down_or_slower_is_named(monkeypatch, tmp_path) -> None:
     links = {"eth0": (True, 1.0), "ib0": (True, 100.0), "eth1": (False, 1.0)}
     monkeypatch.setattr(interfaces, "read_address", lambda name: "10.0.0.1")
-    stats = {name: SimpleNamespace(isup=up, mtu=1500, speed=1000 * speed) for name, (up, speed) in links.items()}
+    stats = {
+        name: SimpleNamespace(isup=up, mtu=1500, speed=1000 * speed)
+        for name, (up, speed) in links.items()
+    }
     monkeypatch.setattr(interfaces.psutil, "net_if_stats", lambda: stats)
 
     def found(name: str) -> str:
@@ -67,7 +81,9 @@ def test_an_interface_that_is_absent_down_or_slower_is_named(monkeypatch, tmp_pa
         (row,) = interfaces.check_interface(TWO)
         return f"{row.status}: {row.measured} {row.way_out}"
 
-    assert "export GLOO_SOCKET_IFNAME=ib0" in found("eth0") and found("eth0").startswith("warning: eth0")
+    assert "export GLOO_SOCKET_IFNAME=ib0" in found("eth0") and found("eth0").startswith(
+        "warning: eth0"
+    )
     assert found("eth1") == "failed: eth1 is down ip link set eth1 up"
     for name, (state, rate) in {"mlx5_0": ("4: ACTIVE", 200), "mlx5_1": ("1: DOWN", 400)}.items():
         port = tmp_path / name / "ports" / "1"
@@ -80,12 +96,23 @@ def test_an_interface_that_is_absent_down_or_slower_is_named(monkeypatch, tmp_pa
 
 
 def test_the_rehearsal_judges_waiting_lag_memory_and_disk() -> None:
-    well = {"images_per_second": 160.0, "data_wait": 0.1, "samples": 64, "start_s": 5.0, "memory": 10**9, "lag": 0.05}
+    well = {
+        "images_per_second": 160.0,
+        "data_wait": 0.1,
+        "samples": 64,
+        "start_s": 5.0,
+        "memory": 10**9,
+        "lag": 0.05,
+    }
     well |= {"checkpoint_bytes": 2**30, "slowest": 1, "room": 2e9, "free": 2**40}
 
     def odd(**changes: float) -> list[str]:
         rows = rehearsal.judge_rehearsal(well | changes, TWO)
-        return [f"{row.check} {row.status} {row.place} {row.measured} {row.way_out}" for row in rows if row.way_out]
+        return [
+            f"{row.check} {row.status} {row.place} {row.measured} {row.way_out}"
+            for row in rows
+            if row.way_out
+        ]
 
     assert odd() == []
     (late,) = odd(lag=0.38)
@@ -93,11 +120,21 @@ def test_the_rehearsal_judges_waiting_lag_memory_and_disk() -> None:
     (slow,) = odd(data_wait=0.5)
     assert "50% of the time waiting for data" in slow and "--workers" in slow
     assert [line[:26] for line in odd(room=1e9)] == ["rehearsal: memory warning "]
-    assert "rehearsal: checkpoint failed" in odd(checkpoint_bytes=0)[0] and "free 3.0 GiB" in odd(free=2**30)[0]
+    assert (
+        "rehearsal: checkpoint failed" in odd(checkpoint_bytes=0)[0]
+        and "free 3.0 GiB" in odd(free=2**30)[0]
+    )
 
 
-def test_a_rehearsal_has_the_numbers_of_its_launch_and_names_the_cause_of_a_failure(monkeypatch) -> None:
-    given = {"SLURM_PROCID": "7", "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "far", "MASTER_PORT": "29500"}
+def test_a_rehearsal_has_the_numbers_of_its_launch_and_names_the_cause_of_a_failure(
+    monkeypatch,
+) -> None:
+    given = {
+        "SLURM_PROCID": "7",
+        "TORCHELASTIC_RUN_ID": "x",
+        "MASTER_ADDR": "far",
+        "MASTER_PORT": "29500",
+    }
     world = World(Launch("srun", 5, 2, 6, 3, 1, 2), Namespace(), CPU, ranks=range(6))
     monkeypatch.setattr(os, "environ", given)
     found = rehearsal.build_environ(world, 2000)

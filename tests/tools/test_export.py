@@ -1,6 +1,8 @@
-"""An exported classifier is the model that was measured: in each format, on every validation image, and without torch.
+"""An exported classifier is the model that was measured: in each format, on every validation image,
+and without torch.
 
-What differs from the trained model is refused by the images' names, and a refused export leaves nothing behind.
+What differs from the trained model is refused by the images' names, and a refused export leaves
+nothing behind.
 """
 
 import hashlib
@@ -51,19 +53,38 @@ def test_every_format_is_the_model_that_was_measured(trained_classifier, tmp_pat
     main([str(run), "--to", "onnx", "--workers", "1"])
     for name in ("torch_export", "openvino"):
         main([str(run / "best"), "--to", name, *QUICK])
-    assert sorted(path.name for path in (run / "export").iterdir()) == ["onnx", "openvino", "torch_export"]
+    assert sorted(path.name for path in (run / "export").iterdir()) == [
+        "onnx",
+        "openvino",
+        "torch_export",
+    ]
 
-    without = {"onnx": ("torch", "timm", "tools", "common"), "openvino": ("torch",), "torch_export": ()}
+    without = {
+        "onnx": ("torch", "timm", "tools", "common"),
+        "openvino": ("torch",),
+        "torch_export": (),
+    }
     for name, blocked in without.items():
         folder = run / "export" / name
         about = read(folder / "export.json")
         figures = about["validation"]
-        assert figures["images"] == 359 and figures["differing"] == 0 and figures["largest_difference"] < 1e-4
-        assert figures["top1"] == figures["top1_exported"] == pytest.approx(recorded["top1"], abs=1e-12)
+        assert (
+            figures["images"] == 359
+            and figures["differing"] == 0
+            and figures["largest_difference"] < 1e-4
+        )
+        assert (
+            figures["top1"]
+            == figures["top1_exported"]
+            == pytest.approx(recorded["top1"], abs=1e-12)
+        )
         assert about["classes"] == [*"0123456789"] and len(about["vectors"]) == 10
         checked = check(folder, blocked)
-        assert checked.returncode == 0 and checked.stdout.count("\n") == 1, checked.stdout + checked.stderr
-    checked = check(run / "export" / "torch_export", ("torch",))  # the packages were indeed out of reach
+        assert checked.returncode == 0 and checked.stdout.count("\n") == 1, (
+            checked.stdout + checked.stderr
+        )
+    # The packages were indeed out of reach.
+    checked = check(run / "export" / "torch_export", ("torch",))
     assert checked.returncode == 1 and "torch is not there" in checked.stdout
 
     # Weights that were changed: by the hash, and by what they compute if the hash was changed, too.
@@ -71,26 +92,48 @@ def test_every_format_is_the_model_that_was_measured(trained_classifier, tmp_pat
     weights = (folder / "model.bin").read_bytes()
     bias = safetensors.numpy.load_file(run / "best" / "model.safetensors")["fc.bias"]
     assert weights.count(bias.tobytes()) == 1
-    weights = weights.replace(bias.tobytes(), (bias + (np.arange(10) == 3).astype(np.float32)).tobytes())
+    weights = weights.replace(
+        bias.tobytes(), (bias + (np.arange(10) == 3).astype(np.float32)).tobytes()
+    )
     (folder / "model.bin").write_bytes(weights)
     assert "model.bin is not the file that was measured" in check(folder).stdout
-    digests = read(folder / "export.json")["files"] | {"model.bin": hashlib.sha256(weights).hexdigest()}
+    digests = read(folder / "export.json")["files"] | {
+        "model.bin": hashlib.sha256(weights).hexdigest()
+    }
     update_json(folder / "export.json", files=digests)
     checked = check(folder)
-    assert checked.returncode == 1 and "digits[" in checked.stdout and "probabilities differ by" in checked.stdout
+    assert (
+        checked.returncode == 1
+        and "digits[" in checked.stdout
+        and "probabilities differ by" in checked.stdout
+    )
 
 
-def test_another_preprocessing_is_refused_by_image_names(trained_classifier, tmp_path, monkeypatch) -> None:
+def test_another_preprocessing_is_refused_by_image_names(
+    trained_classifier, tmp_path, monkeypatch
+) -> None:
     digits = load(str(trained_classifier), ["--workers", "0"], 0).val
     for index in range(12):
         place = tmp_path / "data" / digits.classes[digits.labels[index]]
         place.mkdir(parents=True, exist_ok=True)
         digits.image(index).resize((50, 70)).save(place / f"{index}.png")
-    words = [str(trained_classifier), "--to", "torch_export", "--data", str(tmp_path / "data"), *QUICK]
+    words = [
+        str(trained_classifier),
+        "--to",
+        "torch_export",
+        "--data",
+        str(tmp_path / "data"),
+        *QUICK,
+    ]
     output = tmp_path / "new" / "folder"
     right = classifier.preprocessing_of
-    monkeypatch.setattr(classifier, "preprocessing_of", lambda config: right(config | {"mean": (0.1, 0.1, 0.1)}))
-    with pytest.raises(Refused, match=r"of 12 images differ .*\d+\.png: \d 0\.\d+ -> \d 0\.\d+.*nothing was written"):
+    monkeypatch.setattr(
+        classifier, "preprocessing_of", lambda config: right(config | {"mean": (0.1, 0.1, 0.1)})
+    )
+    with pytest.raises(
+        Refused,
+        match=r"of 12 images differ .*\d+\.png: \d 0\.\d+ -> \d 0\.\d+.*nothing was written",
+    ):
         main([*words, "-o", str(output)])
     assert not output.parent.exists()
     main([*words, "-o", str(output), "--differing", "12"])
@@ -117,29 +160,47 @@ PHOTOGRAPHS = ("astronaut", "chelsea", "coffee", "rocket")
         ((97, 64), 1.0, "bilinear", "border"),
     ],
 )
-def test_pixels_are_those_of_the_evaluation_to_the_last_level(size, crop_pct, kernel, crop_mode) -> None:
+def test_pixels_are_those_of_the_evaluation_to_the_last_level(
+    size, crop_pct, kernel, crop_mode
+) -> None:
     pictures = [getattr(skimage.data, name)() for name in PHOTOGRAPHS]
     pictures += [pictures[2][:7, :5], pictures[3][:101, :333], pictures[0][:1, :1]]
     if crop_mode != "border":  # the evaluation refuses a stripe that would be thinner than a pixel
         pictures.append(pictures[2][:3, :400])
     mean = torch.tensor([0.4, 0.5, 0.6])
-    config = {"input_size": (3, *size), "crop_pct": crop_pct, "interpolation": kernel, "crop_mode": crop_mode}
+    config = {
+        "input_size": (3, *size),
+        "crop_pct": crop_pct,
+        "interpolation": kernel,
+        "crop_mode": crop_mode,
+    }
     config |= {"mean": tuple(mean.tolist()), "std": (1 / 255,) * 3}
     exported, evaluated = classifier.preprocessing_of(config), EvalTransform(config)
     for picture in pictures:
-        pixels = exported(torch.from_numpy(picture.copy()).permute(2, 0, 1)[None])[0] + 255 * mean[:, None, None]
-        assert torch.equal(pixels.round(), torch.as_tensor(evaluated(Image.fromarray(picture))).float())
+        pixels = (
+            exported(torch.from_numpy(picture.copy()).permute(2, 0, 1)[None])[0]
+            + 255 * mean[:, None, None]
+        )
+        assert torch.equal(
+            pixels.round(), torch.as_tensor(evaluated(Image.fromarray(picture))).float()
+        )
 
 
 def test_runtimes_agree_with_torch_on_photographs(tmp_path) -> None:
     model = timm_models.build_classifier("convnext_atto", 10)
     batch_norm.convert(model, "group", group_size=4)
-    config = timm_models.resolve_data_config(model.eval()) | {"crop_mode": "border"}  # which needs most operations
+    # Which needs most operations.
+    config = timm_models.resolve_data_config(model.eval()) | {"crop_mode": "border"}
     assert config["input_size"] == (3, 224, 224) and config["crop_pct"] < 1
     with torch.no_grad():  # random weights hardly tell pictures apart
         model.get_classifier().weight.mul_(20)
-    exported = classifier.Classifier(model, classifier.preprocessing_of(config), multi_label=False).eval()
-    photographs = [np.ascontiguousarray(getattr(skimage.data, name)().transpose(2, 0, 1)[None]) for name in PHOTOGRAPHS]
+    exported = classifier.Classifier(
+        model, classifier.preprocessing_of(config), multi_label=False
+    ).eval()
+    photographs = [
+        np.ascontiguousarray(getattr(skimage.data, name)().transpose(2, 0, 1)[None])
+        for name in PHOTOGRAPHS
+    ]
     with torch.no_grad():
         expected = [exported(torch.from_numpy(photograph)).numpy() for photograph in photographs]
     assert np.std(expected, 0).max() > 0.05
@@ -163,17 +224,40 @@ def test_several_labels_have_a_probability_each(tmp_path) -> None:
         rows.append(f"{index}.png,{index % 2},{index // 2 % 2},{index // 4}")
     (tmp_path / "8.png").write_bytes(b"no picture")
     (tmp_path / "labels.csv").write_text("\n".join([*rows, "8.png,1,1,1"]))
-    flags = ["--data", tmp_path / "labels.csv", "--label_column", "a,b,c", "--loss", "bce", "--max_broken_share", "0.5"]
-    main([*map(str, [tmp_path / "best", "--to", "torch_export", *flags, "-o", tmp_path / "out", *QUICK])])
+    flags = [
+        "--data",
+        tmp_path / "labels.csv",
+        "--label_column",
+        "a,b,c",
+        "--loss",
+        "bce",
+        "--max_broken_share",
+        "0.5",
+    ]
+    main(
+        [
+            *map(
+                str,
+                [tmp_path / "best", "--to", "torch_export", *flags, "-o", tmp_path / "out", *QUICK],
+            )
+        ]
+    )
     about = read(tmp_path / "out" / "export.json")
-    assert about["multi_label"] and about["validation"]["images"] == 8 and about["validation"]["unreadable"] == 1
+    assert (
+        about["multi_label"]
+        and about["validation"]["images"] == 8
+        and about["validation"]["unreadable"] == 1
+    )
     with np.load(tmp_path / "out" / "vectors.npz") as vectors:
         assert abs(vectors["probabilities_0"].sum() - 1) > 0.01
     assert "accuracy" in about["validation"] and verify.verify(tmp_path / "out") == ""
 
 
 def test_a_module_that_a_copied_recipe_defines_is_exported(trained_classifier, tmp_path) -> None:
-    own = "torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, 4), torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(), "
+    own = (
+        "torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, 4), torch.nn.AdaptiveAvgPool2d(2), "
+        "torch.nn.Flatten(), "
+    )
     own += "torch.nn.Linear(16, 10))"
     model = eval(own)
     config = {"input_size": (3, 32, 32), "interpolation": "bicubic", "crop_pct": 1.0}
@@ -185,14 +269,18 @@ def test_a_module_that_a_copied_recipe_defines_is_exported(trained_classifier, t
     begin = source.index("        model = build_classifier(")
     end = source.index("        check_export(")
     (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "mine.py").write_text(f"{source[:begin]}        model = {own}\n{source[end:]}")
+    (tmp_path / "source" / "mine.py").write_text(
+        f"{source[:begin]}        model = {own}\n{source[end:]}"
+    )
     named = ["--recipe", str(tmp_path / "source" / "mine.py")]
     main([str(tmp_path / "best"), "--to", "torch_export", *named, *QUICK])
     about = read(tmp_path / "export" / "torch_export" / "export.json")
     assert about["validation"]["differing"] == 0 and about["validation"]["images"] == 359
 
 
-def test_what_cannot_be_exported_is_refused_in_one_line(trained_classifier, tmp_path, monkeypatch) -> None:
+def test_what_cannot_be_exported_is_refused_in_one_line(
+    trained_classifier, tmp_path, monkeypatch
+) -> None:
     run = str(trained_classifier)
     (tmp_path / "file").touch()
     (tmp_path / "mine").mkdir()
@@ -211,9 +299,13 @@ def test_what_cannot_be_exported_is_refused_in_one_line(trained_classifier, tmp_
         def forward(self, images):
             return images.new_ones(len(images), int(images.sum()) % 7)
 
-    with pytest.raises(Refused, match=r"--to torch_export: the model can't be written .*another format"):
+    with pytest.raises(
+        Refused, match=r"--to torch_export: the model can't be written .*another format"
+    ):
         formats.write("torch_export", Counting(), True, ["x"], tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(Refused, match=r"--to openvino: needs .*: pip install openvino onnx onnxscript"):
+    with pytest.raises(
+        Refused, match=r"--to openvino: needs .*: pip install openvino onnx onnxscript"
+    ):
         main([str(tmp_path / "nowhere"), "--to", "openvino"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "file", "mine"]

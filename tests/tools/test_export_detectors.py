@@ -1,7 +1,9 @@
-"""An exported detector is the one that was measured: the same boxes, scores and classes for pictures of any size.
+"""An exported detector is the one that was measured: the same boxes, scores and classes for
+pictures of any size.
 
-It is compared with the recipe's own evaluation: on the validation set by average precision, and detection by detection; on
-photographs for every family of detectors, with and without the runtimes. What differs is refused by the images' names.
+It is compared with the recipe's own evaluation: on the validation set by average precision, and
+detection by detection; on photographs for every family of detectors, with and without the runtimes.
+What differs is refused by the images' names.
 """
 
 import contextlib
@@ -35,9 +37,15 @@ from tools.trained import RECIPES, Trained, load_recipe
 CLASSES = tuple("0123456789")
 SPECS = {
     "fcos": DetectorSpec("fcos", "test_resnet", 10, levels=(3, 6), width=64, convolutions=2),
-    "retinanet": DetectorSpec("retinanet", "test_resnet", 10, levels=(3, 6), width=64, convolutions=2),
-    "faster_rcnn": DetectorSpec("faster_rcnn", "test_resnet", 10, levels=(2, 5), width=64, hidden=64, mask_width=32),
-    "mask_rcnn": DetectorSpec("mask_rcnn", "test_resnet", 10, levels=(2, 5), width=64, hidden=64, mask_width=32),
+    "retinanet": DetectorSpec(
+        "retinanet", "test_resnet", 10, levels=(3, 6), width=64, convolutions=2
+    ),
+    "faster_rcnn": DetectorSpec(
+        "faster_rcnn", "test_resnet", 10, levels=(2, 5), width=64, hidden=64, mask_width=32
+    ),
+    "mask_rcnn": DetectorSpec(
+        "mask_rcnn", "test_resnet", 10, levels=(2, 5), width=64, hidden=64, mask_width=32
+    ),
     "rtdetr_v2": DetectorSpec("rtdetr_v2", "resnet10t", 10, width=64),
     "dfine": DetectorSpec("dfine", "resnet10t", 10, width=64),
     "deimv2": DetectorSpec("deimv2", "deimv2_n", 10),
@@ -53,8 +61,15 @@ class Photographs(Annotated):
     """Photographs of several sizes, without boxes."""
 
     def __init__(self) -> None:
-        pictures = [getattr(skimage.data, name)() for name in ("astronaut", "coffee", "chelsea", "rocket")]
-        pictures += [pictures[0][:90, :300], pictures[1][:, :37], pictures[2][:64, :64], pictures[3][:33, :600]]
+        pictures = [
+            getattr(skimage.data, name)() for name in ("astronaut", "coffee", "chelsea", "rocket")
+        ]
+        pictures += [
+            pictures[0][:90, :300],
+            pictures[1][:, :37],
+            pictures[2][:64, :64],
+            pictures[3][:33, :600],
+        ]
         self.pictures = [Image.fromarray(picture) for picture in pictures]
         super().__init__(**no_boxes(CLASSES, np.array([picture.size for picture in self.pictures])))
 
@@ -77,13 +92,17 @@ def built(family: str) -> tuple[Detector, BoxAugmentation]:
         for name, parameter in detector.named_parameters():
             noise = torch.randn(parameter.shape, generator=draws)
             parameter.add_(0.3 * noise * (parameter.abs().mean() + 0.01))
-            if any(part in name for part in ("cls_logits", "cls_score", "class_embed", "score_head")):
+            if any(
+                part in name for part in ("cls_logits", "cls_score", "class_embed", "score_head")
+            ):
                 parameter.mul_(CONTRAST.get(family, 1) if name.endswith("weight") else 0.5)
     side = small_rf_detr.SIDE if family == "rf_detr" else 160
     return detector.eval(), BoxAugmentation(0, (side,), 256, square=family in OF_TRANSFORMERS)
 
 
-def evaluated(detector: Detector, plain: BoxAugmentation, source: Photographs) -> list[dict[str, np.ndarray]]:
+def evaluated(
+    detector: Detector, plain: BoxAugmentation, source: Photographs
+) -> list[dict[str, np.ndarray]]:
     """What the recipe's evaluation finds in each image."""
     recipe = load_recipe(RECIPES / "det.py")
     transforms = Transforms(detector, plain, plain, torch.float32, torch.device("cpu"))
@@ -94,7 +113,9 @@ def evaluated(detector: Detector, plain: BoxAugmentation, source: Photographs) -
     trained = Trained(recipe, recipe.Config(), None)
     return [
         {name: found[name].numpy() for name in DETECTIONS}
-        for _, (found,) in trained.predict(detector, EvalBatches(loader, dataset.normalize, accelerator))
+        for _, (found,) in trained.predict(
+            detector, EvalBatches(loader, dataset.normalize, accelerator)
+        )
     ]
 
 
@@ -104,23 +125,40 @@ def outputs_of(family: str) -> list[str]:
 
 def found_by(module: torch.nn.Module, pixels: np.ndarray) -> dict[str, np.ndarray]:
     with torch.no_grad():
-        return dict(zip(DETECTIONS, (column.numpy() for column in module(torch.from_numpy(pixels))), strict=False))
+        return dict(
+            zip(
+                DETECTIONS,
+                (column.numpy() for column in module(torch.from_numpy(pixels))),
+                strict=False,
+            )
+        )
 
 
 def check_photographs(detector: Detector, plain: BoxAugmentation, sessions: dict) -> None:
     """Compare what `sessions` {name: (session, largest difference in pixels)} find with the evaluation."""
     source = Photographs()
     expected = evaluated(detector, plain, source)
-    sure = [int((one["scores"] > one["scores"].min(initial=1) + MOVED_SCORE).sum()) for one in expected]
-    # Those must have a counterpart. Scores of a DEIMv2 with random weights are all alike, so that only they are compared.
+    sure = [
+        int((one["scores"] > one["scores"].min(initial=1) + MOVED_SCORE).sum()) for one in expected
+    ]
+    # Those must have a counterpart. Scores of a DEIMv2 with random weights are all alike, so that
+    # only they are compared.
     assert max(sure) >= 10 or getattr(detector.model.config, "model_type", "") == "deimv2", sure
     for name, (session, most) in sessions.items():
         for index, one in enumerate(expected):
             found = session(source.pixels(index))
-            assert [found[column].dtype for column in DETECTIONS] == [np.float32, np.float32, np.int64]
+            assert [found[column].dtype for column in DETECTIONS] == [
+                np.float32,
+                np.float32,
+                np.int64,
+            ]
             assert np.abs(found["scores"] - one["scores"]).max(initial=0) <= 1e-3
             apart = compare(one, found, CLASSES)
-            assert not apart.differs and apart.moved["scores"] <= 1e-3, (name, source.name(index), apart)
+            assert not apart.differs and apart.moved["scores"] <= 1e-3, (
+                name,
+                source.name(index),
+                apart,
+            )
             assert apart.moved["boxes"] <= most, (name, source.name(index), apart)
 
 
@@ -129,7 +167,8 @@ ALIKE = {"rtdetr_v2", "mask_rcnn"}
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=[pytest.mark.long] * (family in ALIKE)) for family in SPECS]
+    "family",
+    [pytest.param(family, marks=[pytest.mark.long] * (family in ALIKE)) for family in SPECS],
 )
 def test_what_is_exported_finds_what_the_evaluation_finds(family, thorough, tmp_path) -> None:
     """The module; among long tests its files, too."""
@@ -139,7 +178,10 @@ def test_what_is_exported_finds_what_the_evaluation_finds(family, thorough, tmp_
     sessions = {"torch": (lambda pixels: found_by(module, pixels), 1e-3)}
     for name in EVERYWHERE if thorough else ():
         formats.write(name, module, False, outputs, tmp_path)
-        sessions[name] = verify.open_model(tmp_path, name, formats.FORMATS[name].file, outputs), 0.05
+        sessions[name] = (
+            verify.open_model(tmp_path, name, formats.FORMATS[name].file, outputs),
+            0.05,
+        )
     check_photographs(detector, plain, sessions)
 
 
@@ -148,7 +190,8 @@ def test_a_picture_may_show_one_object_or_none(family, thorough, tmp_path) -> No
     detector, plain = built(family)
     source = Photographs()
     scores = np.concatenate([one["scores"] for one in evaluated(detector, plain, source)])
-    detector.score_threshold = float(np.sort(scores)[-2:].mean())  # only the best detection of all is left
+    # Only the best detection of all is left.
+    detector.score_threshold = float(np.sort(scores)[-2:].mean())
     expected = evaluated(detector, plain, source)
     assert sorted(len(one["scores"]) for one in expected) == [0] * 7 + [1]
     outputs = outputs_of(family)
@@ -209,15 +252,25 @@ def test_other_boxes_are_refused_by_the_names_of_images(trained_detector, scenes
     assert not verdict.vectors and len(verdict.worst) == 7
     assert all(".png: " in words and "pixels" in words for words in verdict.worst)
     with pytest.raises(Refused, match=r"0\.png: scores of the exported model are not finite"):
-        judge(task, lambda pixels: found_by(task.module, pixels) | {"scores": np.full(100, np.nan, np.float32)})
+        judge(
+            task,
+            lambda pixels: (
+                found_by(task.module, pixels) | {"scores": np.full(100, np.nan, np.float32)}
+            ),
+        )
 
 
 def test_counterparts_of_detections() -> None:
     boxes = np.array([[0, 0, 10, 10], [20, 0, 30, 10], [50, 50, 60, 60]], np.float32)
-    these = {"boxes": boxes, "scores": np.array([0.9, 0.5, 0.1], np.float32), "labels": np.array([1, 2, 3])}
+    these = {
+        "boxes": boxes,
+        "scores": np.array([0.9, 0.5, 0.1], np.float32),
+        "labels": np.array([1, 2, 3]),
+    }
     part = lambda rows: {name: column[rows] for name, column in these.items()}  # noqa: E731
     assert not compare(these, part([1, 0, 2]), CLASSES).differs  # in any order
-    assert not compare(these, part([0, 1]), CLASSES).differs  # the lowest may be below the threshold
+    # The lowest may be below the threshold.
+    assert not compare(these, part([0, 1]), CLASSES).differs
     assert compare(these, part([0, 2]), CLASSES).words == "2 0.5000 at [20, 0, 30, 10] is missing"
     assert compare(part([0, 2]), these, CLASSES).words == "2 0.5000 at [20, 0, 30, 10] is new"
     apart = compare(these, these | {"boxes": boxes + np.float32(0.5)}, CLASSES)

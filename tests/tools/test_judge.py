@@ -1,4 +1,6 @@
-"""`--eval_only` leaves a report: its numbers are those of the run and of any layout, each part of the data has its own."""
+"""`--eval_only` leaves a report: its numbers are those of the run and of any layout, each part of
+the data has its own.
+"""
 
 import json
 import re
@@ -51,7 +53,11 @@ def test_a_report_has_the_numbers_of_the_run_and_of_any_layout(run, reported, fo
     assert 0.1 < calibration["temperature"] < 10 and calibration["nll_after"] <= calibration["nll"]
     assert sum(row["images"] for row in calibration["bins"]) == 359
     evaluated = report["evaluated"]
-    assert (evaluated["part"], evaluated["images"], evaluated["run"]) == ("a fixed fifth, held out", 359, "cls")
+    assert (evaluated["part"], evaluated["images"], evaluated["run"]) == (
+        "a fixed fifth, held out",
+        359,
+        "cls",
+    )
     assert evaluated["step"] == read(run / "best/run.json")["step"]
 
     assert {path.name for path in reported.iterdir()} == {"results.json", "pictures"}
@@ -63,18 +69,28 @@ def test_a_report_has_the_numbers_of_the_run_and_of_any_layout(run, reported, fo
     again = report_in(run / "evaluation/best-held_out")
     assert again.pop("loss") == pytest.approx(report.pop("loss"), rel=1e-6)
     assert again == report and alone["thresholds"] == report["thresholds"]
-    assert not (run / "evaluation/best-held_out/pictures").exists(), "the old report's pictures are gone with it"
+    assert not (run / "evaluation/best-held_out/pictures").exists(), (
+        "the old report's pictures are gone with it"
+    )
 
 
 @pytest.fixture(scope="module")
 def on_parts(run_several, tmp_path_factory) -> dict[str, Outcome]:
-    """A run on images in train/, val/ and test/, and evaluations of it and of a copy of its model, by name."""
+    """A run on images in train/, val/ and test/, and evaluations of it and of a copy of its model,
+    by name.
+    """
     folder = tmp_path_factory.mktemp("parts")
     for seed, part in enumerate(("train", "val", "test")):
         draw_stripes(folder / "data" / part, (16, 14, 12, 10, 8), seed=seed)
-    words = f"--data {folder}/data --model test_vit --image_size 32 --max_steps 4 --lr 1e-3 --output_dir {folder}"
+    words = (
+        f"--data {folder}/data --model test_vit --image_size 32 --max_steps 4 --lr 1e-3 "
+        f"--output_dir {folder}"
+    )
     [run] = run_several(1, {"run": words.split()}).values()
-    assert "test" not in (run.folder / "metrics.jsonl").read_text() and not (run.folder / "evaluation").exists()
+    assert (
+        "test" not in (run.folder / "metrics.jsonl").read_text()
+        and not (run.folder / "evaluation").exists()
+    )
     best, copy = run.folder / "best", shutil.copytree(run.folder / "best", folder / "model")
     cases = {
         "val": ["--eval_only", best],
@@ -101,7 +117,9 @@ def report_of(ended: Outcome) -> Path:
         ("copy", "model-val-", "val/", 32),
     ],
 )
-def test_each_part_and_each_setting_has_a_report_of_its_own(on_parts, name, start, part, size) -> None:
+def test_each_part_and_each_setting_has_a_report_of_its_own(
+    on_parts, name, start, part, size
+) -> None:
     report = report_of(on_parts[name])
     evaluated = report_in(report)["evaluated"]
     assert printed(on_parts[name])["top1"] == report_in(report)["top1"]
@@ -111,7 +129,9 @@ def test_each_part_and_each_setting_has_a_report_of_its_own(on_parts, name, star
 
 def test_reports_stand_with_the_run_or_where_they_are_asked_for(on_parts) -> None:
     folder = on_parts["run"].folder
-    assert {*(folder / "evaluation").iterdir()} == {report_of(on_parts[name]) for name in ("val", "test", "large")}
+    assert {*(folder / "evaluation").iterdir()} == {
+        report_of(on_parts[name]) for name in ("val", "test", "large")
+    }
     assert [*(folder.parent / "here/evaluation").iterdir()] == [report_of(on_parts["copy"])]
     assert len([*(folder.parent / "model").iterdir()]) == 4, "nothing is written beside a model"
 
@@ -130,7 +150,9 @@ def test_an_evaluation_without_a_report_has_its_numbers(on_parts) -> None:
 PICTURES = {"predictions", "precision_recall", "confusion", "misses"}
 
 
-def test_two_ranks_leave_the_report_of_a_detector(trained_detector, scenes, run_several, tmp_path) -> None:
+def test_two_ranks_leave_the_report_of_a_detector(
+    trained_detector, scenes, run_several, tmp_path
+) -> None:
     run = copied(trained_detector, tmp_path / "run")
     words = ["recipes/det.py", "--eval_only", run / "best", "--data", scenes, "--split", "train"]
     of_two = printed(run_several(2, {"two": words}, pictures=True)["two"])

@@ -1,4 +1,5 @@
-"""Predict gives what the evaluation measured: the same top-1, image by image, and the same AP; on any number of processes.
+"""Predict gives what the evaluation measured: the same top-1, image by image, and the same AP; on
+any number of processes.
 
 Every image is a row, once, in the order given, also one that can't be read. Files are complete or absent.
 """
@@ -35,7 +36,9 @@ from tools.predict.rows import Format, Rows
 from tools.trained import load
 
 PAGE = (ROOT / "docs" / "after_training.md").read_text()
-(SCRIPT,) = re.findall(r"^```python\n(.*?)^```$", PAGE[: PAGE.index("## Export")], re.MULTILINE | re.DOTALL)
+(SCRIPT,) = re.findall(
+    r"^```python\n(.*?)^```$", PAGE[: PAGE.index("## Export")], re.MULTILINE | re.DOTALL
+)
 
 
 def held_out(run: Path):
@@ -63,13 +66,24 @@ def of_boxes(trained_detector, tmp_path_factory) -> Path:
     images, objects = [], []
     for index, (width, height) in enumerate(source.sizes.tolist()):
         source.image(index).save(folder / "val" / f"{index}.png")
-        images.append({"id": 1000 - index, "file_name": f"val/{index}.png", "width": width, "height": height})
+        images.append(
+            {"id": 1000 - index, "file_name": f"val/{index}.png", "width": width, "height": height}
+        )
         for row in range(source.offsets[index], source.offsets[index + 1]):
             left, top, right, bottom = source.boxes[row].tolist()
-            one = {"id": row + 1, "image_id": 1000 - index, "category_id": 7 + 3 * int(source.labels[row])}
-            one |= {"bbox": [left, top, right - left, bottom - top], "area": float(source.areas[row])}
+            one = {
+                "id": row + 1,
+                "image_id": 1000 - index,
+                "category_id": 7 + 3 * int(source.labels[row]),
+            }
+            one |= {
+                "bbox": [left, top, right - left, bottom - top],
+                "area": float(source.areas[row]),
+            }
             objects.append(one | {"iscrowd": int(source.crowd[row])})
-    categories = [{"id": 7 + 3 * number, "name": name} for number, name in enumerate(source.classes)]
+    categories = [
+        {"id": 7 + 3 * number, "name": name} for number, name in enumerate(source.classes)
+    ]
     content = {"images": images, "annotations": objects, "categories": categories}
     (folder / "instances.json").write_text(json.dumps(content))
     return folder
@@ -98,8 +112,12 @@ def test_top1_is_that_of_the_run_and_of_timm(launch, trained_classifier, digits,
     files = [str(path) for path in sorted(digits.rglob("*.png"))]
     words = [trained_classifier, digits, "-o", tmp_path / "two.jsonl", "--max_micro_batch_size", 16]
     done = launch("multi_cpu", "-m", "tools.predict", *words, "--workers", 1)
-    assert done.returncode == 0 and not done.stdout and done.stderr.count("359 images") == 1, done.stderr
-    rows = found_in(trained_classifier / "best", digits, "--max_micro_batch_size", "16", tmp_path=tmp_path)
+    assert done.returncode == 0 and not done.stdout and done.stderr.count("359 images") == 1, (
+        done.stderr
+    )
+    rows = found_in(
+        trained_classifier / "best", digits, "--max_micro_batch_size", "16", tmp_path=tmp_path
+    )
     assert (tmp_path / "rows.jsonl").read_text() == (tmp_path / "two.jsonl").read_text()
     assert [row["file"] for row in rows] == files and len(files) == 359
     right = [row["predictions"][0]["class"] == Path(row["file"]).parent.name for row in rows]
@@ -108,20 +126,32 @@ def test_top1_is_that_of_the_run_and_of_timm(launch, trained_classifier, digits,
     (tmp_path / "script.py").write_text(SCRIPT)
     assert len(SCRIPT.splitlines()) <= 26  # of them 10 open every kind of file
     words = [sys.executable, tmp_path / "script.py", trained_classifier / "best", *files]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, env=inherited() | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=inherited() | {"OMP_NUM_THREADS": "1"},
+    )
     theirs = [line.rsplit(" ", 2) for line in done.stdout.splitlines()]
-    assert [(file, name) for file, name, _ in theirs] == [(row["file"], row["predictions"][0]["class"]) for row in rows]
+    assert [(file, name) for file, name, _ in theirs] == [
+        (row["file"], row["predictions"][0]["class"]) for row in rows
+    ]
     ours = [row["predictions"][0]["score"] for row in rows]
     assert np.array([float(score) for *_, score in theirs]) == pytest.approx(ours, abs=1e-4)
 
 
 @pytest.mark.parametrize("recipe", ["cls", "det"])
-def test_images_in_shards_give_the_rows_of_their_files(request, recipe, digits, of_boxes, tmp_path) -> None:
+def test_images_in_shards_give_the_rows_of_their_files(
+    request, recipe, digits, of_boxes, tmp_path
+) -> None:
     """From tars and Parquet; an image that can't be read is a row with its reason."""
     run = request.getfixturevalue({"cls": "trained_classifier", "det": "trained_detector"}[recipe])
     folder = tmp_path / "images"
     shutil.copytree(
-        digits if recipe == "cls" else of_boxes, folder, ignore=shutil.ignore_patterns("*.json", "?[0-9].png")
+        digits if recipe == "cls" else of_boxes,
+        folder,
+        ignore=shutil.ignore_patterns("*.json", "?[0-9].png"),
     )
     (folder / "val").mkdir(exist_ok=True)
     (folder / "val" / "broken.png").write_bytes(b"hello")
@@ -131,13 +161,22 @@ def test_images_in_shards_give_the_rows_of_their_files(request, recipe, digits, 
     files = in_order(folder)
 
     def rows(*words: object) -> list[dict]:
-        main([*map(str, [run, *words, "-o", tmp_path / "rows.csv", "--overwrite", "--format", "csv"])])
+        main(
+            [
+                *map(
+                    str,
+                    [run, *words, "-o", tmp_path / "rows.csv", "--overwrite", "--format", "csv"],
+                )
+            ]
+        )
         return list(csv.DictReader(io.StringIO((tmp_path / "rows.csv").read_text())))
 
     of_files = rows(*files, "--workers", 0)
     places = {str(file): str(file.relative_to(folder)) for file in files}
     in_tars = rows("--data", tmp_path / "train-{000..002}.tar", "--workers", 0)
-    assert len(of_files) >= len(files) > 30 and any("not an image" in row["error"] for row in of_files)
+    assert len(of_files) >= len(files) > 30 and any(
+        "not an image" in row["error"] for row in of_files
+    )
     names = {row["file"].partition(".tar/")[2] for row in in_tars}
     assert names == {*places.values()}
     assert [row | {"file": row["file"].partition(".tar/")[2]} for row in in_tars] == [
@@ -148,9 +187,20 @@ def test_images_in_shards_give_the_rows_of_their_files(request, recipe, digits, 
     assert [row | {"file": ""} for row in in_rows] == [row | {"file": ""} for row in of_files]
 
 
-def test_pycocotools_finds_the_recorded_ap_in_the_coco_output(run_tool, trained_detector, of_boxes, tmp_path) -> None:
+def test_pycocotools_finds_the_recorded_ap_in_the_coco_output(
+    run_tool, trained_detector, of_boxes, tmp_path
+) -> None:
     found, truth = tmp_path / "found.json", of_boxes / "instances.json"
-    words = [trained_detector, of_boxes / "val", "--format", "coco", "--images_of", truth, "-o", found]
+    words = [
+        trained_detector,
+        of_boxes / "val",
+        "--format",
+        "coco",
+        "--images_of",
+        truth,
+        "-o",
+        found,
+    ]
     run_tool(2, "predict", *words, "--workers", 0)
     main([*map(str, words[:-1]), str(tmp_path / "one.json"), "--workers", "0"])
     assert found.read_text() == (tmp_path / "one.json").read_text()
@@ -161,12 +211,16 @@ def test_pycocotools_finds_the_recorded_ap_in_the_coco_output(run_tool, trained_
     rows = found_in(trained_detector, of_boxes / "val", "--threshold", 0, tmp_path=tmp_path)
     boxes = [one for row in rows for one in row["predictions"]]
     assert len(boxes) == len(json.loads(found.read_text()))
-    best = found_in(trained_detector, of_boxes / "val", "--threshold", 0.2, "--top", 2, tmp_path=tmp_path)
+    best = found_in(
+        trained_detector, of_boxes / "val", "--threshold", 0.2, "--top", 2, tmp_path=tmp_path
+    )
     for many, few in zip(rows, best, strict=True):
         assert few["predictions"] == [one for one in many["predictions"] if one["score"] >= 0.2][:2]
     words = [trained_detector, of_boxes / "val" / "1.png"]  # fewer than ranks
     one, _ = run_tool(2, "predict", *words, "--workers", 0)
-    assert [json.loads(line) for line in one.stdout.splitlines()] == found_in(*words, tmp_path=tmp_path)
+    assert [json.loads(line) for line in one.stdout.splitlines()] == found_in(
+        *words, tmp_path=tmp_path
+    )
 
 
 @pytest.fixture
@@ -174,9 +228,19 @@ def odd(digits, tmp_path) -> tuple[Path, dict[str, str]]:
     """A folder of odd files, and what is wrong with each of them, "" if nothing."""
     folder, good = tmp_path / "odd", next(digits.rglob("*.png"))
     (folder / "b.png").mkdir(parents=True)  # a folder with an image's extension
-    for name in ("a b.png", "new\nline.png", 'ünï,日本,"q".png', os.fsdecode(b"bad\xff.png"), "b.png/LARGE.PNG"):
+    for name in (
+        "a b.png",
+        "new\nline.png",
+        'ünï,日本,"q".png',
+        os.fsdecode(b"bad\xff.png"),
+        "b.png/LARGE.PNG",
+    ):
         shutil.copy(good, folder / name)
-    for name, content in {"zero.png": b"", "text.jpg": b"hello", "cut.png": good.read_bytes()[:-50]}.items():
+    for name, content in {
+        "zero.png": b"",
+        "text.jpg": b"hello",
+        "cut.png": good.read_bytes()[:-50],
+    }.items():
         (folder / name).write_bytes(content)
     (folder / "notes.txt").write_text("")
     (folder / "gone.png").symlink_to("nowhere")
@@ -185,18 +249,29 @@ def odd(digits, tmp_path) -> tuple[Path, dict[str, str]]:
     exif = Image.Exif()
     exif[0x112] = 6
     Image.new("RGB", (40, 20)).save(folder / "turned.jpg", exif=exif)
-    wrong = {"zero.png": "not an image", "text.jpg": "not an image", "cut.png": "truncated", "huge.png": "limit"}
+    wrong = {
+        "zero.png": "not an image",
+        "text.jpg": "not an image",
+        "cut.png": "truncated",
+        "huge.png": "limit",
+    }
     wrong |= {"gone.png": "No such file", "fifo.png": "not a regular file"}
     return folder, wrong
 
 
 @pytest.mark.parametrize("recipe", ["cls", "det"])
-def test_files_that_cannot_be_read_are_rows_with_a_reason(request, recipe, odd, tmp_path, capsys) -> None:
+def test_files_that_cannot_be_read_are_rows_with_a_reason(
+    request, recipe, odd, tmp_path, capsys
+) -> None:
     folder, wrong = odd
     run = request.getfixturevalue({"cls": "trained_classifier", "det": "trained_detector"}[recipe])
-    rows = found_in(run, folder, folder / "never.png", "--draw", tmp_path / "drawn", tmp_path=tmp_path)
+    rows = found_in(
+        run, folder, folder / "never.png", "--draw", tmp_path / "drawn", tmp_path=tmp_path
+    )
     drawn = sorted(path.name for path in (tmp_path / "drawn").iterdir())
-    assert [int(name[:6]) for name in drawn] == [number for number, row in enumerate(rows) if "error" not in row]
+    assert [int(name[:6]) for name in drawn] == [
+        number for number, row in enumerate(rows) if "error" not in row
+    ]
     assert len(drawn) == 12 - len(wrong)
     assert min(np.asarray(Image.open(tmp_path / "drawn" / name)).std() for name in drawn) > 1
     by_name = {os.fsencode(Path(row["file"]).name): row for row in rows}
@@ -204,15 +279,40 @@ def test_files_that_cannot_be_read_are_rows_with_a_reason(request, recipe, odd, 
     for name, row in by_name.items():
         reason = {**wrong, "never.png": "No such file"}.get(os.fsdecode(name), "")
         assert ("predictions" in row) == (not reason) and reason in row.get("error", ""), row
-    assert recipe == "cls" or (by_name[b"turned.jpg"]["width"], by_name[b"turned.jpg"]["height"]) == (20, 40)
+    assert recipe == "cls" or (
+        by_name[b"turned.jpg"]["width"],
+        by_name[b"turned.jpg"]["height"],
+    ) == (20, 40)
     said = capsys.readouterr().err
     assert f"1 (.txt) beside the images are not read, first {folder}/notes.txt" in said
     assert "13 images, 7 with an error" in said
 
-    main([*map(str, [run, folder, "-o", tmp_path / "rows.csv", "--format", "csv", "--workers", 0, "--threshold", 0.1])])
+    main(
+        [
+            *map(
+                str,
+                [
+                    run,
+                    folder,
+                    "-o",
+                    tmp_path / "rows.csv",
+                    "--format",
+                    "csv",
+                    "--workers",
+                    0,
+                    "--threshold",
+                    0.1,
+                ],
+            )
+        ]
+    )
     lines = list(csv.DictReader(io.StringIO((tmp_path / "rows.csv").read_text())))
     files = {line["file"] for line in lines}
-    assert len(files) == 12 and str(folder / "new\nline.png") in files and sum(bool(row["error"]) for row in lines) == 6
+    assert (
+        len(files) == 12
+        and str(folder / "new\nline.png") in files
+        and sum(bool(row["error"]) for row in lines) == 6
+    )
     assert recipe == "cls" or all(line["left"] for line in lines if line["class"])
 
 
@@ -222,7 +322,13 @@ def test_images_are_named_by_folders_globs_lists_and_stdin(tmp_path, monkeypatch
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
     assert listing(["b.png", "a"])[0] == ["b.png", "a/1.png", "a/2.png", "a/x/3.jpg"]
-    assert listing(["**/*.png", "[b].png", "@at.png"])[0] == ["@at.png", "[b].png", "a/1.png", "a/2.png", "b.png"]
+    assert listing(["**/*.png", "[b].png", "@at.png"])[0] == [
+        "@at.png",
+        "[b].png",
+        "a/1.png",
+        "a/2.png",
+        "b.png",
+    ]
     Path("list.txt").write_bytes(b"a/x\r\n\nb.png\nnowhere.png\n")
     assert listing(["@list.txt"])[0] == ["a/x/3.jpg", "b.png", "nowhere.png"]
     Path("list.txt").write_bytes(b"new\nline.png\0b.png\0")
@@ -234,14 +340,23 @@ def test_images_are_named_by_folders_globs_lists_and_stdin(tmp_path, monkeypatch
         picture(Path("0.png")).rename(Path(name).parent.mkdir(parents=True, exist_ok=True) or name)
     Path("web/c.heic").touch()
     files, notes = listing(["web"])
-    assert files == ["web/a", "web/b.jpg_large"] and "3 images, left out: 1 (.heic), first web/c.heic" in notes
+    assert (
+        files == ["web/a", "web/b.jpg_large"]
+        and "3 images, left out: 1 (.heic), first web/c.heic" in notes
+    )
     for name in "defg":
         Path(f"web/{name}.heic").touch()
-    with pytest.raises(Refused, match=r"web: most of its 7 images would be left out: 5 .*convert them to JPEG or PNG"):
+    with pytest.raises(
+        Refused,
+        match=r"web: most of its 7 images would be left out: 5 .*convert them to JPEG or PNG",
+    ):
         listing(["web"])
     Path("empty").mkdir()
     Path("empty/a.md").touch()
-    for words, text in {"empty": "empty: no image is there.* empty/a.md", "n*.gif": "n.*no file matches"}.items():
+    for words, text in {
+        "empty": "empty: no image is there.* empty/a.md",
+        "n*.gif": "n.*no file matches",
+    }.items():
         with pytest.raises(Refused, match=text):
             listing([words])
 
@@ -263,7 +378,11 @@ def test_thresholds_are_those_of_the_evaluation_unless_asked(tmp_path) -> None:
 
 def test_scores_that_are_no_numbers_are_an_error_of_their_row() -> None:
     batch = SimpleNamespace(positions=torch.arange(2), broken=())
-    rows = Rows(images(file_list(["a.png", "b.png"]), ("x", "y"), multi_label=False), np.zeros(2, np.float32), top=1)
+    rows = Rows(
+        images(file_list(["a.png", "b.png"]), ("x", "y"), multi_label=False),
+        np.zeros(2, np.float32),
+        top=1,
+    )
     (_, right), (_, wrong) = rows.of(batch, torch.tensor([[0.0, 1.0], [torch.nan, 0.0]]))
     assert right["predictions"][0]["class"] == "y" and "not finite" in wrong["error"]
 
@@ -276,18 +395,34 @@ def test_a_full_disk_is_said_in_a_line() -> None:
     assert Path("/dev/full").is_char_device()
 
 
-def test_what_cannot_be_done_is_refused_in_one_line(trained_classifier, trained_detector, digits, tmp_path) -> None:
-    image, old, empty, other = next(digits.rglob("*.png")), *(tmp_path / name for name in ("old", "empty", "other"))
+def test_what_cannot_be_done_is_refused_in_one_line(
+    trained_classifier, trained_detector, digits, tmp_path
+) -> None:
+    image, old, empty, other = (
+        next(digits.rglob("*.png")),
+        *(tmp_path / name for name in ("old", "empty", "other")),
+    )
     old.write_text("old")
     empty.write_text('{"images": [], "categories": []}')
-    of_other = {"images": [{"id": 1, "file_name": image.name}], "categories": [{"id": 1, "name": "0"}]}
+    of_other = {
+        "images": [{"id": 1, "file_name": image.name}],
+        "categories": [{"id": 1, "name": "0"}],
+    }
     other.write_text(json.dumps(of_other))
     coco = ["--format", "coco", "--images_of"]
     for run, words, text in (
         (trained_classifier, [], "no images are named"),
         (trained_classifier, [image, "--data", "a.tar"], "--data names shards, and "),
-        (trained_classifier, ["--data", tmp_path / "no-{0..1}.tar"], "no-0.tar: byte 0: No such file or directory"),
-        (trained_classifier, ["--data", digits], "names no shard; give a file, a folder, or a pattern"),
+        (
+            trained_classifier,
+            ["--data", tmp_path / "no-{0..1}.tar"],
+            "no-0.tar: byte 0: No such file or directory",
+        ),
+        (
+            trained_classifier,
+            ["--data", digits],
+            "names no shard; give a file, a folder, or a pattern",
+        ),
         (trained_classifier, [image, "--top", 0], "--top 0: must be at least 1"),
         (trained_classifier, [image, *coco, old], "for detectors"),
         (trained_detector, [image, "--format", "coco"], "with --images_of JSON"),
@@ -304,13 +439,17 @@ def test_what_cannot_be_done_is_refused_in_one_line(trained_classifier, trained_
         ),
         (tmp_path, [image], "neither config.json nor manifest.json"),
     ):
-        assert text in refusal(main, run, *words, *([] if "--learning_rate" in words else ["--workers", 0]))
+        assert text in refusal(
+            main, run, *words, *([] if "--learning_rate" in words else ["--workers", 0])
+        )
         assert sorted(os.listdir(tmp_path)) == ["empty", "old", "other"], words
     assert old.read_text() == "old"
 
 
 def test_rows_stream_and_a_kill_leaves_no_file(forks, trained_classifier, digits, tmp_path):
-    """Of a pipe that nobody has read to its end: its first rows are there although the last image is not computed."""
+    """Of a pipe that nobody has read to its end: its first rows are there although the last image
+    is not computed.
+    """
     os.mkfifo(tmp_path / "pipe")
     many = tmp_path / "list.txt"
     for number in range(60):  # more than a pipe holds
@@ -319,7 +458,9 @@ def test_rows_stream_and_a_kill_leaves_no_file(forks, trained_classifier, digits
     words = [trained_classifier, f"@{many}", "--workers", 1, "--max_micro_batch_size", 16, "-o"]
     (leaver,) = start_tool(forks, 1, "predict", *words, tmp_path / "pipe")
     with (tmp_path / "pipe").open() as reader:
-        assert json.loads(reader.readline())["file"] == str(tmp_path / "0" / "0" / min(os.listdir(digits / "0")))
+        assert json.loads(reader.readline())["file"] == str(
+            tmp_path / "0" / "0" / min(os.listdir(digits / "0"))
+        )
         assert leaver.process.is_alive()
     done = leaver.end()
     assert done.code == 0 and "Traceback" not in done.stderr, done.stderr
@@ -330,12 +471,23 @@ def test_rows_stream_and_a_kill_leaves_no_file(forks, trained_classifier, digits
         time.sleep(0.01)
     killed.process.kill()
     assert killed.end().code == -9 and not (tmp_path / "rows.jsonl").exists()
-    assert len(found_in(trained_classifier, digits, tmp_path=tmp_path)) == 359 and not draft.exists()
+    assert (
+        len(found_in(trained_classifier, digits, tmp_path=tmp_path)) == 359 and not draft.exists()
+    )
 
 
 def test_several_labels_are_the_classes_above_their_threshold(run_several, tmp_path) -> None:
     save_colours(tmp_path / "colours")
-    words = ["--data", tmp_path / "colours", "--loss", "bce", "--epochs", 3, "--output_dir", tmp_path]
+    words = [
+        "--data",
+        tmp_path / "colours",
+        "--loss",
+        "bce",
+        "--epochs",
+        3,
+        "--output_dir",
+        tmp_path,
+    ]
     run_several(1, {"several": words})
     run, images = tmp_path / "several", tmp_path / "images"
     images.mkdir()
@@ -346,7 +498,9 @@ def test_several_labels_are_the_classes_above_their_threshold(run_several, tmp_p
     for weights in (run, next((run / "checkpoints").iterdir())):
         rows = found_in(weights, images, "--threshold", 0.5, tmp_path=tmp_path)
         predicted = [{one["class"] for one in row["predictions"]} for row in rows]
-        true = [{source.classes[place] for place in np.flatnonzero(labels)} for labels in source.labels]
+        true = [
+            {source.classes[place] for place in np.flatnonzero(labels)} for labels in source.labels
+        ]
         exact = np.mean([ours == theirs for ours, theirs in zip(predicted, true, strict=True)])
         assert weights != run or exact == pytest.approx(recorded["exact_match"])
         assert {len(one) for one in predicted} - {1}  # none or several
@@ -357,10 +511,28 @@ def test_several_labels_are_the_classes_above_their_threshold(run_several, tmp_p
 
 @pytest.mark.long
 def test_masks_have_the_recorded_ap(run_several, scenes, tmp_path) -> None:
-    words = ["--detector", "mask_rcnn", "--data", scenes, "--max_steps", 30, "--output_dir", tmp_path]
+    words = [
+        "--detector",
+        "mask_rcnn",
+        "--data",
+        scenes,
+        "--max_steps",
+        30,
+        "--output_dir",
+        tmp_path,
+    ]
     run_several(1, {"masks": words}, recipe="recipes/det.py")
     truth, found = read(scenes / "val.json"), tmp_path / "found.json"
-    coco = ["--format", "coco", "--images_of", scenes / "val.json", "-o", found, "--draw", tmp_path / "drawn"]
+    coco = [
+        "--format",
+        "coco",
+        "--images_of",
+        scenes / "val.json",
+        "-o",
+        found,
+        "--draw",
+        tmp_path / "drawn",
+    ]
     main([*map(str, [tmp_path / "masks", scenes / "val", *coco, "--workers", 0])])
     for annotation in truth["annotations"]:
         annotation |= {"iscrowd": 0, "area": float(annotation["bbox"][2] * annotation["bbox"][3])}
@@ -368,5 +540,7 @@ def test_masks_have_the_recorded_ap(run_several, scenes, tmp_path) -> None:
     recorded = read(tmp_path / "masks" / "best" / "results.json")
     for kind, prefix in (("bbox", ""), ("segm", "mask_")):
         numbers = [recorded[f"{prefix}{name}"] for name in ("AP", "AP50", "AP75")]
-        assert coco_numbers(tmp_path / "truth.json", found, kind)[:3] == pytest.approx(numbers, abs=1e-6)
+        assert coco_numbers(tmp_path / "truth.json", found, kind)[:3] == pytest.approx(
+            numbers, abs=1e-6
+        )
     assert all(one["segmentation"]["counts"] for one in json.loads(found.read_text()))

@@ -1,4 +1,6 @@
-"""What is published of a run is of its exported weights, as what is compared and reported, and nothing that a person wrote."""
+"""What is published of a run is of its exported weights, as what is compared and reported, and
+nothing that a person wrote.
+"""
 
 import html
 import json
@@ -49,7 +51,10 @@ def ran(words: list, folder: Path) -> str:
 def test_numbers_of_an_averaged_run_are_those_of_its_export(
     run_several, trained_classifier, forks, tmp_path, capsys
 ) -> None:
-    words = "--config recipes/presets/digits.yaml --epochs 2 --ema_decay 0.98 --tracker none --workers 0 --output_dir"
+    words = (
+        "--config recipes/presets/digits.yaml --epochs 2 --ema_decay 0.98 --tracker none "
+        "--workers 0 --output_dir"
+    )
     run = run_several(2, {"averaged": [*words.split(), tmp_path]}, pictures=True)["averaged"].folder
     ended = forks("--eval_only", run / "best", "--workers", 0)
     true = json.loads(ended.stdout.splitlines()[-1])
@@ -59,15 +64,34 @@ def test_numbers_of_an_averaged_run_are_those_of_its_export(
     card, text = published(run, tmp_path / "model")
     assert card.data.eval_results[0].metric_value == pytest.approx(true["top1"], abs=1e-12)
     of_card = figures(text, "Result | Validation")
-    for name, key in (("top-1", "top1"), ("mean class accuracy", "mean_class_accuracy"), ("macro F1", "f1_macro")):
+    for name, key in (
+        ("top-1", "top1"),
+        ("mean class accuracy", "mean_class_accuracy"),
+        ("macro F1", "f1_macro"),
+    ):
         assert of_card[name] == shown(true[key])
-    assert figures(text, "Class | Accuracy") == {name: shown(value) for name, value in true["per_class"].items()}
+    assert figures(text, "Class | Accuracy") == {
+        name: shown(value) for name, value in true["per_class"].items()
+    }
     assert shown(raw) not in text and "The weights are the moving average" in text
     for results in (read(tmp_path / "model" / "results.json"), read(run / "best" / "results.json")):
-        assert (results["top1"], results["raw_top1"]) == pytest.approx((true["top1"], raw), abs=1e-12)
+        assert (results["top1"], results["raw_top1"]) == pytest.approx(
+            (true["top1"], raw), abs=1e-12
+        )
         assert results["thresholds"] == true["thresholds"]
-    ended = forks("--eval_only", tmp_path / "model", "--data", "digits", "--output_dir", tmp_path, "--workers", 0)
-    assert json.loads(ended.stdout.splitlines()[-1])["top1"] == true["top1"], "what was published is as it says"
+    ended = forks(
+        "--eval_only",
+        tmp_path / "model",
+        "--data",
+        "digits",
+        "--output_dir",
+        tmp_path,
+        "--workers",
+        0,
+    )
+    assert json.loads(ended.stdout.splitlines()[-1])["top1"] == true["top1"], (
+        "what was published is as it says"
+    )
 
     summary = read(run / "summary.json")
     first = next(key for key in summary["best"] if key.startswith("eval/"))
@@ -78,13 +102,18 @@ def test_numbers_of_an_averaged_run_are_those_of_its_export(
     compare([str(run), str(trained_classifier), "--recorded", "-o", str(tmp_path / "out")])
     said, found = capsys.readouterr().out, read(tmp_path / "out" / "comparison.json")["runs"][0]
     rows = dict(re.findall(r"^  (\S.*?) {2,}(\S+(?: %)?)", said, re.MULTILINE))
-    assert rows["top-1"] == f"{100 * true['top1']:.2f} %" and rows["top-1 (without EMA)"] == f"{100 * raw:.2f} %"
+    assert (
+        rows["top-1"] == f"{100 * true['top1']:.2f} %"
+        and rows["top-1 (without EMA)"] == f"{100 * raw:.2f} %"
+    )
     assert found["best"]["top1"] == pytest.approx(true["top1"], abs=1e-12)
     write_report([str(run)])
     assert capsys.readouterr().out == f"{run / FILE}\n"
     page = re.sub("<[^>]+>", " ", html.unescape((run / FILE).read_text()))
     page = " ".join(page[page.index("Results") :].split())
-    assert re.search(rf"^Results Of the exported weights, .*? top-1 {100 * true['top1']:.2f} %", page)
+    assert re.search(
+        rf"^Results Of the exported weights, .*? top-1 {100 * true['top1']:.2f} %", page
+    )
     assert f"top-1 (without EMA) {100 * raw:.2f} %" in page
 
 
@@ -96,8 +125,12 @@ def test_the_card_of_a_classifier_has_code_that_runs(trained_classifier, tmp_pat
     (of_hub,) = card.data.eval_results
     assert (of_hub.metric_type, of_hub.metric_value) == ("accuracy", results["top1"])
     overall = figures(text, "Result | Validation")
-    assert list(overall.values()) == [shown(value) for value in results.values() if not isinstance(value, dict)]
-    assert figures(text, "Class | Accuracy") == {name: shown(value) for name, value in results["per_class"].items()}
+    assert list(overall.values()) == [
+        shown(value) for value in results.values() if not isinstance(value, dict)
+    ]
+    assert figures(text, "Class | Accuracy") == {
+        name: shown(value) for name, value in results["per_class"].items()
+    }
     settings = figures(text, "flag | value")
     assert settings["`--global_batch_size`"] == "64" and settings["`--model`"] == r"test\_resnet"
     assert "| layout | 2 processes on 1 node" in text and "Measured on 359 images" in text
@@ -106,9 +139,20 @@ def test_the_card_of_a_classifier_has_code_that_runs(trained_classifier, tmp_pat
 
     (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     Image.new("RGB", (50, 40), "white").save(tmp_path / "photo.jpg")
-    output = ran([sys.executable, "-c", code.replace("hf-hub:someone/digits", f"local-dir:{tmp_path}/model")], tmp_path)
+    output = ran(
+        [
+            sys.executable,
+            "-c",
+            code.replace("hf-hub:someone/digits", f"local-dir:{tmp_path}/model"),
+        ],
+        tmp_path,
+    )
     scores = [line.split() for line in output.splitlines()]
-    assert len(scores) == 5 and {name for name, _ in scores} <= set("0123456789") and float(scores[0][1]) > 0.1
+    assert (
+        len(scores) == 5
+        and {name for name, _ in scores} <= set("0123456789")
+        and float(scores[0][1]) > 0.1
+    )
 
 
 def test_the_card_of_a_detector_has_code_that_runs(trained_detector, tmp_path, capsys) -> None:
@@ -118,7 +162,9 @@ def test_the_card_of_a_detector_has_code_that_runs(trained_detector, tmp_path, c
     assert card.data.license is None and card.data.pipeline_tag == "object-detection"
     assert card.data.eval_results[0].metric_value == results["AP"]
     assert figures(text, "Result | Validation")["AP50"] == shown(results["AP50"])
-    assert figures(text, "Class | AP") == {name: shown(value) for name, value in results["per_class"].items()}
+    assert figures(text, "Class | AP") == {
+        name: shown(value) for name, value in results["per_class"].items()
+    }
     (command,) = re.findall(r"^python model/(.*?) model photo\.jpg", text, re.MULTILINE)
     Image.new("RGB", (50, 40), "white").save(tmp_path / "photo.jpg")
     ran([sys.executable, f"model/{command}", "model", "photo.jpg"], tmp_path)
@@ -129,24 +175,37 @@ PLACES = ("/x/Alice Smith, private/flowers/", "file:///home/Alice Smith/a", "../
 
 
 def test_nothing_that_names_a_person_or_a_folder_is_published(trained_classifier, tmp_path) -> None:
-    """A run that a person started with such flags: its files have them in every place where a run writes them."""
+    """A run that a person started with such flags: its files have them in every place where a run
+    writes them.
+    """
     texts = "data model image_column label_column eval_only init notes own".split()
     original = read(trained_classifier / "best/run.json")
     for number, place in enumerate(PLACES):
-        run, model = copied(trained_classifier, tmp_path / f"run-{number}"), tmp_path / f"model-{number}"
+        run, model = (
+            copied(trained_classifier, tmp_path / f"run-{number}"),
+            tmp_path / f"model-{number}",
+        )
         flags = dict.fromkeys(texts, place)
         update_json(run / "best/run.json", config=original["config"] | flags, notes=place)
-        update_json(run / "environment.json", command=f"recipes/cls.py --data {place}", recipe=place)
-        (run / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load((run / "config.yaml").read_text()) | flags))
+        update_json(
+            run / "environment.json", command=f"recipes/cls.py --data {place}", recipe=place
+        )
+        (run / "config.yaml").write_text(
+            yaml.safe_dump(yaml.safe_load((run / "config.yaml").read_text()) | flags)
+        )
         log = (run / "log.txt").read_text()
         (run / "log.txt").write_text(log.replace("digits", place).replace("test_resnet", place))
         for file in (run / "best/notes.txt", run / "pictures/Alice Smith.png"):
             file.write_text(place)
         published(run, model)
         for file in model.rglob("*"):
-            assert SECRET not in str(file) and (file.is_dir() or SECRET.encode() not in file.read_bytes()), file
+            assert SECRET not in str(file) and (
+                file.is_dir() or SECRET.encode() not in file.read_bytes()
+            ), file
         settings = read(model / "run.json")["config"]
-        assert settings["model"] == "test_resnet" and settings["lr"] == original["config"]["lr"], "it can be evaluated"
+        assert settings["model"] == "test_resnet" and settings["lr"] == original["config"]["lr"], (
+            "it can be evaluated"
+        )
 
 
 def test_names_in_a_card_are_no_markup(trained_classifier, tmp_path) -> None:
@@ -155,8 +214,13 @@ def test_names_in_a_card_are_no_markup(trained_classifier, tmp_path) -> None:
     names, accuracies = list("0123456789"), read(best / "results.json")["per_class"]
     names[3] = odd
     update_json(best / "config.json", label_names=names)
-    update_json(best / "results.json", per_class=dict(zip(names, accuracies.values(), strict=True)) | {"4": None})
-    (run / "status.json").write_text(json.dumps({"status": "resumable", "step": 20, "cause": "", "time": ""}))
+    update_json(
+        best / "results.json",
+        per_class=dict(zip(names, accuracies.values(), strict=True)) | {"4": None},
+    )
+    (run / "status.json").write_text(
+        json.dumps({"status": "resumable", "step": 20, "cause": "", "time": ""})
+    )
     _, text = published(run, tmp_path / "model")
     assert r"| a\|b \<i\>\*\_\`\\n\[x\]\(https\://x\) |" in text and "\n| 4 | - |" in text
     assert odd not in text and r"(run \<i\>a\|\*b\*, step" in text
@@ -173,7 +237,9 @@ def test_what_cannot_be_published_is_refused_in_one_line(trained_classifier, tmp
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "file").touch()
     assert "is there already" in refused(trained_classifier, "--dry_run", tmp_path / "old")
-    assert refused(trained_classifier, "--dry_run", "/dev/null/x").startswith("--dry_run /dev/null/x: ")
+    assert refused(trained_classifier, "--dry_run", "/dev/null/x").startswith(
+        "--dry_run /dev/null/x: "
+    )
     run = tmp_path / "run"
     shutil.copytree(trained_classifier, run)
     weights, results = run / "best" / "model.safetensors", run / "best" / "results.json"
@@ -188,7 +254,9 @@ def test_what_cannot_be_published_is_refused_in_one_line(trained_classifier, tmp
 
 def test_a_failed_upload_is_told_in_one_line(trained_classifier, monkeypatch) -> None:
     pushed = {}
-    monkeypatch.setattr(HfApi, "create_repo", lambda self, to, **options: pushed.update(options, to=to))
+    monkeypatch.setattr(
+        HfApi, "create_repo", lambda self, to, **options: pushed.update(options, to=to)
+    )
 
     def upload(self, *, folder_path, **options):
         pushed.update(options, files={path.name for path in folder_path.iterdir()})
@@ -197,4 +265,8 @@ def test_a_failed_upload_is_told_in_one_line(trained_classifier, monkeypatch) ->
     monkeypatch.setattr(HfApi, "upload_folder", upload)
     message = refusal(main, trained_classifier, "--to", "someone/digits", "--private")
     assert "--to someone/digits: 401 Client Error; log in with" in message
-    assert pushed["private"] and pushed["repo_id"] == "someone/digits" and "README.md" in pushed["files"]
+    assert (
+        pushed["private"]
+        and pushed["repo_id"] == "someone/digits"
+        and "README.md" in pushed["files"]
+    )

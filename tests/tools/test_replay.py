@@ -1,4 +1,6 @@
-"""A replay shows what a step saw and gives the losses that the run has logged, without touching the run folder."""
+"""A replay shows what a step saw and gives the losses that the run has logged, without touching the
+run folder.
+"""
 
 import hashlib
 from pathlib import Path
@@ -11,15 +13,16 @@ from tests.harness.runs import read, rows_of, start_tool
 from tools.replay.replay import replay
 
 EXACT = (
-    "--dtype float64 --schedule constant --log_every 1 --eval_every 1000 --global_batch_size 30 --max_steps 9 "
-    "--model test_resnet --batch_norm group --norm_batch_size 2 --mixup 0.2 --cutmix 0.5 --random_erasing 0.25 "
-    "--checkpoint_every 6 --max_micro_batch_size 6"
+    "--dtype float64 --schedule constant --log_every 1 --eval_every 1000 --global_batch_size 30 "
+    "--max_steps 9 --model test_resnet --batch_norm group --norm_batch_size 2 --mixup 0.2 "
+    "--cutmix 0.5 --random_erasing 0.25 --checkpoint_every 6 --max_micro_batch_size 6"
 )
 
 
 def content(folder: Path) -> dict[str, str]:
     return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() + str(path.stat().st_mtime_ns)
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        + str(path.stat().st_mtime_ns)
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
@@ -29,16 +32,21 @@ def logged(run: Path, step: int) -> dict:
     return next(row for row in rows_of(run / "metrics.jsonl") if row["step"] == step)
 
 
-def test_a_step_of_two_processes_is_replayed_on_one_and_on_two(trained_classifier, run_tool, tmp_path) -> None:
+def test_a_step_of_two_processes_is_replayed_on_one_and_on_two(
+    trained_classifier, run_tool, tmp_path
+) -> None:
     before = content(trained_classifier)
     run_tool(1, "replay", trained_classifier, "--step", 100, "-o", tmp_path / "out", "--workers", 1)
     numbers = read(tmp_path / "out/step.json")["numbers"]
-    for key in ("train/loss", "train/grad_norm", "train/lr"):  # one process sums them in another order
+    # One process sums them in another order.
+    for key in ("train/loss", "train/grad_norm", "train/lr"):
         assert numbers[key]["logged"] == logged(trained_classifier, 100)[key]
         assert numbers[key]["replayed"] == pytest.approx(numbers[key]["logged"], rel=1e-6), key
     samples = rows_of(tmp_path / "out/samples.jsonl")
     assert [sample["position"] for sample in samples] == [*range(99 * 64, 100 * 64)]
-    assert np.mean([sample["loss"] for sample in samples]) == pytest.approx(numbers["train/loss"]["logged"], rel=1e-6)
+    assert np.mean([sample["loss"] for sample in samples]) == pytest.approx(
+        numbers["train/loss"]["logged"], rel=1e-6
+    )
     right = [sample["loss"] for sample in samples if sample["predicted"] == sample["label"]]
     assert len(right) > 50 and np.mean(right) < numbers["train/loss"]["logged"]
     assert (tmp_path / "out/sheet.png").stat().st_size > 20_000
@@ -47,18 +55,36 @@ def test_a_step_of_two_processes_is_replayed_on_one_and_on_two(trained_classifie
     assert rows_of(tmp_path / "two/samples.jsonl") == samples
     with pytest.raises(Refused, match="out exists: name another"):
         replay(trained_classifier, 100, tmp_path / "out", [], False)
-    assert content(trained_classifier) == before and {path.name for path in tmp_path.iterdir()} == {"out", "two"}
+    assert content(trained_classifier) == before and {path.name for path in tmp_path.iterdir()} == {
+        "out",
+        "two",
+    }
 
 
-def test_a_step_of_a_detector_is_replayed_from_the_first_one(trained_detector, run_tool, tmp_path) -> None:
-    run_tool(1, "replay", trained_detector, "--step", 10, "--from_start", "-o", tmp_path / "out", "--workers", 0)
+def test_a_step_of_a_detector_is_replayed_from_the_first_one(
+    trained_detector, run_tool, tmp_path
+) -> None:
+    run_tool(
+        1,
+        "replay",
+        trained_detector,
+        "--step",
+        10,
+        "--from_start",
+        "-o",
+        tmp_path / "out",
+        "--workers",
+        0,
+    )
     numbers = read(tmp_path / "out/step.json")["numbers"]
     row = logged(trained_detector, 10)
     for key in ("train/loss", "train/loss_class", "train/loss_box", "train/grad_norm"):
         assert numbers[key]["replayed"] == pytest.approx(row[key], rel=1e-6), key
     assert numbers["train/loss"]["replayed"] == row["train/loss"]
     samples = rows_of(tmp_path / "out/samples.jsonl")
-    assert all(sample["boxes"] and sample["boxes"][0]["label"] in "0123456789" for sample in samples)
+    assert all(
+        sample["boxes"] and sample["boxes"][0]["label"] in "0123456789" for sample in samples
+    )
 
 
 def test_a_step_of_another_layout_agrees_in_float64(run_several, run_tool, tmp_path) -> None:
@@ -67,15 +93,23 @@ def test_a_step_of_another_layout_agrees_in_float64(run_several, run_tool, tmp_p
     assert abs(read(tmp_path / "out/step.json")["numbers"]["train/loss"]["difference"]) < 1e-8
 
 
-def test_what_can_not_be_replayed_is_refused_in_one_line(trained_classifier, forks, tmp_path) -> None:
+def test_what_can_not_be_replayed_is_refused_in_one_line(
+    trained_classifier, forks, tmp_path
+) -> None:
     for run, step, told in (
         (Path("nowhere"), 1, "^nowhere: is no run folder, it has no config.yaml$"),
         (trained_classifier, 100_000, "^--step 100000: .* has made the steps 1 to [0-9]+$"),
-        (trained_classifier, 5, "^--step 5: needs a checkpoint from before it, .*--from_start .*--keep_checkpoints"),
+        (
+            trained_classifier,
+            5,
+            "^--step 5: needs a checkpoint from before it, .*--from_start .*--keep_checkpoints",
+        ),
     ):
         with pytest.raises(Refused, match=told):
             replay(run, step, tmp_path / "out", [], False)
     words = (trained_classifier, "--step", 100, "-o", tmp_path / "out", "--wrokers", 1)
     done = start_tool(forks, 1, "replay", *words)[0].end()
-    assert done.code == 2 and done.stderr.startswith("replay: unknown flag --wrokers; did you mean workers")
+    assert done.code == 2 and done.stderr.startswith(
+        "replay: unknown flag --wrokers; did you mean workers"
+    )
     assert done.stderr.count("\n") == 1 and not [*tmp_path.iterdir()]

@@ -1,4 +1,6 @@
-"""A tool finds the recipe, the configuration and the weights of a run; what it can't use is refused in one line."""
+"""A tool finds the recipe, the configuration and the weights of a run; what it can't use is refused
+in one line.
+"""
 
 import shutil
 from pathlib import Path
@@ -15,7 +17,9 @@ from tools.trained import RECIPES, load
 
 
 def test_a_run_folder_is_taken_by_init_as_tools_take_it(trained_detector) -> None:
-    of_run, of_best = (sources.read(str(path)) for path in (trained_detector, trained_detector / "best"))
+    of_run, of_best = (
+        sources.read(str(path)) for path in (trained_detector, trained_detector / "best")
+    )
     assert of_run.settings == of_best.settings and of_run.tensors.keys() == of_best.tensors.keys()
 
 
@@ -29,7 +33,9 @@ UNFIT = {  # by recipe: how a weight is changed, and what is said
 
 
 @pytest.fixture(scope="module")
-def unfit(trained_classifier, trained_detector, run_several, tmp_path_factory) -> dict[str, tuple[str, Outcome]]:
+def unfit(
+    trained_classifier, trained_detector, run_several, tmp_path_factory
+) -> dict[str, tuple[str, Outcome]]:
     """The name of the tensor that was changed, and the evaluation of these weights."""
     folder, names, cases = tmp_path_factory.mktemp("unfit"), {}, {}
     for case, (change, _) in UNFIT.items():
@@ -56,7 +62,8 @@ def test_the_recipe_of_a_copied_best_is_this_projects(trained_classifier, tmp_pa
     best = shutil.copytree(trained_classifier / "best", tmp_path / "best")
     trained = load(str(best))
     assert trained.recipe.__file__.endswith("recipes/cls.py") and trained.config.image_size == 32
-    with pytest.raises(Refused, match=r"clss: nothing is there.*cls.*run folder"):  # and is not looked for on the hub
+    # And is not looked for on the hub.
+    with pytest.raises(Refused, match=r"clss: nothing is there.*cls.*run folder"):
         load(str(trained_classifier.with_name("clss")))
 
 
@@ -67,9 +74,19 @@ def test_no_name_in_a_file_becomes_code(trained_classifier, tmp_path, monkeypatc
     for file in (evil, best / "evil.py"):
         file.write_text(f"open({str(tmp_path / 'EXECUTED')!r}, 'w')\n")
     monkeypatch.chdir(best)
-    for name in ("evil", "../source/evil", str(best / "evil"), "../recipes/cls", ["evil"], {"cls": 1}, 7):
+    for name in (
+        "evil",
+        "../source/evil",
+        str(best / "evil"),
+        "../recipes/cls",
+        ["evil"],
+        {"cls": 1},
+        7,
+    ):
         update_json(best / "run.json", recipe=name)
-        with pytest.raises(Refused, match=r"was trained by .*which is not .*name that file by --recipe"):
+        with pytest.raises(
+            Refused, match=r"was trained by .*which is not .*name that file by --recipe"
+        ):
             load(str(best))
     checkpoint = max((trained_classifier / "checkpoints").glob("step_*"))
     checkpoint = shutil.copytree(checkpoint, tmp_path / "checkpoints" / checkpoint.name)
@@ -83,7 +100,9 @@ def test_a_recipe_that_the_user_names_is_executed(trained_classifier, tmp_path) 
     best = shutil.copytree(trained_classifier / "best", tmp_path / "best")
     update_json(best / "run.json", recipe="mine")
     copy = Path(shutil.copy(RECIPES / "cls.py", tmp_path / "mine.py"))
-    assert load(str(best), ["--recipe", str(RECIPES / "det.py"), "--recipe", str(copy)]).recipe.__file__ == str(copy)
+    assert load(
+        str(best), ["--recipe", str(RECIPES / "det.py"), "--recipe", str(copy)]
+    ).recipe.__file__ == str(copy)
     with pytest.raises(Refused, match=r"mine\.py, which is not .*det\.py"):
         load(str(best), ["--recipe", str(RECIPES / "det.py")])
     copy.write_text("Config = None\n")
@@ -99,7 +118,14 @@ def test_another_source_than_the_runs_is_not_used_unasked(trained_classifier, tm
     kept.write_text("# a remark\n" + text)
     assert load(str(best)).recipe.__file__ == str(RECIPES / "cls.py")
     kept.write_text(text + "CHANGED = 1\n")
-    with pytest.raises(Refused, match=rf"trained by another cls\.py than .*--recipe {kept}, which executes"):
+    with pytest.raises(
+        Refused, match=rf"trained by another cls\.py than .*--recipe {kept}, which executes"
+    ):
         load(str(best))
-    assert load(str(best), ["--recipe", str(RECIPES / "cls.py"), "--recipe", str(kept)]).recipe.CHANGED == 1
-    assert load(str(best), ["--recipe", str(RECIPES / "cls.py")]).recipe.__file__ == str(RECIPES / "cls.py")
+    assert (
+        load(str(best), ["--recipe", str(RECIPES / "cls.py"), "--recipe", str(kept)]).recipe.CHANGED
+        == 1
+    )
+    assert load(str(best), ["--recipe", str(RECIPES / "cls.py")]).recipe.__file__ == str(
+        RECIPES / "cls.py"
+    )

@@ -21,5 +21,12 @@ class Config(OptimizationConfig, RunConfig):
 
 def vit(depth: int) -> nn.Module:
     torch.manual_seed(0)
-    size = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": depth, "num_heads": 2, "num_classes": CLASSES}
+    size = {
+        "img_size": 8,
+        "patch_size": 4,
+        "embed_dim": 16,
+        "depth": depth,
+        "num_heads": 2,
+        "num_classes": CLASSES,
+    }
     return VisionTransformer(**size).double()

@@ -1,4 +1,6 @@
-"""Batch norm takes its statistics over the samples that its mode promises; running statistics are updated once per step."""
+"""Batch norm takes its statistics over the samples that its mode promises; running statistics are
+updated once per step.
+"""
 
 import copy
 from unittest import mock
@@ -41,7 +43,9 @@ def small_model() -> nn.Sequential:
 
 def samples(count: int) -> torch.Tensor:
     """[count, 3, 8, 8] float64 images."""
-    return 1 + torch.randn(count, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return 1 + torch.randn(
+        count, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
 
 
 def loss_of(outputs: torch.Tensor, first: int) -> torch.Tensor:
@@ -51,7 +55,9 @@ def loss_of(outputs: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def reference(groups: list[int]) -> dict[str, torch.Tensor]:
-    """Two unlike steps of the plain model over consecutive groups of samples; running statistics from all groups of a step."""
+    """Two unlike steps of the plain model over consecutive groups of samples; running statistics
+    from all groups of a step.
+    """
     model = small_model()
     x = samples(sum(groups)).requires_grad_()
     for step in (1, 2):
@@ -67,7 +73,12 @@ def reference(groups: list[int]) -> dict[str, torch.Tensor]:
             first += size
         mean = {name: torch.stack([end[name].double() for end in ends]).mean(0) for name in start}
         model.load_state_dict(mean)
-    return {"outputs": torch.cat(outputs).detach(), "x": x.grad, **gradients(model), **model.state_dict()}
+    return {
+        "outputs": torch.cat(outputs).detach(),
+        "x": x.grad,
+        **gradients(model),
+        **model.state_dict(),
+    }
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -75,7 +86,9 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def steps(mode: str, shares: list[int], micro: int, group_size: int = 0) -> dict[str, torch.Tensor]:
-    """What `reference` does, with shares[r] samples on rank r in micro-batches of `micro`; results of all ranks."""
+    """What `reference` does, with shares[r] samples on rank r in micro-batches of `micro`; results
+    of all ranks.
+    """
     model = small_model()
     assert convert(model, mode, group_size=group_size) == 3
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -89,7 +102,12 @@ def steps(mode: str, shares: list[int], micro: int, group_size: int = 0) -> dict
             outputs.append(model(step * x[first - low : min(first + micro, high) - low]))
             loss_of(outputs[-1], first).backward()
         update_running_statistics(model)
-    results = {"outputs": torch.cat(outputs).detach(), "x": x.grad, **gradients(model), **model.state_dict()}
+    results = {
+        "outputs": torch.cat(outputs).detach(),
+        "x": x.grad,
+        **gradients(model),
+        **model.state_dict(),
+    }
     if dist.is_initialized():
         of_ranks: list = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, results)
@@ -100,11 +118,15 @@ def steps(mode: str, shares: list[int], micro: int, group_size: int = 0) -> dict
             elif name.startswith("gradient"):
                 results[name] = sum(of_name)
             else:
-                assert all(torch.equal(value, of_name[0]) for value in of_name), f"{name} differs between ranks"
+                assert all(torch.equal(value, of_name[0]) for value in of_name), (
+                    f"{name} differs between ranks"
+                )
     return results
 
 
-def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+def assert_equal(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float
+) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         error = (actual[name] - value).abs().max() / value.abs().max().clamp(min=1)
@@ -113,7 +135,9 @@ def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 @pytest.mark.parametrize("shares", [[7], [4, 5, 3]])
 @pytest.mark.parametrize("mode", ["global", "node"])
-def test_shared_statistics_equal_those_of_the_whole_batch(processes: Processes, mode: str, shares: list[int]) -> None:
+def test_shared_statistics_equal_those_of_the_whole_batch(
+    processes: Processes, mode: str, shares: list[int]
+) -> None:
     expected = reference([sum(shares)])
     for actual in processes.run(steps, mode, shares, 100, ranks=len(shares)):
         assert_equal(actual, expected, 1e-10)
@@ -129,7 +153,11 @@ def normalize_far_from_zero() -> list:
         y = maps(torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last))
     y.sum().backward()
     kept = y.is_contiguous(memory_format=torch.channels_last)
-    return [x, layer(x).detach(), (kept, y.dtype, maps[1].collected.dtype, maps[1].weight.grad.dtype)]
+    return [
+        x,
+        layer(x).detach(),
+        (kept, y.dtype, maps[1].collected.dtype, maps[1].weight.grad.dtype),
+    ]
 
 
 def test_shared_statistics_lose_no_digits_and_no_memory_format(processes: Processes) -> None:
@@ -148,7 +176,8 @@ def steps_on_nodes(shares: list[int]) -> dict[str, torch.Tensor]:
 def test_node_statistics_stay_on_the_node(processes: Processes) -> None:
     actual = processes.run(steps_on_nodes, [4, 5, 6], ranks=3)[0]
     expected = reference([9, 6])
-    # The running statistics of the nodes are averaged by their ranks: two of three have seen the first node's.
+    # The running statistics of the nodes are averaged by their ranks: two of three have seen the
+    # first node's.
     for name in [name for name in expected if "running" in name]:
         del expected[name], actual[name]
     assert_equal(actual, expected, 1e-10)
@@ -156,7 +185,9 @@ def test_node_statistics_stay_on_the_node(processes: Processes) -> None:
 
 @pytest.mark.parametrize("mode, num_samples, micro", [("group", 24, 12), ("local", 12, 4)])
 def test_one_process_has_the_statistics_of_groups(mode: str, num_samples: int, micro: int) -> None:
-    """Those of local statistics are micro-batches, as of plain batch norm. Layouts: tests/recipes/test_layout.py."""
+    """Those of local statistics are micro-batches, as of plain batch norm. Layouts:
+    tests/recipes/test_layout.py.
+    """
     assert_equal(steps(mode, [num_samples], micro, 4), reference([4] * (num_samples // 4)), 1e-12)
 
 
@@ -182,11 +213,17 @@ def test_frozen_layers_are_told_and_form_no_groups() -> None:
     layers = [layer for layer in model.modules() if isinstance(layer, batch_norm.StepBatchNorm)]
     assert (batch_norm.unit(model), batch_norm.undivided_for(model)) == (2, "")
     layers[0].requires_grad_(False)
-    assert "; 1 layers whose weights are not trained have statistics that move" in batch_norm.describe(model)
+    assert (
+        "; 1 layers whose weights are not trained have statistics that move"
+        in batch_norm.describe(model)
+    )
     batch_norm.freeze(layers[0])
     assert batch_norm.describe(model).endswith(f"; 1 of {len(layers)} layers are frozen")
     batch_norm.freeze(model)
-    assert batch_norm.unit(model) == 1 and batch_norm.describe(model) == "frozen: all layers are in frozen stages"
+    assert (
+        batch_norm.unit(model) == 1
+        and batch_norm.describe(model) == "frozen: all layers are in frozen stages"
+    )
 
 
 def test_frozen_keeps_statistics_and_trains_weight_and_bias() -> None:
@@ -210,7 +247,9 @@ def test_an_evaluation_or_a_discarded_pass_moves_no_statistics() -> None:
     outputs = model.eval()(samples(4))
     assert torch.allclose(outputs[:1], model(samples(4)[:1]), rtol=1e-12)
     update_running_statistics(model)
-    assert all(torch.equal(model.state_dict()[name], before[name]) for name in before if "running" in name)
+    assert all(
+        torch.equal(model.state_dict()[name], before[name]) for name in before if "running" in name
+    )
 
 
 def test_gradient_checkpointing_changes_nothing() -> None:
@@ -219,7 +258,9 @@ def test_gradient_checkpointing_changes_nothing() -> None:
         convert(each, "group", group_size=2)
     x = samples(4)
     loss_of(model(x), 0).backward()
-    checkpointed.forward = lambda x: checkpoint(nn.Sequential.forward, checkpointed, x, use_reentrant=False)
+    checkpointed.forward = lambda x: checkpoint(
+        nn.Sequential.forward, checkpointed, x, use_reentrant=False
+    )
     loss_of(checkpointed(x), 0).backward()
     update_running_statistics(model)
     update_running_statistics(checkpointed)
@@ -237,7 +278,9 @@ def test_the_gradient_of_a_single_sample_is_right(mode: str) -> None:
     for become in (lambda maps: maps, lambda maps: maps.flatten(2).transpose(1, 2)):
         images = samples(1).requires_grad_()
         (become(layer(images)) * become(weights).contiguous()).sum().backward()
-        gradients.append([images.grad, *(parameter.grad.clone() for parameter in layer.parameters())])
+        gradients.append(
+            [images.grad, *(parameter.grad.clone() for parameter in layer.parameters())]
+        )
         layer.zero_grad()
     for of_maps, of_tokens in zip(*gradients, strict=True):
         torch.testing.assert_close(of_tokens, of_maps, rtol=1e-10, atol=1e-10)
@@ -264,7 +307,9 @@ def test_a_compiled_model_agrees_and_is_one_graph(processes: Processes) -> None:
 
 
 def alone_and_together() -> torch.Tensor:
-    """On rank 0 a forward and backward pass that rank 1 never makes, also of a sample without a variance; then one of both."""
+    """On rank 0 a forward and backward pass that rank 1 never makes, also of a sample without a
+    variance; then one of both.
+    """
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).double()
     convert(model, "global")
     with batch_norm.alone(model):

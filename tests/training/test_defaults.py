@@ -12,13 +12,28 @@ pytestmark = pytest.mark.smoke
 
 def test_weights_to_begin_with_decide_where_nothing_is_given(tmp_path) -> None:
     words = ["--data", "x", "--init", "torchvision:fcos_resnet50_fpn"]
-    decided = {"detector": "fcos", "model": "resnet50", "levels": "3-7", "width": 256, "convolutions": 4}
-    decided |= {"short_sides": "800", "long_side": 1333, "variant": "torchvision", "batch_norm": "frozen"}
+    decided = {
+        "detector": "fcos",
+        "model": "resnet50",
+        "levels": "3-7",
+        "width": 256,
+        "convolutions": 4,
+    }
+    decided |= {
+        "short_sides": "800",
+        "long_side": 1333,
+        "variant": "torchvision",
+        "batch_norm": "frozen",
+    }
     config = parse(det.Config, words)
     assert config == det.Config(data="x", init=words[-1], **decided)
     (tmp_path / "preset.yaml").write_text("width: 64\nshort_sides: 320\n")
-    given = parse(det.Config, [*words, "--config", str(tmp_path / "preset.yaml"), "--short_sides", "400"])
-    assert given == det.Config(data="x", init=words[-1], **decided | {"width": 64, "short_sides": "400"})
+    given = parse(
+        det.Config, [*words, "--config", str(tmp_path / "preset.yaml"), "--short_sides", "400"]
+    )
+    assert given == det.Config(
+        data="x", init=words[-1], **decided | {"width": 64, "short_sides": "400"}
+    )
     rows = detection.describe(given)
     assert rows.keys() == {"as the weights"} and "levels 3-7" in rows["as the weights"]
     assert "width" not in rows["as the weights"] and "short_sides" not in rows["as the weights"]
@@ -31,8 +46,14 @@ def test_weights_to_begin_with_decide_where_nothing_is_given(tmp_path) -> None:
         (det, "det_digits", "model levels width short_sides long_side lr hflip"),
     ],
 )
-def test_presets_of_digits_say_all_that_is_not_for_photographs(recipe, preset: str, names: str) -> None:
+def test_presets_of_digits_say_all_that_is_not_for_photographs(
+    recipe, preset: str, names: str
+) -> None:
     """A digit is small, and a mirrored one is a different sign."""
     config = parse(recipe.Config, ["--config", str(ROOT / f"recipes/presets/{preset}.yaml")])
-    left = [name for name in names.split() if getattr(config, name) == getattr(recipe.Config(data="x"), name)]
+    left = [
+        name
+        for name in names.split()
+        if getattr(config, name) == getattr(recipe.Config(data="x"), name)
+    ]
     assert left == [] and config.hflip == 0

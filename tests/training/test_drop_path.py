@@ -14,7 +14,10 @@ def test_rate_and_expectation_are_those_of_timm() -> None:
     model = nn.Sequential(DropPath(0.25), nn.Identity(), DropPath(0.25))
     assert convert(model) == 2
     numbers = draws(np.arange(100_000), batch_size=1, seed=0, layers=2)
-    assert abs(torch.corrcoef(torch.cat([numbers, draws(np.arange(100_000), 1, 1, 1)])).triu(1)).max() < 0.013
+    assert (
+        abs(torch.corrcoef(torch.cat([numbers, draws(np.arange(100_000), 1, 1, 1)])).triu(1)).max()
+        < 0.013
+    )
     set_draws(model, numbers)
     y = model(torch.ones(100_000, 2, 1))
     assert torch.equal(y[:, 0], y[:, 1])
@@ -32,7 +35,9 @@ def test_each_layer_uses_its_own_draws() -> None:
 
 
 def test_dropout_has_its_rate_and_independent_elements() -> None:
-    """Between neighbouring elements, samples, layers and steps there is no correlation, and the mean stays."""
+    """Between neighbouring elements, samples, layers and steps there is no correlation, and the
+    mean stays.
+    """
     model = nn.Sequential(nn.Dropout(0.25), nn.Dropout(0.25))
     assert convert(model) == 2
     x = torch.ones(1000, 200)
@@ -51,26 +56,41 @@ def test_dropout_has_its_rate_and_independent_elements() -> None:
     assert not everything(torch.ones(4, 3)).any()
 
 
-# With dropout before the head by a module and by a function, and on tables of relative positions, whose size divides by
-# those of the micro-batches.
+# With dropout before the head by a module and by a function, and on tables of relative positions,
+# whose size divides by those of the micro-batches.
 @pytest.mark.parametrize(
-    "name", ["test_vit", "test_resnet", "test_efficientnet", "test_vit_relpos", "swinv2_cr_tiny_224"]
+    "name",
+    ["test_vit", "test_resnet", "test_efficientnet", "test_vit_relpos", "swinv2_cr_tiny_224"],
 )
 def test_outputs_are_those_of_any_micro_batches(name: str) -> None:
-    options = {"window_size": 7, "img_size": 56, "depths": (1, 1), "embed_dim": 12, "num_heads": (2, 2)}
+    options = {
+        "window_size": 7,
+        "img_size": 56,
+        "depths": (1, 1),
+        "embed_dim": 12,
+        "num_heads": (2, 2),
+    }
     size = 56 if name.startswith("swin") else 160
-    model = timm.create_model(name, num_classes=5, drop_rate=0.3, **(options if size == 56 else {})).double().train()
+    model = (
+        timm.create_model(name, num_classes=5, drop_rate=0.3, **(options if size == 56 else {}))
+        .double()
+        .train()
+    )
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
     count = convert(model)
     assert count > (1 if "relpos" in name or "swin" in name else 0)
-    images = torch.randn(7, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    images = torch.randn(
+        7, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     outputs = {}
     state = torch.get_rng_state()
     for sizes in ((7,), (1, 3, 3)):
         parts = []
-        for part, positions in zip(images.split(sizes), torch.arange(7, 14).split(sizes), strict=True):
+        for part, positions in zip(
+            images.split(sizes), torch.arange(7, 14).split(sizes), strict=True
+        ):
             set_draws(model, draws(positions.numpy(), batch_size=7, seed=0, layers=count))
             parts.append(model(part))
         outputs[sizes] = torch.cat(parts)

@@ -45,10 +45,14 @@ def trained(config: Config, layout: tuple[tuple[int, ...], ...]) -> dict[str, to
     return copy.deepcopy(model.state_dict())
 
 
-@pytest.mark.parametrize("clip, mode", [(0.0, "norm"), pytest.param(0.01, "agc", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "clip, mode", [(0.0, "norm"), pytest.param(0.01, "agc", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("name", timm.optim.list_optimizers(exclude_filters=_UNFIT))
 def test_an_optimizer_is_exact_or_known_not_to_be(name: str, clip: float, mode: str) -> None:
-    """On a vision transformer in float64, whose keys' biases have a gradient of nothing but rounding noise."""
+    """On a vision transformer in float64, whose keys' biases have a gradient of nothing but
+    rounding noise.
+    """
     config = Config(opt=name, lr=3e-3, clip=clip, clip_mode=mode)
     try:
         whole, cut = (trained(config, layout) for layout in (WHOLE, CUT))
@@ -67,9 +71,17 @@ def test_an_optimizer_is_exact_or_known_not_to_be(name: str, clip: float, mode: 
 
 def test_only_what_is_not_exact_has_a_row_in_the_start_table() -> None:
     assert exactness.describe(Config(opt="adamw"), uses_generator=False) == {}
-    assert "layouts of such a model agree only roughly" in exactness.describe(Config(opt="Lion"), False)["optimizer"]
-    assert "one process sends none" in exactness.describe(Config(comm_hook="fp16"), False)["gradients"]
-    assert "layouts agree only statistically" in exactness.describe(Config(), uses_generator=True)["dropout"]
+    assert (
+        "layouts of such a model agree only roughly"
+        in exactness.describe(Config(opt="Lion"), False)["optimizer"]
+    )
+    assert (
+        "one process sends none" in exactness.describe(Config(comm_hook="fp16"), False)["gradients"]
+    )
+    assert (
+        "layouts agree only statistically"
+        in exactness.describe(Config(), uses_generator=True)["dropout"]
+    )
 
 
 class Dropping(nn.Module):

@@ -1,4 +1,6 @@
-"""Frozen stages keep every bit until the step in which they begin to train, under any optimizer, and are refused if unknown."""
+"""Frozen stages keep every bit until the step in which they begin to train, under any optimizer,
+and are refused if unknown.
+"""
 
 import pytest
 import timm
@@ -33,7 +35,11 @@ def built(config: Config, norm: str = "local") -> nn.Module:
 
 def moved(model: nn.Module, config: Config, steps: int) -> list[set[str]]:
     """Which parts of the model each step moves, weights and statistics, and what its moving average moves."""
-    optimizer, ema, freezing = build_optimizer(config, model), build_ema(config, model), Freezing(config, model, STREAM)
+    optimizer, ema, freezing = (
+        build_optimizer(config, model),
+        build_ema(config, model),
+        Freezing(config, model, STREAM),
+    )
     found = []
     for step in range(steps):
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -48,7 +54,11 @@ def moved(model: nn.Module, config: Config, steps: int) -> list[set[str]]:
         batch_norm.update_running_statistics(model)
         ema.update(model, step + 1)
         found.append(
-            {name.split(".")[0] for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+            {
+                name.split(".")[0]
+                for name, tensor in model.state_dict().items()
+                if not torch.equal(tensor, before[name])
+            }
         )
     for name, tensor in ema.module.state_dict().items():
         if not any(name.split(".")[0] in names for names in found):
@@ -71,7 +81,9 @@ def test_what_stays_frozen_keeps_weights_and_statistics() -> None:
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == name.startswith(("layer3", "layer4", "fc"))
     frozen = Freezing(config, model, STREAM).describe()["frozen"]
-    assert frozen == "stem to stage 2 of 4, 17% of the parameters, 8 batch norms with their statistics"
+    assert (
+        frozen == "stem to stage 2 of 4, 17% of the parameters, 8 batch norms with their statistics"
+    )
     assert "; 8 of 15 layers are frozen" in batch_norm.describe(model)
 
 
@@ -83,7 +95,9 @@ def test_what_stays_frozen_keeps_weights_and_statistics() -> None:
         ("2", "1,2,3", "--unfreeze_epochs 1,2,3: 3 epochs for 2 frozen stages; give at most 2"),
     ],
 )
-def test_what_can_not_be_frozen_is_refused_with_what_can(stages: str, epochs: str, told: str) -> None:
+def test_what_can_not_be_frozen_is_refused_with_what_can(
+    stages: str, epochs: str, told: str
+) -> None:
     config = Config(freeze_stages=stages, unfreeze_epochs=epochs)
     with pytest.raises(Refused, match=told):
         Freezing(config, built(config), STREAM)
@@ -95,15 +109,25 @@ def test_a_module_without_stages_is_refused() -> None:
             return self[-1]
 
     model = Small(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2))
-    with pytest.raises(Refused, match=r"--freeze_stages 1: Small does not say which parameters form a stage; .* take"):
+    with pytest.raises(
+        Refused,
+        match=r"--freeze_stages 1: Small does not say which parameters form a stage; .* take",
+    ):
         freeze(Config(freeze_stages="1"), model)
     freeze(Config(freeze_stages="all"), model)
-    assert [parameter.requires_grad for parameter in model.parameters()] == [False, False, True, True]
+    assert [parameter.requires_grad for parameter in model.parameters()] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     with pytest.raises(Refused, match="--freeze_stages all leaves Small no parameter to train"):
         freeze(Config(freeze_stages="all"), Small(nn.Conv2d(3, 4, 3), nn.Flatten()))
 
 
-@pytest.mark.parametrize("flag, wrong", [("freeze_stages", "two 1.5"), ("unfreeze_epochs", "2,1 x 1, -1")])
+@pytest.mark.parametrize(
+    "flag, wrong", [("freeze_stages", "two 1.5"), ("unfreeze_epochs", "2,1 x 1, -1")]
+)
 def test_a_value_that_is_no_number_of_stages_is_refused(flag: str, wrong: str) -> None:
     for value in wrong.split():
         with pytest.raises(Refused, match=f"--{flag} .*must be"):
@@ -113,11 +137,16 @@ def test_a_value_that_is_no_number_of_stages_is_refused(flag: str, wrong: str) -
 def test_each_part_has_its_rate_and_the_start_table_says_so() -> None:
     config = Config(lr=0.01, backbone_lr_factor=0.1, head_lr_factor=3.0, layer_decay=0.5)
     model = built(config)
-    optimizer, plain = build_optimizer(config, model), build_optimizer(Config(lr=0.01, layer_decay=0.5), model)
+    optimizer, plain = (
+        build_optimizer(config, model),
+        build_optimizer(Config(lr=0.01, layer_decay=0.5), model),
+    )
     rates = []
     for each in (optimizer, plain):
         set_learning_rate(each, 0.01)
-        rates.append({id(weight): group["lr"] for group in each.param_groups for weight in group["params"]})
+        rates.append(
+            {id(weight): group["lr"] for group in each.param_groups for weight in group["params"]}
+        )
     for name, parameter in model.named_parameters():
         factor = 3.0 if name.startswith("fc.") else 0.1
         assert rates[0][id(parameter)] == pytest.approx(factor * rates[1][id(parameter)]), name

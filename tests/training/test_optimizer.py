@@ -24,16 +24,27 @@ from tests.training.small import Config
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5)
+    )
 
 
 @pytest.mark.parametrize(
     "options, told",
     [
-        (dict(opt="adamww"), "--opt adamww: not an optimizer of timm that fits here; did you mean adamw"),
+        (
+            dict(opt="adamww"),
+            "--opt adamww: not an optimizer of timm that fits here; did you mean adamw",
+        ),
         (dict(opt="kron"), "--opt kron: not an optimizer"),  # it draws from a generator of its own
-        (dict(opt="bnblion"), "--opt bnblion: can't be built here .*; adamw, sgd, lion and lamb always can"),
-        (dict(layer_decay=0.5), "--layer_decay 0.5: Sequential does not say which parameters form a layer"),
+        (
+            dict(opt="bnblion"),
+            "--opt bnblion: can't be built here .*; adamw, sgd, lion and lamb always can",
+        ),
+        (
+            dict(layer_decay=0.5),
+            "--layer_decay 0.5: Sequential does not say which parameters form a layer",
+        ),
     ],
 )
 def test_an_optimizer_that_can_not_be_built_is_refused(options: dict, told: str) -> None:
@@ -47,7 +58,9 @@ def test_layer_decay_slows_the_layers_from_the_head_down() -> None:
     frozen = next(iter(model.parameters())).requires_grad_(False)
     optimizer = build_optimizer(Config(weight_decay=0.05, layer_decay=0.5), model)
     set_learning_rate(optimizer, 0.1)
-    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    groups = {
+        id(parameter): group for group in optimizer.param_groups for parameter in group["params"]
+    }
     depth, rates = len(model.blocks), {}
     for name, parameter in model.named_parameters():
         if parameter is not frozen:
@@ -55,20 +68,30 @@ def test_layer_decay_slows_the_layers_from_the_head_down() -> None:
             assert groups[id(parameter)]["weight_decay"] == (0.0 if without else 0.05), name
             rates[name] = groups[id(parameter)]["lr"]
     assert id(frozen) not in groups and len(groups) == len(rates)
-    assert rates["head.weight"] == 0.1 and rates["patch_embed.proj.weight"] == 0.1 * 0.5 ** (depth + 1)
+    assert rates["head.weight"] == 0.1 and rates["patch_embed.proj.weight"] == 0.1 * 0.5 ** (
+        depth + 1
+    )
     for block in range(depth):
         assert rates[f"blocks.{block}.attn.qkv.weight"] == 0.1 * 0.5 ** (depth - block)
     plain = build_optimizer(Config(weight_decay=0.05), network())
-    assert [(len(group["params"]), group["weight_decay"]) for group in plain.param_groups] == [(4, 0.0), (2, 0.05)]
+    assert [(len(group["params"]), group["weight_decay"]) for group in plain.param_groups] == [
+        (4, 0.0),
+        (2, 0.05),
+    ]
 
 
 def test_a_group_with_a_rate_of_its_own_keeps_its_ratio() -> None:
-    """As torch's own optimizers take it, in every step; a rate of a step that replaced it would be another training."""
+    """As torch's own optimizers take it, in every step; a rate of a step that replaced it would be
+    another training.
+    """
     (one, *_), (*_, other) = (network().parameters() for _ in range(2))
     optimizer = torch.optim.SGD([{"params": [one], "lr": 1e-4}, {"params": [other]}], lr=1e-2)
     for rate in (1e-2, 5e-3, 0.0, 1e-2):
         set_learning_rate(optimizer, rate)
-        assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(rate / 100), rate]
+        assert [group["lr"] for group in optimizer.param_groups] == [
+            pytest.approx(rate / 100),
+            rate,
+        ]
 
 
 STREAM = Stream(640, 64, 0)  # ten steps an epoch
@@ -85,7 +108,9 @@ def test_a_cosine_falls_from_the_peak_to_its_minimum() -> None:
     assert values[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
     assert values[10] == 1 and values[30] == pytest.approx(0.55)  # half-way
     assert values[20] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
-    assert 0.1 < values[-1] < 0.102 and Schedule(Config(lr=1.0, min_lr_ratio=0.1), STREAM, 50)(50) == pytest.approx(0.1)
+    assert 0.1 < values[-1] < 0.102 and Schedule(Config(lr=1.0, min_lr_ratio=0.1), STREAM, 50)(
+        50
+    ) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("epochs", ["", "0", "-1", "8,", "8,x", "nan", "inf"])
@@ -105,10 +130,14 @@ def test_every_rate_is_above_zero_and_at_most_the_peak(kind: str) -> None:
 
 
 def test_schedules_and_the_peak_of_a_batch_size() -> None:
-    assert rates(20, schedule="linear", warmup_epochs=1)[10:] == pytest.approx([1 - step / 10 for step in range(10)])
+    assert rates(20, schedule="linear", warmup_epochs=1)[10:] == pytest.approx(
+        [1 - step / 10 for step in range(10)]
+    )
     assert rates(30, schedule="constant", warmup_epochs=1)[9:] == [1.0] * 21
     stairs = rates(70, schedule="step", step_epochs="2", step_factor=0.5, warmup_epochs=1)
-    assert stairs[10:20] == [1.0] * 10 and stairs[20:40] == [0.5] * 20 and stairs[60:] == [0.125] * 10
+    assert (
+        stairs[10:20] == [1.0] * 10 and stairs[20:40] == [0.5] * 20 and stairs[60:] == [0.125] * 10
+    )
     milestones = rates(70, schedule="step", step_epochs="4, 5.5", step_factor=0.1)
     assert milestones == pytest.approx([1.0] * 40 + [0.1] * 15 + [0.01] * 15)
     for scaling, expected in (("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)):
@@ -132,10 +161,17 @@ def test_clipping_is_that_of_torch_or_timm(mode: str, limit: float, clip) -> Non
     for model in (mine, theirs):
         nn.functional.cross_entropy(model(images), torch.arange(8) % 5).backward()
         model[0].weight.grad = None  # a parameter that was not used
-    before = [parameter.grad.clone() for parameter in theirs.parameters() if parameter.grad is not None]
+    before = [
+        parameter.grad.clone() for parameter in theirs.parameters() if parameter.grad is not None
+    ]
     clip(theirs.parameters(), limit)
-    assert torch.equal(clip_gradients(mine.parameters(), limit, mode), nn.utils.get_total_norm(before))
-    after, expected = ([each.grad for each in model.parameters() if each.grad is not None] for model in (mine, theirs))
+    assert torch.equal(
+        clip_gradients(mine.parameters(), limit, mode), nn.utils.get_total_norm(before)
+    )
+    after, expected = (
+        [each.grad for each in model.parameters() if each.grad is not None]
+        for model in (mine, theirs)
+    )
     assert all(map(torch.equal, after, expected))
     assert (limit == 0.01) != all(map(torch.equal, after, before))
 

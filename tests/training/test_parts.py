@@ -1,4 +1,6 @@
-"""The parts and stages of a model are the same groups for every family, and every tensor belongs to one of them."""
+"""The parts and stages of a model are the same groups for every family, and every tensor belongs to
+one of them.
+"""
 
 import pytest
 import timm
@@ -11,8 +13,16 @@ from common.training.parts import parts, stages
 CLASSIFIERS = {  # tensors of the stem and the stages begin with these
     "test_resnet": ("conv1 bn1", "layer1", "layer2", "layer3", "layer4"),
     "test_convnext": ("stem", "stages.0", "stages.1", "stages.2", "stages.3 head.norm"),
-    "test_vit": ("cls_token pos_embed patch_embed", *(f"blocks.{n}" for n in range(5)), "blocks.5 norm"),
-    "test_efficientnet": ("conv_stem bn1", *(f"blocks.{n}" for n in range(4)), "blocks.4 conv_head bn2"),
+    "test_vit": (
+        "cls_token pos_embed patch_embed",
+        *(f"blocks.{n}" for n in range(5)),
+        "blocks.5 norm",
+    ),
+    "test_efficientnet": (
+        "conv_stem bn1",
+        *(f"blocks.{n}" for n in range(4)),
+        "blocks.4 conv_head bn2",
+    ),
     "deit_tiny_distilled_patch16_224": (
         "cls_token dist_token pos_embed patch_embed",
         *(f"blocks.{n}" for n in range(11)),
@@ -29,11 +39,17 @@ DETECTORS = {  # family and backbone -> the number of stages
     ("rf_detr", "rf_detr_nano"): 12,
 }
 # Where families of transformers have the backbone, and what their neck is.
-DETR = ("model.backbone.", ("model.encoder.", "model.encoder_input_proj.", "model.decoder_input_proj."))
+DETR = (
+    "model.backbone.",
+    ("model.encoder.", "model.encoder_input_proj.", "model.decoder_input_proj."),
+)
 NAMES = {
     "rtdetr_v2": DETR,
     "dfine": DETR,
-    "deimv2": ("model.conv_encoder.", ("model.encoder.", "model.conv_encoder.", "model.decoder_input_proj.")),
+    "deimv2": (
+        "model.conv_encoder.",
+        ("model.encoder.", "model.conv_encoder.", "model.decoder_input_proj."),
+    ),
     "rf_detr": ("model.model.backbone.backbone.", ("model.model.backbone.projector.",)),
 }
 
@@ -54,7 +70,9 @@ def test_stages_of_a_classifier_are_the_groups_of_timm(name: str) -> None:
         begins = tuple(f"{prefix}." for prefix in prefixes.split())
         assert all(name.startswith(begins) or name in prefixes for name in stage)
     left = set(names.values()) - {name for stage in found for name in stage}
-    assert left and all(name.startswith(("fc.", "head.fc.", "head.", "head_dist.", "classifier.")) for name in left)
+    assert left and all(
+        name.startswith(("fc.", "head.fc.", "head.", "head_dist.", "classifier.")) for name in left
+    )
     of_parts = parts(model)
     assert {names[id(parameter)] for parameter in of_parts["head"]} == left and not of_parts["neck"]
 
@@ -67,10 +85,18 @@ def test_stages_of_a_detector_hold_its_backbone_alone(family: str, model: str) -
     assert len(found) == DETECTORS[family, model] + 1 and all(found)
     backbone = {names[id(tensor)] for stage in found for tensor in stage}
     assert len(backbone) == sum(map(len, found)), "each tensor stands in one stage"
-    of_parts = {part: {names[id(parameter)] for parameter in of} for part, of in parts(detector).items()}
-    assert sum(map(len, of_parts.values())) == len([*detector.parameters()]) and all(of_parts.values())
-    assert of_parts["backbone"] == {name for name in backbone if name in dict(detector.named_parameters())}
-    prefix, inside = NAMES.get(family, ("backbone.features.", ("backbone.fpn.", "backbone.features.resample.")))
+    of_parts = {
+        part: {names[id(parameter)] for parameter in of} for part, of in parts(detector).items()
+    }
+    assert sum(map(len, of_parts.values())) == len([*detector.parameters()]) and all(
+        of_parts.values()
+    )
+    assert of_parts["backbone"] == {
+        name for name in backbone if name in dict(detector.named_parameters())
+    }
+    prefix, inside = NAMES.get(
+        family, ("backbone.features.", ("backbone.fpn.", "backbone.features.resample."))
+    )
     assert all(name.startswith(prefix) for name in backbone)
     assert all(name.startswith(inside) for name in of_parts["neck"])
     assert not any(name.startswith((*inside, prefix)) for name in of_parts["head"])

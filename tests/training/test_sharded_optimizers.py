@@ -1,4 +1,6 @@
-"""The optimizers that a sharded run takes make the step that they make of whole weights; all others are refused."""
+"""The optimizers that a sharded run takes make the step that they make of whole weights; all others
+are refused.
+"""
 
 import math
 
@@ -16,8 +18,10 @@ from tests.training.small import CLASSES, Config, vit
 
 BATCH, STEPS = 12, 4
 SHARES = {1: (12,), 2: (7, 5), 3: (5, 4, 3)}
-USUAL = ("adamw", "sgd", "lamb", "lars", "adan", "rmsprop", "muon")  # the long test looks at all of them
-HANGS = {"adamp", "cadamp", "csgdp", "sgdp"}  # each rank decides by its own shard whether to begin a collective
+# The long test looks at all of them.
+USUAL = ("adamw", "sgd", "lamb", "lars", "adan", "rmsprop", "muon")
+# Each rank decides by its own shard whether to begin a collective.
+HANGS = {"adamp", "cadamp", "csgdp", "sgdp"}
 
 
 def trained(model: nn.Module, name: str, share: slice, scale: float) -> None:
@@ -34,7 +38,9 @@ def trained(model: nn.Module, name: str, share: slice, scale: float) -> None:
 
 
 def rank_trains(name: str) -> float:
-    """How far sharded weights are from whole ones, as a share of how far these moved; infinite if there is no such step."""
+    """How far sharded weights are from whole ones, as a share of how far these moved; infinite if
+    there is no such step.
+    """
     sharding.begin(sharding.Sharding(), torch.device("cpu"))
     rank, world = dist.get_rank(), dist.get_world_size()
     start = sum(SHARES[world][:rank])
@@ -48,7 +54,9 @@ def rank_trains(name: str) -> float:
         return math.inf
     trained(whole, name, slice(None), 1)
     apart, moved = 0.0, 0.0
-    for actual, expected, start in zip(model.parameters(), whole.parameters(), vit(2).parameters(), strict=True):
+    for actual, expected, start in zip(
+        model.parameters(), whole.parameters(), vit(2).parameters(), strict=True
+    ):
         apart += (sharding.whole(actual.detach()) - expected).square().sum()
         moved += (expected - start).square().sum()
     return (apart / moved).sqrt().item()
@@ -64,7 +72,9 @@ def test_an_optimizer_makes_the_same_steps_on_shards(processes, ranks: int, name
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted({*timm.optim.list_optimizers(exclude_filters=_UNFIT)} - ON_SHARDS - HANGS))
+@pytest.mark.parametrize(
+    "name", sorted({*timm.optim.list_optimizers(exclude_filters=_UNFIT)} - ON_SHARDS - HANGS)
+)
 def test_an_optimizer_outside_the_table_makes_other_steps(processes, name: str) -> None:
     assert max(processes.run(rank_trains, name, ranks=2)) > 1e-10
 

@@ -1,4 +1,6 @@
-"""A name becomes a model, or one line says why not; a trained model becomes a folder that plain timm loads."""
+"""A name becomes a model, or one line says why not; a trained model becomes a folder that plain
+timm loads.
+"""
 
 import copy
 import json
@@ -30,7 +32,8 @@ def outputs(model: nn.Module, size: int = SIZE) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "architecture", [pytest.param("test_vit", marks=pytest.mark.smoke), "test_efficientnet", "fbnetc_100"]
+    "architecture",
+    [pytest.param("test_vit", marks=pytest.mark.smoke), "test_efficientnet", "fbnetc_100"],
 )
 def test_an_exported_model_is_the_same_in_plain_timm(architecture: str, tmp_path: Path) -> None:
     model, folder = (
@@ -53,7 +56,11 @@ def test_an_exported_model_is_the_same_in_plain_timm(architecture: str, tmp_path
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert tuple(plain.pretrained_cfg["label_names"]) == CLASSES
     theirs = timm.data.resolve_model_data_config(plain)
-    assert {key: theirs[key] for key in wanted} == {**wanted, "mean": list(wanted["mean"]), "std": list(wanted["std"])}
+    assert {key: theirs[key] for key in wanted} == {
+        **wanted,
+        "mean": list(wanted["mean"]),
+        "std": list(wanted["std"]),
+    }
     assert theirs["input_size"] == (3, SIZE, SIZE) and theirs["crop_pct"] == 0.9
     assert theirs["crop_mode"] == "squash"
     assert json.loads((folder / "results.json").read_text()) == {"top1": 0.5}
@@ -71,18 +78,34 @@ def test_transformers_gives_the_probabilities_of_timm(architecture, multi_label,
     model, folder = build_classifier(architecture, 3, image_size=SIZE), tmp_path / "best"
     with torch.no_grad():
         model.get_classifier().weight.mul_(5)
-    timm_models.export(model, CLASSES[:3], timm_models.resolve_data_config(model, SIZE, 0.9), multi_label, {}, folder)
-    noise = torch.randint(0, 256, (70, 90, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    timm_models.export(
+        model,
+        CLASSES[:3],
+        timm_models.resolve_data_config(model, SIZE, 0.9),
+        multi_label,
+        {},
+        folder,
+    )
+    noise = torch.randint(
+        0, 256, (70, 90, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     image = Image.fromarray(noise.numpy())
 
     plain = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    look = timm.data.create_transform(**timm.data.resolve_model_data_config(plain), is_training=False)
+    look = timm.data.create_transform(
+        **timm.data.resolve_model_data_config(plain), is_training=False
+    )
     with torch.no_grad():
         logits = plain(look(image)[None])[0]
     probabilities = logits.sigmoid() if multi_label else logits.softmax(0)
     assert probabilities.max() - probabilities.min() > 0.01
-    found = {one["label"]: one["score"] for one in pipeline("image-classification", str(folder), device="cpu")(image)}
-    assert found == pytest.approx(dict(zip(CLASSES, probabilities.tolist(), strict=False)), abs=1e-5)
+    found = {
+        one["label"]: one["score"]
+        for one in pipeline("image-classification", str(folder), device="cpu")(image)
+    }
+    assert found == pytest.approx(
+        dict(zip(CLASSES, probabilities.tolist(), strict=False)), abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("architecture", ["test_vit", "crossvit_9_240"])
@@ -102,13 +125,18 @@ def test_a_head_keeps_its_classes_by_name_and_says_so(architecture: str, tmp_pat
                 assert torch.equal(tensor, trained[key]), key
                 continue
             for row, name in enumerate(names):
-                expected = trained[key][CLASSES.index(name)] if name in CLASSES else fresh.state_dict()[key][row]
+                expected = (
+                    trained[key][CLASSES.index(name)]
+                    if name in CLASSES
+                    else fresh.state_dict()[key][row]
+                )
                 assert torch.equal(tensor[row], expected), (key, name)
         assert again.begins_with == said.format(f"of {number} tensors of {folder}")
 
     check("no, daisy, 007, rose, tulip & co", f"{number} {{}}")
     check(
-        "cat, dog, no, elk, emu", f"{number - size} {{}}, head new for 4 of 5 classes (cat, dog, elk, emu), kept for no"
+        "cat, dog, no, elk, emu",
+        f"{number - size} {{}}, head new for 4 of 5 classes (cat, dog, elk, emu), kept for no",
     )  # as many as before
     check("rose, cat", f"{number - size} {{}}, head new for 1 of 2 classes (cat), kept for rose")
     check("cat, dog, elk, emu, gnu", f"{number - size} {{}}, head new for all classes")
@@ -117,7 +145,9 @@ def test_a_head_keeps_its_classes_by_name_and_says_so(architecture: str, tmp_pat
 
 def test_a_head_without_names_is_kept_for_as_many_classes(tmp_path: Path) -> None:
     model = build_classifier("test_resnet", 3)
-    timm_models.export(model, CLASSES[:3], timm_models.resolve_data_config(model), False, {}, tmp_path / "best")
+    timm_models.export(
+        model, CLASSES[:3], timm_models.resolve_data_config(model), False, {}, tmp_path / "best"
+    )
     content = json.loads((tmp_path / "best/config.json").read_text())
     del content["label_names"]
     (tmp_path / "best/config.json").write_text(json.dumps(content))
@@ -132,7 +162,9 @@ def test_a_model_that_others_would_load_differently_is_refused(monkeypatch) -> N
     """timm gives fbnetc_100 another epsilon with pretrained=True, which is how exported models are loaded."""
     model = build_classifier("fbnetc_100", len(CLASSES))
     timm_models.check_export(TRAINED, model)
-    features = timm_models.create("fbnetc_100", pretrained=False, seed=0, wishes={}, features_only=True)
+    features = timm_models.create(
+        "fbnetc_100", pretrained=False, seed=0, wishes={}, features_only=True
+    )
     timm_models.check_features(features, {"model_name": "fbnetc_100", "bn_eps": 1e-3})
     refused = "--model fbnetc_100: others would load another model"
     with pytest.raises(Refused, match=refused):
@@ -150,7 +182,10 @@ def test_a_model_that_others_would_load_differently_is_refused(monkeypatch) -> N
         ("qqqq", r"not a model of timm [0-9.]+; timm.list_models\(\) lists them$"),
         ("resnet50.nonsense", r"can't be made: Invalid pretrained tag \(nonsense\) for resnet50"),
         ("hf-hub:nobody/nothing", r"can't be made: "),
-        ("resnet18.a1_in1k", r"can't be made with pretrained weights \(is the hub in reach\?\); without --pretrained"),
+        (
+            "resnet18.a1_in1k",
+            r"can't be made with pretrained weights \(is the hub in reach\?\); without --pretrained",
+        ),
     ],
 )
 def test_a_model_that_is_not_there_is_refused_in_one_line(
@@ -173,7 +208,9 @@ def test_a_folder_that_is_no_whole_model_is_refused_in_one_line(tmp_path: Path) 
     folder.mkdir()
     assert "a timm model's best/, whole" in refusal()
     folder = tmp_path / "best"
-    timm_models.export(build_classifier("test_resnet", len(CLASSES)), CLASSES, {}, False, {}, folder)
+    timm_models.export(
+        build_classifier("test_resnet", len(CLASSES)), CLASSES, {}, False, {}, folder
+    )
     weights = (folder / "model.safetensors").read_bytes()
     config = (folder / "config.json").read_text()
     (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
@@ -186,12 +223,19 @@ def test_a_folder_that_is_no_whole_model_is_refused_in_one_line(tmp_path: Path) 
     (folder / "config.json").write_text(config)
     for content in (b"", b"no weights", weights[:1000]):
         (folder / "pytorch_model.bin").write_bytes(content)
-        assert refusal().endswith(": its weights are no whole file of torch.save; copy the folder again")
+        assert refusal().endswith(
+            ": its weights are no whole file of torch.save; copy the folder again"
+        )
     folder = tmp_path / "bestt"
-    assert "there is no such folder; did you mean best?; a model of the hub is hf-hub:OWNER/NAME" in refusal()
+    assert (
+        "there is no such folder; did you mean best?; a model of the hub is hf-hub:OWNER/NAME"
+        in refusal()
+    )
 
 
-@pytest.mark.parametrize("name", ["best/model.safetensors", "model_best.pth.tar", "model.pth", "weights.bin"])
+@pytest.mark.parametrize(
+    "name", ["best/model.safetensors", "model_best.pth.tar", "model.pth", "weights.bin"]
+)
 def test_a_file_of_weights_is_refused_with_a_way_out(name: str, tmp_path: Path) -> None:
     """What the message says makes a folder that can be trained on."""
     file = tmp_path / name
@@ -202,16 +246,22 @@ def test_a_file_of_weights_is_refused_with_a_way_out(name: str, tmp_path: Path) 
         save_file(model.state_dict(), file)
     else:
         torch.save(content, file)
-    with pytest.raises(Refused, match=f"but a file; .*{re.escape(str(file.parent))}.*checkpoint_path=FILE") as raised:
+    with pytest.raises(
+        Refused, match=f"but a file; .*{re.escape(str(file.parent))}.*checkpoint_path=FILE"
+    ) as raised:
         build_classifier(str(file), 4)
     assert "\n" not in str(raised.value)
     loaded = timm.create_model("test_resnet", num_classes=4, checkpoint_path=str(file))
     timm.models.save_for_hf(loaded, str(tmp_path / "folder"), safe_serialization=True)
     built = build_classifier(str(tmp_path / "folder"), 4)
-    assert all(torch.equal(value, model.state_dict()[key]) for key, value in built.state_dict().items())
+    assert all(
+        torch.equal(value, model.state_dict()[key]) for key, value in built.state_dict().items()
+    )
 
 
-def test_without_a_network_the_hub_is_not_tried_for_a_minute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_network_the_hub_is_not_tried_for_a_minute(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
@@ -222,13 +272,20 @@ def test_without_a_network_the_hub_is_not_tried_for_a_minute(monkeypatch: pytest
 
 def test_an_option_that_a_model_lacks_is_refused_if_asked_for() -> None:
     name = "selecsls42"
-    with pytest.raises(Refused, match="--model selecsls42: does not take --drop_path: leave it out, or take"):
+    with pytest.raises(
+        Refused, match="--model selecsls42: does not take --drop_path: leave it out, or take"
+    ):
         build_classifier(name, 3, drop_path=0.1)
     model = build_classifier(name, 3, drop=0.2)
-    assert model.head_drop.p == 0.2 and build_classifier("test_vit", 3, drop_path=0.1).blocks[-1].drop_path1.drop_prob
+    assert (
+        model.head_drop.p == 0.2
+        and build_classifier("test_vit", 3, drop_path=0.1).blocks[-1].drop_path1.drop_prob
+    )
     # Some models drop by default: what is not asked for is off.
     assert build_classifier("efficientnet_lite0", 2).drop_rate == 0.0
-    with pytest.raises(Refused, match="--grad_checkpointing: selecsls42 does not offer it; lower --max_micro"):
+    with pytest.raises(
+        Refused, match="--grad_checkpointing: selecsls42 does not offer it; lower --max_micro"
+    ):
         timm_models.checkpoint_gradients(model, name)
     with pytest.raises(Refused, match="--grad_checkpointing: Linear does not offer it"):
         timm_models.checkpoint_gradients(nn.Linear(1, 1), "mine")
@@ -240,6 +297,7 @@ def test_a_module_of_another_kind_has_to_make_logits() -> None:
     timm_models.check_export(config, model)
     assert model.training and model[1].training
     with pytest.raises(
-        Refused, match=rf"Conv2d makes \[1, 4, 1, 1\] of images \[1, 3, {SIZE}, {SIZE}\] in evaluation, not"
+        Refused,
+        match=rf"Conv2d makes \[1, 4, 1, 1\] of images \[1, 3, {SIZE}, {SIZE}\] in evaluation, not",
     ):
         timm_models.check_export(config, nn.Conv2d(3, 4, SIZE))

@@ -39,7 +39,9 @@ def test_the_highest_rate_of_each_part_is_named() -> None:
     rest = [weight for weight in model.parameters() if all(weight is not other for other in head)]
 
     def rates(*groups: tuple[list, float]) -> dict:
-        optimizer = torch.optim.SGD([{"params": of, "lr_scale": scale} for of, scale in groups], lr=1.0)
+        optimizer = torch.optim.SGD(
+            [{"params": of, "lr_scale": scale} for of, scale in groups], lr=1.0
+        )
         for weight in model.parameters():
             weight.grad = torch.zeros_like(weight)
         return step(UpdateSize(model, [optimizer]), [optimizer], 0.5)[0]

@@ -60,7 +60,9 @@ def resume_at_every_step(settled: bool) -> list[bool]:
 
 
 def test_a_resumed_step_sums_as_the_uninterrupted_one(processes: Processes) -> None:
-    """Teeth: on three ranks it does not without the warm-up, because DDP regroups its buckets after the first step."""
+    """Teeth: on three ranks it does not without the warm-up, because DDP regroups its buckets after
+    the first step.
+    """
     assert processes.run(resume_at_every_step, True, ranks=3) == [[True] * 3] * 3
     assert all(False in of_rank for of_rank in processes.run(resume_at_every_step, False, ranks=3))
 
@@ -70,11 +72,17 @@ def leave_no_trace(norm: str) -> list[str]:
     wrapped = DistributedDataParallel(model) if torch.distributed.is_initialized() else model
     before = copy.deepcopy(model.state_dict())
     warm_up(wrapped, model, lambda: wrapped(torch.ones(4, 3, 8, 8)).sum().backward())
-    differing = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
-    differing += [f"{name}.grad" for name, parameter in model.named_parameters() if parameter.grad is not None]
+    differing = [
+        name for name, value in model.state_dict().items() if not torch.equal(value, before[name])
+    ]
+    differing += [
+        f"{name}.grad" for name, parameter in model.named_parameters() if parameter.grad is not None
+    ]
     batch_norm.update_running_statistics(model)  # no statistics of the warm-up wait to be taken up
     now = model.state_dict()
-    return differing + [name for name in now if "running" in name and not torch.equal(now[name], before[name])]
+    return differing + [
+        name for name in now if "running" in name and not torch.equal(now[name], before[name])
+    ]
 
 
 @pytest.mark.parametrize("norm", ["as it came", "group", "global"])
@@ -83,7 +91,10 @@ def test_the_model_is_as_it_was(processes: Processes, norm: str) -> None:
     assert processes.run(leave_no_trace, norm, ranks=2) == [[], []]
 
 
-CUDA = "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
+CUDA = (
+    "CUDA kernel errors might be asynchronously reported at some other API call, so the "
+    "stacktrace below might be incorrect."
+)
 NCCL = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.30.7\n"
     "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
@@ -96,26 +107,54 @@ NCCL = (
     [
         (MemoryError(), True),
         (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), True),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"
+            ),
+            True,
+        ),
         (torch.AcceleratorError(f"CUDA error: out of memory\n{CUDA}"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            True,
+        ),
         (RuntimeError("GET was unable to find an engine to execute this computation"), True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if ..."), True),
+        (
+            RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if ..."),
+            True,
+        ),
         (torch.distributed.DistBackendError(NCCL), True),
-        (torch.AcceleratorError(f"CUDA error: an illegal memory access was encountered\n{CUDA}"), False),
-        (RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 166912"), False),
+        (
+            torch.AcceleratorError(f"CUDA error: an illegal memory access was encountered\n{CUDA}"),
+            False,
+        ),
+        (
+            RuntimeError(
+                "out of resource: shared memory, Required: 262144, Hardware limit: 166912"
+            ),
+            False,
+        ),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x10 and 12x3)"), False),
     ],
 )
-def test_a_lack_of_memory_is_known_by_every_text_that_tells_it(error: Exception, is_memory: bool) -> None:
+def test_a_lack_of_memory_is_known_by_every_text_that_tells_it(
+    error: Exception, is_memory: bool
+) -> None:
     assert is_out_of_memory(error) == is_memory
 
 
-def test_what_can_not_be_compiled_is_named_as_that(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_what_can_not_be_compiled_is_named_as_that(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
     """Without a compiler: this is no matter of the image's size."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/nowhere/g++"))
     model = nn.Sequential(nn.Linear(3, 3), nn.GELU())
     model.compile()
-    with pytest.raises(Refused, match=r"^--compile failed: No working C.. compiler found .*; leave out --compile, or"):
+    with pytest.raises(
+        Refused,
+        match=r"^--compile failed: No working C.. compiler found .*; leave out --compile, or",
+    ):
         warm_up(model, model, lambda: model(torch.ones(2, 3)).sum().backward())

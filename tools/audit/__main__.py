@@ -2,10 +2,11 @@
 
     python -m tools.audit runs/digits
 
-The model of the newest checkpoint predicts all images that the run has trained on. RUN gets suspicious.csv and
-pictures/suspicious.png. A detector memorises wrong boxes late in a run: train it with --keep_for_audit, whose checkpoint
-this tool takes. Flags that are not listed are the recipe's: --data FOLDER, --workers 4. On several devices: accelerate
-launch --config_file accelerate_configs/multi_gpu.yaml -m tools.audit runs/digits
+The model of the newest checkpoint predicts all images that the run has trained on. RUN gets
+suspicious.csv and pictures/suspicious.png. A detector memorises wrong boxes late in a run: train it
+with --keep_for_audit, whose checkpoint this tool takes. Flags that are not listed are the recipe's:
+--data FOLDER, --workers 4. On several devices: accelerate launch --config_file
+accelerate_configs/multi_gpu.yaml -m tools.audit runs/digits
 """
 
 import argparse
@@ -23,7 +24,9 @@ def arguments() -> argparse.ArgumentParser:
     """The parser of the command line."""
     parser = parser_of("audit", __doc__)
     parser.add_argument("run", type=Path, help="a run folder, or one of its checkpoints")
-    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="write there, not into the run folder")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FOLDER", help="write there, not into the run folder"
+    )
     return parser
 
 
@@ -43,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     accelerator = launch.start(trained.config)
     train_data = trained.recipe.build_data(trained.config)[0]
     if train_data.fresh:
-        raise Refused(f"{options.run}: its scenes are drawn anew for each step, so no label can be wrong")
+        raise Refused(
+            f"{options.run}: its scenes are drawn anew for each step, so no label can be wrong"
+        )
     if tuple(train_data.classes) != tuple(trained.classes):
         raise Refused(
             f"--data {trained.config.data}: has other classes than {checkpoint} was trained on; "
@@ -63,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def choose_checkpoint(path: Path) -> Path:
-    """The checkpoint `path` itself, or of a run the one that was kept for the audit, else the newest. Raises `Refused`."""
+    """The checkpoint `path` itself, or of a run the one that was kept for the audit, else the
+    newest. Raises `Refused`.
+    """
     from common.checkpoints import Checkpoints
     from common.checkpoints.store import AUDIT_FOLDER
 
@@ -72,7 +79,10 @@ def choose_checkpoint(path: Path) -> Path:
     for name in (AUDIT_FOLDER, "checkpoints"):
         if checkpoints := Checkpoints(path / name).paths():
             return checkpoints[0]
-    raise Refused(f"{path}: no checkpoint in its checkpoints/; name a run folder that has one, or a checkpoint")
+    raise Refused(
+        f"{path}: no checkpoint in its checkpoints/; name a run folder that has one, or a "
+        "checkpoint"
+    )
 
 
 def write_table(path: Path, rows: Iterable[Sequence]) -> Path:
@@ -87,7 +97,9 @@ def write_table(path: Path, rows: Iterable[Sequence]) -> Path:
         make_folder(path.parent)
         replace_file(path, text.getvalue().encode())
     except OSError as error:
-        raise Refused(f"{path}: can't be written ({error.strerror}); name another folder by --output") from error
+        raise Refused(
+            f"{path}: can't be written ({error.strerror}); name another folder by --output"
+        ) from error
     return path
 
 

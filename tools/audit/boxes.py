@@ -1,7 +1,7 @@
 """Training boxes that the trained detector contradicts: missing, moved, or of another class.
 
-The model's confident detections in its training images are compared with their boxes. Later than after a quarter of a run
-it has memorised wrong boxes.
+The model's confident detections in its training images are compared with their boxes. Later than
+after a quarter of a run it has memorised wrong boxes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,11 +20,21 @@ from common.distributed import is_main
 from common.run.plots import BLUE, ORANGE, Cell, run_of, sheet, short
 
 SAME, APART = 0.7, 0.2  # overlap: at the place of a box from here on; below of something else
-LEAST = {"missing": 0.2, "moved": 0.2, "relabelled": 0.1}  # weight from which a finding is worth a look
+# Weight from which a finding is worth a look.
+LEAST = {"missing": 0.2, "moved": 0.2, "relabelled": 0.1}
 LIKELY = {"missing": 0.2, "moved": 0.35, "relabelled": 0.4}  # likely wrong: docs/after_training.md
 SHOWN = 24  # on the sheet
 _BOX = ("left", "top", "right", "bottom")
-COLUMNS = ("rank", "verdict", "image", "kind", "label", *_BOX, "suggested", *(f"suggested_{side}" for side in _BOX))
+COLUMNS = (
+    "rank",
+    "verdict",
+    "image",
+    "kind",
+    "label",
+    *_BOX,
+    "suggested",
+    *(f"suggested_{side}" for side in _BOX),
+)
 COLUMNS += ("score", "overlap")
 
 
@@ -52,7 +62,9 @@ class Findings(NamedTuple):
 
 
 def find(source: Annotated, batches: Iterable[tuple], _device: torch.device) -> Findings | None:
-    """The contradicted boxes of `source`, on the main process, from all its images with detections. A collective."""
+    """The contradicted boxes of `source`, on the main process, from all its images with detections.
+    A collective.
+    """
     detections = Detections()
     for batch, detected in batches:
         detections.update(batch.positions.tolist(), detected)
@@ -69,18 +81,23 @@ def findings(matches: Matches) -> list[Finding]:
         objects = np.arange(source.offsets[image], source.offsets[image + 1])
         objects = objects[~source.crowd[objects]]
         boxes, true = (
-            torch.from_numpy(part[:, :4].astype(np.float64)) for part in (matches.rows[rows], source.boxes[objects])
+            torch.from_numpy(part[:, :4].astype(np.float64))
+            for part in (matches.rows[rows], source.boxes[objects])
         )
         overlaps = box_iou(boxes, true).nan_to_num().numpy()
         alike = matches.rows[rows, 5][:, None] == source.labels[objects]
         scores, good = matches.rows[rows, 4], int(matches.good[rows].sum())  # rows are best first
         at_box = alike * (overlaps >= IOU)
-        of_class = (scores[:, None] * at_box).max(0, initial=0)  # how well each box is known as it is
+        # How well each box is known as it is.
+        of_class = (scores[:, None] * at_box).max(0, initial=0)
         overlaps, alike, boxes = overlaps[:good], alike[:good], boxes[:good]
         confirmed = (overlaps * alike >= SAME).any(0)
         told: set[int] = set()
-        first = ~np.triu(box_iou(boxes, boxes).numpy() >= IOU, 1).any(0)  # not there with another class
-        for row, overlap, same, best in zip(rows[:good].tolist(), overlaps, alike, first, strict=True):
+        # Not there with another class.
+        first = ~np.triu(box_iou(boxes, boxes).numpy() >= IOU, 1).any(0)
+        for row, overlap, same, best in zip(
+            rows[:good].tolist(), overlaps, alike, first, strict=True
+        ):
             score, largest = float(matches.rows[row, 4]), float(overlap.max(initial=0))
             place = int(overlap.argmax()) if len(overlap) else -1
             if largest < APART and best:
@@ -88,11 +105,17 @@ def findings(matches: Matches) -> list[Finding]:
             elif largest < APART or place in told or (overlap * same >= SAME).any():
                 continue
             elif same[place] and not confirmed[place]:
-                found.append(Finding("moved", image, int(objects[place]), row, largest, score * (1 - largest)))
+                found.append(
+                    Finding(
+                        "moved", image, int(objects[place]), row, largest, score * (1 - largest)
+                    )
+                )
                 told.add(place)
             elif not same[place] and largest >= IOU:
                 more = score - float(of_class[place])
-                found.append(Finding("relabelled", image, int(objects[place]), row, largest, more * largest))
+                found.append(
+                    Finding("relabelled", image, int(objects[place]), row, largest, more * largest)
+                )
                 told.add(place)
     found = [finding for finding in found if finding.weight >= LEAST[finding.kind]]
     return sorted(found, key=lambda finding: (not finding.is_likely, -finding.weight))
@@ -106,10 +129,19 @@ def rows(source: Annotated, suspects: Findings) -> list[Sequence]:
         *box, score, label = matches.rows[finding.detection].tolist()
         given = [""] * 5
         if finding.object >= 0:
-            given = [source.classes[source.labels[finding.object]], *_rounded(source.boxes[finding.object].tolist())]
+            given = [
+                source.classes[source.labels[finding.object]],
+                *_rounded(source.boxes[finding.object].tolist()),
+            ]
         numbers = f"{score:.4f}", f"{finding.overlap:.4f}"
-        names = "likely wrong" if finding.is_likely else "worth a look", source.name(finding.image), finding.kind
-        table.append((place + 1, *names, *given, source.classes[int(label)], *_rounded(box), *numbers))
+        names = (
+            "likely wrong" if finding.is_likely else "worth a look",
+            source.name(finding.image),
+            finding.kind,
+        )
+        table.append(
+            (place + 1, *names, *given, source.classes[int(label)], *_rounded(box), *numbers)
+        )
     return table
 
 
@@ -141,4 +173,6 @@ def _cell(matches: Matches, finding: Finding) -> Cell:
         name = source.classes[source.labels[finding.object]]
         boxes.insert(0, (source.boxes[finding.object].tolist(), name, ORANGE))
         caption = f"{kind}\n{short(name, 12)} → {short(suggested, 12)} {score:.2f}"
-    return Cell(np.asarray(read_image(source, finding.image)), caption, source.name(finding.image), boxes)
+    return Cell(
+        np.asarray(read_image(source, finding.image)), caption, source.name(finding.image), boxes
+    )

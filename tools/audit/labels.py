@@ -1,10 +1,11 @@
 """Training labels that the trained model contradicts: likely wrong, or only worth a look.
 
-The model predicts its training images without augmentation. A label is likely wrong if the model gives it
-a probability of less than 5 %, and if there are more such labels than the model's own doubt explains. If all labels are right,
-there are at most 0.4 times as many as its probabilities predict, since it has trained on them; if 5 % are wrong, 0.8 to 0.9
-times as many (measured: docs/after_training.md). Otherwise a lower threshold is tried. Source of the ranking by loss: Arazo et
-al., "Unsupervised Label Noise Modeling and Loss Correction", 2019.
+The model predicts its training images without augmentation. A label is likely wrong if the model
+gives it a probability of less than 5 %, and if there are more such labels than the model's own
+doubt explains. If all labels are right, there are at most 0.4 times as many as its probabilities
+predict, since it has trained on them; if 5 % are wrong, 0.8 to 0.9 times as many (measured:
+docs/after_training.md). Otherwise a lower threshold is tried. Source of the ranking by loss: Arazo
+et al., "Unsupervised Label Noise Modeling and Loss Correction", 2019.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +24,8 @@ from common.distributed.collectives import all_sum, gather_to_main
 from common.run.plots import arrow, run_of, sheet
 
 THRESHOLDS = (0.05, 0.04, 0.03, 0.02, 0.01, 0.005)  # for the probability of a label
-UNEXPLAINED = 0.5  # times the expected number of labels below a threshold: from here on they are likely wrong
+# Times the expected number of labels below a threshold: from here on they are likely wrong.
+UNEXPLAINED = 0.5
 WORST, LONGEST = 0.06, 10_000  # share of the images, and number of rows: the length of the list
 SHOWN = 24  # images on the sheet
 COLUMNS = ("rank", "verdict", "image", "label", "suggested", "probability", "suggested_probability")
@@ -34,10 +36,12 @@ class Suspects(NamedTuple):
 
     indices: np.ndarray  # int64[n] of the training set
     probabilities: np.ndarray  # float64[n], of their labels
-    others: np.ndarray  # int64[n]: the class that is suggested, or for multi-label data to be added or taken away
+    # int64[n]: the class that is suggested, or for multi-label data to be added or taken away.
+    others: np.ndarray
     others_probabilities: np.ndarray  # float64[n]
     likely: int  # how many of the first are likely wrong; the others are worth a look
-    classes: list[tuple[int, int, int, int]]  # not learnt: class, suggested class, images like others, images
+    # Not learnt: class, suggested class, images like others, images.
+    classes: list[tuple[int, int, int, int]]
     looked_at: int  # images
 
     def verdict(self, place: int) -> str:
@@ -45,11 +49,18 @@ class Suspects(NamedTuple):
 
 
 @torch.no_grad()
-def find(source: Source, batches: Iterable[tuple[Batch, Tensor]], device: torch.device | str) -> Suspects | None:
-    """The contradicted labels of `source`, on the main process, from all its images with logits [B, K]. A collective."""
+def find(
+    source: Source, batches: Iterable[tuple[Batch, Tensor]], device: torch.device | str
+) -> Suspects | None:
+    """The contradicted labels of `source`, on the main process, from all its images with logits [B,
+    K]. A collective.
+    """
     count = len(source.classes)
     expected = torch.zeros(len(THRESHOLDS), count, dtype=devices.exact(device), device=device)
-    looks = [expected.new_zeros(4, 0), *(_look(source, batch, logits, expected) for batch, logits in batches)]
+    looks = [
+        expected.new_zeros(4, 0),
+        *(_look(source, batch, logits, expected) for batch, logits in batches),
+    ]
     sums_of = all_sum(expected).cpu().numpy()
     of_ranks = gather_to_main([torch.cat(looks, 1).cpu().numpy()])
     if not of_ranks:
@@ -60,7 +71,9 @@ def find(source: Source, batches: Iterable[tuple[Batch, Tensor]], device: torch.
     contradicted, classes, likely = rows[3] > rows[1], [], 0
     if not source.multi_label:
         labels = source.labels[indices]
-        images, wrong = (np.bincount(part, minlength=count) for part in (labels, labels[contradicted]))
+        images, wrong = (
+            np.bincount(part, minlength=count) for part in (labels, labels[contradicted])
+        )
         unlearned = 4 * wrong > 3 * images  # bool[K]: too rare to be learnt
         for number in np.flatnonzero(unlearned).tolist():
             other = int(np.bincount(others[contradicted & (labels == number)]).argmax())
@@ -72,7 +85,15 @@ def find(source: Source, batches: Iterable[tuple[Batch, Tensor]], device: torch.
                 likely = min(below, LONGEST)
     length = max(likely, min(LONGEST, int(np.ceil(WORST * looked_at))))
     listed = np.flatnonzero(contradicted)[:length]
-    return Suspects(indices[listed], rows[1, listed], others[listed], rows[3, listed], likely, classes, looked_at)
+    return Suspects(
+        indices[listed],
+        rows[1, listed],
+        others[listed],
+        rows[3, listed],
+        likely,
+        classes,
+        looked_at,
+    )
 
 
 def _look(source: Source, batch: Batch, logits: Tensor, expected: Tensor) -> Tensor:
@@ -102,7 +123,9 @@ def rows(source: Source, suspects: Suspects) -> list[Sequence]:
         table.append((len(table), "class", *names, "", ""))
     for place, index in enumerate(suspects.indices.tolist()):
         names = source.name(index), _label(source, index), _suggested(source, suspects, place)
-        numbers = (f"{part[place]:.6f}" for part in (suspects.probabilities, suspects.others_probabilities))
+        numbers = (
+            f"{part[place]:.6f}" for part in (suspects.probabilities, suspects.others_probabilities)
+        )
         table.append((len(table), suspects.verdict(place), *names, *numbers))
     return table
 
@@ -114,7 +137,9 @@ def draw(source: Source, suspects: Suspects, path: Path) -> None:
         names = arrow(_label(source, index), _suggested(source, suspects, place))
         caption = f"{names}\n{suspects.verdict(place)}, {suspects.probabilities[place]:.4f}"
         cells.append(cell(source, index, caption))
-    sheet(cells, f"{run_of(path)}, training (given → suggested): {headline(source, suspects)}", path)
+    sheet(
+        cells, f"{run_of(path)}, training (given → suggested): {headline(source, suspects)}", path
+    )
 
 
 def headline(source: Source, suspects: Suspects) -> str:

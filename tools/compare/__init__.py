@@ -1,1 +1,3 @@
-"""Compare runs: what differs between them, what each gave and cost, and whether the difference is larger than noise."""
+"""Compare runs: what differs between them, what each gave and cost, and whether the difference is
+larger than noise.
+"""

@@ -1,11 +1,13 @@
-"""Compare runs: what differs between them, what each gave and cost, and whether the difference is larger than noise.
+"""Compare runs: what differs between them, what each gave and cost, and whether the difference is
+larger than noise.
 
     python -m tools.compare runs/a runs/b -o comparison
 
-Each run is compared with the first. Their best models are evaluated on the same validation images, which must be the same for
-all, and the images are resampled (paired bootstrap). FOLDER gets comparison.json. Flags that are not listed are the recipe's,
-for all models: --data FOLDER, --workers 4. A run of your own copy needs --recipe mine.py. On several devices: accelerate
-launch --config_file accelerate_configs/multi_gpu.yaml -m tools.compare runs/a runs/b
+Each run is compared with the first. Their best models are evaluated on the same validation images,
+which must be the same for all, and the images are resampled (paired bootstrap). FOLDER gets
+comparison.json. Flags that are not listed are the recipe's, for all models: --data FOLDER,
+--workers 4. A run of your own copy needs --recipe mine.py. On several devices: accelerate launch
+--config_file accelerate_configs/multi_gpu.yaml -m tools.compare runs/a runs/b
 """
 
 import argparse
@@ -20,9 +22,17 @@ from tools.command_line import parser_of
 def arguments() -> argparse.ArgumentParser:
     """The parser of the command line."""
     parser = parser_of("compare", __doc__)
-    parser.add_argument("run", nargs="+", type=Path, help="run folders; the others are compared with the first")
-    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="write the results to this folder")
-    parser.add_argument("--recorded", action="store_true", help="only what the folders record, without an evaluation")
+    parser.add_argument(
+        "run", nargs="+", type=Path, help="run folders; the others are compared with the first"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FOLDER", help="write the results to this folder"
+    )
+    parser.add_argument(
+        "--recorded",
+        action="store_true",
+        help="only what the folders record, without an evaluation",
+    )
     return parser
 
 
@@ -44,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not words.recorded:
         candidates = evaluation.find(words.run, flags)
         accelerator = launch.start(candidates[0].trained.config)
-        measured = [(candidate, evaluation.measure(candidate, accelerator)) for candidate in candidates]
+        measured = [
+            (candidate, evaluation.measure(candidate, accelerator)) for candidate in candidates
+        ]
     if not is_main():
         return
     lines = tables.describe(runs)
@@ -76,11 +88,13 @@ def _differences(measured: Sequence[tuple]) -> tuple[list[str], list[dict]]:
     for other, of_other in measured[1:]:
         of = bootstrap.compare(of_first, of_other, len(first.val))
         verdict = "larger than noise" if of.is_larger_than_noise else "no difference beyond noise"
-        difference, low, high = (f"{100 * value:+.2f} points" for value in (of.value, of.low, of.high))
+        difference, low, high = (
+            f"{100 * value:+.2f} points" for value in (of.value, of.low, of.high)
+        )
         lines += [
             f"  {first.path} {in_words(of.first)}, {other.path} {in_words(of.second)}: {verdict}",
-            f"    difference {difference}, 95 % interval {low} to {high}; 0 or of the other sign in {of.sign_changes:.1%} of "
-            f"{of.resamples:,} resamples",
+            f"    difference {difference}, 95 % interval {low} to {high}; 0 or of the other sign "
+            f"in {of.sign_changes:.1%} of {of.resamples:,} resamples",
         ]
         found.append(
             {
@@ -95,7 +109,10 @@ def _differences(measured: Sequence[tuple]) -> tuple[list[str], list[dict]]:
                 "larger_than_noise": of.is_larger_than_noise,
             }
         )
-    noise = "  Noise comes from the choice of validation images. How much another --seed changes, only more runs tell."
+    noise = (
+        "  Noise comes from the choice of validation images. How much another --seed changes, "
+        "only more runs tell."
+    )
     return [*lines, noise], found
 
 

@@ -1,8 +1,9 @@
-"""COCO's average precision of boxes as a function of how often each image counts, for resampling a validation set.
+"""COCO's average precision of boxes as a function of how often each image counts, for resampling a
+validation set.
 
-Detections are matched with objects once, image by image. Precision and recall are then sums over images, so AP over
-resampled images needs no second matching. Equal to COCO's evaluation of a data set in which images occur several times.
-Source of the metric: Lin et al., "Microsoft COCO", 2014.
+Detections are matched with objects once, image by image. Precision and recall are then sums over
+images, so AP over resampled images needs no second matching. Equal to COCO's evaluation of a data
+set in which images occur several times. Source of the metric: Lin et al., "Microsoft COCO", 2014.
 """
 
 from dataclasses import dataclass, replace
@@ -20,20 +21,23 @@ _CELLS = 2**22  # numbers of an array at once
 class _OfClass:
     images: np.ndarray  # int64[n] of the detections, best first
     hits: np.ndarray  # bool[T, n]: True if a detection shows an object of its class
-    ignored: np.ndarray  # bool[T, n]: True if it shows a crowd region, where detections are not judged
+    # bool[T, n]: True if it shows a crowd region, where detections are not judged.
+    ignored: np.ndarray
     objects: np.ndarray  # int64[N] in each image
 
 
 class AveragePrecision:
-    """`AveragePrecision(source, images, rows)(weights [R, N])` gives [R]: AP with image n counted weights[r, n] times.
+    """`AveragePrecision(source, images, rows)(weights [R, N])` gives [R]: AP with image n counted
+    weights[r, n] times.
 
-    `source` has N annotated images; `images` int64[n] and `rows` float32[n, 6] are the detections (left, top, right, bottom,
-    score, class id). NaN where no image with objects counts.
+    `source` has N annotated images; `images` int64[n] and `rows` float32[n, 6] are the detections
+    (left, top, right, bottom, score, class id). NaN where no image with objects counts.
     """
 
     def __init__(self, source, images: np.ndarray, rows: np.ndarray):
         places = np.argsort(np.argsort(source.image_ids))
-        best_first = np.lexsort((places[images], -rows[:, 4]))  # among equal scores, COCO takes the lower id first
+        # Among equal scores, COCO takes the lower id first.
+        best_first = np.lexsort((places[images], -rows[:, 4]))
         best = Matches.of_counted(source, images[best_first], rows[best_first])
         shown = np.stack([replace(best, iou=iou).hits for iou in THRESHOLDS.tolist()])
         areas = (best.rows[:, 2:4] - best.rows[:, :2]).astype(np.float64).prod(1)
@@ -45,13 +49,17 @@ class AveragePrecision:
             of = best.rows[:, 5] == number
             objects = owners[(source.labels == number) & ~source.crowd]
             counts = np.bincount(objects, minlength=len(source))
-            self._classes.append(_OfClass(best.images[of], shown[:, of] >= 0, ignored[:, of], counts))
+            self._classes.append(
+                _OfClass(best.images[of], shown[:, of] >= 0, ignored[:, of], counts)
+            )
 
     def __call__(self, weights: np.ndarray) -> np.ndarray:
         values = self.per_class(weights)
         present = ~np.isnan(values)
         counted = present.sum(1)
-        return np.where(counted, np.where(present, values, 0).sum(1) / np.maximum(counted, 1), np.nan)
+        return np.where(
+            counted, np.where(present, values, 0).sum(1) / np.maximum(counted, 1), np.nan
+        )
 
     def per_class(self, weights: np.ndarray) -> np.ndarray:
         """float64[R, K]: the AP of each class; NaN where it has no object."""
@@ -60,7 +68,10 @@ class AveragePrecision:
 
     def _average(self, of_class: _OfClass, weights: np.ndarray) -> np.ndarray:
         size = max(1, _CELLS // max(1, len(of_class.images)))
-        parts = [self._part(of_class, weights[start : start + size]) for start in range(0, len(weights), size)]
+        parts = [
+            self._part(of_class, weights[start : start + size])
+            for start in range(0, len(weights), size)
+        ]
         return np.concatenate(parts) if parts else np.zeros(0)
 
     def _part(self, of_class: _OfClass, weights: np.ndarray) -> np.ndarray:
@@ -72,11 +83,16 @@ class AveragePrecision:
             places = np.flatnonzero(hits)
             if not len(places):
                 continue
-            seen = judged if not ignored.any() else np.cumsum(np.where(ignored, 0, of_detections), 1)
+            seen = (
+                judged if not ignored.any() else np.cumsum(np.where(ignored, 0, of_detections), 1)
+            )
             right = np.cumsum(of_detections[:, places], 1)
             precision = right / (seen[:, places] + np.spacing(1))
             precision = np.maximum.accumulate(precision[:, ::-1], 1)[:, ::-1]
-            # How many of the 101 recalls are reached with each hit; precision is taken where one is reached first.
-            reached = np.searchsorted(RECALLS, right / np.maximum(objects, 1)[:, None], side="right")
+            # How many of the 101 recalls are reached with each hit; precision is taken where one is
+            # reached first.
+            reached = np.searchsorted(
+                RECALLS, right / np.maximum(objects, 1)[:, None], side="right"
+            )
             total += (np.diff(reached, axis=1, prepend=0) * precision).sum(1) / len(RECALLS)
         return np.where(objects > 0, total / len(THRESHOLDS), np.nan)

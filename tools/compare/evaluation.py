@@ -38,24 +38,31 @@ class Candidate:
 
 
 def find(runs: Sequence[Path], flags: Sequence[str]) -> list[Candidate]:
-    """The models of the runs with their validation images. Raises `Refused` unless these are the same images for all."""
+    """The models of the runs with their validation images. Raises `Refused` unless these are the
+    same images for all.
+    """
     found: list[Candidate] = []
     for path in runs:
         trained = load(str(path), flags, reads_data=True)
         found.append(Candidate(path, trained, trained.load_data()))
         first, here = found[0], found[-1]
         if here.trained.is_detector != first.trained.is_detector:
-            raise Refused(f"{first.path} and {path}: a classifier and a detector have no result in common")
+            raise Refused(
+                f"{first.path} and {path}: a classifier and a detector have no result in common"
+            )
         if here.val.fingerprint != first.val.fingerprint:
             raise Refused(
-                f"{first.path} and {path}: would be evaluated on different images or labels ({first.part}; {here.part}): "
-                "name the same for all, by --data FOLDER and --split PART"
+                f"{first.path} and {path}: would be evaluated on different images or labels "
+                f"({first.part}; {here.part}): name the same for all, by --data FOLDER and "
+                "--split PART"
             )
     return found
 
 
 def f1(counts: np.ndarray) -> Measure:
-    """F1 of all decisions together; `counts` int64[N, 2]: of each image the right positive and the wrong decisions."""
+    """F1 of all decisions together; `counts` int64[N, 2]: of each image the right positive and the
+    wrong decisions.
+    """
     right, wrong = counts.astype(np.float64).T
 
     def measured(weights: np.ndarray) -> np.ndarray:
@@ -66,7 +73,9 @@ def f1(counts: np.ndarray) -> Measure:
 
 
 def measure(candidate: Candidate, accelerator) -> Measure | None:
-    """Evaluate: the model's result as a function of how often each image counts; None but on the main process. A collective."""
+    """Evaluate: the model's result as a function of how often each image counts; None but on the
+    main process. A collective.
+    """
     model, batches = candidate.trained.build(candidate.val, accelerator)
     predictions = candidate.trained.predict(batches.loader.dataset.adapt(model), batches)
     if candidate.trained.is_detector:
@@ -100,7 +109,9 @@ def _measure_classifier(candidate: Candidate, predictions: Iterable[tuple]) -> M
 def _measure_detector(candidate: Candidate, predictions: Iterable[tuple]) -> Measure | None:
     found = Detections()
     for batch, detections in predictions:
-        found.update(batch.positions.tolist(), [{key: one[key] for key in _BOXES} for one in detections])
+        found.update(
+            batch.positions.tolist(), [{key: one[key] for key in _BOXES} for one in detections]
+        )
     _check_count(found.results(candidate.val)["count"], candidate)  # also gathers them
     return AveragePrecision(candidate.val, *found.columns()) if is_main() else None
 

@@ -1,4 +1,6 @@
-"""Differences that are recorded in the folders of runs: configuration, source, data, results, cost and classes."""
+"""Differences that are recorded in the folders of runs: configuration, source, data, results, cost
+and classes.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +21,9 @@ Row = tuple[str, list[str]]
 
 def describe(runs: Sequence[PastRun]) -> list[str]:
     """Lines about all that the folders record."""
-    names = [run.name if len({one.name for one in runs}) == len(runs) else str(run.path) for run in runs]
+    names = [
+        run.name if len({one.name for one in runs}) == len(runs) else str(run.path) for run in runs
+    ]
     lines = ["configuration: what differs", *layout(names, configuration(runs), "nothing")]
     for run, name in zip(runs[1:], names[1:], strict=True):
         changed = source_difference(runs[0], run)
@@ -40,13 +44,19 @@ def layout(head: Sequence[str], rows: Sequence[Row], nothing: str = "") -> list[
     cells = [["", *head], *([name, *values] for name, values in rows)]
     cells = [[_short(printable(cell)) for cell in line] for line in cells]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  " + "  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)).rstrip() for line in cells]
+    return [
+        "  " + "  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    ]
 
 
 def configuration(runs: Sequence[PastRun]) -> list[Row]:
     """The flags and fingerprints of the data that differ."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in OF_THE_FOLDER)
-    rows = [(f"--{key}", [listed(run.config[key]) if key in run.config else "-" for run in runs]) for key in keys]
+    rows = [
+        (f"--{key}", [listed(run.config[key]) if key in run.config else "-" for run in runs])
+        for key in keys
+    ]
     rows.append(("data, training-validation", [run.fingerprint or "-" for run in runs]))
     return [row for row in rows if len(set(row[1])) > 1]
 
@@ -61,9 +71,13 @@ def results(runs: Sequence[PastRun]) -> list[Row]:
     """The results of the best models, with their steps, and the leading result of the last evaluations."""
     best = [run.evaluation("best") for run in runs]
     every = [key for of_run in best for key in of_run if "AP_class/" not in key]
-    keys = dict.fromkeys(sorted(every, key=lambda key: key.startswith("raw_")))  # of the exported weights first
+    # Of the exported weights first.
+    keys = dict.fromkeys(sorted(every, key=lambda key: key.startswith("raw_")))
     rows = [("best at step", [f"{run.step_of('best'):,}" for run in runs])]
-    rows += [(display_name(key), [in_words(of_run.get(key), is_share(key)) for of_run in best]) for key in keys]
+    rows += [
+        (display_name(key), [in_words(of_run.get(key), is_share(key)) for of_run in best])
+        for key in keys
+    ]
     last = []
     for run in runs:
         value = in_words(run.evaluation("last").get(run.leading), is_share(run.leading))
@@ -73,14 +87,25 @@ def results(runs: Sequence[PastRun]) -> list[Row]:
 
 def cost(runs: Sequence[PastRun]) -> list[Row]:
     """Steps, images, time and devices."""
-    keys = {"step": "steps", "samples": "images", "train_seconds": "", "images_per_second": "images/s"}
+    keys = {
+        "step": "steps",
+        "samples": "images",
+        "train_seconds": "",
+        "images_per_second": "images/s",
+    }
     rows = []
     for key, name in keys.items():
         values = [finite(run.summary.get(key)) for run in runs]
         shown = ["-" if value is None else f"{value:,.0f}" for value in values]
-        rows.append((name, shown) if name else ("training time", [duration(value) or "-" for value in values]))
+        rows.append(
+            (name, shown)
+            if name
+            else ("training time", [duration(value) or "-" for value in values])
+        )
     ranks = [run.environment.get("ranks") for run in runs]
-    devices = [[str(rank).split(" on ")[0] for rank in of] if isinstance(of, list) else [] for of in ranks]
+    devices = [
+        [str(rank).split(" on ")[0] for rank in of] if isinstance(of, list) else [] for of in ranks
+    ]
     rows.append(("devices", [listed(of) or "-" for of in devices]))
     rows.append(("precision", [listed(run.environment.get("precision")) or "-" for run in runs]))
     return [*rows, ("status", [listed(run.status.get("status")) or "-" for run in runs])]

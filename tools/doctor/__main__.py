@@ -4,8 +4,9 @@
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml -m tools.doctor recipes/cls.py --data FOLDER
     python -m tools.doctor --only rehearsal --json found.json
 
-It shows one table: what was measured, and for each trouble the cause and the way out. Checks of a model and its data take the
-recipe and its flags, which stand last. The exit code is 0 if nothing failed, 1 if something did.
+It shows one table: what was measured, and for each trouble the cause and the way out. Checks of a
+model and its data take the recipe and its flags, which stand last. The exit code is 0 if nothing
+failed, 1 if something did.
 """
 
 import argparse
@@ -18,9 +19,17 @@ from tools.command_line import parser_of
 def arguments() -> argparse.ArgumentParser:
     """The flags of this tool."""
     parser = parser_of("doctor", __doc__)
-    parser.add_argument("--only", metavar="WORDS", help="run only these checks: first words of rows, joined by commas")
-    parser.add_argument("--json", metavar="FILE", help="write the findings and their figures as JSON")
-    parser.add_argument("--wait", type=float, default=30, metavar="SECONDS", help="for all processes (30)")
+    parser.add_argument(
+        "--only",
+        metavar="WORDS",
+        help="run only these checks: first words of rows, joined by commas",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the findings and their figures as JSON"
+    )
+    parser.add_argument(
+        "--wait", type=float, default=30, metavar="SECONDS", help="for all processes (30)"
+    )
     parser.add_argument("recipe", nargs="?", type=Path, help="recipes/cls.py; its flags follow")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

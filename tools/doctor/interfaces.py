@@ -31,7 +31,8 @@ def check_interface(world: World) -> list[Finding]:
         return [Finding(check, "failed", measured, "unset it or name one of these")]
     if not interfaces[name].isup:
         return [Finding(check, "failed", f"{name} is down", f"ip link set {name} up")]
-    speeds = {each: interface.speed / 1000 for each, interface in interfaces.items()}  # 0 if it does not tell
+    # 0 if it does not tell.
+    speeds = {each: interface.speed / 1000 for each, interface in interfaces.items()}
     speed = f", {speeds[name]:.3g} Gbit/s" if speeds[name] else ""
     measured = f"{name} ({read_address(name)}{speed}, MTU {interfaces[name].mtu})"
     infiniband = read_infiniband()
@@ -55,7 +56,9 @@ def compare_mtus(world: World) -> list[Finding]:
         return []
     measured = f"MTU {mtus[odd_ranks[0]]} instead of {usual}"
     way_out = "large packets get lost or are split: ip link set INTERFACE mtu SIZE"
-    return [Finding("network: MTU", "warning", measured, way_out, name_ranks(odd_ranks, world.hosts))]
+    return [
+        Finding("network: MTU", "warning", measured, way_out, name_ranks(odd_ranks, world.hosts))
+    ]
 
 
 def try_ports(world: World) -> list[Finding]:
@@ -81,16 +84,28 @@ def try_ports(world: World) -> list[Finding]:
                 for port in ports:
                     socket.create_connection((address, port), CONNECT_S).close()
             except OSError as error:
-                return f"{world.hosts[world.rank]} -> {world.hosts[rank]}: port {port} of {address}: {error}"
+                return (
+                    f"{world.hosts[world.rank]} -> {world.hosts[rank]}: port {port} of {address}: "
+                    f"{error}"
+                )
             return ""
 
         with ThreadPoolExecutor(PARTNERS) as pool:
             failures = [text for text in pool.map(try_machine, partners) if text]
         world.is_cut |= any(world.exchange(failures))  # the listeners are open until all have tried
     if world.is_cut:
-        way_out = "firewall: let all TCP ports between the machines through, both ways; torch takes any that is free"
+        way_out = (
+            "firewall: let all TCP ports between the machines through, both ways; torch takes any "
+            "that is free"
+        )
         return [Finding("network: ports", "failed", text, way_out, "all") for text in failures]
-    return [Finding("network: ports", "ok", f"{PORTS} system-chosen ports open between all machines, both ways")]
+    return [
+        Finding(
+            "network: ports",
+            "ok",
+            f"{PORTS} system-chosen ports open between all machines, both ways",
+        )
+    ]
 
 
 def read_address(name: str) -> str:
@@ -102,12 +117,16 @@ def read_address(name: str) -> str:
 
 
 def find_interface() -> str:
-    """The interface that gloo takes: the first that GLOO_SOCKET_IFNAME names, which `choose_interface` sets."""
+    """The interface that gloo takes: the first that GLOO_SOCKET_IFNAME names, which
+    `choose_interface` sets.
+    """
     return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
 
 
 def read_infiniband() -> float:
-    """Nominal Gbit/s of the fastest active InfiniBand (or RoCE) port that NCCL may use; 0 if there is none."""
+    """Nominal Gbit/s of the fastest active InfiniBand (or RoCE) port that NCCL may use; 0 if there
+    is none.
+    """
     rates = [0.0]
     if os.environ.get("NCCL_IB_DISABLE", "0") in ("0", ""):
         for port in _INFINIBAND.glob("*/ports/*"):

@@ -1,7 +1,9 @@
-"""Rehearsal: the recipe itself, started for some seconds as the doctor was; what it measures is read from its run folder.
+"""Rehearsal: the recipe itself, started for some seconds as the doctor was; what it measures is
+read from its run folder.
 
-Each process starts one, with the variables of its own launcher. Once there are enough rows in metrics.jsonl the run is asked to
-stop (SIGTERM), which saves a checkpoint. The run folder is removed.
+Each process starts one, with the variables of its own launcher. Once there are enough rows in
+metrics.jsonl the run is asked to stop (SIGTERM), which saves a checkpoint. The run folder is
+removed.
 """
 
 import contextlib
@@ -39,17 +41,28 @@ MAX_LAG = 0.15  # share of the time that the slowest rank is behind the average 
 MAX_WAIT = 0.2  # share of the time that a process waits for data
 MAX_MEMORY = 0.9  # share of the memory that one should not exceed
 NUM_CHECKPOINTS = 3  # two that are kept (--keep_checkpoints) and the one that is being written
-DIGITS = [str(RECIPES / "cls.py"), "--config", str(RECIPES / "presets/digits.yaml")]  # without a recipe
+# Without a recipe.
+DIGITS = [str(RECIPES / "cls.py"), "--config", str(RECIPES / "presets/digits.yaml")]
 _FLAGS = (
-    "--resume never --tracker none --patience 0 --max_hours 0 --profile= --max_steps 1000000 --log_every 1 "
-    "--eval_every 1000000 --checkpoint_every 1000000"
+    "--resume never --tracker none --patience 0 --max_hours 0 --profile= --max_steps 1000000 "
+    "--log_every 1 --eval_every 1000000 --checkpoint_every 1000000"
 ).split()
 # Of a launcher that watches the doctor, and is no parent of the run.
-_WATCHED = ("TORCHELASTIC_", "RECIPES_EXIT_FOLDER", "RECIPES_AT_LEAST", "SLURM_", "OMPI_", "PMI", "PET_")
+_WATCHED = (
+    "TORCHELASTIC_",
+    "RECIPES_EXIT_FOLDER",
+    "RECIPES_AT_LEAST",
+    "SLURM_",
+    "OMPI_",
+    "PMI",
+    "PET_",
+)
 
 
 def rehearse(world: World) -> list[Finding]:
-    """Rows for some steps of the recipe, with their memory and a checkpoint. Raises `Refused` for wrong flags."""
+    """Rows for some steps of the recipe, with their memory and a checkpoint. Raises `Refused` for
+    wrong flags.
+    """
     options = world.options
     command = [str(options.recipe), *options.flags] if options.recipe else DIGITS
     recipe = Path(command[0])
@@ -61,7 +74,8 @@ def rehearse(world: World) -> list[Finding]:
     results = world.exchange(_train(world, [sys.executable, *command, *flags], run, port))
     failures = [result for result in results if "cause" in result]
     if failures:
-        # Who has refused or was killed knows the cause; the others have lost a peer, or wait for it.
+        # Who has refused or was killed knows the cause; the others have lost a peer, or wait for
+        # it.
         failure = min(failures, key=lambda failure: failure["code"] not in (2, -signal.SIGKILL))
         status = "not run" if failure["code"] in (None, 0, RESUMABLE) else "failed"
         measured = f"the recipe did not make {MIN_ROWS} steps within {TRAIN_S:.0f} s"
@@ -75,40 +89,64 @@ def judge_rehearsal(figures: dict, world: World) -> list[Finding]:
     speed = figures["images_per_second"]
     waiting = figures["data_wait"]
     steps = f"{samples / speed:.3g} s per step of {samples} samples, {speed:,.0f} images/s"
-    measured = f"{steps}, {waiting:.0%} of the time waiting for data, {figures['start_s']:.2g} s to the first step"
-    way_out = "raise --workers, store smaller images, decode fewer times (--cache), or take a machine with more cores"
+    measured = (
+        f"{steps}, {waiting:.0%} of the time waiting for data, {figures['start_s']:.2g} s to the "
+        "first step"
+    )
+    way_out = (
+        "raise --workers, store smaller images, decode fewer times (--cache), or take a machine "
+        "with more cores"
+    )
     findings = [judge("rehearsal: steps", measured, waiting > MAX_WAIT, way_out, figures=figures)]
     lag = figures["lag"]
     if lag >= MAX_LAG:
-        measured = f"is the slowest rank: it takes {lag:.0%} of the time longer than the others on average"
+        measured = (
+            f"is the slowest rank: it takes {lag:.0%} of the time longer than the others on average"
+        )
         way_out = (
-            "every step waits for it: look there for other processes (top, nvidia-smi), throttling, and a CPU quota"
+            "every step waits for it: look there for other processes (top, nvidia-smi), "
+            "throttling, and a CPU quota"
         )
         place = f"rank {figures['slowest']} ({world.hosts[figures['slowest']]})"
         findings.append(Finding("rehearsal: slowest", "warning", measured, way_out, place))
     memory = figures["memory"] / GIB
     room = figures["room"] / GIB
     measured = f"{memory:.2f} GiB of {room:.3g} GiB per process at the peak"
-    way_out = "take a smaller --max_micro_batch_size, which does not change the result, or fewer processes per machine"
+    way_out = (
+        "take a smaller --max_micro_batch_size, which does not change the result, or fewer "
+        "processes per machine"
+    )
     findings.append(judge("rehearsal: memory", measured, memory > MAX_MEMORY * room, way_out))
     size = figures["checkpoint_bytes"] / GIB
     free = figures["free"] / GIB
     measured = f"{1024 * size:,.1f} MiB; {free:,.1f} GiB are free"
     needed = NUM_CHECKPOINTS * size
-    way_out = f"a run keeps up to {NUM_CHECKPOINTS} of them: free {needed:.1f} GiB, or take another --output_dir"
+    way_out = (
+        f"a run keeps up to {NUM_CHECKPOINTS} of them: free {needed:.1f} GiB, or take another "
+        "--output_dir"
+    )
     if not size:
         way_out = "none was written: the recipe must call run.save"
-    findings.append(judge("rehearsal: checkpoint", measured, not size or free < needed, way_out, "failed"))
+    findings.append(
+        judge("rehearsal: checkpoint", measured, not size or free < needed, way_out, "failed")
+    )
     return findings
 
 
 def build_environ(world: World, port: int) -> dict[str, str]:
-    """The environment of this process's part of the run: its launcher's, with another port on which they meet."""
+    """The environment of this process's part of the run: its launcher's, with another port on which
+    they meet.
+    """
     variables = {name: value for name, value in os.environ.items() if not name.startswith(_WATCHED)}
     variables["PYTHONPATH"] = str(RECIPES.parent)
     if world.launch.world_size > 1:
-        numbers = {name: str(number) for name, number in world.launch.numbers.items() if number is not None}
-        variables |= numbers | {"MASTER_PORT": str(port), "OMP_NUM_THREADS": str(torch.get_num_threads())}
+        numbers = {
+            name: str(number) for name, number in world.launch.numbers.items() if number is not None
+        }
+        variables |= numbers | {
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": str(torch.get_num_threads()),
+        }
     return variables
 
 
@@ -131,7 +169,9 @@ def _train(world: World, command: list[str], run: Path, port: int) -> dict:
     first_row = start
     environ = build_environ(world, port)
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
         try:
             while process.poll() is None and time.monotonic() < start + TRAIN_S:
                 time.sleep(0.1)
@@ -148,7 +188,10 @@ def _train(world: World, command: list[str], run: Path, port: int) -> dict:
             rows = read_rows(run / "metrics.jsonl")
             if code not in (0, RESUMABLE) or (is_main and len(rows) < MIN_ROWS):
                 output.seek(0)
-                return {"code": code, "cause": find_cause(code, output.read().decode(errors="replace"))}
+                return {
+                    "code": code,
+                    "cause": find_cause(code, output.read().decode(errors="replace")),
+                }
             unit = 1 if sys.platform == "darwin" else 1024
             figures = {"rss": unit * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss}
             if is_main:
@@ -165,7 +208,9 @@ def _measure(world: World, run: Path, rows: list[dict]) -> dict:
     """Figures from the second half of a run's rows, from its checkpoint, and the room for them."""
     last = rows[len(rows) // 2 :]
     figures = {
-        "images_per_second": statistics.harmonic_mean([row["perf/images_per_second"] for row in last]),
+        "images_per_second": statistics.harmonic_mean(
+            [row["perf/images_per_second"] for row in last]
+        ),
         "data_wait": statistics.fmean(row["perf/data_wait"] for row in last),
         "samples": rows[0]["samples"] // rows[0]["step"],
         "slowest": statistics.mode(row.get("perf/slowest_rank", 0) for row in last),

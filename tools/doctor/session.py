@@ -1,7 +1,8 @@
 """Session: one call of the doctor. All checks run in one order on all ranks, and end in one table.
 
-A check that raises becomes a row with its cause; the other ranks learn it from the store and go on to the next check. A check
-that exceeds its limit on a rank ends the doctor there: a row says in which line it is stuck.
+A check that raises becomes a row with its cause; the other ranks learn it from the store and go on
+to the next check. A check that exceeds its limit on a rank ends the doctor there: a row says in
+which line it is stuck.
 """
 
 import argparse
@@ -40,8 +41,8 @@ from tools.doctor.world import World, meet
 class Check:
     """A check, which runs on every rank, and whose rows there are the same or about the rank itself.
 
-    `name` is unique; --only selects by its first word, with which its rows begin. If it `exchanges` anything with others, it
-    runs after all have met. `limit`: seconds.
+    `name` is unique; --only selects by its first word, with which its rows begin. If it `exchanges`
+    anything with others, it runs after all have met. `limit`: seconds.
     """
 
     name: str
@@ -60,9 +61,17 @@ class Stopped(Exception):
 def accept_launch(world: World) -> list[Finding]:
     """A row on whether the recipes accept this launch."""
     world.is_cut = True
-    check_launch(os.environ, world.launch, torch.accelerator.device_count(), processes_asked(parent_command()))
+    check_launch(
+        os.environ,
+        world.launch,
+        torch.accelerator.device_count(),
+        processes_asked(parent_command()),
+    )
     world.is_cut = False
-    measured = f"processes: {world.launch.world_size}, {world.device.type}, started by {world.launch.launcher}"
+    measured = (
+        f"processes: {world.launch.world_size}, {world.device.type}, started by "
+        f"{world.launch.launcher}"
+    )
     return [Finding("launch", "ok", measured)]
 
 
@@ -85,7 +94,9 @@ def examine(options: argparse.Namespace) -> int:
     if unknown:
         raise Refused(f"--only {', '.join(unknown)}: take {', '.join(dict.fromkeys(groups))}")
     if options.recipe and not options.recipe.is_file():
-        raise Refused(f"{options.recipe} is not there: give a recipe such as recipes/cls.py, then its flags")
+        raise Refused(
+            f"{options.recipe} is not there: give a recipe such as recipes/cls.py, then its flags"
+        )
     launch = complete(os.environ)
     device = torch.device("cpu")
     if devices.kind() == "cuda" and not wants_cpu(os.environ):
@@ -129,14 +140,18 @@ def run_check(check: Check, world: World) -> None:
 
 
 def post(world: World, findings: list[Finding]) -> None:
-    """Add rows of this rank, and put all into the store, where the others find them even if this process dies."""
+    """Add rows of this rank, and put all into the store, where the others find them even if this
+    process dies.
+    """
     world.findings += findings
     rows = [asdict(finding) for finding in world.findings]
     world.store.set(f"rows/{world.rank}", json.dumps([world.check, rows]))
 
 
 def finish(world: World, code: int) -> int:
-    """Print the table of all ranks, and write it. Returns the exit code: `code`, or 1 if a row of any rank failed."""
+    """Print the table of all ranks, and write it. Returns the exit code: `code`, or 1 if a row of
+    any rank failed.
+    """
     handle_stopping(lambda number, frame: None)
     store = world.store
     world.arrive("done")
@@ -145,12 +160,15 @@ def finish(world: World, code: int) -> int:
         check, rows = json.loads(store.get(f"rows/{rank}"))
         findings_by_rank[rank] = [Finding(**row) for row in rows]
         if not store.check([f"done/{rank}"]):
-            row = Finding(check, "failed", "no answer", "it has died or is stuck: see its own message")
+            row = Finding(
+                check, "failed", "no answer", "it has died or is stuck: see its own message"
+            )
             findings_by_rank[rank].append(row)
     findings = fold(findings_by_rank, world.hosts)
     if any(finding.status == "failed" for finding in findings):
         code = 1
-    if world.rank == world.ranks[0] and world.launch.local_rank == 0:  # of those that can't meet, one for each machine
+    # Of those that can't meet, one for each machine.
+    if world.rank == world.ranks[0] and world.launch.local_rank == 0:
         seconds = round(time.monotonic() - world.start, 1)
         content = {"processes": world.launch.world_size, "hosts": world.hosts, "seconds": seconds}
         content["findings"] = [asdict(finding) for finding in findings]
@@ -179,7 +197,10 @@ def _attempt(check: Check, world: World) -> list[Finding]:
         if isinstance(error, Refused):
             return [Finding(check.name, "failed", "refused", str(error))]
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{type(error).__name__}: {' '.join(str(error).split()):.300} ({frame.filename}:{frame.lineno})"
+        text = (
+            f"{type(error).__name__}: {' '.join(str(error).split()):.300} "
+            f"({frame.filename}:{frame.lineno})"
+        )
         return [Finding(check.name, "failed", "raised", printable(text))]
 
 

@@ -16,9 +16,10 @@ MAX_OK_ROWS = 4  # of one check
 class Finding:
     """One row of the table.
 
-    `check` is a name such as "network: ports", `status` is ok, warning, failed or not run. `measured` says the value with its
-    unit. `way_out` is empty if all is well, else the cause and what to do, in one line. `place` is what the row is about:
-    "all", "rank 3 (b)", a machine, or "" for the rank that says it. `figures` are the numbers behind it, for --json.
+    `check` is a name such as "network: ports", `status` is ok, warning, failed or not run.
+    `measured` says the value with its unit. `way_out` is empty if all is well, else the cause and
+    what to do, in one line. `place` is what the row is about: "all", "rank 3 (b)", a machine, or ""
+    for the rank that says it. `figures` are the numbers behind it, for --json.
     """
 
     check: str
@@ -29,20 +30,25 @@ class Finding:
     figures: dict = field(default_factory=dict, compare=False)
 
 
-def judge(check: str, measured: str, is_trouble: bool, way_out: str, status: str = "warning", **fields) -> Finding:
-    """A row with this status and way out if there `is_trouble`, else ok; `fields`: the others of `Finding`."""
+def judge(
+    check: str, measured: str, is_trouble: bool, way_out: str, status: str = "warning", **fields
+) -> Finding:
+    """A row with this status and way out if there `is_trouble`, else ok; `fields`: the others of
+    `Finding`.
+    """
     if not is_trouble:
         return Finding(check, "ok", measured, **fields)
     return Finding(check, status, measured, way_out, **fields)
 
 
 def fold(findings_by_rank: dict[int, list[Finding]], hosts: list[str]) -> list[Finding]:
-    """The rows of all ranks as rows of the run, by check: equal ones are one, with the ranks or machines that say it.
+    """The rows of all ranks as rows of the run, by check: equal ones are one, with the ranks or
+    machines that say it.
 
     `hosts` has the machine of each rank.
 
-    Two ranks on a and b, both Finding("cores", "ok", "8") -> one row, place "all".
-    Rank 0 on a Finding("cores", "ok", "8"), rank 1 on b "4" -> rows "8" with place "a" and "4" with place "b".
+    Two ranks on a and b, both Finding("cores", "ok", "8") -> one row, place "all". Rank 0 on a
+    Finding("cores", "ok", "8"), rank 1 on b "4" -> rows "8" with place "a" and "4" with place "b".
     """
     ranks_by_finding: dict[Finding, list[int]] = {}
     for rank, findings in findings_by_rank.items():
@@ -74,10 +80,14 @@ def show(findings: list[Finding]) -> str:
         num_ok[finding.check] += finding.status == "ok"
         if finding.status == "ok" and num_ok[finding.check] > MAX_OK_ROWS:
             continue
-        text = finding.measured if finding.place == "all" else f"{finding.place}: {finding.measured}"
+        text = (
+            finding.measured if finding.place == "all" else f"{finding.place}: {finding.measured}"
+        )
         row = f"{finding.status:<7}  {finding.check:<21}  {text}"
         lines += textwrap.wrap(row, WIDTH, subsequent_indent=INDENT)
-        lines += textwrap.wrap(finding.way_out, WIDTH, initial_indent=f"{INDENT}-> ", subsequent_indent=f"{INDENT}   ")
+        lines += textwrap.wrap(
+            finding.way_out, WIDTH, initial_indent=f"{INDENT}-> ", subsequent_indent=f"{INDENT}   "
+        )
     counts = Counter(finding.status for finding in findings)
     verdict = "what was checked will work"
     if counts["failed"]:

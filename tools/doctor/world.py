@@ -1,4 +1,6 @@
-"""World: the processes that the doctor runs in, as a check sees them, and how they meet and exchange values."""
+"""World: the processes that the doctor runs in, as a check sees them, and how they meet and
+exchange values.
+"""
 
 import argparse
 import contextlib
@@ -23,18 +25,22 @@ from tools.doctor.table import Finding
 
 @dataclass
 class World:
-    """What a check knows about its process and the others. Before they meet, a process has a store of its own."""
+    """What a check knows about its process and the others. Before they meet, a process has a store
+    of its own.
+    """
 
     launch: Launch
     options: argparse.Namespace
     device: torch.device  # "cuda:1": what this process computes on
     ranks: Sequence[int]  # of the processes that share the store: this one, or all
     hosts: list[str] = field(default_factory=list)  # the machine of each of `ranks`
-    main_ranks: list[int] = field(default_factory=list)  # the first rank of each machine, once they have met
+    # The first rank of each machine, once they have met.
+    main_ranks: list[int] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)  # of this rank, so far
     start: float = field(default_factory=time.monotonic)
     store: Store = field(default_factory=HashStore)
-    is_cut: bool = False  # this process knows why no process group can be formed, such as a firewall
+    # This process knows why no process group can be formed, such as a firewall.
+    is_cut: bool = False
     check: str = ""  # the one that runs
     num_exchanges: int = 0  # in this check so far
 
@@ -45,8 +51,8 @@ class World:
     def exchange(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order, on every rank. It needs no process group.
 
-        Values must be JSON. Raises DistStoreError if another rank fails in the same check. Waits without end for one that does
-        not come: the check has a time limit.
+        Values must be JSON. Raises DistStoreError if another rank fails in the same check. Waits
+        without end for one that does not come: the check has a time limit.
 
         One process: exchange("a") -> ["a"]. Two ranks: exchange("a" | "b") -> ["a", "b"] | ["a", "b"].
         """
@@ -70,7 +76,9 @@ class World:
 
 
 def meet(world: World) -> list[Finding]:
-    """Wait until all processes have reached rank 0's store, which becomes the world's; a row if one does not come."""
+    """Wait until all processes have reached rank 0's store, which becomes the world's; a row if one
+    does not come.
+    """
     host = socket.gethostname()
     world.hosts = [host]
     if world.launch.world_size == 1:

@@ -1,11 +1,13 @@
-"""Export a trained model for a runtime, and prove on the validation set that it is the model that was measured.
+"""Export a trained model for a runtime, and prove on the validation set that it is the model that
+was measured.
 
     python -m tools.export runs/NAME/best --to onnx
 
-Pictures go in as uint8 of any size, classes or boxes come out: resizing, normalising and box decoding are inside. The folder
-gets the model, export.json, ten test vectors, and verify.py, which repeats the check with the runtime alone. A file that
-differs from the trained model is refused. Other flags are the recipe's: --data FOLDER, --workers 4. Of a run of your
-own copy, name that: --recipe mine.py.
+Pictures go in as uint8 of any size, classes or boxes come out: resizing, normalising and box
+decoding are inside. The folder gets the model, export.json, ten test vectors, and verify.py, which
+repeats the check with the runtime alone. A file that differs from the trained model is refused.
+Other flags are the recipe's: --data FOLDER, --workers 4. Of a run of your own copy, name that:
+--recipe mine.py.
 """
 
 import argparse
@@ -22,10 +24,16 @@ FORMATS = ("onnx", "torch_export", "openvino")
 def arguments() -> argparse.ArgumentParser:
     """The parser of the command line."""
     parser = parser_of("export", __doc__)
-    parser.add_argument("model", help="a run folder (its best/), a checkpoint, or an exported folder")
+    parser.add_argument(
+        "model", help="a run folder (its best/), a checkpoint, or an exported folder"
+    )
     parser.add_argument("--to", choices=FORMATS, required=True, help="the format")
-    parser.add_argument("-o", "--output", type=Path, help="the folder (default: export/FORMAT in the run folder)")
-    parser.add_argument("--differing", type=int, default=0, help="images that may differ (default: 0)")
+    parser.add_argument(
+        "-o", "--output", type=Path, help="the folder (default: export/FORMAT in the run folder)"
+    )
+    parser.add_argument(
+        "--differing", type=int, default=0, help="images that may differ (default: 0)"
+    )
     return parser
 
 
@@ -51,7 +59,9 @@ def default_folder(model: Path, name: str) -> Path:
 
 
 def load(model: str, flags: list[str], differing: int):
-    """The task of the trained model: its module, and how it is judged on the validation images that the run or `flags` name."""
+    """The task of the trained model: its module, and how it is judged on the validation images that
+    the run or `flags` name.
+    """
     import torch
 
     from common.launching import launch
@@ -60,12 +70,19 @@ def load(model: str, flags: list[str], differing: int):
 
     trained = tools_trained.load(model, flags, reads_data=True)
     # What changes how a model computes, but not what, and can't be exported.
-    plain = {name: False for name in ("compile", "grad_checkpointing") if hasattr(trained.config, name)}
+    plain = {
+        name: False for name in ("compile", "grad_checkpointing") if hasattr(trained.config, name)
+    }
     trained = dataclasses.replace(trained, config=dataclasses.replace(trained.config, **plain))
     accelerator = launch.start(trained.config)
     if accelerator.num_processes > 1 or accelerator.mixed_precision != "no":
-        started = f"{accelerator.num_processes} processes, mixed precision {accelerator.mixed_precision}"
-        raise Refused(f"started as {started}: an export compares one process in float32; start it with python -m")
+        started = (
+            f"{accelerator.num_processes} processes, mixed precision {accelerator.mixed_precision}"
+        )
+        raise Refused(
+            f"started as {started}: an export compares one process in float32; start it with "
+            "python -m"
+        )
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     eval_only.announce(trained.config, trained.origin)
     val = trained.load_data()

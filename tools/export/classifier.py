@@ -1,4 +1,6 @@
-"""Classifiers for export: a picture of any size -> probabilities; scored image by image against the recipe's evaluation."""
+"""Classifiers for export: a picture of any size -> probabilities; scored image by image against the
+recipe's evaluation.
+"""
 
 import copy
 import math
@@ -18,7 +20,9 @@ MOVED = 0.05  # an image differs if a probability moves by more, also if its top
 
 
 class Classifier(torch.nn.Module):
-    """uint8[N, 3, height, width] -> float32[N, K]: probabilities that sum to 1, or one of each class for multi-label data."""
+    """uint8[N, 3, height, width] -> float32[N, K]: probabilities that sum to 1, or one of each
+    class for multi-label data.
+    """
 
     def __init__(self, model: torch.nn.Module, preprocessing: Preprocessing, multi_label: bool):
         super().__init__()
@@ -34,19 +38,30 @@ def probabilities(logits: torch.Tensor, multi_label: bool) -> torch.Tensor:
 
 
 def preprocessing_of(config: dict) -> Preprocessing:
-    """What timm's evaluation transform does for this data configuration. Raises `Refused` for a filter that it can't be."""
+    """What timm's evaluation transform does for this data configuration. Raises `Refused` for a
+    filter that it can't be.
+    """
     if config["interpolation"] not in KERNELS or config["crop_pct"] > 1:
         raise Refused(
-            f"the model's images are resized with {config['interpolation']} and crop_pct {config['crop_pct']}; an exported "
-            f"classifier resizes with {' or '.join(KERNELS)} and a crop_pct of at most 1"
+            f"the model's images are resized with {config['interpolation']} and crop_pct "
+            f"{config['crop_pct']}; an exported classifier resizes with {' or '.join(KERNELS)} "
+            "and a crop_pct of at most 1"
         )
     size = tuple(config["input_size"][1:])
     covered = tuple(math.floor(side / config["crop_pct"]) for side in size)
-    return Preprocessing(size, covered, config["interpolation"], config["mean"], config["std"], config.get("crop_mode"))
+    return Preprocessing(
+        size,
+        covered,
+        config["interpolation"],
+        config["mean"],
+        config["std"],
+        config.get("crop_mode"),
+    )
 
 
 class ClassifierTask(Task):
-    """The task of a classifier, for the proof. So many images as `differing` may differ: in their top-1, or by `MOVED`.
+    """The task of a classifier, for the proof. So many images as `differing` may differ: in their
+    top-1, or by `MOVED`.
 
     For multi-label data each class is a decision, and an image differs if one of them does.
     """
@@ -58,8 +73,8 @@ class ClassifierTask(Task):
         config = getattr(self.batches.loader.dataset.transform, "data_config", None)
         if config is None:
             raise Refused(
-                f"{trained.recipe.__file__}: evaluates images by a transform of its own, which can't be exported; use "
-                "common.classification.transforms.EvalTransform"
+                f"{trained.recipe.__file__}: evaluates images by a transform of its own, which "
+                "can't be exported; use common.classification.transforms.EvalTransform"
             )
         self.most_differing = differing
         preprocessing = preprocessing_of(config)
@@ -82,7 +97,8 @@ class ClassifierTask(Task):
         return np.asarray(self.val.image(index))
 
     def expected(self) -> Iterator[dict | None]:
-        self.right: list[list[float]] = []  # of the trained and of the exported model, image by image
+        # Of the trained and of the exported model, image by image.
+        self.right: list[list[float]] = []
         for batch, logits in self.trained.predict(self.model, self.batches):
             rows = probabilities(logits.float(), self.val.multi_label).cpu().numpy()
             for row, readable in zip(rows, batch.readable, strict=True):
@@ -97,7 +113,10 @@ class ClassifierTask(Task):
         else:
             first, second = int(trained.argmax()), int(exported.argmax())
             differs = first != second
-        words = f"{self.classes[first]} {trained[first]:.4f} -> {self.classes[second]} {exported[second]:.4f}"
+        words = (
+            f"{self.classes[first]} {trained[first]:.4f} -> {self.classes[second]} "
+            f"{exported[second]:.4f}"
+        )
         largest = float(moved.max())
         return Apart({"probabilities": largest}, math.inf if differs else largest / MOVED, words)
 

@@ -1,4 +1,6 @@
-"""Detectors for export: scored by average precision, and detection by detection, against the recipe's evaluation."""
+"""Detectors for export: scored by average precision, and detection by detection, against the
+recipe's evaluation.
+"""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -15,8 +17,10 @@ from tools.export.detector_module import Exportable
 from tools.export.proof import Apart, Outputs, Task
 from tools.trained import Trained
 
-MOVED_BOX, MOVED_SCORE = 1.0, 0.01  # an image differs if a detection moves by more pixels, or changes its score by more
-DIFFERING = 0.02  # share of the images that may differ: rounding can change which of two nearly equal boxes is kept
+# An image differs if a detection moves by more pixels, or changes its score by more.
+MOVED_BOX, MOVED_SCORE = 1.0, 0.01
+# Share of the images that may differ: rounding can change which of two nearly equal boxes is kept.
+DIFFERING = 0.02
 COLUMNS = ("boxes", "scores", "labels")
 
 
@@ -30,7 +34,9 @@ class DetectorTask(Task):
         self.most_differing = DIFFERING * len(val)
         self.ids = {class_id: number for number, class_id in enumerate(self.class_ids)}
         plain = self.batches.loader.dataset.augmentation
-        self.module = Exportable(copy.deepcopy(self.model).to("cpu", torch.float32).eval(), plain).eval()
+        self.module = Exportable(
+            copy.deepcopy(self.model).to("cpu", torch.float32).eval(), plain
+        ).eval()
         self.outputs = {
             "boxes": "float32[n, 4]: left, top, right, bottom in pixels of the picture",
             "scores": "float32[n] in 0..1, best first",
@@ -58,7 +64,9 @@ class DetectorTask(Task):
         for batch, detections in self.trained.predict(self.model, self.batches):
             for index, one in zip(batch.positions.tolist(), detections, strict=True):
                 found[index] = one | {name: one[name].cpu().numpy() for name in COLUMNS}
-                found[index] |= {name: found[index][name].astype(np.float32) for name in ("boxes", "scores")}
+                found[index] |= {
+                    name: found[index][name].astype(np.float32) for name in ("boxes", "scores")
+                }
         for index in range(len(self.val)):  # the loader has images of one shape together
             yield found.pop(index)
 
@@ -73,16 +81,25 @@ class DetectorTask(Task):
         trained, exported = (detections.results(self.val) for detections in self.both)
         if trained["AP"] is None:
             raise Refused(
-                "the validation set has no objects, so nothing can be proved with it; name another with --data"
+                "the validation set has no objects, so nothing can be proved with it; name "
+                "another with --data"
             )
-        return {name: (trained[name], exported[name]) for name in ("AP", "mask_AP") if name in trained}
+        return {
+            name: (trained[name], exported[name]) for name in ("AP", "mask_AP") if name in trained
+        }
 
     def _of_data(self, found: dict, index: int) -> dict:
         """Detections with the class ids of the data, without classes that it does not have."""
         ids = np.array([self.ids.get(label, -1) for label in found["labels"].tolist()], np.int64)
         rows = np.flatnonzero(ids >= 0)
-        columns = {"boxes": found["boxes"][rows], "scores": found["scores"][rows], "labels": ids[rows]}
-        result: dict[str, Any] = {name: torch.from_numpy(column) for name, column in columns.items()}
+        columns = {
+            "boxes": found["boxes"][rows],
+            "scores": found["scores"][rows],
+            "labels": ids[rows],
+        }
+        result: dict[str, Any] = {
+            name: torch.from_numpy(column) for name, column in columns.items()
+        }
         if "rles" in found:
             result["rles"] = [found["rles"][row] for row in rows.tolist()]
         elif "masks" in found:
@@ -94,7 +111,8 @@ class DetectorTask(Task):
 def compare(trained: dict, exported: Outputs, classes: Sequence[str]) -> Apart:
     """Find the counterpart of each detection, in both directions: one of its class, near in place and score.
 
-    Detections whose score is nearly the lowest may be missing: they are at the threshold, or the last ones within the limit.
+    Detections whose score is nearly the lowest may be missing: they are at the threshold, or the
+    last ones within the limit.
     """
     result = Apart({"boxes": 0.0, "scores": 0.0})
     for these, others, word in ((trained, exported, "missing"), (exported, trained, "new")):
@@ -103,19 +121,29 @@ def compare(trained: dict, exported: Outputs, classes: Sequence[str]) -> Apart:
             continue
         # With a column for none at the end.
         none = ((0, 0), (0, 1))
-        box = np.pad(np.abs(these["boxes"][rows, None] - others["boxes"]).max(-1), none, constant_values=np.inf)
-        score = np.pad(np.abs(these["scores"][rows, None] - others["scores"]), none, constant_values=np.inf)
+        box = np.pad(
+            np.abs(these["boxes"][rows, None] - others["boxes"]).max(-1),
+            none,
+            constant_values=np.inf,
+        )
+        score = np.pad(
+            np.abs(these["scores"][rows, None] - others["scores"]), none, constant_values=np.inf
+        )
         far = np.maximum(box / MOVED_BOX, score / MOVED_SCORE)
         far[:, :-1][these["labels"][rows, None] != others["labels"]] = np.inf
         nearest = np.arange(len(rows)), far.argmin(1)
         both = far[nearest] <= 1
         for name, distances in (("boxes", box), ("scores", score)):
-            result.moved[name] = max(result.moved[name], float(distances[nearest][both].max(initial=0)))
+            result.moved[name] = max(
+                result.moved[name], float(distances[nearest][both].max(initial=0))
+            )
         worst = int(far[nearest].argmax())
         if not far[nearest][worst] <= result.worst:
             row, result.worst = rows[worst], float(far[nearest][worst])
             place = np.rint(these["boxes"][row]).astype(int).tolist()
             what = f"{classes[these['labels'][row]]} {these['scores'][row]:.4f} at {place}"
             moved = f"moved by {box[nearest][worst]:.3g} pixels and {score[nearest][worst]:.3g}"
-            result.words = f"{what} is {word}" if np.isinf(far[nearest][worst]) else f"{what} {moved}"
+            result.words = (
+                f"{what} is {word}" if np.isinf(far[nearest][worst]) else f"{what} {moved}"
+            )
     return result

@@ -1,7 +1,9 @@
-"""Detectors that can be exported: a picture of any size -> boxes in its pixels, with resizing, decoding and selection inside.
+"""Detectors that can be exported: a picture of any size -> boxes in its pixels, with resizing,
+decoding and selection inside.
 
-The sizes of the canvas depend on the picture. Only its numbers of cells are read from tensors, as whole numbers that torch
-knows nothing else about. All sizes in the graph are multiples of them, so that the exporter can tell which ones are equal.
+The sizes of the canvas depend on the picture. Only its numbers of cells are read from tensors, as
+whole numbers that torch knows nothing else about. All sizes in the graph are multiples of them, so
+that the exporter can tell which ones are equal.
 """
 
 import contextlib
@@ -22,14 +24,18 @@ _WEIGHT_BITS, _MOST_SHIFT = 15, 22  # of torch's resizing weights for 8 bit imag
 
 
 class Preprocessing(nn.Module):
-    """uint8[1, 3, height, width] of any size -> the normalised canvas float32[1, 3, H, W], and the picture's size on it.
+    """uint8[1, 3, height, width] of any size -> the normalised canvas float32[1, 3, H, W], and the
+    picture's size on it.
 
-    Sizes and pixels equal `EvalDataset`': resized as torch resizes 8 bit images on a CPU, columns before rows and
-    whole levels after each, then padded to multiples of `stride`. Resizing is two products with matrices that also pad:
-    runtimes disagree about everything else, and only the numbers of cells become sizes that depend on the picture.
+    Sizes and pixels equal `EvalDataset`': resized as torch resizes 8 bit images on a CPU, columns
+    before rows and whole levels after each, then padded to multiples of `stride`. Resizing is two
+    products with matrices that also pad: runtimes disagree about everything else, and only the
+    numbers of cells become sizes that depend on the picture.
     """
 
-    def __init__(self, plain: BoxAugmentation, stride: int, mean: Sequence[float], std: Sequence[float]):
+    def __init__(
+        self, plain: BoxAugmentation, stride: int, mean: Sequence[float], std: Sequence[float]
+    ):
         super().__init__()
         self.square, self.stride = plain.square, stride
         (self.short,), self.long = plain.short_sides, plain.long_side
@@ -39,7 +45,9 @@ class Preprocessing(nn.Module):
     def forward(self, picture: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The canvas, int64[2] width and height of the picture on it, and int64[2] of the picture itself."""
         height, width = picture.shape[2:]
-        original = torch.stack([torch.scalar_tensor(side, dtype=torch.int64) for side in (width, height)])
+        original = torch.stack(
+            [torch.scalar_tensor(side, dtype=torch.int64) for side in (width, height)]
+        )
         size = self.resized(original)
         columns, rows = self.canvas(size)
         pixels = levels(picture.to(torch.float32) @ weights(width, original[0], columns, size[0]).T)
@@ -50,8 +58,8 @@ class Preprocessing(nn.Module):
     def resized(self, original: Tensor) -> Tensor:
         """int64[2]: width and height after resizing, by `BoxAugmentation.sizes`.
 
-        That rounds products of float64. If one is exactly half a pixel it may round the other way: 4 of 100,000 random sizes
-        differ by one pixel.
+        That rounds products of float64. If one is exactly half a pixel it may round the other way:
+        4 of 100,000 random sizes differ by one pixel.
         """
         if self.square:
             return torch.full_like(original, self.short)
@@ -60,7 +68,9 @@ class Preprocessing(nn.Module):
         return torch.minimum(by_short, by_long).clamp(min=1)
 
     def canvas(self, size: Tensor) -> tuple[int, int]:
-        """Width and height of the canvas, whole numbers of which the exporter knows that `stride` divides them."""
+        """Width and height of the canvas, whole numbers of which the exporter knows that `stride`
+        divides them.
+        """
         if self.square:
             return self.short, self.short
         columns, rows = ((size - 1) // self.stride + 1).tolist()
@@ -71,10 +81,11 @@ class Preprocessing(nn.Module):
 
 
 def weights(length: int, original: Tensor, count: int, resized: Tensor) -> Tensor:
-    """float32[count, length]: how much each pixel of a line counts in each of `resized` ones; 0 for the rest of `count`.
+    """float32[count, length]: how much each pixel of a line counts in each of `resized` ones; 0 for
+    the rest of `count`.
 
-    Anti-aliased, linear. As torch's, a weight is a multiple of the finest power of 2 with which all fit into 16 bits.
-    `original` and `resized` are int64[], `length` is `original` as a size.
+    Anti-aliased, linear. As torch's, a weight is a multiple of the finest power of 2 with which all
+    fit into 16 bits. `original` and `resized` are int64[], `length` is `original` as a size.
     """
     # In halves of a pixel of both lines, so that distances are exact.
     centres = (2 * torch.arange(count) + 1)[:, None] * original
@@ -93,7 +104,8 @@ def levels(values: Tensor) -> Tensor:
 
 
 class Exportable(nn.Module):
-    """uint8[1, 3, height, width] -> boxes float32[n, 4] left, top, right, bottom in its pixels, scores [n], labels int64[n].
+    """uint8[1, 3, height, width] -> boxes float32[n, 4] left, top, right, bottom in its pixels,
+    scores [n], labels int64[n].
 
     Best first. With masks, float32[n, 28, 28] in 0..1, each on the grid of its box.
     """
@@ -111,7 +123,8 @@ class Exportable(nn.Module):
         detector = self.detector
         if hasattr(detector, "_pool"):
             blank = torch.zeros(1, 3, *2 * (4 * detector.stride,))
-            detector.detect(blank, torch.tensor([blank.shape[:1:-1]]))  # sets the scales of the pooled levels
+            # Sets the scales of the pooled levels.
+            detector.detect(blank, torch.tensor([blank.shape[:1:-1]]))
             detector._pool = _pooled
         if isinstance(detector, RFDETR):  # the runtimes' cubic interpolation is another one
             embeddings = detector.backbone.embeddings
@@ -130,8 +143,12 @@ class Exportable(nn.Module):
         return found["boxes"] * scale.repeat(2), found["scores"], found["labels"], *masks
 
 
-def _pooled(pool: nn.Module, features: list[Tensor], places: list[Tensor], _canvas: tuple[int, int]) -> Tensor:
-    """As `FasterRCNN._pool` of one image, without taking places apart by levels: all are pooled from each level."""
+def _pooled(
+    pool: nn.Module, features: list[Tensor], places: list[Tensor], _canvas: tuple[int, int]
+) -> Tensor:
+    """As `FasterRCNN._pool` of one image, without taking places apart by levels: all are pooled
+    from each level.
+    """
     (boxes,) = places
     level_of, rows = (
         pool.map_levels([boxes])[:, None, None, None],

@@ -20,22 +20,34 @@ class Format:
     """A file format and the packages that write and run it."""
 
     file: str  # the model's name in its folder
-    packages: tuple[str, ...]  # by the names under which pip installs them, which are those that Python imports
-    write: Callable[[torch.export.ExportedProgram, Sequence[str], Path], None]  # the program, its outputs, the file
+    # By the names under which pip installs them, which are those that Python imports.
+    packages: tuple[str, ...]
+    # The program, its outputs, the file.
+    write: Callable[[torch.export.ExportedProgram, Sequence[str], Path], None]
 
     def check(self, name: str) -> None:
         """Raise `Refused` if a package is missing."""
-        if missing := [package for package in self.packages if importlib.util.find_spec(package) is None]:
-            raise Refused(f"--to {name}: needs {', '.join(missing)}: pip install {' '.join(missing)}")
+        if missing := [
+            package for package in self.packages if importlib.util.find_spec(package) is None
+        ]:
+            raise Refused(
+                f"--to {name}: needs {', '.join(missing)}: pip install {' '.join(missing)}"
+            )
 
 
-def write(name: str, module: torch.nn.Module, batched: bool, outputs: Sequence[str], folder: Path) -> None:
-    """Write the module in the format `name` into `folder`. Raises `Refused` if torch or the format can't express it.
+def write(
+    name: str, module: torch.nn.Module, batched: bool, outputs: Sequence[str], folder: Path
+) -> None:
+    """Write the module in the format `name` into `folder`. Raises `Refused` if torch or the format
+    can't express it.
 
     The module takes one picture, or any number if it is `batched`.
     """
     wanted = FORMATS[name]
-    shapes = {axis: torch.export.Dim(side, min=1, max=MOST_PIXELS) for axis, side in ((2, "height"), (3, "width"))}
+    shapes = {
+        axis: torch.export.Dim(side, min=1, max=MOST_PIXELS)
+        for axis, side in ((2, "height"), (3, "width"))
+    }
     if batched:
         shapes[0] = torch.export.Dim("batch", min=1)
     example = torch.zeros(1 + batched, 3, 96, 160, dtype=torch.uint8)
@@ -47,7 +59,8 @@ def write(name: str, module: torch.nn.Module, batched: bool, outputs: Sequence[s
     except Exception as error:  # exporters raise almost anything
         reason = next(iter(str(error).strip().splitlines()), "")
         raise Refused(
-            f"--to {name}: the model can't be written ({type(error).__name__}: {reason:.300}); try another format"
+            f"--to {name}: the model can't be written ({type(error).__name__}: {reason:.300}); "
+            "try another format"
         ) from error
 
 
@@ -57,7 +70,11 @@ def _torch_export(program: torch.export.ExportedProgram, _: Sequence[str], file:
 
 def _onnx(program: torch.export.ExportedProgram, outputs: Sequence[str], file: Path) -> None:
     written: Any = torch.onnx.export(
-        program, opset_version=_OPSET, input_names=["images"], output_names=list(outputs), verbose=False
+        program,
+        opset_version=_OPSET,
+        input_names=["images"],
+        output_names=list(outputs),
+        verbose=False,
     )
     written.save(file)
 
@@ -68,7 +85,8 @@ def _openvino(program: torch.export.ExportedProgram, outputs: Sequence[str], fil
     between = file.with_suffix(".onnx")
     _onnx(program, outputs, between)  # OpenVINO reads more models from ONNX than from torch
     openvino.save_model(openvino.Core().read_model(between), file, compress_to_fp16=False)
-    for left in file.parent.glob(f"{between.name}*"):  # weights of 2 GB and more are files of their own
+    # Weights of 2 GB and more are files of their own.
+    for left in file.parent.glob(f"{between.name}*"):
         left.unlink()
 
 

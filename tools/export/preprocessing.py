@@ -1,8 +1,10 @@
-"""Preprocessing inside an exported classifier: resizes and crops a picture of any size as the evaluation does.
+"""Preprocessing inside an exported classifier: resizes and crops a picture of any size as the
+evaluation does.
 
-Runtimes disagree about resizing: OpenVINO ignores the anti-aliasing of ONNX's Resize, which moves pixels by up to 80 of 255
-levels, and torch's own differs from Pillow's in some pixels by one level. So resizing is two products with matrices here, whose
-weights are computed inside from the picture's size, as Pillow computes them (`Resize.c` of Pillow, resampling in 8 bits).
+Runtimes disagree about resizing: OpenVINO ignores the anti-aliasing of ONNX's Resize, which moves
+pixels by up to 80 of 255 levels, and torch's own differs from Pillow's in some pixels by one level.
+So resizing is two products with matrices here, whose weights are computed inside from the picture's
+size, as Pillow computes them (`Resize.c` of Pillow, resampling in 8 bits).
 """
 
 import torch
@@ -29,15 +31,22 @@ def half_even(dividend: torch.Tensor, divisor: torch.Tensor | int) -> torch.Tens
 
 
 class Preprocessing(torch.nn.Module):
-    """uint8[N, 3, height, width] of any size -> float32[N, 3, H, W]: resized, cropped at the centre, normalised.
+    """uint8[N, 3, height, width] of any size -> float32[N, 3, H, W]: resized, cropped at the
+    centre, normalised.
 
-    `covered` is a size (height, width) and `size` the size of the crop. timm's `crop_mode` says how a picture is
-    resized: so that it covers `covered` (`center`), fills it (`squash`), or fits into it (`border`). What is then missing
-    in the crop has the mean colour.
+    `covered` is a size (height, width) and `size` the size of the crop. timm's `crop_mode` says how
+    a picture is resized: so that it covers `covered` (`center`), fills it (`squash`), or fits into
+    it (`border`). What is then missing in the crop has the mean colour.
     """
 
     def __init__(
-        self, size: tuple[int, int], covered: tuple[int, int], interpolation: str, mean, std, crop_mode: str | None
+        self,
+        size: tuple[int, int],
+        covered: tuple[int, int],
+        interpolation: str,
+        mean,
+        std,
+        crop_mode: str | None,
     ):
         super().__init__()
         self.smallest = (1, 1) if crop_mode == "border" else covered
@@ -52,12 +61,15 @@ class Preprocessing(torch.nn.Module):
         rows, columns = self.resized(height, width)
         horizontal = self.weights(torch.arange(images.shape[3]), width, columns, self.size[1])
         vertical = self.weights(torch.arange(images.shape[2]), height, rows, self.size[0])
-        pixels = self.levels(images.double() @ horizontal.T)  # rounded after each direction, as Pillow does
+        # Rounded after each direction, as Pillow does.
+        pixels = self.levels(images.double() @ horizontal.T)
         pixels = self.levels(vertical @ pixels)
         pixels += self.mean.round() * (vertical.sum(1)[:, None] * horizontal.sum(1) < 0.5)
         return (pixels.float() - self.mean) / self.std
 
-    def resized(self, height: torch.Tensor, width: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def resized(
+        self, height: torch.Tensor, width: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Height and width after resizing; timm rounds otherwise for squares."""
         top, side = self.covered
         divided = torch.floor_divide if top == side and self.largest != self.covered else half_even
@@ -65,15 +77,21 @@ class Preprocessing(torch.nn.Module):
         columns = divided(width * top, height).clamp(self.smallest[1], self.largest[1])
         return rows, columns
 
-    def weights(self, pixels: torch.Tensor, length: torch.Tensor, resized: torch.Tensor, count: int) -> torch.Tensor:
-        """float64[count, length]: how much each of `pixels` of a line counts in each of `count` resized ones, at the centre.
+    def weights(
+        self, pixels: torch.Tensor, length: torch.Tensor, resized: torch.Tensor, count: int
+    ) -> torch.Tensor:
+        """float64[count, length]: how much each of `pixels` of a line counts in each of `count`
+        resized ones, at the centre.
 
         0 beyond the picture.
         """
         # A crop is rounded to even, a border down.
-        start = torch.where(resized > count, half_even(resized - count, 2), (resized - count + 1) // 2)
+        start = torch.where(
+            resized > count, half_even(resized - count, 2), (resized - count + 1) // 2
+        )
         places = torch.arange(count) + start
-        centres = (2 * places + 1) * length  # in units of half a resized pixel, so that they are whole
+        # In units of half a resized pixel, so that they are whole.
+        centres = (2 * places + 1) * length
         whole = centres // (2 * resized)
         part = (centres - whole * (2 * resized)).double() / (2 * resized)
         distances = (pixels - whole[:, None]).double() + (0.5 - part)[:, None]

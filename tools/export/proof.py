@@ -1,4 +1,6 @@
-"""Proof of an exported model: it is scored on the validation set, and its folder gets what repeats the comparison."""
+"""Proof of an exported model: it is scored on the validation set, and its folder gets what repeats
+the comparison.
+"""
 
 import hashlib
 import os
@@ -49,20 +51,25 @@ class Verdict:
     """How the exported model compares with the trained one on the validation set."""
 
     figures: dict = field(default_factory=dict)  # for people and export.json
-    tolerance: dict[str, float] = field(default_factory=dict)  # of each output of the vectors, for verify.py
-    # Name, picture uint8[1, 3, H, W], and what the trained model makes of it, without the dimension of the batch.
+    # Of each output of the vectors, for verify.py.
+    tolerance: dict[str, float] = field(default_factory=dict)
+    # Name, picture uint8[1, 3, H, W], and what the trained model makes of it, without the dimension
+    # of the batch.
     vectors: list[tuple[str, np.ndarray, Outputs]] = field(default_factory=list)
     refusal: str = ""  # why the exported model is not the trained one; "" if it is
-    worst: list[str] = field(default_factory=list)  # images that differ, with their differences, worst first
+    # Images that differ, with their differences, worst first.
+    worst: list[str] = field(default_factory=list)
 
 
 class Task:
-    """A trained model, and the image by image comparison with what was exported of it: of classifiers or of detectors.
+    """A trained model, and the image by image comparison with what was exported of it: of
+    classifiers or of detectors.
 
     `class_ids` has the model's class id of each class of `val`, the images to evaluate.
     """
 
-    module: torch.nn.Module  # uint8[N, 3, H, W] -> a tensor or a tuple of tensors, on the CPU and in float32
+    # uint8[N, 3, H, W] -> a tensor or a tuple of tensors, on the CPU and in float32.
+    module: torch.nn.Module
     outputs: dict[str, str]  # names of these tensors in order, with what they are
     about: Mapping  # preprocessing, classes and so on, for export.json
     batched = False  # True if N may be more than 1: then the outputs have this dimension first
@@ -82,7 +89,9 @@ class Task:
         raise NotImplementedError
 
     def expected(self) -> Iterator[dict | None]:
-        """The trained model's outputs for each image, through the recipe's evaluation; None for one that is not counted."""
+        """The trained model's outputs for each image, through the recipe's evaluation; None for one
+        that is not counted.
+        """
         raise NotImplementedError
 
     def compare(self, expected: dict, found: Outputs) -> Apart:
@@ -108,7 +117,10 @@ def judge(task: Task, session: Session) -> Verdict:
         if expected is None:
             continue
         if (picture := read(task, index)) is not None:
-            found = {key: column[0] if task.batched else column for key, column in session(picture).items()}
+            found = {
+                key: column[0] if task.batched else column
+                for key, column in session(picture).items()
+            }
             if odd := [key for key, column in found.items() if not np.isfinite(column).all()]:
                 raise Refused(f"{name}: {odd[0]} of the exported model are not finite numbers")
             apart.append((task.compare(expected, found), name))
@@ -118,7 +130,9 @@ def judge(task: Task, session: Session) -> Verdict:
         task.count(index, expected, found)
     if not apart:
         raise Refused(f"none of the {count} validation images can be read")
-    wrong = sorted(((one, name) for one, name in apart if one.differs), key=lambda row: -row[0].worst)
+    wrong = sorted(
+        ((one, name) for one, name in apart if one.differs), key=lambda row: -row[0].worst
+    )
     largest = {key: max(one.moved[key] for one, _ in apart) for key in apart[0][0].moved}
     verdict.worst = [f"{name}: {one.words}" for one, name in wrong]
     verdict.tolerance = {key: max(_FLOOR[key], _SPARE * value) for key, value in largest.items()}
@@ -130,9 +144,13 @@ def judge(task: Task, session: Session) -> Verdict:
             moved.append(f"{key} is {exported:.4f} instead of {trained:.4f}")
     verdict.figures |= {"differing": len(wrong)}
     for key, value in largest.items():
-        verdict.figures["largest_difference" if len(largest) == 1 else f"largest_{key}_difference"] = value
+        verdict.figures[
+            "largest_difference" if len(largest) == 1 else f"largest_{key}_difference"
+        ] = value
     if moved or len(wrong) > task.most_differing:
-        verdict.refusal = "; ".join([*moved, f"{len(wrong)} of {len(apart)} images differ from the trained model"])
+        verdict.refusal = "; ".join(
+            [*moved, f"{len(wrong)} of {len(apart)} images differ from the trained model"]
+        )
     return verdict
 
 
@@ -145,24 +163,32 @@ def read(task: Task, index: int) -> np.ndarray | None:
 
 
 def check_folder(folder: Path) -> Path:
-    """The nearest folder above `folder` that exists. Raises `Refused` if it can't be written, or `folder` is no export."""
+    """The nearest folder above `folder` that exists. Raises `Refused` if it can't be written, or
+    `folder` is no export.
+    """
     there = next(parent for parent in folder.absolute().parents if parent.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         raise Refused(f"--output {folder}: {there} can't be written; choose another folder")
     if folder.exists() and not (folder / "export.json").is_file():
-        raise Refused(f"--output {folder}: is there and is no export, which would be replaced; choose another folder")
+        raise Refused(
+            f"--output {folder}: is there and is no export, which would be replaced; choose "
+            "another folder"
+        )
     return there
 
 
 def export(task: Task, name: str, folder: Path) -> dict:
-    """Write the task's module in the format `name`, prove it, and describe it, in a folder that appears when all is done.
+    """Write the task's module in the format `name`, prove it, and describe it, in a folder that
+    appears when all is done.
 
-    Returns the content of export.json. Raises `Refused` if the exported model is not the trained one, and leaves nothing
-    behind.
+    Returns the content of export.json. Raises `Refused` if the exported model is not the trained
+    one, and leaves nothing behind.
     """
     there = check_folder(folder)
     try:
-        with tempfile.TemporaryDirectory(prefix=".export-", dir=there, ignore_cleanup_errors=True) as place:
+        with tempfile.TemporaryDirectory(
+            prefix=".export-", dir=there, ignore_cleanup_errors=True
+        ) as place:
             draft = Path(place, "draft")
             draft.mkdir()
             about = _prove(task, name, draft)
@@ -171,7 +197,9 @@ def export(task: Task, name: str, folder: Path) -> dict:
             replace_folder(folder.absolute(), draft)
     except OSError as error:
         if str(error.filename or there).startswith(str(there)):
-            raise Refused(f"--output {folder}: {error.strerror or error}; choose another folder") from error
+            raise Refused(
+                f"--output {folder}: {error.strerror or error}; choose another folder"
+            ) from error
         raise
     return about
 
@@ -181,7 +209,10 @@ def _prove(task: Task, name: str, draft: Path) -> dict:
     written = formats.FORMATS[name]
     verdict = judge(task, verify.open_model(draft, name, written.file, list(task.outputs)))
     if verdict.refusal:
-        raise Refused(f"--to {name}: {verdict.refusal}: {'; '.join(verdict.worst[:_NAMED])}; nothing was written")
+        raise Refused(
+            f"--to {name}: {verdict.refusal}: {'; '.join(verdict.worst[:_NAMED])}; nothing was "
+            "written"
+        )
     packages = ("torch", "timm", "numpy", "pillow", *written.packages)
     images = f"uint8[{'N' if task.batched else '1'}, 3, height, width]"
     arrays: dict[str, np.ndarray] = {}
@@ -197,10 +228,16 @@ def _prove(task: Task, name: str, draft: Path) -> dict:
         "batched": task.batched,
         **task.about,
         "validation": verdict.figures,
-        "versions": {"python": platform.python_version(), **{package: version(package) for package in packages}},
+        "versions": {
+            "python": platform.python_version(),
+            **{package: version(package) for package in packages},
+        },
         "tolerance": verdict.tolerance,
         "vectors": [vector[0] for vector in verdict.vectors],
-        "files": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(draft.iterdir())},
+        "files": {
+            file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+            for file in sorted(draft.iterdir())
+        },
     }
     write_json(draft / "export.json", about)
     shutil.copyfile(verify.__file__, draft / "verify.py")

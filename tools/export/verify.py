@@ -1,10 +1,12 @@
-"""Verification of an exported model by its runtime alone: prints one line, and exits with 0 if all is as it was measured.
+"""Verification of an exported model by its runtime alone: prints one line, and exits with 0 if all
+is as it was measured.
 
     python verify.py [FOLDER]
 
-It compares the files with the hashes in export.json, and what the model makes of the ten pictures in vectors.npz with what the
-trained model made of them. It needs NumPy and the runtime: onnxruntime, openvino, or for torch_export torch. `open_model` is
-also an example of how to use the model.
+It compares the files with the hashes in export.json, and what the model makes of the ten pictures
+in vectors.npz with what the trained model made of them. It needs NumPy and the runtime:
+onnxruntime, openvino, or for torch_export torch. `open_model` is also an example of how to use the
+model.
 """
 
 import hashlib
@@ -15,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-Session = Callable[[np.ndarray], dict[str, np.ndarray]]  # a picture uint8[1, 3, H, W], or several -> outputs by name
+# A picture uint8[1, 3, H, W], or several -> outputs by name.
+Session = Callable[[np.ndarray], dict[str, np.ndarray]]
 
 
 def open_model(folder: Path, name: str, file: str, outputs: list[str]) -> Session:
@@ -29,7 +32,8 @@ def open_model(folder: Path, name: str, file: str, outputs: list[str]) -> Sessio
     elif name == "openvino":
         import openvino
 
-        exactly = {"INFERENCE_PRECISION_HINT": "f32"}  # not bfloat16, which is the default where the processor has it
+        # Not bfloat16, which is the default where the processor has it.
+        exactly = {"INFERENCE_PRECISION_HINT": "f32"}
         compiled = openvino.Core().compile_model(path, "CPU", exactly)
         run = lambda images: [compiled([images])[output].copy() for output in outputs]  # noqa: E731
     else:
@@ -43,21 +47,32 @@ def open_model(folder: Path, name: str, file: str, outputs: list[str]) -> Sessio
         def run(images):
             with torch.no_grad():
                 found = module(torch.from_numpy(images))
-            return [array.numpy() for array in (found if isinstance(found, (tuple, list)) else [found])]
+            return [
+                array.numpy() for array in (found if isinstance(found, (tuple, list)) else [found])
+            ]
 
     return lambda images: dict(zip(outputs, run(images), strict=True))
 
 
-def difference(expected: dict[str, np.ndarray], found: dict[str, np.ndarray], tolerance: dict[str, float]) -> str:
+def difference(
+    expected: dict[str, np.ndarray], found: dict[str, np.ndarray], tolerance: dict[str, float]
+) -> str:
     """How the outputs for one picture differ by more than `tolerance`, or "".
 
-    Detections have an order of their own where scores are nearly equal, and may be missing if their score is nearly the lowest.
+    Detections have an order of their own where scores are nearly equal, and may be missing if their
+    score is nearly the lowest.
     """
     if "boxes" in expected:
         for these, others, word in ((expected, found, "missing"), (found, expected, "new")):
-            floor = min([1.0, *others["scores"]]) if len(others["scores"]) >= len(these["scores"]) else 0.0
+            floor = (
+                min([1.0, *others["scores"]])
+                if len(others["scores"]) >= len(these["scores"])
+                else 0.0
+            )
             lowest = min([floor, *these["scores"]]) + tolerance["scores"]
-            for box, score, label in zip(these["boxes"], these["scores"], these["labels"], strict=True):
+            for box, score, label in zip(
+                these["boxes"], these["scores"], these["labels"], strict=True
+            ):
                 near = others["labels"] == label
                 near &= np.abs(others["scores"] - score) <= tolerance["scores"]
                 near &= (np.abs(others["boxes"] - box) <= tolerance["boxes"]).all(1)
@@ -84,7 +99,8 @@ def verify(folder: Path) -> str:
     session = open_model(folder, about["format"], about["model"], list(about["outputs"]))
     with np.load(folder / "vectors.npz", allow_pickle=False) as vectors:
         for number, name in enumerate(about["vectors"]):
-            names = [output for output in about["outputs"] if f"{output}_{number}" in vectors]  # not masks
+            # Not masks.
+            names = [output for output in about["outputs"] if f"{output}_{number}" in vectors]
             expected = {output: vectors[f"{output}_{number}"] for output in names}
             found = {
                 output: array[0] if about["batched"] else array

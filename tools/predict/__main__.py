@@ -4,8 +4,8 @@
     accelerate launch --config_file accelerate_configs/multi_gpu_bf16.yaml -m tools.predict runs/det-3b73b6 photos/ --draw drawn
     python -m tools.predict runs/cls-d55fba --data 'https://example.org/photos-{000..127}.tar' --format csv -o predictions.csv
 
-Images are read and resized as in evaluation. Flags that are not listed here are the recipe's and stand last:
---workers 8. Of a run of your own copy, name that: --recipe mine.py.
+Images are read and resized as in evaluation. Flags that are not listed here are the recipe's and
+stand last: --workers 8. Of a run of your own copy, name that: --recipe mine.py.
 """
 
 import argparse
@@ -24,17 +24,25 @@ def arguments() -> argparse.ArgumentParser:
     """The parser of the command line."""
     parser = parser_of("predict", __doc__)
     parser.add_argument(
-        "model", help="a run folder, its best/, a checkpoint, an exported folder; as --eval_only takes it"
+        "model",
+        help="a run folder, its best/, a checkpoint, an exported folder; as --eval_only takes it",
     )
     parser.add_argument(
-        "images", nargs="*", help="files, folders, 'globs'; @FILE and -: a list of them in FILE or on stdin"
+        "images",
+        nargs="*",
+        help="files, folders, 'globs'; @FILE and -: a list of them in FILE or on stdin",
     )
     parser.add_argument(
         "--data",
         metavar="SHARDS",
-        help="tars or Parquet instead, as recipes take them: a pattern, a URL, or owner/name with --streaming",
+        help=(
+            "tars or Parquet instead, as recipes take them: a pattern, a URL, or owner/name with "
+            "--streaming"
+        ),
     )
-    parser.add_argument("-o", "--output", default="-", metavar="FILE", help="the file to write (default: stdout)")
+    parser.add_argument(
+        "-o", "--output", default="-", metavar="FILE", help="the file to write (default: stdout)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     parser.add_argument(
         "--format",
@@ -42,14 +50,23 @@ def arguments() -> argparse.ArgumentParser:
         default="jsonl",
         help="coco: of detectors, with --images_of",
     )
-    parser.add_argument("--images_of", metavar="JSON", help="the annotations that have the ids of the images")
-    parser.add_argument("--draw", type=Path, metavar="FOLDER", help="draw each image with its predictions")
-    parser.add_argument("--top", type=int, metavar="K", help="the K best (default: the best class, all boxes)")
+    parser.add_argument(
+        "--images_of", metavar="JSON", help="the annotations that have the ids of the images"
+    )
+    parser.add_argument(
+        "--draw", type=Path, metavar="FOLDER", help="draw each image with its predictions"
+    )
+    parser.add_argument(
+        "--top", type=int, metavar="K", help="the K best (default: the best class, all boxes)"
+    )
     parser.add_argument(
         "--threshold",
         type=float,
         metavar="T",
-        help="the lowest score to keep (default: of each class, as its evaluation chose; coco and one label per image: none)",
+        help=(
+            "the lowest score to keep (default: of each class, as its evaluation chose; coco and "
+            "one label per image: none)"
+        ),
     )
     return parser
 
@@ -61,19 +78,26 @@ def main(argv: list[str] | None = None) -> None:
     if words.threshold is not None and not 0 <= words.threshold <= 1:
         raise Refused(f"--threshold {words.threshold}: must be between 0 and 1")
     if not words.images and not words.data:
-        raise Refused("no images are named: give files, folders, globs or @LIST after the model, or shards by --data")
+        raise Refused(
+            "no images are named: give files, folders, globs or @LIST after the model, or shards "
+            "by --data"
+        )
     if words.images and words.data:
         raise Refused(f"--data names shards, and {words.images[0]} is named, too; give one of them")
-    from tools.trained import load  # takes seconds, as do other imports in functions, which --help need not
+    # Takes seconds, as do other imports in functions, which --help need not.
+    from tools.trained import load
 
     if words.data:
         flags += ["--data", words.data]
     trained = load(words.model, flags)
     if words.images_of and Path(words.images_of).resolve() == Path(words.output).resolve():
         raise Refused(f"--output {words.output}: is the file of --images_of; name another")
-    if (words.format == "coco") != bool(words.images_of) or (words.images_of and not trained.is_detector):
+    if (words.format == "coco") != bool(words.images_of) or (
+        words.images_of and not trained.is_detector
+    ):
         raise Refused(
-            "--format coco: for detectors, with --images_of JSON, whose ids it writes; others are jsonl or csv"
+            "--format coco: for detectors, with --images_of JSON, whose ids it writes; others are "
+            "jsonl or csv"
         )
     predict(words, trained, launch.start(trained.config))
 
@@ -105,8 +129,12 @@ def predict(words: argparse.Namespace, trained, accelerator) -> None:
         write(words, trained, accelerator, plan, shards, form, output)
 
 
-def write(words: argparse.Namespace, trained, accelerator, plan: dict, shards, form, output) -> None:
-    """Predict the images of `plan`, or of `shards`, and give the text of each to the main process's `output`; a collective."""
+def write(
+    words: argparse.Namespace, trained, accelerator, plan: dict, shards, form, output
+) -> None:
+    """Predict the images of `plan`, or of `shards`, and give the text of each to the main process's
+    `output`; a collective.
+    """
     import numpy as np
     import torch
     from tqdm import tqdm
@@ -120,13 +148,16 @@ def write(words: argparse.Namespace, trained, accelerator, plan: dict, shards, f
     is_multi_label = plan["multi_label"]
     source: images.Images | images.Scenes
     if trained.is_detector:
-        source = images.Scenes(**no_boxes(trained.classes, np.array(plan.pop("sizes"))), files=files)
+        source = images.Scenes(
+            **no_boxes(trained.classes, np.array(plan.pop("sizes"))), files=files
+        )
     else:
         source = images.images(files, trained.classes, is_multi_label)
     top = words.top or (0 if trained.is_detector or is_multi_label else 1)
     rows = Rows(source, np.array(plan["thresholds"], np.float32), top, is_multi_label)
     model, batches = trained.build(source, accelerator)
-    batches.loader.batch_sampler.sort(key=lambda indices: indices[0])  # so that few rows wait for those before them
+    # So that few rows wait for those before them.
+    batches.loader.batch_sampler.sort(key=lambda indices: indices[0])
     predictions = iter(trained.predict(model, batches))
     num_broken = 0
     with (
@@ -135,7 +166,9 @@ def write(words: argparse.Namespace, trained, accelerator, plan: dict, shards, f
     ):
         for _ in range(broadcast_object(len(batches))):  # the first rank has the most batches
             batch = next(predictions, None)
-            texts_by_rank = gather_to_main(make_texts(words, rows.of(*batch) if batch else (), source, form))
+            texts_by_rank = gather_to_main(
+                make_texts(words, rows.of(*batch) if batch else (), source, form)
+            )
             for indices, texts, is_broken in texts_by_rank or ():
                 for index, text in zip(indices.tolist(), texts, strict=True):
                     output.take(index, text)
@@ -148,7 +181,9 @@ def write(words: argparse.Namespace, trained, accelerator, plan: dict, shards, f
 
 
 def make_texts(words: argparse.Namespace, rows: Iterable[tuple[int, dict]], source, form) -> tuple:
-    """Indices int64[B] of the images of a batch, their texts, and bool[B], True for broken ones; draws the others, too."""
+    """Indices int64[B] of the images of a batch, their texts, and bool[B], True for broken ones;
+    draws the others, too.
+    """
     import numpy as np
 
     from tools.predict import pictures
@@ -158,14 +193,19 @@ def make_texts(words: argparse.Namespace, rows: Iterable[tuple[int, dict]], sour
     is_broken = []
     for index, row in rows:
         indices.append(index)
-        texts.append(form.text(index, row).encode(errors="backslashreplace"))  # bytes of a name that are no text
+        # Bytes of a name that are no text.
+        texts.append(form.text(index, row).encode(errors="backslashreplace"))
         is_broken.append("error" in row)
         if "error" in row and words.format == "coco":  # which has no place for it
             say(f"{row['file']}: {row['error']}", everywhere=True)
         if words.draw and "error" not in row:
             pictures.draw(words.draw, index, source, row)
     # With None, since numpy would turn texts alone into one array.
-    return np.array(indices, np.int64), np.array([*texts, None], object)[:-1], np.array(is_broken, bool)
+    return (
+        np.array(indices, np.int64),
+        np.array([*texts, None], object)[:-1],
+        np.array(is_broken, bool),
+    )
 
 
 def say(text: str, everywhere: bool = False) -> None:

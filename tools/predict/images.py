@@ -22,7 +22,8 @@ _PLACEHOLDER = 32, 32  # size of an image that can't be read
 class FileList:
     """Files by number."""
 
-    paths: pa.LargeBinaryArray  # a list of strings would be copied page by page into every data worker
+    # A list of strings would be copied page by page into every data worker.
+    paths: pa.LargeBinaryArray
 
     def name(self, index: int) -> str:
         return path_of("", self.paths, index)
@@ -46,7 +47,9 @@ def file_list(files: Sequence[str]) -> FileList:
 
 
 class Numbered:
-    """Images by number. An image's name is its number, so that `Batch.broken` says which one could not be read."""
+    """Images by number. An image's name is its number, so that `Batch.broken` says which one could
+    not be read.
+    """
 
     files: "FileList | Shards"
     fingerprint = part = ""
@@ -79,12 +82,16 @@ class Scenes(Numbered, Annotated):
 
 
 def images(files: "FileList | Shards", classes: tuple[str, ...], multi_label: bool) -> Images:
-    shape, kind = ((len(files), len(classes)), np.bool_) if multi_label else ((len(files),), np.int64)
+    shape, kind = (
+        ((len(files), len(classes)), np.bool_) if multi_label else ((len(files),), np.int64)
+    )
     return Images(classes, files, np.broadcast_to(np.zeros((), kind), shape))
 
 
 def sizes_of(files: "FileList | Shards") -> np.ndarray:
-    """int64[N, 2]: width and height of the upright images, read from their headers; 32 x 32 of one that can't be read."""
+    """int64[N, 2]: width and height of the upright images, read from their headers; 32 x 32 of one
+    that can't be read.
+    """
     sizes = upright_sizes(files.headers)
     sizes[sizes[:, 0] == 0] = _PLACEHOLDER
     return sizes

@@ -1,4 +1,6 @@
-"""Output of predictions: in the order of the images, as they come, into a file that appears when it is complete."""
+"""Output of predictions: in the order of the images, as they come, into a file that appears when it
+is complete.
+"""
 
 import contextlib
 import errno
@@ -19,8 +21,8 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 class Output:
     """Writes texts of images by number, in order. As a context manager; only the main process has one.
 
-    A file is written as `.NAME.tmp` beside it and renamed at the end, so that half of it is never taken for all. A path that
-    is a pipe or a device is written to directly. Raises `Refused`.
+    A file is written as `.NAME.tmp` beside it and renamed at the end, so that half of it is never
+    taken for all. A path that is a pipe or a device is written to directly. Raises `Refused`.
     """
 
     def __init__(self, path: str, overwrite: bool):
@@ -48,7 +50,9 @@ class Output:
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise Refused(f"--output {path}: another process writes it; name another file") from None
+            raise Refused(
+                f"--output {path}: another process writes it; name another file"
+            ) from None
         self._file.truncate()  # what a process that was killed has left
 
     def __enter__(self) -> "Output":
@@ -102,4 +106,6 @@ class Output:
         drop_output(self._file)
         if error.errno == errno.EPIPE:  # the reader has seen enough, such as `head`
             sys.exit(0)
-        raise Refused(f"--output {self._path or 'stdout'}: {error.strerror}; what was written is incomplete") from None
+        raise Refused(
+            f"--output {self._path or 'stdout'}: {error.strerror}; what was written is incomplete"
+        ) from None

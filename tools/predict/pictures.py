@@ -14,14 +14,22 @@ _LONGEST = 100  # characters of an image's name that a picture's name keeps
 
 def draw(folder: Path, index: int, source: Any, row: dict) -> None:
     """Write `folder/000017_NAME.png`, for the image with this number. Raises `Refused` if that fails."""
-    name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in Path(row["file"]).stem)
+    name = "".join(
+        letter if letter.isalnum() or letter in "-_." else "_" for letter in Path(row["file"]).stem
+    )
     path, found = folder / f"{index:06d}_{name[:_LONGEST]}.png", row["predictions"]
     try:
         image = source.image(index)
         if "width" in row:
             numbers = {name: number for number, name in enumerate(source.classes)}
-            boxes = [(one["box"], numbers[one["class"]], one["class"], one["score"]) for one in found]
-            rles = [one["mask"] | {"counts": one["mask"]["counts"].encode()} for one in found if "mask" in one]
+            boxes = [
+                (one["box"], numbers[one["class"]], one["class"], one["score"]) for one in found
+            ]
+            rles = [
+                one["mask"] | {"counts": one["mask"]["counts"].encode()}
+                for one in found
+                if "mask" in one
+            ]
             detections(image, boxes, decode(rles, source.sizes[index]), path)
         else:
             captioned(image, [(one["class"], one["score"]) for one in found], path)

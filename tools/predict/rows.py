@@ -17,10 +17,11 @@ _SIDES = ("left", "top", "right", "bottom")
 
 @dataclass(frozen=True)
 class Rows:
-    """Turns the batches of a recipe's `predict` into one row per image: its file, and its predictions or an error.
+    """Turns the batches of a recipe's `predict` into one row per image: its file, and its
+    predictions or an error.
 
-    A prediction has class, score and, of a detector, box (left, top, right, bottom in pixels of the upright image) and mask
-    (COCO's packed run lengths), best first.
+    A prediction has class, score and, of a detector, box (left, top, right, bottom in pixels of the
+    upright image) and mask (COCO's packed run lengths), best first.
     """
 
     source: Any  # images.Images or images.Scenes
@@ -29,8 +30,11 @@ class Rows:
     multi_label: bool = False
 
     def of(self, batch: Any, found: Any) -> Iterator[tuple[int, dict]]:
-        """(number of the image, row) for each image of a batch; `found` is what came with it, logits or detections."""
-        reasons = dict(text.split(": ", 1) for text in batch.broken)  # an image's name is its number
+        """(number of the image, row) for each image of a batch; `found` is what came with it,
+        logits or detections.
+        """
+        # An image's name is its number.
+        reasons = dict(text.split(": ", 1) for text in batch.broken)
         if isinstance(found, torch.Tensor):
             scores = found.float().sigmoid() if self.multi_label else found.float().softmax(1)
             parts = [{"scores": of_image} for of_image in scores.cpu().numpy()]
@@ -66,7 +70,10 @@ class Rows:
                 one["box"] = [short(side) for side in part["boxes"][place].astype(np.float32)]
             if "rles" in part:
                 rle = part["rles"][place]
-                one["mask"] = {"size": list(map(int, rle["size"])), "counts": rle["counts"].decode()}
+                one["mask"] = {
+                    "size": list(map(int, rle["size"])),
+                    "counts": rle["counts"].decode(),
+                }
             found.append(one)
         return found
 
@@ -83,7 +90,9 @@ def short(value: np.float32) -> float:
 
 @dataclass(frozen=True)
 class Format:
-    """A format of the output: its text begins with `head` and ends with `tail`, with `between` between images."""
+    """A format of the output: its text begins with `head` and ends with `tail`, with `between`
+    between images.
+    """
 
     text: Callable[[int, dict], str]  # (number of an image, row) -> its text; "" leaves it out
     head: str = ""
@@ -107,18 +116,26 @@ def _coco_result(image_id: int, category_id: int, one: dict) -> dict:
     """A prediction in the results format of COCO, with the ids that the annotations use."""
     left, top, right, bottom = map(np.float32, one["box"])
     size = [float(right) - float(left), float(bottom) - float(top)]
-    result: dict = {"image_id": image_id, "category_id": category_id, "bbox": [float(left), float(top), *size]}
+    result: dict = {
+        "image_id": image_id,
+        "category_id": category_id,
+        "bbox": [float(left), float(top), *size],
+    }
     result["score"] = float(np.float32(one["score"]))
     return result | ({"segmentation": one["mask"]} if "mask" in one else {})
 
 
-def format_of(name: str, is_detector: bool, image_ids: Sequence[int], category_ids: dict[str, int]) -> Format:
+def format_of(
+    name: str, is_detector: bool, image_ids: Sequence[int], category_ids: dict[str, int]
+) -> Format:
     """The format jsonl, csv or coco; ids of images by number, of classes by name."""
     if name == "coco":
 
         def objects(index: int, row: dict) -> str:
             found = [(category_ids[one["class"]], one) for one in row.get("predictions", ())]
-            return ",\n".join(as_json(_coco_result(image_ids[index], of_class, one)) for of_class, one in found)
+            return ",\n".join(
+                as_json(_coco_result(image_ids[index], of_class, one)) for of_class, one in found
+            )
 
         return Format(objects, "[\n", ",\n", "\n]\n")
     if name == "csv":

@@ -3,9 +3,9 @@
     python -m tools.publish runs/cls-d55fba --to owner/name --license apache-2.0 --private
     python -m tools.publish runs/cls-d55fba --to owner/name --dry_run FOLDER
 
-The card says what the model is, its results, its data, how it was trained, its limits, and how to load it. Published are
-numbers, switches, choices, names of classes and the run's name; no paths, notes or commands. --dry_run writes the folder, and
-pushes nothing.
+The card says what the model is, its results, its data, how it was trained, its limits, and how to
+load it. Published are numbers, switches, choices, names of classes and the run's name; no paths,
+notes or commands. --dry_run writes the folder, and pushes nothing.
 """
 
 import argparse
@@ -34,17 +34,24 @@ def write(published: "Published", card: str, folder: Path) -> None:
 
 
 def push(folder: Path, to: str, private: bool, step: int) -> str:
-    """Upload the folder; returns its address. Raises `Refused` for whatever the hub or the network say against it."""
+    """Upload the folder; returns its address. Raises `Refused` for whatever the hub or the network
+    say against it.
+    """
     from huggingface_hub import HfApi
 
     try:
         hub = HfApi()
         hub.create_repo(to, private=private, exist_ok=True)
-        return str(hub.upload_folder(repo_id=to, folder_path=folder, commit_message=f"Model of step {step}"))
+        return str(
+            hub.upload_folder(
+                repo_id=to, folder_path=folder, commit_message=f"Model of step {step}"
+            )
+        )
     except Exception as error:  # of its many libraries: no token, no right, no network, no space
         reason = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
         raise Refused(
-            f"--to {to}: {reason:.300}; log in with `hf auth login`, or look at the folder with --dry_run"
+            f"--to {to}: {reason:.300}; log in with `hf auth login`, or look at the folder with "
+            "--dry_run"
         ) from None
 
 
@@ -55,10 +62,17 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--to", required=True, metavar="OWNER/NAME", help="the model on the hub")
     parser.add_argument("--license", default="", help="such as apache-2.0; else the card says so")
     parser.add_argument(
-        "--dataset", default="", metavar="NAME", help="what the card calls the data; else it names none"
+        "--dataset",
+        default="",
+        metavar="NAME",
+        help="what the card calls the data; else it names none",
     )
-    parser.add_argument("--private", action="store_true", help="a new model on the hub is only yours to see")
-    parser.add_argument("--dry_run", type=Path, metavar="FOLDER", help="write this new folder, and push nothing")
+    parser.add_argument(
+        "--private", action="store_true", help="a new model on the hub is only yours to see"
+    )
+    parser.add_argument(
+        "--dry_run", type=Path, metavar="FOLDER", help="write this new folder, and push nothing"
+    )
     return parser
 
 

@@ -1,7 +1,8 @@
 """Publishing a run: the model card, and the files beside the weights.
 
-It is built from the fields that are named here: numbers, switches, choices, and names that a recipe has checked against a list.
-A path, a note or a command can't be in one of them, so none of these is published. Names of classes and of the run are.
+It is built from the fields that are named here: numbers, switches, choices, and names that a recipe
+has checked against a list. A path, a note or a command can't be in one of them, so none of these is
+published. Names of classes and of the run are.
 """
 
 import json
@@ -24,24 +25,33 @@ from common.run.progress import display_name, of_exported
 
 DETECT = Path(__file__).resolve().parents[2] / "docs" / "detect.py"
 _TASKS = {"cls": "image-classification", "det": "object-detection"}
-_METRICS = {"top1": "accuracy", "f1": "f1", "AP": "mean_average_precision"}  # the hub's names, by the leading result
-_PER_CLASS = {"top1": "Accuracy", "f1": "F1", "AP": "AP"}  # results of each class, by the leading result
+# The hub's names, by the leading result.
+_METRICS = {"top1": "accuracy", "f1": "f1", "AP": "mean_average_precision"}
+# Results of each class, by the leading result.
+_PER_CLASS = {"top1": "Accuracy", "f1": "F1", "AP": "AP"}
 _WEIGHTS = ("model.safetensors", "config.json", "preprocessor_config.json")
-# Flags whose text the recipe checks: it is a choice, or a list of numbers. Of others only numbers and switches are published.
+# Flags whose text the recipe checks: it is a choice, or a list of numbers. Of others only numbers
+# and switches are published.
 _CHOICES = """dtype comm_hook lr_scaling schedule clip_mode loss class_weights sampling batch_norm detector variant opt augment
     step_epochs freeze_stages unfreeze_epochs levels short_sides""".split()
 _PICTURES = """confusion reliability mistakes predictions precision_recall misses""".split()
 
 
 class Published:
-    """The best model of a run as it is published. Raises `Refused` for a folder that is no run, or has no whole best model."""
+    """The best model of a run as it is published. Raises `Refused` for a folder that is no run, or
+    has no whole best model.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.best = folder, folder / "best"
         if not (folder / "config.yaml").is_file():
-            raise Refused(f"{folder}: no run folder, it has no config.yaml; name runs/NAME, not its best/")
+            raise Refused(
+                f"{folder}: no run folder, it has no config.yaml; name runs/NAME, not its best/"
+            )
         if not (self.best / "results.json").is_file():
-            raise Refused(f"{folder}: has no best/, which comes with the first checkpoint after an evaluation")
+            raise Refused(
+                f"{folder}: has no best/, which comes with the first checkpoint after an evaluation"
+            )
         try:
             check_regular(folder)
             self.content, results, of_run = (
@@ -49,19 +59,38 @@ class Published:
             )
             self.results = of_exported(results)
             if newest := max((folder / "checkpoints").glob("step_*/record.json"), default=None):
-                compare(self.best, _read(newest)["best"]["files"], besides=frozenset(os.listdir(self.best)))
+                compare(
+                    self.best,
+                    _read(newest)["best"]["files"],
+                    besides=frozenset(os.listdir(self.best)),
+                )
             self.leading = next(name for name in _METRICS if name in self.results)
-            self.step, self.run, self.config = int(of_run["step"]), PastRun(folder), of_run["config"]
+            self.step, self.run, self.config = (
+                int(of_run["step"]),
+                PastRun(folder),
+                of_run["config"],
+            )
             self.of_run = {key: of_run[key] for key in ("name", "recipe", "step", "commit")}
             self.of_run["config"] = self._settings()
             self.classes = read_origin(str(self.best)).classes
         except Damaged as error:
             raise Refused(
-                f"{self.best}: is not what the run saved ({error}); start the run again, which mends it"
+                f"{self.best}: is not what the run saved ({error}); start the run again, which "
+                "mends it"
             ) from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration, RecursionError) as error:
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            StopIteration,
+            RecursionError,
+        ) as error:
             reason = describe_error(error)
-            raise Refused(f"{folder}: not a whole run folder ({reason:.200}); copy it again") from None
+            raise Refused(
+                f"{folder}: not a whole run folder ({reason:.200}); copy it again"
+            ) from None
 
     @property
     def is_detector(self) -> bool:
@@ -71,7 +100,13 @@ class Published:
     def library(self) -> str:
         if "module" in self.content:  # a person's own module, whose class is in the recipe
             return "pytorch"
-        return "timm" if not self.is_detector else "torchvision" if "family" in self.content else "transformers"
+        return (
+            "timm"
+            if not self.is_detector
+            else "torchvision"
+            if "family" in self.content
+            else "transformers"
+        )
 
     @property
     def pictures(self) -> list[str]:
@@ -79,11 +114,20 @@ class Published:
 
     def files(self) -> dict[str, bytes | Path]:
         """The files beside the card: their content, or where it is."""
-        found: dict[str, bytes | Path] = {name: self.best / name for name in _WEIGHTS if (self.best / name).is_file()}
-        found |= {f"pictures/{name}.png": self.folder / "pictures" / f"{name}.png" for name in self.pictures}
-        content = {key: value for key, value in self.content.items() if key != "_name_or_path"}  # of transformers
+        found: dict[str, bytes | Path] = {
+            name: self.best / name for name in _WEIGHTS if (self.best / name).is_file()
+        }
+        found |= {
+            f"pictures/{name}.png": self.folder / "pictures" / f"{name}.png"
+            for name in self.pictures
+        }
+        # Of transformers.
+        content = {key: value for key, value in self.content.items() if key != "_name_or_path"}
         documents = {"config.json": content, "results.json": self.results, RUN_FILE: self.of_run}
-        found |= {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in documents.items()}
+        found |= {
+            name: (json.dumps(content, indent=2) + "\n").encode()
+            for name, content in documents.items()
+        }
         return found | ({DETECT.name: DETECT} if self._has_script() else {})
 
     def card(self, to: str, license_: str, dataset: str) -> str:
@@ -98,7 +142,9 @@ class Published:
             template_path=str(Path(__file__).with_name("card.jinja")),
             title=cell(title),
             to=to,
-            kind=f"{self.config['detector']} detector" if self.is_detector else f"{model} image classifier".strip(),
+            kind=f"{self.config['detector']} detector"
+            if self.is_detector
+            else f"{model} image classifier".strip(),
             license=cell(license_),
             library=self.library,
             script=DETECT.name if self._has_script() else "",
@@ -108,7 +154,9 @@ class Published:
             status=cell(str(self.run.status.get("status"))),
             averaged=any(key.startswith("raw_") for key in self.results),
             results=[
-                (display_name(key), _figure(value)) for key, value in self.results.items() if _is_result(key, value)
+                (display_name(key), _figure(value))
+                for key, value in self.results.items()
+                if _is_result(key, value)
             ],
             per_class_name=_PER_CLASS[self.leading],
             per_class=[(cell(name), _figure(value)) for name, value in per_class.items()],
@@ -134,7 +182,9 @@ class Published:
             tags.append("instance-segmentation")
         results = None
         if value is not None:
-            results = [EvalResult(task, dataset, dataset, metric, value, dataset_split="validation")]
+            results = [
+                EvalResult(task, dataset, dataset, metric, value, dataset_split="validation")
+            ]
         return ModelCardData(
             license=license_ or None,
             library_name=self.library,
@@ -155,11 +205,18 @@ class Published:
 
     def _settings(self) -> dict[str, Any]:
         """The flags that define the run, as far as their values can't name a file or a person."""
-        settings = {key: value for key, value in self.config.items() if key in _CHOICES or not isinstance(value, str)}
-        settings = {key: value for key, value in settings.items() if isinstance(value, str | int | float)}
+        settings = {
+            key: value
+            for key, value in self.config.items()
+            if key in _CHOICES or not isinstance(value, str)
+        }
+        settings = {
+            key: value for key, value in settings.items() if isinstance(value, str | int | float)
+        }
         name = self.content.get("architecture") or self.config.get("model", "")
         name = self.content["model"] if "family" in self.content else name
-        settings["data"] = "digits" if self.config.get("data") == "digits" else ""  # "": an evaluation has to name them
+        # "": an evaluation has to name them.
+        settings["data"] = "digits" if self.config.get("data") == "digits" else ""
         return settings | ({"model": name} if timm.is_model(name) or name in ARCHITECTURES else {})
 
     def _training(self) -> list[tuple[str, str]]:

@@ -3,10 +3,11 @@
     python -m tools.replay runs/digits --step 1234
     python -m tools.replay runs/digits --step 1234 -o suspicious_step
 
-Works from the run folder alone and changes nothing in it. The recipe, or the one that --recipe FILE names, resumes a
-checkpoint from before the step in a temporary folder, and makes the steps up to it again. Writes sheet.png (pictures as the
-network saw them, largest losses first), samples.jsonl (every sample) and step.json (metrics of the step, replayed and
-logged). Flags that are not listed here are the recipe's: --workers 0, or --data FOLDER if the data have moved.
+Works from the run folder alone and changes nothing in it. The recipe, or the one that --recipe FILE
+names, resumes a checkpoint from before the step in a temporary folder, and makes the steps up to it
+again. Writes sheet.png (pictures as the network saw them, largest losses first), samples.jsonl
+(every sample) and step.json (metrics of the step, replayed and logged). Flags that are not listed
+here are the recipe's: --workers 0, or --data FOLDER if the data have moved.
 """
 
 import argparse
@@ -21,9 +22,15 @@ def arguments() -> argparse.ArgumentParser:
     """The parser of the command line."""
     parser = parser_of("replay", __doc__)
     parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("--step", type=int, required=True, help="as in metrics.jsonl; the first is 1")
-    parser.add_argument("-o", "--output", type=Path, help="new folder to write (default: replay-RUN-STEP, here)")
-    parser.add_argument("--from_start", action="store_true", help="make all steps again, without a checkpoint")
+    parser.add_argument(
+        "--step", type=int, required=True, help="as in metrics.jsonl; the first is 1"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, help="new folder to write (default: replay-RUN-STEP, here)"
+    )
+    parser.add_argument(
+        "--from_start", action="store_true", help="make all steps again, without a checkpoint"
+    )
     return parser
 
 

@@ -18,36 +18,50 @@ MAX_PICTURES = 48  # on the sheet
 def write(recorder: Any, replayed: dict, logged: dict, run: Path, output: Path) -> None:
     """Write the folder `output`, and print the result.
 
-    `recorder` is the `StepRecorder`; `replayed` and `logged` are the step's rows of metrics, `logged` is empty if the run
-    wrote none.
+    `recorder` is the `StepRecorder`; `replayed` and `logged` are the step's rows of metrics,
+    `logged` is empty if the run wrote none.
     """
     step = recorder.step
     samples = recorder.rows
     largest_first = sorted(range(len(samples)), key=lambda i: -samples[i]["loss"])[:MAX_PICTURES]
     headline = (
-        f"{run.resolve().name}, step {step}: {len(largest_first)} of {len(samples)} samples, largest losses first"
+        f"{run.resolve().name}, step {step}: {len(largest_first)} of {len(samples)} samples, "
+        "largest losses first"
     )
     draft = output.with_name(f".{output.name}.tmp")
     remove(draft)
     try:
         draft.mkdir(parents=True)
-        write_json(draft / "step.json", {"step": step, "numbers": compare_metrics(replayed, logged)})
+        write_json(
+            draft / "step.json", {"step": step, "numbers": compare_metrics(replayed, logged)}
+        )
         lines = [json.dumps(as_json(sample)) + "\n" for sample in samples]
         replace_file(draft / "samples.jsonl", "".join(lines).encode())
-        sheet([build_cell(samples[i], recorder.pictures[i]) for i in largest_first], headline, draft / "sheet.png")
+        sheet(
+            [build_cell(samples[i], recorder.pictures[i]) for i in largest_first],
+            headline,
+            draft / "sheet.png",
+        )
         sync_folder(draft)
         replace_folder(output, draft)
     except OSError as error:
-        raise Refused(f"{output}: can't be written ({error.strerror or error}); name another folder by -o") from error
+        raise Refused(
+            f"{output}: can't be written ({error.strerror or error}); name another folder by -o"
+        ) from error
     finally:
         remove(draft)
     loss = replayed["train/loss"]
-    print(f"{run}, step {step}: {len(samples)} samples in {output}: sheet.png, samples.jsonl, step.json")
-    print(f"  train/loss  {loss:.17g} replayed, {describe_difference(loss, logged.get('train/loss'))}")
+    print(
+        f"{run}, step {step}: {len(samples)} samples in {output}: sheet.png, samples.jsonl, "
+        "step.json"
+    )
+    print(
+        f"  train/loss  {loss:.17g} replayed, {describe_difference(loss, logged.get('train/loss'))}"
+    )
     if logged and logged["train/lr"] != replayed["train/lr"]:
         print(
-            f"  train/lr    {replayed['train/lr']:.6g} replayed, {logged['train/lr']:.6g} logged: the run had another "
-            "length then"
+            f"  train/lr    {replayed['train/lr']:.6g} replayed, {logged['train/lr']:.6g} logged: "
+            "the run had another length then"
         )
 
 

@@ -1,4 +1,6 @@
-"""A step of a run, made again by the run's own recipe: the samples that it saw, their losses, and the step's metrics."""
+"""A step of a run, made again by the run's own recipe: the samples that it saw, their losses, and
+the step's metrics.
+"""
 
 import contextlib
 import io
@@ -44,12 +46,14 @@ class StepReplayed(Exception):
 class StepRecorder(Observer):
     """Keeps the samples of one step, and ends the run after it.
 
-    The samples are shown by a forward pass of their own, before that of the step, which it leaves as it would have been.
+    The samples are shown by a forward pass of their own, before that of the step, which it leaves
+    as it would have been.
     """
 
     def __init__(self, step: int):
         self.step = step
-        self.rows: list[dict] = []  # one per sample; in the end, of all ranks, in the order of the stream
+        # One per sample; in the end, of all ranks, in the order of the stream.
+        self.rows: list[dict] = []
         self.pictures: list[np.ndarray] = []  # uint8[H, W, 3] of each sample
 
     def on_prepare(self, model, train_set, compute_losses) -> None:
@@ -76,17 +80,25 @@ class StepRecorder(Observer):
         with torch.random.fork_rng(accelerators, device_type=device.type):
             losses = self._compute_losses(network, batch)
         self.rows += self._describe(batch, losses, outputs[0])
-        self.pictures += list(to_pixels(inputs[0], getattr(self._model, "pretrained_cfg", None) or {}))
+        self.pictures += list(
+            to_pixels(inputs[0], getattr(self._model, "pretrained_cfg", None) or {})
+        )
 
     def _describe(self, batch, losses, output) -> list[dict]:
-        """Each sample of a micro-batch: its position in the stream, its image, its label or boxes, its loss."""
+        """Each sample of a micro-batch: its position in the stream, its image, its label or boxes,
+        its loss.
+        """
         rows = []
         shown = self._train_set.shown(batch)
         positions = batch.positions.tolist()
-        for position, (label, name, boxes), loss in zip(positions, shown, losses.tolist(), strict=True):
+        for position, (label, name, boxes), loss in zip(
+            positions, shown, losses.tolist(), strict=True
+        ):
             row = {"position": position, "image": name, "label": label, "loss": loss}
             if boxes:
-                row["boxes"] = [{"label": class_name, "box": corners} for corners, class_name in boxes]
+                row["boxes"] = [
+                    {"label": class_name, "box": corners} for corners, class_name in boxes
+                ]
             rows.append(row)
         if isinstance(output, torch.Tensor):  # logits [B, K]
             classes = self._train_set.source.classes
@@ -106,26 +118,39 @@ class StepRecorder(Observer):
 
 
 def replay(run: Path, step: int, output: Path, flags: Sequence[str], from_start: bool) -> None:
-    """Make `step` of the run in the folder `run` again, and write what it saw to the folder `output`. Raises `Refused`."""
+    """Make `step` of the run in the folder `run` again, and write what it saw to the folder
+    `output`. Raises `Refused`.
+    """
     if output.exists():
         raise Refused(f"{output} exists: name another folder by -o")
     checkpoint = choose_checkpoint(run, step, from_start)
     recipe, flags = load_run_recipe(run, flags)
     environment = environment_of(run, step)
-    torch.set_num_threads(environment.get("threads") or torch.get_num_threads())  # other numbers sum in another order
+    # Other numbers sum in another order.
+    torch.set_num_threads(environment.get("threads") or torch.get_num_threads())
     recorder = StepRecorder(step)
     recipe.Run = partial(Run, observer=recorder)  # type: ignore[attr-defined]
     # Beside the output, where all ranks find it before they have met.
     scratch = output.with_name(f".{output.name}.run")
     if not int(os.environ.get("RANK", 0)):
-        remove(scratch)  # of a replay that was killed; the others look there once they have met the first one
+        # Of a replay that was killed; the others look there once they have met the first one.
+        remove(scratch)
     name = run.resolve().name
-    settings = {"config": run / "config.yaml", "output_dir": scratch, "name": name, "resume": checkpoint} | _SETTINGS
+    settings = {
+        "config": run / "config.yaml",
+        "output_dir": scratch,
+        "name": name,
+        "resume": checkpoint,
+    } | _SETTINGS
     if "micro_batch_size" in environment and not environment.get("undivided_for"):
         # One process then makes the micro-batches of all processes, one after another.
         settings["max_micro_batch_size"] = environment["micro_batch_size"]
     argv = sys.argv
-    sys.argv = [str(recipe.__file__), *(f"--{key}={value}" for key, value in settings.items()), *flags]
+    sys.argv = [
+        str(recipe.__file__),
+        *(f"--{key}={value}" for key, value in settings.items()),
+        *flags,
+    ]
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(StepReplayed):
             recipe.main()
@@ -147,10 +172,14 @@ def find_row(run: Path, step: int) -> dict:
 
 
 def choose_checkpoint(run: Path, step: int, from_start: bool) -> str:
-    """What `--resume` is given: the newest checkpoint before `step`. Raises `Refused` if the step can't be replayed."""
+    """What `--resume` is given: the newest checkpoint before `step`. Raises `Refused` if the step
+    can't be replayed.
+    """
     if not (run / "config.yaml").is_file():
         raise Refused(f"{run}: is no run folder, it has no config.yaml")
-    steps = sorted(int(path.name.removeprefix("step_")) for path in Checkpoints(run / "checkpoints").paths())
+    steps = sorted(
+        int(path.name.removeprefix("step_")) for path in Checkpoints(run / "checkpoints").paths()
+    )
     logged = [row["step"] for row in read_rows(run / "metrics.jsonl")]
     last = max([0] + steps + logged)
     if not 1 <= step <= last:
@@ -164,25 +193,39 @@ def choose_checkpoint(run: Path, step: int, from_start: bool) -> str:
     if steps and steps[0] < last:
         possible = f"the checkpoints of {run} allow {steps[0] + 1} to {last}"
     raise Refused(
-        f"--step {step}: needs a checkpoint from before it, {possible}; --from_start makes all steps again, and "
-        "--keep_checkpoints with --checkpoint_every keeps more of them in the next run"
+        f"--step {step}: needs a checkpoint from before it, {possible}; --from_start makes all "
+        "steps again, and --keep_checkpoints with --checkpoint_every keeps more of them in the "
+        "next run"
     )
 
 
 def load_run_recipe(run: Path, flags: Sequence[str]) -> tuple[ModuleType, list[str]]:
-    """The recipe that made the run, see `find_recipe`, and the other flags. Raises `Refused` if it can't be observed."""
+    """The recipe that made the run, see `find_recipe`, and the other flags. Raises `Refused` if it
+    can't be observed.
+    """
     name = Path(str(read_json(run / "environment.json").get("recipe", ""))).stem
     if not (run / FOLDER / f"{name}.py").is_file():
-        raise Refused(f"{run}: keeps no source of its recipe in {run / FOLDER}, which older runs and notebooks lack")
+        raise Refused(
+            f"{run}: keeps no source of its recipe in {run / FOLDER}, which older runs and "
+            "notebooks lack"
+        )
     file, other_flags = find_recipe(str(run), run, name, flags)
     recipe = load_recipe(file.resolve())
     if not hasattr(recipe, "Run") or not hasattr(recipe, "main"):
-        raise Refused(f"{file}: must import the name Run and have a function main, as recipes/cls.py does")
+        raise Refused(
+            f"{file}: must import the name Run and have a function main, as recipes/cls.py does"
+        )
     return recipe, other_flags
 
 
 def environment_of(run: Path, step: int) -> dict:
-    """The environment of the start that made `step`: as the next checkpoint has it, else of the newest start."""
-    later = [path for path in reversed(Checkpoints(run / "checkpoints").paths()) if int(path.name[5:]) >= step]
+    """The environment of the start that made `step`: as the next checkpoint has it, else of the
+    newest start.
+    """
+    later = [
+        path
+        for path in reversed(Checkpoints(run / "checkpoints").paths())
+        if int(path.name[5:]) >= step
+    ]
     environment = read_json(later[0] / "record.json").get("environment") if later else None
     return environment or read_json(run / "environment.json")

@@ -38,21 +38,29 @@ class Annotated(ImageList):
     """
 
     classes: tuple[str, ...]  # K names, by class id
-    category_ids: np.ndarray  # int64[K]: ids of the classes in the data; -1 for a class that it does not have
+    # int64[K]: ids of the classes in the data; -1 for a class that it does not have.
+    category_ids: np.ndarray
     image_ids: np.ndarray  # int64[N], unique: ids of the images in the data
     sizes: np.ndarray  # int32[N, 2] width and height in pixels, upright
-    offsets: np.ndarray  # int64[N + 1]: rows offsets[i] to offsets[i + 1] below are boxes of image i
+    # int64[N + 1]: rows offsets[i] to offsets[i + 1] below are boxes of image i.
+    offsets: np.ndarray
     boxes: np.ndarray  # float32[M, 4] left, top, right, bottom in pixels of the upright image
     labels: np.ndarray  # int64[M] class ids
     crowd: np.ndarray  # bool[M]: crowds or difficult objects: neither objects nor background
-    areas: np.ndarray  # float64[M] in square pixels: of the mask if the data has it, else of the box
+    # float64[M] in square pixels: of the mask if the data has it, else of the box.
+    areas: np.ndarray
     truth: np.ndarray = field(default_factory=lambda: np.zeros(0), kw_only=True)
-    """float64[M, 4] left, top, width, height as in the data, not clipped: for the evaluation. The default is
-    `boxes`, which are rounded: an overlap on a threshold may then count otherwise than in COCO's."""
-    masks: Masks | None = field(default=None, kw_only=True)  # of the M objects, if masks were asked for
-    notes: tuple[str, ...] = field(default=(), kw_only=True)  # what loading has corrected or left out
-    part: str = field(default="", kw_only=True)  # for people: "val.json" or "20 % held out of train.json"
-    model_classes: ModelClasses | None = field(default=None, kw_only=True)  # with --eval_only, the evaluated model's
+    """float64[M, 4] left, top, width, height as in the data, not clipped: for the evaluation. The
+    default is `boxes`, which are rounded: an overlap on a threshold may then count otherwise than
+    in COCO's."""
+    # Of the M objects, if masks were asked for.
+    masks: Masks | None = field(default=None, kw_only=True)
+    # What loading has corrected or left out.
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
+    # For people: "val.json" or "20 % held out of train.json"
+    part: str = field(default="", kw_only=True)
+    # With --eval_only, the evaluated model's.
+    model_classes: ModelClasses | None = field(default=None, kw_only=True)
 
     counted_items: ClassVar[str] = "boxes"  # what `class_counts` counts, for people
     strata = None  # images with boxes are held out from one stratum
@@ -62,7 +70,9 @@ class Annotated(ImageList):
     def __post_init__(self) -> None:
         if len(self.truth) != len(self.boxes):
             boxes = self.boxes.astype(np.float64)
-            vars(self)["truth"] = np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1)
+            vars(self)["truth"] = np.concatenate(
+                [boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1
+            )
 
     def __len__(self) -> int:
         return len(self.image_ids)
@@ -70,11 +80,17 @@ class Annotated(ImageList):
     @property
     def class_counts(self) -> np.ndarray | None:
         """int64[K]: number of boxes of each class, without crowd regions; None if scenes are fresh."""
-        return None if self.fresh else np.bincount(self.labels[~self.crowd], minlength=len(self.classes))
+        return (
+            None
+            if self.fresh
+            else np.bincount(self.labels[~self.crowd], minlength=len(self.classes))
+        )
 
     @property
     def max_detections(self) -> int:
-        """Detections of a class in an image that the evaluation counts: COCO's 100, or as many as an image has boxes."""
+        """Detections of a class in an image that the evaluation counts: COCO's 100, or as many as
+        an image has boxes.
+        """
         return int(np.diff(self.offsets).max(initial=MAX_DETECTIONS))
 
     def select(self, rows: np.ndarray) -> Self:
@@ -83,7 +99,10 @@ class Annotated(ImageList):
         offsets = np.concatenate([[0], np.cumsum(counts)])
         taken = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][rows] - offsets[:-1], counts)
         images = {name: getattr(self, name)[rows] for name in self.of_images}
-        boxes = {name: getattr(self, name)[taken] for name in ("boxes", "labels", "crowd", "areas", "truth")}
+        boxes = {
+            name: getattr(self, name)[taken]
+            for name in ("boxes", "labels", "crowd", "areas", "truth")
+        }
         masks = self.masks and self.masks.select(rows, taken)
         return replace(self, **images, **boxes, offsets=offsets, masks=masks)
 
@@ -97,7 +116,8 @@ class Annotated(ImageList):
         width, height = self.sizes[index].tolist()
         if (picture.width, picture.height) != (width, height):
             raise BrokenImage(
-                f"is {picture.width} x {picture.height} pixels large, and was {width} x {height} when its boxes were read"
+                f"is {picture.width} x {picture.height} pixels large, and was {width} x {height} "
+                "when its boxes were read"
             )
         return picture
 
@@ -107,13 +127,17 @@ class Annotated(ImageList):
         read = partial(self.picture, index)
         picture = cache.picture(index, read) if cache else read()
         masks = decode(self.rles(index), self.sizes[index]) if self.masks else None
-        boxes, labels, crowd = (column[rows].copy() for column in (self.boxes, self.labels, self.crowd))
+        boxes, labels, crowd = (
+            column[rows].copy() for column in (self.boxes, self.labels, self.crowd)
+        )
         return Sample(picture, boxes, labels, crowd, masks, self.sizes[index].astype(np.int64))
 
     def rles(self, index: int) -> list[dict]:
         """Masks of an image's objects as COCO's packed run lengths; none if not loaded."""
         rows = slice(self.offsets[index], self.offsets[index + 1])
-        return self.masks.rles(index, rows, self.sizes[index], self.boxes[rows]) if self.masks else []
+        return (
+            self.masks.rles(index, rows, self.sizes[index], self.boxes[rows]) if self.masks else []
+        )
 
 
 def no_boxes(classes: Sequence[str], sizes: np.ndarray) -> dict:
@@ -155,10 +179,21 @@ class AnnotatedImages(Annotated):
 
     @cached_property
     def fingerprint(self) -> str:
-        columns = [self.byte_counts, self.image_ids, self.sizes, self.offsets, self.boxes, self.crowd]
+        columns = [
+            self.byte_counts,
+            self.image_ids,
+            self.sizes,
+            self.offsets,
+            self.boxes,
+            self.crowd,
+        ]
         columns += [self.masks.bytes()] if self.masks else []
-        contents = np.concatenate([np.ascontiguousarray(column).reshape(-1).view(np.uint8) for column in columns])
-        return fingerprint_of(self.classes, self.labels, contents, getattr(self.images, "paths", None))
+        contents = np.concatenate(
+            [np.ascontiguousarray(column).reshape(-1).view(np.uint8) for column in columns]
+        )
+        return fingerprint_of(
+            self.classes, self.labels, contents, getattr(self.images, "paths", None)
+        )
 
     def name(self, index: int) -> str:
         return self.images.name(index)

@@ -31,7 +31,16 @@ _ROOMS = [Path(__file__).parent, Path(images.__file__).parent]
 _CODE = [Path(files.__file__), Path(randomness.__file__)]
 _CODE += [file for room in _ROOMS for file in sorted(room.glob("*.py"))]
 _WIDTHS = {"sizes": 2, "boxes": 4, "truth": 4}  # numbers per row of the arrays that have several
-_ARRAYS = ("category_ids", "image_ids", "offsets", "labels", "crowd", "areas", "byte_counts", *_WIDTHS)
+_ARRAYS = (
+    "category_ids",
+    "image_ids",
+    "offsets",
+    "labels",
+    "crowd",
+    "areas",
+    "byte_counts",
+    *_WIDTHS,
+)
 _FACTS = ("classes", "notes", "part", "fingerprint")
 
 Parts = tuple[AnnotatedImages, ...]  # to train on and to evaluate on, or only to evaluate on
@@ -40,8 +49,9 @@ Parts = tuple[AnnotatedImages, ...]  # to train on and to evaluate on, or only t
 def file_of(what: object, origin: Path) -> Path | None:
     """The cache of data; None without a home, or without source code to compare.
 
-    `repr(what)` says which data are read and how; `origin` is the file or folder with the annotations. Its
-    stamps are part of the name: machines that share a home may have different copies.
+    `repr(what)` says which data are read and how; `origin` is the file or folder with the
+    annotations. Its stamps are part of the name: machines that share a home may have different
+    copies.
     """
     looks = stamps_of("/", encode_paths([origin])).tolist()
     words = [repr(what), looks, np.__version__, pa.__version__, PIL.__version__, os.geteuid()]
@@ -69,13 +79,18 @@ def _write(file: Path, parts: Parts, seen: Stamps) -> None:
             columns |= {f"{number} shapes": part.masks.shapes, f"{number} turns": part.masks.turns}
     for number, (_, paths, looks) in enumerate(seen.groups):
         columns |= {f"seen {number} paths": paths, f"seen {number} stamps": looks}
-    facts = [{name: getattr(part, name) for name in _FACTS} | {"root": part.images.root} for part in parts]
+    facts = [
+        {name: getattr(part, name) for name in _FACTS} | {"root": part.images.root}
+        for part in parts
+    ]
     words = json.dumps({"parts": facts, "folders": [folder for folder, *_ in seen.groups]})
     rows = []  # a list of each column: their lengths differ
     for column in columns.values():
         flat = pa.array(column.reshape(-1)) if isinstance(column, np.ndarray) else column
         rows.append(pa.LargeListArray.from_arrays(pa.array([0, len(flat)], pa.int64()), flat))
-    batch = pa.RecordBatch.from_arrays(rows, list(columns)).replace_schema_metadata({"words": words})
+    batch = pa.RecordBatch.from_arrays(rows, list(columns)).replace_schema_metadata(
+        {"words": words}
+    )
     content = pa.BufferOutputStream()
     with pa.ipc.new_file(content, batch.schema) as writer:
         writer.write_batch(batch)
@@ -111,7 +126,11 @@ def load(file: Path) -> Parts | None:
     for number, folder in enumerate(words["folders"]):
         looks = columns[f"seen {number} stamps"].to_numpy().reshape(-1, 3)
         seen.groups.append((folder, columns[f"seen {number} paths"], looks))
-    return tuple(_part(columns, number, facts) for number, facts in enumerate(words["parts"])) if seen.hold() else None
+    return (
+        tuple(_part(columns, number, facts) for number, facts in enumerate(words["parts"]))
+        if seen.hold()
+        else None
+    )
 
 
 def _part(columns: dict[str, Any], number: int, facts: dict[str, Any]) -> AnnotatedImages:

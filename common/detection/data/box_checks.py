@@ -32,7 +32,8 @@ class RawBoxes:
     images: Any  # `Files`, `Table` or `Shards`
     classes: tuple[str, ...]
     rows: np.ndarray  # int64[M] the image of each box
-    boxes: np.ndarray  # float64[M, 4] left, top, width, height in pixels, or in shares if `relative`
+    # float64[M, 4] left, top, width, height in pixels, or in shares if `relative`
+    boxes: np.ndarray
     labels: np.ndarray  # int64[M]
     category_ids: np.ndarray = _UNKNOWN  # int64[K]; default: from 0 up
     image_ids: np.ndarray = _UNKNOWN  # int64[N]; default: from 0 up
@@ -53,7 +54,9 @@ class RawBoxes:
             "crowd": np.zeros(len(self.boxes), bool),
             "areas": np.full(len(self.boxes), np.nan),
         }
-        vars(self).update({name: default for name, default in defaults.items() if getattr(self, name) is None})
+        vars(self).update(
+            {name: default for name, default in defaults.items() if getattr(self, name) is None}
+        )
         self.image_notes = Notes(self.title, "images")
         self.box_notes = Notes(self.title, "boxes")
 
@@ -80,7 +83,10 @@ class RawBoxes:
         """A line for each note. Raises `Refused` if most boxes would be left out."""
         image_notes = self.image_notes.texts(len(self.images))
         box_notes = self.box_notes.texts(len(self.boxes), "correct them")
-        return tuple(f"{self.title}: {note}" for note in (*self.notes, *image_notes, *box_notes, *self.file_notes))
+        return tuple(
+            f"{self.title}: {note}"
+            for note in (*self.notes, *image_notes, *box_notes, *self.file_notes)
+        )
 
     def merge_files(self) -> None:
         """Let a file that is listed several times be one image, with the boxes of all its entries."""
@@ -90,10 +96,14 @@ class RawBoxes:
         self.rows = entries[self.rows]
         self.image_ids = self.image_ids[first]
         self.sizes = self.sizes[first]
-        self.note_images("are listed several times, and have the boxes of all entries", np.bincount(entries) > 1)
+        self.note_images(
+            "are listed several times, and have the boxes of all entries", np.bincount(entries) > 1
+        )
 
 
-def find_class_ids(title: str, images: Any, rows: np.ndarray, values: pa.Array, known: pa.Array) -> np.ndarray:
+def find_class_ids(
+    title: str, images: Any, rows: np.ndarray, values: pa.Array, known: pa.Array
+) -> np.ndarray:
     """int64[M]: the index in `known` of each box's class in `values`. Raises `Refused` for others."""
     class_ids = pc.fill_null(pc.index_in(values, value_set=known), -1).to_numpy().astype(np.int64)
     is_unknown = class_ids < 0
@@ -101,8 +111,9 @@ def find_class_ids(title: str, images: Any, rows: np.ndarray, values: pa.Array, 
         box = int(is_unknown.argmax())
         classes = ", ".join(map(str, known[:10].to_pylist()))
         raise Refused(
-            f"{title}: {is_unknown.sum():,} boxes of an unknown class, first of {images.name(int(rows[box]))}: "
-            f"{values[box].as_py()}; the classes are {classes}: correct or remove the boxes"
+            f"{title}: {is_unknown.sum():,} boxes of an unknown class, first of "
+            f"{images.name(int(rows[box]))}: {values[box].as_py()}; the classes are {classes}: "
+            "correct or remove the boxes"
         )
     return class_ids
 
@@ -116,7 +127,9 @@ def check_files(raw: RawBoxes, stamps: Stamps) -> AnnotatedImages:
 
 
 def check(raw: RawBoxes, headers: np.ndarray) -> AnnotatedImages:
-    """The annotations of the upright images; `headers` int64[N, 4] as `image_headers` reads them. Raises `Refused`."""
+    """The annotations of the upright images; `headers` int64[N, 4] as `image_headers` reads them.
+    Raises `Refused`.
+    """
     _refuse_unusable(raw)
     headers = _fill_gaps(raw, headers)
     is_upright = _find_upright(raw, headers)
@@ -131,7 +144,10 @@ def check(raw: RawBoxes, headers: np.ndarray) -> AnnotatedImages:
     indices = _choose_boxes(raw, (spans <= 0).any(axis=1), is_outside)
     counts = np.bincount(raw.rows[indices], minlength=len(sizes))
     raw.note_images("have no boxes and are background", counts == 0)
-    many = f"have more than {MAX_DETECTIONS} boxes: up to {counts.max()} detections of a class count in each image"
+    many = (
+        f"have more than {MAX_DETECTIONS} boxes: up to {counts.max()} detections of a class count "
+        "in each image"
+    )
     raw.note_images(many, counts > MAX_DETECTIONS)
     areas = np.where(np.isfinite(raw.areas) & (raw.areas >= 0), raw.areas, spans.prod(axis=1))
     masks = None
@@ -162,9 +178,14 @@ def _refuse_unusable(raw: RawBoxes) -> None:
     if not len(raw.images):
         raise Refused(f"{raw.title}: no images in it; it needs at least one")
     if not len(raw.boxes):
-        raise Refused(f"{raw.title}: no boxes in its {len(raw.images):,} images; annotate some of them")
+        raise Refused(
+            f"{raw.title}: no boxes in its {len(raw.images):,} images; annotate some of them"
+        )
     for is_wrong, problem in (
-        (~np.isfinite(raw.boxes.sum(axis=1)), "have a coordinate that is missing or no finite number"),
+        (
+            ~np.isfinite(raw.boxes.sum(axis=1)),
+            "have a coordinate that is missing or no finite number",
+        ),
         (raw.boxes[:, 2:].min(axis=1) < 0, "end before they begin (right < left or bottom < top)"),
     ):
         if is_wrong.any():
@@ -172,33 +193,37 @@ def _refuse_unusable(raw: RawBoxes) -> None:
             raise Refused(f"{raw.title}: {raw.describe_boxes(is_wrong, problem)}; {advice}")
     if raw.crowd.all():
         raise Refused(
-            f"{raw.title}: all of its {len(raw.boxes):,} boxes are crowds (iscrowd) or difficult, which are no objects "
-            "to learn; correct the marks"
+            f"{raw.title}: all of its {len(raw.boxes):,} boxes are crowds (iscrowd) or difficult, "
+            "which are no objects to learn; correct the marks"
         )
 
 
 def _find_outside(raw: RawBoxes, corners: np.ndarray, limits: np.ndarray) -> np.ndarray:
-    """bool[M]: True if a box with these `corners` [M, 4] reaches beyond its image, which ends at `limits` [M, 4].
+    """bool[M]: True if a box with these `corners` [M, 4] reaches beyond its image, which ends at
+    `limits` [M, 4].
 
     Raises `Refused` if so many do that the corners must mean something else.
     """
     is_share = np.abs(corners).max(axis=1) <= _MAX_SHARE
     if not raw.relative and is_share.mean() > _SUSPICIOUS:
         raise Refused(
-            f"{raw.title}: {raw.describe_boxes(is_share, 'are in shares of the image (0 to 1)')}; give them in pixels, "
-            "that is multiplied by its width and height"
+            f"{raw.title}: {raw.describe_boxes(is_share, 'are in shares of the image (0 to 1)')}; "
+            "give them in pixels, that is multiplied by its width and height"
         )
     is_outside = np.maximum(-corners, corners - limits).max(axis=1) > _ROUNDING
     if is_outside.mean() > _SUSPICIOUS:
         raise Refused(
-            f"{raw.title}: {raw.describe_boxes(is_outside, 'reach beyond their image')}; they are in another format "
-            "(corners or width and height, pixels or shares) or of images of another size"
+            f"{raw.title}: {raw.describe_boxes(is_outside, 'reach beyond their image')}; they are "
+            "in another format (corners or width and height, pixels or shares) or of images of "
+            "another size"
         )
     return is_outside
 
 
 def _choose_boxes(raw: RawBoxes, is_empty: np.ndarray, is_outside: np.ndarray) -> np.ndarray:
-    """int64[m]: the boxes that have an area and do not repeat another one, image by image; the others are noted."""
+    """int64[m]: the boxes that have an area and do not repeat another one, image by image; the
+    others are noted.
+    """
     columns = np.vstack([raw.rows, raw.labels, raw.crowd, raw.boxes.T])
     hashes = sum(mix(column.view(np.uint64), key) for key, column in enumerate(columns))
     # Objects of different outlines may have the same box.
@@ -206,19 +231,23 @@ def _choose_boxes(raw: RawBoxes, is_empty: np.ndarray, is_outside: np.ndarray) -
     is_repeated[np.unique(hashes, return_index=True)[1]] = False
     raw.box_notes.leave_out("no area inside their image", raw.name_first(is_empty), is_empty.sum())
     raw.note_boxes("reach beyond their image and are clipped", is_outside & ~is_empty)
-    raw.note_boxes("equal another one of their class and image, and are left out", is_repeated & ~is_empty)
+    raw.note_boxes(
+        "equal another one of their class and image, and are left out", is_repeated & ~is_empty
+    )
     raw.note_boxes("are crowds or difficult, neither objects nor background", raw.crowd)
     indices = np.flatnonzero(~is_empty & ~is_repeated)
     return indices[np.argsort(raw.rows[indices], kind="stable")]
 
 
-def _check_shapes(raw: RawBoxes, shapes: pa.StructArray, kept: np.ndarray, frames: np.ndarray) -> pa.StructArray:
+def _check_shapes(
+    raw: RawBoxes, shapes: pa.StructArray, kept: np.ndarray, frames: np.ndarray
+) -> pa.StructArray:
     """The shapes of the boxes `kept`, null if one can't be drawn. `frames`: sizes of their images."""
     shapes, wrong = check_shapes(shapes, frames)
     if wrong.all():
         raise Refused(
-            f"{raw.title}: none of its {len(kept):,} objects has an outline (segmentation) for masks; add them, or choose a "
-            "detector of boxes"
+            f"{raw.title}: none of its {len(kept):,} objects has an outline (segmentation) for "
+            "masks; add them, or choose a detector of boxes"
         )
     chosen = np.isin(np.arange(len(raw.rows)), kept[wrong])
     raw.note_boxes("have no outline that can be drawn, and their box stands in", chosen)
@@ -243,8 +272,8 @@ def _fill_gaps(raw: RawBoxes, headers: np.ndarray) -> np.ndarray:
 def _find_upright(raw: RawBoxes, headers: np.ndarray) -> np.ndarray:
     """bool[N]: True if an image's boxes refer to the upright image and not to the stored one.
 
-    The annotated size of an image that lies on its side says it. If it can't (no size, a square, an image
-    upside down), the other images of the data decide.
+    The annotated size of an image that lies on its side says it. If it can't (no size, a square, an
+    image upside down), the other images of the data decide.
     """
     as_stored = (headers[:, :2] == raw.sizes).all(axis=1)
     as_upright = (upright_sizes(headers) == raw.sizes).all(axis=1)
@@ -254,14 +283,16 @@ def _find_upright(raw: RawBoxes, headers: np.ndarray) -> np.ndarray:
         annotated_width, annotated_height = raw.sizes[row].tolist()
         width, height = upright_sizes(headers)[row].tolist()
         raise Refused(
-            f"{raw.title}: {is_wrong.sum():,} of {len(headers):,} images have another size than annotated, first "
-            f"{raw.images.name(row)}: {annotated_width} x {annotated_height} in the annotations, {width} x {height} in "
-            "the file; boxes would miss their objects"
+            f"{raw.title}: {is_wrong.sum():,} of {len(headers):,} images have another size than "
+            f"annotated, first {raw.images.name(row)}: {annotated_width} x {annotated_height} in "
+            f"the annotations, {width} x {height} in the file; boxes would miss their objects"
         )
     is_rotated = headers[:, 2] != 1
     votes = is_rotated & (as_stored != as_upright)
     default = as_upright[votes].mean() > 0.5 if votes.any() else raw.upright
     is_upright = np.where(votes, as_upright, default)
     count = (is_rotated & ~is_upright).sum()
-    raw.note_images(f"are rotated by their EXIF tag, and the boxes of {count:,} with them", is_rotated)
+    raw.note_images(
+        f"are rotated by their EXIF tag, and the boxes of {count:,} with them", is_rotated
+    )
     return is_upright

@@ -29,7 +29,12 @@ from common.files import is_junk, read_bytes
 from common.randomness import key_of
 
 _KINDS = {
-    "images": {"id": pa.int64(), "file_name": pa.string(), "width": pa.int64(), "height": pa.int64()},
+    "images": {
+        "id": pa.int64(),
+        "file_name": pa.string(),
+        "width": pa.int64(),
+        "height": pa.int64(),
+    },
     "annotations": {
         "image_id": pa.int64(),
         "category_id": pa.int64(),
@@ -41,10 +46,12 @@ _KINDS = {
 }
 _LIMIT = 2**34  # bytes of a file, many times what any published set has
 _OPTIONAL = {"width", "height", "area", "iscrowd", "supercategory", *KIND}
-# Segmentations are lists or objects, counts are lists or texts: columns of their own, with own names.
+# Segmentations are lists or objects, counts are lists or texts: columns of their own, with own
+# names.
 _RENAMED = {rb'"segmentation"(\s*:\s*\{)': rb'"rle"\1', rb'"counts"(\s*:\s*")': rb'"packed"\1'}
 _WRONG_TYPE = (pa.ArrowException, TypeError, ValueError, OverflowError)
-Columns = dict[str, dict[str, pa.Array]]  # images, annotations, categories: the column of each field
+# Images, annotations, categories: the column of each field.
+Columns = dict[str, dict[str, pa.Array]]
 
 _PLACES = ("*.json", "annotations/*.json", "*/_annotations.coco.json")
 # In a folder that is named after the part.
@@ -66,7 +73,9 @@ def coco_files(root: Path) -> dict[str, Path]:
     return _files_by_part(root, _PLACES + _OTHER_PLACES, _DECORATION)
 
 
-def _files_by_part(root: Path, patterns: tuple[str, ...], decoration: re.Pattern[str]) -> dict[str, Path]:
+def _files_by_part(
+    root: Path, patterns: tuple[str, ...], decoration: re.Pattern[str]
+) -> dict[str, Path]:
     """Files by the name without its decoration, or by the folder of the part."""
     files: dict[str, Path] = {}
     for pattern in patterns:
@@ -92,7 +101,12 @@ def coco_folder(root: Path, files: dict[str, Path], masks: bool) -> Folder:
 
 
 def _read(
-    root: Path, files: dict[str, Path], masks: bool, name: str, classes: tuple[str, ...] | None, stamps: Stamps
+    root: Path,
+    files: dict[str, Path],
+    masks: bool,
+    name: str,
+    classes: tuple[str, ...] | None,
+    stamps: Stamps,
 ) -> AnnotatedImages:
     """A part, with these classes or else its own in the order of their ids. Raises `Refused`."""
     file = files[name]
@@ -110,8 +124,12 @@ def _read(
     names = categories["name"]
     classes = classes or tuple(names.take(pc.sort_indices(categories["id"])).to_pylist())
     class_names = pa.array(classes, pa.string())
-    unlisted = pc.binary_join_element_wise("category_id", boxes["category_id"].cast(pa.string()), " ")
-    box_names = pc.coalesce(names.take(pc.index_in(boxes["category_id"], categories["id"])), unlisted)
+    unlisted = pc.binary_join_element_wise(
+        "category_id", boxes["category_id"].cast(pa.string()), " "
+    )
+    box_names = pc.coalesce(
+        names.take(pc.index_in(boxes["category_id"], categories["id"])), unlisted
+    )
     raw = RawBoxes(
         title=title,
         images=source,
@@ -124,22 +142,29 @@ def _read(
         labels=find_class_ids(title, source, rows, box_names, class_names),
         crowd=_to_numbers(boxes["iscrowd"]) != 0,
         areas=_to_numbers(boxes["area"], np.nan),
-        shapes=pa.StructArray.from_arrays([boxes[key] for key in KIND], list(KIND)) if masks else None,
+        shapes=pa.StructArray.from_arrays([boxes[key] for key in KIND], list(KIND))
+        if masks
+        else None,
         notes=[
-            f"the category 0, {name}, is left out: it is above others, and no object is of it" for name in root_names
+            f"the category 0, {name}, is left out: it is above others, and no object is of it"
+            for name in root_names
         ],
     )
     return check_files(raw, stamps)
 
 
 def _pop_root_categories(columns: Columns) -> list[str]:
-    """Take out the category that Roboflow adds above all others, which may have the name of one. Returns its name."""
+    """Take out the category that Roboflow adds above all others, which may have the name of one.
+    Returns its name.
+    """
     categories = columns["categories"]
     categories["name"] = pc.utf8_trim_whitespace(categories["name"])
     ids, names, parents = (column.to_numpy(zero_copy_only=False) for column in categories.values())
     is_root = (ids == 0) & (parents == "none") & np.isin(names, np.append(parents, names[ids != 0]))
     is_root &= ~np.isin(ids, columns["annotations"]["category_id"])
-    columns["categories"] = {field: column.filter(pa.array(~is_root)) for field, column in categories.items()}
+    columns["categories"] = {
+        field: column.filter(pa.array(~is_root)) for field, column in categories.items()
+    }
     return names[is_root].tolist()
 
 
@@ -150,8 +175,13 @@ def _refuse_repeated(file: Path, columns: Columns) -> None:
         distinct, counts = np.unique(values, return_counts=True)
         if (counts > 1).any():
             value = distinct[counts.argmax()]
-            ids = ", ".join(map(str, columns[key]["id"].filter(pa.array(values == value))[:5].to_pylist()))
-            raise Refused(f"{file}: {counts.max()} {key} with the {field} {value}; give each its own (ids {ids})")
+            ids = ", ".join(
+                map(str, columns[key]["id"].filter(pa.array(values == value))[:5].to_pylist())
+            )
+            raise Refused(
+                f"{file}: {counts.max()} {key} with the {field} {value}; give each its own (ids "
+                f"{ids})"
+            )
 
 
 def _find_image_rows(file: Path, owners: pa.Array, image_ids: pa.Array) -> np.ndarray:
@@ -161,8 +191,8 @@ def _find_image_rows(file: Path, owners: pa.Array, image_ids: pa.Array) -> np.nd
     if is_stray.any():
         first = int(is_stray.argmax())
         raise Refused(
-            f"{file}: {is_stray.sum():,} annotations of images that are not in it, first annotations[{first}] with "
-            f"image_id {owners[first]}; remove them"
+            f"{file}: {is_stray.sum():,} annotations of images that are not in it, first "
+            f"annotations[{first}] with image_id {owners[first]}; remove them"
         )
     return rows
 
@@ -172,7 +202,10 @@ def _to_boxes(file: Path, column: pa.ListArray) -> np.ndarray:
     is_wrong = pc.list_value_length(column).to_numpy() != 4
     if is_wrong.any():
         first = int(is_wrong.argmax())
-        raise Refused(f"{file}: annotations[{first}] has a bbox of other than 4 numbers: left, top, width, height")
+        raise Refused(
+            f"{file}: annotations[{first}] has a bbox of other than 4 numbers: left, top, width, "
+            "height"
+        )
     return _to_numbers(column.flatten(), np.nan).reshape(-1, 4)
 
 
@@ -184,7 +217,10 @@ def _find_image_folder(root: Path, file: Path, paths: pa.LargeBinaryArray, stamp
     """The first folder, beside the file or named after it, that has the first or the last image."""
     stem = file.stem.removeprefix("instances_")
     part = stem.rstrip("0123456789")
-    names = [file.parent, *(root / above / name for name in (stem, part, "") for above in ("", "images"))]
+    names = [
+        file.parent,
+        *(root / above / name for name in (stem, part, "") for above in ("", "images")),
+    ]
     names += [root / stem / "images", root / part / "images"]
     parents = [file.parent, file.parent.parent][: len(file.relative_to(root).parts)]
     others = (_DECORATION.sub("", file.stem), "data", "images", "img")
@@ -210,14 +246,17 @@ def _read_json(file: Path, masks: bool) -> Columns:
     with refusing(file, "JSON"):
         text = read_bytes(file, _LIMIT).removeprefix(codecs.BOM_UTF8)
     if masks:
-        for old, new in _RENAMED.items():  # only keys match: a quote inside a text has a backslash before it
+        # Only keys match: a quote inside a text has a backslash before it.
+        for old, new in _RENAMED.items():
             text = re.sub(old, new, text)
     columns: Columns = {}
     try:
         table = pyarrow.json.read_json(
             io.BytesIO(text),
             pyarrow.json.ReadOptions(use_threads=False, block_size=len(text) + 1),
-            pyarrow.json.ParseOptions(pa.schema(list(kinds.items())), True, unexpected_field_behavior="ignore"),
+            pyarrow.json.ParseOptions(
+                pa.schema(list(kinds.items())), True, unexpected_field_behavior="ignore"
+            ),
         )
         if len(table) != 1 or any(column.null_count for column in table.columns):
             raise pa.ArrowInvalid("not one object with all keys")
@@ -231,22 +270,30 @@ def _read_json(file: Path, masks: bool) -> Columns:
         for field, column in fields.items():
             if field not in _OPTIONAL and column.null_count:
                 first = pc.index(column.is_null(), True).as_py()
-                raise Refused(f"{file}: {column.null_count:,} entries of {key} lack {field}, first {key}[{first}]")
+                raise Refused(
+                    f"{file}: {column.null_count:,} entries of {key} lack {field}, first "
+                    f"{key}[{first}]"
+                )
     return columns
 
 
 def _read_slowly(file: Path, text: bytes, fields_of: dict[str, dict]) -> Columns:
-    """As Arrow reads them, with "1", true and 1.0 as 1. Raises `Refused` with the first value of a wrong type."""
+    """As Arrow reads them, with "1", true and 1.0 as 1. Raises `Refused` with the first value of a
+    wrong type.
+    """
     with refusing(file, "JSON"):
         content = json.loads(text)
     if not isinstance(content, dict):
-        raise Refused(f"{file}: holds a list, not COCO's object of images, annotations and categories")
+        raise Refused(
+            f"{file}: holds a list, not COCO's object of images, annotations and categories"
+        )
     columns: Columns = {}
     for key, fields in fields_of.items():
         entries = content.get(key)
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             raise Refused(
-                f"{file}: lacks the key {key} with a list of objects, which annotations in COCO's format have"
+                f"{file}: lacks the key {key} with a list of objects, which annotations in COCO's "
+                "format have"
             )
         columns[key] = {}
         for field, kind in fields.items():
@@ -269,5 +316,6 @@ def _convert(title: str, field: str, values: list, kind: pa.DataType) -> pa.Arra
             if not (field.endswith("id") and isinstance(value, (str, int))):
                 problem = "which is not of the type that COCO's format has there; correct it"
                 raise Refused(f"{title}[{number}]: {field} is {value!r:.60}, {problem}") from None
-            converted.append(key_of(str(value)) >> 1)  # stands for an id that is no number of 64 bits
+            # Stands for an id that is no number of 64 bits.
+            converted.append(key_of(str(value)) >> 1)
     return pa.array(converted, kind)

@@ -36,13 +36,16 @@ class Folder:
     what: object  # its `repr` names everything that the annotations depend on, besides the files
     labels: dict[str, str]  # name of each part -> how messages call it
     origins: dict[str, Path]  # of each part, the file or folder with its annotations
-    read_part: Callable[[str, tuple[str, ...] | None, Stamps], AnnotatedImages]  # name, classes of the first part
+    # Name, classes of the first part.
+    read_part: Callable[[str, tuple[str, ...] | None, Stamps], AnnotatedImages]
     stamps: Stamps = field(default_factory=Stamps)  # of all files that are looked at
 
     def read(self, names: Sequence[str]) -> list[AnnotatedImages]:
         sources: list[AnnotatedImages] = []
         for name in names:
-            sources.append(self.read_part(name, sources[0].classes if sources else None, self.stamps))
+            sources.append(
+                self.read_part(name, sources[0].classes if sources else None, self.stamps)
+            )
         return sources
 
 

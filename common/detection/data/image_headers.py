@@ -20,15 +20,17 @@ _HEAD = 8_192  # bytes in which nearly every JPEG has its size
 def headers_of_files(folder: str, paths: pa.Array, *, may_miss: bool = False) -> np.ndarray:
     """int64[N, 4]: width and height as stored, EXIF orientation 1 to 8, bytes of files below `folder`.
 
-    Width 0 if the file is no readable image. If files are missing, raises `Refused`, or with `may_miss`
-    gives width 0 and size -1 for them.
+    Width 0 if the file is no readable image. If files are missing, raises `Refused`, or with
+    `may_miss` gives width 0 and size -1 for them.
     """
     headers = each_of(folder, paths, _header_of_file, 4)
     if not may_miss and (missing := np.flatnonzero(headers[:, 3] < 0)).size:
-        first = os.path.join(folder, paths[int(missing[0])].as_py().decode(errors="backslashreplace"))
+        first = os.path.join(
+            folder, paths[int(missing[0])].as_py().decode(errors="backslashreplace")
+        )
         raise Refused(
-            f"{first}: {missing.size} of {len(paths)} annotated images are missing or may not be read, this one first; "
-            "add them, or take them out of the annotations"
+            f"{first}: {missing.size} of {len(paths)} annotated images are missing or may not be "
+            "read, this one first; add them, or take them out of the annotations"
         )
     return headers
 
@@ -55,7 +57,8 @@ def _stored(head: bytes, file: BinaryIO) -> tuple[int, int, int]:
         with Image.open(file) as image:
             check_size(*image.size)
             return read_geometry(image)
-    except Exception:  # a damaged file makes Pillow raise almost anything; decoding it will give the reason
+    except Exception:
+        # A damaged file makes Pillow raise almost anything; decoding it will give the reason.
         return 0, 0, 1
 
 
@@ -72,5 +75,9 @@ def rotate_boxes(boxes: np.ndarray, headers: np.ndarray) -> np.ndarray:
     orientation = headers[:, 2]
     boxes = np.where(orientation[:, None] >= 5, boxes[:, [1, 0, 3, 2]], boxes)
     start, span = boxes[:, :2], boxes[:, 2:]
-    mirrored = np.stack([np.isin(orientation, [2, 3, 6, 7]), np.isin(orientation, [3, 4, 7, 8])], axis=1)
-    return np.concatenate([np.where(mirrored, upright_sizes(headers) - start - span, start), span], axis=1)
+    mirrored = np.stack(
+        [np.isin(orientation, [2, 3, 6, 7]), np.isin(orientation, [3, 4, 7, 8])], axis=1
+    )
+    return np.concatenate(
+        [np.where(mirrored, upright_sizes(headers) - start - span, start), span], axis=1
+    )

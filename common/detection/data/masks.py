@@ -10,9 +10,11 @@ import torch
 from common.data.images import BrokenImage
 
 KIND = {
-    "segmentation": pa.list_(pa.list_(pa.float64())),  # polygons x, y, x, y, ..., one per visible part
+    # polygons x, y, x, y, ..., one per visible part
+    "segmentation": pa.list_(pa.list_(pa.float64())),
     "rle": pa.struct(
-        {"counts": pa.list_(pa.int64()), "packed": pa.string(), "size": pa.list_(pa.int64())}  # height, width
+        # Height, width.
+        {"counts": pa.list_(pa.int64()), "packed": pa.string(), "size": pa.list_(pa.int64())}
     ),
 }
 _CORNERS = 6  # a polygon has at least so many numbers
@@ -48,7 +50,9 @@ class Masks:
             elif shape["rle"]["packed"] is not None:
                 rle = {"size": [height, width], "counts": shape["rle"]["packed"].encode()}
             else:
-                rle = coco_mask.frPyObjects({"size": [height, width], "counts": shape["rle"]["counts"]}, height, width)
+                rle = coco_mask.frPyObjects(
+                    {"size": [height, width], "counts": shape["rle"]["counts"]}, height, width
+                )
             if turn != 1:
                 (rle,) = encode(_turned(decode([rle], np.array([width, height]))[0], turn)[None])
             found.append(rle)
@@ -116,7 +120,8 @@ def pasted(masks: torch.Tensor, boxes: torch.Tensor, size: np.ndarray) -> list[d
 
     width, height = size.tolist()
     found = []
-    for mask, box in zip(masks.float().cpu(), boxes.float().cpu(), strict=True):  # one by one: images may be large
+    # One by one: images may be large.
+    for mask, box in zip(masks.float().cpu(), boxes.float().cpu(), strict=True):
         whole = paste_masks_in_image(mask[None, None], box[None], (height, width))[:, 0] > 0.5
         found += encode(whole.numpy().view(np.uint8))
     return found

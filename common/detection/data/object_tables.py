@@ -16,9 +16,19 @@ from common.detection.data.box_checks import RawBoxes, check, find_class_ids
 from common.detection.data.image_headers import header_of, headers_of_files, upright_sizes
 from common.errors import Refused
 
-BOX_FORMATS = ("xywh", "xyxy", "cxcywh")  # left top width height; left top right bottom; centre width height
+# Left top width height; left top right bottom; centre width height.
+BOX_FORMATS = ("xywh", "xyxy", "cxcywh")
 BESIDE = ("width", "height", "image_id")
-_LABELS = ("category", "categories", "category_id", "label", "labels", "class", "class_id", "class_label")
+_LABELS = (
+    "category",
+    "categories",
+    "category_id",
+    "label",
+    "labels",
+    "class",
+    "class_id",
+    "class_label",
+)
 _FIELDS = {
     "boxes": ("bbox", "bboxes", "box", "boxes"),
     "labels": _LABELS,
@@ -32,7 +42,8 @@ def object_parts(
 ) -> Parts[AnnotatedImages]:
     """The splits of a table; the first one decides on columns, format and classes. Raises `Refused`.
 
-    With `shards`, the images of each split lie there, as `common.shards.Shards`, and there is no column of images.
+    With `shards`, the images of each split lie there, as `common.shards.Shards`, and there is no
+    column of images.
     """
 
     def read(names: Sequence[str]) -> list[AnnotatedImages]:
@@ -61,7 +72,9 @@ def find_objects(split: Split, named: str) -> str:
     known = tables.listed(split.kinds)
     if named and named not in likely:
         problem = "holds no boxes with classes" if named in split.kinds else "is no column"
-        raise Refused(f"--objects_column {named}: {problem} of --data {split.data}, which has {known}")
+        raise Refused(
+            f"--objects_column {named}: {problem} of --data {split.data}, which has {known}"
+        )
     if not named and not any(map(pa.types.is_nested, split.kinds.values())):
         problem = "no column holds lists of boxes and classes, the objects of an image"
         advice = "a file with a row for each box is not read: write COCO's JSON from it"
@@ -69,7 +82,9 @@ def find_objects(split: Split, named: str) -> str:
     if not named and len(likely) != 1:
         several = f"{tables.listed(likely)} could each hold the boxes"
         problem = several if likely else "no column with boxes and their classes found"
-        raise Refused(f"--data {split.data}: {problem}; name it with --objects_column NAME ({known})")
+        raise Refused(
+            f"--data {split.data}: {problem}; name it with --objects_column NAME ({known})"
+        )
     return named or likely[0]
 
 
@@ -77,7 +92,9 @@ def _fields_of(kind: pa.DataType) -> dict[str, str]:
     """Field names by the keys of `_FIELDS`, of a list of objects or an object of lists; else {}."""
     inner = kind.value_type if tables.is_list(kind) else kind
     there = inner.names if pa.types.is_struct(inner) else []
-    found = {key: name for key, names in _FIELDS.items() for name in reversed(names) if name in there}
+    found = {
+        key: name for key, names in _FIELDS.items() for name in reversed(names) if name in there
+    }
     return found if {"boxes", "labels"} <= found.keys() else {}
 
 
@@ -91,12 +108,16 @@ class _Reader:
     class_values: pa.Array | None = None  # what stands for the names in the column
 
     def read(self, split: Split, images: Any, headers: np.ndarray) -> AnnotatedImages:
-        """The annotations of `images`; `headers` int64[N, 4] as `image_headers` reads them. Raises `Refused`."""
+        """The annotations of `images`; `headers` int64[N, 4] as `image_headers` reads them. Raises
+        `Refused`.
+        """
         title = f"--data {split.title}"
         rows, columns = _list_objects(title, split.cells(self.column))
         labels = tables.clean_labels(columns["labels"])
         values = self._choose_classes(split, labels)
-        if (pc.list_value_length(columns["boxes"]).fill_null(0).to_numpy(zero_copy_only=False) != 4).any():
+        if (
+            pc.list_value_length(columns["boxes"]).fill_null(0).to_numpy(zero_copy_only=False) != 4
+        ).any():
             raise Refused(f"{title}: a box in column {self.column} has other than 4 numbers")
         boxes = _to_numbers(columns["boxes"].flatten(), pa.float64(), np.nan).reshape(-1, 4)
         sizes = _read_sizes(split)
@@ -109,7 +130,9 @@ class _Reader:
             title=title,
             images=images,
             classes=self.class_names,
-            category_ids=_to_numbers(values if pa.types.is_integer(values.type) else None, pa.int64(), 0),
+            category_ids=_to_numbers(
+                values if pa.types.is_integer(values.type) else None, pa.int64(), 0
+            ),
             image_ids=_read_image_ids(split),
             sizes=sizes,
             rows=rows,
@@ -123,7 +146,9 @@ class _Reader:
         return check(raw, headers)
 
     def _choose_classes(self, split: Split, labels: pa.Array) -> pa.Array:
-        """The values of the classes in the column. Raises `Refused` if the split names others than the first one."""
+        """The values of the classes in the column. Raises `Refused` if the split names others than
+        the first one.
+        """
         given = _class_names(split.features[self.column])
         names, values = tables.vocabulary(labels, given)
         if self.class_values is None:
@@ -131,8 +156,8 @@ class _Reader:
             self.class_values = values
         if given and names != self.class_names:
             raise Refused(
-                f"--data {split.title}: names other classes in {self.column} than train: {', '.join(given[:5])}; make them "
-                "the same"
+                f"--data {split.title}: names other classes in {self.column} than train: "
+                f"{', '.join(given[:5])}; make them the same"
             )
         return self.class_values
 
@@ -142,18 +167,26 @@ def _read_images(split: Split, image: str) -> tuple[Any, np.ndarray]:
     column = split.images(image)
     contents, paths = tables.read_contents(column)
     if contents is None:
-        headers = headers_of_files(split.folder, paths.fill_null("").cast(pa.large_binary()).combine_chunks())
+        headers = headers_of_files(
+            split.folder, paths.fill_null("").cast(pa.large_binary()).combine_chunks()
+        )
     else:
-        headers = np.array([header_of(cell.as_py() or b"") for cell in contents], np.int64).reshape(-1, 4)
+        headers = np.array([header_of(cell.as_py() or b"") for cell in contents], np.int64).reshape(
+            -1, 4
+        )
     none = np.zeros(len(split), np.int64)
-    return Table(column, np.arange(len(split)), split.title, split.folder, labels=none, classes=()), headers
+    return Table(
+        column, np.arange(len(split)), split.title, split.folder, labels=none, classes=()
+    ), headers
 
 
 def _read_sizes(split: Split) -> np.ndarray:
     """int64[N, 2] width and height, if the split has these columns; else zeros."""
     if not {"width", "height"} <= split.kinds.keys():
         return np.zeros((len(split), 2), np.int64)
-    return np.stack([_to_numbers(split.cells(side), pa.int64(), 0) for side in ("width", "height")], axis=1)
+    return np.stack(
+        [_to_numbers(split.cells(side), pa.int64(), 0) for side in ("width", "height")], axis=1
+    )
 
 
 def _list_objects(title: str, cells: pa.Array) -> tuple[np.ndarray, dict[str, pa.Array]]:
@@ -161,14 +194,23 @@ def _list_objects(title: str, cells: pa.Array) -> tuple[np.ndarray, dict[str, pa
     names = _fields_of(cells.type)
     if tables.is_list(cells.type):
         flat = cells.flatten()
-        return pc.list_parent_indices(cells).to_numpy().astype(np.int64), {k: flat.field(n) for k, n in names.items()}
+        return pc.list_parent_indices(cells).to_numpy().astype(np.int64), {
+            k: flat.field(n) for k, n in names.items()
+        }
     lists = {key: pc.struct_field(cells, name) for key, name in names.items()}
-    lengths = {key: pc.list_value_length(column).fill_null(0).to_numpy() for key, column in lists.items()}
+    lengths = {
+        key: pc.list_value_length(column).fill_null(0).to_numpy() for key, column in lists.items()
+    }
     for key, counts in lengths.items():
         if (differs := counts != lengths["boxes"]).any():
             row = int(differs.argmax())
-            raise Refused(f"{title}: row {row} has {lengths['boxes'][row]} boxes and {counts[row]} of {names[key]}")
-    return np.repeat(np.arange(len(cells)), lengths["boxes"]), {key: column.flatten() for key, column in lists.items()}
+            raise Refused(
+                f"{title}: row {row} has {lengths['boxes'][row]} boxes and {counts[row]} of "
+                f"{names[key]}"
+            )
+    return np.repeat(np.arange(len(cells)), lengths["boxes"]), {
+        key: column.flatten() for key, column in lists.items()
+    }
 
 
 def _class_names(objects: Any) -> list[str] | None:
@@ -189,7 +231,11 @@ def _read_image_ids(split: Split) -> Any:
     """The column image_id, if it holds distinct numbers; else none."""
     if "image_id" in split.kinds:
         ids = split.cells("image_id")
-        if pa.types.is_integer(ids.type) and not ids.null_count and pc.count_distinct(ids).as_py() == len(ids):
+        if (
+            pa.types.is_integer(ids.type)
+            and not ids.null_count
+            and pc.count_distinct(ids).as_py() == len(ids)
+        ):
             return ids.to_numpy().astype(np.int64)
     return None
 
@@ -215,7 +261,7 @@ def _find_only_format(title: str, boxes: np.ndarray, sizes: np.ndarray) -> str:
     if len(could_be) != 1:
         problem = "could be either" if could_be else "fit neither"
         raise Refused(
-            f"{title}: the boxes {problem} of xywh (left, top, width, height) and xyxy (left, top, right, bottom); "
-            f"say which with --box_format, one of {', '.join(BOX_FORMATS)}"
+            f"{title}: the boxes {problem} of xywh (left, top, width, height) and xyxy (left, "
+            f"top, right, bottom); say which with --box_format, one of {', '.join(BOX_FORMATS)}"
         )
     return could_be[0]

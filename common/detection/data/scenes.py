@@ -42,10 +42,12 @@ class Scenes(Annotated):
     has_masks = property(lambda self: self.draws_masks)
 
     def scene(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """uint8[128, 128, 3], boxes float32[n, 4] left, top, right, bottom around the ink, labels int64[n], and masks of the
-        ink uint8[n, 128, 128].
+        """uint8[128, 128, 3], boxes float32[n, 4] left, top, right, bottom around the ink, labels
+        int64[n], and masks of the ink uint8[n, 128, 128].
         """
-        random = np.random.Generator(np.random.Philox(key=np.array([self.key, position], np.uint64)))
+        random = np.random.Generator(
+            np.random.Philox(key=np.array([self.key, position], np.uint64))
+        )
         canvas = _background(random)
         boxes: list[np.ndarray] = []
         labels, masks = [], []
@@ -60,7 +62,9 @@ class Scenes(Annotated):
             box = _first_free(np.concatenate([places, places + size], axis=1), boxes)
             if box is None:
                 continue
-            digit = Image.fromarray(self.pixels[which]).resize(tuple(size.tolist()), Image.Resampling.BILINEAR, ink)
+            digit = Image.fromarray(self.pixels[which]).resize(
+                tuple(size.tolist()), Image.Resampling.BILINEAR, ink
+            )
             opacity = np.asarray(digit)[..., None] / np.float32(255)
             inside = slice(box[1], box[3]), slice(box[0], box[2])
             canvas[inside] += opacity * (colour - canvas[inside])
@@ -97,12 +101,24 @@ def load(seed: int, masks: bool = False) -> tuple[Scenes, Scenes]:
     """New scenes to train on; fixed ones of the held-out fifth of the digits, the same for every seed."""
     of_train, of_val = load_digits()
     train = _scenes(of_train, _NOMINAL_EPOCH, "fresh scenes", key_of(seed, "scenes"), True, masks)
-    val = _scenes(of_val, _VALIDATION, "fixed scenes of held-out digits", key_of("validation scenes"), False, masks)
+    val = _scenes(
+        of_val,
+        _VALIDATION,
+        "fixed scenes of held-out digits",
+        key_of("validation scenes"),
+        False,
+        masks,
+    )
     of_scenes = [val.scene(number)[1:3] for number in range(_VALIDATION)]
     boxes, labels = (np.concatenate(column) for column in zip(*of_scenes, strict=True))
-    offsets, areas = np.cumsum([0, *(len(each) for each, _ in of_scenes)]), (boxes[:, 2:] - boxes[:, :2]).prod(1)
+    offsets, areas = (
+        np.cumsum([0, *(len(each) for each, _ in of_scenes)]),
+        (boxes[:, 2:] - boxes[:, :2]).prod(1),
+    )
     crowd = np.zeros(len(boxes), bool)
-    return train, replace(val, offsets=offsets, boxes=boxes, labels=labels, crowd=crowd, areas=areas)
+    return train, replace(
+        val, offsets=offsets, boxes=boxes, labels=labels, crowd=crowd, areas=areas
+    )
 
 
 def _scenes(digits: Digits, count: int, part: str, key: int, fresh: bool, masks: bool) -> Scenes:
@@ -133,6 +149,8 @@ def _first_free(candidates: np.ndarray, boxes: list[np.ndarray]) -> np.ndarray |
     low = np.maximum(candidates[:, None, :2], others[None, :, :2])
     high = np.minimum(candidates[:, None, 2:], others[None, :, 2:])
     shared = (high - low).clip(0).prod(2)  # [n, boxes]
-    smaller = np.minimum((candidates[0, 2:] - candidates[0, :2]).prod(), (others[:, 2:] - others[:, :2]).prod(1))
+    smaller = np.minimum(
+        (candidates[0, 2:] - candidates[0, :2]).prod(), (others[:, 2:] - others[:, :2]).prod(1)
+    )
     free = (shared <= _OVERLAP * smaller).all(1)
     return candidates[free.argmax()] if free.any() else None

@@ -1,4 +1,6 @@
-"""Images with boxes in shards: a table of the objects, which is read as others are, beside images that lie elsewhere."""
+"""Images with boxes in shards: a table of the objects, which is read as others are, beside images
+that lie elsewhere.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +18,9 @@ def open_parts(spec: Any) -> Parts[AnnotatedImages]:
     """The parts of the shards that `spec.data` names. A collective. Raises `Refused`."""
     import datasets
 
-    labels, images = open_sources(spec, spec.objects_column, _keep_columns(spec.objects_column, spec.group_column))
+    labels, images = open_sources(
+        spec, spec.objects_column, _keep_columns(spec.objects_column, spec.group_column)
+    )
     splits = {}
     for name, source in images.items():
         rows = datasets.Dataset(datasets.table.InMemoryTable(source.index.rows))

@@ -40,21 +40,23 @@ class Spec(DataSpec):
 def load_data(config: Any, weights: Origin | None = None) -> tuple[Annotated, Annotated]:
     """The images to train on and to evaluate on, which the flags name; see `load`.
 
-    With the `weights` of --eval_only, both are the images to evaluate them on: the first has the model's classes, the second
-    the data's, matched by name.
+    With the `weights` of --eval_only, both are the images to evaluate them on: the first has the
+    model's classes, the second the data's, matched by name.
     """
     train, val = load(Spec.of(config, weights, masks=config.detector == "mask_rcnn"))
     if weights is None:
         return train, val
-    return data_spec.match_classes(weights, config.data, val, parse_class_map(config.init_classes, val.classes))
+    return data_spec.match_classes(
+        weights, config.data, val, parse_class_map(config.init_classes, val.classes)
+    )
 
 
 def load(spec: Spec) -> tuple[Annotated, Annotated]:
     """The images to train on and those to evaluate on, (train, val), with the same classes; see docs/data.md.
 
-    If the data has no part to validate on, `val_share` of the images is held out, chosen by `seed` and the
-    image's path or row alone. With `spec.alone`, both are the part to evaluate a trained model on, with the
-    classes that are found there. Raises `Refused`.
+    If the data has no part to validate on, `val_share` of the images is held out, chosen by `seed`
+    and the image's path or row alone. With `spec.alone`, both are the part to evaluate a trained
+    model on, with the classes that are found there. Raises `Refused`.
     """
     if spec.box_format and spec.box_format not in BOX_FORMATS:
         raise Refused(f"--box_format {spec.box_format}: is none of {', '.join(BOX_FORMATS)}")
@@ -101,15 +103,17 @@ def _sources(spec: Spec, parts: Parts[A]) -> tuple[A, ...]:
     undivided = data_spec.read(parts, pieces)
     if spec.masks and not all(source.has_masks for source in undivided.values()):
         raise Refused(
-            f"--data {spec.data}: its objects are boxes without outlines, and masks are learnt from digits or a folder "
-            "in COCO's format with segmentations; give one, or choose a detector of boxes"
+            f"--data {spec.data}: its objects are boxes without outlines, and masks are learnt "
+            "from digits or a folder in COCO's format with segmentations; give one, or choose a "
+            "detector of boxes"
         )
     found = spec.divide(parts.labels, pieces, undivided)
     for piece, source in zip(pieces, found, strict=True):
         if piece.side != splits.WHOLE and not len(source.boxes):
             name = "evaluate on" if piece.side == splits.HELD_OUT else "train on"
             raise Refused(
-                f"--val_share {spec.val_share}: none of the {len(source)} images to {name} has a box; choose another"
+                f"--val_share {spec.val_share}: none of the {len(source)} images to {name} has a "
+                "box; choose another"
             )
     return found
 
@@ -123,14 +127,16 @@ def _load_folder(spec: Spec) -> tuple[AnnotatedImages, ...]:
         if table:
             return _sources(spec, object_parts(table, spec))
         raise Refused(
-            f"--data {spec.data}: {describe_unread(path)}; expected digits, a folder with train.json "
-            "(COCO), JPEGImages/ (Pascal VOC), or data.yaml or labels/ (YOLO), or a Hugging Face data "
-            f"set with a column of objects{nearest_path(path)}"
+            f"--data {spec.data}: {describe_unread(path)}; expected digits, a folder with "
+            "train.json (COCO), JPEGImages/ (Pascal VOC), or data.yaml or labels/ (YOLO), or a "
+            f"Hugging Face data set with a column of objects{nearest_path(path)}"
         )
     spec.refuse_columns()
     pieces = spec.pieces(folder.labels)
     held_out = (
-        (spec.seed, spec.val_share, spec.group_column) if any(piece.side != splits.WHOLE for piece in pieces) else None
+        (spec.seed, spec.val_share, spec.group_column)
+        if any(piece.side != splits.WHOLE for piece in pieces)
+        else None
     )
     what = folder.what, spec.masks, pieces, held_out
     file = annotation_cache.file_of(what, folder.origins[pieces[0].name])

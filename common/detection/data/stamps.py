@@ -11,15 +11,18 @@ import pyarrow as pa
 
 from common.data.source import encode_paths
 
-_COARSEST = 2.0  # seconds: resolution of a file system's clock (FAT); a change within it would not be seen
+# Seconds: resolution of a file system's clock (FAT); a change within it would not be seen.
+_COARSEST = 2.0
 
 
 class Stamps:
     """Files and folders with their sizes and times, which change whenever their content does."""
 
     def __init__(self):
-        self.groups: list[tuple[str, pa.LargeBinaryArray, np.ndarray]] = []  # folder, paths below it, int64[n, 3]
-        self.settled = True  # True if all had been unchanged for so long that any later change will be seen
+        # Folder, paths below it, int64[n, 3]
+        self.groups: list[tuple[str, pa.LargeBinaryArray, np.ndarray]] = []
+        # True if all had been unchanged for so long that any later change will be seen.
+        self.settled = True
 
     def take(self, folder: str, paths: pa.LargeBinaryArray) -> None:
         """Add `paths` below `folder`, before they are read: so a change meanwhile is seen, too."""
@@ -33,7 +36,10 @@ class Stamps:
 
     def hold(self) -> bool:
         """True if nothing has changed."""
-        return all(np.array_equal(stamps_of(folder, paths), stamps) for folder, paths, stamps in self.groups)
+        return all(
+            np.array_equal(stamps_of(folder, paths), stamps)
+            for folder, paths, stamps in self.groups
+        )
 
 
 def stamps_of(folder: str, paths: pa.LargeBinaryArray) -> np.ndarray:
@@ -47,11 +53,16 @@ def each_of(
     """int64[n, columns]: `read` of each file; several at once, since a network file system is slow."""
 
     def part(start: int) -> np.ndarray:
-        files = (os.path.join(os.fsencode(folder), path) for path in paths[start : start + 512].to_pylist())
+        files = (
+            os.path.join(os.fsencode(folder), path)
+            for path in paths[start : start + 512].to_pylist()
+        )
         return np.array([*map(read, files)], np.int64)
 
     with ThreadPoolExecutor(16) as pool:
-        return np.concatenate([np.zeros((0, columns), np.int64), *pool.map(part, range(0, len(paths), 512))])
+        return np.concatenate(
+            [np.zeros((0, columns), np.int64), *pool.map(part, range(0, len(paths), 512))]
+        )
 
 
 def _stamp(path: bytes) -> tuple[int, int, int]:

@@ -111,7 +111,11 @@ def _read(
     title = f"{root} {part}"
     stamps.take_files([annotations, image_folder] + ([list_file] if list_file else []))
     stems = {file.stem for file in annotations.glob("*.xml") if not is_junk(file.name)}
-    image_names = {os.path.splitext(name)[0]: name for name in sorted(os.listdir(image_folder)) if is_image(name)}
+    image_names = {
+        os.path.splitext(name)[0]: name
+        for name in sorted(os.listdir(image_folder))
+        if is_image(name)
+    }
     if list_file:
         names, notes = drop_repeated(title, _read_list(list_file, stems))
     else:
@@ -138,7 +142,9 @@ def _read(
         sizes=np.array(sizes, np.int64).reshape(-1, 2),
         rows=np.array(rows, np.int64),
         boxes=_to_boxes(objects),
-        labels=find_class_ids(title, images, np.array(rows), pa.array(labels, text), pa.array(classes, text)),
+        labels=find_class_ids(
+            title, images, np.array(rows), pa.array(labels, text), pa.array(classes, text)
+        ),
         crowd=np.array([entry.is_difficult for entry in objects], bool),
         file_notes=notes,
     )
@@ -150,7 +156,8 @@ def _read_list(file: Path, stems: set[str]) -> list[str]:
     names = []
     for line in text_of(file).splitlines():
         name = line.strip()
-        if name not in stems:  # names may have spaces, and a list of one class has a column of -1, 0 or 1
+        # Names may have spaces, and a list of one class has a column of -1, 0 or 1.
+        if name not in stems:
             name = re.sub(r"\s+-?\d+$", "", name)
         if name not in stems and is_image(name):
             name = os.path.splitext(name)[0]
@@ -163,7 +170,9 @@ def _note_unlabelled(title: str, image_names: dict[str, str], stems: set[str]) -
     notes = Notes(title, "images")
     unlabelled = sorted(image_names.keys() - stems)
     if unlabelled:
-        notes.leave_out("no XML file has their name", image_names[unlabelled[0]], count=len(unlabelled))
+        notes.leave_out(
+            "no XML file has their name", image_names[unlabelled[0]], count=len(unlabelled)
+        )
     return notes.texts(len(image_names))
 
 
@@ -182,9 +191,13 @@ def _read_xml(file: Path) -> tuple[tuple[int, int], list[_Object]]:
         with refusing(file, "XML"):
             tree = ElementTree.fromstring(read_bytes(file, SMALL))
     except FileNotFoundError:
-        raise Refused(f"{file}: missing, but its image is listed; add it, or take the image from the list") from None
+        raise Refused(
+            f"{file}: missing, but its image is listed; add it, or take the image from the list"
+        ) from None
     try:
-        width, height = (int(float(tree.findtext(f"size/{side}") or 0)) for side in ("width", "height"))
+        width, height = (
+            int(float(tree.findtext(f"size/{side}") or 0)) for side in ("width", "height")
+        )
         if not (0 <= width < 2**31 and 0 <= height < 2**31):
             raise Refused(f"{file}: a size of {width} x {height} pixels; correct it")
         objects = []
@@ -192,7 +205,9 @@ def _read_xml(file: Path) -> tuple[tuple[int, int], list[_Object]]:
             name = entry.findtext("name")
             corners = [entry.findtext(f"bndbox/{corner}", "") for corner in _CORNERS]
             if not name or not all(corners):
-                raise Refused(f"{file}: an object lacks its name or one of bndbox/{', '.join(_CORNERS)}")
+                raise Refused(
+                    f"{file}: an object lacks its name or one of bndbox/{', '.join(_CORNERS)}"
+                )
             is_difficult = entry.findtext("difficult", "").strip().lower() in ("1", "true", "yes")
             objects.append(_Object(name.strip(), list(map(float, corners)), is_difficult))
     except (ValueError, OverflowError) as error:

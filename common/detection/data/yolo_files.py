@@ -44,7 +44,13 @@ _ADVICE = (
 )
 _NULLS = ("", "~", "null", "[]")
 # Lists of class names: a line for each. LabelImg, Label Studio, CVAT and Roboflow write them there.
-_NAME_LISTS = ("classes.txt", "*/classes.txt", "labels/*/classes.txt", "obj.names", "*/_darknet.labels")
+_NAME_LISTS = (
+    "classes.txt",
+    "*/classes.txt",
+    "labels/*/classes.txt",
+    "obj.names",
+    "*/_darknet.labels",
+)
 
 
 class _Yolo(NamedTuple):
@@ -65,7 +71,10 @@ def yolo_folder(path: Path) -> Folder | None:
     found = _described(root, file) if file else _undescribed(root)
     if not found:
         return None
-    labels = {name: ", ".join(name_below(root, place) for place in places) for name, places in found.parts.items()}
+    labels = {
+        name: ", ".join(name_below(root, place) for place in places)
+        for name, places in found.parts.items()
+    }
     origins = {name: places[0] for name, places in found.parts.items()}
     return Folder(("YOLO", root, found), labels, origins, partial(_read, found))
 
@@ -82,8 +91,9 @@ def _undescribed(root: Path) -> _Yolo | None:
 
 
 def _part_folders(root: Path) -> dict[str, list[Path]]:
-    """Folders of images by part: images/train beside labels/train, train/images beside train/labels,
-    or train/ with both; else, as one part, images/ beside labels/, or `root` with both.
+    """Folders of images by part: images/train beside labels/train, train/images beside
+    train/labels, or train/ with both; else, as one part, images/ beside labels/, or `root` with
+    both.
     """
     for pattern, level, has_labels in (
         ("images/*/", 1, _has_labels),
@@ -189,10 +199,15 @@ def _place(file: Path, root: Path, starts: list[Path], key: str, entry: str) -> 
     for place in places:
         if place.exists():
             return Path(os.path.abspath(place))
-    raise Refused(f"{file}: {key}: {entry} is not there; looked at {', '.join(map(str, dict.fromkeys(places)))}")
+    raise Refused(
+        f"{file}: {key}: {entry} is not there; looked at "
+        f"{', '.join(map(str, dict.fromkeys(places)))}"
+    )
 
 
-def _read(folder: _Yolo, part: str, classes: tuple[str, ...] | None, stamps: Stamps) -> AnnotatedImages:
+def _read(
+    folder: _Yolo, part: str, classes: tuple[str, ...] | None, stamps: Stamps
+) -> AnnotatedImages:
     """A part, with these classes if the data name none. Boxes are of upright images, as YOLO reads them."""
     names, places = folder.names or classes or (), folder.parts[part]
     title = f"{folder.title} {part}"
@@ -243,13 +258,15 @@ def _match_labels(
     for folder in folders:
         label_folder = os.path.dirname(_labels_of(f"{folder}/"))
         existing.update(glob.glob(f"{glob.escape(label_folder)}/*.txt"))
-    unlabelled = [image for image, label in zip(images, labels, strict=True) if label not in existing]
+    unlabelled = [
+        image for image, label in zip(images, labels, strict=True) if label not in existing
+    ]
     if len(unlabelled) == len(images):
         pattern = glob.escape(os.path.basename(labels[0]))
         nearest = next(root.rglob(pattern), "no other folder has such a file")
         raise Refused(
-            f"{title}: none of its {len(images):,} images has a label file: that of {images[0]} is not "
-            f"at {labels[0]}; nearest: {nearest}"
+            f"{title}: none of its {len(images):,} images has a label file: that of {images[0]} "
+            f"is not at {labels[0]}; nearest: {nearest}"
         )
     others = existing.difference(labels)
     if others:
@@ -274,8 +291,11 @@ def _images(place: Path, stamps: Stamps) -> list[str]:
     if place.is_dir():
         found = []
         for _, entries in walk(place):
-            stamps.take_files(entry.path for entry in entries if entry.is_dir())  # before the walk enters them
-            found += [entry.path for entry in entries if not entry.is_dir() and is_image(entry.name)]
+            # Before the walk enters them.
+            stamps.take_files(entry.path for entry in entries if entry.is_dir())
+            found += [
+                entry.path for entry in entries if not entry.is_dir() and is_image(entry.name)
+            ]
         return found
     text = text_of(place)
     if not (place.parent / "data").is_dir():  # darknet's and CVAT's lists begin at the folder above
@@ -291,7 +311,9 @@ def _labels_of(image: str) -> str:
     return f"{above}/labels/{below}.txt" if found else f"{stem}.txt"
 
 
-def _read_labels(file: str, classes: int, has_keypoints: bool) -> list[tuple[int, tuple[float, ...]]]:
+def _read_labels(
+    file: str, classes: int, has_keypoints: bool
+) -> list[tuple[int, tuple[float, ...]]]:
     """Class and left, top, width, height of each line, in shares of the image.
 
     `classes` is how many there are, 0 if that is unknown.
@@ -305,9 +327,14 @@ def _read_labels(file: str, classes: int, has_keypoints: bool) -> list[tuple[int
             if not label.is_integer():
                 raise ValueError
         except ValueError:
-            raise Refused(f"{file}:{number}: {line[:60]!r} are no numbers: class x y width height") from None
+            raise Refused(
+                f"{file}:{number}: {line[:60]!r} are no numbers: class x y width height"
+            ) from None
         if not 0 <= label < (classes or _MOST_CLASSES):
-            raise Refused(f"{file}:{number}: unknown class {label:.0f}; there are {classes or 'classes'} from 0 up")
+            raise Refused(
+                f"{file}:{number}: unknown class {label:.0f}; there are {classes or 'classes'} "
+                "from 0 up"
+            )
         if len(values) == 4 or (has_keypoints and len(values) > 4):
             x, y, width, height = values[:4]
             box = (x - width / 2, y - height / 2, width, height)
@@ -316,8 +343,8 @@ def _read_labels(file: str, classes: int, has_keypoints: bool) -> list[tuple[int
             box = (left, top, max(values[::2]) - left, max(values[1::2]) - top)
         else:
             raise Refused(
-                f"{file}:{number}: {1 + len(values)} numbers; needs 5, or a class and the corners of an outline "
-                "(a sixth may be a detector's confidence: remove it)"
+                f"{file}:{number}: {1 + len(values)} numbers; needs 5, or a class and the corners "
+                "of an outline (a sixth may be a detector's confidence: remove it)"
             )
         objects.append((int(label), box))
     return objects

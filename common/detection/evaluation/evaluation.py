@@ -1,4 +1,6 @@
-"""Evaluation of a detector: what a recipe's `evaluate` gives its batches to, and a run asks for results and pictures."""
+"""Evaluation of a detector: what a recipe's `evaluate` gives its batches to, and a run asks for
+results and pictures.
+"""
 
 from typing import Any
 
@@ -25,14 +27,17 @@ class Evaluation:
 
     def update(self, batch: DetectionBatch, detections: list[dict[str, Tensor]]) -> None:
         """Add the detections of a batch, in pixels of the canvas; see `Detector.detect`."""
-        self.detections.update(batch.positions.tolist(), restore_sizes(self._data, batch, detections))
+        self.detections.update(
+            batch.positions.tolist(), restore_sizes(self._data, batch, detections)
+        )
 
     def results(self) -> dict[str, Any]:
         """The numbers of `Detections.results`, on every rank. A collective."""
         results = self.detections.results(self._data)
         if results["count"] != len(self._data):
             raise RuntimeError(
-                f"evaluated {results['count']} images of {len(self._data)}: each must count exactly once"
+                f"evaluated {results['count']} images of {len(self._data)}: each must count "
+                "exactly once"
             )
         return results
 
@@ -42,21 +47,32 @@ class Evaluation:
         return {"threshold": matches.threshold, "classes": matches.classes}
 
     def draw(self, pictures: Any) -> None:
-        """Draw what `results` has gathered: `pictures.draw(name, function, *arguments)` calls `function(*arguments, path)`."""
+        """Draw what `results` has gathered: `pictures.draw(name, function, *arguments)` calls
+        `function(*arguments, path)`.
+        """
         matches = self.detections.matches
         pictures.draw("predictions", plots.predictions, matches)
-        pictures.draw("precision_recall", plots.precision_recall, self.detections.precision, self._data.classes)
+        pictures.draw(
+            "precision_recall",
+            plots.precision_recall,
+            self.detections.precision,
+            self._data.classes,
+        )
         pictures.draw("confusion", plots.confusion, matches, self._data.classes)
         pictures.draw("misses", plots.misses, matches)
 
 
-def restore_sizes(data: Annotated, batch: DetectionBatch, detections: list[dict[str, Tensor]]) -> list[dict[str, Any]]:
+def restore_sizes(
+    data: Annotated, batch: DetectionBatch, detections: list[dict[str, Tensor]]
+) -> list[dict[str, Any]]:
     """Detections of a batch in pixels of the original images instead of the canvas; masks become `rles`."""
     images = []
     for i, index in enumerate(batch.positions.tolist()):
         original_size = data.sizes[index]
         of_image: dict[str, Any] = dict(detections[i])
-        scale = torch.from_numpy(original_size).to(of_image["boxes"]) / batch.sizes[i].to(of_image["boxes"])
+        scale = torch.from_numpy(original_size).to(of_image["boxes"]) / batch.sizes[i].to(
+            of_image["boxes"]
+        )
         of_image["boxes"] = of_image["boxes"] * scale[[0, 1, 0, 1]]
         if "masks" in of_image:
             of_image["rles"] = pasted(of_image.pop("masks"), of_image["boxes"], original_size)

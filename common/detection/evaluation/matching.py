@@ -31,8 +31,9 @@ class Mistake(NamedTuple):
 class Matches:
     """Detections matched with the objects of a source, in the order of their scores.
 
-    First with objects of their own class, as COCO does at this `iou`; then the others with objects of
-    other classes. Each object is shown at most once. Crowd regions are neither objects nor background.
+    First with objects of their own class, as COCO does at this `iou`; then the others with objects
+    of other classes. Each object is shown at most once. Crowd regions are neither objects nor
+    background.
     """
 
     source: Annotated
@@ -42,9 +43,13 @@ class Matches:
 
     @classmethod
     def of_counted(cls, source: Annotated, images: np.ndarray, rows: np.ndarray) -> Self:
-        """Matches of the best detections of each class and image: `source.max_detections`, as COCO counts them."""
+        """Matches of the best detections of each class and image: `source.max_detections`, as COCO
+        counts them.
+        """
         order = np.lexsort((-rows[:, 4], rows[:, 5], images))
-        starts = np.flatnonzero(np.diff(images[order], prepend=-1) | np.diff(rows[order, 5], prepend=-1).astype(bool))
+        starts = np.flatnonzero(
+            np.diff(images[order], prepend=-1) | np.diff(rows[order, 5], prepend=-1).astype(bool)
+        )
         ranks = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
         counted = np.sort(order[ranks < source.max_detections])
         return cls(source, images[counted], rows[counted])
@@ -52,7 +57,9 @@ class Matches:
     @cached_property
     def hits(self) -> np.ndarray:
         """int64[n]: the object of its class that each detection shows; else `NONE` or `IN_CROWD`."""
-        return self._assign(np.full(len(self.rows), NONE), np.ones(len(self.rows), bool), same_class=True)
+        return self._assign(
+            np.full(len(self.rows), NONE), np.ones(len(self.rows), bool), same_class=True
+        )
 
     @cached_property
     def threshold(self) -> float:
@@ -65,14 +72,27 @@ class Matches:
     def classes(self) -> list[dict[str, float | None]]:
         """Of each class: objects, score of the best F1, and precision, recall and F1 from there on."""
         found = []
-        objects = np.bincount(self.source.labels[~self.source.crowd], minlength=len(self.source.classes))
+        objects = np.bincount(
+            self.source.labels[~self.source.crowd], minlength=len(self.source.classes)
+        )
         for label, count in enumerate(objects.tolist()):
             scores, _, right = (column[self._judged[1] == label] for column in self._judged)
             at, f1 = best_f1(scores, right, count)
             true = int(right[: at + 1].sum())
-            row = {"threshold": None, "precision": None, "recall": 0.0 if count else None, "f1": None, "objects": count}
+            row = {
+                "threshold": None,
+                "precision": None,
+                "recall": 0.0 if count else None,
+                "f1": None,
+                "objects": count,
+            }
             if f1:
-                row |= {"threshold": float(scores[at]), "f1": f1, "precision": true / (at + 1), "recall": true / count}
+                row |= {
+                    "threshold": float(scores[at]),
+                    "f1": f1,
+                    "precision": true / (at + 1),
+                    "recall": true / count,
+                }
             found.append(row)
         return found
 
@@ -172,7 +192,11 @@ class Matches:
             if not len(objects):
                 continue
             overlaps, crowd = self._overlaps(rows, objects), self.source.crowd[objects]
-            fits = self.rows[rows, 5][:, None] == self.source.labels[objects] if same_class else ~crowd[None]
+            fits = (
+                self.rows[rows, 5][:, None] == self.source.labels[objects]
+                if same_class
+                else ~crowd[None]
+            )
             overlaps = np.where(fits, overlaps, 0)
             for place in np.flatnonzero((overlaps >= self.iou).any(1)):
                 free = np.where(crowd | taken[objects], 0, overlaps[place])
@@ -188,15 +212,21 @@ class Matches:
         return np.arange(self.source.offsets[image], self.source.offsets[image + 1])
 
     def _overlaps(self, rows: np.ndarray, objects: np.ndarray) -> np.ndarray:
-        """float64[rows, objects]: intersection over union; for crowd regions, over the detection alone, as in COCO.
+        """float64[rows, objects]: intersection over union; for crowd regions, over the detection
+        alone, as in COCO.
 
         0 for boxes without an area.
         """
         from faster_coco_eval.core import mask  # imported late: it takes 0.1 s
 
-        found, crowd = self.rows[rows, :4].astype(np.float64), self.source.crowd[objects].astype(np.uint8)
+        found, crowd = (
+            self.rows[rows, :4].astype(np.float64),
+            self.source.crowd[objects].astype(np.uint8),
+        )
         found[:, 2:] -= found[:, :2]
-        return np.nan_to_num(mask.iou(found, np.asarray(self.source.truth)[objects], crowd.tolist()))
+        return np.nan_to_num(
+            mask.iou(found, np.asarray(self.source.truth)[objects], crowd.tolist())
+        )
 
     def _explained(self, row: int) -> Mistake:
         """Why a detection is no hit: second, of another class, badly placed, or of nothing."""
@@ -205,10 +235,16 @@ class Matches:
         objects = objects[~self.source.crowd[objects]]
         overlaps = self._overlaps(np.array([row]), objects)[0] if len(objects) else np.zeros(0)
         same = self.source.labels[objects] == self.rows[row, 5]
-        for kind, fits, least in (("double", same, IOU), ("class", ~same, IOU), ("place", same, NEAR)):
+        for kind, fits, least in (
+            ("double", same, IOU),
+            ("class", ~same, IOU),
+            ("place", same, NEAR),
+        ):
             near = np.where(fits, overlaps, 0)
             if near.max(initial=0) >= least:
-                return Mistake(kind, image, int(objects[near.argmax()]), row, overlap=float(near.max()))
+                return Mistake(
+                    kind, image, int(objects[near.argmax()]), row, overlap=float(near.max())
+                )
         return Mistake("nothing", image, NONE, row)
 
 

@@ -21,16 +21,20 @@ NAMED_CLASSES = 100
 class Detections:
     """Detections of this rank; after `results` the main process has all, the others none."""
 
-    images: list[np.ndarray] = field(default_factory=list)  # int64: image of the source that each row belongs to
-    rows: list[np.ndarray] = field(default_factory=list)  # float32[n, 6]: left, top, right, bottom, score, class id
+    # int64: image of the source that each row belongs to.
+    images: list[np.ndarray] = field(default_factory=list)
+    # float32[n, 6]: left, top, right, bottom, score, class id.
+    rows: list[np.ndarray] = field(default_factory=list)
     count: int = 0  # images that were evaluated, with or without detections
-    masks: list[np.ndarray] = field(default_factory=list)  # object[n]: packed run lengths; of a detector of masks
-    precision: np.ndarray | None = None  # float64[K, 101] at IoU 0.5 and recalls 0 .. 1; -1: no objects
+    # object[n]: packed run lengths; of a detector of masks.
+    masks: list[np.ndarray] = field(default_factory=list)
+    # float64[K, 101] at IoU 0.5 and recalls 0 .. 1; -1: no objects.
+    precision: np.ndarray | None = None
     matches: Matches = field(init=False)  # of these detections with the objects, after `results`
 
     def update(self, indices: Sequence[int], found: list[dict[str, Any]]) -> None:
-        """Add the detections of images: boxes [n, 4] in pixels of the original, scores [n], labels [n], and from a
-        detector of masks rles, n of COCO's packed run lengths.
+        """Add the detections of images: boxes [n, 4] in pixels of the original, scores [n], labels
+        [n], and from a detector of masks rles, n of COCO's packed run lengths.
         """
         for index, of_image in zip(indices, found, strict=True):
             parts = (of_image["boxes"], of_image["scores"][:, None], of_image["labels"][:, None])
@@ -41,10 +45,12 @@ class Detections:
                 self.masks.append(np.array([rle["counts"] for rle in of_image["rles"]], object))
 
     def results(self, source: Annotated) -> dict:
-        """The twelve COCO numbers in 0..1 (None: no objects), `per_class` AP, and `count`, on every rank. A collective.
+        """The twelve COCO numbers in 0..1 (None: no objects), `per_class` AP, and `count`, on every
+        rank. A collective.
 
-        Up to 100 classes that occur have `AP_class/<name>`, and masks have the twelve again as `mask_AP` and so on.
-        `thresholds` has the score of the best F1 of each class. Source: Lin et al., "Microsoft COCO", 2014.
+        Up to 100 classes that occur have `AP_class/<name>`, and masks have the twelve again as
+        `mask_AP` and so on. `thresholds` has the score of the best F1 of each class. Source: Lin et
+        al., "Microsoft COCO", 2014.
         """
         masks = [np.concatenate(self.masks)] if self.masks else []
         gathered = gather_to_main((np.array([self.count]), *self.columns(), *masks))
@@ -60,10 +66,14 @@ class Detections:
         with all_or_none("evaluating the detections"):
             self.matches = Matches.of_counted(source, *self.columns())
             if gathered is not None:
-                # COCO's evaluation holds ids in float64, which rounds large ones; ranks keep their order.
+                # COCO's evaluation holds ids in float64, which rounds large ones; ranks keep their
+                # order.
                 source = replace(source, image_ids=np.argsort(np.argsort(source.image_ids)))
                 results, self.precision = _evaluate(source, *self.columns())
-                results |= {"count": self.count, "thresholds": [row["threshold"] for row in self.matches.classes]}
+                results |= {
+                    "count": self.count,
+                    "thresholds": [row["threshold"] for row in self.matches.classes],
+                }
                 results |= _evaluate_masks(source, *self.columns(), *self.masks) if masks else {}
         return broadcast_object(results)
 
@@ -90,7 +100,9 @@ def _evaluate(source: Annotated, images: np.ndarray, rows: np.ndarray) -> tuple[
     return results, precision[0].T.copy()
 
 
-def _evaluate_masks(source: Annotated, images: np.ndarray, rows: np.ndarray, masks: np.ndarray) -> dict:
+def _evaluate_masks(
+    source: Annotated, images: np.ndarray, rows: np.ndarray, masks: np.ndarray
+) -> dict:
     """The twelve numbers with the overlaps and areas of masks."""
     content = _coco(source)
     shapes = (rle for index in range(len(source)) for rle in source.rles(index))
@@ -109,7 +121,9 @@ def _evaluate_masks(source: Annotated, images: np.ndarray, rows: np.ndarray, mas
     return {f"mask_{name}": value for name, value in numbers.items()}
 
 
-def _coco_numbers(content: dict, found: Any, kind: str, max_detections: int) -> tuple[dict[str, Any], Any]:
+def _coco_numbers(
+    content: dict, found: Any, kind: str, max_detections: int
+) -> tuple[dict[str, Any], Any]:
     """The twelve numbers, and the evaluation that made them, of boxes or masks in COCO's form."""
     from faster_coco_eval import COCO, COCOeval_faster  # imported late: it takes 0.4 s
 
@@ -131,11 +145,22 @@ def _coco(source: Annotated) -> dict:
     return {
         "images": [
             {"id": number, "width": width, "height": height}
-            for number, (width, height) in zip(source.image_ids.tolist(), source.sizes.tolist(), strict=True)
+            for number, (width, height) in zip(
+                source.image_ids.tolist(), source.sizes.tolist(), strict=True
+            )
         ],
-        "categories": [{"id": number, "name": name} for number, name in enumerate(source.classes, 1)],
+        "categories": [
+            {"id": number, "name": name} for number, name in enumerate(source.classes, 1)
+        ],
         "annotations": [
-            {"id": row, "image_id": owner, "bbox": box, "category_id": label + 1, "iscrowd": int(crowd), "area": area}
+            {
+                "id": row,
+                "image_id": owner,
+                "bbox": box,
+                "category_id": label + 1,
+                "iscrowd": int(crowd),
+                "area": area,
+            }
             for row, (owner, box, label, crowd, area) in enumerate(columns, 1)
         ],
     }

@@ -22,7 +22,8 @@ SIDE = 7.0  # inches of the longer side of an image on its own
 # Okabe and Ito's colours, and line styles: together enough to tell NAMED_CURVES apart.
 COLOURS, STYLES = (BLUE, ORANGE, GREEN, "#E69F00", "#CC79A7", "#56B4E9"), ("-", "--", ":", "-.")
 
-Mark = tuple[Sequence[float], str, str]  # left, top, right, bottom in pixels; what stands there; colour
+# Left, top, right, bottom in pixels; what stands there; colour.
+Mark = tuple[Sequence[float], str, str]
 
 
 def predictions(matches: Matches, path: Path) -> None:
@@ -41,7 +42,11 @@ def predictions(matches: Matches, path: Path) -> None:
         counts = f"{(hits >= 0).sum()} of {(~crowd).sum()} found, {of_found.count(ORANGE)} false"
         cells.append(Cell(image, "objects", name, _objects(source, objects, of_true)))
         cells.append(Cell(image, counts, name, _detections(matches, found, of_found)))
-    what = f"objects, and predictions that score {matches.threshold:.2f} or more (best F1)" if cells else "no images"
+    what = (
+        f"objects, and predictions that score {matches.threshold:.2f} or more (best F1)"
+        if cells
+        else "no images"
+    )
     colours = "found blue, missed or false orange, crowds grey"
     sheet(cells, f"{evaluation_of(path)}: {what}\n{colours}", path)
 
@@ -61,12 +66,21 @@ def precision_recall(precision: np.ndarray, class_names: Sequence[str], path: Pa
     if len(present):
         headline = f"AP50 {ap[present].mean():.2f} %"
         of_all = f"{ap[present].mean():5.1f} %  mean of {len(present):,}"
-        axes.plot(recalls, precision[present].mean(0), color=INK, linewidth=3, label=of_all, zorder=3)
+        axes.plot(
+            recalls, precision[present].mean(0), color=INK, linewidth=3, label=of_all, zorder=3
+        )
         best_first = present[np.argsort(-ap[present], kind="stable")]
         for row, (style, colour) in zip(best_first, product(STYLES, COLOURS), strict=False):
             if len(present) <= NAMED_CURVES:
                 label = f"{ap[row]:5.1f} %  {short(class_names[row], 24)}"
-                axes.plot(recalls, precision[row], color=colour, linestyle=style, linewidth=1.3, label=label)
+                axes.plot(
+                    recalls,
+                    precision[row],
+                    color=colour,
+                    linestyle=style,
+                    linewidth=1.3,
+                    label=label,
+                )
         for row in present if len(present) > NAMED_CURVES else ():
             axes.plot(recalls, precision[row], color=GREY, alpha=0.25, linewidth=0.8)
         outside = {"loc": "upper left", "bbox_to_anchor": (1.02, 1)}
@@ -92,11 +106,18 @@ def misses(matches: Matches, path: Path) -> None:
     missed, alarms = matches.misses(SHOWN_CROPS), matches.false_alarms(SHOWN_CROPS)
     cells = [_crop(matches, case) for case in (*missed, *alarms)]
     headline = f"{len(missed)} worst misses, {len(alarms)} most confident false alarms"
-    sheet(cells, f"{evaluation_of(path)}: {headline}, at a score of {matches.threshold:.2f} or more", path)
+    sheet(
+        cells,
+        f"{evaluation_of(path)}: {headline}, at a score of {matches.threshold:.2f} or more",
+        path,
+    )
 
 
 def detections(
-    image: Image.Image, boxes: Sequence[tuple[Sequence[float], int, str, float]], masks: np.ndarray, path: Path
+    image: Image.Image,
+    boxes: Sequence[tuple[Sequence[float], int, str, float]],
+    masks: np.ndarray,
+    path: Path,
 ) -> None:
     """Draw an image with what was found in it, best first.
 
@@ -111,7 +132,10 @@ def detections(
     axes = figure.subplots()
     axes.set_axis_off()
     pixels = np.array(image)
-    marks = [_mark(corners, name, COLOURS[number % len(COLOURS)], score) for corners, number, name, score in boxes]
+    marks = [
+        _mark(corners, name, COLOURS[number % len(COLOURS)], score)
+        for corners, number, name, score in boxes
+    ]
     for mask, (*_, colour) in zip(masks[::-1], marks[::-1], strict=False):
         tint = 255 * np.array(to_rgb(colour))
         pixels[mask > 0] = (0.55 * pixels[mask > 0] + 0.45 * tint).astype(np.uint8)
@@ -138,18 +162,28 @@ def read_image(source: Annotated, index: int) -> Image.Image:
         return Image.new("RGB", tuple(source.sizes[index].tolist()))
 
 
-def _objects(source: Annotated, rows: Sequence[int] | np.ndarray, colours: Iterable[str]) -> list[Mark]:
+def _objects(
+    source: Annotated, rows: Sequence[int] | np.ndarray, colours: Iterable[str]
+) -> list[Mark]:
     columns = zip(source.boxes[rows].tolist(), source.labels[rows].tolist(), colours, strict=True)
     return [_mark(corners, source.classes[label], colour) for corners, label, colour in columns]
 
 
-def _detections(matches: Matches, rows: Sequence[int] | np.ndarray, colours: Iterable[str]) -> list[Mark]:
+def _detections(
+    matches: Matches, rows: Sequence[int] | np.ndarray, colours: Iterable[str]
+) -> list[Mark]:
     classes, found = matches.source.classes, zip(matches.rows[rows].tolist(), colours, strict=True)
-    return [_mark(box, classes[int(label)], colour, score) for (*box, score, label), colour in found]
+    return [
+        _mark(box, classes[int(label)], colour, score) for (*box, score, label), colour in found
+    ]
 
 
 def _mark(corners: Sequence[float], name: str, colour: str, score: float | None = None) -> Mark:
-    return corners, short(name, 16) + ("" if score is None else f" {score:.2f}".replace("0.", ".")), colour
+    return (
+        corners,
+        short(name, 16) + ("" if score is None else f" {score:.2f}".replace("0.", ".")),
+        colour,
+    )
 
 
 def _crop(matches: Matches, case: Mistake) -> Cell:
@@ -164,12 +198,21 @@ def _crop(matches: Matches, case: Mistake) -> Cell:
         score, label = matches.rows[case.detection, 4:].tolist()
         marks = _objects(source, [case.object], [BLUE]) if case.object >= 0 else []
         marks += _detections(matches, [case.detection], [ORANGE])
-        reasons = {"double": "a second time", "place": f"off: IoU {case.overlap:.2f}", "nothing": "nothing there"}
+        reasons = {
+            "double": "a second time",
+            "place": f"off: IoU {case.overlap:.2f}",
+            "nothing": "nothing there",
+        }
         reason = reasons.get(case.kind) or f"is {short(name, 18)}"
         caption = f"{short(source.classes[int(label)], 18)} {score:.2f}\n{reason}"
     image, (left, top, right, bottom) = read_image(source, case.image), marks[-1][0]
     margin = max(right - left, bottom - top, 8)
     left, top = int(max(left - margin, 0)), int(max(top - margin, 0))
     size = min(int(right + margin), image.width), min(int(bottom + margin), image.height)
-    shifted = [(np.subtract(corners, (left, top, left, top)).tolist(), text, ink) for corners, text, ink in marks]
-    return Cell(np.asarray(image.crop((left, top, *size))), caption, source.name(case.image), shifted)
+    shifted = [
+        (np.subtract(corners, (left, top, left, top)).tolist(), text, ink)
+        for corners, text, ink in marks
+    ]
+    return Cell(
+        np.asarray(image.crop((left, top, *size))), caption, source.name(case.image), shifted
+    )

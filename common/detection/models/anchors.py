@@ -21,7 +21,10 @@ class Anchors:
     """
 
     def __init__(
-        self, backbone: Backbone, scales: tuple[float, ...], ratios: tuple[float, ...] = (0.5, 1.0, 2.0)
+        self,
+        backbone: Backbone,
+        scales: tuple[float, ...],
+        ratios: tuple[float, ...] = (0.5, 1.0, 2.0),
     ) -> None:
         self.backbone = backbone
         sizes = tuple(tuple(int(2**level * scale) for scale in scales) for level in backbone.levels)
@@ -31,21 +34,33 @@ class Anchors:
     def __call__(self, canvas: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """[P, 4] left, top, right, bottom of all levels for a canvas of (H, W) pixels."""
         self.generator.set_cell_anchors(dtype, device)
-        return torch.cat(self.generator.grid_anchors(self.backbone.grid_sizes(canvas), self.backbone.strides(canvas)))
+        return torch.cat(
+            self.generator.grid_anchors(
+                self.backbone.grid_sizes(canvas), self.backbone.strides(canvas)
+            )
+        )
 
     def level_lengths(self, canvas: Sequence[int]) -> list[int]:
         """Number of anchors of each level; they sum to P."""
-        return [self.per_cell * height * width for height, width in self.backbone.grid_sizes(canvas)]
+        return [
+            self.per_cell * height * width for height, width in self.backbone.grid_sizes(canvas)
+        ]
 
 
 def match(
-    places: Tensor, target: dict, size: Tensor, foreground_iou: float, background_iou: float, rescue: bool
+    places: Tensor,
+    target: dict,
+    size: Tensor,
+    foreground_iou: float,
+    background_iou: float,
+    rescue: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Match anchors or proposals `places` [P, 4] with the boxes of one image.
 
     Returns:
         the box [P, 4] that each is matched with (arbitrary if it is not foreground), and its index [P];
-        bool[P], foreground: it overlaps the box by `foreground_iou`, or with `rescue` as much as any other does;
+        bool[P], foreground: it overlaps the box by `foreground_iou`, or with `rescue` as much as
+            any other does;
         bool[P], ignored: it overlaps a box by `background_iou`, or half of its part inside `size` [2] (width,
         height) lies in a crowd region.
     """
@@ -59,7 +74,9 @@ def match(
         largest = overlap.amax(1, keepdim=True)
         foreground |= ((overlap == largest) & (largest > 0)).any(0)
     inside = clip(places, size)
-    shared = torch.minimum(boxes[:, None, 2:], inside[:, 2:]) - torch.maximum(boxes[:, None, :2], inside[:, :2])
+    shared = torch.minimum(boxes[:, None, 2:], inside[:, 2:]) - torch.maximum(
+        boxes[:, None, :2], inside[:, :2]
+    )
     shared = shared.clamp(min=0)
     crowded = (shared[..., 0] * shared[..., 1] >= box_area(inside) / 2) & crowd[:, None]
     ignored = ((best >= background_iou) | crowded.any(0)) & ~foreground
@@ -77,16 +94,21 @@ def draws_of(ids: Tensor, key: int) -> Tensor:
     return _shift(x ^ _shift(x, 31), 64 - _BITS)
 
 
-def sample(foreground: Tensor, background: Tensor, draws: Tensor, size: int, share: float) -> tuple[Tensor, Tensor]:
-    """Sample `size` of n places by their `draws` int64[n] in [0, 2^61); foreground comes first, up to a `share`.
+def sample(
+    foreground: Tensor, background: Tensor, draws: Tensor, size: int, share: float
+) -> tuple[Tensor, Tensor]:
+    """Sample `size` of n places by their `draws` int64[n] in [0, 2^61); foreground comes first, up
+    to a `share`.
 
-    `foreground`, `background`: bool[n], never both; other places are not sampled. Returns indices int64[k],
-    k = min(size, n), and bool[k], False for surplus ones.
+    `foreground`, `background`: bool[n], never both; other places are not sampled. Returns indices
+    int64[k], k = min(size, n), and bool[k], False for surplus ones.
     """
     limit = int(size * share)
     of_foreground = torch.where(foreground, draws, -1)
     if limit < len(draws):
-        bound = of_foreground.topk(limit).values[-1] if limit else of_foreground.new_full((), 2**_BITS)
+        bound = (
+            of_foreground.topk(limit).values[-1] if limit else of_foreground.new_full((), 2**_BITS)
+        )
         foreground = foreground & (of_foreground >= bound)
     order = torch.where(foreground, draws + 2**_BITS, torch.where(background, draws, -1))
     drawn, indices = order.topk(min(size, len(order)))

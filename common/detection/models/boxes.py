@@ -20,7 +20,11 @@ def filled(values: tuple[float, ...], like: Tensor) -> Tensor:
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on the device, without a wait."""
-    return x.pin_memory().to(device, non_blocking=True) if devices.has_streams(device) else x.to(device)
+    return (
+        x.pin_memory().to(device, non_blocking=True)
+        if devices.has_streams(device)
+        else x.to(device)
+    )
 
 
 def full_precision(x: Tensor) -> torch.autocast:

@@ -7,7 +7,14 @@ from torch import Tensor
 from common.training.timm_models import take_rows
 
 # Layers with a row for each class. cls_logits has one for each anchor and class.
-_HEADS = {"cls_score", "bbox_pred", "mask_fcn_logits", "enc_score_head", "class_embed", "enc_out_class_embed"}
+_HEADS = {
+    "cls_score",
+    "bbox_pred",
+    "mask_fcn_logits",
+    "enc_score_head",
+    "class_embed",
+    "enc_out_class_embed",
+}
 _HEADS |= {"cls_logits", "denoising_class_embed"}
 
 

@@ -33,7 +33,8 @@ class Detector(nn.Module):
     begins_with: str  # in words, which weights were loaded
     title: str  # what the start table calls it
     limit: int = LIMIT  # most detections in an image
-    needs_squares = False  # images are stretched to squares, as for the published weights of its family
+    # Images are stretched to squares, as for the published weights of its family.
+    needs_squares = False
     forward_methods = ("detect",)  # see `common.distributed.sharding.shard`
     size_flag = "--short_sides"  # see `common.training.warm_up.warm_up`
     looks_ahead = True  # see `training.step.StepModule`
@@ -42,8 +43,11 @@ class Detector(nn.Module):
         """int64[C]: divisors of losses, to be summed over the global batch; here the number of images."""
         return targets[0]["labels"].new_full((1,), len(targets))
 
-    def prepare_step(self, step: int, batches: Sequence[Any], plan: BatchPlan, is_trial: bool) -> None:
-        """Give each batch its `totals` int64[C + 1]: the sum of `counts` over the global batch, and its number of images.
+    def prepare_step(
+        self, step: int, batches: Sequence[Any], plan: BatchPlan, is_trial: bool
+    ) -> None:
+        """Give each batch its `totals` int64[C + 1]: the sum of `counts` over the global batch, and
+        its number of images.
 
         In a trial it is the sum over these batches. See `training.step.StepModule`.
         """
@@ -57,15 +61,18 @@ class Detector(nn.Module):
         """No rows of the start table but those of every model."""
         return {}
 
-    def compute_terms(self, images: Tensor, targets: list[dict], totals: Tensor) -> dict[str, Tensor]:
+    def compute_terms(
+        self, images: Tensor, targets: list[dict], totals: Tensor
+    ) -> dict[str, Tensor]:
         """The parts [B] of `losses`, by name; one of them is "class"."""
         raise NotImplementedError
 
     def losses(self, images: Tensor, targets: list[dict], totals: Tensor) -> Losses:
         """Losses that are already divided: their *sum* over the global batch is its loss.
 
-        `images` [B, 3, H, W] are normalised, `totals` int64[C] is the sum of `counts` over the global
-        batch. Every parameter gets a gradient, with boxes or without. The loss is the sum of its parts.
+        `images` [B, 3, H, W] are normalised, `totals` int64[C] is the sum of `counts` over the
+        global batch. Every parameter gets a gradient, with boxes or without. The loss is the sum of
+        its parts.
         """
         terms = self.compute_terms(images, targets, totals)
         return sum(terms.values(), torch.zeros_like(terms["class"])), terms
@@ -100,14 +107,18 @@ class Suppressing(Detector):
         self.limit = max(self.limit, spec.max_detections)
         self.pretrained_cfg, self.stride = backbone.pretrained_cfg, backbone.stride
 
-    def best_of(self, boxes: Tensor, scores: Tensor, labels: Tensor, size: Tensor) -> dict[str, Tensor]:
+    def best_of(
+        self, boxes: Tensor, scores: Tensor, labels: Tensor, size: Tensor
+    ) -> dict[str, Tensor]:
         """The best detections of an image, best first: boxes [n, 4], scores [n], labels int64[n].
 
         They are selected from boxes [m, 4] in pixels of the canvas with a score [m] and a label [m]
         each, and clipped to `size` [2], the true width and height of the image on its canvas.
         """
         boxes = clip(boxes, size)
-        good = (scores > self.score_threshold) & (boxes[:, 2:] - boxes[:, :2] >= self.least_side).all(1)
+        good = (scores > self.score_threshold) & (
+            boxes[:, 2:] - boxes[:, :2] >= self.least_side
+        ).all(1)
         good = good.nonzero().squeeze(1)
         boxes, scores, labels = boxes[good], scores[good], labels[good]
         keep = suppress(boxes, scores, labels, self.nms_threshold)[: self.limit]

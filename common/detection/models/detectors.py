@@ -29,23 +29,33 @@ class Matched(nn.Module):
         found = []
         for of_image in self.detector.detect(images, sizes):
             owner, number = (of_image["labels"][:, None] == places).nonzero(as_tuple=True)
-            found.append({name: column[owner] for name, column in of_image.items()} | {"labels": number})
+            found.append(
+                {name: column[owner] for name, column in of_image.items()} | {"labels": number}
+            )
         return found
 
 
 def build_detector(spec: DetectorSpec) -> Detector:
     """A detector on a timm backbone, or one of transformers. Raises `Refused`."""
     if spec.width % 32:
-        raise Refused(f"--width {spec.width}: the heads normalise 32 groups of channels; take a multiple of 32")
+        raise Refused(
+            f"--width {spec.width}: the heads normalise 32 groups of channels; take a multiple of "
+            "32"
+        )
     if spec.family in OF_TRANSFORMERS:
         return RFDETR(spec) if spec.family == "rf_detr" else DETR(spec)
     kind: type[Suppressing] = FAMILIES[spec.family]
     if spec.variant == "torchvision_v2" and kind is FCOS:
-        raise Refused("--variant torchvision_v2: --detector fcos has no second version; take --variant torchvision")
+        raise Refused(
+            "--variant torchvision_v2: --detector fcos has no second version; take --variant "
+            "torchvision"
+        )
     backbone = Backbone(spec, spec.levels or kind.levels, kind.coarser)
     torch.manual_seed(spec.seed + 3)
     detector = kind(backbone, spec)
-    detector.begins_with = begins_with_backbone(backbone.trunk, detector, spec.model, spec.pretrained)
+    detector.begins_with = begins_with_backbone(
+        backbone.trunk, detector, spec.model, spec.pretrained
+    )
     return detector
 
 

@@ -75,12 +75,18 @@ _DINOV2 = {
 }
 
 ARCHITECTURES: dict[str, dict] = {
-    "rtdetr_v2_r18vd": SMALL_OF["rtdetr_v2"] | {"backbone_config": _RESNET_18, "encoder_in_channels": [128, 256, 512]},
+    "rtdetr_v2_r18vd": SMALL_OF["rtdetr_v2"]
+    | {"backbone_config": _RESNET_18, "encoder_in_channels": [128, 256, 512]},
     "dfine_n": _NANO,
-    "dfine_s": SMALL_OF["dfine"] | {"backbone_config": _HGNET_B0, "encoder_in_channels": [256, 512, 1024]},
+    "dfine_s": SMALL_OF["dfine"]
+    | {"backbone_config": _HGNET_B0, "encoder_in_channels": [256, 512, 1024]},
     "deimv2_n": _NANO | _OF_DEIMV2,
     "deimv2_s": SMALL_OF["deimv2"]
-    | {"backbone_config": _DINOV3_TINY, "encoder_in_channels": [192] * 3, "encoder_has_trailing_conv": False}
+    | {
+        "backbone_config": _DINOV3_TINY,
+        "encoder_in_channels": [192] * 3,
+        "encoder_has_trailing_conv": False,
+    }
     | {"d_model": 192, "encoder_hidden_dim": 192, "encoder_ffn_dim": 512}
     | {"decoder_in_channels": [192] * 3, "decoder_ffn_dim": 512, "decoder_layers": 4},
     "rf_detr_nano": {"backbone_config": _DINOV2, "decoder_layers": 2, "decoder_n_points": 2},

@@ -28,8 +28,9 @@ _IMAGENET = {"mean": timm.data.IMAGENET_DEFAULT_MEAN, "std": timm.data.IMAGENET_
 def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
     """RTDetrV2Model, DFineModel or Deimv2Model with its heads in the decoder; mean and std of its images.
 
-    `spec.model` is one that `load` takes, or a timm backbone (a name, `hf-hub:owner/name` or a folder), under the neck and the
-    decoder of the smallest published model with `spec.width` channels. Raises `Refused`.
+    `spec.model` is one that `load` takes, or a timm backbone (a name, `hf-hub:owner/name` or a
+    folder), under the neck and the decoder of the smallest published model with `spec.width`
+    channels. Raises `Refused`.
     """
     name = spec.model
     if name in ARCHITECTURES or not is_timm(name):
@@ -38,7 +39,9 @@ def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
         return load(spec, _fresh, _whole_decoder)
     whole, normalization = _over_timm(spec)
     model = _whole_decoder(whole)
-    model.begins_with = timm_models.begins_with_backbone(features_of(model)._backbone, model, name, spec.pretrained)
+    model.begins_with = timm_models.begins_with_backbone(
+        features_of(model)._backbone, model, name, spec.pretrained
+    )
     return model, normalization
 
 
@@ -122,16 +125,21 @@ def is_timm(name: str) -> bool:
 def load(spec: DetectorSpec, fresh: Callable, prepare: Callable) -> tuple[nn.Module, dict]:
     """A model of transformers for the spec's classes, and what its images are normalised with.
 
-    `spec.model` is one of `ARCHITECTURES`, whose weights are a function of the seed, owner/name on the hub
-    or a folder, which brings its weights. With other classes, it keeps what it knows of those with the
-    spec's names. `fresh` makes a whole model of (config, seed), `prepare` the model of a whole one. Raises
-    `Refused`.
+    `spec.model` is one of `ARCHITECTURES`, whose weights are a function of the seed, owner/name on
+    the hub or a folder, which brings its weights. With other classes, it keeps what it knows of
+    those with the spec's names. `fresh` makes a whole model of (config, seed), `prepare` the model
+    of a whole one. Raises `Refused`.
     """
     transformers, family, name = import_transformers(), spec.family, spec.model
     if name in ARCHITECTURES:
         if spec.pretrained:
-            others = "owner/name on the hub has them, such as ustc-community/dfine-small-coco and Roboflow/rf-detr-nano"
-            raise Refused(f"--pretrained: {name} is a configuration without weights; --model {others}")
+            others = (
+                "owner/name on the hub has them, such as ustc-community/dfine-small-coco and "
+                "Roboflow/rf-detr-nano"
+            )
+            raise Refused(
+                f"--pretrained: {name} is a configuration without weights; --model {others}"
+            )
         if not name.startswith(family):
             raise Refused(f"--model {name}: not of --detector {family}; {known_models(family)}")
         architecture = copy.deepcopy(ARCHITECTURES[name]) | {"num_labels": spec.classes}
@@ -157,7 +165,9 @@ def load(spec: DetectorSpec, fresh: Callable, prepare: Callable) -> tuple[nn.Mod
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = first_line(error)
         known = known_models(family)
-        raise Refused(f"--model {name}: can't be loaded (is the hub in reach?), {known}: {reason}") from None
+        raise Refused(
+            f"--model {name}: can't be loaded (is the hub in reach?), {known}: {reason}"
+        ) from None
     model = _for_classes(spec, config, trained, lambda: prepare(fresh(config, spec.seed)))
     given = {"mean": tuple(processor.image_mean), "std": tuple(processor.image_std)}
     return model, given if processor.do_normalize else _PLAIN
@@ -172,7 +182,9 @@ def _made_exact(config: Any) -> Any:
     return config
 
 
-def _for_classes(spec: DetectorSpec, config, trained: nn.Module | None, fresh: Callable[[], nn.Module]) -> nn.Module:
+def _for_classes(
+    spec: DetectorSpec, config, trained: nn.Module | None, fresh: Callable[[], nn.Module]
+) -> nn.Module:
     """The `trained` model if it has the spec's classes, else a new one with what it knows of them."""
     known = [name for _, name in sorted(config.id2label.items())]
     new: list[int] = []
@@ -185,7 +197,9 @@ def _for_classes(spec: DetectorSpec, config, trained: nn.Module | None, fresh: C
             new = take_classes(model.state_dict(), trained.state_dict(), names, known)
     everything = model.state_dict()
     taken = len(everything) - len(class_rows(everything, spec.classes)) * bool(new)
-    said = timm_models.begins_with(taken, len(everything), spec.model, [names[row] for row in new], names)
+    said = timm_models.begins_with(
+        taken, len(everything), spec.model, [names[row] for row in new], names
+    )
     model.begins_with = said if trained else ""
     return model
 
@@ -208,11 +222,15 @@ def _over_timm(spec: DetectorSpec) -> tuple[nn.Module, dict]:
         features_only=True,
         out_indices=_LAST,
     )
-    strides, channels_last = features.feature_info.reduction(), getattr(features, "output_fmt", "") == "NHWC"
+    strides, channels_last = (
+        features.feature_info.reduction(),
+        getattr(features, "output_fmt", "") == "NHWC",
+    )
     if strides != [8, 16, 32] or channels_last:
         raise Refused(
-            f"--model {name}: ends in features at strides {', '.join(map(str, strides))}{', channels last' * channels_last}; "
-            f"--detector {spec.family} needs 8, 16 and 32, channels first, as convolutional networks have"
+            f"--model {name}: ends in features at strides "
+            f"{', '.join(map(str, strides))}{', channels last' * channels_last}; --detector "
+            f"{spec.family} needs 8, 16 and 32, channels first, as convolutional networks have"
         )
     normalization = features.pretrained_cfg
     architecture = normalization["architecture"]  # all that transformers will know
@@ -220,7 +238,11 @@ def _over_timm(spec: DetectorSpec) -> tuple[nn.Module, dict]:
     config = import_transformers().AutoConfig.for_model(
         FAMILIES[spec.family],
         num_labels=spec.classes,
-        backbone_config={"model_type": "timm_backbone", "backbone": architecture, "out_indices": _LAST},
+        backbone_config={
+            "model_type": "timm_backbone",
+            "backbone": architecture,
+            "out_indices": _LAST,
+        },
         encoder_in_channels=features.feature_info.channels(),
         decoder_in_channels=[width] * 3,
         d_model=width,

@@ -23,9 +23,9 @@ _OF_ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
 class Backbone(nn.Module):
     """A timm backbone and a feature pyramid: images [B, 3, H, W] -> list of [B, width, H / 2^l, W / 2^l].
 
-    H and W are multiples of `stride`; if 2^l does not divide them, the size of the level is rounded up.
-    timm makes the same features with `arguments`.
-    Source: Lin et al. 2017, "Feature Pyramid Networks for Object Detection" (arXiv:1612.03144).
+    H and W are multiples of `stride`; if 2^l does not divide them, the size of the level is rounded
+    up. timm makes the same features with `arguments`. Source: Lin et al. 2017, "Feature Pyramid
+    Networks for Object Detection" (arXiv:1612.03144).
     """
 
     def __init__(self, spec: DetectorSpec, levels: tuple[int, int], coarser: str) -> None:
@@ -36,14 +36,19 @@ class Backbone(nn.Module):
         super().__init__()
         lowest, highest = levels
         if not 1 <= lowest <= highest <= _COARSEST:
-            raise Refused(f"--levels {lowest}-{highest}: must be two levels from 1 to {_COARSEST}, the finer first")
+            raise Refused(
+                f"--levels {lowest}-{highest}: must be two levels from 1 to {_COARSEST}, the "
+                "finer first"
+            )
         features = _create_features(spec)
         self.pretrained_cfg = features.pretrained_cfg
         self.levels = tuple(range(lowest, highest + 1))
         self.width = spec.width
         info = features.feature_info
         # The deepest of each level.
-        map_index = {math.log2(reduction): index for index, reduction in enumerate(info.reduction())}
+        map_index = {
+            math.log2(reduction): index for index, reduction in enumerate(info.reduction())
+        }
         feature_levels = [level for level in self.levels if level in map_index]
         picks = [map_index[level] for level in feature_levels]
         channels = [info.channels()[pick] for pick in picks]
@@ -60,7 +65,8 @@ class Backbone(nn.Module):
                 strides = ", ".join(map(str, sorted(set(info.reduction()))))
                 problem = f"{spec.model} has features at strides {strides} (level l is stride 2^l)"
                 raise Refused(f"--levels {lowest}-{highest}: {problem}")
-            if feature_levels[-1] < deepest:  # layers after the last map in use would have no gradient
+            # Layers after the last map in use would have no gradient.
+            if feature_levels[-1] < deepest:
                 features = _create_features(spec, out_indices=self.arguments["out_indices"])
                 picks = list(range(len(channels)))
             check_features(features, self.arguments)
@@ -88,13 +94,17 @@ class Backbone(nn.Module):
     def grid_sizes(self, canvas: Sequence[int]) -> list[tuple[int, int]]:
         """Cells (down, across) of each level for a canvas of (H, W) pixels."""
         height, width = canvas
-        return [((height - 1) // 2**level + 1, (width - 1) // 2**level + 1) for level in self.levels]
+        return [
+            ((height - 1) // 2**level + 1, (width - 1) // 2**level + 1) for level in self.levels
+        ]
 
     def strides(self, canvas: Sequence[int]) -> list[tuple[int, int]]:
         """Pixels between cells (down, across) of each level: 2^l, or spread as torchvision does."""
         if not self._is_even:
             return [(2**level, 2**level) for level in self.levels]
-        return [(canvas[0] // down, canvas[1] // across) for down, across in self.grid_sizes(canvas)]
+        return [
+            (canvas[0] // down, canvas[1] // across) for down, across in self.grid_sizes(canvas)
+        ]
 
 
 def _create_features(spec: DetectorSpec, **options: Any) -> nn.Module:
@@ -114,7 +124,11 @@ def _list_arguments(features: nn.Module, out_indices: list[int]) -> dict[str, An
     """With what timm makes the same features."""
     architecture = features.pretrained_cfg["architecture"]
     sizes = {name: value for name, value in features.created_with.items() if name in _OF_ANY_SIZE}
-    return {"model_name": architecture, "out_indices": out_indices} | sizes | AS_PRETRAINED.get(architecture, {})
+    return (
+        {"model_name": architecture, "out_indices": out_indices}
+        | sizes
+        | AS_PRETRAINED.get(architecture, {})
+    )
 
 
 def _build_fpn(
@@ -133,8 +147,8 @@ def _build_fpn(
 class Coarser(ExtraFPNBlock):
     """Coarser levels by strided convolutions, as P6 and P7 of RetinaNet, with torchvision's names.
 
-    They are made from the pyramid's coarsest map, or if `channels` are not `width`, from the backbone's,
-    which has as many. With 0 channels: of every second cell, as P6 of Faster R-CNN.
+    They are made from the pyramid's coarsest map, or if `channels` are not `width`, from the
+    backbone's, which has as many. With 0 channels: of every second cell, as P6 of Faster R-CNN.
     """
 
     def __init__(self, levels: list[int], width: int, channels: int) -> None:
@@ -147,7 +161,9 @@ class Coarser(ExtraFPNBlock):
             self.add_module(name, convolution)
             channels = width
 
-    def forward(self, results: list[Tensor], x: list[Tensor], names: list[str]) -> tuple[list[Tensor], list[str]]:
+    def forward(
+        self, results: list[Tensor], x: list[Tensor], names: list[str]
+    ) -> tuple[list[Tensor], list[str]]:
         finest, convolutions = x[-1] if self.of_backbone else results[-1], [*self.children()]
         for convolution in convolutions:
             results.append(convolution(finest))
@@ -167,7 +183,8 @@ class GroupNorm(nn.GroupNorm):
 class SimplePyramid(nn.Module):
     """The map of a plain vision transformer, of level 4, resampled to several: images -> list of maps.
 
-    Source: Li et al. 2022, "Exploring Plain Vision Transformer Backbones for Object Detection" (arXiv:2203.16527).
+    Source: Li et al. 2022, "Exploring Plain Vision Transformer Backbones for Object Detection"
+    (arXiv:2203.16527).
     """
 
     def __init__(self, features: nn.Module, channels: int, levels: list[int]) -> None:

@@ -31,10 +31,16 @@ class OneStage(Suppressing):
         super().__init__(backbone, spec)
         self.convolutions = spec.convolutions
 
-    def class_loss(self, logits: Tensor, labels: Tensor, foreground: Tensor, ignored: Tensor) -> Tensor:
+    def class_loss(
+        self, logits: Tensor, labels: Tensor, foreground: Tensor, ignored: Tensor
+    ) -> Tensor:
         """[B]: focal loss of logits [B, P, K], summed. Labels, foreground and ignored are [B, P]."""
-        one_hot = (labels[..., None] == torch.arange(self.classes, device=labels.device)) & foreground[..., None]
-        return (sigmoid_focal_loss(logits, one_hot.to(logits.dtype)) * ~ignored[..., None]).sum((1, 2))
+        one_hot = (
+            labels[..., None] == torch.arange(self.classes, device=labels.device)
+        ) & foreground[..., None]
+        return (sigmoid_focal_loss(logits, one_hot.to(logits.dtype)) * ~ignored[..., None]).sum(
+            (1, 2)
+        )
 
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
@@ -48,7 +54,9 @@ class OneStage(Suppressing):
         """Boxes [B, P, 4] and scores [B, P, classes]."""
         raise NotImplementedError
 
-    def _select(self, boxes: Tensor, scores: Tensor, size: Tensor, level_lengths: list[int]) -> dict[str, Tensor]:
+    def _select(
+        self, boxes: Tensor, scores: Tensor, size: Tensor, level_lengths: list[int]
+    ) -> dict[str, Tensor]:
         """As `best_of`, for the best of each level of boxes [P, 4] with scores [P, classes]."""
         start, values, places = 0, [], []
         for level in scores.split(level_lengths):
@@ -68,9 +76,10 @@ class OneStage(Suppressing):
 class FCOS(OneStage):
     """One-stage detector without anchors.
 
-    Points, assignment, losses and names of parameters are torchvision's: its `FCOS` loads them. Different
-    here: the divisor is the count of foreground points in the global batch, and there are crowd regions.
-    Source: Tian et al. 2019, "FCOS: Fully Convolutional One-Stage Object Detection" (arXiv:1904.01355).
+    Points, assignment, losses and names of parameters are torchvision's: its `FCOS` loads them.
+    Different here: the divisor is the count of foreground points in the global batch, and there are
+    crowd regions. Source: Tian et al. 2019, "FCOS: Fully Convolutional One-Stage Object Detection"
+    (arXiv:1904.01355).
     """
 
     radius = 1.5  # foreground points lie within this many strides of their box's centre
@@ -86,27 +95,45 @@ class FCOS(OneStage):
     def counts(self, targets: list[dict], canvas: Sequence[int]) -> Tensor:
         """int64[1]: foreground points of these images."""
         places = self._places(canvas, targets[0]["boxes"].device)
-        return torch.stack([self._assign(*places, target)[2].sum() for target in targets]).sum(0, keepdim=True)
+        return torch.stack([self._assign(*places, target)[2].sum() for target in targets]).sum(
+            0, keepdim=True
+        )
 
-    def compute_terms(self, images: Tensor, targets: list[dict], totals: Tensor) -> dict[str, Tensor]:
+    def compute_terms(
+        self, images: Tensor, targets: list[dict], totals: Tensor
+    ) -> dict[str, Tensor]:
         """Focal loss of classes, generalised IoU of boxes, binary cross-entropy of centre-ness."""
         outputs = self.head(self.backbone(images))
         with full_precision(images):
             logits, distances, centreness = self._wide(outputs)
             points, strides, reach = self._places(images.shape[2:], images.device)
             assigned = [self._assign(points, strides, reach, target) for target in targets]
-            boxes, labels, foreground, ignored = (torch.stack(column) for column in zip(*assigned, strict=True))
+            boxes, labels, foreground, ignored = (
+                torch.stack(column) for column in zip(*assigned, strict=True)
+            )
 
-            # Points without a box get a loss of zero: the host would wait for indices of the others.
-            nearest = torch.stack([points - strides[:, None], points + strides[:, None]]).movedim(0, 1).flatten(1)
+            # Points without a box get a loss of zero: the host would wait for indices of the
+            # others.
+            nearest = (
+                torch.stack([points - strides[:, None], points + strides[:, None]])
+                .movedim(0, 1)
+                .flatten(1)
+            )
             wanted = torch.where(foreground[..., None], boxes, nearest)
-            predicted = torch.where(foreground[..., None], _decode(points, strides, distances), nearest)
+            predicted = torch.where(
+                foreground[..., None], _decode(points, strides, distances), nearest
+            )
             distance = (1 - overlaps(predicted, wanted, eps=1e-7)[1]) * foreground
 
             sides = _sides(points, wanted)
             horizontal, vertical = sides[..., 0::2], sides[..., 1::2]
-            ratio = (horizontal.amin(-1) / horizontal.amax(-1)) * (vertical.amin(-1) / vertical.amax(-1))
-            centred = F.binary_cross_entropy_with_logits(centreness, ratio.sqrt(), reduction="none") * foreground
+            ratio = (horizontal.amin(-1) / horizontal.amax(-1)) * (
+                vertical.amin(-1) / vertical.amax(-1)
+            )
+            centred = (
+                F.binary_cross_entropy_with_logits(centreness, ratio.sqrt(), reduction="none")
+                * foreground
+            )
 
             total = totals[0].clamp(min=1).to(logits.dtype)
             return {
@@ -119,7 +146,9 @@ class FCOS(OneStage):
         """Scores are the root of class probability times centre-ness."""
         logits, distances, centreness = self._wide(outputs)
         points, strides, _ = self._places(images.shape[2:], images.device)
-        return _decode(points, strides, distances), (logits.sigmoid() * centreness.sigmoid()[..., None]).sqrt()
+        return _decode(points, strides, distances), (
+            logits.sigmoid() * centreness.sigmoid()[..., None]
+        ).sqrt()
 
     def _wide(self, outputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Not in half precision: logits [B, P, K], distances [B, P, 4] in strides, centre-ness [B, P]."""
@@ -131,11 +160,18 @@ class FCOS(OneStage):
         """Points [P, 2]; strides [P]; reach [P, 2]: limits of the distance to a box's farthest side."""
         anchors = self.anchors(canvas, self._dtype, device)
         points, strides = (anchors[:, :2] + anchors[:, 2:]) / 2, anchors[:, 2] - anchors[:, 0]
-        finest, coarsest = (strides == 2**level for level in (self.backbone.levels[0], self.backbone.levels[-1]))
-        low, high = 4 * strides.masked_fill(finest, 0), 8 * strides.masked_fill(coarsest, float("inf"))
+        finest, coarsest = (
+            strides == 2**level for level in (self.backbone.levels[0], self.backbone.levels[-1])
+        )
+        low, high = (
+            4 * strides.masked_fill(finest, 0),
+            8 * strides.masked_fill(coarsest, float("inf")),
+        )
         return points, strides, torch.stack([low, high], 1)
 
-    def _assign(self, points: Tensor, strides: Tensor, reach: Tensor, target: dict) -> tuple[Tensor, ...]:
+    def _assign(
+        self, points: Tensor, strides: Tensor, reach: Tensor, target: dict
+    ) -> tuple[Tensor, ...]:
         """The box [P, 4] and label [P] that each point is assigned to, and bool[P]: foreground, ignored.
 
         It is the smallest box around the point, near its centre, if the level is for boxes of that size.
@@ -151,14 +187,19 @@ class FCOS(OneStage):
         charge = inside & central & fitting & ~crowd
         areas, match = torch.where(charge, box_area(boxes), float("inf")).min(1)
         foreground = areas < float("inf")
-        return boxes[match], labels[match], foreground, ((sides.amin(2) >= 0) & crowd).any(1) & ~foreground
+        return (
+            boxes[match],
+            labels[match],
+            foreground,
+            ((sides.amin(2) >= 0) & crowd).any(1) & ~foreground,
+        )
 
 
 class RetinaNet(OneStage):
     """One-stage detector with anchors.
 
-    Anchors, matching, losses and names of parameters are torchvision's: its `RetinaNet` loads them. An image's
-    losses are divided by its own foreground anchors, then by the number of images.
+    Anchors, matching, losses and names of parameters are torchvision's: its `RetinaNet` loads them.
+    An image's losses are divided by its own foreground anchors, then by the number of images.
     Source: Lin et al. 2017, "Focal Loss for Dense Object Detection" (arXiv:1708.02002).
     """
 
@@ -176,7 +217,9 @@ class RetinaNet(OneStage):
             part.conv = part.conv[: self.convolutions]
         self.coder = BoxCoder((1.0, 1.0, 1.0, 1.0))
 
-    def compute_terms(self, images: Tensor, targets: list[dict], totals: Tensor) -> dict[str, Tensor]:
+    def compute_terms(
+        self, images: Tensor, targets: list[dict], totals: Tensor
+    ) -> dict[str, Tensor]:
         """Focal loss of classes and distance of encoded boxes."""
         outputs = self.head(self.backbone(images))
         with full_precision(images):
@@ -184,12 +227,19 @@ class RetinaNet(OneStage):
             canvas = filled(images.shape[:1:-1], targets[0]["labels"])  # width, height
             rule = self.foreground_iou, self.background_iou, True
             matched = [match(anchors, target, canvas, *rule) for target in targets]
-            boxes, which, foreground, ignored = (torch.stack(column) for column in zip(*matched, strict=True))
-            labels = torch.stack([F.pad(t["labels"], (0, 1))[w] for t, w in zip(targets, which, strict=True)])
+            boxes, which, foreground, ignored = (
+                torch.stack(column) for column in zip(*matched, strict=True)
+            )
+            labels = torch.stack(
+                [F.pad(t["labels"], (0, 1))[w] for t, w in zip(targets, which, strict=True)]
+            )
 
-            # Background anchors are encoded against themselves: the host would wait for indices of the others.
+            # Background anchors are encoded against themselves: the host would wait for indices of
+            # the others.
             wanted = torch.where(foreground[..., None], boxes, anchors)
-            wanted = self.coder.encode_single(wanted.flatten(0, 1), anchors.repeat(len(targets), 1)).view_as(deltas)
+            wanted = self.coder.encode_single(
+                wanted.flatten(0, 1), anchors.repeat(len(targets), 1)
+            ).view_as(deltas)
             distance = (deltas - wanted).abs() * foreground[..., None]
 
             divisor = foreground.sum(1).clamp(min=1) * totals[0].to(logits.dtype)
@@ -199,13 +249,19 @@ class RetinaNet(OneStage):
     def _found(self, outputs: dict[str, Tensor], images: Tensor) -> tuple[Tensor, Tensor]:
         """Scores are class probabilities."""
         logits, deltas, anchors = self._wide(outputs, images)
-        boxes = self.coder.decode_single(deltas.flatten(0, 1), anchors.repeat(len(images), 1)).view_as(deltas)
+        boxes = self.coder.decode_single(
+            deltas.flatten(0, 1), anchors.repeat(len(images), 1)
+        ).view_as(deltas)
         return boxes, logits.sigmoid()
 
     def _wide(self, outputs: dict[str, Tensor], images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Class logits [B, P, K], deltas [B, P, 4] and anchors [P, 4], not in half precision."""
         anchors = self.anchors(images.shape[2:], self._dtype, images.device)
-        return outputs["cls_logits"].to(self._dtype), outputs["bbox_regression"].to(self._dtype), anchors
+        return (
+            outputs["cls_logits"].to(self._dtype),
+            outputs["bbox_regression"].to(self._dtype),
+            anchors,
+        )
 
 
 def _sides(points: Tensor, boxes: Tensor) -> Tensor:

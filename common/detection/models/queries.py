@@ -25,11 +25,18 @@ def split_targets(targets: list[dict], images: Tensor) -> tuple[list[Tensor], li
     corners = torch.cat([target["boxes"] for target in targets]).to(images.dtype) / _extent(images)
     objects, regions, first = [], [], 0
     for target in targets:
-        crowd = target["regions"] if "regions" in target else target["crowd"].nonzero().flatten().tolist()
+        crowd = (
+            target["regions"]
+            if "regions" in target
+            else target["crowd"].nonzero().flatten().tolist()
+        )
         rows = range(first, first := first + len(target["labels"]))
         regions.append([rows[row] for row in crowd])
         objects.append(sorted({*rows} - {*regions[-1]}))
-    order, sizes = [row for rows in objects + regions for row in rows], [*map(len, objects + regions)]
+    order, sizes = (
+        [row for rows in objects + regions for row in rows],
+        [*map(len, objects + regions)],
+    )
     index = to_device(torch.tensor(order, dtype=torch.int64), images.device)
     labels = torch.cat([target["labels"] for target in targets])[index].split(sizes)[: len(targets)]
     parts = corners[index].split(sizes)
@@ -70,8 +77,14 @@ def match(
     boxes = boxes.nan_to_num(0)[..., None, :]  # [B, O, Q, 1, 4]
     hit = alpha * (1 - chances) ** gamma * -(chances + 1e-8).log()
     doubt = (1 - alpha) * chances**gamma * -(1 - chances + 1e-8).log()
-    _, generalised = overlaps(box_convert(boxes, "cxcywh", "xyxy"), box_convert(wanted, "cxcywh", "xyxy"))
-    costs = bbox_cost * (boxes - wanted).abs().sum(-1) + class_cost * (hit - doubt) - giou_cost * generalised
+    _, generalised = overlaps(
+        box_convert(boxes, "cxcywh", "xyxy"), box_convert(wanted, "cxcywh", "xyxy")
+    )
+    costs = (
+        bbox_cost * (boxes - wanted).abs().sum(-1)
+        + class_cost * (hit - doubt)
+        - giou_cost * generalised
+    )
     largest = torch.finfo(costs.dtype).max
     costs = costs.nan_to_num(largest, largest, largest).cpu()
     result = torch.full(logits.shape[:3], -1)
@@ -85,7 +98,11 @@ def match(
 def in_crowds(boxes: Tensor, regions: Tensor) -> Tensor:
     """bool[B, O, Q]: True if a box's centre is in one of the regions [B, m, 4] (corners)."""
     centres = boxes[..., None, :2]
-    return ((centres >= regions[:, None, None, :, :2]) & (centres <= regions[:, None, None, :, 2:])).all(-1).any(-1)
+    return (
+        ((centres >= regions[:, None, None, :, :2]) & (centres <= regions[:, None, None, :, 2:]))
+        .all(-1)
+        .any(-1)
+    )
 
 
 def pair(match: Tensor, found: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -97,10 +114,20 @@ def pair(match: Tensor, found: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor, T
         match: int64[B, O, Q] index of a box, or -1.
         found, boxes: [B, O, Q, 4] and, padded at the end, [B, n + 1, 4] (centre, width, height in 0..1).
     """
-    matched, rows = (match >= 0)[..., None], torch.arange(len(match), device=match.device)[:, None, None]
+    matched, rows = (
+        (match >= 0)[..., None],
+        torch.arange(len(match), device=match.device)[:, None, None],
+    )
     whole = filled((0.5, 0.5, 1, 1), boxes)
-    wanted, found = torch.where(matched, boxes[rows, match], whole), torch.where(matched, found, whole)
-    return found, wanted, *overlaps(box_convert(found, "cxcywh", "xyxy"), box_convert(wanted, "cxcywh", "xyxy"))
+    wanted, found = (
+        torch.where(matched, boxes[rows, match], whole),
+        torch.where(matched, found, whole),
+    )
+    return (
+        found,
+        wanted,
+        *overlaps(box_convert(found, "cxcywh", "xyxy"), box_convert(wanted, "cxcywh", "xyxy")),
+    )
 
 
 def hits(match: Tensor, labels: Tensor, classes: int) -> Tensor:
@@ -149,7 +176,12 @@ def groups_of(boxes: Tensor, budget: int) -> Tensor:
 
 
 def noised(
-    boxes: list[Tensor], labels: list[Tensor], positions: Sequence[int], seed: int, queries: int, config: Any
+    boxes: list[Tensor],
+    labels: list[Tensor],
+    positions: Sequence[int],
+    seed: int,
+    queries: int,
+    config: Any,
 ) -> Denoising:
     """Groups with a positive for each box, which is to be restored, and a negative, which is no object.
 
@@ -159,12 +191,14 @@ def noised(
     section 3.3.
 
     Args:
-        boxes, labels: for each image [n, 4] (centre x, centre y, width, height in 0..1) and int64[n]; n may be 0.
+        boxes, labels: for each image [n, 4] (centre x, centre y, width, height in 0..1) and
+            int64[n]; n may be 0.
         positions: of the images in the stream.
         queries: number of the decoder's own queries.
-        config: of transformers: num_labels; num_denoising, about the number of positives of an image;
-            label_noise_ratio, twice the share of labels that are replaced by random ones; box_noise_scale, 1
-            moves a positive's corners by up to half the box's sides, a negative's by half to whole sides.
+        config: of transformers: num_labels; num_denoising, about the number of positives of an
+            image; label_noise_ratio, twice the share of labels that are replaced by random ones;
+            box_noise_scale, 1 moves a positive's corners by up to half the box's sides, a
+            negative's by half to whole sides.
     """
     device, dtype = boxes[0].device, boxes[0].dtype
     numbers = torch.tensor([*map(len, boxes)])
@@ -175,14 +209,21 @@ def noised(
     for row, (of_image, size, position) in enumerate(zip(boxes, sizes, positions, strict=True)):
         place, number = np.arange(size), max(len(of_image), 1)
         kinds[:, row, :size] = place % number, place // (2 * number), place // number % 2
-        chances[row, :size] = uniforms(place[:, None] * 10 + np.arange(10), key_of(seed, "denoising", position))
+        chances[row, :size] = uniforms(
+            place[:, None] * 10 + np.arange(10), key_of(seed, "denoising", position)
+        )
 
     source, group, negative = to_device(torch.from_numpy(kinds), device)
     draws = to_device(torch.from_numpy(chances).to(dtype), device)
     rows, real = torch.arange(len(boxes), device=device)[:, None], group != _PADDING
-    wrong, random = draws[..., 0] < config.label_noise_ratio / 2, (draws[..., 1] * config.num_labels).long()
+    wrong, random = (
+        draws[..., 0] < config.label_noise_ratio / 2,
+        (draws[..., 1] * config.num_labels).long(),
+    )
     right = padded(labels, config.num_labels)[rows, source]
-    corners = padded([box_convert(of_image, "cxcywh", "xyxy") for of_image in boxes], 0)[rows, source]
+    corners = padded([box_convert(of_image, "cxcywh", "xyxy") for of_image in boxes], 0)[
+        rows, source
+    ]
     half_sides = (corners[..., 2:] - corners[..., :2]).repeat(1, 1, 2) / 2
     shift = (draws[..., 2:6] + negative[..., None]) * torch.where(draws[..., 6:] < 0.5, -1, 1)
     corners = (corners + shift * half_sides * config.box_noise_scale).clamp(0, 1)

@@ -32,16 +32,18 @@ _GAMMA = 2  # of the focal loss, in matching and in the loss
 class RFDETR(Detector):
     """An RF-DETR of transformers.
 
-    Network, matching, losses, initial weights and names of parameters are transformers'. In training there are
-    13 groups of queries, which do not see each other; each selects from the feature map by a head of its own, is
-    matched on its own, and counts as one output more. An evaluation has the first group.
+    Network, matching, losses, initial weights and names of parameters are transformers'. In
+    training there are 13 groups of queries, which do not see each other; each selects from the
+    feature map by a head of its own, is matched on its own, and counts as one output more. An
+    evaluation has the first group.
 
-    Different here: boxes are counted in the global batch; a query in a crowd region is neither object nor
-    background; images with fewer places than queries have fewer queries; there is no dropout; stochastic
-    depth is drawn for each image, not for each window; decoder, boxes and losses are never in half
-    precision; parameters without a gradient (DINOv2's mask token, layers behind the last map) are frozen.
-    Sources: Robinson et al. 2025, "RF-DETR" (arXiv:2511.09554); Chen et al. 2024, "LW-DETR" (arXiv:2406.03459); Chen et al.
-    2022, "Group DETR" (arXiv:2207.13085); Cai et al. 2023, "Align-DETR" (arXiv:2304.07527).
+    Different here: boxes are counted in the global batch; a query in a crowd region is neither
+    object nor background; images with fewer places than queries have fewer queries; there is no
+    dropout; stochastic depth is drawn for each image, not for each window; decoder, boxes and
+    losses are never in half precision; parameters without a gradient (DINOv2's mask token, layers
+    behind the last map) are frozen. Sources: Robinson et al. 2025, "RF-DETR" (arXiv:2511.09554);
+    Chen et al. 2024, "LW-DETR" (arXiv:2406.03459); Chen et al. 2022, "Group DETR"
+    (arXiv:2207.13085); Cai et al. 2023, "Align-DETR" (arXiv:2304.07527).
     """
 
     needs_squares = True
@@ -54,7 +56,9 @@ class RFDETR(Detector):
         self.limit = self.config.num_queries
         self.patch = self.config.backbone_config.patch_size
         self.stride = self.patch * self.config.backbone_config.num_windows
-        costs = {name: getattr(self.config, name) for name in ("class_cost", "bbox_cost", "giou_cost")}
+        costs = {
+            name: getattr(self.config, name) for name in ("class_cost", "bbox_cost", "giou_cost")
+        }
         self.costs = {"alpha": 0.25, "gamma": _GAMMA, **costs}  # of a query with a box
         self.train()
 
@@ -75,7 +79,9 @@ class RFDETR(Detector):
         """int64[1]: boxes of these images."""
         return torch.stack([(~target["crowd"]).sum() for target in targets]).sum(0, keepdim=True)
 
-    def compute_terms(self, images: Tensor, targets: list[dict], totals: Tensor) -> dict[str, Tensor]:
+    def compute_terms(
+        self, images: Tensor, targets: list[dict], totals: Tensor
+    ) -> dict[str, Tensor]:
         """IoU-aware binary cross-entropy of classes, L1 and generalised IoU of boxes: [B]."""
         config, alpha = self.config, self.config.focal_alpha
         boxes, labels, regions = queries.split_targets(targets, images)
@@ -89,7 +95,9 @@ class RFDETR(Detector):
             goal = scores.detach() ** alpha * overlap.detach()[..., None] ** (1 - alpha)
             goal = goal.clamp(min=0.01) * hit
             weight = torch.where(hit, 1.0, scores**_GAMMA)
-            classification = weight * F.binary_cross_entropy_with_logits(logits, goal, reduction="none")
+            classification = weight * F.binary_cross_entropy_with_logits(
+                logits, goal, reduction="none"
+            )
             sums = {
                 "class": config.class_loss_coefficient * classification.sum(-1) * counted,
                 "box": config.bbox_loss_coefficient * (found - wanted).abs().sum(-1),
@@ -120,7 +128,9 @@ class RFDETR(Detector):
         return self.groups if self.training else 1
 
     def _predict(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [B, O, Q, K] and boxes [B, O, Q, 4]: of decoder layers, then of the selection, one per group."""
+        """Logits [B, O, Q, K] and boxes [B, O, Q, 4]: of decoder layers, then of the selection, one
+        per group.
+        """
         maps = self.model.model.backbone.projector(self.backbone(images).feature_maps)
         with full_precision(images):
             return self._decode(maps.to(images.dtype))
@@ -135,9 +145,13 @@ class RFDETR(Detector):
         memory = maps.flatten(2).transpose(1, 2)  # [B, places, C]
         padding = memory.new_zeros(memory.shape[:2], dtype=torch.bool)
         proposals = model.gen_encoder_output_proposals(memory, padding, [shape])
-        selected = [model.generate_topk_proposals(group, *proposals, number) for group in range(groups)]
+        selected = [
+            model.generate_topk_proposals(group, *proposals, number) for group in range(groups)
+        ]
         features, references, boxes = zip(*selected, strict=True)  # of each group
-        scores = tuple(head(x) for head, x in zip(model.enc_out_class_embed, features, strict=False))
+        scores = tuple(
+            head(x) for head, x in zip(model.enc_out_class_embed, features, strict=False)
+        )
 
         offsets, content = (
             embedding.weight.unflatten(0, (self.groups, -1))[:groups, :number].flatten(0, 1)
@@ -160,7 +174,8 @@ class RFDETR(Detector):
             for x in whole.predict_class_and_boxes(hidden, references)
         )
         logits, found = (
-            torch.cat([x, torch.stack(own)]).transpose(0, 1) for x, own in zip(decoded, (scores, boxes), strict=True)
+            torch.cat([x, torch.stack(own)]).transpose(0, 1)
+            for x, own in zip(decoded, (scores, boxes), strict=True)
         )
         return logits, found
 
@@ -168,7 +183,10 @@ class RFDETR(Detector):
 def _build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
     """RfDetrForObjectDetection, and the mean and std of its images; see `detr_models.load`."""
     if spec.model not in ARCHITECTURES and is_timm(spec.model):
-        raise Refused(f"--model {spec.model}: --detector rf_detr has a backbone of its own; {known_models('rf_detr')}")
+        raise Refused(
+            f"--model {spec.model}: --detector rf_detr has a backbone of its own; "
+            f"{known_models('rf_detr')}"
+        )
     return load(spec, _fresh, partial(_prepared, drop_path=spec.drop_path))
 
 
@@ -188,7 +206,8 @@ def _prepared(whole: nn.Module, drop_path: float) -> nn.Module:
         embeddings.mask_token.requires_grad_(False)  # masks patches in DINOv2's own training
     layers[max(config.out_indices) :].requires_grad_(False)  # base has one after the last map
     embeddings.interpolate_pos_encoding = MethodType(_positions, embeddings)
-    # Linear in depth, as the authors set it; transformers would drop windows, equally often in all layers.
+    # Linear in depth, as the authors set it; transformers would drop windows, equally often in all
+    # layers.
     for layer, rate in zip(layers, torch.linspace(0, drop_path, len(layers)).tolist(), strict=True):
         layer.drop_path = DropPath(rate)
     return whole
@@ -197,8 +216,8 @@ def _prepared(whole: nn.Module, drop_path: float) -> nn.Module:
 def _positions(embeddings: nn.Module, tokens: Tensor, height: int, width: int) -> Tensor:
     """Position embeddings [1, 1 + patches, C] of images of (height, width) pixels.
 
-    In training by products of matrices, in the model's precision; in an evaluation by transformers, in
-    float32: rounding can change the order of the selected queries.
+    In training by products of matrices, in the model's precision; in an evaluation by transformers,
+    in float32: rounding can change the order of the selected queries.
     """
     trained, patch = embeddings.position_embeddings, embeddings.patch_size
     side = math.isqrt(trained.shape[1] - 1)
@@ -214,4 +233,6 @@ def _positions(embeddings: nn.Module, tokens: Tensor, height: int, width: int) -
 def _resampling(old: int, new: int, like: Tensor) -> Tensor:
     """[new, old]: the weight of each of `old` places in an interpolation to `new` places."""
     unit = torch.eye(old, device=like.device, dtype=like.dtype)[None, None]
-    return F.interpolate(unit, size=(new, old), mode="bicubic", align_corners=False, antialias=True)[0, 0]
+    return F.interpolate(
+        unit, size=(new, old), mode="bicubic", align_corners=False, antialias=True
+    )[0, 0]

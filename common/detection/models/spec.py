@@ -12,17 +12,20 @@ from common.errors import Refused
 class DetectorSpec:
     """What a detector is built of. Its initial weights are a function of `seed`, or loaded.
 
-    The variant torchvision spreads the places of coarse levels evenly over the canvas; its RetinaNet
-    has no GroupNorm and keeps 300 detections. The second versions are RetinaNet with GroupNorm and a
-    P6 from C5, and R-CNNs with batch norm and one and four convolutions more.
+    The variant torchvision spreads the places of coarse levels evenly over the canvas; its
+    RetinaNet has no GroupNorm and keeps 300 detections. The second versions are RetinaNet with
+    GroupNorm and a P6 from C5, and R-CNNs with batch norm and one and four convolutions more.
     """
 
     family: str  # fcos, retinanet, faster_rcnn, mask_rcnn, or one of `detr_models.FAMILIES`
-    model: str  # backbone: a timm name, `hf-hub:owner/name` or a timm folder; for DETRs see `detr_models`
+    # Backbone: a timm name, `hf-hub:owner/name` or a timm folder; for DETRs see `detr_models`
+    model: str
     classes: int
-    names: Sequence[str] = ()  # of the classes: a model of transformers keeps its rows of classes with these names
+    # Of the classes: a model of transformers keeps its rows of classes with these names.
+    names: Sequence[str] = ()
     pretrained: bool = False
-    levels: tuple[int, int] | None = None  # finest and coarsest, of stride 2^level; None: the family's
+    # Finest and coarsest, of stride 2^level; None: the family's.
+    levels: tuple[int, int] | None = None
     width: int = 256  # channels of the feature pyramid
     drop_path: float = 0.0  # of the backbone
     seed: int = 0
@@ -30,14 +33,26 @@ class DetectorSpec:
     variant: str = "own"  # or torchvision, torchvision_v2
     hidden: int = 1024  # faster_rcnn, mask_rcnn: width of the second stage
     mask_width: int = 256  # mask_rcnn: channels of the mask head
-    max_detections: int = 0  # in an image, if these are more than the family's; DETRs have as many as queries
+    # In an image, if these are more than the family's; DETRs have as many as queries.
+    max_detections: int = 0
 
     @classmethod
     def of(cls, config: Any, names: Sequence[str]) -> Self:
         """The detector that `config` describes, for data with classes of these names. Raises `Refused`."""
         levels = whole_numbers(config.levels, "-")
         if not levels or len(levels) != 2:
-            raise Refused(f"--levels {config.levels}: must be two numbers joined by a dash, such as 3-7")
-        given = {field.name: getattr(config, field.name) for field in fields(cls) if hasattr(config, field.name)}
-        given |= {"family": config.detector, "classes": len(names), "names": names, "levels": levels}
+            raise Refused(
+                f"--levels {config.levels}: must be two numbers joined by a dash, such as 3-7"
+            )
+        given = {
+            field.name: getattr(config, field.name)
+            for field in fields(cls)
+            if hasattr(config, field.name)
+        }
+        given |= {
+            "family": config.detector,
+            "classes": len(names),
+            "names": names,
+            "levels": levels,
+        }
         return cls(**given | {"pretrained": config.pretrained and not config.init})

@@ -33,15 +33,19 @@ class _Rows(NamedTuple):
     weights: list[str]
 
 
-def load_pretrained(detector: Detector, weights: Weights, config: Any, class_names: Sequence[str]) -> str:
+def load_pretrained(
+    detector: Detector, weights: Weights, config: Any, class_names: Sequence[str]
+) -> str:
     """Load `weights` into `detector`, which `config` describes, for classes of these names.
 
-    The heads keep the rows of classes with the same names; the other rows are new. If the weights name no
-    classes, as many are taken to be the same in the same order. Images are normalised as they were for the
-    weights. Returns in words which weights were loaded. Raises `Refused` for another architecture.
+    The heads keep the rows of classes with the same names; the other rows are new. If the weights
+    name no classes, as many are taken to be the same in the same order. Images are normalised as
+    they were for the weights. Returns in words which weights were loaded. Raises `Refused` for
+    another architecture.
     """
     _check_flags(detector, weights, config)
-    # Of --eval_only, the names are the weights' own; those of the data are matched with them elsewhere.
+    # Of --eval_only, the names are the weights' own; those of the data are matched with them
+    # elsewhere.
     class_map = {} if config.eval_only else parse_class_map(config.init_classes, class_names)
     rows = _match_rows(weights, class_names, class_map)
     state = detector.state_dict()
@@ -51,8 +55,8 @@ def load_pretrained(detector: Detector, weights: Weights, config: Any, class_nam
     detector.pretrained_cfg = detector.pretrained_cfg | {"mean": weights.mean, "std": weights.std}
     if new_rows and config.eval_only:
         raise Refused(
-            f"{weights.source} has {len(rows.weights)} classes without names, the data have {len(class_names)}: evaluate "
-            "it on data of its own classes"
+            f"{weights.source} has {len(rows.weights)} classes without names, the data have "
+            f"{len(class_names)}: evaluate it on data of its own classes"
         )
     if config.eval_only and isinstance(detector, FCOS) and weights.score_threshold is not None:
         detector.score_threshold = weights.score_threshold  # their authors' results are with it
@@ -72,7 +76,9 @@ def _check_flags(detector: Detector, weights: Weights, config: Any) -> None:
         actual["model"] = describe(detector)["model"]
     differing = [name for name in expected if expected[name] != actual[name]]
     if differing:
-        flags = "; ".join(f"--{name} {expected[name]} there, {actual[name]} here" for name in differing)
+        flags = "; ".join(
+            f"--{name} {expected[name]} there, {actual[name]} here" for name in differing
+        )
         raise Refused(f"{weights.source} is of another detector: {flags}; leave these flags out")
 
 
@@ -88,7 +94,9 @@ def _match_rows(weights: Weights, class_names: Sequence[str], class_map: dict[st
     return _Rows(rows, weights_rows)
 
 
-def _check_tensors(state: dict[str, Tensor], head: dict[str, Tensor], weights: Weights, rows: _Rows) -> None:
+def _check_tensors(
+    state: dict[str, Tensor], head: dict[str, Tensor], weights: Weights, rows: _Rows
+) -> None:
     """Raise `Refused` if the weights have other tensors than `state`, or numbers that are not finite."""
     tensors = weights.tensors | class_rows(weights.tensors, len(rows.weights))
     differing = sorted(state.keys() ^ weights.tensors.keys())
@@ -99,13 +107,18 @@ def _check_tensors(state: dict[str, Tensor], head: dict[str, Tensor], weights: W
         if actual.shape[start:] != expected.shape[start:] or not is_same_kind:
             differing.append(name)
     if differing:
-        flags = [f"--{flag} {value}" for flag, value in weights.settings.items() if flag in (*_DECIDED, "model")]
+        flags = [
+            f"--{flag} {value}"
+            for flag, value in weights.settings.items()
+            if flag in (*_DECIDED, "model")
+        ]
         raise Refused(
-            f"{weights.source} is of another detector: {len(differing)} tensors differ, first {differing[0]}; it fits "
-            f"{' '.join(flags)}"
+            f"{weights.source} is of another detector: {len(differing)} tensors differ, first "
+            f"{differing[0]}; it fits {' '.join(flags)}"
         )
     for name, tensor in weights.tensors.items():
         if not tensor.isfinite().all():
             raise Refused(
-                f"{weights.source}: {name} has numbers that are not finite; copy it again, or take other weights"
+                f"{weights.source}: {name} has numbers that are not finite; copy it again, or "
+                "take other weights"
             )

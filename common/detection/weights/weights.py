@@ -13,7 +13,8 @@ class Weights:
     settings: dict[str, Any]  # flag -> value: detector, model, levels, width, short_sides, ...
     tensors: dict[str, Tensor]  # our state dict; class heads have a row per item of `classes`
     classes: tuple[str | None, ...]  # of the rows of the heads; None: background, or no class
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)  # that images of pixels in 0..1 were normalised with
+    # That images of pixels in 0..1 were normalised with.
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     source: str = ""  # as the user named it
     score_threshold: float | None = None  # of their authors, if it is another than ours

@@ -1,4 +1,6 @@
-"""`horovod` as a name of compat.horovod, for scripts whose import line can't be changed: PYTHONPATH=compat/aliases."""
+"""`horovod` as a name of compat.horovod, for scripts whose import line can't be changed:
+PYTHONPATH=compat/aliases.
+"""
 
 from compat.horovod import __getattr__  # noqa: F401 # what `horovod.run` is answered with
 from compat.horovod.aliases import alias

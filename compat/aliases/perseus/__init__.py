@@ -1,1 +1,3 @@
-"""`perseus.torch.horovod`, a vendor's edition of Horovod (AIACC), is compat.horovod: PYTHONPATH=compat/aliases."""
+"""`perseus.torch.horovod`, a vendor's edition of Horovod (AIACC), is compat.horovod:
+PYTHONPATH=compat/aliases.
+"""

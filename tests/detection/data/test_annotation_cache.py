@@ -43,7 +43,10 @@ def outlined(root: Path) -> Path:
     return coco(coco(root, annotations=boxes), "val", annotations=boxes)
 
 
-EIGHT = {"ids": range(1, 9), "annotations": [annotation(number, [1, 1, 5, number]) for number in range(1, 9)]}
+EIGHT = {
+    "ids": range(1, 9),
+    "annotations": [annotation(number, [1, 1, 5, number]) for number in range(1, 9)],
+}
 FOLDERS = {
     "COCO with masks": outlined,
     "COCO without a part to evaluate on": lambda root: coco(root, **EIGHT),
@@ -63,7 +66,9 @@ def test_a_later_start_finds_the_same_without_reading_it(tmp_path, place, kind):
     for mine, its in zip(first, read(root, masks), strict=True):
         check_same(mine, its)
         assert not masks or mine.rles(1) == its.rles(1)
-    assert file.stat().st_ino == inode and file.stat().st_mtime > 0, "it was used, not written again"
+    assert file.stat().st_ino == inode and file.stat().st_mtime > 0, (
+        "it was used, not written again"
+    )
 
 
 def spoil(file: Path) -> None:
@@ -128,8 +133,8 @@ def test_unused_caches_are_removed_after_a_month(tmp_path, place):
 
 
 def test_what_can_not_be_trusted_is_read_again(tmp_path, place, monkeypatch):
-    """A torn file, a flipped bit, a FIFO, other code, another copy of the data; files as young as a coarse clock are not
-    cached. An image that is gone is refused.
+    """A torn file, a flipped bit, a FIFO, other code, another copy of the data; files as young as a
+    coarse clock are not cached. An image that is gone is refused.
     """
     root = coco(coco(tmp_path / "data"), "val")
     first = read(root)

@@ -63,7 +63,9 @@ def test_annotations_are_refused(tmp_path: Path, name: str) -> None:
 def png(file: Path, width: int, height: int) -> None:
     """The header alone."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    body = struct.pack(">I", 13) + b"IHDR" + header + struct.pack(">I", zlib.crc32(b"IHDR" + header))
+    body = (
+        struct.pack(">I", 13) + b"IHDR" + header + struct.pack(">I", zlib.crc32(b"IHDR" + header))
+    )
     write(file, b"\x89PNG\r\n\x1a\n" + body)
 
 

@@ -1,4 +1,6 @@
-"""Data in the layouts and spellings of other tools are read right, or refused in one line that names what is there."""
+"""Data in the layouts and spellings of other tools are read right, or refused in one line that
+names what is there.
+"""
 
 import json
 import unicodedata
@@ -23,7 +25,11 @@ def write(file: Path, content: str | bytes) -> Path:
 
 
 def scenes(
-    folder: Path, labels: Path | None = None, num_images: int = 4, suffix: str = ".txt", text: str = LINE
+    folder: Path,
+    labels: Path | None = None,
+    num_images: int = 4,
+    suffix: str = ".txt",
+    text: str = LINE,
 ) -> None:
     """Images 0.jpg, ... in `folder`, and a label file for each."""
     for number in range(num_images):
@@ -47,7 +53,10 @@ def scenes(
 )
 def test_names_of_classes_are_read_as_written(tmp_path, names, classes):
     yolo(tmp_path, content={})
-    write(tmp_path / "data.yaml", f"train: images/train\nval: images/val\ntest:\nnc: 2\nnames: {names}\n")
+    write(
+        tmp_path / "data.yaml",
+        f"train: images/train\nval: images/val\ntest:\nnc: 2\nnames: {names}\n",
+    )
     assert read(tmp_path)[0].classes == classes
 
 
@@ -88,7 +97,9 @@ def test_the_yaml_file_with_names_and_parts_is_read(tmp_path):
     write(tmp_path / "._birds.yaml", b"\x00\x05\x16\x07")
     assert read(tmp_path)[0].classes == read(birds)[0].classes == ("off", "on")
     write(tmp_path / "more.yml", content)
-    assert "birds.yaml, more.yml each describe data; name one of them by --data" in refusal(tmp_path)
+    assert "birds.yaml, more.yml each describe data; name one of them by --data" in refusal(
+        tmp_path
+    )
     assert len(read(birds)[0]) == 3
 
 
@@ -96,19 +107,29 @@ def test_the_yaml_file_with_names_and_parts_is_read(tmp_path):
 
 
 def test_byte_order_marks_are_no_content(tmp_path):
-    for root in (yolo(tmp_path / "yolo"), voc(tmp_path / "voc"), coco(coco(tmp_path / "coco"), "val")):
+    for root in (
+        yolo(tmp_path / "yolo"),
+        voc(tmp_path / "voc"),
+        coco(coco(tmp_path / "coco"), "val"),
+    ):
         before = read(root)
         for file in root.rglob("*.*"):
             if file.suffix in (".txt", ".yaml", ".json", ".xml"):
                 write(file, BOM + file.read_bytes())
         assert [part.fingerprint for part in read(root)] == [part.fingerprint for part in before]
     write(tmp_path / "yolo/labels/train/a.txt", LINE.encode("utf-16"))
-    assert "a.txt: not readable as text: it is in UTF-16; save it in UTF-8" in refusal(tmp_path / "yolo")
+    assert "a.txt: not readable as text: it is in UTF-16; save it in UTF-8" in refusal(
+        tmp_path / "yolo"
+    )
 
 
 def test_files_that_systems_leave_are_no_data(tmp_path):
     junk = b"\x00\x05\x16\x07\x00\x02\x00\x00Mac OS X        "
-    for root in (yolo(tmp_path / "yolo", content={}), voc(tmp_path / "voc"), coco(coco(tmp_path / "coco"), "val")):
+    for root in (
+        yolo(tmp_path / "yolo", content={}),
+        voc(tmp_path / "voc"),
+        coco(coco(tmp_path / "coco"), "val"),
+    ):
         before = read(root)
         for file in list(root.rglob("*.*")):
             write(file.with_name(f"._{file.name}"), junk)
@@ -131,14 +152,18 @@ def test_unmatched_label_files_and_images_have_rows(tmp_path):
     assert set(train.notes) >= {
         f"{tmp_path}/data.yaml train: 1 of 9 images have no label file and are background, "
         f"first {tmp_path}/images/train/b.jpg",
-        f"{tmp_path}/data.yaml train: 10 label files, left out: 2 (no image that can be read has their name), "
-        f"first {tmp_path}/labels/train/gone.txt",
+        f"{tmp_path}/data.yaml train: 10 label files, left out: 2 (no image that can be read has "
+        f"their name), first {tmp_path}/labels/train/gone.txt",
     }
 
 
 def test_a_part_that_is_trained_on_is_not_evaluated(tmp_path):
-    yolo(tmp_path, content={"train": "images/train", "val": "images/train", "names": ["cat", "dog"]})
-    assert "images/train: 3 of 3 images are in images/train, too, by path or bytes" in refusal(tmp_path)
+    yolo(
+        tmp_path, content={"train": "images/train", "val": "images/train", "names": ["cat", "dog"]}
+    )
+    assert "images/train: 3 of 3 images are in images/train, too, by path or bytes" in refusal(
+        tmp_path
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,17 +208,33 @@ def test_labels_in_another_folder_are_named(tmp_path):
     yolo(tmp_path)
     (tmp_path / "labels/train").rename(tmp_path / "labels/train_labels")
     message = refusal(tmp_path)
-    assert f"none of its 3 images has a label file: that of {tmp_path}/images/train/a.jpg is not at" in message
-    assert message.endswith(f"{tmp_path}/labels/train/a.txt; nearest: {tmp_path}/labels/train_labels/a.txt")
+    assert (
+        f"none of its 3 images has a label file: that of {tmp_path}/images/train/a.jpg is not at"
+        in message
+    )
+    assert message.endswith(
+        f"{tmp_path}/labels/train/a.txt; nearest: {tmp_path}/labels/train_labels/a.txt"
+    )
 
 
 def test_voc_lists_may_have_spaces_repeats_and_columns(tmp_path):
-    voc(tmp_path, {"train": "", "val": "c"}, **{"my dog 1": [("big dog", (1.0, "2.5", 40, 30), "true")]})
+    voc(
+        tmp_path,
+        {"train": "", "val": "c"},
+        **{"my dog 1": [("big dog", (1.0, "2.5", 40, 30), "true")]},
+    )
     write(tmp_path / "ImageSets/Main/train.txt", "my dog 1\na -1\nb.jpg  1\nmy dog 1.jpg\n")
     train, _ = read(tmp_path)
     assert [Path(train.name(index)).stem for index in range(3)] == ["my dog 1", "a", "b"]
-    assert train.classes == ("big dog", "cat", "dog") and train.crowd.tolist() == [True, False, True]
-    assert f"{tmp_path} train: 1 of 4 lines name an image again, which is read once, first my dog 1" in train.notes
+    assert train.classes == ("big dog", "cat", "dog") and train.crowd.tolist() == [
+        True,
+        False,
+        True,
+    ]
+    assert (
+        f"{tmp_path} train: 1 of 4 lines name an image again, which is read once, first my dog 1"
+        in train.notes
+    )
 
 
 def test_voc_images_without_xml_have_a_row(tmp_path):
@@ -202,12 +243,17 @@ def test_voc_images_without_xml_have_a_row(tmp_path):
         file.unlink()
     picture(tmp_path / "JPEGImages/e.jpg")
     train, _ = read(tmp_path)
-    assert f"{tmp_path} train: 5 images, left out: 1 (no XML file has their name), first e.jpg" in train.notes
+    assert (
+        f"{tmp_path} train: 5 images, left out: 1 (no XML file has their name), first e.jpg"
+        in train.notes
+    )
 
 
 def test_a_confidence_is_no_part_of_a_label(tmp_path):
     yolo(tmp_path, {"train/a": "0 .5 .5 .1 .1 .9"})
-    assert "a.txt:1: 6 numbers; needs 5" in refusal(tmp_path) and "confidence: remove it" in refusal(tmp_path)
+    assert "a.txt:1: 6 numbers; needs 5" in refusal(
+        tmp_path
+    ) and "confidence: remove it" in refusal(tmp_path)
 
 
 # ---- layouts
@@ -227,7 +273,12 @@ def make_coco(root: Path, json_name: str, images: str) -> None:
 
 
 def make_voc(folder: Path, annotations: str, images: str) -> None:
-    scenes(folder / images, folder / annotations, suffix=".xml", text=voc_xml([("cat", (11, 10, 20, 15), 0)]))
+    scenes(
+        folder / images,
+        folder / annotations,
+        suffix=".xml",
+        text=voc_xml([("cat", (11, 10, 20, 15), 0)]),
+    )
 
 
 def make_mixed(root: Path, *parts: str, names: str = "classes.txt") -> None:
@@ -238,16 +289,22 @@ def make_mixed(root: Path, *parts: str, names: str = "classes.txt") -> None:
 
 LAYOUTS = {
     "COCO": lambda root: make_coco(root, "annotations/instances_{}2017.json", "{}2017"),
-    "COCO, images/": lambda root: make_coco(root, "annotations/instances_{}2017.json", "images/{}2017"),
+    "COCO, images/": lambda root: make_coco(
+        root, "annotations/instances_{}2017.json", "images/{}2017"
+    ),
     "COCO of parts": lambda root: make_coco(root, "annotations/{}.json", "images/{}"),
     "COCO, images of all parts": lambda root: make_coco(root, "annotations/{}.json", "images"),
     "COCO, all in a folder": lambda root: make_coco(root, "{}.json", "."),
     "COCO of Roboflow": lambda root: make_coco(root, "{}/_annotations.coco.json", "{}"),
     "COCO of FiftyOne": lambda root: make_coco(root, "{}/labels.json", "{}/data"),
     "COCO of Supervisely": lambda root: make_coco(root, "{}/annotations/instances.json", "{}/img"),
-    "COCO, train_annotations.json": lambda root: make_coco(root, "annotations/{}_annotations.json", "images"),
+    "COCO, train_annotations.json": lambda root: make_coco(
+        root, "annotations/{}_annotations.json", "images"
+    ),
     "COCO, train.coco.json": lambda root: make_coco(root, "{}.coco.json", "{}"),
-    "VOC of Roboflow": lambda root: [make_voc(root / part, ".", ".") for part in ("train", "valid")],
+    "VOC of Roboflow": lambda root: [
+        make_voc(root / part, ".", ".") for part in ("train", "valid")
+    ],
     "VOC of Kaggle": lambda root: make_voc(root, "annotations", "images"),
     "VOC of LabelImg": lambda root: make_voc(root, ".", "."),
     "VOC of FiftyOne": lambda root: make_voc(root, "labels", "data"),
@@ -273,17 +330,29 @@ def test_layouts_of_tools_are_read(tmp_path, name):
 def test_the_folder_of_cvat_is_read(tmp_path):
     scenes(tmp_path / "obj_train_data")
     write(tmp_path / "obj.names", "cat\n")
-    write(tmp_path / "obj.data", "classes = 1\ntrain = data/train.txt\nnames = data/obj.names\nbackup = backup/\n")
-    write(tmp_path / "train.txt", "".join(f"data/obj_train_data/{number}.jpg\n" for number in range(4)))
+    write(
+        tmp_path / "obj.data",
+        "classes = 1\ntrain = data/train.txt\nnames = data/obj.names\nbackup = backup/\n",
+    )
+    write(
+        tmp_path / "train.txt",
+        "".join(f"data/obj_train_data/{number}.jpg\n" for number in range(4)),
+    )
     train, val = read(tmp_path)
-    assert len(train) + len(val) == 4 and train.classes == ("cat",) and np.allclose(train.boxes[0], [15, 12, 25, 18])
+    assert (
+        len(train) + len(val) == 4
+        and train.classes == ("cat",)
+        and np.allclose(train.boxes[0], [15, 12, 25, 18])
+    )
 
 
 def test_a_folder_with_metadata_is_read(tmp_path):
     objects = {"bbox": [[10, 9, 10, 6]], "categories": [0]}
     for part in ("train", "validation"):
         scenes(tmp_path / part, tmp_path / "other")
-        rows = [json.dumps({"file_name": f"{number}.jpg", "objects": objects}) for number in range(4)]
+        rows = [
+            json.dumps({"file_name": f"{number}.jpg", "objects": objects}) for number in range(4)
+        ]
         write(tmp_path / part / "metadata.jsonl", "\n".join(rows))
     train, val = read(tmp_path, box_format="xywh")
     assert (len(train), len(val)) == (4, 4) and train.boxes[0].tolist() == [10, 9, 20, 15]
@@ -291,7 +360,10 @@ def test_a_folder_with_metadata_is_read(tmp_path):
 
 def test_a_folder_without_parts_is_called_all_images(tmp_path):
     make_mixed(tmp_path, ".")
-    assert [source.part for source in read(tmp_path)] == ["75 % of all images", "25 % held out of all images"]
+    assert [source.part for source in read(tmp_path)] == [
+        "75 % of all images",
+        "25 % held out of all images",
+    ]
 
 
 def test_one_file_of_fiftyone_is_divided(tmp_path):

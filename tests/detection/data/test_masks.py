@@ -19,7 +19,8 @@ def written(root, segmentations, orientation=1, boxes=None):
     """A data set of one image with a box for each segmentation, to train and to evaluate on."""
     boxes = boxes or [[2, 3, 30, 20]] * len(segmentations)
     objects = [
-        annotation(5, box, 1, iscrowd=int(isinstance(shape, dict))) | ({} if shape is None else {"segmentation": shape})
+        annotation(5, box, 1, iscrowd=int(isinstance(shape, dict)))
+        | ({} if shape is None else {"segmentation": shape})
         for shape, box in zip(segmentations, boxes, strict=True)
     ]
     for part in ("train", "val"):
@@ -47,23 +48,32 @@ POLYGONS = [[3, 4, 20.5, 5, 18, 22.5], [25, 5, 38, 5, 38, 20, 25, 20.25]]
 def test_outlines_become_the_masks_of_pycocotools(tmp_path, monkeypatch):
     from pycocotools import mask as pycoco
 
-    monkeypatch.setattr(coco_files, "_read_slowly", lambda *_: pytest.fail("Python's reader: minutes for COCO"))
+    monkeypatch.setattr(
+        coco_files, "_read_slowly", lambda *_: pytest.fail("Python's reader: minutes for COCO")
+    )
     packed = pycoco.encode(np.asfortranarray(blob()))
     listed = {"counts": runs(blob(1)), "size": [HEIGHT, WIDTH]}
-    source = written(tmp_path, [POLYGONS, listed, packed | {"counts": packed["counts"].decode()}, POLYGONS[:1]])
+    source = written(
+        tmp_path, [POLYGONS, listed, packed | {"counts": packed["counts"].decode()}, POLYGONS[:1]]
+    )
     masks = source.sample(0, 0).masks
     for mask, polygons in ((masks[0], POLYGONS), (masks[3], POLYGONS[:1])):
-        assert (mask == pycoco.decode(pycoco.merge(pycoco.frPyObjects(polygons, HEIGHT, WIDTH)))).all()
+        assert (
+            mask == pycoco.decode(pycoco.merge(pycoco.frPyObjects(polygons, HEIGHT, WIDTH)))
+        ).all()
     assert (masks[1] == blob(1)).all() and (masks[2] == blob()).all() and masks.dtype == np.uint8
     assert [rle["counts"] for rle in source.rles(0)] == [rle["counts"] for rle in encode(masks)]
     assert len(source.notes) == 1 and "2 of 4 boxes are crowds" in source.notes[0]
     assert source.classes == ('a "counts": "b',)
-    assert load(Spec(str(tmp_path), seed=0, val_share=0.2))[0].sample(0, 0).masks is None  # nobody has asked
+    # Nobody has asked.
+    assert load(Spec(str(tmp_path), seed=0, val_share=0.2))[0].sample(0, 0).masks is None
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_masks_turn_with_their_image(tmp_path, orientation):
-    source = written(tmp_path, [{"counts": runs(blob()), "size": [HEIGHT, WIDTH]}, None], orientation)
+    source = written(
+        tmp_path, [{"counts": runs(blob()), "size": [HEIGHT, WIDTH]}, None], orientation
+    )
     drawn = tmp_path / "mask.png"
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
@@ -91,7 +101,9 @@ BAD = {
 def test_what_can_not_be_drawn_is_counted_and_its_box_stands_in(tmp_path):
     source = written(tmp_path, [*BAD.values(), POLYGONS])
     told = "boxes have no outline that can be drawn, and their box stands in"
-    assert f"{len(BAD)} of {len(BAD) + 1} {told}" in source.notes[-1] and "5.jpg" in source.notes[-1]
+    assert (
+        f"{len(BAD)} of {len(BAD) + 1} {told}" in source.notes[-1] and "5.jpg" in source.notes[-1]
+    )
     masks = source.sample(0, 0).masks
     box = np.zeros((HEIGHT, WIDTH), np.uint8)
     box[3:23, 2:32] = 1

@@ -43,7 +43,11 @@ def boxes_of(source, index: int) -> list[list[float]]:
 
 
 def check_columns(source):
-    kinds = {np.int64: "offsets labels image_ids category_ids", np.float64: "areas truth", np.int32: "sizes"}
+    kinds = {
+        np.int64: "offsets labels image_ids category_ids",
+        np.float64: "areas truth",
+        np.int32: "sizes",
+    }
     for kind, names in (kinds | {np.float32: "boxes", bool: "crowd"}).items():
         assert {getattr(source, name).dtype for name in names.split()} == {np.dtype(kind)}
     assert source.offsets[0] == 0
@@ -60,24 +64,37 @@ def check_columns(source):
 @pytest.mark.smoke
 def test_coco_boxes_become_columns_by_image(tmp_path, monkeypatch):
     """By Arrow alone, also with segmentations of both kinds, and with keys that nobody needs."""
-    monkeypatch.setattr(coco_files, "_read_slowly", lambda *_: pytest.fail("Python's reader: minutes for COCO"))
+    monkeypatch.setattr(
+        coco_files, "_read_slowly", lambda *_: pytest.fail("Python's reader: minutes for COCO")
+    )
     other = [{"id": 1, "name": "bird"}, {"id": 2, "name": "cat"}]
-    coco(tmp_path, change=lambda c: c["images"][0].update(coco_url="http://x", date_captured="2013"))
+    coco(
+        tmp_path, change=lambda c: c["images"][0].update(coco_url="http://x", date_captured="2013")
+    )
     coco(tmp_path, "val", (4, 5), [annotation(5, [1, 1, 2, 2], 2)], other)
     train, val = read(tmp_path)
     check_columns(train)
     check_columns(val)
-    assert train.classes == val.classes == ("cat", "dog", "bird")  # by id in train, whatever the order of the file
+    # By id in train, whatever the order of the file.
+    assert train.classes == val.classes == ("cat", "dog", "bird")
     assert train.category_ids.tolist() == [3, 7, 90] and val.category_ids.tolist() == [2, -1, 1]
     assert train.image_ids.tolist() == [10, 4, 25]
     assert train.offsets.tolist() == [0, 0, 2, 3]  # an image without boxes is kept
-    assert boxes_of(train, 1) == [[1, 2, 11, 10], [3.5, 4.25, 8.5, 10.25]] and train.labels.tolist() == [2, 0, 1]
-    assert train.crowd.tolist() == [False, False, True] and train.areas.tolist() == [12.5, 12.5, 12.5]
+    assert boxes_of(train, 1) == [
+        [1, 2, 11, 10],
+        [3.5, 4.25, 8.5, 10.25],
+    ] and train.labels.tolist() == [2, 0, 1]
+    assert train.crowd.tolist() == [False, False, True] and train.areas.tolist() == [
+        12.5,
+        12.5,
+        12.5,
+    ]
     assert train.name(1) == f"{tmp_path}/train/4.jpg" and train.image(1).size == (40, 30)
     assert train.notes == (
-        f"{tmp_path}/train.json: 1 of 3 images have no boxes and are background, first {tmp_path}/train/10.jpg",
-        f"{tmp_path}/train.json: 1 of 3 boxes are crowds or difficult, neither objects nor background, first "
-        f"{tmp_path}/train/25.jpg with left, top, right, bottom 0, 0, 40, 30",
+        f"{tmp_path}/train.json: 1 of 3 images have no boxes and are background, first "
+        f"{tmp_path}/train/10.jpg",
+        f"{tmp_path}/train.json: 1 of 3 boxes are crowds or difficult, neither objects nor "
+        f"background, first {tmp_path}/train/25.jpg with left, top, right, bottom 0, 0, 40, 30",
     )
     assert len(val.notes) == 1 and val.labels.tolist() == [0]
     image, boxes, labels, crowd, *_ = train.sample(np.int64(2), position=99)
@@ -110,7 +127,10 @@ def test_boxes_outside_are_clipped_or_left_out_counted_and_named(tmp_path):
     coco(coco(tmp_path, annotations=[annotation(4, box) for box in boxes]), "val")
     train, _ = read(tmp_path)
     check_columns(train)
-    assert boxes_of(train, 1)[:3] == [[0, 2, 7, 10], [35, 25, 40, 30], [0, 0, 40, 30]] and len(train.boxes) == 7
+    assert (
+        boxes_of(train, 1)[:3] == [[0, 2, 7, 10], [35, 25, 40, 30], [0, 0, 40, 30]]
+        and len(train.boxes) == 7
+    )
     _, left_out, clipped = train.notes
     assert "2 of 9 boxes reach beyond their image and are clipped, first" in clipped
     assert f"{tmp_path}/train/4.jpg with left, top, right, bottom -3, 2, 7, 10" in clipped
@@ -122,8 +142,11 @@ def test_a_broken_image_is_noted_on_loading_and_named_on_reading(tmp_path):
     coco(coco(tmp_path), "val")
     (tmp_path / "train/4.jpg").write_bytes(b"no image")
     train, _ = read(tmp_path)
-    assert "1 of 3 images can't be read, first" in train.notes[0] and "train/4.jpg" in train.notes[0]
-    assert train.sizes[1].tolist() == [40, 30] and len(boxes_of(train, 1)) == 2  # its objects still count as missed
+    assert (
+        "1 of 3 images can't be read, first" in train.notes[0] and "train/4.jpg" in train.notes[0]
+    )
+    # Its objects still count as missed.
+    assert train.sizes[1].tolist() == [40, 30] and len(boxes_of(train, 1)) == 2
     with pytest.raises(BrokenImage, match="not an image"):
         train.image(1)
     picture(tmp_path / "train/10.jpg", (20, 10))
@@ -147,7 +170,9 @@ def test_the_hold_out_depends_on_seed_and_path_alone(tmp_path):
     again, other = read(tmp_path), read(tmp_path, seed=1)
     assert [part.fingerprint for part in again] == [train.fingerprint, val.fingerprint]
     assert other[1].image_ids.tolist() != val.image_ids.tolist()
-    assert sorted(read(coco(tmp_path, ids=ids[::-1], annotations=boxes))[1].image_ids) == sorted(val.image_ids)
+    assert sorted(read(coco(tmp_path, ids=ids[::-1], annotations=boxes))[1].image_ids) == sorted(
+        val.image_ids
+    )
     prints = set()
     for change in ({}, {"bbox": [1, 1, 5, 5.01]}, {"iscrowd": 1}, {"category_id": 7}):
         parts = read(coco(tmp_path, ids=ids, annotations=[boxes[0] | change, *boxes[1:]]))
@@ -162,7 +187,9 @@ def test_images_of_a_group_are_on_one_side(tmp_path):
     videos = [image | {"file_name": f"v{image['id'] % 8}/{image['id']}.jpg"} for image in doubles]
     for image in videos:
         picture(tmp_path / "folders/train" / image["file_name"])
-    root = coco(tmp_path / "folders", ids=ids, annotations=boxes, change=partial(dict.update, images=videos))
+    root = coco(
+        tmp_path / "folders", ids=ids, annotations=boxes, change=partial(dict.update, images=videos)
+    )
     train, val = read(root, group_column="folder")
     assert not {*train.image_ids % 8} & {*val.image_ids % 8} and len(val) == 6 and not train.notes
     root = saved(tmp_path / "table", table([[[0, 0, 9, 9]]] * 24, video=[n % 8 for n in range(24)]))
@@ -183,12 +210,18 @@ def renumbered(content, rename):
 FORMS = {
     "an image id": lambda content: as_text(content["annotations"][0], "image_id"),
     "a category id": lambda content: as_text(content["annotations"][0], "category_id"),
-    "all numbers": lambda content: [as_text(a, "image_id", "category_id", "iscrowd") for a in content["annotations"]],
+    "all numbers": lambda content: [
+        as_text(a, "image_id", "category_id", "iscrowd") for a in content["annotations"]
+    ],
     "sizes": lambda content: as_text(content["images"][1], "width", "height"),
     "corners": lambda content: content["annotations"][0].update(bbox=["1", "2", "10", "8"]),
     "broken ids": lambda content: renumbered(content, float),
-    "iscrowd": lambda content: [a.update(iscrowd=bool(a["iscrowd"])) for a in content["annotations"]],
-    "a flat outline": lambda content: content["annotations"][0].update(segmentation=[1, 2, 3, 4, 5, 6]),
+    "iscrowd": lambda content: [
+        a.update(iscrowd=bool(a["iscrowd"])) for a in content["annotations"]
+    ],
+    "a flat outline": lambda content: content["annotations"][0].update(
+        segmentation=[1, 2, 3, 4, 5, 6]
+    ),
     "hashes of 63 bits": lambda content: renumbered(content, lambda number: 2**62 + number),
     "hashes beside false": lambda content: (
         renumbered(content, lambda number: 2**62 + number),
@@ -214,15 +247,31 @@ def test_values_of_coco_in_other_forms_are_the_same_data(tmp_path, form):
 
 
 def test_boxes_and_files_that_stand_there_twice_count_once(tmp_path):
-    boxes = [annotation(number, [1, 2, 10, 8]) for number in (4, 4, 5)] + [annotation(5, [3, 4, 10, 8])]
+    boxes = [annotation(number, [1, 2, 10, 8]) for number in (4, 4, 5)] + [
+        annotation(5, [3, 4, 10, 8])
+    ]
     coco(coco(tmp_path, ids=(4, 5, 6), annotations=boxes), "val")
     train, _ = read(tmp_path)
     assert train.offsets.tolist() == [0, 1, 3, 3]
-    assert "1 of 4 boxes equal another one of their class and image, and are left out, first" in train.notes[1]
-    coco(tmp_path, ids=(4, 5, 6), annotations=boxes, change=lambda c: c["images"][1].update(file_name="4.jpg"))
+    assert (
+        "1 of 4 boxes equal another one of their class and image, and are left out, first"
+        in train.notes[1]
+    )
+    coco(
+        tmp_path,
+        ids=(4, 5, 6),
+        annotations=boxes,
+        change=lambda c: c["images"][1].update(file_name="4.jpg"),
+    )
     train, _ = read(tmp_path)
-    assert train.image_ids.tolist() == [4, 6] and boxes_of(train, 0) == [[1, 2, 11, 10], [3, 4, 13, 12]]
-    assert "1 of 2 images are listed several times, and have the boxes of all entries, first" in train.notes[0]
+    assert train.image_ids.tolist() == [4, 6] and boxes_of(train, 0) == [
+        [1, 2, 11, 10],
+        [3, 4, 13, 12],
+    ]
+    assert (
+        "1 of 2 images are listed several times, and have the boxes of all entries, first"
+        in train.notes[0]
+    )
     train, _ = read(voc(tmp_path / "voc", {"train": "abda", "val": "c"}))
     assert len(train) == 3 and train.offsets.tolist() == [0, 2, 2, 3]
 
@@ -232,18 +281,39 @@ def test_the_category_above_all_others_is_left_out(tmp_path):
     categories = [{"id": n, "name": "cell", "supercategory": "cell"} for n in (0, 1)]
     categories[0]["supercategory"] = "none"
     flat = [category | {"supercategory": "none"} for category in categories]
-    for name, used, given in (("flat", 1, flat), ("unused", 1, categories), ("used", 0, categories)):
+    for name, used, given in (
+        ("flat", 1, flat),
+        ("unused", 1, categories),
+        ("used", 0, categories),
+    ):
         for split in ("train", "val"):
-            coco(tmp_path / name, split, annotations=[annotation(4, [1, 2, 3, 4], used)], categories=given)
+            coco(
+                tmp_path / name,
+                split,
+                annotations=[annotation(4, [1, 2, 3, 4], used)],
+                categories=given,
+            )
     assert read(tmp_path / "flat")[0].category_ids.tolist() == [1]
     train, val = read(tmp_path / "unused")
     assert train.classes == val.classes == ("cell",) and train.category_ids.tolist() == [1]
-    assert "the category 0, cell, is left out: it is above others, and no object is of it" in train.notes[0]
-    assert "2 categories with the name cell; give each its own (ids 0, 1)" in refusal(tmp_path / "used")
+    assert (
+        "the category 0, cell, is left out: it is above others, and no object is of it"
+        in train.notes[0]
+    )
+    assert "2 categories with the name cell; give each its own (ids 0, 1)" in refusal(
+        tmp_path / "used"
+    )
 
 
 def test_the_file_of_a_data_set_can_be_given_itself(tmp_path):
-    coco(coco(tmp_path / "coco", ids=range(8), annotations=[annotation(n, [1, 2, 3, 4]) for n in range(8)]), "val")
+    coco(
+        coco(
+            tmp_path / "coco",
+            ids=range(8),
+            annotations=[annotation(n, [1, 2, 3, 4]) for n in range(8)],
+        ),
+        "val",
+    )
     assert [len(source) for source in read(tmp_path / "coco/train.json")] == [6, 2]
     assert len(part(tmp_path / "coco/val.json")) == 3
     yolo(tmp_path / "yolo")
@@ -260,19 +330,30 @@ def test_rotated_images_turn_their_boxes(tmp_path, upright):
     stored, images, boxes = (8, 4, 24, 12), [], []
     for number, orientation in enumerate(range(1, 9)):
         for part in ("train", "val"):
-            image = open_rgb(picture(tmp_path / part / f"{number}.jpg", (40, 30), stored, orientation))
+            image = open_rgb(
+                picture(tmp_path / part / f"{number}.jpg", (40, 30), stored, orientation)
+            )
         width, height = image.size if upright else (40, 30)
         left, top, right, bottom = red_box(image) if upright else stored
-        images.append({"id": number, "file_name": f"{number}.jpg", "width": width, "height": height})
+        images.append(
+            {"id": number, "file_name": f"{number}.jpg", "width": width, "height": height}
+        )
         boxes.append(annotation(number, [left, top, right - left, bottom - top]))
     for part in ("train", "val"):
         coco(tmp_path, part, (), boxes, change=partial(dict.update, images=images))
     train, _ = read(tmp_path)
     for index in range(8):
-        assert train.image(index).size == tuple(train.sizes[index]) == ((40, 30) if index < 4 else (30, 40))
+        assert (
+            train.image(index).size
+            == tuple(train.sizes[index])
+            == ((40, 30) if index < 4 else (30, 40))
+        )
         assert boxes_of(train, index) == [red_box(train.image(index))]
     turned = 0 if upright else 7
-    assert f"7 of 8 images are rotated by their EXIF tag, and the boxes of {turned} with them" in train.notes[0]
+    assert (
+        f"7 of 8 images are rotated by their EXIF tag, and the boxes of {turned} with them"
+        in train.notes[0]
+    )
 
 
 # ---- Pascal VOC
@@ -282,7 +363,11 @@ def test_voc_counts_from_one_and_difficult_objects_as_crowd(tmp_path):
     train, val = read(voc(tmp_path))
     check_columns(train)
     assert train.classes == val.classes == ("cat", "dog") and train.offsets.tolist() == [0, 2, 2, 3]
-    assert boxes_of(train, 0) == [[0, 0, 40, 30], [4, 5, 10, 12]] and train.crowd.tolist() == [False, True, False]
+    assert boxes_of(train, 0) == [[0, 0, 40, 30], [4, 5, 10, 12]] and train.crowd.tolist() == [
+        False,
+        True,
+        False,
+    ]
     assert train.labels.tolist() == [1, 0, 1] and train.areas[0] == 1200
     assert train.name(0) == f"{tmp_path}/JPEGImages/a.jpg" and val.image(0).size == (40, 30)
     zero, _ = read(voc(tmp_path / "zero", a=[("dog", (0, 1, 20, 30), 0), ("cat", (1, 1, 3, 3), 0)]))
@@ -303,7 +388,9 @@ def test_voc_is_evaluated_on_val_or_on_test_if_asked(tmp_path):
         (root / f"ImageSets/Main/{name}.txt").unlink()
     (root / "ImageSets/Main/trainval.txt").write_text("a -1\nc 1\nb 1\n")
     train, val = read(root, val_share=0.4)
-    assert (len(train), len(val)) == (2, 1) and val.part.startswith("40 % held out of ImageSets/Main/trainval.txt; ")
+    assert (len(train), len(val)) == (2, 1) and val.part.startswith(
+        "40 % held out of ImageSets/Main/trainval.txt; "
+    )
     assert len(read(voc(tmp_path / "bare", {"other": ""}), val_share=0.5, seed=1)[0]) == 2
 
 
@@ -314,9 +401,14 @@ def test_yolo_boxes_are_shares_of_the_image(tmp_path):
     train, val = read(yolo(tmp_path, {"train/e": "1 0.1 0.2 0.5 0.2 0.3 0.6"}))
     check_columns(train)
     assert train.classes == ("cat", "dog") and [len(train), len(val)] == [4, 1]
-    assert boxes_of(train, 0) == [[10, 9, 30, 21], [0, 0, 20, 30]] and train.labels.tolist() == [0, 1, 1]
+    assert boxes_of(train, 0) == [[10, 9, 30, 21], [0, 0, 20, 30]] and train.labels.tolist() == [
+        0,
+        1,
+        1,
+    ]
     assert np.allclose(boxes_of(train, 3), [[4, 6, 20, 18]])  # of an outline
-    assert train.offsets.tolist() == [0, 2, 2, 2, 3]  # without a file, or with an empty one: an image without objects
+    # Without a file, or with an empty one: an image without objects.
+    assert train.offsets.tolist() == [0, 2, 2, 2, 3]
     assert train.name(0) == f"{tmp_path}/images/train/a.jpg" and train.areas[0] == 240
 
 
@@ -324,10 +416,14 @@ def test_yolo_boxes_are_of_the_upright_image(tmp_path):
     yolo(tmp_path)
     upright = open_rgb(picture(tmp_path / "images/train/a.jpg", (40, 30), (8, 4, 24, 12), 6))
     left, top, right, bottom = red_box(upright)
-    line = f"0 {(left + right) / 60} {(top + bottom) / 80} {(right - left) / 30} {(bottom - top) / 40}"
+    line = (
+        f"0 {(left + right) / 60} {(top + bottom) / 80} {(right - left) / 30} {(bottom - top) / 40}"
+    )
     (tmp_path / "labels/train/a.txt").write_text(line)
     train, _ = read(tmp_path)
-    assert train.sizes[0].tolist() == [30, 40] and np.allclose(boxes_of(train, 0), [red_box(train.image(0))])
+    assert train.sizes[0].tolist() == [30, 40] and np.allclose(
+        boxes_of(train, 0), [red_box(train.image(0))]
+    )
 
 
 def test_yolo_folders_are_found_in_their_common_shapes(tmp_path):
@@ -340,7 +436,9 @@ def test_yolo_folders_are_found_in_their_common_shapes(tmp_path):
     assert [len(part) for part in read(one)] == [9, 3]
     lists = yolo(tmp_path / "lists", content={})
     (lists / "train.txt").write_text("./images/train/a.jpg\n./images/train/b.jpg\n")
-    (lists / "coco.yaml").write_text("path: elsewhere\ntrain: train.txt\nval: [images/val]\nnames: {0: cat, 1: dog}\n")
+    (lists / "coco.yaml").write_text(
+        "path: elsewhere\ntrain: train.txt\nval: [images/val]\nnames: {0: cat, 1: dog}\n"
+    )
     assert [len(part) for part in read(lists)] == [2, 1]
     above = {"train": "../images/train", "val": "../images/val", "names": ["cat", "dog"]}
     assert len(read(yolo(tmp_path / "above", content=above))[0]) == 3
@@ -367,7 +465,8 @@ def table(boxes=None, shape="struct", label=LABEL, labels=None, **columns) -> da
     features = datasets.Features({"image": datasets.Image(), "objects": kind})
     with io.BytesIO() as jpeg:
         Image.new("RGB", (40, 30)).save(jpeg, "JPEG")
-        images = [{"bytes": jpeg.getvalue() + b"%06d" % next(_NUMBERS)} for _ in boxes]  # no two are the same
+        # No two are the same.
+        images = [{"bytes": jpeg.getvalue() + b"%06d" % next(_NUMBERS)} for _ in boxes]
     made = datasets.Dataset.from_dict({"image": images, "objects": objects}, features)
     for name, values in columns.items():
         made = made.add_column(name, values)
@@ -381,15 +480,31 @@ def saved(root: Path, train: datasets.Dataset, val: datasets.Dataset | None = No
 
 @pytest.mark.parametrize("shape", ["struct", "list"])
 def test_objects_become_columns_in_either_shape(tmp_path, shape):
-    train, val = read(saved(tmp_path / "t", table(shape=shape, image_id=[9, 7, 5, 3]), table(shape=shape)))
+    train, val = read(
+        saved(tmp_path / "t", table(shape=shape, image_id=[9, 7, 5, 3]), table(shape=shape))
+    )
     check_columns(train)
-    assert train.classes == ("cat", "dog") and train.image_ids.tolist() == [9, 7, 5, 3] and len(val) == 4
-    assert boxes_of(train, 0) == [[20, 10, 35, 20], [1, 2, 4, 6]] and train.offsets.tolist() == [0, 2, 2, 3, 4]
+    assert (
+        train.classes == ("cat", "dog")
+        and train.image_ids.tolist() == [9, 7, 5, 3]
+        and len(val) == 4
+    )
+    assert boxes_of(train, 0) == [[20, 10, 35, 20], [1, 2, 4, 6]] and train.offsets.tolist() == [
+        0,
+        2,
+        2,
+        3,
+        4,
+    ]
     assert train.labels.tolist() == [0, 1, 0, 0] and train.image(0).size == (40, 30)
-    assert "the boxes can only be xywh" in train.notes[0] and train.name(2) == f"{tmp_path}/t train[2]"
+    assert (
+        "the boxes can only be xywh" in train.notes[0] and train.name(2) == f"{tmp_path}/t train[2]"
+    )
     train, val = read(saved(tmp_path / "one", table(shape=shape)), val_share=0.5, seed=2)
     assert len(train) == len(val) == 2
-    assert np.array_equal(boxes_of(val, 1), [[*b[:2], b[0] + b[2], b[1] + b[3]] for b in XYWH[val.images.rows[1]]])
+    assert np.array_equal(
+        boxes_of(val, 1), [[*b[:2], b[0] + b[2], b[1] + b[3]] for b in XYWH[val.images.rows[1]]]
+    )
 
 
 def test_boxes_are_read_in_the_only_format_or_the_named_one(tmp_path):
@@ -397,9 +512,15 @@ def test_boxes_are_read_in_the_only_format_or_the_named_one(tmp_path):
     train, _ = read(saved(tmp_path / "xyxy", table(corners), table(corners)))
     assert boxes_of(train, 0) == corners[0] and "the boxes can only be xyxy" in train.notes[0]
     saved(tmp_path / "either", table(either), table(either))
-    for name, expected in {"xywh": [2, 3, 7, 9], "xyxy": [2, 3, 5, 6], "cxcywh": [0, 0, 4.5, 6]}.items():
+    for name, expected in {
+        "xywh": [2, 3, 7, 9],
+        "xyxy": [2, 3, 5, 6],
+        "cxcywh": [0, 0, 4.5, 6],
+    }.items():
         train, _ = read(tmp_path / "either", box_format=name)
-        assert boxes_of(train, 0) == [expected] and not any("can only be" in note for note in train.notes)
+        assert boxes_of(train, 0) == [expected] and not any(
+            "can only be" in note for note in train.notes
+        )
 
 
 def test_classes_without_names_are_those_found(tmp_path):
@@ -407,7 +528,9 @@ def test_classes_without_names_are_those_found(tmp_path):
     text = [table(label=datasets.Value("string"), labels=labels) for _ in range(2)]
     train, _ = read(saved(tmp_path / "text", *text))
     assert train.classes == ("ant", "owl") and train.labels.tolist() == [1, 0, 0, 0]
-    numbers = [table(label=datasets.Value("int64"), labels=[[8, 3], [], [3], [3]]) for _ in range(2)]
+    numbers = [
+        table(label=datasets.Value("int64"), labels=[[8, 3], [], [3], [3]]) for _ in range(2)
+    ]
     train, _ = read(saved(tmp_path / "numbers", *numbers))
     assert train.classes == ("3", "8") and train.category_ids.tolist() == [3, 8]
 
@@ -436,7 +559,9 @@ def stored(root, val=None, **columns):
 
 def with_two_columns(root):
     made = table()
-    return saved(root, made.add_column("more", made["objects"][:], feature=made.features["objects"]))
+    return saved(
+        root, made.add_column("more", made["objects"][:], feature=made.features["objects"])
+    )
 
 
 COW = [*CATEGORIES[:2], {"id": 90, "name": "cow"}]
@@ -447,7 +572,10 @@ OTHER = table(label=datasets.ClassLabel(names=["dog", "cat"]))
 SHARES, EITHER = [[[0.1, 0.2, 0.3, 0.4]]] * 2, [[[2, 3, 5, 6]], [[2, 3, 9, 9]]]
 CSV = "image,xmin,ymin,xmax,ymax,label\ntrain/4.jpg,1,2,3,4,cat\n"
 BAD = [
-    (partial(coco, change=lambda content: content["images"][1].pop("file_name")), "1 entries of images lack"),
+    (
+        partial(coco, change=lambda content: content["images"][1].pop("file_name")),
+        "1 entries of images lack",
+    ),
     (partial(second_image, file_name="gone.jpg"), "gone.jpg: 1 of 3 annotated images are missing"),
     (partial(second_image, id=10), "2 images with the id 10; give each its own"),
     (partial(second_image, width=41), "4.jpg: 41 x 30 in the annotations, 40 x 30 in the file"),
@@ -460,10 +588,19 @@ BAD = [
         partial(first_box, image_id=5),
         "1 annotations of images that are not in it, first annotations[0] with image_id 5",
     ),
-    (partial(first_box, bbox=[1, 2, "x", 4]), "annotations[0]: bbox is [1, 2, 'x', 4], which is not of the type"),
+    (
+        partial(first_box, bbox=[1, 2, "x", 4]),
+        "annotations[0]: bbox is [1, 2, 'x', 4], which is not of the type",
+    ),
     (partial(second_image, width="wide"), "images[1]: width is 'wide', which is not of the type"),
-    (partial(coco, change=lambda content: content.update(annotations=None)), "lacks the key annotations with a list"),
-    (partial(coco, categories=[{"id": 5, "name": "cat"}, {"id": 3, "name": "cat"}]), "each its own (ids 5, 3)"),
+    (
+        partial(coco, change=lambda content: content.update(annotations=None)),
+        "lacks the key annotations with a list",
+    ),
+    (
+        partial(coco, categories=[{"id": 5, "name": "cat"}, {"id": 3, "name": "cat"}]),
+        "each its own (ids 5, 3)",
+    ),
     (
         partial(coco, annotations=[annotation(4, [1, 2, 3, 4], iscrowd=1)]),
         "all of its 1 boxes are crowds (iscrowd) or diff",
@@ -472,24 +609,55 @@ BAD = [
         partial(coco, annotations=[annotation(4, [0.1, 0.2, 0.3, 0.4])]),
         "1 of 1 boxes are in shares of the image (0 to 1)",
     ),
-    (partial(coco, annotations=NARROW), "most of its 3 boxes would be left out: 2 (no area inside their image), first"),
-    (partial(coco, file_name="far/4.jpg"), "train/4.jpg is alike: move the images, or correct file_name"),
-    (partial(voc, **{name: [("dog", (0.1, 0.2, 0.5, 0.9), 0)] for name in "abd"}), "boxes are in shares of the image"),
-    (partial(coco, annotations=[annotation(4, [25, 20, 39, 29])]), "1 of 1 boxes reach beyond their"),
-    (partial(written, make=coco, name="train.json", text='{"images": ['), "train.json: not readable as JSON"),
-    (lambda root: coco(coco(root), "val", categories=COW), "4.jpg: cow; the classes are cat, dog, bird"),
+    (
+        partial(coco, annotations=NARROW),
+        "most of its 3 boxes would be left out: 2 (no area inside their image), first",
+    ),
+    (
+        partial(coco, file_name="far/4.jpg"),
+        "train/4.jpg is alike: move the images, or correct file_name",
+    ),
+    (
+        partial(voc, **{name: [("dog", (0.1, 0.2, 0.5, 0.9), 0)] for name in "abd"}),
+        "boxes are in shares of the image",
+    ),
+    (
+        partial(coco, annotations=[annotation(4, [25, 20, 39, 29])]),
+        "1 of 1 boxes reach beyond their",
+    ),
+    (
+        partial(written, make=coco, name="train.json", text='{"images": ['),
+        "train.json: not readable as JSON",
+    ),
+    (
+        lambda root: coco(coco(root), "val", categories=COW),
+        "4.jpg: cow; the classes are cat, dog, bird",
+    ),
     (partial(voc, c=[("cow", (2, 3, 4, 5), 0)]), "c.jpg: cow; the classes are cat, dog"),
     (partial(voc, a=[("dog", ("x", 3, 4, 5), 0)]), "a.xml: a size or corner is no number"),
-    (partial(voc, a="<a><object><name>dog</name></object></a>"), "a.xml: an object lacks its name or"),
-    (partial(yolo, labels={"train/a": "5 .5 .5 .1 .1"}), "a.txt:1: unknown class 5; there are 2 from 0"),
+    (
+        partial(voc, a="<a><object><name>dog</name></object></a>"),
+        "a.xml: an object lacks its name or",
+    ),
+    (
+        partial(yolo, labels={"train/a": "5 .5 .5 .1 .1"}),
+        "a.txt:1: unknown class 5; there are 2 from 0",
+    ),
     (partial(yolo, labels={"train/a": "0 .5 .5 .1 .1 .9"}), "a.txt:1: 6 numbers; needs 5, or"),
-    (partial(written, make=yolo, name="data.yaml", text="train: images/train"), "lacks the key names"),
+    (
+        partial(written, make=yolo, name="data.yaml", text="train: images/train"),
+        "lacks the key names",
+    ),
     (partial(yolo, content={"train": "nowhere", "names": ["a"]}), "train: nowhere is not there"),
     (partial(yolo, content={"train": "labels/train", "names": ["a"]}), "no images in train"),
-    (lambda root: saved(root, table().remove_columns("objects")), "no column with boxes and their classes"),
+    (
+        lambda root: saved(root, table().remove_columns("objects")),
+        "no column with boxes and their classes",
+    ),
     (
         lambda root: written(root, coco, "rows.csv", CSV) / "rows.csv",
-        "of an image (image, xmin, ymin, xmax, ymax, label); a file with a row for each box is not read",
+        "of an image (image, xmin, ymin, xmax, ymax, label); a file with a row for each box is "
+        "not read",
     ),
     (with_two_columns, "objects, more could each hold the boxes; name it with --objects_column"),
     (partial(stored, labels=[[0], [], [0], [0]]), "row 0 has 2 boxes and 1 of category"),
@@ -511,20 +679,35 @@ def test_bad_data_are_refused_in_one_line_that_names_the_folder(tmp_path, make, 
 
 def test_flags_that_do_not_fit_the_data_are_refused(tmp_path):
     coco(tmp_path / "few")
-    assert "--val_share 0.01 of 3 images holds out none" in refusal(tmp_path / "few", val_share=0.01)
+    assert "--val_share 0.01 of 3 images holds out none" in refusal(
+        tmp_path / "few", val_share=0.01
+    )
     assert "is no table, so leave out" in refusal(tmp_path / "few", box_format="xywh")
     saved(tmp_path / "table", table(), table())
-    assert "--objects_column things: is no column of" in refusal(tmp_path / "table", objects_column="things")
-    assert "--box_format yxyx: is none of xywh, xyxy, cxcywh" in refusal(tmp_path / "table", box_format="yxyx")
-    assert read(with_two_columns(tmp_path / "two"), objects_column="more")[0].classes == ("cat", "dog")
+    assert "--objects_column things: is no column of" in refusal(
+        tmp_path / "table", objects_column="things"
+    )
+    assert "--box_format yxyx: is none of xywh, xyxy, cxcywh" in refusal(
+        tmp_path / "table", box_format="yxyx"
+    )
+    assert read(with_two_columns(tmp_path / "two"), objects_column="more")[0].classes == (
+        "cat",
+        "dog",
+    )
 
 
 # ---- one part, to evaluate
 
 
 def test_samples_of_a_tar_may_lack_what_others_have(tmp_path):
-    one, crowd = {"bbox": [1, 2, 10, 9], "category": "a"}, {"bbox": [1, 2, 10, 9], "category": "a", "crowd": 1}
-    shards = ([{"objects": [one]}], [{"caption": "nothing"}, {"objects": [one]}, {"objects": [one, crowd]}])
+    one, crowd = (
+        {"bbox": [1, 2, 10, 9], "category": "a"},
+        {"bbox": [1, 2, 10, 9], "category": "a", "crowd": 1},
+    )
+    shards = (
+        [{"objects": [one]}],
+        [{"caption": "nothing"}, {"objects": [one]}, {"objects": [one, crowd]}],
+    )
     file = io.BytesIO()
     Image.new("RGB", (40, 30)).save(file, "PNG")
     for part in ("train", "val"):
@@ -534,7 +717,12 @@ def test_samples_of_a_tar_may_lack_what_others_have(tmp_path):
                     add(tar, f"{place}.png", file.getvalue())
                     add(tar, f"{place}.json", json.dumps(described).encode())
     for source in load(Spec(str(tmp_path), seed=0, val_share=0.2, box_format="xywh")):
-        assert source.offsets.tolist() == [0, 1, 1, 2, 4] and source.crowd.tolist() == [False, False, False, True]
+        assert source.offsets.tolist() == [0, 1, 1, 2, 4] and source.crowd.tolist() == [
+            False,
+            False,
+            False,
+            True,
+        ]
 
 
 def test_a_part_is_evaluated_alone_in_every_format(tmp_path):
@@ -547,12 +735,17 @@ def test_a_part_is_evaluated_alone_in_every_format(tmp_path):
         for split, count in zip(("", "test"), counts, strict=True):
             for held_out in (False, True):
                 if (name, held_out) != ("table", True):
-                    assert len(part(tmp_path / name, split, held_out=held_out)) == count, (name, split)
+                    assert len(part(tmp_path / name, split, held_out=held_out)) == count, (
+                        name,
+                        split,
+                    )
             if split or name != "table":
                 assert len(read(tmp_path / name, split=split)[1]) == count
     assert len(part(tmp_path / "table", held_out=True)) == len(read(tmp_path / "table")[1]) == 1
     assert part(tmp_path / "yolo", "test").part == "images/Test"
-    with pytest.raises(Refused, match=r"--split more: --data .* has no such part; there is Valid, test, train"):
+    with pytest.raises(
+        Refused, match=r"--split more: --data .* has no such part; there is Valid, test, train"
+    ):
         part(tmp_path / "coco", "more")
 
 
@@ -560,7 +753,10 @@ def test_the_folder_of_a_part_has_the_names_beside_it(tmp_path):
     """As Roboflow exports them."""
     coco(tmp_path, "test")
     (tmp_path / "test.json").rename(tmp_path / "test/_annotations.coco.json")
-    assert (len(part(tmp_path / "test")), part(tmp_path / "test").classes) == (3, ("cat", "dog", "bird"))
+    assert (len(part(tmp_path / "test")), part(tmp_path / "test").classes) == (
+        3,
+        ("cat", "dog", "bird"),
+    )
     (tmp_path / "test").rename(tmp_path / "mine")
     assert len(part(tmp_path / "mine")) == 3 and len(part(tmp_path / "mine", held_out=True)) == 1
     parts = {"train": "../train/images", "val": "../valid/images", "test": "../test/images"}
@@ -571,7 +767,8 @@ def test_the_folder_of_a_part_has_the_names_beside_it(tmp_path):
             (root / kind / folder).rename(root / name / kind)
     for kind in ("images", "labels"):
         (root / kind).rmdir()
-    assert [len(source) for source in read(root)] == [3, 1]  # the test part, which is listed, was never there
+    # The test part, which is listed, was never there.
+    assert [len(source) for source in read(root)] == [3, 1]
     assert (len(part(root, "val")), part(root, "val").classes) == (1, ("owl", "tit"))
     (root / "data.yaml").unlink()
     assert [source.part for source in read(root)] == ["train/images", "valid/images"]

@@ -31,18 +31,31 @@ def test_each_kind_of_mistake_is_told_apart() -> None:
 
 def test_a_detection_of_the_right_class_comes_first() -> None:
     matches = one_image([(A, 0, False)], [(A, 0.9, 1), (A, 0.8, 0)])
-    assert matches.confusion()[0].tolist() == [1, 0, 0, 0] and matches.confusion()[3].tolist() == [0, 1, 0, 0]
+    assert matches.confusion()[0].tolist() == [1, 0, 0, 0] and matches.confusion()[3].tolist() == [
+        0,
+        1,
+        0,
+        0,
+    ]
     twice = one_image([(A, 0, False), (A, 0, False)], [(A, 0.9, 0)])
     assert twice.hits.tolist() == [1], "of equal objects the last, as COCO"
 
 
 def test_the_threshold_is_the_score_of_the_best_f1() -> None:
-    scores = [(A, 0.9, 0), ((0, 90, 5, 95), 0.6, 0), (B, 0.6, 1), ((0, 0, 5, 5), 0.3, 0), ((5, 90, 9, 95), 0.3, 0)]
+    scores = [
+        (A, 0.9, 0),
+        ((0, 90, 5, 95), 0.6, 0),
+        (B, 0.6, 1),
+        ((0, 0, 5, 5), 0.3, 0),
+        ((5, 90, 9, 95), 0.3, 0),
+    ]
     objects = [(A, 0, False), (B, 1, False)]
-    # 0.9: 2 * 1 / (1 + 2); 0.6: 2 * 2 / (3 + 2), as both of that score come together; 0.3: 2 * 2 / (5 + 2)
+    # 0.9: 2 * 1 / (1 + 2); 0.6: 2 * 2 / (3 + 2), as both of that score come together; 0.3: 2 * 2 /
+    # (5 + 2)
     assert one_image(objects, scores).threshold == pytest.approx(0.6)
     wrong = [((0, top, 5, top + 5), 0.6, 0) for top in (70, 80, 90)]
-    # 0.9: 2 * 1 / (1 + 2); 0.6: 2 * 2 / (5 + 2), though the first of that score alone would make both right
+    # 0.9: 2 * 1 / (1 + 2); 0.6: 2 * 2 / (5 + 2), though the first of that score alone would make
+    # both right
     assert one_image(objects, [(A, 0.9, 0), (B, 0.6, 1), *wrong]).threshold == pytest.approx(0.9)
     assert one_image(objects, scores[1:2] + scores[3:]).threshold == 0.5  # nothing is right
     assert one_image(objects, []).threshold == one_image([], scores).threshold == 0.5
@@ -54,13 +67,19 @@ def test_each_class_has_the_threshold_of_its_own_best_f1() -> None:
     found = [(A, 0.9, 0), ((0, 90, 10, 100), 0.6, 0), (B, 0.6, 0)]
     found += [(A, 0.8, 1), ((0, 0, 9, 9), 0.3, 1), ((0, 0, 9, 9), 0.2, 1)]
     cat, dog, cow = one_image(objects, found).classes
-    assert cat == pytest.approx({"threshold": 0.6, "precision": 2 / 3, "recall": 1, "f1": 4 / 5, "objects": 2})
-    assert dog == pytest.approx({"threshold": 0.3, "precision": 1 / 2, "recall": 1, "f1": 2 / 3, "objects": 1})
+    assert cat == pytest.approx(
+        {"threshold": 0.6, "precision": 2 / 3, "recall": 1, "f1": 4 / 5, "objects": 2}
+    )
+    assert dog == pytest.approx(
+        {"threshold": 0.3, "precision": 1 / 2, "recall": 1, "f1": 2 / 3, "objects": 1}
+    )
     assert cow == {"threshold": None, "precision": None, "recall": 0, "f1": None, "objects": 1}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         in_crowd = one_image([((0, 0, 100, 40), 0, True)], [((0, 0, 10, 10), 0.9, 0)]).classes
-        assert [row["recall"] for row in in_crowd] == [None] * 3 and one_image([], []).classes == in_crowd
+        assert [row["recall"] for row in in_crowd] == [None] * 3 and one_image(
+            [], []
+        ).classes == in_crowd
 
 
 def test_crowd_regions_are_neither_missed_nor_background() -> None:
@@ -68,5 +87,7 @@ def test_crowd_regions_are_neither_missed_nor_background() -> None:
     inside = ((0, 0, 10, 10), 0.9, 0)
     matches = one_image([(crowd, 0, True), (B, 1, False)], [inside, (B, 0.8, 1)])
     assert matches.confusion().sum() == 1 and not matches.misses(9) and not matches.false_alarms(9)
-    other_class = one_image([(crowd, 0, True), (B, 1, False)], [((0, 0, 10, 10), 0.9, 2), (B, 0.8, 1)])
+    other_class = one_image(
+        [(crowd, 0, True), (B, 1, False)], [((0, 0, 10, 10), 0.9, 2), (B, 0.8, 1)]
+    )
     assert [alarm.kind for alarm in other_class.false_alarms(9)] == ["nothing"]

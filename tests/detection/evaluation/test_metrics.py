@@ -16,7 +16,14 @@ from common.detection.evaluation.matching import IN_CROWD, NONE, Matches
 from common.detection.evaluation.metrics import NAMES, Detections
 from common.distributed.collectives import rank
 from tests.harness.annotations import annotation, coco, picture
-from tests.harness.detections import CLASSES, awkward, boxes_in_coco, columns, hits_of, of_pycocotools
+from tests.harness.detections import (
+    CLASSES,
+    awkward,
+    boxes_in_coco,
+    columns,
+    hits_of,
+    of_pycocotools,
+)
 from tools.compare.average_precision import AveragePrecision
 
 
@@ -32,19 +39,28 @@ def test_numbers_hits_and_crowds_are_those_of_pycocotools(seed: int) -> None:
     assert (hits == IN_CROWD).any() and (hits >= 0).any()
     np.testing.assert_array_equal(hits, hits_of(expected, len(rows)))
     for name, value in zip(NAMES, expected.stats, strict=True):
-        assert (-1 if results[name] is None else results[name]) == pytest.approx(value, abs=1e-12), name
+        assert (-1 if results[name] is None else results[name]) == pytest.approx(
+            value, abs=1e-12
+        ), name
     assert results["count"] == 21
     assert results["per_class"][0] is None and results["per_class"][1] is not None
     named = {key: value for key, value in results.items() if key.startswith("AP_class/")}
-    assert named == dict(zip([f"AP_class/{name}" for name in CLASSES[1:]], results["per_class"][1:], strict=True))
+    assert named == dict(
+        zip([f"AP_class/{name}" for name in CLASSES[1:]], results["per_class"][1:], strict=True)
+    )
     present = detections.precision[1:]
     assert (detections.precision[0] == -1).all() and present.shape == (3, 101)
     assert present.mean() == pytest.approx(results["AP50"], abs=1e-12)
     rows[:, 5] = 1  # more than count of a class in an image
-    expected = hits_of(of_pycocotools(metrics._coco(source), boxes_in_coco(source.image_ids, images, rows)), len(rows))
+    expected = hits_of(
+        of_pycocotools(metrics._coco(source), boxes_in_coco(source.image_ids, images, rows)),
+        len(rows),
+    )
     counted = Matches.of_counted(source, images, rows)
     assert np.bincount(counted.images).max() == 100
-    assert len(counted.rows) < len(rows) and sorted(counted.hits[counted.hits >= 0]) == sorted(expected[expected >= 0])
+    assert len(counted.rows) < len(rows) and sorted(counted.hits[counted.hits >= 0]) == sorted(
+        expected[expected >= 0]
+    )
 
 
 def test_ids_of_64_bits_change_no_number() -> None:
@@ -59,17 +75,28 @@ def test_ids_of_64_bits_change_no_number() -> None:
 
 def test_more_than_100_objects_are_counted_as_pycocotools_does() -> None:
     """With its limit set to the largest number of objects in an image."""
-    corners = np.array([[10 * x, 10 * y, 10 * x + 7, 10 * y + 7] for x in range(11) for y in range(11)], float)
+    corners = np.array(
+        [[10 * x, 10 * y, 10 * x + 7, 10 * y + 7] for x in range(11) for y in range(11)], float
+    )
     source = Annotated(
-        **columns([[(box, 0) for box in corners], [(box, 0) for box in corners[:5]]], ((120, 120),), ("a",))
+        **columns(
+            [[(box, 0) for box in corners], [(box, 0) for box in corners[:5]]],
+            ((120, 120),),
+            ("a",),
+        )
     )
     assert source.max_detections == 121 and source.select(np.array([1])).max_detections == 100
     scores = torch.linspace(1, 0.5, 121)
     wrong = torch.tensor(corners[:60]).float() + 4
     found = []
-    for of_image in (torch.tensor(corners).float(), torch.cat([torch.tensor(corners[:5]).float(), wrong])):
+    for of_image in (
+        torch.tensor(corners).float(),
+        torch.cat([torch.tensor(corners[:5]).float(), wrong]),
+    ):
         count = len(of_image)
-        found.append({"boxes": of_image, "scores": scores[:count], "labels": torch.zeros(count).long()})
+        found.append(
+            {"boxes": of_image, "scores": scores[:count], "labels": torch.zeros(count).long()}
+        )
     perfect = Detections()
     perfect.update(range(2), [found[0], {name: column[:5] for name, column in found[1].items()}])
     assert perfect.results(source)["AP"] == pytest.approx(1) and perfect.matches.hit.all()
@@ -90,7 +117,11 @@ def test_a_mask_lies_on_the_pixels_of_its_box() -> None:
     grid = torch.zeros(2, 28, 28)
     grid[0, :14], grid[1] = 1, 1
     upper, edge = decode(pasted(grid, boxes, np.array([60, 50])), np.array([60, 50]))
-    assert upper.shape == (50, 60) and upper[21:33, 11:37].all() and int(upper.sum()) == pytest.approx(28 * 14, rel=0.1)
+    assert (
+        upper.shape == (50, 60)
+        and upper[21:33, 11:37].all()
+        and int(upper.sum()) == pytest.approx(28 * 14, rel=0.1)
+    )
     assert edge[:, :3].all() and not edge[:, 5:].any()
     assert pasted(grid[:0], boxes[:0], np.array([60, 50])) == []
 
@@ -108,7 +139,12 @@ def boxes_on_thresholds(random: np.random.Generator) -> tuple[list[list[float]],
         if row % 2:  # the detection lies within the object
             box = [left, top, float(width / threshold), float(height)]
         else:  # the object within the detection
-            box = [float(np.round(left + 0.1, 1)), float(np.round(top + 0.3, 1)), width * threshold, float(height)]
+            box = [
+                float(np.round(left + 0.1, 1)),
+                float(np.round(top + 0.3, 1)),
+                width * threshold,
+                float(height),
+            ]
             left, top = box[:2]
         given.append(box)
         found.append([left, top, left + width, top + height])
@@ -136,16 +172,32 @@ def test_detections_on_thresholds_count_as_in_pycocotools(processes, tmp_path) -
         for box in given:
             left, top, width, height = box
             outline = outline_of(left, top, left + width, top + height)
-            more = {"id": len(annotations) + 1, "iscrowd": int(random.random() < 0.1), "area": width * height}
+            more = {
+                "id": len(annotations) + 1,
+                "iscrowd": int(random.random() < 0.1),
+                "area": width * height,
+            }
             annotations.append(annotation(number, box, 1, segmentation=[outline], **more))
         scores = torch.from_numpy(np.sort(random.permutation(len(boxes)) / 16)[::-1].copy()).float()
-        masks = [mask.frPyObjects([outline_of(*box)], SIDE, SIDE)[0] for box in boxes.astype(float).tolist()]
+        masks = [
+            mask.frPyObjects([outline_of(*box)], SIDE, SIDE)[0]
+            for box in boxes.astype(float).tolist()
+        ]
         labels = torch.zeros(len(boxes)).long()
-        found.append({"boxes": torch.from_numpy(boxes), "scores": scores, "labels": labels, "rles": masks})
-    sizes = [{"id": n, "file_name": f"{n}.png", "width": SIDE, "height": SIDE} for n in range(1, IMAGES + 1)]
+        found.append(
+            {"boxes": torch.from_numpy(boxes), "scores": scores, "labels": labels, "rles": masks}
+        )
+    sizes = [
+        {"id": n, "file_name": f"{n}.png", "width": SIDE, "height": SIDE}
+        for n in range(1, IMAGES + 1)
+    ]
     named = [{"id": 1, "name": "cat"}]
-    coco(tmp_path, "val", (), annotations, named, change=lambda content: content.update(images=sizes))
-    source = load(Spec(str(tmp_path), seed=0, val_share=0.25, alone=True, masks=True))[1].select(np.arange(IMAGES))
+    coco(
+        tmp_path, "val", (), annotations, named, change=lambda content: content.update(images=sizes)
+    )
+    source = load(Spec(str(tmp_path), seed=0, val_share=0.25, alone=True, masks=True))[1].select(
+        np.arange(IMAGES)
+    )
     detections = Detections()
     detections.update(range(IMAGES), found)
     results = detections.results(source)
@@ -153,7 +205,10 @@ def test_detections_on_thresholds_count_as_in_pycocotools(processes, tmp_path) -
     boxes = boxes_in_coco(np.arange(1, IMAGES + 1), images, columns)
     rles = (rle for of_image in found for rle in of_image["rles"])
     keys = "image_id", "score", "category_id"
-    masks = [{key: box[key] for key in keys} | {"segmentation": rle} for box, rle in zip(boxes, rles, strict=True)]
+    masks = [
+        {key: box[key] for key in keys} | {"segmentation": rle}
+        for box, rle in zip(boxes, rles, strict=True)
+    ]
     content = json.loads((tmp_path / "val.json").read_text())
     for prefix, rows, kind in (("", boxes, "bbox"), ("mask_", masks, "segm")):
         expected = of_pycocotools(content, rows, kind)

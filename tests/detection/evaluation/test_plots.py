@@ -44,7 +44,9 @@ def test_every_picture_is_drawn_of_anything(case: str, tmp_path: Path) -> None:
     path = tmp_path / "pictures" / "a.png"
     plots.predictions(matches, path)
     pixels = drawn(path)
-    assert not len(matches.source.boxes) or any(has(pixels, colour) for colour in (BLUE, ORANGE, GREY))
+    assert not len(matches.source.boxes) or any(
+        has(pixels, colour) for colour in (BLUE, ORANGE, GREY)
+    )
     assert max(pixels.shape[:2]) < 3000
     plots.confusion(matches, source.classes, path)
     drawn(path)

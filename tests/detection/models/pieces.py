@@ -11,4 +11,9 @@ def scene(count):
     sides = 8 + torch.rand(count, 2, generator=generator) * 100
     boxes = torch.cat([corners, torch.minimum(corners + sides, torch.tensor([191.7, 127.7]))], 1)
     labels = torch.randint(4, (count,), generator=generator)
-    return {"boxes": boxes, "labels": labels, "crowd": torch.zeros(count, dtype=torch.bool), "position": count}
+    return {
+        "boxes": boxes,
+        "labels": labels,
+        "crowd": torch.zeros(count, dtype=torch.bool),
+        "position": count,
+    }

@@ -49,7 +49,9 @@ def _made(family):
 def target(position, boxes=(), labels=(), crowd=None):
     return {
         "boxes": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),
-        "masks": (torch.arange(len(labels) * CANVAS[0] * CANVAS[1]) % 3 == 0).view(-1, *CANVAS).byte(),
+        "masks": (torch.arange(len(labels) * CANVAS[0] * CANVAS[1]) % 3 == 0)
+        .view(-1, *CANVAS)
+        .byte(),
         "labels": torch.tensor(labels, dtype=torch.int64),
         "crowd": torch.tensor(crowd or [False] * len(labels), dtype=torch.bool),
         "position": position,
@@ -80,7 +82,11 @@ def run(detector, images, targets, split):
     losses = torch.cat([loss for loss, _ in found])
     losses.sum().backward()
     terms = {name: torch.cat([parts[name] for _, parts in found]) for name in found[0][1]}
-    learnt = [(name, parameter) for name, parameter in detector.named_parameters() if parameter.requires_grad]
+    learnt = [
+        (name, parameter)
+        for name, parameter in detector.named_parameters()
+        if parameter.requires_grad
+    ]
     return losses.detach(), terms, {name: parameter.grad.clone() for name, parameter in learnt}
 
 
@@ -125,7 +131,8 @@ def test_half_precision_stays_in_the_network(family):
     torch.testing.assert_close(losses, exact, rtol=0.1, atol=0.05)
     for one in found:
         assert one["boxes"].dtype == one["scores"].dtype == torch.float32
-        assert not torch.equal(one["boxes"], one["boxes"].bfloat16().float())  # nor were they rounded on the way
+        # Nor were they rounded on the way.
+        assert not torch.equal(one["boxes"], one["boxes"].bfloat16().float())
 
 
 class Singles(TorchDispatchMode):
@@ -134,7 +141,9 @@ class Singles(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         result = function(*arguments, **(keywords or {}))
         if function is not torch.ops.aten.lift_fresh.default:
-            assert not any(getattr(x, "dtype", None) == torch.float64 for x in tree_leaves(result)), function
+            assert not any(
+                getattr(x, "dtype", None) == torch.float64 for x in tree_leaves(result)
+            ), function
         return result
 
 

@@ -50,16 +50,22 @@ def make_rf_detr():
 
 
 def batch(counts, dtype=torch.float64, canvas=CANVAS):
-    images = torch.randn(len(counts), 3, *canvas, generator=torch.Generator().manual_seed(3)).to(dtype)
+    images = torch.randn(len(counts), 3, *canvas, generator=torch.Generator().manual_seed(3)).to(
+        dtype
+    )
     targets = [scene(count) | {"position": 10 + place} for place, count in enumerate(counts)]
     for target in targets:
-        target["boxes"] = target["boxes"] * torch.tensor([canvas[1] / CANVAS[1], canvas[0] / CANVAS[0]] * 2)
+        target["boxes"] = target["boxes"] * torch.tensor(
+            [canvas[1] / CANVAS[1], canvas[0] / CANVAS[0]] * 2
+        )
     return images, targets
 
 
 def relative(target, dtype, canvas=CANVAS):
     """As transformers wants them."""
-    left, top, right, bottom = (target["boxes"].to(dtype) / torch.tensor([canvas[1], canvas[0]] * 2)).unbind(1)
+    left, top, right, bottom = (
+        target["boxes"].to(dtype) / torch.tensor([canvas[1], canvas[0]] * 2)
+    ).unbind(1)
     boxes = torch.stack([(left + right) / 2, (top + bottom) / 2, right - left, bottom - top], 1)
     return {"class_labels": target["labels"], "boxes": boxes}
 
@@ -75,9 +81,13 @@ def theirs(detector, images, targets):
         for image, target in zip(images, targets, strict=True):
             share = max(1, len(target["labels"])) / everything
             for name, value in theirs(detector, image[None], [target])[1].items():
-                terms[name] = terms.get(name, 0) + value * (1 / len(images) if name == "ddf" else share)
+                terms[name] = terms.get(name, 0) + value * (
+                    1 / len(images) if name == "ddf" else share
+                )
         return sum(terms.values()), terms
-    whole = transformers.AutoModelForObjectDetection.from_config(copy.deepcopy(detector.config)).train()
+    whole = transformers.AutoModelForObjectDetection.from_config(
+        copy.deepcopy(detector.config)
+    ).train()
     whole.model = detector.model
     output = whole(images, labels=[relative(target, images.dtype) for target in targets])
     kinds = dict(vfl="class", mal="class", bbox="box", giou="giou", fgl="fgl", ddf="ddf")
@@ -89,7 +99,11 @@ def theirs(detector, images, targets):
 
 
 # transformers' losses of D-FINE and DEIMv2 can't be had in float64.
-PRECISE = {"rtdetr_v2": (torch.float64, 1e-12), "dfine": (torch.float32, 2e-5), "deimv2": (torch.float32, 2e-5)}
+PRECISE = {
+    "rtdetr_v2": (torch.float64, 1e-12),
+    "dfine": (torch.float32, 2e-5),
+    "deimv2": (torch.float32, 2e-5),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -120,17 +134,31 @@ def test_the_losses_of_a_batch_add_up_to_those_of_transformers(family):
 @pytest.mark.parametrize("side, tolerance", [(SIDE, 1e-12), (128, 1e-7)])
 def test_the_losses_of_rf_detr_add_up_to_those_of_transformers(side, tolerance):
     detector, canvas = make_rf_detr().double(), (side, side)
-    whole = transformers.AutoModelForObjectDetection.from_config(copy.deepcopy(detector.config)).double().train()
+    whole = (
+        transformers.AutoModelForObjectDetection.from_config(copy.deepcopy(detector.config))
+        .double()
+        .train()
+    )
     whole.load_state_dict(detector.model.state_dict())
     for counts in ([3, 0, 7, 1], [0, 0]):
         images, targets = batch(counts, canvas=canvas)
         losses, terms = detector.losses(images, targets, detector.counts(targets, canvas))
-        output = whole(images, labels=[relative(target, torch.float64, canvas) for target in targets])
+        output = whole(
+            images, labels=[relative(target, torch.float64, canvas) for target in targets]
+        )
         torch.testing.assert_close(losses.sum(), output.loss, rtol=tolerance, atol=0)
-        for name, (kind, weight) in {"class": ("ce", 1), "box": ("bbox", 5), "giou": ("giou", 2)}.items():
-            parts = [value for key, value in output.loss_dict.items() if key.startswith(f"loss_{kind}")]
+        for name, (kind, weight) in {
+            "class": ("ce", 1),
+            "box": ("bbox", 5),
+            "giou": ("giou", 2),
+        }.items():
+            parts = [
+                value for key, value in output.loss_dict.items() if key.startswith(f"loss_{kind}")
+            ]
             assert len(parts) == 3 and (sum(parts) > 0 or not any(counts))
-            torch.testing.assert_close(terms[name].sum(), weight * sum(parts), rtol=tolerance, atol=1e-15)
+            torch.testing.assert_close(
+                terms[name].sum(), weight * sum(parts), rtol=tolerance, atol=1e-15
+            )
 
 
 @pytest.mark.parametrize("family", PRECISE)
@@ -143,9 +171,13 @@ def test_losses_of_denoising_are_those_of_transformers(family, monkeypatch):
         target["boxes"] = target["boxes"] * torch.tensor([0.9, 0.95, 1.0][place])
     module, seen = importlib.import_module(type(detector.model).__module__), 0
     original = module.get_contrastive_denoising_training_group
-    columns = [[relative(target, dtype)[key] for target in targets] for key in ("boxes", "class_labels")]
+    columns = [
+        [relative(target, dtype)[key] for target in targets] for key in ("boxes", "class_labels")
+    ]
     positions = [target["position"] for target in targets]
-    noise = queries.noised(*columns, positions, detector.seed, detector._queries(CANVAS), detector.config)
+    noise = queries.noised(
+        *columns, positions, detector.seed, detector._queries(CANVAS), detector.config
+    )
 
     def ours(class_embed, **options):
         nonlocal seen
@@ -156,7 +188,12 @@ def test_losses_of_denoising_are_those_of_transformers(family, monkeypatch):
         for places, match in zip(values["dn_positive_idx"], noise.match[rows], strict=True):
             assert places.tolist() == (match >= 0).nonzero()[:, 0].tolist()
         assert all(torch.equal(mask == 0, visible) for visible in noise.visible[rows, 0])
-        return class_embed(noise.labels[rows]), torch.logit(noise.boxes[rows], 1e-5), mask.to(labels.dtype), values
+        return (
+            class_embed(noise.labels[rows]),
+            torch.logit(noise.boxes[rows], 1e-5),
+            mask.to(labels.dtype),
+            values,
+        )
 
     monkeypatch.setattr(module, "get_contrastive_denoising_training_group", ours)
     compare(detector, images, targets, tolerance)
@@ -165,10 +202,14 @@ def test_losses_of_denoising_are_those_of_transformers(family, monkeypatch):
 def test_noise_is_a_function_of_image_and_position():
     """A positive keeps most of its box, a negative does not. Both are the same in any batch."""
     images = [relative(scene(count), torch.float64) for count in (3, 0, 8)]
-    config = SimpleNamespace(num_labels=4, num_denoising=24, label_noise_ratio=0.5, box_noise_scale=1.0)
+    config = SimpleNamespace(
+        num_labels=4, num_denoising=24, label_noise_ratio=0.5, box_noise_scale=1.0
+    )
 
     def noise(places, position=5, seed=1):
-        boxes, labels = ([images[place][key] for place in places] for key in ("boxes", "class_labels"))
+        boxes, labels = (
+            [images[place][key] for place in places] for key in ("boxes", "class_labels")
+        )
         return queries.noised(boxes, labels, [position, 6, 7][: len(places)], seed, 10, config)
 
     at_once, alone = noise([0, 1, 2]), noise([0])
@@ -187,12 +228,15 @@ def test_noise_is_a_function_of_image_and_position():
 PUBLISHED_TOO = [("rtdetr_v2", "rtdetr_v2_r18vd"), ("dfine", "dfine_n"), ("deimv2", "deimv2_s")]
 
 
-@pytest.mark.parametrize("family, name", [*((family, "test_resnet") for family in FAMILIES), *PUBLISHED_TOO])
+@pytest.mark.parametrize(
+    "family, name", [*((family, "test_resnet") for family in FAMILIES), *PUBLISHED_TOO]
+)
 def test_an_export_is_a_folder_of_transformers_and_ours(family, name, tmp_path):
     """That both find the same in photographs is tested in tests/recipes/test_det_evaluation.py."""
     if family == "rf_detr":
         detector = make_rf_detr().eval()
-        detector.config.dropout = detector.config.backbone_config.hidden_dropout_prob = 0.1  # as folders of the hub
+        # As folders of the hub.
+        detector.config.dropout = detector.config.backbone_config.hidden_dropout_prob = 0.1
     else:
         detector = make(family, torch.float32, name).eval()
     detector.export(tmp_path / "best", NAMES, 128)
@@ -216,7 +260,9 @@ def test_an_export_is_a_folder_of_transformers_and_ours(family, name, tmp_path):
     same = build_detector(DetectorSpec(family, str(tmp_path / "best"), 4, names=NAMES))
     assert same.begins_with == f"{len(mine)} of {len(mine)} tensors of {tmp_path / 'best'}"
     images, targets = batch([3, 0], torch.float32, (128, 128))
-    first, second = (same.losses(images, targets, same.counts(targets, (128, 128)))[0] for _ in range(2))
+    first, second = (
+        same.losses(images, targets, same.counts(targets, (128, 128)))[0] for _ in range(2)
+    )
     assert torch.equal(first, second)  # without dropout
 
 
@@ -228,7 +274,9 @@ def test_small_images_have_fewer_queries_and_so_has_an_export(tmp_path):
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(again._predict(images), detector._predict(images))
     for name in ("reference_point_embed", "query_feat"):  # the first queries of each group
-        mine, theirs = (getattr(x.model.model, name).weight.unflatten(0, (3, -1)) for x in (detector, again))
+        mine, theirs = (
+            getattr(x.model.model, name).weight.unflatten(0, (3, -1)) for x in (detector, again)
+        )
         assert torch.equal(mine[:, :4], theirs)
 
 
@@ -236,11 +284,21 @@ def test_a_new_rf_detr_leaves_the_selected_boxes_as_they_are():
     detector = small_rf_detr.build(4)
     assert not detector.model.model.reference_point_embed.weight.any()
     assert not detector.model.bbox_embed.layers[-1].weight.any()
-    assert detector.no_weight_decay() == {"model.model.backbone.backbone.embeddings.position_embeddings"}
+    assert detector.no_weight_decay() == {
+        "model.model.backbone.backbone.embeddings.position_embeddings"
+    }
 
 
-# Millions of parameters of the published models. DEIMv2's are with fused convolutions and without denoising.
-PUBLISHED = {"rtdetr_v2_r18vd": 20, "dfine_n": 4, "dfine_s": 10, "deimv2_n": 3.6, "deimv2_s": 9.7, "rf_detr_nano": 30.5}
+# Millions of parameters of the published models. DEIMv2's are with fused convolutions and without
+# denoising.
+PUBLISHED = {
+    "rtdetr_v2_r18vd": 20,
+    "dfine_n": 4,
+    "dfine_s": 10,
+    "deimv2_n": 3.6,
+    "deimv2_s": 9.7,
+    "rf_detr_nano": 30.5,
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -256,7 +314,9 @@ def test_predictions_that_are_not_finite_are_matched():
     """The step's loss then says so. There may be more boxes than queries, or none."""
     logits, boxes = torch.full((2, 1, 3, 4), float("nan")), torch.full((2, 1, 3, 4), float("inf"))
     costs = {"alpha": 0.25, "gamma": 2.0, "class_cost": 2.0, "bbox_cost": 5.0, "giou_cost": 2.0}
-    match = queries.match(logits, boxes, torch.rand(2, 6, 4), torch.zeros(2, 6).long(), [5, 0], **costs)
+    match = queries.match(
+        logits, boxes, torch.rand(2, 6, 4), torch.zeros(2, 6).long(), [5, 0], **costs
+    )
     assert len({*match[0, 0].tolist()} - {-1}) == 3 and (match[1] == -1).all()
 
 
@@ -266,14 +326,24 @@ def test_what_can_not_be_built_is_refused_in_one_line(tmp_path, monkeypatch):
         ("dfine rtdetr_v2_r18vd", {}, "not of --detector dfine; there are dfine_n"),
         ("dfine dfine_s", {"drop_path": 0.1}, "--drop_path 0.1: dfine_s has none"),
         ("rtdetr_v2 test_vit", {}, "ends in features at strides 16, 16, 16; .* needs 8, 16 and 32"),
-        ("rf_detr resnet18", {}, "--detector rf_detr has a backbone of its own; there are rf_detr_nano"),
-        ("rf_detr rf_detr_nano", {"pretrained": True}, "--pretrained: rf_detr_nano is a configuration without"),
+        (
+            "rf_detr resnet18",
+            {},
+            "--detector rf_detr has a backbone of its own; there are rf_detr_nano",
+        ),
+        (
+            "rf_detr rf_detr_nano",
+            {"pretrained": True},
+            "--pretrained: rf_detr_nano is a configuration without",
+        ),
     ):
         with pytest.raises(Refused, match=told):
             build_detector(DetectorSpec(*words.split(), 4, **options))
     for config in ({"model_type": "rt_detr_v2"}, {"model_type": "deimv2", "share_bbox_head": True}):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        with pytest.raises(Refused, match=f"a {config['model_type']}.*, which --detector deimv2 can't train"):
+        with pytest.raises(
+            Refused, match=f"a {config['model_type']}.*, which --detector deimv2 can't train"
+        ):
             build_detector(DetectorSpec("deimv2", str(tmp_path), 4))
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(Refused, match="pip install transformers"):

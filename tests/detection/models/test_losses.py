@@ -1,6 +1,7 @@
 """FCOS, RetinaNet and R-CNNs have torchvision's losses where their definitions coincide.
 
-That they find the same boxes is tested with a run's export (test_export) and with torchvision's weights (weights/).
+That they find the same boxes is tested with a run's export (test_export) and with torchvision's
+weights (weights/).
 """
 
 import pytest
@@ -42,24 +43,41 @@ class Counting:
 def test_losses_are_torchvisions_on_one_whole_batch(family):
     """R-CNNs: up to the divisor, the number that torchvision drew. Masks: of one image."""
     two_stages = "rcnn" in family
-    options = {"min_size": CANVAS[0], "max_size": CANVAS[1], "image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+    options = {
+        "min_size": CANVAS[0],
+        "max_size": CANVAS[1],
+        "image_mean": [0.0] * 3,
+        "image_std": [1.0] * 3,
+    }
     for stage in ("rpn", "box") if two_stages else ():
         options |= {f"{stage}_batch_size_per_image": EVERYTHING, f"{stage}_positive_fraction": 1.0}
     options |= {f"rpn_{place}_nms_top_n_train": 200 for place in ("pre", "post") if two_stages}
     make = get_model_builder(f"{family.replace('_', '')}_resnet50_fpn")
     torch.manual_seed(0)
-    theirs = make(weights=None, weights_backbone=None, num_classes=4 + two_stages, **options).double().train()
-    ours = build_detector(DetectorSpec(family, "resnet50", 4, variant="torchvision")).double().train()
-    ours.load_state_dict({key.replace(".body.", ".features."): value for key, value in theirs.state_dict().items()})
+    theirs = (
+        make(weights=None, weights_backbone=None, num_classes=4 + two_stages, **options)
+        .double()
+        .train()
+    )
+    ours = (
+        build_detector(DetectorSpec(family, "resnet50", 4, variant="torchvision")).double().train()
+    )
+    ours.load_state_dict(
+        {key.replace(".body.", ".features."): value for key, value in theirs.state_dict().items()}
+    )
     for model in (ours, theirs):
         model.backbone.eval()  # batch norms stay as they are
     for part in (ours, ours.rpn) if two_stages else ():
         part.drawn, part.foreground_share, part.candidates = EVERYTHING, 1.0, {True: 200}
     counts = {"mask_rcnn": (5,), "faster_rcnn": (3, 0, 6)}.get(family, (3, 0, 9, 1))
-    images = torch.randn(len(counts), 3, *CANVAS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    images = torch.randn(
+        len(counts), 3, *CANVAS, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     targets = [scene(count) for count in counts]
     for target, count in zip(targets, counts, strict=True):
-        target["masks"] = torch.rand(count, *CANVAS, generator=torch.Generator().manual_seed(1)).round().byte()
+        target["masks"] = (
+            torch.rand(count, *CANVAS, generator=torch.Generator().manual_seed(1)).round().byte()
+        )
     stages = (theirs.rpn, theirs.roi_heads) if two_stages else ()
     for stage in stages:
         stage.fg_bg_sampler = Counting(stage.fg_bg_sampler)
@@ -80,14 +98,19 @@ def test_losses_are_torchvisions_on_one_whole_batch(family):
 
 
 def target(boxes, crowd):
-    return {"boxes": torch.tensor(boxes), "labels": torch.arange(len(boxes)) + 1, "crowd": torch.tensor(crowd)}
+    return {
+        "boxes": torch.tensor(boxes),
+        "labels": torch.arange(len(boxes)) + 1,
+        "crowd": torch.tensor(crowd),
+    }
 
 
 def test_a_box_that_no_anchor_touches_claims_none():
     places = torch.tensor([[-20.0, 0, 20, 10], [0, 0, 30, 10]])
     boxes = target([[0.0, 0, 10, 10], [50, 50, 60, 60]], [True, False])
     *_, foreground, ignored = match(places, boxes, torch.tensor([64, 64]), 0.5, 0.4, rescue=True)
-    assert not foreground.any() and ignored.tolist() == [True, False]  # of the first, the half inside counts
+    # Of the first, the half inside counts.
+    assert not foreground.any() and ignored.tolist() == [True, False]
 
 
 def test_a_sample_has_its_share_of_foreground():
@@ -101,17 +124,28 @@ def test_a_sample_has_its_share_of_foreground():
 
 def test_rounding_does_not_choose_among_equal_proposals():
     """In a plain area all anchors have one score, up to errors that depend on the micro-batch."""
-    rpn = build_detector(DetectorSpec("faster_rcnn", "test_resnet", 4, levels=(3, 4), width=32, hidden=32)).rpn
+    rpn = build_detector(
+        DetectorSpec("faster_rcnn", "test_resnet", 4, levels=(3, 4), width=32, hidden=32)
+    ).rpn
     anchors = rpn.anchors((256, 256), torch.float64, torch.device("cpu"))
-    errors = 1e-12 * torch.randn(2, len(anchors), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    errors = 1e-12 * torch.randn(
+        2, len(anchors), dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     outputs = 0.1 + errors, torch.zeros(2, len(anchors), 4, dtype=torch.float64), anchors
-    assert max(rpn.anchors.level_lengths((256, 256))) > rpn.candidates[True], "also decides who is a candidate"
+    assert max(rpn.anchors.level_lengths((256, 256))) > rpn.candidates[True], (
+        "also decides who is a candidate"
+    )
     one, other = rpn.select(outputs, (256, 256), [torch.tensor([200, 160])] * 2)
     assert one[1].tolist() == other[1].tolist()
 
 
 def test_every_size_belongs_to_some_level():
     detector = build_detector(DetectorSpec("fcos", "test_resnet", 4, levels=(3, 5), width=32))
-    boxes = target([[64.0, 64.0, 192.0, 192.0]], [False])  # 64 from its centre: the boundary of levels 3 and 4
+    # 64 from its centre: the boundary of levels 3 and 4.
+    boxes = target([[64.0, 64.0, 192.0, 192.0]], [False])
     places = detector._places((256, 256), torch.device("cpu"))
-    assert detector._assign(*places, boxes)[2][places[0].eq(128).all(1)].tolist() == [False, True, False]
+    assert detector._assign(*places, boxes)[2][places[0].eq(128).all(1)].tolist() == [
+        False,
+        True,
+        False,
+    ]

@@ -29,7 +29,9 @@ SKIPPED = {"fcos_resnet50_fpn": 0.2}  # scores up to this are no detections of t
 
 def photographs() -> list[torch.Tensor]:
     """Crops of two photographs, uint8[3, H, W]: portrait, tiny, and three times as wide as high."""
-    china, flower = (torch.from_numpy(image.copy()).permute(2, 0, 1) for image in load_sample_images().images)
+    china, flower = (
+        torch.from_numpy(image.copy()).permute(2, 0, 1) for image in load_sample_images().images
+    )
     return [flower[:, 100:331, 200:350], china[:, :61, :50], flower[:, 100:230, 50:440]]
 
 
@@ -46,7 +48,9 @@ def random_model(name: str, classes: int = 91, frozen: bool = False) -> torch.nn
         for key, parameter in model.named_parameters():
             if re.search(r"(?<!rpn.head.)(cls_logits|cls_score)", key):
                 scale = 0.02 if key.startswith("head") else 0.05
-                parameter.normal_(0, scale) if parameter.dim() > 1 else parameter.fill_(-2.0 * key.startswith("head"))
+                parameter.normal_(0, scale) if parameter.dim() > 1 else parameter.fill_(
+                    -2.0 * key.startswith("head")
+                )
             elif key.endswith("bbox_reg.bias") and name.startswith("fcos"):
                 parameter.normal_(2, 0.5)  # boxes with an area
             elif "bbox_pred.weight" in key:
@@ -56,7 +60,9 @@ def random_model(name: str, classes: int = 91, frozen: bool = False) -> torch.nn
             for key, child in [*parent.named_children()]:
                 if isinstance(child, torch.nn.BatchNorm2d):
                     other = FrozenBatchNorm2d(child.num_features)
-                    other.load_state_dict({key: child.state_dict()[key] for key in other.state_dict()})
+                    other.load_state_dict(
+                        {key: child.state_dict()[key] for key in other.state_dict()}
+                    )
                     setattr(parent, key, other)
     return model
 
@@ -73,7 +79,10 @@ def both(theirs, config, ours, photo: torch.Tensor) -> tuple[dict, dict]:
     """What torchvision finds in a photograph at scale 1, and what we find."""
     height, width = photo.shape[1:]
     theirs.transform.min_size, theirs.transform.max_size = (min(height, width),), max(height, width)
-    noise = torch.randint(256, (1, 3, -(-height // 32) * 32, -(-width // 32) * 32), dtype=torch.uint8)  # around it
+    # Around it.
+    noise = torch.randint(
+        256, (1, 3, -(-height // 32) * 32, -(-width // 32) * 32), dtype=torch.uint8
+    )
     noise[0, :, :height, :width] = photo
     batch = DetectionBatch(noise, [], torch.zeros(1), torch.tensor([[width, height]]))
     normalize = RECIPE.build_transforms(config, ours, torch.device("cpu")).normalize
@@ -81,7 +90,10 @@ def both(theirs, config, ours, photo: torch.Tensor) -> tuple[dict, dict]:
         return theirs([photo / 255])[0], ours.eval().detect(normalize(batch), batch.sizes)[0]
 
 
-EVERY = [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in torchvision_weights.SETTINGS]
+EVERY = [
+    pytest.param(name, marks=[pytest.mark.long] * (name in LONG))
+    for name in torchvision_weights.SETTINGS
+]
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -91,13 +103,19 @@ def test_a_file_of_torchvision_is_its_detector(name: str, tmp_path: Path) -> Non
     weights = sources.read(str(tmp_path / "x.pth"))
     config, ours, said = begun(tmp_path / "x.pth", weights.row_names[weights.has_background :])
     everything = len(ours.state_dict())
-    assert said == f"{everything} of {everything} tensors of {tmp_path}/x.pth" and config.batch_norm == "frozen"
     assert (
-        weights.classes == sources.read(f"torchvision:{name}", peeking=True).classes and weights.classes[1] == "person"
+        said == f"{everything} of {everything} tensors of {tmp_path}/x.pth"
+        and config.batch_norm == "frozen"
+    )
+    assert (
+        weights.classes == sources.read(f"torchvision:{name}", peeking=True).classes
+        and weights.classes[1] == "person"
     )
     images = torch.rand(1, 3, 160, 288)
     with torch.no_grad():  # few boxes come from the coarsest levels
-        for mine, wanted in zip(ours.eval().backbone(images), theirs.backbone(images).values(), strict=True):
+        for mine, wanted in zip(
+            ours.eval().backbone(images), theirs.backbone(images).values(), strict=True
+        ):
             torch.testing.assert_close(mine, wanted)
     found = 0
     for photo in photographs()["rcnn" in name :]:  # second stages take long
@@ -126,17 +144,30 @@ def test_classes_keep_their_rows_by_name(fcos, tmp_path: Path) -> None:
     names = ("mug", "Traffic_Light", "gnu", "pedestrian")
     words = ["--init_classes", "mug=cup,pedestrian=person"]
     _, ours, said = begun(tmp_path / "x.pth", names, *words)
-    assert said.endswith(", head new for 1 of 4 classes (gnu), kept for mug, Traffic_Light, pedestrian")
-    trained, head = fcos.head.classification_head.cls_logits, ours.head.classification_head.cls_logits
+    assert said.endswith(
+        ", head new for 1 of 4 classes (gnu), kept for mug, Traffic_Light, pedestrian"
+    )
+    trained, head = (
+        fcos.head.classification_head.cls_logits,
+        ours.head.classification_head.cls_logits,
+    )
     for row, number in ((0, 47), (1, 10), (3, 1)):  # their ids in COCO
-        assert torch.equal(head.weight[row], trained.weight[number]) and head.bias[row] == trained.bias[number]
+        assert (
+            torch.equal(head.weight[row], trained.weight[number])
+            and head.bias[row] == trained.bias[number]
+        )
     with pytest.raises(Refused, match="must be OWN=THEIRS"):
         begun(tmp_path / "x.pth", names, "--init_classes", "mug")
 
 
 def test_checkpoints_of_training_programs_are_read(fcos, tmp_path: Path) -> None:
-    """torchvision's references keep the command line in a checkpoint; DDP, Lightning and torch.compile add to names."""
-    state, older = fcos.state_dict(), {name: tensor + 1 for name, tensor in fcos.state_dict().items()}
+    """torchvision's references keep the command line in a checkpoint; DDP, Lightning and
+    torch.compile add to names.
+    """
+    state, older = (
+        fcos.state_dict(),
+        {name: tensor + 1 for name, tensor in fcos.state_dict().items()},
+    )
     wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
     program = {"optimizer": {"state": {}}, "args": argparse.Namespace(data="coco"), "epoch": 3}
     lightning = {f"model.{name}": tensor for name, tensor in state.items()}
@@ -148,12 +179,17 @@ def test_checkpoints_of_training_programs_are_read(fcos, tmp_path: Path) -> None
         (lightning, ""),
         ({"model": older, "ema_state_dict": state}, ", its moving average"),
         (program | {"model": wrapped}, ""),
-        ({"model": older, "model_ema": wrapped | {"n_averaged": torch.ones(())}}, ", its moving average"),
+        (
+            {"model": older, "model_ema": wrapped | {"n_averaged": torch.ones(())}},
+            ", its moving average",
+        ),
     ):
         torch.save(content, tmp_path / "x.pth")
         weights = sources.read(str(tmp_path / "x.pth"))
         assert "".join(weights.notes) == words
-        assert torch.equal(weights.tensors["backbone.features.conv1.weight"], state["backbone.body.conv1.weight"])
+        assert torch.equal(
+            weights.tensors["backbone.features.conv1.weight"], state["backbone.body.conv1.weight"]
+        )
 
 
 def test_published_batch_norm_has_no_epsilon(tmp_path: Path) -> None:
@@ -174,22 +210,33 @@ def test_published_batch_norm_has_no_epsilon(tmp_path: Path) -> None:
     assert "epsilon" not in said
     published = file.rename(tmp_path / "retinanet_resnet50_fpn_coco-eeacb38b.pth")
     file.symlink_to(published)
-    known, named = sources.read(str(published)), sources.read(f"torchvision:retinanet_resnet50_fpn={file}")
+    known, named = (
+        sources.read(str(published)),
+        sources.read(f"torchvision:retinanet_resnet50_fpn={file}"),
+    )
     assert "epsilon" not in "".join(known.notes) and known.tensors.keys() == named.tensors.keys()
     assert all(torch.equal(known.tensors[name], tensor) for name, tensor in named.tensors.items())
     photo = photographs()[1]
     for ours, same in ((told, True), (unsure, False)):
         wanted, mine = both(theirs, config, ours, photo)
         near = len(mine["boxes"]) == len(wanted["boxes"]) > 10
-        assert same == (near and torch.allclose(mine["scores"], wanted["scores"], rtol=0, atol=1e-5))
+        assert same == (
+            near and torch.allclose(mine["scores"], wanted["scores"], rtol=0, atol=1e-5)
+        )
 
 
 def test_what_is_no_detector_of_torchvision_is_refused(fcos, tmp_path: Path, monkeypatch) -> None:
     state, file = fcos.state_dict(), tmp_path / "x.pth"
     small = state | {"head.classification_head.conv.0.weight": torch.zeros(64, 256, 3, 3)}
     for content, says in (
-        ({"conv1.weight": torch.zeros(1), "fc.weight": torch.zeros(2)}, "of no detector that is known here .2 tensors"),
-        ({"state": {0: {"step": torch.ones(())}}, "param_groups": []}, "no weights of a model, it has state, param"),
+        (
+            {"conv1.weight": torch.zeros(1), "fc.weight": torch.zeros(2)},
+            "of no detector that is known here .2 tensors",
+        ),
+        (
+            {"state": {0: {"step": torch.ones(())}}, "param_groups": []},
+            "no weights of a model, it has state, param",
+        ),
         (torch.nn.Linear(1, 1), "would execute code to be read .torch.nn.modules.linear.Linear"),
         (
             {"backbone.body.0.0.weight": torch.ones(1)},
@@ -199,19 +246,31 @@ def test_what_is_no_detector_of_torchvision_is_refused(fcos, tmp_path: Path, mon
         (state, ""),
     ):
         torch.save(content, file)
-        with pytest.raises(Refused, match=says or "--width 256 there, 128 here; leave these flags out"):
+        with pytest.raises(
+            Refused, match=says or "--width 256 there, 128 here; leave these flags out"
+        ):
             begun(file, ("mug",), "--width", "128")
     file.write_bytes(file.read_bytes()[:100_000])
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     for source, says in (
         (str(file), "not a whole file of torch"),
-        ("torchvision:fcos_resnet50_fpn", "can't be downloaded .*; fetch https://.* on a machine with a network"),
-        ("torchvision:fcos_resnet50", "no detector of torchvision that .*; did you mean fcos_resnet50_fpn"),
+        (
+            "torchvision:fcos_resnet50_fpn",
+            "can't be downloaded .*; fetch https://.* on a machine with a network",
+        ),
+        (
+            "torchvision:fcos_resnet50",
+            "no detector of torchvision that .*; did you mean fcos_resnet50_fpn",
+        ),
         (
             "torchvision:ssd300_vgg16",
-            "no detector of torchvision that a family of --detector matches; there are torchvision:fcos",
+            "no detector of torchvision that a family of --detector matches; there are "
+            "torchvision:fcos",
         ),
-        (str(tmp_path / "nothing.pth"), "nothing is there; there are a run's best/, torchvision:NAME"),
+        (
+            str(tmp_path / "nothing.pth"),
+            "nothing is there; there are a run's best/, torchvision:NAME",
+        ),
     ):
         with pytest.raises(Refused, match=says):
             sources.read(source)
