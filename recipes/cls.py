@@ -1,8 +1,9 @@
 """Train an image classifier: the same run on one CPU, one GPU, many GPUs or many machines.
 
-    accelerate launch --config_file accelerate_configs/multi_cpu.yaml recipes/cls.py --config recipes/presets/digits.yaml
-    accelerate launch --config_file accelerate_configs/multi_gpu_bf16.yaml recipes/cls.py --data /data/flowers \
-        --config recipes/presets/finetune.yaml
+    accelerate launch --config_file accelerate_configs/multi_cpu.yaml recipes/cls.py \
+        --config recipes/presets/digits.yaml
+    accelerate launch --config_file accelerate_configs/multi_gpu_bf16.yaml recipes/cls.py \
+        --data /data/flowers --config recipes/presets/finetune.yaml
 
 The defaults are for photographs. How the global batch is spread over processes and micro-steps is
 derived and changes nothing: losses and weights equal any other layout's. Kill it at any moment,
@@ -137,9 +138,7 @@ class Config(OptimizationConfig, RunConfig):
 
 
 def build_data(config: Config, weights=None):
-    """Training and validation images; with the `weights` of --eval_only, both are the images to
-    evaluate these on.
-    """
+    """Training and validation images; of --eval_only, with its `weights`, both to evaluate."""
     train_data, val_data = load_data(config, weights)
     if train_data.multi_label and config.loss != "bce":
         raise Refused(
@@ -204,20 +203,16 @@ def build_targets(config: Config, data):
 
 
 def build_loss(config: Config, data, device: torch.device):
-    """losses(logits [B, K], targets [B, K]) -> [B]: one loss per sample (reduction="none"), not
-    averaged over the batch.
-    """
+    """losses(logits [B, K], targets [B, K]) -> [B]: one loss per sample, not their mean."""
     dtype = getattr(torch, config.dtype)
-    # [K], or None: all alike.
-    by_class = class_weights(config.class_weights, data.labels, len(data.classes))
+    by_class = class_weights(config.class_weights, data.labels, len(data.classes))  # [K], or None
     weights = torch.as_tensor(1.0 if by_class is None else by_class).to(device, dtype)
 
     def losses(logits, targets):
         logits = logits.to(targets.dtype)  # out of half precision
         if config.loss == "bce":
-            return (
-                F.binary_cross_entropy_with_logits(logits, targets, reduction="none") * weights
-            ).mean(1)
+            by_logit = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+            return (by_logit * weights).mean(1)
         return -(targets * weights * logits.log_softmax(1)).sum(1)
 
     return torch.compile(losses, dynamic=False) if config.compile else losses
@@ -236,9 +231,7 @@ def evaluate(model, batches, data):
         with batches.autocast():
             logits = predict(model, batch)  # [B, K]
         evaluation.update(batch, logits)
-    # results() adds up all ranks, draw() makes pictures; a dict of results will do, without
-    # pictures.
-    return evaluation
+    return evaluation  # or a dict of results over all ranks, without pictures
 
 
 def main() -> None:
@@ -258,25 +251,21 @@ def main() -> None:
         schedule = build_schedule(config, train_set.stream)
 
         def compute_losses(network, batch):
-            """The forward pass, in the trial of the micro-batch, in DDP's warm-up and in training:
-            one loss per sample, [B].
-            """
-            # [B, 3, H, W], [B, K]
-            images, targets = transforms.augment(batch, encode(batch.labels))
+            """The forward pass of training, and of the trial before it: one loss per sample, [B]."""
+            targets = encode(batch.labels)
+            images, targets = transforms.augment(batch, targets)  # [B, 3, H, W], [B, K]
             with run.autocast():
                 logits = network(images)  # [B, K]
             return loss_fn(logits, targets)
 
-        # Finds the micro-batch that fits into memory, wraps the model, prints the start table,
-        # resumes.
+        # Finds the micro-batch that fits into memory, wraps the model and resumes.
         network, optimizer = run.prepare(
             model, optimizer, schedule, train_set, val_set, compute_losses
         )
 
         for step in run.steps():
             set_learning_rate(optimizer, schedule(step))
-            # This rank's share of the global batch, on the device.
-            for batch in run.micro_batches():
+            for batch in run.micro_batches():  # this rank's share, on the device
                 losses = compute_losses(network, batch)  # [B]: one loss per sample
                 run.backward(losses)  # gradients are sent with the last micro-batch
             grad_norm = run.clip_gradients(config.clip, config.clip_mode)
@@ -285,9 +274,8 @@ def main() -> None:
             run.end_step(grad_norm)
 
             if run.should_evaluate():
-                run.evaluate(
-                    evaluate, config.best_metric or ("f1" if val_data.multi_label else "top1")
-                )
+                default_metric = "f1" if val_data.multi_label else "top1"
+                run.evaluate(evaluate, config.best_metric or default_metric)
             if run.should_save():
                 run.save()
 

@@ -1,8 +1,9 @@
 """Train an object detector: the same run on one CPU, one GPU, many GPUs or many machines.
 
-    accelerate launch --config_file accelerate_configs/multi_cpu.yaml recipes/det.py --config recipes/presets/det_digits.yaml
-    accelerate launch --config_file accelerate_configs/multi_gpu_bf16.yaml recipes/det.py --data /data/coco \
-        --config recipes/presets/coco_fcos_r50.yaml
+    accelerate launch --config_file accelerate_configs/multi_cpu.yaml recipes/det.py \
+        --config recipes/presets/det_digits.yaml
+    accelerate launch --config_file accelerate_configs/multi_gpu_bf16.yaml recipes/det.py \
+        --data /data/coco --config recipes/presets/coco_fcos_r50.yaml
 
 The defaults are for photographs. How the global batch is spread over processes and micro-steps is
 derived and changes nothing: losses and weights equal any other layout's. Kill it at any moment,
@@ -145,9 +146,7 @@ class Config(OptimizationConfig, RunConfig):
 
 
 def build_data(config: Config, weights=None):
-    """Training and validation images with boxes; with the `weights` of --eval_only, both are those
-    to evaluate these on.
-    """
+    """Training and validation images; of --eval_only, with its `weights`, both to evaluate."""
     train_data, val_data = load_data(config, weights)
     if not (config.max_detections or weights):
         config.max_detections = max(train_data.max_detections, val_data.max_detections)
@@ -163,7 +162,7 @@ def build_model(config: Config, class_names: Sequence[str], device: torch.device
         model = build_detector(spec)
         if weights:
             model.begins_with = load_pretrained(model, weights, config, class_names)
-    # In the start table.
+    # The start table's description of the model.
     model.title = f"{config.detector} on {config.model}, up to {model.limit} detections in an image"
     prepare_layers(config, model)
     if config.compile:
@@ -172,9 +171,7 @@ def build_model(config: Config, class_names: Sequence[str], device: torch.device
 
 
 def build_transforms(config: Config, model, device: torch.device) -> Transforms:
-    """What happens to images: augmented in training, resized in evaluations, and normalised on the
-    device in both.
-    """
+    """What happens to images: augmented in training, resized in evaluations, normalised in both."""
     square = model.needs_squares
     short_sides, eval_side = read_sides(config, model.stride, square)
     resize = BoxAugmentation(config.seed, (eval_side,), config.long_side, square=square)
@@ -195,9 +192,7 @@ def build_transforms(config: Config, model, device: torch.device) -> Transforms:
 
 
 def predict(model, batch):
-    """The forward pass of evaluations, and of tools: the detections in each image, in pixels of the
-    canvas.
-    """
+    """The forward pass of evaluations, and of tools: each image's detections, in canvas pixels."""
     return model.detect(batch.images, batch.sizes)
 
 
@@ -207,12 +202,9 @@ def evaluate(model, batches, data):
     evaluation = Evaluation(data)
     for batch in batches:  # this rank's share of the images, on the device and normalised
         with batches.autocast():
-            # Of each image: boxes [n, 4], scores [n], labels int64[n]
-            detections = predict(model, batch)
+            detections = predict(model, batch)  # of each image: boxes [n, 4], scores, labels [n]
         evaluation.update(batch, detections)
-    # results() adds up all ranks, draw() makes pictures; a dict of results will do, without
-    # pictures.
-    return evaluation
+    return evaluation  # or a dict of results over all ranks, without pictures
 
 
 def main() -> None:
@@ -230,25 +222,21 @@ def main() -> None:
         schedule = build_schedule(config, train_set.stream)
 
         def compute_losses(network, batch):
-            """The forward pass, in the trial of the micro-batch, in DDP's warm-up and in training:
-            one loss per image, [B].
-            """
+            """The forward pass of training, and of the trial before it: one loss per image, [B]."""
             images = transforms.normalize(batch)
             with run.autocast():
                 losses, parts = network(images, batch.targets, batch.totals)
             run.log({f"train/loss_{name}": part for name, part in parts.items()})
             return losses
 
-        # Finds the micro-batch that fits into memory, wraps the model, prints the start table,
-        # resumes.
+        # Finds the micro-batch that fits into memory, wraps the model and resumes.
         network, optimizer = run.prepare(
             model, optimizer, schedule, train_set, val_set, compute_losses
         )
 
         for step in run.steps():
             set_learning_rate(optimizer, schedule(step))
-            # This rank's share of the global batch, on the device.
-            for batch in run.micro_batches():
+            for batch in run.micro_batches():  # this rank's share, on the device
                 losses = compute_losses(network, batch)  # [B]: one loss per image
                 run.backward(losses)  # gradients are sent with the last micro-batch
             grad_norm = run.clip_gradients(config.clip, config.clip_mode)

@@ -29,8 +29,9 @@ settings.load_profile("repeatable")
 # The slowest modules, slowest first, then the other folders of slow tests: of neighbours, and of
 # the ground floor.
 SLOW = """
-tests/cluster/ tests/launching/test_started_by tests/compat/ tests/tools/test_doctor tests/faults/test_elastic
-tests/pretended_gpu/test_equal tests/recipes/test_cls_resume tests/recipes/test_copies tests/recipes/test_layout
+tests/cluster/ tests/launching/test_started_by tests/compat/ tests/tools/test_doctor
+tests/faults/test_elastic tests/pretended_gpu/test_equal tests/recipes/test_cls_resume
+tests/recipes/test_copies tests/recipes/test_layout
 tests/faults/test_campaign tests/faults/test_one_rank
 tests/recipes/test_refusals tests/recipes/test_cls_signals
 tests/pretended_gpu/ tests/test_readme tests/recipes/ tests/faults/ tests/test_

@@ -56,9 +56,10 @@ class Checkpoint:
         shapes = {}
         for path in self.path.glob("*.safetensors"):
             with safe_open(path, framework="pt") as file:
+                names = list(file.keys())
                 shapes[path.stem] = {
-                    name: tuple(file.get_slice(name).get_shape()) for name in file.keys()
-                }  # noqa: SIM118 (no dict)
+                    name: tuple(file.get_slice(name).get_shape()) for name in names
+                }
         return shapes
 
     def tensors(self) -> dict[str, Tensors]:

@@ -165,7 +165,9 @@ class MarginHead(SelfSharded):
             else "all compared in a step"
         )
         return {
-            "margin head": f"{self.kind}, scale {self.scale:g}, margin {self.margin:g}: {classes}; {negatives}"
+            "margin head": (
+                f"{self.kind}, scale {self.scale:g}, margin {self.margin:g}: {classes}; {negatives}"
+            )
         }
 
     def _apply_margin(self, cosines: Tensor) -> tuple[Tensor, Tensor | float]:

@@ -29,8 +29,9 @@ __all__ = ["Source", "Spec", "load", "load_data"]
 
 # Folders that would hardly be classes if all have the same folders inside.
 _FOLD = re.compile(
-    r"(fold|split|subset|part|set|cv|cam|camera|scanner|device|view|site|lab|hospital|cent(er|re)|session|batch|run|round|year"
-    r"|month|week|day|patient|subject|person|video|scene)s?[ _-]*(\d+|[a-z])|(\d+[ _-]*)?(fold|part|set)|(19|20)\d\d",
+    r"(fold|split|subset|part|set|cv|cam|camera|scanner|device|view|site|lab|hospital|cent(er|re)"
+    r"|session|batch|run|round|year|month|week|day|patient|subject|person|video|scene)s?"
+    r"[ _-]*(\d+|[a-z])|(\d+[ _-]*)?(fold|part|set)|(19|20)\d\d",
     re.IGNORECASE,
 )
 

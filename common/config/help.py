@@ -11,7 +11,8 @@ from typing import Any, NoReturn, get_args, get_type_hints
 from common.config.fields import field_names, fields_with
 
 _CONFIG = """  --config FILE
-      YAML file of flags without dashes, such as a preset or a run's config.yaml; flags on the command line override it."""
+      YAML file of flags without dashes, such as a preset or a run's config.yaml; flags on the
+      command line override it."""
 
 
 def print_help(config_class: type, config: Any, program: str, everything: bool) -> NoReturn:

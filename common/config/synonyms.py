@@ -12,7 +12,9 @@ from pathlib import Path
 HINTS = {
     "--data": "data_path dataset_name dataset_dir train_dir",
     "--model": "arch network backbone model_name_or_path architecture",
-    "--init for a detector, --pretrained for a backbone": "weights initial_checkpoint load_from finetune checkpoint",
+    "--init for a detector, --pretrained for a backbone": (
+        "weights initial_checkpoint load_from finetune checkpoint"
+    ),
     "--pretrained for weights that timm publishes, --model FOLDER for your own": (
         "weights initial_checkpoint load_from finetune checkpoint weights_backbone"
     ),

@@ -315,7 +315,10 @@ def data_rows(data: str, train, val) -> dict[str, str]:
         "classes": _names(classes),
         "trained on": train.part,
         "evaluated": val.part,
-        "fingerprint": f"{fingerprint(train, val)}, names, sizes and labels are the same on all ranks; pixels are not compared",
+        "fingerprint": (
+            f"{fingerprint(train, val)}, names, sizes and labels are the same on all ranks; "
+            "pixels are not compared"
+        ),
     }
     if counts is not None:
         few, many = int(counts.argmin()), int(counts.argmax())

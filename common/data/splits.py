@@ -17,7 +17,10 @@ from common.randomness import key_of, mix
 _SPELLINGS = {
     "train": r"train(ing)?|trein(o|amento)|entrenamiento|entra.{1,2}nement|apprentissage|addestramento",
     "trainval": r"train(ing)?[ _-]*(and[ _-]*)?val(id|idation)?",
-    "val": r"val|valid|validate|validation|dev|eval|evaluation|validaci.{1,2}n|valida.{2,4}o|validazione|validierung",
+    "val": (
+        r"val|valid|validate|validation|dev|eval|evaluation"
+        r"|validaci.{1,2}n|valida.{2,4}o|validazione|validierung"
+    ),
     "test": r"test(s|ing|e|es)?|pruebas?",
 }
 _BEFORE = r"((images?|imgs?|data|dataset|seg)[ _-]+)?"

@@ -42,7 +42,9 @@ _FSDP_SETTINGS = {
 }
 _DEEPSPEED_SETTINGS = {
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file: give zero_stage in Accelerate's own file",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device: optimizers step on the device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": (
+        "offload_optimizer_device: optimizers step on the device"
+    ),
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device: optimizers step on the device",
     "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping: take the recipe's --clip",
 }

@@ -317,8 +317,8 @@ def _int(environ: Mapping[str, str], name: str, default: int | None = None) -> i
         raise Refused(
             f"{of}{name} is not set, so this process doesn't know its place among the others: "
             + "unset WORLD_SIZE to train with one process, " * bool(of)
-            + "start the recipe with accelerate launch, or export RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR "
-            "and MASTER_PORT for each process"
+            + "start the recipe with accelerate launch, or export RANK, LOCAL_RANK, WORLD_SIZE, "
+            "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
         )
     try:
         return int(text)

@@ -32,10 +32,19 @@ CONVERTIBLE = (
     SyncBatchNormAct,
 )
 DESCRIPTIONS = {
-    "local": "statistics of each micro-batch: fastest, but the result depends on the layout; --batch_norm group avoids that",
-    "group": "statistics of fixed groups of consecutive samples: the same on every layout, no communication in the forward",
+    "local": (
+        "statistics of each micro-batch: fastest, but the result depends on the layout; "
+        "--batch_norm group avoids that"
+    ),
+    "group": (
+        "statistics of fixed groups of consecutive samples: the same on every layout, no "
+        "communication in the forward"
+    ),
     "node": "statistics of the micro-batches of a machine's ranks together: the result depends on the layout",
-    "global": "statistics of the micro-batches of all ranks together: exact on every layout without accumulation",
+    "global": (
+        "statistics of the micro-batches of all ranks together: exact on every layout without "
+        "accumulation"
+    ),
     "frozen": "running statistics as loaded, never changed; weight and bias are trained",
 }
 

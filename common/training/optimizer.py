@@ -46,9 +46,18 @@ _UNFIT = ["kron*", "adahessian"]
 # Optimizers whose step on shards equals the step on whole weights within 1e-10 in float64; a test
 # has the table.
 ON_SHARDS = {
-    *"adabelief adadelta adagrad adam adamax adamc adamw adamwlegacy adan adanw adopt adoptc adoptw lamb lambc".split(),
-    *"lambcd lambcw lambw larc lars madgrad madgradw momentum muon nadam nadamc nadamlegacy nadamw nesterov".split(),
-    *"nesterovw nlarc nlars nmuon radabelief radam radamlegacy radamw rmsprop rmsproptf rmsproptfc rmsproptfw".split(),
+    *(
+        "adabelief adadelta adagrad adam adamax adamc adamw adamwlegacy adan adanw adopt adoptc "
+        "adoptw lamb lambc"
+    ).split(),
+    *(
+        "lambcd lambcw lambw larc lars madgrad madgradw momentum muon nadam nadamc nadamlegacy "
+        "nadamw nesterov"
+    ).split(),
+    *(
+        "nesterovw nlarc nlars nmuon radabelief radam radamlegacy radamw rmsprop rmsproptf "
+        "rmsproptfc rmsproptfw"
+    ).split(),
     *"sgd sgdc sgdw".split(),
 }
 

@@ -203,9 +203,10 @@ _PARAMETERS = {  # after the tensor, in Horovod's order
 _TEXTS = {
     "allreduce": """Reduce tensors over the ranks; all have the same shapes and types.
 
-    `op` is Average by default. Tensors are multiplied by `prescale_factor` before and by `postscale_factor` after the
-    reduction; integers are rounded towards zero, also their average. A rank that has joined supplies zeros to sums and
-    averages, and counts in the average. `compression` makes the sent tensors smaller.""",
+    `op` is Average by default. Tensors are multiplied by `prescale_factor` before and by
+    `postscale_factor` after the reduction; integers are rounded towards zero, also their average. A
+    rank that has joined supplies zeros to sums and averages, and counts in the average.
+    `compression` makes the sent tensors smaller.""",
     "allgather": "Concatenate the ranks' tensors along the first dimension, in which alone they may differ.",
     "broadcast": "Send the tensor of rank `root_rank` of the world, also with a process set, to all.",
     "reducescatter": """Reduce tensors by Average or Sum, and give each rank its rows of the result.
@@ -213,7 +214,8 @@ _TEXTS = {
     The first ranks get one row more if they don't divide.""",
     "alltoall": """Send rows to every rank: `splits[i]` to the i-th, by default equally many.
 
-    Returns the received rows in the order of ranks; with `splits`, and from a handle, also how many came from each.""",
+    Returns the received rows in the order of ranks; with `splits`, and from a handle, also how many
+    came from each.""",
 }
 
 

@@ -25,8 +25,9 @@ from compat.horovod.process_sets import (
     global_process_set,
 )
 
-__all__ = """init shutdown is_initialized size rank local_size local_rank cross_size cross_rank start_timeline stop_timeline
-mpi_threads_supported mpi_built mpi_enabled ddl_built ccl_built gloo_built gloo_enabled nccl_built cuda_built rocm_built
+__all__ = """init shutdown is_initialized size rank local_size local_rank cross_size cross_rank
+start_timeline stop_timeline mpi_threads_supported mpi_built mpi_enabled ddl_built ccl_built
+gloo_built gloo_enabled nccl_built cuda_built rocm_built
 """.split()
 
 _FLUSH_AT_EXIT_S = 5.0

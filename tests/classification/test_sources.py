@@ -454,7 +454,9 @@ def test_images_are_found_through_links_and_under_odd_names(tmp_path):
     """Never hidden ones. Links do not lead in circles, and a dangling one is a broken image."""
     pets(tmp_path / "store", cats=2, dogs=2)
     root = tmp_path / "data"
-    for name in "cat/UPPER.PNG cat/.hidden.png cat/.thumbnails/0.png .git/0.png beside.png cat/odd.png".split():
+    for name in (
+        "cat/UPPER.PNG cat/.hidden.png cat/.thumbnails/0.png .git/0.png beside.png cat/odd.png"
+    ).split():
         picture(root / name)
     (root / "cat/notes.txt").write_text("no image")
     os.rename(root / "cat/odd.png", os.fsencode(root) + b"/cat/\xff\xfe.png")

@@ -37,7 +37,8 @@ def write(folder: Path, name: str, numbers: str) -> Path:
         "EPOCHS, BATCH, RATE = 2, .*", f"EPOCHS, BATCH, RATE = 2, {numbers}", source
     )
     assert count == 1
-    source += "\nif __import__('os').environ.get('RANK', '0') == '0':\n    torch.save(model.state_dict(), 'weights.pt')\n"
+    source += "\nif __import__('os').environ.get('RANK', '0') == '0':\n"
+    source += "    torch.save(model.state_dict(), 'weights.pt')\n"
     (folder / f"{name}.py").write_text(source)
     return folder / f"{name}.py"
 

@@ -59,7 +59,8 @@ def words(data: Path, folder: Path, tracker: str = "none") -> tuple:
 # Each evaluation is the best so far, so that `best/` changes with each checkpoint.
 IMPROVING = """
 @@ main
--                run.evaluate(evaluate, config.best_metric or ("f1" if val_data.multi_label else "top1"))
+-                default_metric = "f1" if val_data.multi_label else "top1"
+-                run.evaluate(evaluate, config.best_metric or default_metric)
 +                improving = lambda *args: evaluate(*args).results() | {"top1": run.step / 1000}
 +                run.evaluate(improving, best_metric="top1")
 """

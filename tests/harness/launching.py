@@ -40,10 +40,14 @@ NOT_INHERITED_NAMES = (
 )
 # The recipes' defaults are for photographs, and such a run takes minutes on a CPU.
 SMALL = {
-    "cls": "--data digits --model test_resnet --image_size 32 --crop_pct 1 --crop_scale 0.7 --hflip 0 --lr 4e-3 "
-    "--warmup_epochs 0",
-    "det": "--data digits --model test_resnet --levels 3-4 --width 64 --short_sides 128 --long_side 128 --hflip 0 --lr 2e-3 "
-    "--warmup_epochs 0",
+    "cls": (
+        "--data digits --model test_resnet --image_size 32 --crop_pct 1 --crop_scale 0.7 --hflip 0 "
+        "--lr 4e-3 --warmup_epochs 0"
+    ),
+    "det": (
+        "--data digits --model test_resnet --levels 3-4 --width 64 --short_sides 128 "
+        "--long_side 128 --hflip 0 --lr 2e-3 --warmup_epochs 0"
+    ),
 }
 # Flags that a family of detectors refuses.
 NOT_OF_FAMILY = {
@@ -61,7 +65,9 @@ def small(words: Sequence[object], recipe: str | Path = "cls") -> list[object]:
     """
     recipe = "det" if Path(recipe).stem.startswith("det") else "cls"
     given = {str(word).partition("=")[0] for word in words}
-    flags = f"{'' if {'--config', '--eval_only'} & given else SMALL[recipe]} --tracker none --workers 1".split()
+    flags = (
+        f"{'' if {'--config', '--eval_only'} & given else SMALL[recipe]} --tracker none --workers 1"
+    ).split()
     left_out = given.union(*(NOT_OF_FAMILY.get(word, ()) for word in given))
     if "--init" in given and "--data" not in given:  # the weights decide
         left_out |= {"--model", "--levels", "--width", "--short_sides", "--long_side"}

@@ -7,14 +7,18 @@ import pytest
 from tests.harness.outcomes import Outcome
 from tests.recipes.copied import copy
 
-WORDS = "--max_steps 2 --eval_every 2 --workers 0 --tracker none --mixup 0.2 --random_erasing 0.3 --clip 1".split()
+WORDS = (
+    "--max_steps 2 --eval_every 2 --workers 0 --tracker none --mixup 0.2 --random_erasing 0.3 "
+    "--clip 1"
+).split()
 PRINTS = """\
 @@ main
          for step in run.steps():
 +            import os
 +
 +            cudnn = torch.backends.cudnn
-+            print("deterministic", torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark)
++            uses_deterministic = torch.are_deterministic_algorithms_enabled()
++            print("deterministic", uses_deterministic, cudnn.deterministic, cudnn.benchmark)
 +            print("cuBLAS", os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
 """
 POOLED = """\

@@ -34,15 +34,24 @@ DET = (
 )
 FLOAT64 = {
     "global": f"{CLS} {VARIED} {REPEATS} --batch_norm global --label_smoothing 0.1 --channels_last",
-    "group": f"{CLS} {VARIED} --batch_norm group --norm_batch_size 4 --max_micro_batch_size 4 --grad_checkpointing",
+    "group": (
+        f"{CLS} {VARIED} --batch_norm group --norm_batch_size 4 --max_micro_batch_size 4 "
+        "--grad_checkpointing"
+    ),
     "vit": f"{CLS} {VARIED} --model test_vit --drop_path 0.2",
     "fcos": f"{DET} --lr 2e-3 --detector fcos --batch_norm global --drop_path 0.1 --photometric 0.3",
     # Only in the long tests.
     "faster_rcnn": f"{DET} --lr 2e-3 --detector faster_rcnn --batch_norm frozen --max_micro_batch_size 2",
     "node": f"{CLS} --batch_norm node --clip 0.1 --clip_mode agc --opt sgd --lr 0.1 --ema_decay 0.9",
     "frozen": f"{CLS} --batch_norm frozen --loss bce --opt lamb --repeats 2 --class_weights sqrt",
-    "convnext": f"{CLS} {VARIED} --model test_convnext --clip 0.1 --clip_mode agc --opt lion --lr 5e-4 --drop_path 0.1",
-    "retinanet": f"{DET} --lr 2e-3 --detector retinanet --batch_norm group --norm_batch_size 2 --max_micro_batch_size 2",
+    "convnext": (
+        f"{CLS} {VARIED} --model test_convnext --clip 0.1 --clip_mode agc --opt lion --lr 5e-4 "
+        "--drop_path 0.1"
+    ),
+    "retinanet": (
+        f"{DET} --lr 2e-3 --detector retinanet --batch_norm group --norm_batch_size 2 "
+        "--max_micro_batch_size 2"
+    ),
     "rtdetr_v2": f"{DET} --lr 2e-4 --detector rtdetr_v2 --batch_norm frozen --max_micro_batch_size 2",
     "dfine": f"{DET} --lr 2e-4 --detector dfine --batch_norm frozen --max_micro_batch_size 2",
     "deimv2": f"{DET} --lr 2e-4 --detector deimv2 --batch_norm frozen --max_micro_batch_size 2",
@@ -222,8 +231,10 @@ def test_a_detector_that_has_learnt_finds_the_same_on_gpus(
 
 PRECISIONS = [(1, "bf16"), (2, "fp16"), (2, "")]
 ROUNDED = {  # with data workers, a tracker and plots, as users run them
-    "resnet": f"{CLS} --batch_norm group --norm_batch_size 4 --max_micro_batch_size 8 --workers 2 --tracker wandb {VARIED} "
-    f"{REPEATS}",
+    "resnet": (
+        f"{CLS} --batch_norm group --norm_batch_size 4 --max_micro_batch_size 8 --workers 2 "
+        f"--tracker wandb {VARIED} {REPEATS}"
+    ),
     "vit": f"{CLS} --model test_vit --workers 2 --mixup 0.2",
     "fcos": f"{DET} --detector fcos --batch_norm group --norm_batch_size 2 --workers 2 --lr 2e-3",
 }

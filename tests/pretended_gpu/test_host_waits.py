@@ -94,7 +94,10 @@ _WORDS = (
 )
 _OF = {
     "cls": f"{_WORDS} --global_batch_size 16",
-    "det": f"{_WORDS} --global_batch_size {IMAGES} --max_micro_batch_size {IMAGES // MICRO_STEPS} --short_sides 64",
+    "det": (
+        f"{_WORDS} --global_batch_size {IMAGES} --max_micro_batch_size {IMAGES // MICRO_STEPS} "
+        "--short_sides 64"
+    ),
 }
 _OTHERS = (sysconfig.get_path("stdlib"), str(Path(__file__).resolve().parent))
 

@@ -31,7 +31,9 @@ NUMBERS = (
     "nan inf -inf -0.0 0 1 -1 2 0.5 1e-300 5e-324 1e-9 1e300 1e400 1_000 0x10 true ² ٣".split()
 )
 NUMBERS += ["9" * 20, "9" * 5000, str(2**63 - 1), str(2**63), str(-(2**63)), " 1", ""]
-TEXTS = "~nosuchuser ~nosuchuser/x .. . / -x --help * [.parquet ?.parquet hf-hub:a/b hf-hub: auto never".split()
+TEXTS = (
+    "~nosuchuser ~nosuchuser/x .. . / -x --help * [.parquet ?.parquet hf-hub:a/b hf-hub: auto never"
+).split()
 TEXTS += (
     "rand-m9 rand-m99999 rand-m9-n0 rand-m9-mstdx augmix-m3-w0 original lion resnet50.x".split()
 )

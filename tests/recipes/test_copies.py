@@ -20,7 +20,10 @@ from tests.harness.several import load
 from tests.recipes.copied import CHANGES, PAGE, apply, copy, recipe_of
 
 ROOT = Path(__file__).parents[2]
-EXACT = "--dtype float64 --global_batch_size 50 --max_steps 8 --eval_every 4 --checkpoint_every 4 --log_every 1".split()
+EXACT = (
+    "--dtype float64 --global_batch_size 50 --max_steps 8 --eval_every 4 --checkpoint_every 4 "
+    "--log_every 1"
+).split()
 EXACT += "--schedule constant".split()
 # Leaves three processes unequal shares: 20, 20 and 10.
 GROUPS = "--batch_norm group --norm_batch_size 10"

@@ -51,7 +51,9 @@ WORLDS = ("2 shards", "2", "1", "3 shards", "3", "2 zero2", "4 hybrid", "5 shard
 # agree, too.
 SAYS_KINDS = """\
 @@ main
-         network, optimizer = run.prepare(model, optimizer, schedule, train_set, val_set, compute_losses)
+         network, optimizer = run.prepare(
+             model, optimizer, schedule, train_set, val_set, compute_losses
+         )
 +        kinds = sorted({type(parameter.data).__name__ for parameter in network.parameters()})
 +        run.say(f"parameters: {', '.join(kinds)}")
 """
@@ -250,7 +252,10 @@ def runs(run_several, stripes, scenes, rf_detr, tmp_path_factory, request) -> di
     data = {"cls": stripes, "det": scenes, "several labels": folder / "labels"}
     for world in WORLDS:
         processes, _, kind = world.partition(" ")
-        common = f"--log_every 1 --keep_checkpoints 9 --workers {int(processes) - 1} --output_dir {folder}/runs".split()
+        common = (
+            f"--log_every 1 --keep_checkpoints 9 --workers {int(processes) - 1} --output_dir "
+            f"{folder}/runs"
+        ).split()
         commands = more(world, recipes, folder / "runs/sampled: 2x3", stripes, common)
         for run in sorted(wanted):
             if world_of(run) == world:
@@ -275,7 +280,10 @@ def runs(run_several, stripes, scenes, rf_detr, tmp_path_factory, request) -> di
                     commands[run] += ["--resume", min(checkpoints.glob("step_*"))]
         if commands:
             found |= run_several(int(processes), commands, env=ENVIRONMENTS[kind], timeout=900)
-    half = f"--data {stripes} --model test_vit --lr 2e-3 {VARIED} --global_batch_size 22 --max_steps 3 --log_every 1".split()
+    half = (
+        f"--data {stripes} --model test_vit --lr 2e-3 {VARIED} --global_batch_size 22 --max_steps "
+        "3 --log_every 1"
+    ).split()
     for name, env in {"bf16 FSDP": FSDP, "bf16 DDP": {}}.items():
         environment = env | {"ACCELERATE_MIXED_PRECISION": "bf16"}
         found |= run_several(2, {name: [recipes["cls"], *half]}, env=environment)

@@ -25,7 +25,8 @@ NUMBERS = """Numbers of the samples and of the model, and pictures at each evalu
 +            run.log({"train/weight": next(model.parameters()).detach().norm(), "train/half": 0.5})
              grad_norm = run.clip_gradients(config.clip, config.clip_mode)
 @@ main
--                run.evaluate(evaluate, config.best_metric or ("f1" if val_data.multi_label else "top1"))
+-                default_metric = "f1" if val_data.multi_label else "top1"
+-                run.evaluate(evaluate, config.best_metric or default_metric)
 +                evaluation = run.evaluate(evaluate, best_metric="top1")
 +                if run.step < run.last:  # after the last one, the run draws them itself
 +                    evaluation.draw(run)
@@ -69,11 +70,12 @@ MISTAKES = {
 """,
     "no direction": """A result of one's own that leads.
 @@ evaluate
--    return evaluation  # results() adds up all ranks, draw() makes pictures; a dict of results will do, without pictures
+-    return evaluation  # or a dict of results over all ranks, without pictures
 +    results = evaluation.results()
 +    return results | {"regret": 1 - results["top1"]}
 @@ main
--                run.evaluate(evaluate, config.best_metric or ("f1" if val_data.multi_label else "top1"))
+-                default_metric = "f1" if val_data.multi_label else "top1"
+-                run.evaluate(evaluate, config.best_metric or default_metric)
 +                run.evaluate(evaluate, best_metric="regret")
 """,
 }
@@ -82,7 +84,7 @@ OF_ONE_RANK = """A metric that is not reduced.
 -from common.distributed import all_or_none
 +from common.distributed import all_or_none, rank
 @@ evaluate
--    return evaluation  # results() adds up all ranks, draw() makes pictures; a dict of results will do, without pictures
+-    return evaluation  # or a dict of results over all ranks, without pictures
 +    return evaluation.results() | {"first": float(rank())}
 """
 OWN = ("train/confidence", "train/squared", "train/weight", "train/half")
@@ -151,7 +153,10 @@ SAID = {
     "the device's generator": "the same samples, made again, have other images: ",
     "the loss": "the same samples, made again, have other losses: ",
     "another parameter": "the optimizer has a parameter of shape [3] that the model has not, ",
-    "no direction": "run.evaluate: whether a larger regret is better is not known; add larger_is_better=True, or False",
+    "no direction": (
+        "run.evaluate: whether a larger regret is better is not known; add larger_is_better=True, "
+        "or False"
+    ),
     "of one rank": "run.evaluate: first differs between processes (",
 }
 

@@ -25,7 +25,10 @@ IMAGENET = 1_281_167  # training images
 # stays.
 SMALL = {
     "cls": "--model test_resnet --no_pretrained --image_size 32 --global_batch_size 96 --max_steps 2",
-    "det": "--model test_resnet --no_pretrained --width 32 --short_sides 128 --global_batch_size 8 --max_steps 2",
+    "det": (
+        "--model test_resnet --no_pretrained --width 32 --short_sides 128 --global_batch_size 8 "
+        "--max_steps 2"
+    ),
 }
 LONG = {"coco_fasterrcnn_r50_1x", "coco_retinanet_r50", "voc", "coco_rtdetrv2_r18"}
 IMAGES = {"cls": 23, "det": 7}  # to evaluate on

@@ -47,7 +47,7 @@ cls --global_batch_size 2 --batch_norm local
 cls --global_batch_size 7 --mixup 0.2 --batch_norm local
     --global_batch_size 7 does not divide into the 2 samples that belong together (...): take a multiple of 2
 cls --model test_vit --image_size 33
-    the model can't make a step: Input height (33) should be divisible by patch size (16); look at --image_size, ...
+    the model can't make a step: Input height (33) should be divisible by ...; look at --image_size, ...
 cls --crop_pct 1e-9
     the model's images can't be made ...look at --image_size and ...
 det --detector faster_rcnn --variant torchvision_v2 --levels 2-5 --batch_norm group --norm_batch_size 4
@@ -75,13 +75,13 @@ cls --output_dir weights.pth
 cls --name my/run
     --name my/run: must be a folder name without slashes; where it lies is --output_dir
 FIRST --lr 0.5
-    runs/first/checkpoints/step_00000002 belongs to another run: lr 0.004 there, 0.5 here; give this run another --name
+    runs/first/...step_00000002 belongs to another run: lr 0.004 there, 0.5 here; give this run another --name
 cls --name second --resume runs/first
     --resume runs/first: no checkpoint, no manifest.json is in it; name a folder such as RUN/checkpoints/...
 cls --name first --resume never
     --resume never: runs/first holds step_00000002; give this run another --name, or remove that folder
 cls --name forged
-    runs/forged/checkpoints: all 1 checkpoints are damaged; put a copy back, or start a new run with another --name
+    runs/forged/...: all 1 checkpoints are damaged; put a copy back, or start a new run with another --name
 cls --eval_only runs/forged/checkpoints/step_00000002
     ...: not a whole checkpoint (optimizer.pt was not written with it...
 """
@@ -182,7 +182,8 @@ def test_what_matches_a_line_of_the_table() -> None:
 # ---- a launch that can't work, and what a person then sees
 
 LAUNCHES = {  # words of a launch, and the line that the recipe says
-    "-m accelerate.commands.launch --config_file accelerate_configs/multi_cpu.yaml recipes/det.py --data inverted": (
+    "-m accelerate.commands.launch --config_file accelerate_configs/multi_cpu.yaml "
+    "recipes/det.py --data inverted": (
         "det.py: ...train.json: 1 of 58 boxes end before they begin ..."
     ),
     # Without a file of accelerate_configs/, Accelerate's own words stand around the line.
@@ -267,7 +268,8 @@ def test_a_launcher_shows_a_crash_once(launch, tmp_path) -> None:
     raised, killed = (each.finish() for each in started)
     assert raised.returncode == killed.returncode == 1
     process = rf"{host}: process \d+ \(local rank 1\)"
-    said = rf"Traceback .*\nValueError: of the test\non rank 1 \({host}\)\n{process} failed with exit code 1, see .*"
+    said = rf"Traceback .*\nValueError: of the test\non rank 1 \({host}\)\n"
+    said += rf"{process} failed with exit code 1, see .*"
     assert re.fullmatch(said, raised.stderr, re.DOTALL), raised
     assert raised.stderr.count("Traceback") == 1 and raised.stderr.count("\n") < 12
     assert re.fullmatch(rf"{process} was killed by SIGKILL: by a person, or .*\n", killed.stderr), (

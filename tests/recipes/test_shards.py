@@ -14,7 +14,10 @@ from tests.harness.range_server import RangeServer
 from tests.harness.shards import COUNTS, add, draw_noise, write_parquet, write_tars
 
 STEPS = 12  # of 32 samples: an epoch of 349 samples, and some of the next
-WORDS = f"--model test_vit --dtype float64 --global_batch_size 32 --max_steps {STEPS} --schedule constant".split()
+WORDS = (
+    f"--model test_vit --dtype float64 --global_batch_size 32 --max_steps {STEPS} --schedule "
+    "constant"
+).split()
 WORDS += "--log_every 1 --eval_every 6".split()
 CLOSE = 1e-9
 KEY = {"SHARDS_KEY": "Signature=s3cr3t"}

@@ -37,7 +37,9 @@ def test_the_text_alone_decides(data) -> None:
 
 
 def test_a_folder_of_tars_has_more_tars_than_images(tmp_path) -> None:
-    for file in "a.tar train/b.tar train/.hidden.tar deep/er/c.tar notes.txt preview.png more/preview.png".split():
+    for file in (
+        "a.tar train/b.tar train/.hidden.tar deep/er/c.tar notes.txt preview.png more/preview.png"
+    ).split():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
     assert list_tars(tmp_path) == [f"{tmp_path}/a.tar", f"{tmp_path}/train/b.tar"]

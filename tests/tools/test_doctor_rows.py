@@ -138,7 +138,10 @@ def test_a_rehearsal_has_the_numbers_of_its_launch_and_names_the_cause_of_a_fail
     world = World(Launch("srun", 5, 2, 6, 3, 1, 2), Namespace(), CPU, ranks=range(6))
     monkeypatch.setattr(os, "environ", given)
     found = rehearsal.build_environ(world, 2000)
-    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+    names = (
+        "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR "
+        "MASTER_PORT"
+    ).split()
     assert [found[name] for name in names] == ["5", "2", "6", "3", "1", "2", "far", "2000"]
     assert not {"SLURM_PROCID", "TORCHELASTIC_RUN_ID"} & found.keys()
     said = 'Traceback:\n  File "x.py"\nRuntimeError: no kernel\non rank 0 (host)\n'

@@ -96,7 +96,8 @@ CUDA = (
     "stacktrace below might be incorrect."
 )
 NCCL = (
-    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.30.7\n"
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error, "
+    "NCCL version 2.30.7\n"
     "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
 )
 

@@ -1,7 +1,8 @@
 """Doctor: says in under a minute whether a run will work on these machines, and how fast.
 
     accelerate launch --config_file accelerate_configs/2node.yaml --main_process_ip HOST -m tools.doctor
-    accelerate launch --config_file accelerate_configs/multi_gpu.yaml -m tools.doctor recipes/cls.py --data FOLDER
+    accelerate launch --config_file accelerate_configs/multi_gpu.yaml -m tools.doctor \
+        recipes/cls.py --data FOLDER
     python -m tools.doctor --only rehearsal --json found.json
 
 It shows one table: what was measured, and for each trouble the cause and the way out. Checks of a

@@ -1,8 +1,10 @@
 """Predict: what a trained model sees in images, one row per image, in the order given.
 
     python -m tools.predict runs/cls-d55fba photos/ 'more/*.jpg' --top 3 -o predictions.jsonl
-    accelerate launch --config_file accelerate_configs/multi_gpu_bf16.yaml -m tools.predict runs/det-3b73b6 photos/ --draw drawn
-    python -m tools.predict runs/cls-d55fba --data 'https://example.org/photos-{000..127}.tar' --format csv -o predictions.csv
+    accelerate launch --config_file accelerate_configs/multi_gpu_bf16.yaml -m tools.predict \
+        runs/det-3b73b6 photos/ --draw drawn
+    python -m tools.predict runs/cls-d55fba --data 'https://example.org/photos-{000..127}.tar' \
+        --format csv -o predictions.csv
 
 Images are read and resized as in evaluation. Flags that are not listed here are the recipe's and
 stand last: --workers 8. Of a run of your own copy, name that: --recipe mine.py.

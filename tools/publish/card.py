@@ -32,8 +32,8 @@ _PER_CLASS = {"top1": "Accuracy", "f1": "F1", "AP": "AP"}
 _WEIGHTS = ("model.safetensors", "config.json", "preprocessor_config.json")
 # Flags whose text the recipe checks: it is a choice, or a list of numbers. Of others only numbers
 # and switches are published.
-_CHOICES = """dtype comm_hook lr_scaling schedule clip_mode loss class_weights sampling batch_norm detector variant opt augment
-    step_epochs freeze_stages unfreeze_epochs levels short_sides""".split()
+_CHOICES = """dtype comm_hook lr_scaling schedule clip_mode loss class_weights sampling batch_norm
+    detector variant opt augment step_epochs freeze_stages unfreeze_epochs levels short_sides""".split()
 _PICTURES = """confusion reliability mistakes predictions precision_recall misses""".split()
 
 
@@ -226,7 +226,10 @@ class Published:
         rows = {
             "length": f"{int(summary['step']):,} steps, {float(summary['epoch']):.1f} epochs",
             "time": f"{seconds:,.0f} s of training, {float(summary['images_per_second'] or 0):,.0f} images/s",
-            "layout": f"{world} process{'es' * (world > 1)} on {world // int(facts['local_world_size'])} node(s)",
+            "layout": (
+                f"{world} process{'es' * (world > 1)} on "
+                f"{world // int(facts['local_world_size'])} node(s)"
+            ),
             "devices": ", ".join(dict.fromkeys(rank.split(" on ")[0] for rank in facts["ranks"])),
             "precision": facts["precision"],
             "commit": facts["commit"],

@@ -79,15 +79,35 @@ def spoil(file: Path) -> None:
 
 
 CHANGES = {
-    "a box": (coco, "train.json", lambda f: f.write_text(f.read_text().replace("[1, 2, 10, 8]", "[1, 2, 10, 9]"))),
+    "a box": (
+        coco,
+        "train.json",
+        lambda f: f.write_text(f.read_text().replace("[1, 2, 10, 8]", "[1, 2, 10, 9]")),
+    ),
     "an image, its size and time kept": (coco, "train/4.jpg", spoil),
-    "a box of VOC": (voc, "Annotations/a.xml", lambda f: f.write_text(f.read_text().replace(">5<", ">4<"))),
+    "a box of VOC": (
+        voc,
+        "Annotations/a.xml",
+        lambda f: f.write_text(f.read_text().replace(">5<", ">4<")),
+    ),
     "a list of VOC": (voc, "ImageSets/Main/train.txt", lambda f: f.write_text("d\na\nb\n")),
-    "a box of YOLO": (yolo, "labels/train/a.txt", lambda f: f.write_text("1 0.5 0.5 0.5 0.4\n1 .25 .5 .5 1\n")),
-    "boxes where there were none": (yolo, "labels/train/b.txt", lambda f: f.write_text("0 0.5 0.5 0.5 0.4\n")),
+    "a box of YOLO": (
+        yolo,
+        "labels/train/a.txt",
+        lambda f: f.write_text("1 0.5 0.5 0.5 0.4\n1 .25 .5 .5 1\n"),
+    ),
+    "boxes where there were none": (
+        yolo,
+        "labels/train/b.txt",
+        lambda f: f.write_text("0 0.5 0.5 0.5 0.4\n"),
+    ),
     "an image of YOLO more": (yolo, "images/train/new/e.jpg", picture),
-    "a class of YOLO": (yolo, "data.yaml", lambda f: f.write_text(f.read_text().replace("cat", "cow"))),
-}  # fmt: skip
+    "a class of YOLO": (
+        yolo,
+        "data.yaml",
+        lambda f: f.write_text(f.read_text().replace("cat", "cow")),
+    ),
+}
 
 
 @pytest.mark.parametrize("case", CHANGES)

@@ -19,8 +19,16 @@ from tests.harness.odd_files import bounded
 LAUGHS = "".join(f'<!ENTITY l{n} "{f"&l{n - 1};" * 10}">' for n in range(1, 10))
 ONE = '{{"images": [{{"id": {}, "file_name": "1.png"}}], "annotations": [], "categories": []}}'
 CASES = {
-    "XML, entities": ("Annotations/1.xml", f'<!DOCTYPE a [<!ENTITY l0 "ha">{LAUGHS}]><a>&l9;</a>', "not readable as XML"),
-    "XML, UTF-16": ("Annotations/1.xml", "<!DOCTYPE a [<!ENTITY l '']>".encode("utf-16"), "1.xml: not readable as XML"),
+    "XML, entities": (
+        "Annotations/1.xml",
+        f'<!DOCTYPE a [<!ENTITY l0 "ha">{LAUGHS}]><a>&l9;</a>',
+        "not readable as XML",
+    ),
+    "XML, UTF-16": (
+        "Annotations/1.xml",
+        "<!DOCTYPE a [<!ENTITY l '']>".encode("utf-16"),
+        "1.xml: not readable as XML",
+    ),
     "XML, a size of no image": (
         "Annotations/1.xml",
         "<a><size><width>1e30</width><height>1</height></size></a>",
