@@ -51,8 +51,10 @@ try:
     pillow_heif.register_heif_opener()
 except ImportError:
     Image.register_open(
-        "HEIF", _refuse_heic, lambda prefix: prefix[4:10] in (b"ftyphe", b"ftypmi", b"ftypms")
-    )  # type: ignore[arg-type]
+        "HEIF",
+        _refuse_heic,  # type: ignore[arg-type]
+        lambda prefix: prefix[4:10] in (b"ftyphe", b"ftypmi", b"ftypms"),
+    )
 _FORMATS = tuple(name for name in Image.ID if name not in _NEVER)
 SUFFIXES = frozenset(
     suffix for suffix, name in Image.registered_extensions().items() if name in _FORMATS
