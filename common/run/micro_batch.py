@@ -21,7 +21,7 @@ from common.distributed.sharding import is_sharded
 from common.errors import Refused
 from common.run.folder import read_json, write_json
 from common.training.step import TrainingStep
-from common.training.warm_up import first_line, is_out_of_memory, warm_up
+from common.training.warm_up import is_out_of_memory, summarize_error, warm_up
 
 _FILE = "micro_batch.json"
 
@@ -102,7 +102,7 @@ def _tried(plan: BatchPlan, training: TrainingStep) -> tuple[str, int, int]:
         held = [torch.empty_like(parameter) for parameter in parameters for _ in range(copies)]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)  # of earlier micro-batches
-        warm_up(model, model, partial(training.attempt, model, plan))
+        warm_up(model, model, partial(training.run_trial, model, plan))
         # An optimizer step has no activations, but gradients, both of Adam's moments, and a copy
         # for the size of the update.
         held += [
@@ -117,7 +117,7 @@ def _tried(plan: BatchPlan, training: TrainingStep) -> tuple[str, int, int]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        failure = first_line(error)
+        failure = summarize_error(error)
     finally:
         model.zero_grad()  # after the error, whose traceback holds activations
         clear_device_cache(garbage_collection=True)

@@ -12,13 +12,13 @@ from common.distributed import sharding, watchdog
 from common.distributed.collectives import is_main
 from common.training import batch_norm, timm_models
 from common.training.freezing import Freezing
-from common.training.step import Samples, describe_step_modules
+from common.training.step import TrainDataset, describe_step_modules
 
 
 def build_start_table(
     config: Any,
     model: torch.nn.Module,
-    train_set: Samples,
+    train_set: TrainDataset,
     val: Any,
     *,
     plan: BatchPlan,
@@ -37,10 +37,10 @@ def build_start_table(
     """
     train = train_set.source
     rows = data_rows(config.data, train, val)
-    rows |= timm_models.describe(config.model, model)
+    rows |= timm_models.describe_model(config.model, model)
     rows |= train_set.describe()
     rows |= describe_step_modules(model)
-    rows["batch norm"] = batch_norm.describe(model)
+    rows["batch norm"] = batch_norm.describe_batch_norm(model)
     rows |= sharding.describe(model)
     rows["batch"] = str(plan)
     rows["learning rate"] = rates
@@ -56,7 +56,7 @@ def build_start_table(
 
 
 def get_sizes(
-    model: torch.nn.Module, train_set: Samples, val: Any, plan: BatchPlan
+    model: torch.nn.Module, train_set: TrainDataset, val: Any, plan: BatchPlan
 ) -> dict[str, Any]:
     """Sizes of data, model and batches, for environment.json."""
     train = train_set.source
@@ -74,7 +74,7 @@ def get_sizes(
     return sizes
 
 
-def _describe_length(train_set: Samples, total_steps: int) -> str:
+def _describe_length(train_set: TrainDataset, total_steps: int) -> str:
     stream = train_set.stream
     text = f"{total_steps:,} steps, {stream.epoch(total_steps):.1f} epochs"
     if stream.extends_epochs:

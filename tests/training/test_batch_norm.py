@@ -15,7 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from common.errors import Refused
 from common.training import batch_norm
-from common.training.batch_norm import convert, discard_statistics, update_running_statistics
+from common.training.batch_norm import (
+    convert_batch_norm,
+    discard_statistics,
+    update_running_statistics,
+)
 from tests.harness.processes import Processes
 
 
@@ -90,7 +94,7 @@ def steps(mode: str, shares: list[int], micro: int, group_size: int = 0) -> dict
     of all ranks.
     """
     model = small_model()
-    assert convert(model, mode, group_size=group_size) == 3
+    assert convert_batch_norm(model, mode, group_size=group_size) == 3
     rank = dist.get_rank() if dist.is_initialized() else 0
     low, high = sum(shares[:rank]), sum(shares[: rank + 1])
     x = samples(sum(shares))[low:high].requires_grad_()
@@ -146,7 +150,7 @@ def test_shared_statistics_equal_those_of_the_whole_batch(
 def normalize_far_from_zero() -> list:
     """A rank's samples and their outputs, and memory format and types of a model in bf16."""
     layer, maps = nn.BatchNorm1d(4), nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
-    convert(layer, "global"), convert(maps, "global")
+    convert_batch_norm(layer, "global"), convert_batch_norm(maps, "global")
     x = torch.randn(64, 4, generator=torch.Generator().manual_seed(dist.get_rank())) + 3000
     maps.to(memory_format=torch.channels_last)
     with torch.autocast("cpu", torch.bfloat16):
@@ -197,9 +201,9 @@ def test_what_can_not_be_converted_is_refused() -> None:
 
     for unknown in (Custom(3), nn.BatchNorm2d(3, track_running_stats=False)):
         with pytest.raises(Refused, match=r"1 .*can't be converted"):
-            convert(nn.Sequential(nn.Conv2d(3, 3, 1), unknown), "local")
+            convert_batch_norm(nn.Sequential(nn.Conv2d(3, 3, 1), unknown), "local")
     model = small_model()
-    convert(model, "group", group_size=4)
+    convert_batch_norm(model, "group", group_size=4)
     with pytest.raises(Refused, match=r"6 samples .* norm_batch_size 4"):
         model(samples(6))
     model.eval()(samples(6))
@@ -207,28 +211,28 @@ def test_what_can_not_be_converted_is_refused() -> None:
 
 def test_frozen_layers_are_told_and_form_no_groups() -> None:
     model = small_model()
-    with pytest.raises(Refused, match=r"before batch_norm.convert"):
-        batch_norm.freeze(model)
-    convert(model.requires_grad_(True), "group", group_size=2)
+    with pytest.raises(Refused, match="before prepare_layers"):
+        batch_norm.freeze_modules(model)
+    convert_batch_norm(model.requires_grad_(True), "group", group_size=2)
     layers = [layer for layer in model.modules() if isinstance(layer, batch_norm.StepBatchNorm)]
-    assert (batch_norm.unit(model), batch_norm.undivided_for(model)) == (2, "")
+    assert (batch_norm.get_group_size(model), batch_norm.get_undivided_flag(model)) == (2, "")
     layers[0].requires_grad_(False)
     assert (
         "; 1 layers whose weights are not trained have statistics that move"
-        in batch_norm.describe(model)
+        in batch_norm.describe_batch_norm(model)
     )
-    batch_norm.freeze(layers[0])
-    assert batch_norm.describe(model).endswith(f"; 1 of {len(layers)} layers are frozen")
-    batch_norm.freeze(model)
+    batch_norm.freeze_modules(layers[0])
+    assert batch_norm.describe_batch_norm(model).endswith(f"; 1 of {len(layers)} layers are frozen")
+    batch_norm.freeze_modules(model)
     assert (
-        batch_norm.unit(model) == 1
-        and batch_norm.describe(model) == "frozen: all layers are in frozen stages"
+        batch_norm.get_group_size(model) == 1
+        and batch_norm.describe_batch_norm(model) == "frozen: all layers are in frozen stages"
     )
 
 
 def test_frozen_keeps_statistics_and_trains_weight_and_bias() -> None:
     model, plain = small_model(), small_model().eval()
-    convert(model, "frozen")
+    convert_batch_norm(model, "frozen")
     before = copy.deepcopy(model.state_dict())
     for trained in (model.train(), plain):
         loss_of(trained(samples(4)), 0).backward()
@@ -240,7 +244,7 @@ def test_frozen_keeps_statistics_and_trains_weight_and_bias() -> None:
 
 def test_an_evaluation_or_a_discarded_pass_moves_no_statistics() -> None:
     model = small_model()
-    convert(model, "local")
+    convert_batch_norm(model, "local")
     before = copy.deepcopy(model.state_dict())
     model(samples(4))
     discard_statistics(model)
@@ -255,7 +259,7 @@ def test_an_evaluation_or_a_discarded_pass_moves_no_statistics() -> None:
 def test_gradient_checkpointing_changes_nothing() -> None:
     model, checkpointed = small_model(), small_model()
     for each in (model, checkpointed):
-        convert(each, "group", group_size=2)
+        convert_batch_norm(each, "group", group_size=2)
     x = samples(4)
     loss_of(model(x), 0).backward()
     checkpointed.forward = lambda x: checkpoint(
@@ -272,7 +276,7 @@ def test_gradient_checkpointing_changes_nothing() -> None:
 def test_the_gradient_of_a_single_sample_is_right(mode: str) -> None:
     """On the CPU, where torch 2.14's own batch norm gets it wrong."""
     layer = nn.Sequential(nn.BatchNorm2d(3)).double()
-    convert(layer, mode)
+    convert_batch_norm(layer, mode)
     weights = torch.arange(3.0 * 64, dtype=torch.float64).view(1, 3, 8, 8).sin()
     gradients = []
     for become in (lambda maps: maps, lambda maps: maps.flatten(2).transpose(1, 2)):
@@ -290,7 +294,7 @@ def compile_shared() -> int:
     """Trains a compiled model beside a plain one; returns the number of graphs."""
     model, compiled = small_model(), small_model()
     for each in (model, compiled):
-        convert(each, "global")
+        convert_batch_norm(each, "global")
     torch._dynamo.utils.counters.clear()
     compiled.compile(backend="aot_eager", fullgraph=True, dynamic=False)
     x = samples(6)[2 * dist.get_rank() :][:2]
@@ -311,8 +315,8 @@ def alone_and_together() -> torch.Tensor:
     variance; then one of both.
     """
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).double()
-    convert(model, "global")
-    with batch_norm.alone(model):
+    convert_batch_norm(model, "global")
+    with batch_norm.normalize_per_rank(model):
         if dist.get_rank() == 0:
             for images in (samples(4), samples(1)[:, :, :3, :3]):
                 model(images).square().mean().backward()
@@ -343,7 +347,7 @@ class Counted(TorchDispatchMode):
 def test_running_statistics_are_those_of_plain_layers(momenta) -> None:
     plain = nn.Sequential(*(nn.BatchNorm2d(3, momentum=momentum) for momentum in momenta)).double()
     model = copy.deepcopy(plain)
-    convert(model, "local")
+    convert_batch_norm(model, "local")
     for scale in (1, torch.inf, 2, 3):
         model(samples(4) * torch.inf)
         discard_statistics(model)  # a warm-up that overflowed
@@ -360,7 +364,7 @@ def test_an_update_takes_few_operators_for_any_number_of_layers() -> None:
     counts = []
     for layers in (1, 9):
         model = nn.Sequential(*(nn.BatchNorm2d(3) for _ in range(layers))).double()
-        convert(model, "local")
+        convert_batch_norm(model, "local")
         discard_statistics(model)
         model(samples(2))
         with Counted() as counted:

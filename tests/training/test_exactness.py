@@ -13,7 +13,7 @@ from torch import nn
 from common.classification.batches import Batch
 from common.errors import Refused
 from common.training import drop_path, exactness
-from common.training.optimizer import _UNFIT, build_optimizer, clip_gradients
+from common.training.optimizer import _UNSUPPORTED, build_optimizer, clip_gradients
 from common.training.step import TrainingStep
 from tests.training.small import CLASSES, Config, vit
 
@@ -48,7 +48,7 @@ def trained(config: Config, layout: tuple[tuple[int, ...], ...]) -> dict[str, to
 @pytest.mark.parametrize(
     "clip, mode", [(0.0, "norm"), pytest.param(0.01, "agc", marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("name", timm.optim.list_optimizers(exclude_filters=_UNFIT))
+@pytest.mark.parametrize("name", timm.optim.list_optimizers(exclude_filters=_UNSUPPORTED))
 def test_an_optimizer_is_exact_or_known_not_to_be(name: str, clip: float, mode: str) -> None:
     """On a vision transformer in float64, whose keys' biases have a gradient of nothing but
     rounding noise.
@@ -63,24 +63,25 @@ def test_an_optimizer_is_exact_or_known_not_to_be(name: str, clip: float, mode: 
     apart = sum((whole[key] - cut[key]).square().sum() for key in whole).sqrt()
     moved = sum((whole[key] - start[key]).square().sum() for key in whole).sqrt()
     assert moved > 0
-    if exactness.moves_by_noise(name):
+    if exactness.is_scale_free(name):
         assert clip or apart >= 1e-10 * moved, "said to be inexact"
     else:
         assert apart <= 1e-8 * moved
 
 
 def test_only_what_is_not_exact_has_a_row_in_the_start_table() -> None:
-    assert exactness.describe(Config(opt="adamw"), uses_generator=False) == {}
+    assert exactness.describe_exactness(Config(opt="adamw"), uses_generator=False) == {}
     assert (
         "layouts of such a model agree only roughly"
-        in exactness.describe(Config(opt="Lion"), False)["optimizer"]
+        in exactness.describe_exactness(Config(opt="Lion"), False)["optimizer"]
     )
     assert (
-        "one process sends none" in exactness.describe(Config(comm_hook="fp16"), False)["gradients"]
+        "one process sends none"
+        in exactness.describe_exactness(Config(comm_hook="fp16"), False)["gradients"]
     )
     assert (
         "layouts agree only statistically"
-        in exactness.describe(Config(), uses_generator=True)["dropout"]
+        in exactness.describe_exactness(Config(), uses_generator=True)["dropout"]
     )
 
 
@@ -105,11 +106,11 @@ class Dropping(nn.Module):
     ],
 )
 def test_masks_of_a_generator_are_noticed(model: nn.Module, is_exact: bool) -> None:
-    count = drop_path.convert(model)
+    count = drop_path.convert_drop_layers(model)
 
-    def blank(batch_size: int) -> Batch:
+    def make_noise(batch_size: int) -> Batch:
         positions = np.arange(batch_size)
-        layers = drop_path.draws(positions, batch_size, 0, count)
+        layers = drop_path.draw_uniforms(positions, batch_size, 0, count)
         images = torch.rand(batch_size, 3, 4, 4)
         labels = torch.zeros(batch_size, dtype=torch.int64)
         return Batch(images, labels, torch.from_numpy(positions), drop_path=layers)
@@ -117,9 +118,9 @@ def test_masks_of_a_generator_are_noticed(model: nn.Module, is_exact: bool) -> N
     step = TrainingStep(
         SimpleNamespace(device=torch.device("cpu")),
         model,
-        SimpleNamespace(blank=blank),
+        SimpleNamespace(make_noise=make_noise),
         lambda network, batch: network(batch.images),
         freezing=None,
     )
-    step.attempt(model, SimpleNamespace(micro_batch_sizes=(4,), micro_steps=1))
-    assert ("dropout" in exactness.describe(Config(), step.uses_generator)) != is_exact
+    step.run_trial(model, SimpleNamespace(micro_batch_sizes=(4,), micro_steps=1))
+    assert ("dropout" in exactness.describe_exactness(Config(), step.uses_generator)) != is_exact

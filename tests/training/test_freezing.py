@@ -11,13 +11,13 @@ from common.config.parsing import parse
 from common.data.stream import Stream
 from common.errors import Refused
 from common.training import batch_norm
-from common.training.freezing import Freezing, freeze
+from common.training.freezing import Freezing, freeze_stages
 from common.training.optimizer import (
     Schedule,
     build_ema,
     build_optimizer,
     clip_gradients,
-    describe,
+    describe_optimization,
     set_learning_rate,
 )
 from tests.training.small import Config
@@ -28,8 +28,8 @@ STREAM = Stream(40, 8, 0)  # five steps an epoch
 def built(config: Config, norm: str = "local") -> nn.Module:
     torch.manual_seed(0)
     model = timm.create_model(config.model, num_classes=3).train()
-    batch_norm.convert(model, norm)
-    freeze(config, model)
+    batch_norm.convert_batch_norm(model, norm)
+    freeze_stages(config, model)
     return model
 
 
@@ -43,10 +43,10 @@ def moved(model: nn.Module, config: Config, steps: int) -> list[set[str]]:
     found = []
     for step in range(steps):
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        freezing.begin(step)
+        freezing.start_step(step)
         images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(step))
         nn.functional.cross_entropy(model(images), torch.arange(8) % 3).backward()
-        freezing.leave_out_gradients()
+        freezing.drop_gradients()
         clip_gradients(model.parameters(), 1.0, "norm")
         set_learning_rate(optimizer, config.lr)
         optimizer.step()
@@ -84,7 +84,7 @@ def test_what_stays_frozen_keeps_weights_and_statistics() -> None:
     assert (
         frozen == "stem to stage 2 of 4, 17% of the parameters, 8 batch norms with their statistics"
     )
-    assert "; 8 of 15 layers are frozen" in batch_norm.describe(model)
+    assert "; 8 of 15 layers are frozen" in batch_norm.describe_batch_norm(model)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_a_module_without_stages_is_refused() -> None:
         Refused,
         match=r"--freeze_stages 1: Small does not say which parameters form a stage; .* take",
     ):
-        freeze(Config(freeze_stages="1"), model)
-    freeze(Config(freeze_stages="all"), model)
+        freeze_stages(Config(freeze_stages="1"), model)
+    freeze_stages(Config(freeze_stages="all"), model)
     assert [parameter.requires_grad for parameter in model.parameters()] == [
         False,
         False,
@@ -122,7 +122,7 @@ def test_a_module_without_stages_is_refused() -> None:
         True,
     ]
     with pytest.raises(Refused, match="--freeze_stages all leaves Small no parameter to train"):
-        freeze(Config(freeze_stages="all"), Small(nn.Conv2d(3, 4, 3), nn.Flatten()))
+        freeze_stages(Config(freeze_stages="all"), Small(nn.Conv2d(3, 4, 3), nn.Flatten()))
 
 
 @pytest.mark.parametrize(
@@ -151,9 +151,12 @@ def test_each_part_has_its_rate_and_the_start_table_says_so() -> None:
         factor = 3.0 if name.startswith("fc.") else 0.1
         assert rates[0][id(parameter)] == pytest.approx(factor * rates[1][id(parameter)]), name
     schedule = Schedule(config, STREAM, 100)
-    assert describe(config, model, schedule, [optimizer], 100) == (
+    assert describe_optimization(config, model, schedule, [optimizer], 100) == (
         "0.01, cosine, adamw; backbone 0.001, head 0.03; times 0.5 per layer from the head down"
     )
-    assert describe(Config(lr=0.01), model, schedule, [plain], 100) == "0.01, cosine, adamw"
+    assert (
+        describe_optimization(Config(lr=0.01), model, schedule, [plain], 100)
+        == "0.01, cosine, adamw"
+    )
     with pytest.raises(Refused, match=r"--neck_lr_factor 2\.0: ResNet has no neck"):
         build_optimizer(Config(neck_lr_factor=2.0), model)

@@ -16,7 +16,7 @@ from common.training.optimizer import (
     build_ema,
     build_optimizer,
     clip_gradients,
-    peak_learning_rate,
+    compute_peak_lr,
     set_learning_rate,
 )
 from tests.training.small import Config
@@ -142,7 +142,7 @@ def test_schedules_and_the_peak_of_a_batch_size() -> None:
     assert milestones == pytest.approx([1.0] * 40 + [0.1] * 15 + [0.01] * 15)
     for scaling, expected in (("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)):
         config = Config(lr=0.1, lr_batch_size=64, global_batch_size=256, lr_scaling=scaling)
-        assert peak_learning_rate(config) == pytest.approx(expected)
+        assert compute_peak_lr(config) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

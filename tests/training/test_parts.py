@@ -8,7 +8,7 @@ from torch import nn
 
 from common.detection.models.detectors import build_detector
 from common.detection.models.spec import DetectorSpec
-from common.training.parts import parts, stages
+from common.training.parts import get_stages, group_parameters
 
 CLASSIFIERS = {  # tensors of the stem and the stages begin with these
     "test_resnet": ("conv1 bn1", "layer1", "layer2", "layer3", "layer4"),
@@ -62,7 +62,7 @@ def named(model: nn.Module) -> dict[int, str]:
 def test_stages_of_a_classifier_are_the_groups_of_timm(name: str) -> None:
     model = timm.create_model(name)
     names = named(model)
-    found = [[names[id(tensor)] for tensor in stage] for stage in stages(model)]
+    found = [[names[id(tensor)] for tensor in stage] for stage in get_stages(model)]
     assert len(found) == len(CLASSIFIERS[name])
     for stage, prefixes in zip(found, CLASSIFIERS[name], strict=True):
         for prefix in prefixes.split():
@@ -73,7 +73,7 @@ def test_stages_of_a_classifier_are_the_groups_of_timm(name: str) -> None:
     assert left and all(
         name.startswith(("fc.", "head.fc.", "head.", "head_dist.", "classifier.")) for name in left
     )
-    of_parts = parts(model)
+    of_parts = group_parameters(model)
     assert {names[id(parameter)] for parameter in of_parts["head"]} == left and not of_parts["neck"]
 
 
@@ -81,12 +81,13 @@ def test_stages_of_a_classifier_are_the_groups_of_timm(name: str) -> None:
 def test_stages_of_a_detector_hold_its_backbone_alone(family: str, model: str) -> None:
     detector = build_detector(DetectorSpec(family, model, 3, levels=(3, 5), width=32))
     names = named(detector)
-    found = stages(detector)
+    found = get_stages(detector)
     assert len(found) == DETECTORS[family, model] + 1 and all(found)
     backbone = {names[id(tensor)] for stage in found for tensor in stage}
     assert len(backbone) == sum(map(len, found)), "each tensor stands in one stage"
     of_parts = {
-        part: {names[id(parameter)] for parameter in of} for part, of in parts(detector).items()
+        part: {names[id(parameter)] for parameter in of}
+        for part, of in group_parameters(detector).items()
     }
     assert sum(map(len, of_parts.values())) == len([*detector.parameters()]) and all(
         of_parts.values()

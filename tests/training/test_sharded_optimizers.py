@@ -13,7 +13,7 @@ from torch import nn
 from common.distributed import sharding
 from common.errors import Refused
 from common.training import optimizer as optimization
-from common.training.optimizer import _UNFIT, ON_SHARDS, build_optimizer, clip_gradients
+from common.training.optimizer import _UNSUPPORTED, ON_SHARDS, build_optimizer, clip_gradients
 from tests.training.small import CLASSES, Config, vit
 
 BATCH, STEPS = 12, 4
@@ -73,7 +73,7 @@ def test_an_optimizer_makes_the_same_steps_on_shards(processes, ranks: int, name
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name", sorted({*timm.optim.list_optimizers(exclude_filters=_UNFIT)} - ON_SHARDS - HANGS)
+    "name", sorted({*timm.optim.list_optimizers(exclude_filters=_UNSUPPORTED)} - ON_SHARDS - HANGS)
 )
 def test_an_optimizer_outside_the_table_makes_other_steps(processes, name: str) -> None:
     assert max(processes.run(rank_trains, name, ranks=2)) > 1e-10

@@ -40,8 +40,8 @@ def test_an_exported_model_is_the_same_in_plain_timm(architecture: str, tmp_path
         build_classifier(architecture, len(CLASSES), image_size=SIZE, drop_path=0.2, drop=0.1),
         tmp_path / "best",
     )
-    batch_norm.convert(model, "group", group_size=2)
-    drop_path.convert(model)
+    batch_norm.convert_batch_norm(model, "group", group_size=2)
+    drop_path.convert_drop_layers(model)
     for buffer in model.buffers():
         if buffer.is_floating_point():
             buffer.add_(0.3)  # other statistics than a new model has
@@ -49,7 +49,7 @@ def test_an_exported_model_is_the_same_in_plain_timm(architecture: str, tmp_path
     model.pretrained_cfg["crop_mode"] = "squash"  # as 100 published weights are evaluated
     before = copy.deepcopy(model.state_dict())
     wanted = timm_models.resolve_data_config(model, SIZE, 0.9)
-    timm_models.export(model, CLASSES, wanted, False, {"top1": 0.5}, folder)
+    timm_models.export_classifier(model, CLASSES, wanted, False, {"top1": 0.5}, folder)
 
     plain = timm.create_model(f"local-dir:{folder}", pretrained=True)
     assert torch.equal(outputs(plain), outputs(model))
@@ -78,7 +78,7 @@ def test_transformers_gives_the_probabilities_of_timm(architecture, multi_label,
     model, folder = build_classifier(architecture, 3, image_size=SIZE), tmp_path / "best"
     with torch.no_grad():
         model.get_classifier().weight.mul_(5)
-    timm_models.export(
+    timm_models.export_classifier(
         model,
         CLASSES[:3],
         timm_models.resolve_data_config(model, SIZE, 0.9),
@@ -111,8 +111,10 @@ def test_transformers_gives_the_probabilities_of_timm(architecture, multi_label,
 @pytest.mark.parametrize("architecture", ["test_vit", "crossvit_9_240"])
 def test_a_head_keeps_its_classes_by_name_and_says_so(architecture: str, tmp_path: Path) -> None:
     model, folder = build_classifier(architecture, len(CLASSES)), tmp_path / "best"
-    timm_models.export(model, CLASSES, timm_models.resolve_data_config(model), False, {}, folder)
-    trained, heads = model.state_dict(), timm_models._head(model)
+    timm_models.export_classifier(
+        model, CLASSES, timm_models.resolve_data_config(model), False, {}, folder
+    )
+    trained, heads = model.state_dict(), timm_models._get_head_tensors(model)
     number, size = len(trained), len(heads)
     assert size == (4 if architecture.startswith("cross") else 2)
 
@@ -145,7 +147,7 @@ def test_a_head_keeps_its_classes_by_name_and_says_so(architecture: str, tmp_pat
 
 def test_a_head_without_names_is_kept_for_as_many_classes(tmp_path: Path) -> None:
     model = build_classifier("test_resnet", 3)
-    timm_models.export(
+    timm_models.export_classifier(
         model, CLASSES[:3], timm_models.resolve_data_config(model), False, {}, tmp_path / "best"
     )
     content = json.loads((tmp_path / "best/config.json").read_text())
@@ -162,14 +164,14 @@ def test_a_model_that_others_would_load_differently_is_refused(monkeypatch) -> N
     """timm gives fbnetc_100 another epsilon with pretrained=True, which is how exported models are loaded."""
     model = build_classifier("fbnetc_100", len(CLASSES))
     timm_models.check_export(TRAINED, model)
-    features = timm_models.create(
-        "fbnetc_100", pretrained=False, seed=0, wishes={}, features_only=True
+    features = timm_models.create_model(
+        "fbnetc_100", pretrained=False, seed=0, requested={}, features_only=True
     )
     timm_models.check_features(features, {"model_name": "fbnetc_100", "bn_eps": 1e-3})
     refused = "--model fbnetc_100: others would load another model"
     with pytest.raises(Refused, match=refused):
         timm_models.check_features(features, {"model_name": "fbnetc_100"})
-    monkeypatch.setattr(timm_models, "AS_PRETRAINED", {})
+    monkeypatch.setattr(timm_models, "PRETRAINED_OPTIONS", {})
     model = build_classifier("fbnetc_100", len(CLASSES))
     with pytest.raises(Refused, match=refused):
         timm_models.check_export(TRAINED, model)
@@ -208,7 +210,7 @@ def test_a_folder_that_is_no_whole_model_is_refused_in_one_line(tmp_path: Path) 
     folder.mkdir()
     assert "a timm model's best/, whole" in refusal()
     folder = tmp_path / "best"
-    timm_models.export(
+    timm_models.export_classifier(
         build_classifier("test_resnet", len(CLASSES)), CLASSES, {}, False, {}, folder
     )
     weights = (folder / "model.safetensors").read_bytes()

@@ -13,11 +13,11 @@ def step(size: UpdateSize, optimizers: list, rate: float) -> tuple:
     """The rates and the norms of a step with a gradient of 1 for every weight that has one."""
     for optimizer in optimizers:
         set_learning_rate(optimizer, rate)
-    size.begin()
-    size.begin()  # as in a recipe that clips twice
+    size.start()
+    size.start()  # as in a recipe that clips twice
     for optimizer in optimizers:
         optimizer.step()
-    update = size.end()
+    update = size.finish()
     return update.rates, update.norms.tolist()
 
 
@@ -29,8 +29,8 @@ def test_norms_are_of_the_weights_that_a_step_trains() -> None:
     size = UpdateSize(model, optimizers)
     rates, norms = step(size, optimizers, 0.5)
     assert rates == {} and norms == pytest.approx([5.0, 0.5 * 2**0.5])
-    assert first.item() == 2.5 and not size._before, "the copy is freed"
-    assert size.end().norms is None, "nothing was begun"
+    assert first.item() == 2.5 and not size._copies, "the copy is freed"
+    assert size.finish().norms is None, "nothing was begun"
 
 
 def test_the_highest_rate_of_each_part_is_named() -> None:

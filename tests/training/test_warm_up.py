@@ -23,7 +23,7 @@ def network(norm: str) -> nn.Module:
         layers += [nn.LazyLinear(width), nn.ReLU()]
     model = nn.Sequential(*layers, nn.LazyLinear(5))
     if norm != "as it came":  # keeps its running statistics by itself, in every forward
-        batch_norm.convert(model, norm, group_size=2)
+        batch_norm.convert_batch_norm(model, norm, group_size=2)
     model.eval()(torch.zeros(2, 3, 8, 8))
     return model.train()
 
