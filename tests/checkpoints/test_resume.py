@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.checkpoints.resume import choose_together, load_model
+from common.checkpoints.resume import choose_checkpoint, load_model
 from common.checkpoints.store import Checkpoints
 from common.distributed.collectives import rank
 from common.errors import Refused
@@ -26,7 +26,7 @@ def save(run: Path, *steps: int, identity: dict = MINE) -> list[Path]:
 
 def chosen(resume: object, run: Path, mine: dict = MINE) -> int | None:
     """The step from which a run resumes, of which nothing is to be reported."""
-    checkpoint = choose_together(str(resume), Checkpoints(run / "checkpoints"), mine, pytest.fail)
+    checkpoint = choose_checkpoint(str(resume), Checkpoints(run / "checkpoints"), mine, pytest.fail)
     return checkpoint and checkpoint.step
 
 
@@ -93,7 +93,7 @@ def choose_on_ranks(folders: list[Path]) -> str:
     """Each rank sees a run folder of its own: as machines without a shared file system do."""
     try:
         with contextlib.chdir(folders[rank()]):
-            found = choose_together("auto", Checkpoints(Path("checkpoints")), MINE, print)
+            found = choose_checkpoint("auto", Checkpoints(Path("checkpoints")), MINE, print)
     except Refused as refusal:
         return str(refusal)
     return str(found and found.step)

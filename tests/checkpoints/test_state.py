@@ -107,17 +107,17 @@ class Training:
 
     def resume(self, folder: Path) -> "Training":
         """Another start of the same run: new objects, which take over a checkpoint."""
-        record = {"step": 1, "numbers": self.state.numbers()}
-        checkpoint = verify(Checkpoints(folder).save(record, self.state.tensors()))
+        record = {"step": 1, "numbers": self.state.get_values()}
+        checkpoint = verify(Checkpoints(folder).save(record, self.state.get_tensors()))
         new = replace(self)
-        new.state.check(checkpoint.shapes(), str(folder))
-        new.state.load(checkpoint.tensors(), checkpoint.record["numbers"])
+        new.state.check(checkpoint.read_shapes(), str(folder))
+        new.state.load(checkpoint.load_tensors(), checkpoint.record["numbers"])
         return new
 
 
 def assert_equal(left: Training, right: Training) -> None:
-    files, expected = left.state.tensors(), right.state.tensors()
-    assert files.keys() == expected.keys() and left.state.numbers() == right.state.numbers()
+    files, expected = left.state.get_tensors(), right.state.get_tensors()
+    assert files.keys() == expected.keys() and left.state.get_values() == right.state.get_values()
     for file, tensors in files.items():
         assert identical(tensors, expected[file]), file
         for name, tensor in tensors.items():
@@ -173,7 +173,7 @@ def moved(state: TrainingState) -> tuple[Tensors, Tensors]:
     """Weights and the optimizer's tensors. Running statistics have seen the steps that overflowed, too."""
     return {
         name: weight.detach() for name, weight in state.model.named_parameters()
-    }, state.tensors()["optimizer"]
+    }, state.get_tensors()["optimizer"]
 
 
 def test_steps_that_overflow_change_nothing(request) -> None:
@@ -191,7 +191,9 @@ def test_steps_that_overflow_change_nothing(request) -> None:
         plain.train(2, 4).train(5, 6)
         before, scaled = (Training(options, torch.float64, fp16=True) for _ in range(2))
         before.train(0, 1, {0})
-        scaled.state.load(before.state.tensors(), json.loads(json.dumps(before.state.numbers())))
+        scaled.state.load(
+            before.state.get_tensors(), json.loads(json.dumps(before.state.get_values()))
+        )
         scaled.train(1, 6, {1, 4})
         for actual, expected in zip(moved(scaled.state), moved(plain.state), strict=True):
             assert identical(actual, expected), name
@@ -205,9 +207,9 @@ def test_steps_that_overflow_change_nothing(request) -> None:
 def test_a_run_in_fp16_resumes_in_another_precision() -> None:
     whole, other = Training({}, fp16=True).train(0, 3), Training({})
     other.state.load(
-        copy.deepcopy(whole.state.tensors()), json.loads(json.dumps(whole.state.numbers()))
+        copy.deepcopy(whole.state.get_tensors()), json.loads(json.dumps(whole.state.get_values()))
     )
-    assert other.state.numbers()["optimizer"] == whole.state.numbers()["optimizer"]
+    assert other.state.get_values()["optimizer"] == whole.state.get_values()["optimizer"]
     assert all(map(identical, moved(other.state), moved(whole.state)))
     other.train(3, 5)
 
@@ -241,17 +243,17 @@ def test_weights_that_a_state_dict_leaves_out_have_a_file() -> None:
     network = Network()
     network.extra = LeftOut(2, 2)
     state = TrainingState(network, torch.optim.SGD(network.parameters(), lr=0.1))
-    files = copy.deepcopy(state.tensors())
+    files = copy.deepcopy(state.get_tensors())
     assert files["extra"].keys() == {"weight", "bias"} and "extra.weight" not in files["model"]
     nn.init.zeros_(network.extra.weight)
-    state.load(files, state.numbers())
+    state.load(files, state.get_values())
     assert torch.equal(network.extra.weight, files["extra"]["weight"])
     with pytest.raises(Refused, match=r"bias \(missing there"):
         state.check(
             {"model": {name: tuple(tensor.shape) for name, tensor in files["model"].items()}}, "x"
         )
     network.extra.requires_grad_(False)
-    assert TrainingState(network).tensors().keys() == {"model", "optimizer"}, (
+    assert TrainingState(network).get_tensors().keys() == {"model", "optimizer"}, (
         "what is not trained, as a teacher"
     )
     with pytest.raises(
@@ -264,7 +266,7 @@ def test_weights_that_a_state_dict_leaves_out_have_a_file() -> None:
 def test_a_failed_load_leaves_weights_untouched() -> None:
     """Whatever is missing or odd in the parts that are read besides the weights."""
     trained = Training({}).train(0, 1).state
-    good, numbers = copy.deepcopy(trained.tensors()), trained.numbers()
+    good, numbers = copy.deepcopy(trained.get_tensors()), trained.get_values()
     strange = good["optimizer"] | {"stranger/exp_avg": torch.zeros(2)}
     not_trained = good["optimizer"] | {"frozen.weight/exp_avg": torch.zeros(8, 8)}
     bad = [
@@ -278,8 +280,8 @@ def test_a_failed_load_leaves_weights_untouched() -> None:
         (good, numbers | {"group_steps": []}),
     ]
     for files, theirs in bad:
-        fresh, before = Training({}).state, Training({}).state.tensors()
+        fresh, before = Training({}).state, Training({}).state.get_tensors()
         with pytest.raises((KeyError, ValueError)):
             fresh.load(files, theirs)
         for file in ("model", "ema"):
-            assert identical(fresh.tensors()[file], before[file])
+            assert identical(fresh.get_tensors()[file], before[file])

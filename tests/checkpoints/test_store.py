@@ -49,7 +49,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def newest(folder: Path) -> tuple[int | None, list[str]]:
     said: list[str] = []
-    found = Checkpoints(folder).newest(said.append)
+    found = Checkpoints(folder).find_newest(said.append)
     return found and found.step, said
 
 
@@ -78,10 +78,10 @@ def test_tensors_come_back_as_they_were_also_tied_and_strided(tmp_path: Path) ->
     assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {path.stat().st_mode & 0o666}
     found = verify(path)
     assert found.record == {"step": 200, "best": {"top1": 0.5}} and found.step == 200
-    loaded = found.tensors()
+    loaded = found.load_tensors()
     assert loaded.keys() == expected.keys()
     assert all(identical(loaded[file], expected[file]) for file in expected)
-    assert found.shapes()["optimizer"] == {"weight/exp_avg": (50,), "weight/step": ()}
+    assert found.read_shapes()["optimizer"] == {"weight/exp_avg": (50,), "weight/step": ()}
     assert newest(tmp_path) == (200, [])
 
 
@@ -89,9 +89,9 @@ def test_the_newest_are_kept_also_where_their_names_grow_longer(tmp_path: Path) 
     steps = [5, 99_999_999, 100_000_000, 1_000_000_000]
     for keep in (1, 3):
         save(tmp_path / str(keep), *steps, keep=keep)
-        assert [int(path.name[5:]) for path in Checkpoints(tmp_path / str(keep)).paths()] == steps[
-            ::-1
-        ][:keep]
+        assert [
+            int(path.name[5:]) for path in Checkpoints(tmp_path / str(keep)).list_paths()
+        ] == steps[::-1][:keep]
     assert newest(tmp_path / "missing") == newest(tmp_path) == (None, [])
 
 
@@ -156,7 +156,7 @@ def test_drafts_are_swept_and_a_checkpoint_is_written_once(
     (tmp_path / "step_00000003").touch()  # not a folder
     (tmp_path / "step_3").mkdir()  # not the name of one
     assert newest(tmp_path) == (1, [])
-    Checkpoints(tmp_path).sweep()
+    Checkpoints(tmp_path).remove_drafts()
     assert names(tmp_path) == ["step_00000001", "step_00000003", "step_3"]
     shutil.copytree(whole, tmp_path / ".step_00000002.tmp")
     assert save(tmp_path, 2) and newest(tmp_path) == (2, [])
