@@ -131,7 +131,9 @@ def _is_convertible(dtype: torch.dtype, model_dtype: torch.dtype) -> bool:
     """True for two types of floats, and for the same type."""
     if dtype in _FLOATS:
         return model_dtype.is_floating_point
-    return dtype == model_dtype and not model_dtype.is_floating_point
+    if model_dtype.is_floating_point:  # such as a float of 8 bits
+        return False
+    return dtype == model_dtype
 
 
 def _find_checkpoint(

@@ -153,7 +153,9 @@ class Checkpoints:
 
 
 def _is_checkpoint_folder(path: Path) -> bool:
-    return re.fullmatch(r"step_\d{8,}", path.name) is not None and path.is_dir()
+    if not re.fullmatch(r"step_\d{8,}", path.name):
+        return False
+    return path.is_dir()
 
 
 def get_step(path: Path) -> int:

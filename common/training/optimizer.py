@@ -271,7 +271,7 @@ class Schedule:
         )
 
     def _parse_step_epochs(self) -> list[float]:
-        return [float(epochs) for epochs in self.config.step_epochs.split(",")]
+        return list(map(float, self.config.step_epochs.split(",")))
 
     @property
     def peak(self) -> float:
@@ -384,8 +384,9 @@ def unscale_gradients(
     if not in_shards or not whole_gradients:
         accelerator.unscale_gradients(optimizers)
         return
-    gradients = [parameter.grad for parameter in in_shards]
+    gradients = []
     for parameter in in_shards:
+        gradients.append(parameter.grad)
         parameter.grad = None
     carrier = whole_gradients[0]
     for gradient in gradients:

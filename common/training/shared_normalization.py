@@ -82,7 +82,9 @@ class _SharedNormalization(torch.autograd.Function):
 
 def _get_sample_dims(x: Tensor) -> list[int]:
     """All dimensions but the channels."""
-    return [dim for dim in range(x.dim()) if dim != 1]
+    dims = list(range(x.dim()))
+    dims.remove(1)
+    return dims
 
 
 class _FusedSharedNormalization(torch.autograd.Function):

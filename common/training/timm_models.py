@@ -91,7 +91,7 @@ def _match_head(
     """
     trained_names = label_names(model.pretrained_cfg)
     num_trained = model.pretrained_cfg["num_classes"]
-    class_names = names if names else [str(class_id) for class_id in range(classes)]
+    class_names = names if names else list(map(str, range(classes)))
     new_classes = class_names if num_trained != classes else []
     if names and trained_names and list(names) != trained_names:
         trained = model if num_trained == classes else create(num_classes=num_trained)
@@ -454,7 +454,7 @@ def check_export(config: Any, model: nn.Module) -> None:
         _check_logits(model, data_config["input_size"])
         return
     model = _copy_without_zeros(model)
-    class_names = [str(class_id) for class_id in range(model.num_classes)]
+    class_names = list(map(str, range(model.num_classes)))
     with tempfile.TemporaryDirectory(prefix="export_check_") as folder:
         _save_config(model, class_names, data_config, Path(folder))
         try:
