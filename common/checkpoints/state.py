@@ -42,7 +42,7 @@ class TrainingState:
             self._get_parameter_names(optimizer)
         self._left_out = _find_left_out(self.model)
 
-    def get_exported(self, tensors: Tensors | None = None) -> torch.nn.Module | None:
+    def get_exported_model(self, tensors: Tensors | None = None) -> torch.nn.Module | None:
         """The module that is exported: the moving average if there is one, else the model.
 
         With `tensors` it has these. Of a sharded one, it is a whole copy in the main process's host

@@ -144,7 +144,7 @@ class Best:
         except Damaged:
             return False
         self.export(
-            self._state.get_exported(files.get("ema", files["model"])), results, found.record
+            self._state.get_exported_model(files.get("ema", files["model"])), results, found.record
         )
         self.take()
         return True

@@ -166,7 +166,7 @@ class Saving:
         """Export the model, which has these results; with the next checkpoint it takes the place of
         `best/`.
         """
-        model = self._state.get_exported()
+        model = self._state.get_exported_model()
         with self._records.writing("writing best/"):
             if self._best:
                 self._best.export(model, results, self._make_record())
