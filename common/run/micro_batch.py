@@ -1,5 +1,4 @@
-"""Search for the micro-batch that fits into memory: by a trial before the first step, and by
-halving after a failure.
+"""Finds the micro-batch that fits into memory: by a trial before the first step, and after failures.
 
 The size does not change the training, except with `--batch_norm local`.
 """
@@ -29,8 +28,9 @@ _FILE = "micro_batch.json"
 def fit(
     plan: BatchPlan, training: TrainingStep, say: Callable[[str], None]
 ) -> tuple[BatchPlan, str]:
-    """Halve the micro-batches of `plan` until a forward and backward pass of the largest fits on
-    every rank. A collective.
+    """Halve the micro-batches of `plan` until a training step of the largest fits on every rank.
+
+    A collective.
 
     Returns that plan, and a text for people: "1.2 of 16 GiB at the peak of a step", of the rank
     with the smallest reserve, "" on the CPU. During a trial, as much memory is held as the model's
@@ -54,8 +54,9 @@ def fit(
 
 
 def halve(plan: BatchPlan, why: str = "") -> BatchPlan:
-    """The same global batch in micro-batches of at most half the size. Raises `Refused`, with
-    `why`, where none is smaller.
+    """The same global batch in micro-batches of at most half the size.
+
+    Raises `Refused`, with `why`, where none is smaller.
     """
     size = plan.micro_batch_sizes[0]
     if plan.undivided_for:

@@ -34,8 +34,9 @@ Part = dict[str, Any]
 
 
 def write(folder: Path) -> Path:
-    """Write report.html of a run folder; returns its path. Raises OSError, and `Refused` for
-    another folder.
+    """Write report.html of a run folder; returns its path.
+
+    Raises OSError, and `Refused` for another folder.
     """
     from jinja2 import Template
 
