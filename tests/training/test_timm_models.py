@@ -129,10 +129,11 @@ def test_a_head_keeps_its_classes_by_name_and_says_so(architecture: str, tmp_pat
         assert loaded.begins_with == message.format(f"of {num_tensors} tensors of {folder}")
 
     check("no, daisy, 007, rose, tulip & co", f"{num_tensors} {{}}")
+    # As many classes as before.
     check(
         "cat, dog, no, elk, emu",
         f"{num_kept} {{}}, head new for 4 of 5 classes (cat, dog, elk, emu), kept for no",
-    )  # as many as before
+    )
     check("rose, cat", f"{num_kept} {{}}, head new for 1 of 2 classes (cat), kept for rose")
     check("cat, dog, elk, emu, gnu", f"{num_kept} {{}}, head new for all classes")
     assert build_classifier(architecture, 3).begins_with == ""
