@@ -111,7 +111,8 @@ class DataSpec:
     def divide(
         self, labels: Mapping[str, str], pieces: Sequence[Piece], sources: Mapping[str, S]
     ) -> tuple[S, ...]:
-        """The source of each piece. Sides are chosen by `seed` and each image's path or row alone.
+        """The source of each piece. Sides are chosen by `seed`, each image's path or row, and the
+        classes of boxes.
 
         Its `part` becomes `val/` or `20 % held out of train/`; the second one's also names other
         parts to evaluate.

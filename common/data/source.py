@@ -96,9 +96,11 @@ class Source(ImageList, Protocol):
         return self.labels.ndim == 2
 
     @property
-    def strata(self) -> np.ndarray | None:
-        """int64[N], strata of which the same share is held out each; None for a single one."""
-        return None if self.multi_label else self.labels
+    def strata(self) -> np.ndarray:
+        """int64[N] classes, of which the same share is held out each; int64[M, 2] image and class
+        for several labels.
+        """
+        return np.argwhere(self.labels) if self.multi_label else self.labels
 
     @property
     def class_counts(self) -> np.ndarray:
