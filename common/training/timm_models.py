@@ -55,6 +55,7 @@ def build_classifier(
     drop_path: float = 0.0,
     seed: int = 0,
     names: Sequence[str] = (),
+    in_chans: int = 0,
 ) -> nn.Module:
     """Build a timm model with a head for `classes` classes.
 
@@ -62,14 +63,17 @@ def build_classifier(
     function of `seed`, or loaded: from a local folder, or with `pretrained` by name; the model's
     `begins_with` says which. The head keeps what it knows of classes with the same `names`, and is
     new for the others; if either side has no names, a head of the same number of classes is kept.
-    `image_size` 0 is the model's own. Raises `Refused` for an unknown name (with the nearest ones),
-    an option the model lacks, and weights out of reach.
+    `image_size` 0 and `in_chans` 0 are the model's own; for more channels, timm repeats the weights
+    of the first layer, and mean and standard deviation are repeated, too. Raises `Refused` for an
+    unknown name (with the nearest ones), an option the model lacks, and weights out of reach.
     """
     options = {"drop_rate": drop, "drop_path_rate": drop_path}
     architecture = name.split(".")[0]  # without the tag of its weights, which may be unknown
     default = timm.get_pretrained_cfg(architecture) if timm.is_model(architecture) else None
     if image_size and default and default.fixed_input_size:
         options["img_size"] = image_size
+    if in_chans:
+        options["in_chans"] = in_chans
     create = partial(create_model, name, pretrained=pretrained, seed=seed, requested=options)
     model = create(num_classes=classes)
     if not pretrained and not Path(name).is_dir():
@@ -217,10 +221,19 @@ def create_model(
         raise Refused(_format_create_error(name, pretrained, error)) from None
     if is_folder:
         check_weights(model, Path(name) / "model.safetensors")
-    elif not pretrained:
+    if requested.get("in_chans"):
+        _repeat_normalization(model.pretrained_cfg, requested["in_chans"])
+    if not pretrained and not is_folder:
         for key in ("tag", "license", "url", "hf_hub_id", "origin_url"):
             model.pretrained_cfg.pop(key, None)
     return model
+
+
+def _repeat_normalization(config: dict, channels: int) -> None:
+    """Repeat mean and standard deviation in a `pretrained_cfg` for a model of so many channels."""
+    config["input_size"] = (channels, *config["input_size"][1:])
+    for key in ("mean", "std"):
+        config[key] = (config[key] * channels)[:channels]
 
 
 def _format_create_error(name: str, pretrained: bool, error: Exception) -> str:
@@ -309,41 +322,44 @@ def _find_unknown_option(options: dict, error: TypeError) -> str | None:
 def resolve_data_config(model: nn.Module, image_size: int = 0, crop_pct: float = 0.0) -> dict:
     """How images are prepared for the model; an `image_size` or `crop_pct` of 0 is the model's own.
 
-    The keys are input_size (3, H, W), mean, std, interpolation, crop_pct and crop_mode. Raises
+    The keys are input_size (C, H, W), mean, std, interpolation, crop_pct and crop_mode. Raises
     `Refused` if images would have more than `MAX_PIXELS`, or if the model's folder has impossible
     values.
     """
-    requested = {
-        "input_size": (3, image_size, image_size) if image_size else None,
-        "crop_pct": crop_pct,
-    }
-    data_config = timm.data.resolve_data_config(requested, model=model)
-    if not _is_sound(data_config):
+    data_config = timm.data.resolve_data_config({"crop_pct": crop_pct}, model=model)
+    try:
+        if image_size:
+            channels = data_config["input_size"][0]
+            data_config["input_size"] = (channels, image_size, image_size)
+        is_sound = _is_sound(data_config)
+    except (TypeError, ValueError, KeyError, OverflowError, ZeroDivisionError):
+        is_sound = False
+    if not is_sound:
         keys = ("input_size", "crop_pct", "crop_mode", "mean", "std", "interpolation")
         text = ", ".join(f"{key} {data_config[key]}" for key in keys)
         raise Refused(
-            f"the model's images can't be made ({text:.300}): they have 3 colours, and are "
-            f"resized to input_size / crop_pct, at most {MAX_PIXELS} pixels; look at --image_size "
-            "and --crop_pct"
+            f"the model's images can't be made ({text:.300}): each channel has a mean and a std, "
+            f"and they are resized to input_size / crop_pct, at most {MAX_PIXELS} pixels; look at "
+            "--image_size and --crop_pct"
         )
     return data_config
 
 
 def _is_sound(data_config: dict) -> bool:
-    """True if images can be prepared with these values, some of which a file may have."""
-    try:
-        channels, height, width = data_config["input_size"]
-        mean = data_config["mean"]
-        std = data_config["std"]
-        if not channels == len(mean) == len(std) == 3:
-            return False
-        if not all(map(math.isfinite, mean)) or not min(std) > 0:
-            return False
-        if not 0 < height * width / data_config["crop_pct"] ** 2 <= MAX_PIXELS:
-            return False
-        str_to_interp_mode(data_config["interpolation"])
-    except (TypeError, ValueError, KeyError, OverflowError, ZeroDivisionError):
+    """True if images can be prepared with these values, some of which a file may have.
+
+    Raises TypeError, ValueError and the like for values of another kind.
+    """
+    channels, height, width = data_config["input_size"]
+    mean = data_config["mean"]
+    std = data_config["std"]
+    if not channels == len(mean) == len(std):
         return False
+    if not all(map(math.isfinite, mean)) or not min(std) > 0:
+        return False
+    if not 0 < height * width / data_config["crop_pct"] ** 2 <= MAX_PIXELS:
+        return False
+    str_to_interp_mode(data_config["interpolation"])
     return True
 
 
