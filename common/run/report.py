@@ -123,7 +123,7 @@ def _curves(run: PastRun) -> Part:
 
 def _results(run: PastRun) -> Part:
     best, last = run.evaluation("best"), run.evaluation("last")
-    keys = [key for key in dict.fromkeys((*best, *last)) if "AP_class/" not in key]
+    keys = [key for key in dict.fromkeys((*best, *last)) if "_class/" not in key]
     note = "Of the exported weights, the moving average (EMA), unless a row says otherwise."
     if not keys:
         return {}
