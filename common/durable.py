@@ -4,9 +4,16 @@ A name must not reach the disk before its content. So the content is synced firs
 place, and then the folder that holds the name is synced.
 """
 
+import csv
+import io
 import os
 import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
+
+from common.errors import csv_cell
 
 
 def sync(path: Path) -> None:
@@ -37,15 +44,32 @@ def replace_file(path: Path, content: bytes) -> None:
     """Replace a file durably: a reader, also after a power loss, sees the complete old or the
     complete new file.
     """
+    with replacing(path) as file:
+        file.write(content)
+
+
+def write_csv(path: Path, rows: Iterable[Sequence]) -> None:
+    """Replace a CSV file durably, a row at a time: memory does not hold them all."""
+    with replacing(path) as file:
+        text = io.TextIOWrapper(file, "utf-8", "backslashreplace", newline="")
+        writer = csv.writer(text)
+        for row in rows:
+            writer.writerow(map(csv_cell, row))
+        text.detach()
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A block that writes a file, which replaces `path` at its end; see `replace_file`."""
     draft = path.with_name(f".{path.name}.tmp")
     remove(draft)
     try:
         with draft.open("xb") as file:  # x: never write through a link that somebody else created
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
-    except OSError:
+    except BaseException:
         draft.unlink(missing_ok=True)
         raise
     sync(path.parent)

@@ -25,12 +25,10 @@ def open_image(file):
     image = ImageOps.exif_transpose(Image.open(file))
     # 0 is black and 65535 white, or 1.0 of floats; beyond that, the extremes are.
     if image.mode[0] in "IF":
-        values, white = np.asarray(image, np.float32), 1 if image.mode == "F" else 65535
-        low, high = (
-            (0, white)
-            if 0 <= values.min() and values.max() <= white
-            else (values.min(), values.max())
-        )
+        values = np.asarray(image, np.float32)
+        low, high = 0, 1 if image.mode == "F" else 65535
+        if values.min() < low or values.max() > high:
+            low, high = values.min(), values.max()
         image = Image.fromarray(np.rint((values - low) * (255 / (high - low))).astype(np.uint8))
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))

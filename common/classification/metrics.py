@@ -5,14 +5,13 @@ over the ranks.
 """
 
 import copy
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from common.distributed import devices
-from common.distributed.collectives import gather_objects, reduce_counts, reduce_dict
+from common.distributed.collectives import reduce_counts, reduce_dict
 
 CONFUSION_CLASSES = 2_000  # limit of the confusion matrix, which then takes 32 MB
 # Bins of equal width for the scores of each class; an eighth of them with more classes than
@@ -53,17 +52,18 @@ class ClassificationCounts:
         return self._counts.get("confusion")
 
     @torch.no_grad()
-    def update(self, logits: Tensor, labels: Tensor, readable: Tensor | None = None) -> None:
-        """Count a batch: logits float[B, K]; labels int64[B], or multi-label bool[B, K]; readable bool[B]."""
+    def update(self, logits: Tensor, labels: Tensor, readable: Tensor | None = None) -> Tensor:
+        """Count a batch; returns the loss of each image, [B].
+
+        logits float[B, K]; labels int64[B], or multi-label bool[B, K]; readable bool[B].
+        """
         if readable is None:
             readable = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
         at_once = max(1, AT_ONCE // self.classes)
-        for part in zip(
-            logits.split(at_once), labels.split(at_once), readable.split(at_once), strict=True
-        ):
-            self._update(*part)
+        columns = [column.split(at_once) for column in (logits, labels, readable)]
+        return torch.cat([self._update(*part) for part in zip(*columns, strict=True)])
 
-    def _update(self, logits: Tensor, labels: Tensor, readable: Tensor) -> None:
+    def _update(self, logits: Tensor, labels: Tensor, readable: Tensor) -> Tensor:
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if self.multi_label:
             losses = self._update_multi_label(logits, labels.bool(), readable)
@@ -72,6 +72,7 @@ class ClassificationCounts:
         self._counts["count"] += len(labels)
         self._counts["broken"] += (~readable).sum()
         self._loss += torch.where(readable, losses, 0).to(self._loss.dtype).sum()
+        return losses
 
     def _update_single_label(self, logits: Tensor, labels: Tensor, readable: Tensor) -> Tensor:
         counts, true_logit = self._counts, logits.gather(1, labels[:, None])
@@ -204,45 +205,6 @@ class ClassificationCounts:
             for hit, guesses, images, threshold, f1 in zip(
                 *columns, *self.thresholds(), strict=True
             )
-        ]
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """A sample that was classified wrongly."""
-
-    index: int
-    label: int
-    predicted: int
-    confidence: float
-
-
-class Mistakes:
-    """The `keep` most confident mistakes of an evaluation, in constant memory."""
-
-    def __init__(self, keep: int = 24):
-        self.keep = keep
-        self._rows = torch.zeros(4, 0)  # confidence, index, label and prediction
-
-    @torch.no_grad()
-    def update(
-        self, confidences: Tensor, predicted: Tensor, labels: Tensor, indices: Tensor, sound: Tensor
-    ) -> None:
-        """Add a batch: probabilities float[B]; int64[B] three times; images that may be shown, bool[B]."""
-        confidence = torch.where((predicted != labels) & sound, confidences.float(), -1.0)
-        facts = confidence, indices.to(labels.device), labels, predicted
-        rows = torch.stack([part.to(devices.exact(labels.device)) for part in facts])
-        rows = torch.cat([self._rows.to(rows), rows], 1)
-        rows = rows[:, rows[1].argsort()]
-        self._rows = rows[:, rows[0].argsort(descending=True, stable=True)[: self.keep]]
-
-    def merge(self) -> list[Mistake]:
-        """The mistakes of all ranks: most confident first, equal ones by index. A collective."""
-        rows = self._rows.T.tolist()
-        own = [(*map(int, facts), confidence) for confidence, *facts in rows if confidence >= 0]
-        everyone = [Mistake(*mistake) for of_rank in gather_objects(own) for mistake in of_rank]
-        return sorted(everyone, key=lambda mistake: (-mistake.confidence, mistake.index))[
-            : self.keep
         ]
 
 

@@ -7,7 +7,6 @@ import numpy as np
 from PIL import Image
 
 from common.classification.calibration import Calibration
-from common.classification.metrics import Mistake
 from common.data.source import Source
 from common.run.plots import (
     BLUE,
@@ -27,15 +26,15 @@ from common.run.plots import (
 __all__ = ["captioned", "confusion", "mistakes", "reliability"]
 
 
-def mistakes(
-    source: Source, mistakes: Sequence[Mistake], class_names: Sequence[str], path: Path
-) -> None:
-    """Draw a sheet of wrongly classified images, captioned "true → predicted"."""
+def mistakes(source: Source, mistakes: Sequence[tuple[int, Sequence]], path: Path) -> None:
+    """Draw a sheet of wrongly classified images, captioned "true → predicted".
+
+    Each is its index and its row of predictions.csv.
+    """
     cells = []
-    for mistake in mistakes:
-        names = class_names[mistake.label], class_names[mistake.predicted]
-        share = f"{mistake.confidence:.0%}".replace("%", " %")
-        cells.append(cell(source, mistake.index, f"{arrow(*names)}\n{share}"))
+    for index, (_, label, predicted, score, _) in mistakes:
+        share = f"{score:.0%}".replace("%", " %")
+        cells.append(cell(source, index, f"{arrow(label, predicted)}\n{share}"))
     sheet(cells, f"{evaluation_of(path)}: most confident mistakes (true → predicted)", path)
 
 

@@ -59,6 +59,10 @@ class ImageList(Protocol):
         """The image in words for people, such as its path or `digits[17]`."""
         raise NotImplementedError
 
+    def listed_name(self, index: int) -> str:
+        """The name for a list of all images: unlike `name`, it reads nothing from shards."""
+        return self.name(index)
+
     def content(self, index: int) -> Content:
         """Path or bytes of the image's file, or the image. Raises `BrokenImage` if there is none."""
         raise NotImplementedError

@@ -232,10 +232,17 @@ class Table(Columns):
 
     def _cell(self, index: int) -> str | bytes | None:
         """The path or bytes of the image."""
+        if self.sizes is not None:
+            return self._paths[int(self.rows[index])].as_py()
         (cell,) = self.column[int(self.rows[index])].values()
         if isinstance(cell, dict):
             cell = cell["bytes"] if cell["bytes"] is not None else cell["path"]
         return cell
+
+    @cached_property
+    def _paths(self) -> pa.ChunkedArray:
+        """The column of a table of files: `datasets` takes 15 us for a cell."""
+        return read_contents(self.column)[1]
 
     @property
     def missing(self) -> np.ndarray:

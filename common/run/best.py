@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,10 +47,17 @@ class Best:
         self._drafted = False
         self._record: dict = _NOTHING
 
-    def export(self, model: torch.nn.Module, results: dict, record: dict) -> None:
+    def export(
+        self,
+        model: torch.nn.Module,
+        results: dict,
+        record: dict,
+        evaluation: Any = None,
+    ) -> None:
         """Export the model beside `best/`. May be called while a checkpoint is being written.
 
-        `record` is the record of a checkpoint of this step.
+        `record` is the record of a checkpoint of this step. If `evaluation` has predictions, they
+        are written, too.
         """
         remove(self._new)
         try:
@@ -57,6 +65,8 @@ class Best:
             (self._new / RUN_FILE).write_text(
                 json.dumps(made_by(record, self._recorded), indent=2) + "\n"
             )
+            if hasattr(evaluation, "write_predictions"):
+                evaluation.write_predictions(self._new)
         except BaseException:
             remove(self._new)
             raise

@@ -5,8 +5,9 @@ The report is a folder, `evaluation/WEIGHTS-PART/` in the run folder of the weig
 `runs/NAME/evaluation/best-val/`, else in `--output_dir`. It is replaced as a whole, so its files
 belong together:
 
-    results.json  what was evaluated, and all numbers
-    pictures/     those that the recipe draws of an evaluation
+    results.json     what was evaluated, and all numbers
+    predictions.csv  the prediction for each image; of a detector predictions.json
+    pictures/        those that the recipe draws of an evaluation
 """
 
 import dataclasses
@@ -132,6 +133,8 @@ def report(config: Any, origin: Origin, val: Source, results: dict, evaluation: 
                 plots.draw_evaluation(evaluation, pictures, launch.say)
                 if hasattr(evaluation, "details"):
                     content |= by_name(evaluation.details(), val.classes)
+                if hasattr(evaluation, "write_predictions"):
+                    evaluation.write_predictions(draft)
                 write_json(draft / "results.json", content)
                 sync_folder(draft)
                 replace_folder(folder, draft)

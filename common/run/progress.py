@@ -25,7 +25,10 @@ _NAMES = {
 }
 _SHARES = re.compile(
     r"top\d+|f1(_macro)?|((mean_class|verification)_)?accuracy|exact_match|precision|recall(_at_1)?|ece|m?AP.*|AR.*"
+    r"|(accuracy|f1)_class/.*"
 )
+# Up to so many classes have results of their own: rows of metrics.jsonl stay below 10 kB.
+_NAMED_CLASSES = 100
 # A result of an evaluation -> what `per_class` then is; else accuracy.
 _CLASS_RESULTS = {"AP": "AP", "f1": "F1"}
 # Are better if they are lower.
@@ -83,6 +86,14 @@ def class_result_name(results: Mapping[str, Any]) -> str:
         if metric in results:
             return name
     return "accuracy"
+
+
+def name_by_class(metric: str, classes: Sequence[str], values: Any) -> dict[str, float]:
+    """Results `metric_class/NAME` of the classes that have a value; none if they are many."""
+    if len(classes) > _NAMED_CLASSES:
+        return {}
+    named = zip(classes, values, strict=False)
+    return {f"{metric}_class/{name}": value for name, value in named if value is not None}
 
 
 def of_exported(results: Mapping[str, Any]) -> dict[str, Any]:

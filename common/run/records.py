@@ -18,6 +18,7 @@ from common.config.fields import RunConfig
 from common.data.stream import Stream
 from common.distributed import devices
 from common.distributed.collectives import all_or_none, broadcast_object, gather_objects
+from common.durable import write_csv
 from common.errors import Refused
 from common.run import plots
 from common.run.folder import RunFolder, read_json, writing
@@ -93,14 +94,19 @@ class Records:
         self.progress.best = broadcast_object(self.progress.best)
         self._trained_before = self.progress.seconds
 
-    def open(self, facts: dict) -> None:
-        """Write the environment `facts`, drop rows of steps to be repeated, and open the tracker."""
+    def open(self, facts: dict, splits: Mapping[str, Any]) -> None:
+        """Write `facts` and the images of `splits`, sources by name, and open the tracker.
+
+        Rows of steps that will be repeated are dropped.
+        """
         folder = self._folder
         config = self._config
         assert folder, "only the main process opens them"
         configuration.save(config, self._path / "config.yaml")
         folder.write("environment.json", facts)
         recipe_source.keep(recipe_source.read(config), self._path)
+        if not (self._path / "split.csv").exists():
+            write_csv(self._path / "split.csv", _list_images(splits))
         rows = folder.rewind(self.progress.step)
         folder.status("running", self.progress.step)
         tracker = Tracker(
@@ -214,6 +220,15 @@ class Records:
         if devices.has_streams():
             row["perf/gpu_memory_gb"] = torch.accelerator.max_memory_allocated() / 2**30
         return row
+
+
+def _list_images(splits: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Path and split of each image; none of those that are drawn anew in each epoch."""
+    yield "path", "split"
+    for split, source in splits.items():
+        if not source.fresh:
+            for index in range(len(source)):
+                yield source.listed_name(index), split
 
 
 def _refuse_differing(results: Mapping[str, Any]) -> None:

@@ -136,7 +136,7 @@ def _is_older(path: Path, source: Path) -> bool:
 def _build_results(run: PastRun) -> Section:
     best = run.evaluation("best")
     last = run.evaluation("last")
-    keys = [key for key in dict.fromkeys([*best, *last]) if "AP_class/" not in key]
+    keys = [key for key in dict.fromkeys([*best, *last]) if "_class/" not in key]
     if not keys:
         return {}
     notes = []

@@ -284,7 +284,8 @@ class Run:
         self._lap = Lap(self.device)  # of the present step
         self._update_size = UpdateSize(model, optimizers)
         facts = get_sizes(model, train_set, val, self.plan)
-        self._open_records(facts | {"fingerprint": run_identity["data"], "optimization": rates})
+        facts |= {"fingerprint": run_identity["data"], "optimization": rates}
+        self._open_records(facts, {"train": train, "val": val})
         self._ending.forbid_leaving()
         self._started = True
         self._is_whole = True
@@ -453,7 +454,7 @@ class Run:
         self.step = records.progress.step
         self.best_step = records.progress.improved_step
 
-    def _open_records(self, sizes: dict[str, Any]) -> None:
+    def _open_records(self, sizes: dict[str, Any], splits: dict[str, Any]) -> None:
         """Open the files of the run folder, unless no step is left to make.
 
         `sizes` are added to environment.json.
@@ -464,7 +465,7 @@ class Run:
         facts |= sizes | {"steps": self.total_steps}
         with self._records.writing("writing the run folder"):
             if self._folder and self.step < self.last:
-                self._records.open(facts)
+                self._records.open(facts, splits)
         if devices.has_streams():
             torch.accelerator.reset_peak_memory_stats()  # rows have the peak of training
 
@@ -642,7 +643,7 @@ class Run:
         self._records.progress.owes_evaluation = False
         if self._records.record_evaluation(self.step, results, best_metric, larger):
             watchdog.note("writing best/")
-            self._saving.keep_best(results | self._get_details(evaluation))
+            self._saving.keep_best(results | self._get_details(evaluation), evaluation)
         self._is_whole = True
         self.best_step = self._records.progress.improved_step
         self._ending.stop_by_flags(self._records.progress, self.config)
@@ -720,6 +721,10 @@ class Run:
         """
         self._settle()
         self._records.log.flush()
+        if self.step == self.last:  # before a checkpoint says that nothing is left to do
+            with self._records.writing("writing predictions"):
+                if self._folder and hasattr(self._evaluation, "write_predictions"):
+                    self._evaluation.write_predictions(self.path)
         watchdog.note("writing a checkpoint")
         self._saving.save(self.step)
 
@@ -769,6 +774,8 @@ class Run:
         """Draw the pictures of this step's evaluation, if it has any and they are not drawn."""
         if not self._is_drawn:
             plots.draw_evaluation(self._evaluation, self, self.say)
+            if hasattr(self._evaluation, "worst"):
+                self._records.log.pictures(self.step, {"eval/worst": self._evaluation.worst})
         self._is_drawn = True
 
     def _check_folder_is_shared(self) -> None:

@@ -163,12 +163,12 @@ class Saving:
                 )
             self._say(text)
 
-    def keep_best(self, results: dict) -> None:
+    def keep_best(self, results: dict, evaluation: Any) -> None:
         """Export the model, which has these results. It becomes `best/` with the next checkpoint."""
         model = self._state.get_exported_model()
         with self._records.writing("writing best/"):
             if self._best:
-                self._best.export(model, results, self._make_record())
+                self._best.export(model, results, self._make_record(), evaluation)
 
     def save(self, step: int) -> None:
         """Copy the state, and let the writer make a checkpoint of it.

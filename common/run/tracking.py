@@ -103,8 +103,12 @@ class Tracker:
         kept = dict(values)
         self._put(lambda backend: backend.summary(kept))
 
-    def images(self, step: int, pictures: Mapping[str, Path]) -> None:
-        """Queues image files of `step`."""
+    def images(self, step: int, pictures: Mapping[str, Path | Callable]) -> None:
+        """Queues image files of `step`, and functions that make tables; TensorBoard has none.
+
+        They are called in the thread, and give the names of columns, then rows that begin with an
+        image.
+        """
         kept = dict(pictures)
         self._put(lambda backend: backend.images(step, kept), step)
 
@@ -264,7 +268,15 @@ class _WandB:
     def images(self, step, pictures):
         import wandb
 
-        self.log(step, {key: wandb.Image(str(path)) for key, path in pictures.items()})
+        shown = {}
+        for key, picture in pictures.items():
+            if callable(picture):
+                columns, *rows = picture()
+                rows = [[wandb.Image(image), *values] for image, *values in rows]
+                shown[key] = wandb.Table(list(columns), rows)
+            else:
+                shown[key] = wandb.Image(str(picture))
+        self.log(step, shown)
 
     def upload(self, model):
         import wandb
@@ -309,6 +321,8 @@ class _TensorBoard:
         from PIL import Image
 
         for key, path in pictures.items():
+            if callable(path):
+                continue
             pixels = numpy.asarray(Image.open(path).convert("RGB"))[None]  # [1, height, width, 3]
             self.tracker.log_images({key: pixels}, step=step, dataformats="NHWC")
 

@@ -63,16 +63,20 @@ class Shards(Columns):
         blocks = self.blocks.select(rows) if self.blocks else None
         return replace(super().select(rows), numbers=numbers, blocks=blocks)
 
-    def name(self, index: int) -> str:
+    def name(self, index: int, is_read: bool = True) -> str:
         start, _, _, head, number = self.entries[index].item()
         shard = printable_name(self.index.shards.names[number])
         if not head:
             row_group, row = parquet.split_start(start)
             return f"{shard}: row {row} of row group {row_group}"
         member = f"byte {start}"
-        with suppress(Refused, ValueError):  # it is named because something is wrong
-            member = tars.read_name(self._read_sample(index)[:head])
+        if is_read:
+            with suppress(Refused, ValueError):  # it is named because something is wrong
+                member = tars.read_name(self._read_sample(index)[:head])
         return printable(f"{shard}/{member}")
+
+    def listed_name(self, index: int) -> str:
+        return self.name(index, is_read=False)
 
     def content(self, index: int) -> bytes:
         start, _, size, head, number = self.entries[index].item()

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from common.classification import metrics
-from common.classification.metrics import ClassificationCounts, Mistake, Mistakes
-from common.distributed.collectives import rank, world_size
+from common.classification.metrics import ClassificationCounts
 
 
 def samples(count: int = 203, classes: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,29 +163,3 @@ def test_a_perfect_class_keeps_a_threshold_of_one_half() -> None:
     assert counts.thresholds() == ([0.5, 0.5], [1, 1])
     counts.update(torch.eye(2) * 10, torch.arange(2), readable=torch.tensor([True, False]))
     assert counts.thresholds() == ([0.5, 0.5], [1, 2 / 3])
-
-
-def rank_looks(keep: int) -> list[Mistake]:
-    """The mistakes in a rank's share of the batches, which come in the order of no image; image 5
-    could not be read.
-    """
-    logits, labels = samples()
-    confidences, predicted = logits.softmax(1).max(1)
-    mistakes = Mistakes(keep)
-    for these in torch.arange(203).flip(0).split(17)[rank() :: world_size()]:
-        mistakes.update(confidences[these], predicted[these], labels[these], these, these != 5)
-    return mistakes.merge()
-
-
-@pytest.mark.parametrize("keep, ranks", [(5, 1), (24, 2), (500, 3)])
-def test_mistakes_are_the_most_confident_wrong_ones(processes, keep: int, ranks: int) -> None:
-    """On every rank in the same order. An image that could not be read is no mistake to look at."""
-    logits, labels = samples()
-    confidences, predicted = logits.softmax(1).max(1)
-    wrong = [index for index in range(203) if index != 5 and predicted[index] != labels[index]]
-    best = sorted(wrong, key=lambda index: (-confidences[index].item(), index))
-    expected = [
-        Mistake(i, labels[i].item(), predicted[i].item(), confidences[i].item())
-        for i in best[:keep]
-    ]
-    assert processes.run(rank_looks, keep, ranks=ranks) == [expected] * ranks

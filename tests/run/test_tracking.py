@@ -4,6 +4,7 @@ More of this: tests/faults/test_tracker_faults.py, and runs that are killed and 
 tests/recipes/test_dashboards.py.
 """
 
+import json
 import statistics
 import threading
 import time
@@ -40,6 +41,39 @@ def test_a_hanging_start_is_left_behind(launch: Launcher, tmp_path: Path) -> Non
     ended = launch.start_python("-c", RUN, tmp_path, env=nobody).finish()
     assert (ended.returncode, ended.stderr, ended.stdout) == (0, "", ""), ended
     assert time.monotonic() - began < 40, "W&B's own exit hook waits 60 s here"
+
+
+# Sends a table of pictures to W&B offline.
+TABLE = """
+import sys
+from pathlib import Path
+from accelerate import PartialState
+from PIL import Image
+from common.run import tracking
+
+def worst():
+    yield "image", "path", "loss"
+    for number in range(3):
+        yield Image.new("RGB", (8, 8), (number, 0, 0)), f"{number}.png", 3.0 - number
+
+PartialState(cpu=True)  # which a run has by then
+tracker = tracking.Tracker("wandb", folder=Path(sys.argv[1]), config={"project": "p"})
+tracker.images(7, {"eval/worst": worst})
+tracker.log(7, {"eval/top1": 0.5})
+tracker.finish()
+"""
+
+
+def test_the_worst_images_are_a_table_with_pictures(launch: Launcher, tmp_path: Path) -> None:
+    ended = launch.start_python("-c", TABLE, tmp_path).finish()
+    assert (ended.returncode, ended.stderr, ended.stdout) == (0, "", ""), ended
+    (file,) = tmp_path.glob("wandb/*run-*/files/media/table/eval/worst_*.table.json")
+    table = json.loads(file.read_text())
+    assert table["columns"] == ["image", "path", "loss"]
+    assert [row[1:] for row in table["data"]] == [["0.png", 3.0], ["1.png", 2.0], ["2.png", 1.0]]
+    # What is uploaded lies in the run folder, too: the table, and its pictures.
+    staged = [path.read_bytes() for path in tmp_path.glob("wandb/artifacts/staging/*")]
+    assert sum(content.startswith(b"\x89PNG") for content in staged) == 3
 
 
 class Backend:

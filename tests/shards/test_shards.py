@@ -122,6 +122,10 @@ def test_names_of_any_length_and_labels_of_any_kind_are_read(tmp_path, kind):
     assert [index.name(place) for place in range(3)] == [
         f"{tmp_path}/a.tar/{name}" for name in wanted
     ]
+    (tmp_path / "a.tar").unlink()  # a list of names reads nothing
+    listed = [index.listed_name(place).rpartition(" ") for place in range(3)]
+    assert {name for name, *_ in listed} == {f"{tmp_path}/a.tar/byte"}
+    assert all(index.entries["start"] == [int(start) for *_, start in listed])
 
 
 def test_labels_are_lists_or_named_and_parts_share_classes(tmp_path):

@@ -10,13 +10,11 @@ accelerate_configs/multi_gpu.yaml -m tools.audit runs/digits
 """
 
 import argparse
-import csv
-import io
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from common.errors import Refused, csv_cell
+from common.errors import Refused
 from tools.command_line import hide_unset_flag, parser_of, writing
 
 
@@ -87,15 +85,11 @@ def choose_checkpoint(path: Path) -> Path:
 
 def write_table(path: Path, rows: Iterable[Sequence]) -> Path:
     """Write a CSV file. Raises `Refused` if that is not possible."""
-    from common.durable import make_folder, replace_file
+    from common.durable import make_folder, write_csv
 
-    text = io.StringIO()
-    writer = csv.writer(text)
-    for row in rows:
-        writer.writerow([csv_cell(cell) for cell in row])
     with writing(f"--output {path.parent}"):
         make_folder(path.parent)
-        replace_file(path, text.getvalue().encode())
+        write_csv(path, rows)
     return path
 
 

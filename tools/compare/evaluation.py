@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
+from common.classification import Evaluation
 from common.data import splits
 from common.detection.evaluation.metrics import Detections
-from common.distributed import gather_to_main, is_main
+from common.distributed import is_main
 from common.errors import Refused
 from tools.compare.average_precision import AveragePrecision
 from tools.compare.bootstrap import Measure
@@ -80,30 +80,25 @@ def measure(candidate: Candidate, accelerator) -> Measure | None:
     predictions = candidate.trained.predict(batches.loader.dataset.adapt(model), batches)
     if candidate.trained.is_detector:
         return _measure_detector(candidate, predictions)
-    return _measure_classifier(candidate, predictions)
+    return _measure_classifier(candidate.val, predictions, batches.device)
 
 
-def _measure_classifier(candidate: Candidate, predictions: Iterable[tuple]) -> Measure | None:
-    val = candidate.val
-    positions = [np.zeros(0, np.int64)]
-    counts = [np.zeros((0, 2), np.int64)]
+def _measure_classifier(val: Any, predictions: Iterable[tuple], device: Any) -> Measure | None:
+    evaluation = Evaluation(val, device)
     for batch, logits in predictions:
-        if val.multi_label:  # as `ClassificationCounts` counts
-            found, true = (logits > 0) & batch.readable[:, None], batch.labels.bool()
-            decisions = torch.stack([(found & true).sum(1), (found ^ true).sum(1)], 1)
-        else:
-            correct = (logits.argmax(1) == batch.labels) & batch.readable & ~logits.isnan().any(1)
-            decisions = torch.stack([correct, ~correct], 1).long()
-        positions.append(batch.positions.cpu().numpy())
-        counts.append(decisions.cpu().numpy())
-    gathered = gather_to_main([np.concatenate(positions), np.concatenate(counts)])
-    if gathered is None:
+        evaluation.update(batch, logits)
+    evaluation.results()  # gathers them, and checks that each image counts once
+    if not is_main():
         return None
-    places, rows = (np.concatenate(column) for column in zip(*gathered, strict=True))
-    places, first = np.unique(places, return_index=True)
-    _check_count(len(places), candidate)
-    right = rows[first, 0].astype(np.float64)
-    return f1(rows[first]) if val.multi_label else lambda weights: weights @ right / weights.sum(1)
+    predicted = evaluation.predicted.numpy()
+    is_read = ~np.isnan(evaluation.scores[:, 0].numpy())
+    if val.multi_label:
+        decisions = predicted.astype(bool) & is_read[:, None]
+        right = (decisions & val.labels).sum(1)
+        wrong = (decisions ^ val.labels).sum(1)
+        return f1(np.stack([right, wrong], axis=1))
+    is_right = (predicted == val.labels) & is_read
+    return lambda weights: weights @ is_right / weights.sum(1)
 
 
 def _measure_detector(candidate: Candidate, predictions: Iterable[tuple]) -> Measure | None:
@@ -112,10 +107,8 @@ def _measure_detector(candidate: Candidate, predictions: Iterable[tuple]) -> Mea
         found.update(
             batch.positions.tolist(), [{key: one[key] for key in _BOXES} for one in detections]
         )
-    _check_count(found.results(candidate.val)["count"], candidate)  # also gathers them
+    count = found.results(candidate.val)["count"]  # also gathers them
+    expected = len(candidate.val)
+    if count != expected:
+        raise RuntimeError(f"evaluated {count} images of {expected}: each must count exactly once")
     return AveragePrecision(candidate.val, *found.columns()) if is_main() else None
-
-
-def _check_count(count: int, candidate: Candidate) -> None:
-    if count != (wanted := len(candidate.val)):
-        raise RuntimeError(f"evaluated {count} images of {wanted}: each must count exactly once")

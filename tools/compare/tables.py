@@ -73,7 +73,7 @@ def source_difference(first: PastRun, other: PastRun) -> list[str] | None:
 def results(runs: Sequence[PastRun]) -> list[Row]:
     """The results of the best models, with their steps, and the leading result of the last evaluations."""
     best = [run.evaluation("best") for run in runs]
-    every = [key for of_run in best for key in of_run if "AP_class/" not in key]
+    every = [key for of_run in best for key in of_run if "_class/" not in key]
     # Of the exported weights first.
     keys = dict.fromkeys(sorted(every, key=lambda key: key.startswith("raw_")))
     rows = [("best at step", [f"{run.step_of('best'):,}" for run in runs])]

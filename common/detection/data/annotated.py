@@ -205,6 +205,9 @@ class AnnotatedImages(Annotated):
     def name(self, index: int) -> str:
         return self.images.name(index)
 
+    def listed_name(self, index: int) -> str:
+        return self.images.listed_name(index)
+
     def content(self, index: int) -> str | bytes | Image.Image:
         return self.images.content(index)
 

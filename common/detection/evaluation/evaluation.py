@@ -2,6 +2,8 @@
 results and pictures.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +13,8 @@ from common.detection.batches import DetectionBatch
 from common.detection.data.annotated import Annotated
 from common.detection.data.masks import pasted
 from common.detection.evaluation import plots
-from common.detection.evaluation.metrics import Detections
+from common.detection.evaluation.metrics import Detections, coco_results
+from common.durable import replacing
 
 
 class Evaluation:
@@ -45,6 +48,16 @@ class Evaluation:
         """For a report, after `results`: the score of the best F1, in all and of each class."""
         matches = self.detections.matches
         return {"threshold": matches.threshold, "classes": matches.classes}
+
+    def write_predictions(self, folder: Path) -> None:
+        """Write predictions.json, COCO's results with the ids of the data, after `results`."""
+        results = coco_results(self._data, *self.detections.columns(), *self.detections.masks)
+        lines = map(json.dumps, results)
+        with replacing(folder / "predictions.json") as file:
+            file.write(f"[{next(lines, '')}".encode())
+            for line in lines:
+                file.write(f",\n{line}".encode())
+            file.write(b"]")
 
     def draw(self, pictures: Any) -> None:
         """Draw what `results` has gathered: `pictures.draw(name, function, *arguments)` calls

@@ -1,7 +1,8 @@
 """COCO's metrics: average precision and recall over a whole validation set."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,10 @@ import torch
 from common.detection.data.annotated import Annotated
 from common.detection.evaluation.matching import Matches
 from common.distributed.collectives import all_or_none, broadcast_object, gather_to_main
+from common.run.progress import name_by_class
 
 # The twelve numbers of COCO's evaluation, in its order: average precision, then average recall.
 NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
-# Up to this many, classes have results AP_class/<name>: rows of metrics.jsonl stay below 10 kB.
-NAMED_CLASSES = 100
 
 
 @dataclass
@@ -68,7 +68,9 @@ class Detections:
             if gathered is not None:
                 # COCO's evaluation holds ids in float64, which rounds large ones; ranks keep their
                 # order.
-                source = replace(source, image_ids=np.argsort(np.argsort(source.image_ids)))
+                image_ids = np.argsort(np.argsort(source.image_ids))
+                category_ids = np.arange(len(source.classes)) + 1  # to COCO, 0 is no class
+                source = replace(source, image_ids=image_ids, category_ids=category_ids)
                 results, self.precision = _evaluate(source, *self.columns())
                 results |= {
                     "count": self.count,
@@ -82,6 +84,24 @@ class Detections:
         return np.concatenate([_NO_IMAGES, *self.images]), np.concatenate([_NO_ROWS, *self.rows])
 
 
+def coco_results(
+    source: Annotated, images: np.ndarray, rows: np.ndarray, masks: Iterable[bytes] = ()
+) -> Iterator[dict[str, Any]]:
+    """Detections as COCO's results, with the ids of `source`; see `Detections`."""
+    for image, row, packed in zip_longest(images, rows, masks):
+        left, top, right, bottom, score, class_id = row.tolist()
+        result = {
+            "image_id": int(source.image_ids[image]),
+            "category_id": int(source.category_ids[int(class_id)]),
+            "bbox": [left, top, right - left, bottom - top],
+            "score": score,
+        }
+        if packed is not None:
+            size = source.sizes[image, ::-1].tolist()
+            result["segmentation"] = {"size": size, "counts": packed.decode()}
+        yield result
+
+
 _NO_IMAGES, _NO_ROWS = np.zeros(0, np.int64), np.zeros((0, 6), np.float32)
 
 
@@ -93,10 +113,7 @@ def _evaluate(source: Annotated, images: np.ndarray, rows: np.ndarray) -> tuple[
     numbers, evaluation = _coco_numbers(_coco(source), table, "bbox", source.max_detections)
     precision = evaluation.eval["precision"][:, :, :, 0, -1]  # [thresholds, recalls, classes]
     per_class = np.ma.masked_less(precision, 0).mean((0, 1)).tolist()  # None: no objects
-    results = numbers | {"per_class": per_class}
-    if len(source.classes) <= NAMED_CLASSES:
-        named = zip(source.classes, per_class, strict=True)
-        results |= {f"AP_class/{name}": value for name, value in named if value is not None}
+    results = numbers | {"per_class": per_class} | name_by_class("AP", source.classes, per_class)
     return results, precision[0].T.copy()
 
 
@@ -108,15 +125,9 @@ def _evaluate_masks(
     shapes = (rle for index in range(len(source)) for rle in source.rles(index))
     for annotation, rle in zip(content["annotations"], shapes, strict=True):
         annotation["segmentation"] = rle
-    found = [
-        {
-            "image_id": int(source.image_ids[image]),
-            "category_id": int(row[5]) + 1,
-            "score": float(row[4]),
-            "segmentation": {"size": source.sizes[image, ::-1].tolist(), "counts": packed},
-        }
-        for image, row, packed in zip(images, rows, masks, strict=True)
-    ]
+    found = list(coco_results(source, images, rows, masks))
+    for result in found:
+        del result["bbox"]  # else its area would count, not the mask's
     numbers, _ = _coco_numbers(content, found, "segm", source.max_detections)
     return {f"mask_{name}": value for name, value in numbers.items()}
 

@@ -12,12 +12,14 @@ from common.detection.data.annotated import Annotated
 from common.detection.data.masks import decode, pasted
 from common.detection.data.sources import Spec, load
 from common.detection.evaluation import metrics
+from common.detection.evaluation.evaluation import Evaluation
 from common.detection.evaluation.matching import IN_CROWD, NONE, Matches
 from common.detection.evaluation.metrics import NAMES, Detections
 from common.distributed.collectives import rank
 from tests.harness.annotations import annotation, coco, picture
 from tests.harness.detections import (
     CLASSES,
+    A,
     awkward,
     boxes_in_coco,
     columns,
@@ -220,3 +222,24 @@ def test_detections_on_thresholds_count_as_in_pycocotools(processes, tmp_path) -
             assert (hits == NONE).any() and (hits >= 0).any()
             np.testing.assert_array_equal(Matches(source, images, columns).hits, hits)
     assert processes.run(rank_evaluates, source, found, ranks=3) == [results] * 3
+
+    evaluation = Evaluation(source)
+    evaluation.detections = detections
+    evaluation.write_predictions(tmp_path)
+    written = json.loads((tmp_path / "predictions.json").read_text())
+    assert len(written) == len(boxes)
+    assert of_pycocotools(content, written).stats[0] == pytest.approx(results["AP"], abs=1e-12)
+    for result in written:
+        del result["bbox"]  # else pycocotools judges masks by its area
+    expected = of_pycocotools(content, written, "segm").stats[0]
+    assert expected == pytest.approx(results["mask_AP"], abs=1e-12)
+
+
+def test_no_detection_is_an_empty_list(tmp_path) -> None:
+    evaluation = Evaluation(Annotated(**columns([[(A, 0)]])))
+    evaluation.detections.update(
+        [0], [{"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0)}]
+    )
+    evaluation.results()
+    evaluation.write_predictions(tmp_path)
+    assert json.loads((tmp_path / "predictions.json").read_text()) == []
