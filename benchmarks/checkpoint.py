@@ -46,7 +46,7 @@ class Training:
     def save(self, in_background: bool) -> float:
         """Saves a checkpoint; returns for how many seconds training stopped."""
         self.is_written = False
-        record = {"step": next(self.numbers), "numbers": self.state.numbers()}
+        record = {"step": next(self.numbers), "numbers": self.state.get_values()}
 
         def write(files: dict) -> None:
             self.checkpoints.save(record, files)
@@ -56,9 +56,9 @@ class Training:
             torch.cuda.synchronize()
         start = time.perf_counter()
         if in_background:
-            self.writer.start(self.state.tensors(), write)
+            self.writer.start(self.state.get_tensors(), write)
         else:
-            write(self.state.tensors())
+            write(self.state.get_tensors())
         seconds = time.perf_counter() - start
         while not self.is_written:
             self.step()
@@ -76,7 +76,9 @@ def measure(turns: int, quick: bool) -> list[Row]:
             "training waits": partial(training.save, in_background=False),
         }
         seconds = take_turns(ways, 2 * turns)
-        num_bytes = sum(file.stat().st_size for file in training.checkpoints.paths()[0].iterdir())
+        num_bytes = sum(
+            file.stat().st_size for file in training.checkpoints.list_paths()[0].iterdir()
+        )
     return [
         compare(
             f"stop for a checkpoint of {num_bytes / 1e9:.2g} GB",

@@ -1,7 +1,7 @@
 """Resume: chooses the checkpoint that a run resumes from, and checks that it belongs to this run."""
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -9,58 +9,78 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from common.checkpoints.state import TrainingState
-from common.checkpoints.store import Checkpoint, Checkpoints, Damaged, verify
-from common.config.recipe_source import FOLDER, Source, difference
+from common.checkpoints.store import Checkpoint, Checkpoints, Damaged, get_step, verify
+from common.config import recipe_source
+from common.config.recipe_source import Source
 from common.distributed.collectives import all_or_none, broadcast_object, gather_objects, is_main
 from common.errors import Refused
 from common.files import check_regular
 
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-def choose_together(
+
+def choose_checkpoint(
     resume: str,
     checkpoints: Checkpoints,
-    mine: dict,
-    say: Callable[..., None],
+    identity: dict,
+    log: Callable[..., None],
     recipe: Source | None = None,
     allow_changed_source: bool = False,
 ) -> Checkpoint | None:
-    """The verified checkpoint that `--resume` selects, or None for a new run, on every rank. A
-    collective: rank 0 decides.
+    """The verified checkpoint that `--resume` selects, or None for a new run, on every rank.
 
-    `mine` is the run's identity: its configuration and the fingerprint of its data; `recipe` is the
-    present source. Raises `Refused` on every rank: for `never` if there are checkpoints; for a path
-    that is no whole checkpoint, or an older one of this folder; for another identity; for another
-    source unless `allow_changed_source`; and if a machine lacks that checkpoint, has another of its
-    name, or has a newer one.
+    A collective: rank 0 decides. `identity` is the run's: its configuration and the fingerprint of
+    its data; `recipe` is the present source. Raises `Refused` on every rank: for `never` if there
+    are checkpoints; for a path that is no whole checkpoint, or an older one of this folder; for
+    another identity; for another source unless `allow_changed_source`; and if a machine lacks that
+    checkpoint, has another of its name, or has a newer one.
     """
-    host, newest = socket.gethostname(), [path.name for path in checkpoints.paths()[:1]]
-    of_ranks = gather_objects((host, newest))
+    host = socket.gethostname()
+    names = [path.name for path in checkpoints.list_paths()]
+    newest_by_rank = gather_objects((host, names[0] if names else ""))
+    main_host = newest_by_rank[0][0]
+    checkpoint = None
     with all_or_none("choosing a checkpoint"):
-        main_host, on_main = of_ranks[0]
-        if ahead := {there: names[0] for there, names in of_ranks if names > on_main}:
-            raise Refused(
-                f"{checkpoints.folder}: "
-                f"{', '.join(f'{there} has {name}' for there, name in ahead.items())}, but "
-                f"{main_host}, which writes, has {on_main[0] if on_main else 'none'}: name an "
-                "--output_dir that all machines see, start with the address of one that has it, "
-                f"or copy it to {main_host}"
-            )
-        found = _found(resume, checkpoints, say) if is_main() else None
-        if found:
-            _check_identity(found, mine)
-            _check_source(found, recipe or {}, allow_changed_source, say)
-    chosen = broadcast_object(found and (str(found.path), found.record, found.manifest()))
-    if not chosen:
+        _check_newest_on_main(checkpoints, newest_by_rank)
+        if is_main():
+            checkpoint = _find_checkpoint(resume, checkpoints, log)
+        if checkpoint:
+            _check_identity(checkpoint, identity)
+            _check_source(checkpoint, recipe, allow_changed_source, log)
+    content = None
+    if checkpoint:
+        content = (str(checkpoint.path), checkpoint.record, checkpoint.read_manifest())
+    content = broadcast_object(content)
+    if not content:
         return None
-    found, manifest = Checkpoint(Path(chosen[0]), chosen[1]), chosen[2]
+    path, record, manifest = content
+    checkpoint = Checkpoint(Path(path), record)
     with all_or_none("looking for the checkpoint"):
-        if found.manifest() != manifest:
+        if checkpoint.read_manifest() != manifest:
             raise Refused(
-                f"{found.path}: {host} does not have the one that {main_host} resumes from: name "
-                f"an --output_dir that all machines see, or copy {checkpoints.folder} from "
+                f"{checkpoint.path}: {host} does not have the one that {main_host} resumes from: "
+                f"name an --output_dir that all machines see, or copy {checkpoints.folder} from "
                 f"{main_host}"
             )
-    return found
+    return checkpoint
+
+
+def _check_newest_on_main(
+    checkpoints: Checkpoints, newest_by_rank: Sequence[tuple[str, str]]
+) -> None:
+    """Raise `Refused` if a machine has a newer checkpoint than the main process's.
+
+    `newest_by_rank` has the host and the name of its newest checkpoint, "" if it has none.
+    """
+    main_host, main_newest = newest_by_rank[0]
+    newer_by_host = {host: newest for host, newest in newest_by_rank if newest > main_newest}
+    if newer_by_host:
+        newer = ", ".join(f"{host} has {newest}" for host, newest in newer_by_host.items())
+        raise Refused(
+            f"{checkpoints.folder}: {newer}, but {main_host}, which writes, has "
+            f"{main_newest or 'none'}: name an --output_dir that all machines see, start with the "
+            f"address of one that has it, or copy it to {main_host}"
+        )
 
 
 def load_model(model: torch.nn.Module, path: Path) -> None:
@@ -74,126 +94,138 @@ def load_model(model: torch.nn.Module, path: Path) -> None:
         files = {"model": load_file(path / "model.safetensors")}
         check_weights(model, path / "model.safetensors")
     else:
-        files = _whole(path, "--eval_only").tensors()
-    shapes = {
-        file: {name: tuple(tensor.shape) for name, tensor in files[file].items()} for file in files
-    }
+        files = _verify_named(path, "--eval_only").load_tensors()
+    shapes = {}
+    for file, tensors in files.items():
+        shapes[file] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     TrainingState(model).check(shapes, str(path))
     model.load_state_dict(files.get("ema", files["model"]))
 
 
 def check_weights(model: torch.nn.Module, file: Path) -> None:
-    """Raise `Refused` for a tensor of another kind than the model's, as int8 for floats, and for
-    numbers that are not finite.
+    """Raise `Refused` for a tensor of another kind than the model's, or with values that are not finite.
 
-    Loading would convert them without a word. Names that the model does not have are for the loader to judge.
+    Loading would convert another kind, as int8 for floats, without a word. Names that the model
+    does not have are for the loader to judge.
     """
     if not file.is_file():
         return
     state = model.state_dict()
-    with safe_open(file, "pt") as found:
-        for name in found.keys() & state.keys():
-            tensor, mine = found.get_tensor(name), state[name]
-            is_number = tensor.dtype in (
-                torch.float64,
-                torch.float32,
-                torch.float16,
-                torch.bfloat16,
-            )
-            if is_number != mine.is_floating_point() or not (
-                is_number or tensor.dtype == mine.dtype
-            ):
+    with safe_open(file, "pt") as weights:
+        for name in weights.keys() & state.keys():
+            tensor = weights.get_tensor(name)
+            model_dtype = state[name].dtype
+            if not _is_convertible(tensor.dtype, model_dtype):
                 raise Refused(
-                    f"{file}: {name} is {tensor.dtype}, where the model has {mine.dtype}; copy "
+                    f"{file}: {name} is {tensor.dtype}, where the model has {model_dtype}; copy "
                     "the folder again"
                 )
-            if is_number and not tensor.isfinite().all():
+            if tensor.dtype in _FLOATS and not tensor.isfinite().all():
                 raise Refused(
                     f"{file}: {name} has numbers that are not finite; copy the folder again, or "
                     "take another"
                 )
 
 
-def _found(resume: str, checkpoints: Checkpoints, say: Callable[..., None]) -> Checkpoint | None:
-    checkpoints.sweep()
-    there = checkpoints.paths()
-    if resume == "never" and there:
-        run = checkpoints.folder.parent
+def _is_convertible(dtype: torch.dtype, model_dtype: torch.dtype) -> bool:
+    """True for two types of floats, and for the same type."""
+    if dtype in _FLOATS:
+        return model_dtype.is_floating_point
+    if model_dtype.is_floating_point:  # such as a float of 8 bits
+        return False
+    return dtype == model_dtype
+
+
+def _find_checkpoint(
+    resume: str, checkpoints: Checkpoints, log: Callable[..., None]
+) -> Checkpoint | None:
+    """The checkpoint that `--resume` selects on the main process."""
+    checkpoints.remove_drafts()
+    if resume == "auto":
+        return checkpoints.find_newest(log)
+    if resume != "never":
+        return _find_named(Path(resume), checkpoints, log)
+    paths = checkpoints.list_paths()
+    if paths:
         raise Refused(
-            f"--resume never: {run} holds {there[0].name}; give this run another --name, or "
-            "remove that folder"
+            f"--resume never: {checkpoints.folder.parent} holds {paths[0].name}; give this run "
+            "another --name, or remove that folder"
         )
-    if resume == "never":
-        return None
-    return checkpoints.newest(say) if resume == "auto" else _named(Path(resume), checkpoints, say)
+    return None
 
 
 def compare_identities(recorded: dict, current: dict) -> list[str]:
-    """How the identities of two runs differ, in words. A flag that is off is as if it were not there."""
-    differing = []
+    """How the identities of two runs differ, for people. A flag that is off is as if it were not there."""
+    differences = []
     for key in sorted(recorded.keys() | current.keys()):
-        is_off = not recorded.get(key) and not current.get(key)
-        if recorded.get(key) != current.get(key) and not is_off:
-            there = recorded.get(key, "(absent)")
-            differing.append(f"{key} {there!s:.100} there, {current.get(key, '(absent)')} here")
-    return differing
+        if recorded.get(key) == current.get(key):
+            continue
+        if not recorded.get(key) and not current.get(key):  # off in both
+            continue
+        recorded_value = recorded.get(key, "(absent)")
+        current_value = current.get(key, "(absent)")
+        differences.append(f"{key} {recorded_value!s:.100} there, {current_value} here")
+    return differences
 
 
-def _check_identity(found: Checkpoint, mine: dict) -> None:
-    differing = compare_identities(found.record.get("identity") or {}, mine)
-    if differing:
+def _check_identity(checkpoint: Checkpoint, identity: dict) -> None:
+    differences = compare_identities(checkpoint.record.get("identity") or {}, identity)
+    if differences:
         raise Refused(
-            f"{found.path} belongs to another run: {'; '.join(differing)}; give this run another "
-            "--name"
+            f"{checkpoint.path} belongs to another run: {'; '.join(differences)}; give this run "
+            "another --name"
         )
 
 
 def _check_source(
-    found: Checkpoint, recipe: Source, allowed: bool, say: Callable[..., None]
+    checkpoint: Checkpoint, recipe: Source | None, is_allowed: bool, log: Callable[..., None]
 ) -> None:
-    """Log how the recipe's source has changed since `found` was made. Raises `Refused` if it has,
-    unless `allowed`.
+    """Log how the recipe's source has changed since `checkpoint` was made.
+
+    Raises `Refused` if it has, unless `is_allowed`.
     """
-    theirs = found.record.get("source") or {}
-    changes = difference(theirs, recipe)
+    recorded = checkpoint.record.get("source") or {}
+    changes = recipe_source.difference(recorded, recipe if recipe else {})
     if not changes:
         return
-    say(*changes)
-    if not allowed:
+    log(*changes)
+    if not is_allowed:
+        run = checkpoint.path.parent.parent
         raise Refused(
-            f"{found.path} was made by another source of {next(iter(theirs), 'the recipe')}, see "
-            "the changes above: give this run another --name, add --allow_changed_source if they "
-            f"are meant, or put the source back ({found.path.parent.parent / FOLDER} has the code "
-            "of its newest start)"
+            f"{checkpoint.path} was made by another source of {next(iter(recorded), 'the recipe')}"
+            ", see the changes above: give this run another --name, add --allow_changed_source if "
+            f"they are meant, or put the source back ({run / recipe_source.FOLDER} has the code of "
+            "its newest start)"
         )
-    say(
-        f"resuming {found.path} with a changed source, as --allow_changed_source says: the "
+    log(
+        f"resuming {checkpoint.path} with a changed source, as --allow_changed_source says: the "
         "changes are shown above"
     )
 
 
-def _named(path: Path, checkpoints: Checkpoints, say: Callable[..., None]) -> Checkpoint | None:
-    found, there = _whole(path, "--resume"), checkpoints.paths()
-    if (
-        not there
-        or there[0].resolve() == path.resolve()
-        or int(there[0].name.removeprefix("step_")) < found.step
-    ):
-        return found
+def _find_named(
+    path: Path, checkpoints: Checkpoints, log: Callable[..., None]
+) -> Checkpoint | None:
+    """The checkpoint that `--resume` names; if the run has branched off from it, the run's newest."""
+    checkpoint = _verify_named(path, "--resume")
+    paths = checkpoints.list_paths()
+    if not paths or paths[0].resolve() == path.resolve() or get_step(paths[0]) < checkpoint.step:
+        return checkpoint
     if path.resolve().parent != checkpoints.folder.resolve():
         # The run branched off there, and now resumes from its own checkpoints.
-        return checkpoints.newest(say)
+        return checkpoints.find_newest(log)
     raise Refused(
-        f"--resume {path}: {checkpoints.folder.parent} has continued to {there[0].name}; to "
+        f"--resume {path}: {checkpoints.folder.parent} has continued to {paths[0].name}; to "
         "branch off give another --name"
     )
 
 
-def _whole(path: Path, flag: str) -> Checkpoint:
+def _verify_named(path: Path, flag: str) -> Checkpoint:
+    """The checkpoint that the value of a flag names. Raises `Refused` if it is not whole."""
     if not (path / "manifest.json").is_file():
-        found = "no manifest.json is in it" if path.exists() else "nothing is there"
+        problem = "no manifest.json is in it" if path.exists() else "nothing is there"
         raise Refused(
-            f"{flag} {path}: no checkpoint, {found}; name a folder such as "
+            f"{flag} {path}: no checkpoint, {problem}; name a folder such as "
             "RUN/checkpoints/step_00000200"
         )
     try:

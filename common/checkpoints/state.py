@@ -5,7 +5,7 @@ the loss scaler. It has no state of random generators and no data position, sinc
 functions of the step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from common.distributed import sharding
 from common.errors import Refused
 
 Tensors = dict[str, torch.Tensor]
-_NAMED = 5  # differing keys that an error names
+_MAX_DIFFERENCES = 5  # in the message of an error
 _FILES = ("model", "optimizer", "ema")
 
 
@@ -34,152 +34,159 @@ class TrainingState:
     scaler: Any = None  # torch.amp.GradScaler under fp16
 
     def __post_init__(self):
-        self._optimizers = (
-            [self.optimizer]
-            if isinstance(self.optimizer, torch.optim.Optimizer)
-            else [*self.optimizer]
-        )
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            self._optimizers = [self.optimizer]
+        else:
+            self._optimizers = list(self.optimizer)
         for optimizer in self._optimizers:
-            self._optimizer_names(optimizer)
+            self._get_parameter_names(optimizer)
         self._left_out = _find_left_out(self.model)
 
-    def exported(self, tensors: Tensors | None = None) -> torch.nn.Module | None:
-        """The module that is exported: the moving average if there is one, else the model; with
-        `tensors`, if given.
+    def get_exported_model(self, tensors: Tensors | None = None) -> torch.nn.Module | None:
+        """The module that is exported: the moving average if there is one, else the model.
 
-        Of a sharded one, a whole copy in the main process's host memory, and None on the others: a
-        collective without `tensors`.
+        With `tensors` it has these. Of a sharded one, it is a whole copy in the main process's host
+        memory, and None on the others: a collective without `tensors`.
         """
         module = self.model if self.ema is None else self.ema
         if sharding.is_sharded(module):
-            tensors = tensors or sharding.gather(module.state_dict())
+            if not tensors:
+                tensors = sharding.gather(module.state_dict())
             return sharding.unsharded(module, tensors) if tensors else None
         if tensors:
             module.load_state_dict(tensors)
         return module
 
-    def tensors(self) -> dict[str, Tensors]:
+    def get_tensors(self) -> dict[str, Tensors]:
         """The tensors to save, by file and name; not copies, and in shards if the model is sharded."""
-        files = {"model": self.model.state_dict(), "optimizer": self._optimizer_tensors()}
+        state = self._iterate_optimizer_state()
+        tensors = {path: value for path, value in state if isinstance(value, torch.Tensor)}
+        files = {"model": self.model.state_dict(), "optimizer": tensors}
         if self.ema is not None:
             files["ema"] = self.ema.state_dict()
         return files | self._left_out
 
-    def numbers(self) -> dict:
-        """The part that is saved as JSON: numbers of the optimizer and of the loss scaler."""
-        kept = {
-            f"{name}/{key}": value
-            for name, values in self._optimizer_states()
-            for key, value in values.items()
-            if not isinstance(value, torch.Tensor)
-        }
+    def get_values(self) -> dict:
+        """What is saved as JSON: plain values of the optimizer and of the loss scaler."""
+        state = self._iterate_optimizer_state()
+        values = {path: value for path, value in state if not isinstance(value, torch.Tensor)}
         # LAMB and Adan keep their step count in the parameter groups.
-        group_steps = [int(group["step"]) if "step" in group else None for group in self._groups()]
+        group_steps: list[int | None] = []
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                step = int(group["step"]) if "step" in group else None
+                group_steps.append(step)
         scaler = self.scaler.state_dict() if self.scaler else None
-        return {"optimizer": kept, "group_steps": group_steps, "scaler": scaler}
+        return {"optimizer": values, "group_steps": group_steps, "scaler": scaler}
 
-    def check(self, shapes: dict[str, dict[str, tuple[int, ...]]], where: str) -> None:
-        """Raise `Refused` if the tensors with these `shapes` are of another model; the message has
-        the differences.
+    def check(self, shapes: dict[str, dict[str, tuple[int, ...]]], source: str) -> None:
+        """Raise `Refused` if the tensors with these `shapes` are of another model.
 
-        Changes nothing. `where` names the checkpoint.
+        The message has the differences, and names the checkpoint by `source`. Changes nothing.
         """
-        for file, tensors in self.tensors().items():
+        for file, tensors in self.get_tensors().items():
             if file == "optimizer":
                 continue
-            mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-            theirs = shapes.get(file, {})
-            differing = [
-                f"{name} ({theirs.get(name, 'missing')} there, {mine.get(name, 'missing')} here)"
-                for name in sorted(mine.keys() | theirs.keys())
-                if mine.get(name) != theirs.get(name)
-            ]
-            if differing:
-                more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
-                raise Refused(f"{where} is of another model: {', '.join(differing[:_NAMED])}{more}")
+            model_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            checkpoint_shapes = shapes.get(file, {})
+            differences = []
+            for name in sorted(model_shapes.keys() | checkpoint_shapes.keys()):
+                model_shape = model_shapes.get(name, "missing")
+                checkpoint_shape = checkpoint_shapes.get(name, "missing")
+                if model_shape != checkpoint_shape:
+                    differences.append(f"{name} ({checkpoint_shape} there, {model_shape} here)")
+            if differences:
+                text = ", ".join(differences[:_MAX_DIFFERENCES])
+                if len(differences) > _MAX_DIFFERENCES:
+                    text += f" and {len(differences) - _MAX_DIFFERENCES} more"
+                raise Refused(f"{source} is of another model: {text}")
 
-    def load(self, files: dict[str, Tensors], numbers: dict) -> None:
+    def load(self, files: dict[str, Tensors], values: dict) -> None:
         """Load the content of a checkpoint that `check` has accepted.
 
-        Raises KeyError or ValueError, before any weight is changed, if it does not fit the optimizer.
+        `values` are those of `get_values`. Raises KeyError or ValueError, before any weight is
+        changed, if the content does not fit the optimizer.
         """
-        scaler = numbers["scaler"]
-        parameters = dict(self.model.named_parameters())
-        states: dict[str, dict[str, Any]] = {}
-        for path, value in (files["optimizer"] | numbers["optimizer"]).items():
-            name, _, key = path.rpartition("/")
-            if isinstance(value, torch.Tensor) and value.shape == parameters[name].shape:
-                # Fused optimizers rely on the parameter's memory layout (channels_last).
-                value = sharding.shard_like(value, parameters[name])
-                value = torch.empty_like(
-                    parameters[name], dtype=value.dtype, device=value.device
-                ).copy_(value)
-            states.setdefault(name, {})[key] = value
-        currents = [optimizer.state_dict() for optimizer in self._optimizers]
-        groups = [group for current in currents for group in current["param_groups"]]
-        for group, steps in zip(groups, numbers["group_steps"], strict=True):
-            if steps is not None:
-                group["step"] = steps
-        for optimizer, current in zip(self._optimizers, currents, strict=True):
-            names = self._optimizer_names(optimizer)
-            current["state"] = {
-                index: states.pop(name) for index, name in names.items() if name in states
-            }
-        if states:
-            raise KeyError(next(iter(states)))
-        for optimizer, current in zip(self._optimizers, currents, strict=True):
-            optimizer.load_state_dict(current)
+        scaler_state = values["scaler"]
+        self._load_optimizers(files["optimizer"] | values["optimizer"], values["group_steps"])
         sharding.load(self.model, files["model"])
         if self.ema is not None:
             sharding.load(self.ema, files["ema"])
-        for file, parameters_of_file in self._left_out.items():
-            for name, parameter in parameters_of_file.items():
+        for file, parameters in self._left_out.items():
+            for name, parameter in parameters.items():
                 weight = parameter.detach()
                 weight.copy_(sharding.shard_like(files[file][name], weight))
-        if self.scaler and scaler:
-            self.scaler.load_state_dict(scaler)
+        if self.scaler and scaler_state:
+            self.scaler.load_state_dict(scaler_state)
 
-    def _groups(self) -> list[dict]:
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+    def _load_optimizers(self, values: dict[str, Any], group_steps: list[int | None]) -> None:
+        """Load the state of the optimizers from `values`, by "parameter/key"."""
+        parameters = dict(self.model.named_parameters())
+        states: dict[str, dict[str, Any]] = {}  # by parameter
+        for path, value in values.items():
+            name, _, key = path.rpartition("/")
+            if isinstance(value, torch.Tensor) and value.shape == parameters[name].shape:
+                value = _lay_out_like(value, parameters[name])
+            states.setdefault(name, {})[key] = value
+        state_dicts = [optimizer.state_dict() for optimizer in self._optimizers]
+        groups = []
+        for state_dict in state_dicts:
+            groups += state_dict["param_groups"]
+        for group, step in zip(groups, group_steps, strict=True):
+            if step is not None:
+                group["step"] = step
+        for optimizer, state_dict in zip(self._optimizers, state_dicts, strict=True):
+            state_dict["state"] = {}
+            for index, name in self._get_parameter_names(optimizer).items():
+                if name in states:
+                    state_dict["state"][index] = states.pop(name)
+        if states:
+            raise KeyError(next(iter(states)))
+        for optimizer, state_dict in zip(self._optimizers, state_dicts, strict=True):
+            optimizer.load_state_dict(state_dict)
 
-    def _optimizer_names(self, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-        """Index of a parameter in the optimizer's state dict -> its name in the model. Raises
-        `Refused` if one has none.
+    def _get_parameter_names(self, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+        """Index of a parameter in the optimizer's state dict -> its name in the model.
+
+        Raises `Refused` if one has none.
         """
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        parameters = [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ]
-        others = [list(parameter.shape) for parameter in parameters if id(parameter) not in names]
-        if others:
-            raise Refused(
-                f"the optimizer has a parameter of shape {others[0]} that the model has not, so "
-                "that no checkpoint, moving average or export would have it: make it the model's "
-                "before the optimizer is built, as in model.scale = torch.nn.Parameter(...)"
-            )
-        return {index: names[id(parameter)] for index, parameter in enumerate(parameters)}
+        name_by_id = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        names: list[str] = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in name_by_id:
+                    raise Refused(
+                        f"the optimizer has a parameter of shape {list(parameter.shape)} that the "
+                        "model has not, so that no checkpoint, moving average or export would have "
+                        "it: make it the model's before the optimizer is built, as in "
+                        "model.scale = torch.nn.Parameter(...)"
+                    )
+                names.append(name_by_id[id(parameter)])
+        return dict(enumerate(names))
 
-    def _optimizer_states(self):
+    def _iterate_optimizer_state(self) -> Iterator[tuple[str, Any]]:
+        """("parameter/key", value) of all optimizers."""
         for optimizer in self._optimizers:
-            names = self._optimizer_names(optimizer)
-            yield from (
-                (names[index], values) for index, values in optimizer.state_dict()["state"].items()
-            )
+            names = self._get_parameter_names(optimizer)
+            for index, values in optimizer.state_dict()["state"].items():
+                for key, value in values.items():
+                    yield f"{names[index]}/{key}", value
 
-    def _optimizer_tensors(self) -> Tensors:
-        return {
-            f"{name}/{key}": value
-            for name, values in self._optimizer_states()
-            for key, value in values.items()
-            if isinstance(value, torch.Tensor)
-        }
+
+def _lay_out_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """`value` in the shards and in the memory layout of `parameter`.
+
+    Fused optimizers rely on the layout (channels_last).
+    """
+    value = sharding.shard_like(value, parameter)
+    copy = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
+    return copy.copy_(value)
 
 
 def _find_left_out(model: torch.nn.Module) -> dict[str, Tensors]:
-    """The parameters to train that the model's `state_dict` leaves out, because no export has them,
-    by module and name.
+    """The parameters to train that the model's `state_dict` leaves out, by module and name.
 
-    A checkpoint has a file of each such module.
+    No export has them. A checkpoint has a file of each such module.
     """
     saved = model.state_dict().keys()
     files: dict[str, Tensors] = {}

@@ -44,25 +44,24 @@ class Checkpoint:
         """Number of optimizer steps before the checkpoint was made."""
         return self.record["step"]
 
-    def manifest(self) -> str:
-        """The text of the manifest: sizes and hashes of the files. "" if the checkpoint does not
-        exist here.
-        """
+    def read_manifest(self) -> str:
+        """The text of the manifest: sizes and hashes of the files. "" if it does not exist here."""
         path = self.path / _MANIFEST
         return read_text(path, MEDIUM) if path.is_file() else ""
 
-    def shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+    def read_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """File -> tensor -> shape, read from the file headers only."""
-        shapes = {}
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {}
         for path in self.path.glob("*.safetensors"):
+            shapes[path.stem] = {}
             with safe_open(path, framework="pt") as file:
                 names = list(file.keys())
-                shapes[path.stem] = {
-                    name: tuple(file.get_slice(name).get_shape()) for name in names
-                }
+                for name in names:
+                    shapes[path.stem][name] = tuple(file.get_slice(name).get_shape())
         return shapes
 
-    def tensors(self) -> dict[str, Tensors]:
+    def load_tensors(self) -> dict[str, Tensors]:
+        """File -> tensor -> value."""
         return {path.stem: load_file(path) for path in self.path.glob("*.safetensors")}
 
 
@@ -73,33 +72,29 @@ class Checkpoints:
     folder: Path
     keep: int = 2
 
-    def paths(self) -> list[Path]:
+    def list_paths(self) -> list[Path]:
         """Folders with the name of a complete checkpoint, newest first."""
         if not self.folder.is_dir():
             return []
-        found = [
-            path
-            for path in self.folder.iterdir()
-            if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir()
-        ]
-        return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
+        paths = [path for path in self.folder.iterdir() if _is_checkpoint_folder(path)]
+        return sorted(paths, key=get_step, reverse=True)
 
-    def newest(self, say: Callable[[str], None]) -> Checkpoint | None:
-        """The newest intact checkpoint; damaged ones that are newer are reported to `say` and renamed."""
+    def find_newest(self, log: Callable[[str], None]) -> Checkpoint | None:
+        """The newest intact checkpoint; damaged ones that are newer are logged and renamed."""
         damaged = []
-        for path in self.paths():
+        for path in self.list_paths():
             try:
-                found = verify(path)
+                checkpoint = verify(path)
             except Damaged as error:
-                say(f"checkpoint {path} is damaged ({error}): trying the one before it")
+                log(f"checkpoint {path} is damaged ({error}): trying the one before it")
                 damaged.append(path)
-            else:
-                # So that the step can be saved again, and `keep` does not count it.
-                for path in damaged:
-                    aside = path.with_suffix(".damaged")
-                    remove(aside)
-                    path.rename(aside)
-                return found
+                continue
+            # So that the step can be saved again, and `keep` does not count it.
+            for damaged_path in damaged:
+                renamed = damaged_path.with_suffix(".damaged")
+                remove(renamed)
+                damaged_path.rename(renamed)
+            return checkpoint
         if damaged:
             raise Refused(
                 f"{self.folder}: all {len(damaged)} checkpoints are damaged; "
@@ -108,7 +103,7 @@ class Checkpoints:
         return None
 
     def save(self, record: dict, files: dict[str, Tensors]) -> Path:
-        """Save the checkpoint of step `record["step"]` durably, then remove the oldest ones beyond `keep`.
+        """Save the checkpoint of step `record["step"]` durably, then remove the oldest beyond `keep`.
 
         Raises OSError if the disk is full or read-only; then the new checkpoint is removed and the
         old ones are intact.
@@ -127,21 +122,22 @@ class Checkpoints:
             for name, tensors in files.items():
                 _save_tensors(tensors, draft / f"{name}.safetensors")
             (draft / "record.json").write_text(json.dumps(record, indent=1))
-            (draft / _MANIFEST).write_text(json.dumps(stamps(draft), indent=1))
+            (draft / _MANIFEST).write_text(json.dumps(compute_digests(draft), indent=1))
             sync_folder(draft)
             replace_folder(final, draft)
         except BaseException:
             remove(draft)
             raise
-        for old in self.paths()[self.keep :]:
+        for path in self.list_paths()[self.keep :]:
             with contextlib.suppress(OSError):
                 # Its name never stands for half of it.
-                remove(old.rename(self.folder / f".{old.name}.tmp"))
+                remove(path.rename(self.folder / f".{path.name}.tmp"))
         return final
 
     def link(self, checkpoint: Path) -> None:
-        """Keep `checkpoint`, of another folder, here too: by hard links, which take no room while
-        both exist.
+        """Keep `checkpoint`, of another folder, here too.
+
+        By hard links, which take no room while both exist.
         """
         self.folder.mkdir(exist_ok=True)
         draft = self.folder / f".{checkpoint.name}.tmp"
@@ -150,10 +146,21 @@ class Checkpoints:
         sync_folder(draft)
         replace_folder(self.folder / checkpoint.name, draft)
 
-    def sweep(self) -> None:
+    def remove_drafts(self) -> None:
         """Remove unfinished checkpoints of killed processes."""
         for draft in self.folder.glob(".step_*.tmp"):
             remove(draft)
+
+
+def _is_checkpoint_folder(path: Path) -> bool:
+    if not re.fullmatch(r"step_\d{8,}", path.name):
+        return False
+    return path.is_dir()
+
+
+def get_step(path: Path) -> int:
+    """The step in the name of a checkpoint's folder."""
+    return int(path.name.removeprefix("step_"))
 
 
 def verify(path: Path) -> Checkpoint:
@@ -161,11 +168,11 @@ def verify(path: Path) -> Checkpoint:
     try:
         manifest = json.loads(read_text(path / _MANIFEST, MEDIUM))
         compare(path, manifest, {_MANIFEST})
-        found = Checkpoint(path, json.loads(read_text(path / "record.json", MEDIUM)))
-        if not isinstance(found.step, int):
+        checkpoint = Checkpoint(path, json.loads(read_text(path / "record.json", MEDIUM)))
+        if not isinstance(checkpoint.step, int):
             raise Damaged("record.json names no step")
-        found.shapes()  # a file with the right hash may still be no safetensors file
-        return found
+        checkpoint.read_shapes()  # a file with the right hash may still be no safetensors file
+        return checkpoint
     except (
         OSError,
         ValueError,
@@ -178,45 +185,48 @@ def verify(path: Path) -> Checkpoint:
         raise Damaged(f"{type(error).__name__}: {error}") from None
 
 
-def stamps(folder: Path) -> dict[str, dict]:
+def compute_digests(folder: Path) -> dict[str, dict]:
     """Sizes and hashes of the files in `folder`, by name."""
-    return {path.name: _stamp(path) for path in sorted(folder.iterdir())}
+    return {path.name: _compute_digest(path) for path in sorted(folder.iterdir())}
 
 
-def compare(folder: Path, stamps: dict[str, dict], besides: Set[str] = frozenset()) -> None:
-    """Raise `Damaged` or OSError if the files in `folder`, except `besides`, don't have these sizes
-    and hashes.
+def compare(folder: Path, digests: dict[str, dict], besides: Set[str] = frozenset()) -> None:
+    """Raise `Damaged` or OSError if the files in `folder` don't have these sizes and hashes.
+
+    Files that `besides` names are not compared.
     """
-    for name, stamp in stamps.items():
+    for name, digest in digests.items():
         if Path(name).name != name:
             raise Damaged(f"{name} is no file of it")
-        if (size := (folder / name).stat().st_size) != stamp["bytes"]:
-            raise Damaged(f"{name} has {size} bytes, {stamp['bytes']} were written")
-        if _stamp(folder / name) != stamp:
+        size = (folder / name).stat().st_size
+        if size != digest["bytes"]:
+            raise Damaged(f"{name} has {size} bytes, {digest['bytes']} were written")
+        if _compute_digest(folder / name) != digest:
             raise Damaged(f"{name} is not what was written: its hash differs")
-    extra = {file.name for file in folder.iterdir()} - stamps.keys() - besides
+    extra = {file.name for file in folder.iterdir()} - digests.keys() - besides
     if extra:
         raise Damaged(f"{', '.join(sorted(extra))} was not written with it")
 
 
 def _save_tensors(tensors: Tensors, path: Path) -> None:
     # safetensors refuses tensors that share memory (tied weights) and strided ones (channels_last).
-    seen: set[int] = set()
-    plain = {}
+    addresses: set[int] = set()
+    plain_tensors = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
-        memory = tensor.untyped_storage().data_ptr()
-        plain[name] = tensor.clone() if memory in seen else tensor
-        seen.add(memory)
+        address = tensor.untyped_storage().data_ptr()
+        plain_tensors[name] = tensor.clone() if address in addresses else tensor
+        addresses.add(address)
     try:
-        save_file(plain, path)
+        save_file(plain_tensors, path)
         # Safetensors makes the file readable only for its owner.
         path.chmod(path.parent.stat().st_mode & 0o666)
     except SafetensorError as error:  # such as "No space left on device"
         raise OSError(str(error)) from None
 
 
-def _stamp(path: Path) -> dict:
+def _compute_digest(path: Path) -> dict:
+    """{"bytes": size, "sha256": hash} of a file."""
     with open_regular(path) as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": sha256}

@@ -16,7 +16,7 @@ from common.distributed.sharding import whole
 
 
 class Writer:
-    """Copies tensors and writes the copies in the background. Its methods are for the training thread."""
+    """Copies tensors and writes the copies in the background. Called by the training thread."""
 
     def __init__(self):
         self._copies: dict[str, Tensors] = {}  # in host memory, reused for every checkpoint
@@ -24,20 +24,20 @@ class Writer:
         self._error: Exception | None = None
 
     def start(self, files: dict[str, Tensors], write: Callable[[dict[str, Tensors]], None]) -> None:
-        """Copy `files`, then call `write` with the copies in a thread. First waits for the checkpoint before.
+        """Copy `files`, then call `write` with the copies in a thread.
 
-        The tensors may change as soon as this returns: on a GPU, the copy precedes later work in
-        the stream. Tensors in shards are gathered one by one, in which all other ranks take part by
-        `take_part`.
+        First it waits until the checkpoint before is written. The tensors may change as soon as
+        this returns: on a GPU, the copy precedes later work in the stream. Tensors in shards are
+        gathered one by one, in which all other ranks take part by `join_gather`.
         """
         self.wait()
-        self._copies = {
-            file: {
-                name: _copy(whole(tensor), self._copies.get(file, {}).get(name))
-                for name, tensor in tensors.items()
-            }
-            for file, tensors in files.items()
-        }
+        copies: dict[str, Tensors] = {}
+        for file, tensors in files.items():
+            last_copies = self._copies.get(file, {})
+            copies[file] = {}
+            for name, tensor in tensors.items():
+                copies[file][name] = _copy_to_host(whole(tensor), buffer=last_copies.get(name))
+        self._copies = copies
         copied = devices.mark()
         # A daemon, so that it never delays the end of the process. For the checkpoint, that is like
         # a kill.
@@ -47,17 +47,19 @@ class Writer:
         self._thread.start()
 
     def wait(self) -> float:
-        """Wait until nothing is being written; returns the seconds waited. Raises an error of the
-        writing once.
+        """Wait until nothing is being written, and return the seconds waited.
+
+        Raises an error of the writing once.
         """
-        began = time.perf_counter()
+        start = time.perf_counter()
         if self._thread:
             self._thread.join()
             self._thread = None
-        error, self._error = self._error, None
-        if error:
+        if self._error:
+            error = self._error
+            self._error = None
             raise error
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     @property
     def failed(self) -> bool:
@@ -73,16 +75,16 @@ class Writer:
             self._error = error
 
 
-def take_part(files: dict[str, Tensors]) -> None:
+def join_gather(files: dict[str, Tensors]) -> None:
     """Gather the tensors that the main process's writer copies."""
     for tensors in files.values():
         for tensor in tensors.values():
             whole(tensor)
 
 
-def _copy(tensor: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-    """A contiguous copy of the tensor in host memory; reuses the memory of the last copy if it fits."""
+def _copy_to_host(tensor: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
+    """A contiguous copy of the tensor in host memory; reuses `buffer`, the last copy, if it fits."""
     in_stream = devices.has_streams(tensor.device)
-    if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-        kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=in_stream)
-    return kept.copy_(tensor.detach(), non_blocking=in_stream)
+    if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=in_stream)
+    return buffer.copy_(tensor.detach(), non_blocking=in_stream)

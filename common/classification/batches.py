@@ -37,7 +37,7 @@ class Batch(DeviceBatch):
     labels: torch.Tensor  # int64[B], or bool[B, classes] for multi-label data
     positions: torch.Tensor  # int64[B], of the stream; sample indices in evaluation
     draws: list[torch.Tensor] = field(default_factory=list)  # of each augmentation, in order
-    # float32[layers + 1, B], see common.training.drop_path.draws.
+    # float32[layers + 1, B], see common.training.drop_path.draw_uniforms.
     drop_path: torch.Tensor | None = None
     # bool[B] in evaluation; in training a neighbour replaces others.
     readable: torch.Tensor | None = None
@@ -59,7 +59,7 @@ class TrainDataset(Dataset):
     # Of the start table, about the configuration.
     rows: dict[str, str] = field(default_factory=dict)
 
-    few_shapes = True  # see `training.step.Samples`
+    few_shapes = True  # see `training.step.TrainDataset`
 
     @classmethod
     def from_config(
@@ -85,9 +85,9 @@ class TrainDataset(Dataset):
             transform=TrainingTransform(config, transforms.data_config),
             seed=config.seed,
             augmentations=transforms.augmentations,
-            drop_path_layers=drop_path.layers(model),
+            drop_path_layers=drop_path.count_drop_layers(model),
             cache=open_cache(len(source), config.cache, config.cache_folder),
-            rows=defaults.describe(config),
+            rows=defaults.suggest_pretrained(config),
         )
 
     @property
@@ -116,13 +116,14 @@ class TrainDataset(Dataset):
             indices.append(index)
         return self._batch(images, self.source.labels[indices], positions, tuple(broken))
 
-    def blank(self, count: int) -> Batch:
-        """`count` samples of noise that take as much memory as any batch of this run."""
-        images = list(torch.randint(256, (count, *self.transform.input_size), dtype=torch.uint8))
-        labels = np.zeros((count, *self.source.labels.shape[1:]), self.source.labels.dtype)
-        return self._batch(images, labels, np.arange(count))
+    def make_noise(self, num_samples: int) -> Batch:
+        """Samples of noise that take as much memory as any batch of this run."""
+        shape = (num_samples, *self.transform.input_size)
+        images = list(torch.randint(256, shape, dtype=torch.uint8))
+        labels = np.zeros((num_samples, *self.source.labels.shape[1:]), self.source.labels.dtype)
+        return self._batch(images, labels, np.arange(num_samples))
 
-    def shown(self, batch: Batch) -> list[tuple[str, str, list]]:
+    def describe_images(self, batch: Batch) -> list[tuple[str, str, list]]:
         """Labels of each image, with their shares where images are mixed; its name; and no boxes."""
         classes, labels = self.source.classes, batch.labels
         targets = labels.float() if labels.ndim == 2 else F.one_hot(labels, len(classes)).float()
@@ -147,7 +148,7 @@ class TrainDataset(Dataset):
         draws = [
             torch.from_numpy(augmentation.sample(positions)) for augmentation in self.augmentations
         ]
-        layers = drop_path.draws(
+        layers = drop_path.draw_uniforms(
             positions, self.stream.global_batch_size, self.seed, self.drop_path_layers
         )
         of_samples = torch.from_numpy(labels), torch.from_numpy(positions)
@@ -199,8 +200,8 @@ class EvalDataset(Dataset):
         return [indices[start : start + limit] for start in range(0, len(indices), limit)]
 
     def export(self, model: nn.Module, train: Source, results: dict, folder: Path) -> None:
-        """See `timm_models.export`."""
-        timm_models.export(
+        """See `timm_models.export_classifier`."""
+        timm_models.export_classifier(
             model, train.classes, self.data_config, train.multi_label, results, folder
         )
 

@@ -47,7 +47,7 @@ class DetectionBatch(DeviceBatch):
     targets: list[dict]
     positions: torch.Tensor  # int64[B], of the stream; image indices in evaluation
     sizes: torch.Tensor  # int64[B, 2] width and height on the canvas
-    # float32[layers + 1, B], see common.training.drop_path.draws.
+    # float32[layers + 1, B], see common.training.drop_path.draw_uniforms.
     drop_path: torch.Tensor | None = None
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
     totals: torch.Tensor | None = None  # divisors of losses, see `Detector.prepare_step`
@@ -111,7 +111,7 @@ class TrainDataset(Dataset):
     cache: Cache | None = None
     rows: dict[str, str] = field(default_factory=dict)  # of the start table, about the flags
 
-    unit = 1  # see `training.step.Samples`
+    unit = 1  # see `training.step.TrainDataset`
     few_shapes = False
 
     @classmethod
@@ -131,7 +131,7 @@ class TrainDataset(Dataset):
             stride=transforms.stride,
             fill=transforms.fill,
             seed=config.seed,
-            drop_path_layers=drop_path.layers(model),
+            drop_path_layers=drop_path.count_drop_layers(model),
             cache=open_cache(len(source), config.cache, config.cache_folder),
             rows=defaults.describe(config) | {"objects": small},
         )
@@ -169,18 +169,16 @@ class TrainDataset(Dataset):
         self, samples: list[Sample], positions: np.ndarray, canvas, broken=()
     ) -> DetectionBatch:
         batch = _batch(samples, positions, canvas, self.fill, broken)
-        batch.drop_path = drop_path.draws(
+        batch.drop_path = drop_path.draw_uniforms(
             positions, self.stream.global_batch_size, self.seed, self.drop_path_layers
         )
         return batch
 
-    def blank(self, count: int) -> DetectionBatch:
-        """`count` images of noise on the largest canvas of the first 100 steps, with as many boxes
-        as can occur.
-        """
+    def make_noise(self, num_samples: int) -> DetectionBatch:
+        """Images of noise on the largest canvas of the first 100 steps, with as many boxes as can occur."""
         height, width = max((self.canvas(step) for step in range(100)), key=math.prod)
         samples = []
-        for boxes in self._most_boxes(count).tolist():
+        for boxes in self._most_boxes(num_samples).tolist():
             corners = torch.rand(2, boxes, 2).sort(0).values * torch.tensor([width, height])
             image = torch.randint(256, (3, height, width), dtype=torch.uint8)
             masks = (
@@ -191,9 +189,9 @@ class TrainDataset(Dataset):
             labels = torch.randint(len(self.source.classes), (boxes,))
             boxes = corners.movedim(0, 1).flatten(1)
             samples.append(Sample(image, boxes, labels, torch.zeros_like(labels).bool(), masks))
-        return self._batch(samples, np.arange(count), (height, width))
+        return self._batch(samples, np.arange(num_samples), (height, width))
 
-    def shown(self, batch: DetectionBatch) -> list[tuple[str, str, list]]:
+    def describe_images(self, batch: DetectionBatch) -> list[tuple[str, str, list]]:
         """Of each image: how many objects it has, its name, and their boxes."""
         found = []
         indices = self.stream.indices(batch.positions.cpu().numpy()).tolist()

@@ -26,7 +26,7 @@ def describe(config) -> dict[str, str]:
     chosen = [
         f"{name} {value}" for name, value in of_weights.items() if getattr(config, name) == value
     ]
-    return {"as the weights": ", ".join(chosen)} if chosen else defaults.describe(config)
+    return {"as the weights": ", ".join(chosen)} if chosen else defaults.suggest_pretrained(config)
 
 
 def refuse_missing(config) -> None:

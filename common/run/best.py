@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from common.checkpoints.state import TrainingState
-from common.checkpoints.store import Checkpoint, Damaged, compare, stamps, verify
+from common.checkpoints.store import Checkpoint, Damaged, compare, compute_digests, verify
 from common.config.origin import RUN_FILE, made_by
 from common.durable import remove, replace_folder, sync_folder
 from common.files import as_json
@@ -85,7 +85,7 @@ class Best:
         """Sync a new draft; returns the checkpoint's entry about the best model."""
         if self._drafted:
             sync_folder(self._draft)
-            self._record |= {"files": stamps(self._draft)}
+            self._record |= {"files": compute_digests(self._draft)}
         return self._record
 
     def place(self) -> None:
@@ -150,9 +150,11 @@ class Best:
         """Export the model of a checkpoint; False if that is missing or damaged."""
         try:
             found = verify(checkpoint)
-            files = found.tensors()
+            files = found.load_tensors()
         except Damaged:
             return False
-        self.export(self._state.exported(files.get("ema", files["model"])), results, found.record)
+        self.export(
+            self._state.get_exported_model(files.get("ema", files["model"])), results, found.record
+        )
         self.take()
         return True

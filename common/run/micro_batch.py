@@ -21,7 +21,7 @@ from common.distributed.sharding import is_sharded
 from common.errors import Refused
 from common.run.folder import read_json, write_json
 from common.training.step import TrainingStep
-from common.training.warm_up import first_line, is_out_of_memory, warm_up
+from common.training.warm_up import is_out_of_memory, summarize_error, warm_up
 
 _FILE = "micro_batch.json"
 
@@ -118,7 +118,7 @@ def _try_step(plan: BatchPlan, training: TrainingStep) -> _Trial:
             if has_buckets:
                 held.append(torch.empty_like(parameter))
             parameter.grad = torch.zeros_like(parameter)  # of earlier micro-batches
-        warm_up(model, model, partial(training.attempt, model, plan))
+        warm_up(model, model, partial(training.run_trial, model, plan))
         # An optimizer step has no activations, but gradients, both of Adam's moments, and a copy
         # for the size of the update.
         for parameter in parameters:
@@ -132,7 +132,7 @@ def _try_step(plan: BatchPlan, training: TrainingStep) -> _Trial:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        return _Trial(failure=first_line(error))
+        return _Trial(failure=summarize_error(error))
     finally:
         model.zero_grad()  # after the error, whose traceback holds activations
         clear_device_cache(garbage_collection=True)

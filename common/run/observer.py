@@ -7,7 +7,7 @@ import torch
 
 from common.data.loader import DeviceBatch
 from common.run.step_reports import StepReport
-from common.training.step import Samples
+from common.training.step import TrainDataset
 
 if TYPE_CHECKING:
     from common.run.run import Run
@@ -23,7 +23,7 @@ class Observer:
     def on_prepare(
         self,
         model: torch.nn.Module,
-        train_set: Samples,
+        train_set: TrainDataset,
         compute_losses: Callable[[torch.nn.Module, DeviceBatch], torch.Tensor],
     ) -> None:
         """`Run.prepare` was called with these; the model is not wrapped yet."""

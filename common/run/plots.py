@@ -331,7 +331,7 @@ def first_batch(
 ) -> None:
     """Draw samples of the first global batch of `size` as the model gets them, with their labels or boxes.
 
-    `parts` are of images [B, 3, H, W] and `Samples.shown` of them; for `normalization` see
+    `parts` are of images [B, 3, H, W] and their `TrainDataset.describe_images`; for `normalization` see
     `to_pixels`. The title has the mean and the spread of the model's input, which are around 0 and
     1 if it is normalised.
     """

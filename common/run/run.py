@@ -55,9 +55,9 @@ from common.run.tracking import require
 from common.training import batch_norm, exactness
 from common.training import optimizer as optimization
 from common.training.freezing import Freezing
-from common.training.step import Samples, TrainingStep
+from common.training.step import TrainDataset, TrainingStep
 from common.training.update_size import UpdateSize
-from common.training.warm_up import first_line, is_out_of_memory, warm_up
+from common.training.warm_up import is_out_of_memory, summarize_error, warm_up
 
 FIRST_SHOWN = 24  # samples of the first global batch, as a picture
 MOST_DETAILED = 10_000  # classes that results.json and the checkpoint's record describe each: 2 MB
@@ -204,7 +204,7 @@ class Run:
             raise replacement
         if isinstance(error, torch.OutOfMemoryError) and not hasattr(self, "plan"):
             raise Refused(
-                f"the model does not fit into the memory of a device ({first_line(error)}): take "
+                f"the model does not fit into the memory of a device ({summarize_error(error)}): take "
                 "a smaller one, or shard it over more devices with --config_file "
                 "accelerate_configs/fsdp_bf16.yaml"
             ) from error
@@ -226,7 +226,7 @@ class Run:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         schedule: Callable[[int], float],
-        train_set: Samples,
+        train_set: TrainDataset,
         val_set: Any,
         compute_losses: Callable[[torch.nn.Module, DeviceBatch], torch.Tensor],
     ) -> tuple:
@@ -243,7 +243,7 @@ class Run:
         `schedule(step)` is the learning rate of a step, counted from 0; the run's length is its
         `total_steps` if it has that, else that of --epochs or --max_steps. Several optimizers have
         parameters of their own each, are all stepped in every step, and come back as a list.
-        `val_set` (`step.Evaluated`) says how images are evaluated, and exports the model
+        `val_set` (`step.EvalDataset`) says how images are evaluated, and exports the model
         accordingly. `compute_losses(network, batch)`, one loss per sample, is explained at
         `step.TrainingStep`.
         """
@@ -263,12 +263,14 @@ class Run:
         self.plan = self._make_plan(train_set)
         trial_rows = self._fit()
         network, wrapped = self._wrap(model, optimizers)
-        warm_up(network, model, partial(self._training.attempt, network, self.plan))
+        warm_up(network, model, partial(self._training.run_trial, network, self.plan))
         self._stream = train_set.stream
         self.total_steps = getattr(schedule, "total_steps", 0) or optimization.count_steps(
             self.config, self._stream
         )
-        rates = optimization.describe(self.config, model, schedule, optimizers, self.total_steps)
+        rates = optimization.describe_optimization(
+            self.config, model, schedule, optimizers, self.total_steps
+        )
         self._print_start_table(train_set, val, rates, freezing, trial_rows)
 
         averaged_model = self._ema.module if self._ema else None
@@ -288,7 +290,7 @@ class Run:
         self._started = True
         self._is_whole = True
         steps = self.step, self.last
-        self._training.begin(
+        self._training.start(
             network, wrapped, self.plan, self.config.seed, steps, self.config.workers
         )
         self._val_set = val_set
@@ -341,7 +343,7 @@ class Run:
             optimizers = [self.accelerator.prepare_optimizer(optimizer) for optimizer in optimizers]
         return network, optimizers
 
-    def _make_plan(self, train_set: Samples) -> BatchPlan:
+    def _make_plan(self, train_set: TrainDataset) -> BatchPlan:
         """How the global batch is spread: pairs of MixUp and groups of batch norm stay together."""
         limit = self.config.max_micro_batch_size
         if self._folder:
@@ -352,8 +354,8 @@ class Run:
             self.config.global_batch_size,
             world_size(),
             max_micro_batch_size=broadcast_object(limit),
-            unit=math.lcm(train_set.unit, batch_norm.unit(self.model)),
-            undivided_for=batch_norm.undivided_for(self.model),
+            unit=math.lcm(train_set.unit, batch_norm.get_group_size(self.model)),
+            undivided_for=batch_norm.get_undivided_flag(self.model),
         )
 
     def _take_over_folder(self, train: Any, val: Any) -> None:
@@ -389,17 +391,17 @@ class Run:
         """
         watchdog.note("finding the micro-batch that fits into memory")
         # A rank that is out of memory leaves no other waiting.
-        with batch_norm.alone(self.model), sharding.alone(self.model):
+        with batch_norm.normalize_per_rank(self.model), sharding.alone(self.model):
             self.plan, peak = micro_batch.fit(self.plan, self._training, self.say)
             with all_or_none("looking for what depends on the layout"):
                 if self.config.dry_run:
-                    self._training.check_draws(self.plan)
-                inexact = exactness.describe(self.config, self._training.uses_generator)
+                    self._training.check_reproducible(self.plan)
+                inexact = exactness.describe_exactness(self.config, self._training.uses_generator)
         return {"memory": peak} | inexact
 
     def _print_start_table(
         self,
-        train_set: Samples,
+        train_set: TrainDataset,
         val: Any,
         rates: str,
         freezing: Freezing,
@@ -470,7 +472,7 @@ class Run:
     def _draw_first_batch(self, model: torch.nn.Module) -> None:
         """Draw samples of the first global batch as `model` gets them, in a run's first start."""
         if not self.step and not self.config.dry_run:
-            parts = self._training.first_batch(self.plan, FIRST_SHOWN)
+            parts = self._training.iterate_first_batch(self.plan, FIRST_SHOWN)
             normalization = getattr(model, "pretrained_cfg", None) or {}
             self.draw(
                 "first_batch", plots.first_batch, parts, self.plan.global_batch_size, normalization
@@ -516,7 +518,7 @@ class Run:
 
         Call `backward` once for each.
         """
-        batches = self._training.micro_batches(self.step)
+        batches = self._training.load_micro_batches(self.step)
         while True:
             with self._ending.leavable():
                 batch = next(batches, None)
@@ -543,14 +545,14 @@ class Run:
         self._is_whole = False
         norm = self._training.clip_gradients(limit, mode)
         if self._is_logged(self.step + 1):
-            self._update_size.begin()
+            self._update_size.start()
         return norm
 
     def end_step(self, grad_norm: torch.Tensor) -> None:
         """Finish the step: update running statistics and the moving average, and report the step."""
         self._evaluation = None
         self._is_drawn = False
-        outcome = self._training.end()
+        outcome = self._training.finish()
         self.step += 1
         step = self.step
         if self._ema:
@@ -560,7 +562,7 @@ class Run:
         if launch.orphaned():
             self._ending.request("the end of its launcher")
         self._ending.stop_by_flags(progress, self.config)
-        update = self._update_size.end() if self._is_logged(step) else None
+        update = self._update_size.finish() if self._is_logged(step) else None
         self._step_reports.post(
             step,
             outcome,
@@ -569,7 +571,7 @@ class Run:
             self._ending.stop_reason,
             update=update,
             lap=self._lap,
-            rate=self._update_size.highest_rate(),
+            rate=self._update_size.get_max_rate(),
         )
         reports = self._step_reports.read()
         self._seconds[step] = time.perf_counter() - self._lap.began

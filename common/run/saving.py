@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.checkpoints.resume import choose_together, compare_identities
+from common.checkpoints.resume import choose_checkpoint, compare_identities
 from common.checkpoints.state import Tensors, TrainingState
 from common.checkpoints.store import AUDIT_FOLDER, Checkpoint, Checkpoints, verify
-from common.checkpoints.writer import Writer, take_part
+from common.checkpoints.writer import Writer, join_gather
 from common.config.fields import RunConfig, fields_with
 from common.config.recipe_source import Source, difference, stem
 from common.distributed.collectives import broadcast_object
@@ -69,7 +69,7 @@ class Saving:
         recorded = fields_with(self.config, "is_recorded")
         self._best = Best(self._path, state, export, self._say, recorded) if self._folder else None
         records = self._records
-        checkpoint = choose_together(
+        checkpoint = choose_checkpoint(
             self.config.resume,
             self._checkpoints,
             identity,
@@ -82,12 +82,12 @@ class Saving:
         status = {"status": "", "step": 0, "cause": ""} | read_json(self._path / "status.json")
         status = broadcast_object(status)
         with records.writing(f"loading {checkpoint.path}"):
-            state.check(checkpoint.shapes(), str(checkpoint.path))
+            state.check(checkpoint.read_shapes(), str(checkpoint.path))
             try:
                 records.progress = Progress(**checkpoint.record["ledger"])
                 if self._best:
                     self._best.mend(checkpoint, records.progress)
-                state.load(checkpoint.tensors(), checkpoint.record["numbers"])
+                state.load(checkpoint.load_tensors(), checkpoint.record["numbers"])
                 return self._find_last_step(checkpoint, status)
             except (KeyError, TypeError, ValueError) as error:
                 raise Refused(
@@ -165,7 +165,7 @@ class Saving:
 
     def keep_best(self, results: dict, evaluation: Any) -> None:
         """Export the model, which has these results. It becomes `best/` with the next checkpoint."""
-        model = self._state.exported()
+        model = self._state.get_exported_model()
         with self._records.writing("writing best/"):
             if self._best:
                 self._best.export(model, results, self._make_record(), evaluation)
@@ -195,10 +195,11 @@ class Saving:
                 if self.config.dry_run:
                     self.writer.wait()
                     self._state.load(
-                        verify(self._checkpoints.paths()[0]).tensors(), self._state.numbers()
+                        verify(self._checkpoints.list_paths()[0]).load_tensors(),
+                        self._state.get_values(),
                     )
             else:
-                take_part(self._state.tensors())
+                join_gather(self._state.get_tensors())
 
     def save_alone(self) -> None:
         """Make a checkpoint on the main process, without the others, and wait until it is written."""
@@ -210,7 +211,7 @@ class Saving:
 
     def _start_writing(self, folder: RunFolder, best: Best) -> None:
         commit = partial(self._commit, folder, best, self._make_record(), self._records.summary())
-        self.writer.start(self._state.tensors(), commit)
+        self.writer.start(self._state.get_tensors(), commit)
 
     def _make_record(self) -> dict:
         """What a checkpoint holds beside tensors."""
@@ -223,7 +224,7 @@ class Saving:
             "total_steps": self._total_steps,
             "identity": self._identity,
             "source": self._recipe,
-            "numbers": self._state.numbers(),
+            "numbers": self._state.get_values(),
             "ledger": asdict(progress),
             "config": asdict(self.config),
             "environment": self._records.facts,
@@ -244,7 +245,7 @@ class Saving:
         checkpoint = self._checkpoints.save(record, files)
         if self.config.keep_for_audit and record["step"] >= _AUDIT_SHARE * record["total_steps"]:
             audit = Checkpoints(self._path / AUDIT_FOLDER)
-            if not audit.paths():
+            if not audit.list_paths():
                 audit.link(checkpoint)
         best.place()
         self._records.log.summary(summary)
@@ -259,7 +260,7 @@ def find_run(output_dir: Path, stem: str, expected: dict) -> str:
     for environment in runs:
         if read_json(environment).get("fingerprint") == expected["data"]:
             run = environment.parent
-            for checkpoint in Checkpoints(run / "checkpoints").paths()[:1]:
+            for checkpoint in Checkpoints(run / "checkpoints").list_paths()[:1]:
                 record = read_json(checkpoint / "record.json", MEDIUM)
                 if not compare_identities(record.get("identity") or {}, expected):
                     return run.name

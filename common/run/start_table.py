@@ -13,13 +13,13 @@ from common.distributed import sharding, watchdog
 from common.distributed.collectives import is_main
 from common.training import batch_norm, timm_models
 from common.training.freezing import Freezing
-from common.training.step import Samples, describe_step_modules
+from common.training.step import TrainDataset, describe_step_modules
 
 
 def build_start_table(
     config: Any,
     model: torch.nn.Module,
-    train_set: Samples,
+    train_set: TrainDataset,
     val: Any,
     *,
     plan: BatchPlan,
@@ -38,10 +38,10 @@ def build_start_table(
     """
     train = train_set.source
     rows = data_rows(config.data, train, val)
-    rows |= timm_models.describe(config.model, model)
+    rows |= timm_models.describe_model(config.model, model)
     rows |= train_set.describe()
     rows |= describe_step_modules(model)
-    rows["batch norm"] = batch_norm.describe(model)
+    rows["batch norm"] = batch_norm.describe_batch_norm(model)
     rows |= sharding.describe(model)
     rows["batch"] = str(plan)
     rows["learning rate"] = rates
@@ -58,7 +58,7 @@ def build_start_table(
 
 
 def get_sizes(
-    model: torch.nn.Module, train_set: Samples, val: Any, plan: BatchPlan
+    model: torch.nn.Module, train_set: TrainDataset, val: Any, plan: BatchPlan
 ) -> dict[str, Any]:
     """Sizes of data, model and batches, for environment.json."""
     train = train_set.source
@@ -87,7 +87,7 @@ def _describe_settings(config: Any) -> str:
     )
 
 
-def _describe_length(config: Any, train_set: Samples, total_steps: int) -> str:
+def _describe_length(config: Any, train_set: TrainDataset, total_steps: int) -> str:
     stream = train_set.stream
     dry_run = ""
     if config.dry_run:

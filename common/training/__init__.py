@@ -6,7 +6,7 @@ from common.imports import face
 from common.patches.timm import import_timm
 
 if TYPE_CHECKING:
-    from common.training.batch_norm import freeze as freeze_modules
+    from common.training.batch_norm import freeze_modules
     from common.training.compiling import compile_model
     from common.training.layers import prepare_layers
     from common.training.optimizer import (

@@ -1,7 +1,7 @@
 """Batch normalisation over a chosen set of samples, so that a run's layout does not change its statistics.
 
-`convert` turns every batch norm of a model into a `StepBatchNorm`, in place and with the same
-parameters and keys. Its forward never touches the running statistics: it collects the mean and
+`convert_batch_norm` turns every batch norm of a model into a `StepBatchNorm`, in place and with the
+same parameters and keys. Its forward never touches the running statistics: it collects the mean and
 variance that it normalised with, and `update_running_statistics` updates them once per optimizer
 step, from all micro-batches of all ranks at once.
 """
@@ -40,7 +40,10 @@ DESCRIPTIONS = {
         "statistics of fixed groups of consecutive samples: the same on every layout, no "
         "communication in the forward"
     ),
-    "node": "statistics of the micro-batches of a machine's ranks together: the result depends on the layout",
+    "node": (
+        "statistics of the micro-batches of a machine's ranks together: the result depends on the "
+        "layout"
+    ),
     "global": (
         "statistics of the micro-batches of all ranks together: exact on every layout without "
         "accumulation"
@@ -52,7 +55,8 @@ DESCRIPTIONS = {
 class StepBatchNorm(_BatchNorm):
     """Batch normalisation of [batch, channels, ...] in a mode of `DESCRIPTIONS`.
 
-    Running statistics are updated once per step. Made by `convert`, which sets its attributes.
+    Running statistics are updated once per step. `convert_batch_norm` makes these layers and sets
+    their attributes.
 
     Source: Ioffe & Szegedy 2015 (arXiv:1502.03167); group: ghost batch norm, Hoffer et al. 2017
     (arXiv:1705.08741).
@@ -60,12 +64,12 @@ class StepBatchNorm(_BatchNorm):
 
     mode: str
     group_size: int  # samples
-    step: "_Step"  # shared by the model's layers
-    activates: bool  # timm's BatchNormAct2d drops and activates too
+    step: "_StepStatistics"  # shared by the model's layers
+    has_activation: bool  # timm's BatchNormAct2d drops and activates too
     # [3, channels]: sums over groups of the mean, of the unbiased variance, and of one.
     collected: Tensor
     latest: Tensor  # [3, channels]: the same of the latest group
-    rows: tuple[Tensor, ...]  # of `latest`; () before the first update
+    latest_rows: tuple[Tensor, ...]  # the rows of `latest`; () before the first update
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
@@ -90,71 +94,70 @@ class StepBatchNorm(_BatchNorm):
             and y.device.type == "cpu"
             and not torch.compiler.is_compiling()
         ):
-            # torch 2.14 misreads the gradient of a single sample whose places became tokens.
+            # torch 2.14 misreads the gradient of a single sample whose pixels became tokens.
             y.register_hook(Tensor.contiguous)
-        if self.activates:
+        if self.has_activation:
             y = self.act(self.drop(y))
         return y
 
     def _normalize(self, x: Tensor) -> Tensor:
-        # With momentum 1 the kernel writes just this batch's mean and unbiased variance. The last
-        # row stays one.
-        if own := torch.compiler.is_compiling() or not self.rows:
+        if torch.compiler.is_compiling() or not self.latest_rows:
             statistics = torch.ones_like(self.collected)
-        elif self in self.step.pending:
-            self._collect(self.latest)
-        mean, variance = (statistics[0], statistics[1]) if own else self.rows[:2]
-        # The variance may need other ranks' values.
-        is_enough = self.mode != "alone" or x.numel() > x.shape[1]
-        y = F.batch_norm(x, mean, variance, self.weight, self.bias, is_enough, 1.0, self.eps)
-        if own:
+            y = self._normalize_into(x, statistics[0], statistics[1])
             self._collect(statistics)
-        else:
-            self.step.pending.add(self)
+            return y
+        if self in self.step.pending:
+            self._collect(self.latest)
+        y = self._normalize_into(x, self.latest_rows[0], self.latest_rows[1])
+        self.step.pending.add(self)
         return y
 
+    def _normalize_into(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        """Normalise `x`, and write its mean and unbiased variance, [channels] each."""
+        # A trial on this rank alone may have a single value of a channel, which has no variance.
+        is_training = True
+        if self.mode == "rank":
+            is_training = x.numel() > x.shape[1]
+        # With momentum 1 the kernel writes just this batch's statistics.
+        return F.batch_norm(x, mean, variance, self.weight, self.bias, is_training, 1.0, self.eps)
+
     def _normalize_groups(self, x: Tensor) -> Tensor:
-        groups, rest = divmod(self.step.samples, self.group_size)
-        if rest or not groups:
-            told = (
-                f"a micro-batch of {self.step.samples} samples is not whole groups of "
-                f"norm_batch_size {self.group_size}"
+        num_groups, remainder = divmod(self.step.num_samples, self.group_size)
+        if remainder or not num_groups:
+            raise Refused(
+                f"a micro-batch of {self.step.num_samples} samples is not whole groups of "
+                f"norm_batch_size {self.group_size}: choose a multiple of it"
             )
-            raise Refused(f"{told}: choose a multiple of it")
-        if groups == 1:
+        if num_groups == 1:
             return self._normalize(x)
         # Some layers see several rows of each sample (windows, tokens), so the rows of a group are
         # counted here. Launching kernels costs nothing there, but two copies of the activations do.
         if x.device.type == "cpu":
-            return torch.cat([self._normalize(group) for group in x.split(x.shape[0] // groups)])
-        return self._normalize_groups_at_once(x, groups)
+            groups = x.split(x.shape[0] // num_groups)
+            return torch.cat([self._normalize(group) for group in groups])
+        return self._normalize_groups_at_once(x, num_groups)
 
-    def _normalize_groups_at_once(self, x: Tensor, groups: int) -> Tensor:
-        """One batch norm of [rows of a group, groups * channels, ...]: as many kernels for any
-        number of groups.
+    def _normalize_groups_at_once(self, x: Tensor, num_groups: int) -> Tensor:
+        """Normalise all groups by one batch norm of [rows of a group, groups * channels, ...].
+
+        It takes as many kernels for any number of groups.
         """
         channels_last = x.dim() > 2 and x.stride(1) == 1
         if channels_last:
             # [rows, ..., groups, channels]
-            rows = x.movedim(1, -1).unflatten(0, (groups, -1)).movedim(0, -2)
+            rows = x.movedim(1, -1).unflatten(0, (num_groups, -1)).movedim(0, -2)
             rows = rows.flatten(-2).movedim(-1, 1)
         else:
-            rows = x.unflatten(0, (groups, -1)).transpose(0, 1).flatten(1, 2)
-        statistics = self.collected.new_ones(3, groups * self.num_features)
-        weight, bias = (
-            each if each is None else each.repeat(groups) for each in (self.weight, self.bias)
-        )
+            rows = x.unflatten(0, (num_groups, -1)).transpose(0, 1).flatten(1, 2)
+        statistics = self.collected.new_ones(3, num_groups * self.num_features)
+        weight = None if self.weight is None else self.weight.repeat(num_groups)
+        bias = None if self.bias is None else self.bias.repeat(num_groups)
         y = F.batch_norm(rows, statistics[0], statistics[1], weight, bias, True, 1.0, self.eps)
-        self._collect(statistics.unflatten(1, (groups, -1)).sum(1))
+        self._collect(statistics.unflatten(1, (num_groups, -1)).sum(1))
         if channels_last:
-            return (
-                y.movedim(1, -1)
-                .unflatten(-1, (groups, -1))
-                .movedim(-2, 0)
-                .flatten(0, 1)
-                .movedim(-1, 1)
-            )
-        return y.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1)
+            y = y.movedim(1, -1).unflatten(-1, (num_groups, -1)).movedim(-2, 0)
+            return y.flatten(0, 1).movedim(-1, 1)
+        return y.unflatten(1, (num_groups, -1)).transpose(0, 1).flatten(0, 1)
 
     def _collect(self, statistics: Tensor) -> None:
         self.collected += statistics
@@ -164,46 +167,50 @@ class StepBatchNorm(_BatchNorm):
         # `collected` follows the module to a device or dtype, but is no buffer: DDP would overwrite
         # it with rank 0's.
         super()._apply(function, recurse)
-        self.collected, self.rows, self.step.layers = function(self.collected), (), []
+        self.collected = function(self.collected)
+        self.latest_rows = ()
+        self.step.layers = []
         return self
 
 
-class _Step:
-    """What the layers of a model share in a step. A method is the hook, so that a deepcopy has its own."""
+class _StepStatistics:
+    """What the layers of a model share in a step.
+
+    A method is the hook that counts samples, so that a deepcopy of the model has its own.
+    """
 
     def __init__(self) -> None:
-        self.samples = 0  # in the current forward pass of training
-        self.layers: list[StepBatchNorm] = []  # whose tensors are parts of the following
-        # [3, channels]; [2, channels], mean and variance; num_batches_tracked of each layer
-        self.latest = self.running = self.counts = torch.empty(0)
+        self.num_samples = 0  # in the current forward pass of training
+        self.layers: list[StepBatchNorm] = []  # their tensors are views of the following
+        self.num_channels: list[int] = []  # by layer
+        self.latest = torch.empty(0)  # [3, channels of all layers]
+        self.running = torch.empty(0)  # [2, channels of all layers]: mean and variance
+        self.num_batches = torch.empty(0)  # [layers]: `num_batches_tracked`
         self.pending: set[StepBatchNorm] = set()  # layers whose `latest` is not in `collected` yet
         self.has_collected = False  # True if any layer has something in `collected`
 
-    def join(self, layers: list[StepBatchNorm]) -> None:
-        """Put the tensors of `layers` into one memory each, so that an update takes few kernels for
-        any number of layers.
+    def join_layers(self, layers: list[StepBatchNorm]) -> None:
+        """Put the tensors of `layers` into one memory each.
+
+        So an update takes few kernels for any number of layers.
         """
         if self.layers == layers:
             return
-        means, variances = (
-            [getattr(layer, name) for layer in layers] for name in ("running_mean", "running_var")
-        )
-        self.layers, self.running = layers, torch.stack([torch.cat(means), torch.cat(variances)])
-        self.counts = torch.stack([layer.num_batches_tracked for layer in layers])
+        means = torch.cat([layer.running_mean for layer in layers])
+        variances = torch.cat([layer.running_var for layer in layers])
+        self.layers = layers
+        self.running = torch.stack([means, variances])
+        self.num_batches = torch.stack([layer.num_batches_tracked for layer in layers])
         self.latest = torch.cat([torch.zeros_like(self.running), torch.ones_like(self.running[:1])])
-        sizes = [layer.num_features for layer in layers]
-        parts = zip(
-            layers,
-            self.running.split(sizes, 1),
-            self.counts,
-            self.latest.split(sizes, 1),
-            strict=True,
-        )
-        for layer, running, count, latest in parts:
-            layer.running_mean, layer.running_var = running
-            layer.num_batches_tracked, layer.latest = count, latest
+        self.num_channels = [layer.num_features for layer in layers]
+        running_by_layer = self.running.split(self.num_channels, dim=1)
+        latest_by_layer = self.latest.split(self.num_channels, dim=1)
+        for i, layer in enumerate(layers):
+            layer.running_mean, layer.running_var = running_by_layer[i]
+            layer.num_batches_tracked = self.num_batches[i]
+            layer.latest = latest_by_layer[i]
             # With versions of their own: backward passes don't read what batch norm wrote there.
-            layer.rows = latest.data.unbind()
+            layer.latest_rows = layer.latest.data.unbind()
 
     def clear(self) -> None:
         """Forget what layers have collected."""
@@ -212,21 +219,23 @@ class _Step:
         self.pending.clear()
         self.has_collected = False
 
-    def note(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+    def count_samples(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Set `num_samples` to the length of the model's first input; a pre-hook of its forward."""
         if model.training:  # an export to any batch size must not ask for the length
-            self.samples = len(next(iter(args or kwargs.values())))
+            inputs = args[0] if args else next(iter(kwargs.values()))
+            self.num_samples = len(inputs)
 
 
-def convert(model: nn.Module, mode: str, *, group_size: int = 0) -> int:
-    """Turn every batch norm of `model` into a `StepBatchNorm` of a mode of `DESCRIPTIONS`, in
-    place; returns their number.
+def convert_batch_norm(model: nn.Module, mode: str, *, group_size: int = 0) -> int:
+    """Turn every batch norm of `model` into a `StepBatchNorm`, in place, and return their number.
 
-    Parameters, buffers, hooks and state_dict keys stay, so weights can be exchanged with the plain
-    model. With mode "node" this is a collective. With "group" the model's first input must be as
-    long as the micro-batch, and `group_size` is the number of samples in a group, at least 2.
-    Raises `Refused` for a batch norm of an unknown class.
+    `mode` is one of `DESCRIPTIONS`. Parameters, buffers, hooks and state_dict keys stay, so weights
+    can be exchanged with the plain model. With mode "node" this is a collective. With "group" the
+    model's first input must be as long as the micro-batch, and `group_size` is the number of
+    samples in a group, at least 2. Raises `Refused` for a batch norm of an unknown class.
     """
-    step, layers = _Step(), []
+    step = _StepStatistics()
+    layers = []
     for name, layer in model.named_modules():
         if not isinstance(layer, _BatchNorm):
             continue
@@ -237,151 +246,174 @@ def convert(model: nn.Module, mode: str, *, group_size: int = 0) -> int:
             )
         collected = layer.running_mean.new_zeros(3, layer.num_features)
         change_class(layer, StepBatchNorm)
-        layer.mode, layer.group_size, layer.step, layer.activates = (
-            mode,
-            group_size,
-            step,
-            hasattr(layer, "act"),
-        )
-        layer.collected, layer.rows = collected, ()
+        layer.mode = mode
+        layer.group_size = group_size
+        layer.step = step
+        layer.has_activation = hasattr(layer, "act")
+        layer.collected = collected
+        layer.latest_rows = ()
         layers.append(layer)
     model.step_batch_norms = layers  # walking through a large model takes 0.1 ms per step
     if mode == "group" and layers:
-        model.register_forward_pre_hook(step.note, with_kwargs=True)
+        model.register_forward_pre_hook(step.count_samples, with_kwargs=True)
     if mode == "node":
         node_group()  # all ranks make it here, not in the middle of a forward
     return len(layers)
 
 
 @contextlib.contextmanager
-def alone(model: nn.Module) -> Iterator[None]:
-    """In this context, `node` and `global` normalise by this rank's own samples and wait for no other rank.
+def normalize_per_rank(model: nn.Module) -> Iterator[None]:
+    """In this context, `node` and `global` use the samples of this rank and wait for no other rank.
 
     For a trial that some ranks may leave by an exception. On a GPU it takes the same memory as
     sharing; on the CPU sharing needs a few copies of one layer's activations more.
     """
-    shared = {layer: layer.mode for layer in _collecting(model) if layer.mode in ("node", "global")}
-    for layer in shared:
-        layer.mode = "alone"
+    modes = {}
+    for layer in _get_updated_layers(model):
+        if layer.mode in ("node", "global"):
+            modes[layer] = layer.mode
+            layer.mode = "rank"
     try:
         yield
     finally:
-        for layer, mode in shared.items():
+        for layer, mode in modes.items():
             layer.mode = mode
 
 
-def freeze(*modules: nn.Module) -> None:
-    """Freeze parts of a model after `convert`: their weights stay, and so do the statistics of
-    their batch norms.
+def freeze_modules(*modules: nn.Module) -> None:
+    """Freeze modules of a model: their weights stay, and the statistics of their batch norms.
+
+    Raises `Refused` before `convert_batch_norm`.
     """
     for module in modules:
         module.requires_grad_(False)
         for layer in module.modules():
             if isinstance(layer, _BatchNorm) and not isinstance(layer, StepBatchNorm):
                 raise Refused(
-                    "batch_norm.freeze was called before batch_norm.convert: call it after that"
+                    "freeze_modules was called before prepare_layers, which converts batch norms: "
+                    "call it after that"
                 )
             if isinstance(layer, StepBatchNorm):
                 layer.mode = "frozen"
 
 
-def unit(model: nn.Module) -> int:
-    """Consecutive samples that `model` normalises together, so that they stay on one rank: 1, or a group."""
-    return max(
-        (layer.group_size for layer in _collecting(model) if layer.mode == "group"), default=1
-    )
+def get_group_size(model: nn.Module) -> int:
+    """How many consecutive samples `model` normalises together, so that they stay on one rank."""
+    group_size = 1
+    for layer in _get_updated_layers(model):
+        if layer.mode == "group":
+            group_size = max(group_size, layer.group_size)
+    return group_size
 
 
-def undivided_for(model: nn.Module) -> str:
-    """The flag that needs the whole share of a process at once, if the layers of `model` do; else ""."""
-    modes = {layer.mode for layer in _collecting(model)} & {"node", "global"}
-    return f"--batch_norm {modes.pop()}" if modes else ""
+def get_undivided_flag(model: nn.Module) -> str:
+    """The flag that needs all samples of a process at once, if layers of `model` do; else ""."""
+    for layer in _get_updated_layers(model):
+        if layer.mode in ("node", "global"):
+            return f"--batch_norm {layer.mode}"
+    return ""
 
 
-def describe(model: nn.Module) -> str:
-    """The mode of a converted model and its meaning, and how many layers are frozen or only half
-    frozen, for people.
+def describe_batch_norm(model: nn.Module) -> str:
+    """The mode of a converted model and what it means, for people.
+
+    It also says how many layers are frozen, or half frozen.
     """
     layers = model.step_batch_norms
     if not layers:
         return "none in this model: the same on every layout"
-    moving = [layer for layer in layers if layer.mode != "frozen"]
-    if not moving and not any(
-        layer.weight is not None and layer.weight.requires_grad for layer in layers
-    ):
+    num_trained = 0
+    num_half_frozen = 0
+    for layer in layers:
+        if layer.weight is None:
+            continue
+        if layer.weight.requires_grad:
+            num_trained += 1
+        elif layer.mode != "frozen":
+            num_half_frozen += 1
+    updated = _get_updated_layers(model)
+    if not updated and not num_trained:
         return "frozen: all layers are in frozen stages"
-    mode = moving[0].mode if moving else "frozen"
+    mode = updated[0].mode if updated else "frozen"
     text = f"{mode}: {DESCRIPTIONS[mode]}"
-    if moving and len(moving) < len(layers):
-        text += f"; {len(layers) - len(moving)} of {len(layers)} layers are frozen"
-    if half := sum(layer.weight is not None and not layer.weight.requires_grad for layer in moving):
+    if updated and len(updated) < len(layers):
+        text += f"; {len(layers) - len(updated)} of {len(layers)} layers are frozen"
+    if num_half_frozen:
         text += (
-            f"; {half} layers whose weights are not trained have statistics that move: "
-            "batch_norm.freeze(...) stops both"
+            f"; {num_half_frozen} layers whose weights are not trained have statistics that move: "
+            "freeze_modules(...) stops both"
         )
     return text
 
 
 @torch.no_grad()
 def update_running_statistics(model: nn.Module) -> None:
-    """Update the running statistics with those that the step's forwards collected; once per
-    optimizer step, on all ranks.
+    """Update the running statistics with those that the step's forwards collected.
 
-    Each group, micro-batch or shared batch of the step has the same weight, and so has its second
-    forward under gradient checkpointing. A layer that no rank used keeps its statistics. One
-    collective for all layers; none if there are no layers.
+    Called once per optimizer step, on all ranks. Each group, micro-batch or shared batch of the
+    step has the same weight, and so has its second forward under gradient checkpointing. A layer
+    that no rank used keeps its statistics. One collective for all layers; none if there are no
+    layers.
     """
-    layers = _collecting(model)
+    layers = _get_updated_layers(model)
     if not layers:
         return
     step = layers[0].step
+    # In the usual step each layer was used once, so nothing has to be summed on this rank.
     if step.layers == layers and len(step.pending) == len(layers) and not step.has_collected:
         sums = step.latest
     else:
         for layer in step.pending:
             layer._collect(layer.latest)
-        # [3, channels of all]
-        sums, step.has_collected = torch.cat([layer.collected for layer in layers], dim=1), True
-        step.join(layers)
+        sums = torch.cat([layer.collected for layer in layers], dim=1)  # [3, channels of all]
+        step.has_collected = True
+        step.join_layers(layers)
     if is_distributed():
-        dist.all_reduce(sums := sums.clone())
-    collected = sums[:2] if sums is step.latest else sums[:2] / sums[2]
+        sums = sums.clone()
+        dist.all_reduce(sums)
+    # On one process, the latest statistics of a single pass are their mean.
+    means = sums[:2] if sums is step.latest else sums[:2] / sums[2]
     # Not finite: a layer that was not used, or an fp16 overflow, where the optimizer skips the step
     # as well.
-    collected = torch.where(
-        collected.abs() < math.inf, collected, step.running, out=step.latest[:2]
-    )
-    step.counts += 1
-    # Momentum None means the average over all steps; reading the count waits for the device.
-    momenta = [
-        1 / int(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
-        for layer in layers
-    ]
-    if len({*momenta}) == 1:
-        step.running.lerp_(collected, momenta[0])
+    means = torch.where(means.abs() < math.inf, means, step.running, out=step.latest[:2])
+    step.num_batches += 1
+    momenta = [_get_momentum(layer) for layer in layers]
+    if len(set(momenta)) == 1:
+        step.running.lerp_(means, momenta[0])
     else:
-        sizes = [layer.num_features for layer in layers]
-        torch._foreach_lerp_([*step.running.split(sizes, 1)], [*collected.split(sizes, 1)], momenta)
+        running_by_layer = list(step.running.split(step.num_channels, dim=1))
+        means_by_layer = list(means.split(step.num_channels, dim=1))
+        torch._foreach_lerp_(running_by_layer, means_by_layer, momenta)
     step.clear()
+
+
+def _get_momentum(layer: StepBatchNorm) -> float:
+    """The weight of the newest statistics. Momentum None means the average over all steps."""
+    if layer.momentum is None:
+        return 1 / int(layer.num_batches_tracked)  # waits for the device
+    return layer.momentum
 
 
 @torch.no_grad()
 def discard_statistics(model: nn.Module) -> None:
     """Discard what forwards collected since the last update, as after a warm-up, which is no step.
+
     No communication.
     """
-    if layers := _collecting(model):
-        layers[0].step.join(layers)
-        layers[0].step.latest[:2].zero_()  # what is not finite would stay
-        layers[0].step.has_collected = True
-        layers[0].step.clear()
+    layers = _get_updated_layers(model)
+    if not layers:
+        return
+    step = layers[0].step
+    step.join_layers(layers)
+    step.latest[:2].zero_()  # what is not finite would stay
+    step.has_collected = True
+    step.clear()
 
 
-def _collecting(model: nn.Module) -> list[StepBatchNorm]:
+def _get_updated_layers(model: nn.Module) -> list[StepBatchNorm]:
+    """The layers whose running statistics a step moves: all but the frozen ones."""
     # A deepcopy of a converted model has its own list.
-    modules = getattr(model, "step_batch_norms", model.modules())
+    layers = getattr(model, "step_batch_norms", model.modules())
     return [
-        module
-        for module in modules
-        if isinstance(module, StepBatchNorm) and module.mode != "frozen"
+        layer for layer in layers if isinstance(layer, StepBatchNorm) and layer.mode != "frozen"
     ]

@@ -9,12 +9,12 @@ these parameters, with weight decay and momentum.
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from common.data.stream import Stream
 from common.errors import Refused
 from common.training.batch_norm import StepBatchNorm
-from common.training.parts import stages
+from common.training.parts import get_stages
 
 
 @dataclass
@@ -26,11 +26,12 @@ class Stage:
     batch_norms: list[StepBatchNorm]
 
 
-def freeze(config: Any, model: nn.Module) -> None:
-    """Freeze what `--freeze_stages` says, after `batch_norm.convert` and before the optimizer is built.
+def freeze_stages(config: Any, model: nn.Module) -> None:
+    """Freeze the stages that `--freeze_stages` names.
 
-    With `--unfreeze_epochs` it is only noted: `Freezing` does it, step by step. Raises `Refused` if
-    that many stages are not known, or nothing would be left to train.
+    Called after `batch_norm.convert_batch_norm` and before the optimizer is built. With
+    `--unfreeze_epochs` the stages are only noted: `Freezing` freezes them, step by step. Raises
+    `Refused` if that many stages are not known, or nothing would be left to train.
     """
     if config.freeze_stages == "0":
         if config.unfreeze_epochs:
@@ -39,35 +40,11 @@ def freeze(config: Any, model: nn.Module) -> None:
                 "--freeze_stages all"
             )
         return
-    found, title = (
-        stages(model),
-        config.model if hasattr(model, "pretrained_cfg") else type(model).__name__,
-    )
-    last = len(found) - 1
-    if config.freeze_stages != "all" and not last:
-        told = (
-            f"--freeze_stages {config.freeze_stages}: {title} does not say which parameters form "
-            "a stage"
-        )
-        raise Refused(
-            f"{told}; give it a method group_matcher() as timm's models have, or take "
-            "--freeze_stages all"
-        )
-    frozen = int({"stem": 0, "all": last}.get(config.freeze_stages, config.freeze_stages))
-    if frozen > last:
-        raise Refused(
-            f"--freeze_stages {frozen}: {title} has {last} stages here; take at most {last}, or all"
-        )
-    names = (
-        ["stem", *(f"stage {number}" for number in range(1, last + 1))] if last else ["backbone"]
-    )
-    layers = [layer for layer in model.modules() if isinstance(layer, StepBatchNorm)]
-    model.frozen_stages, model.stage_count = [], last
-    for name, tensors in zip(names[: frozen + 1], found, strict=False):
-        ids = set(map(id, tensors))
-        parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-        norms = [layer for layer in layers if id(layer.running_mean) in ids]
-        model.frozen_stages.append(Stage(name, parameters, norms))
+    title = config.model if hasattr(model, "pretrained_cfg") else type(model).__name__
+    tensors_by_stage = get_stages(model)
+    model.num_stages = len(tensors_by_stage) - 1  # without the stem
+    num_frozen = _count_frozen_stages(config.freeze_stages, model.num_stages, title)
+    model.frozen_stages = _build_stages(model, tensors_by_stage[: num_frozen + 1])
     if not config.unfreeze_epochs:
         for stage in model.frozen_stages:
             for parameter in stage.parameters:
@@ -81,62 +58,113 @@ def freeze(config: Any, model: nn.Module) -> None:
         )
 
 
+def _count_frozen_stages(flag: str, num_stages: int, title: str) -> int:
+    """How many stages, without the stem, the value of `--freeze_stages` freezes."""
+    if flag == "all":
+        return num_stages
+    if not num_stages:
+        raise Refused(
+            f"--freeze_stages {flag}: {title} does not say which parameters form a stage; give it "
+            "a method group_matcher() as timm's models have, or take --freeze_stages all"
+        )
+    num_frozen = 0 if flag == "stem" else int(flag)
+    if num_frozen > num_stages:
+        raise Refused(
+            f"--freeze_stages {num_frozen}: {title} has {num_stages} stages here; take at most "
+            f"{num_stages}, or all"
+        )
+    return num_frozen
+
+
+def _build_stages(model: nn.Module, tensors_by_stage: list[list[Tensor]]) -> list[Stage]:
+    layers = [layer for layer in model.modules() if isinstance(layer, StepBatchNorm)]
+    stages = []
+    for i, tensors in enumerate(tensors_by_stage):
+        name = "backbone"
+        if model.num_stages:
+            name = f"stage {i}" if i else "stem"
+        tensor_ids = {id(tensor) for tensor in tensors}
+        parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+        batch_norms = [layer for layer in layers if id(layer.running_mean) in tensor_ids]
+        stages.append(Stage(name, parameters, batch_norms))
+    return stages
+
+
 class Freezing:
     """Freezes stages of `model` as a pure function of the step."""
 
     def __init__(self, config: Any, model: nn.Module, stream: Stream) -> None:
-        self._model, self._frozen = model, getattr(model, "frozen_stages", [])
-        # The first step in which stages train, counted from 0.
-        self._parts: list[tuple[int, list[Stage]]] = []
-        self._modes = {layer: layer.mode for stage in self._frozen for layer in stage.batch_norms}
-        self._left_out: list[nn.Parameter] | None = None  # not known before the first step
+        self._model = model
+        self._stages: list[Stage] = getattr(model, "frozen_stages", [])
+        # (first step in which they train, counted from 0; stages).
+        self._thaws: list[tuple[int, list[Stage]]] = []
+        self._modes: dict[StepBatchNorm, str] = {}
+        for stage in self._stages:
+            for layer in stage.batch_norms:
+                self._modes[layer] = layer.mode
+        self._frozen_parameters: list[nn.Parameter] | None = None  # set by the first step
         epochs = config.unfreeze_epochs.split(",") if config.unfreeze_epochs else []
-        # The stem with the first stage.
-        units = [self._frozen[:2], *([stage] for stage in self._frozen[2:])][::-1]
+        # The last stage trains first; the stem trains with the first stage.
+        units = [[stage] for stage in reversed(self._stages[2:])]
+        units.append(self._stages[:2])
         if len(epochs) > len(units):
-            told = (
+            raise Refused(
                 f"--unfreeze_epochs {config.unfreeze_epochs}: {len(epochs)} epochs for "
-                f"{len(units)} frozen stages"
+                f"{len(units)} frozen stages; give at most {len(units)}"
             )
-            raise Refused(f"{told}; give at most {len(units)}")
-        for place, epoch in enumerate(epochs):
-            low, high = (len(units) * end // len(epochs) for end in (place, place + 1))
-            part = [stage for unit in units[low:high][::-1] for stage in unit]
-            self._parts.append((stream.steps(float(epoch)), part))
+        for i, epoch in enumerate(epochs):
+            start = len(units) * i // len(epochs)
+            end = len(units) * (i + 1) // len(epochs)
+            stages: list[Stage] = []
+            for unit in reversed(units[start:end]):
+                stages += unit
+            self._thaws.append((stream.steps(float(epoch)), stages))
 
-    def begin(self, step: int) -> None:
+    def start_step(self, step: int) -> None:
         """Freeze and unfreeze what `step` needs, before its first forward pass."""
-        frozen = [stage for first, part in self._parts if step < first for stage in part]
-        parameters = [parameter for stage in frozen for parameter in stage.parameters]
-        if self._left_out is None or len(parameters) != len(self._left_out):
-            self._left_out = parameters
-            still = {layer for stage in frozen for layer in stage.batch_norms}
+        parameters: list[nn.Parameter] = []
+        batch_norms: set[StepBatchNorm] = set()
+        for first_step, stages in self._thaws:
+            if step >= first_step:
+                continue
+            for stage in stages:
+                parameters += stage.parameters
+                batch_norms.update(stage.batch_norms)
+        if self._frozen_parameters is None or len(parameters) != len(self._frozen_parameters):
+            self._frozen_parameters = parameters
             for layer, mode in self._modes.items():
-                layer.mode = "frozen" if layer in still else mode
+                layer.mode = "frozen" if layer in batch_norms else mode
 
-    def leave_out_gradients(self) -> None:
-        """Drop the gradients of stages that are frozen in this step, before anything looks at them."""
-        for parameter in self._left_out or ():
+    def drop_gradients(self) -> None:
+        """Drop the gradients of stages that are frozen in this step, before anything uses them."""
+        for parameter in self._frozen_parameters or ():
             parameter.grad = None
 
     def describe(self) -> dict[str, str]:
         """A row of the start table."""
-        if not self._frozen:
+        if not self._stages:
             return {}
-        count = self._model.stage_count
-        frozen = sum(parameter.numel() for stage in self._frozen for parameter in stage.parameters)
-        share = frozen / sum(parameter.numel() for parameter in self._model.parameters())
-        layers = sum(len(stage.batch_norms) for stage in self._frozen)
-        share = min(share, 0.99)  # a head that trains is not rounded away
-        text = (
-            _joined(self._frozen)
-            + f" of {count}" * bool(count)
-            + f", {share:.0%} of the parameters"
-        )
-        text += f", {layers} batch norms with their statistics" * bool(layers)
-        later = [f"{_joined(part)} from step {first + 1:,}" for first, part in self._parts]
-        return {"frozen": text + f"; train later: {', '.join(later)}" * bool(later)}
+        num_frozen = 0
+        num_layers = 0
+        for stage in self._stages:
+            for parameter in stage.parameters:
+                num_frozen += parameter.numel()
+            num_layers += len(stage.batch_norms)
+        num_parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        share = min(num_frozen / num_parameters, 0.99)  # a head that trains is not rounded away
+        text = _format_stages(self._stages)
+        if self._model.num_stages:
+            text += f" of {self._model.num_stages}"
+        text += f", {share:.0%} of the parameters"
+        if num_layers:
+            text += f", {num_layers} batch norms with their statistics"
+        thaws = []
+        for first_step, stages in self._thaws:
+            thaws.append(f"{_format_stages(stages)} from step {first_step + 1:,}")
+        if thaws:
+            text += f"; train later: {', '.join(thaws)}"
+        return {"frozen": text}
 
 
-def _joined(stages: list[Stage]) -> str:
+def _format_stages(stages: list[Stage]) -> str:
     return stages[0].name if len(stages) == 1 else f"{stages[0].name} to {stages[-1].name}"

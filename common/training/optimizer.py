@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
 from typing import Any
 from weakref import WeakSet
 
@@ -35,32 +34,25 @@ from common.distributed.sharding import (
 )
 from common.errors import Refused
 from common.patches.timm import orthogonalize_shards
-from common.training.parts import parts
+from common.training.parts import group_parameters
 
 # Optimizers of torch in timm's factory, which have a fused form: 6 times as fast, and no host sync
-# under fp16. Torch has no fused kernel for the shards of the last two.
-_FUSED, _FUSED_UNLESS_IN_SHARDS = {"adam", "adamw"}, {"sgd", "momentum"}
+# under fp16.
+_FUSED = {"adam", "adamw", "sgd", "momentum"}
+_FUSED_ON_SHARDS = {"adam", "adamw"}  # torch has no fused kernel of SGD for shards
 # Kron has a random generator of its own and keeps lists of tensors; AdaHessian needs second
 # derivatives.
-_UNFIT = ["kron*", "adahessian"]
+_UNSUPPORTED = ["kron*", "adahessian"]
 # Optimizers whose step on shards equals the step on whole weights within 1e-10 in float64; a test
 # has the table.
-ON_SHARDS = {
-    *(
-        "adabelief adadelta adagrad adam adamax adamc adamw adamwlegacy adan adanw adopt adoptc "
-        "adoptw lamb lambc"
-    ).split(),
-    *(
-        "lambcd lambcw lambw larc lars madgrad madgradw momentum muon nadam nadamc nadamlegacy "
-        "nadamw nesterov"
-    ).split(),
-    *(
-        "nesterovw nlarc nlars nmuon radabelief radam radamlegacy radamw rmsprop rmsproptf "
-        "rmsproptfc rmsproptfw"
-    ).split(),
-    *"sgd sgdc sgdw".split(),
-}
-
+ON_SHARDS = set(
+    """
+    adabelief adadelta adagrad adam adamax adamc adamw adamwlegacy adan adanw adopt adoptc adoptw
+    lamb lambc lambcd lambcw lambw larc lars madgrad madgradw momentum muon nadam nadamc
+    nadamlegacy nadamw nesterov nesterovw nlarc nlars nmuon radabelief radam radamlegacy radamw
+    rmsprop rmsproptf rmsproptfc rmsproptfw sgd sgdc sgdw
+    """.split()
+)
 
 _BUILT: WeakSet[torch.optim.Optimizer] = WeakSet()  # optimizers that flags have made
 
@@ -72,69 +64,71 @@ def build_optimizer(config: OptimizationConfig, model: nn.Module) -> torch.optim
     or a factor of a part's rate, parameter groups have an `lr_scale`. Raises `Refused` for an
     unknown name or part.
     """
-    name, known = config.opt.lower(), timm.optim.list_optimizers(exclude_filters=_UNFIT)
-    if name not in known:
-        raise Refused(
-            f"--opt {config.opt}: not an optimizer of timm that fits here{nearest(name, known)}"
-        )
-    in_shards = has_shards(model)
-    # Lamb's norm of all gradients takes them whole or in shards, but not some of each.
-    on_shards = (
-        ON_SHARDS
-        if is_sharded(model)
-        else {each for each in ON_SHARDS if not each.startswith("lamb")}
-    )
-    if in_shards and name not in on_shards:
-        told = f"--opt {config.opt}: its step on a shard differs from its step on whole weights"
-        raise Refused(f"{told}; a sharded run takes {', '.join(sorted(on_shards))}")
-    fused = _FUSED if in_shards else _FUSED | _FUSED_UNLESS_IN_SHARDS
-    if in_shards:
+    name = config.opt.lower()
+    supported = timm.optim.list_optimizers(exclude_filters=_UNSUPPORTED)
+    if name not in supported:
+        advice = nearest(name, supported)
+        raise Refused(f"--opt {config.opt}: not an optimizer of timm that fits here{advice}")
+    fused_names = _FUSED
+    if has_shards(model):
+        _check_shardable(config.opt, model)
+        fused_names = _FUSED_ON_SHARDS
         orthogonalize_shards(whole, shard_like)
+    options = {"fused": True} if name in fused_names else {}
     try:
         optimizer = timm.optim.create_optimizer_v2(
             model,
             opt=name,
-            lr=peak_learning_rate(config),
+            lr=compute_peak_lr(config),
             weight_decay=config.weight_decay,
             momentum=config.momentum,
-            param_group_fn=partial(_groups, config),
-            **({"fused": True} if name in fused else {}),
+            param_group_fn=partial(_build_param_groups, config),
+            **options,
         )
     except (ImportError, AssertionError, TypeError, ValueError, RuntimeError) as error:
-        told = f"--opt {config.opt}: can't be built here ({error})"
-        raise Refused(f"{told}; adamw, sgd, lion and lamb always can") from None
+        raise Refused(
+            f"--opt {config.opt}: can't be built here ({error}); adamw, sgd, lion and lamb always "
+            "can"
+        ) from None
     if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["fused"]:
-        optimizer.register_step_pre_hook(_begin_momentum)
+        optimizer.register_step_pre_hook(_init_momentum)
     _BUILT.add(optimizer)
     return optimizer
 
 
-def _begin_momentum(optimizer: torch.optim.SGD, *_) -> None:
+def _check_shardable(opt: str, model: nn.Module) -> None:
+    """Raise `Refused` if the step of an optimizer on a shard differs from its step on whole weights."""
+    allowed = ON_SHARDS
+    if not is_sharded(model):
+        # Lamb's norm of all gradients takes them whole or in shards, but not some of each.
+        allowed = {name for name in ON_SHARDS if not name.startswith("lamb")}
+    if opt.lower() not in allowed:
+        raise Refused(
+            f"--opt {opt}: its step on a shard differs from its step on whole weights; a sharded "
+            f"run takes {', '.join(sorted(allowed))}"
+        )
+
+
+def _init_momentum(optimizer: torch.optim.SGD, *_) -> None:
     """Initialise each momentum with 0, which gives the same first step as no momentum.
 
     torch's fused SGD begins with uninitialised memory, which the next step would read if fp16 skips
     the first one.
     """
     for group in optimizer.param_groups:
-        for parameter in group["params"] if group["momentum"] else ():
+        if not group["momentum"]:
+            continue
+        for parameter in group["params"]:
             if parameter.grad is not None and "momentum_buffer" not in optimizer.state[parameter]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def _groups(config: OptimizationConfig, model: nn.Module) -> list[dict]:
+def _build_param_groups(config: OptimizationConfig, model: nn.Module) -> list[dict]:
     """Parameters with the same weight decay and the same factor of the learning rate."""
     exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
     options = {"weight_decay": config.weight_decay, "no_weight_decay_list": exempt}
     if config.layer_decay < 1:
-        if not any(map(partial(hasattr, model), ("group_matcher", "pretrained_cfg", "backbone"))):
-            told = (
-                f"--layer_decay {config.layer_decay}: {type(model).__name__} does not say which "
-                "parameters form a layer"
-            )
-            raise Refused(
-                f"{told}; give it a method group_matcher() as timm's models have, or leave the "
-                "flag out"
-            )
+        _check_has_layers(config, model)
         groups = param_groups_layer_decay(model, layer_decay=config.layer_decay, **options)
     else:
         groups = param_groups_weight_decay(model, **options)
@@ -142,35 +136,51 @@ def _groups(config: OptimizationConfig, model: nn.Module) -> list[dict]:
     self_sharded: set[int] = set()
     for module in model.modules():
         if isinstance(module, SelfSharded):
-            self_sharded.update(map(id, module.parameters()))
-    groups = [group for _, group in _split(groups, self_sharded.__contains__)]
-    factors = lr_factors(config)
+            for parameter in module.parameters():
+                self_sharded.add(id(parameter))
+    groups = [group for _, group in _split_groups(groups, self_sharded.__contains__)]
+    factors = get_lr_factors(config)
     if set(factors.values()) == {1}:
         return groups
-    found = parts(model)
-    if config.neck_lr_factor != 1 and not found["neck"]:
+    parameters_by_part = group_parameters(model)
+    if config.neck_lr_factor != 1 and not parameters_by_part["neck"]:
         raise Refused(
             f"--neck_lr_factor {config.neck_lr_factor}: {type(model).__name__} has no neck; leave "
             "it out"
         )
-    groups = _split(
-        groups, {id(parameter): factors[part] for part in found for parameter in found[part]}.get
-    )
-    return [group | {"lr_scale": factor * group.get("lr_scale", 1.0)} for factor, group in groups]
+    factor_by_id = {}
+    for part, parameters in parameters_by_part.items():
+        for parameter in parameters:
+            factor_by_id[id(parameter)] = factors[part]
+    scaled_groups = []
+    for factor, group in _split_groups(groups, factor_by_id.get):
+        lr_scale = factor * group.get("lr_scale", 1.0)
+        scaled_groups.append(group | {"lr_scale": lr_scale})
+    return scaled_groups
 
 
-def _split(groups: list[dict], key: Callable[[int], Any]) -> list[tuple[Any, dict]]:
-    """The groups, divided by `key(id(parameter))`, with that key."""
-    divided = []
+def _check_has_layers(config: OptimizationConfig, model: nn.Module) -> None:
+    if not any(hasattr(model, name) for name in ("group_matcher", "pretrained_cfg", "backbone")):
+        raise Refused(
+            f"--layer_decay {config.layer_decay}: {type(model).__name__} does not say which "
+            "parameters form a layer; give it a method group_matcher() as timm's models have, or "
+            "leave the flag out"
+        )
+
+
+def _split_groups(groups: list[dict], get_key: Callable[[int], Any]) -> list[tuple[Any, dict]]:
+    """The groups, split by `get_key(id(parameter))`, each with that key."""
+    split = []
     for group in groups:
-        parts: dict[Any, list] = {}
+        parameters_by_key: dict[Any, list] = {}
         for parameter in group["params"]:
-            parts.setdefault(key(id(parameter)), []).append(parameter)
-        divided += [(value, group | {"params": part}) for value, part in parts.items()]
-    return divided
+            parameters_by_key.setdefault(get_key(id(parameter)), []).append(parameter)
+        for key, parameters in parameters_by_key.items():
+            split.append((key, group | {"params": parameters}))
+    return split
 
 
-def lr_factors(config: OptimizationConfig) -> dict[str, float]:
+def get_lr_factors(config: OptimizationConfig) -> dict[str, float]:
     """Factor of the learning rate of each part of a model."""
     return {
         "backbone": config.backbone_lr_factor,
@@ -179,29 +189,28 @@ def lr_factors(config: OptimizationConfig) -> dict[str, float]:
     }
 
 
-def describe(
+def describe_optimization(
     config: OptimizationConfig,
     model: nn.Module,
     schedule: Callable[[int], float],
     optimizers: Sequence[torch.optim.Optimizer],
     total_steps: int,
 ) -> str:
-    """Learning rate, schedule and optimizers of a run, for people; of the flags only those that made them."""
-    names = [
-        config.opt if optimizer in _BUILT else _describe_optimizer(optimizer)
-        for optimizer in optimizers
-    ]
+    """Learning rate, schedule and optimizers of a run, for people.
+
+    Of the flags it has only those that made one of the optimizers.
+    """
+    names = [_describe_optimizer(optimizer, config.opt) for optimizer in optimizers]
     text = f"{_describe_schedule(schedule, total_steps)}, {' and '.join(names)}"
-    if not any(optimizer in _BUILT for optimizer in optimizers):
+    if _BUILT.isdisjoint(optimizers):
         return text
-    peak = peak_learning_rate(config)
-    factors = lr_factors(config)
+    peak = compute_peak_lr(config)
+    factors = get_lr_factors(config)
     if len(set(factors.values())) > 1:
-        rates = [
-            f"{part} {peak * factors[part]:.4g}"
-            for part, of_part in parts(model).items()
-            if of_part
-        ]
+        rates = []
+        for part, parameters in group_parameters(model).items():
+            if parameters:
+                rates.append(f"{part} {peak * factors[part]:.4g}")
         text += f"; {', '.join(rates)}"
     if config.layer_decay < 1:
         text += f"; times {config.layer_decay:g} per layer from the head down"
@@ -219,10 +228,13 @@ def _describe_schedule(schedule: Callable[[int], float], total_steps: int) -> st
     return f"{first:.4g} to {highest:.4g} to {last:.4g} by {name}"
 
 
-def _describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Class and hyperparameters, as in `RMSprop (alpha 0.99, momentum 0)`, of an optimizer that no
-    flag has made.
+def _describe_optimizer(optimizer: torch.optim.Optimizer, opt: str) -> str:
+    """`opt` if the flags made the optimizer, else its class and hyperparameters.
+
+    These are as in `RMSprop (alpha 0.99, momentum 0)`.
     """
+    if optimizer in _BUILT:
+        return opt
     values = []
     for name, value in optimizer.defaults.items():
         is_switch = value is None or isinstance(value, bool)
@@ -231,12 +243,14 @@ def _describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__name__} ({', '.join(values)})"
 
 
-def peak_learning_rate(config: Any) -> float:
-    """`lr` scaled from its reference batch to the run's global batch (Goyal et al., 2017;
-    Krizhevsky, 2014).
+def compute_peak_lr(config: Any) -> float:
+    """`lr`, scaled from its reference batch to the run's global batch.
+
+    Source: Goyal et al., 2017 (linear); Krizhevsky, 2014 (square root).
     """
     ratio = config.global_batch_size / config.lr_batch_size
-    return config.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
+    scale = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
+    return config.lr * scale
 
 
 @dataclass(frozen=True)
@@ -249,35 +263,45 @@ class Schedule:
 
     def __post_init__(self) -> None:
         with suppress(ValueError):
-            if all(0 < float(epochs) < math.inf for epochs in self.config.step_epochs.split(",")):
+            if all(0 < epochs < math.inf for epochs in self._parse_step_epochs()):
                 return
-        told = f"--step_epochs {self.config.step_epochs}: must be epochs above 0"
-        raise Refused(f"{told}, such as 30, or 8,11 for each fall")
+        raise Refused(
+            f"--step_epochs {self.config.step_epochs}: must be epochs above 0, such as 30, or "
+            "8,11 for each fall"
+        )
+
+    def _parse_step_epochs(self) -> list[float]:
+        return list(map(float, self.config.step_epochs.split(",")))
 
     @property
     def peak(self) -> float:
-        return peak_learning_rate(self.config)
+        return compute_peak_lr(self.config)
 
     def __call__(self, step: int) -> float:
         """The learning rate of step `step`, counted from 0."""
-        config, peak = self.config, self.peak
-        warmup = min(self.stream.steps(config.warmup_epochs), self.total_steps)
+        peak = self.peak
+        warmup = min(self.stream.steps(self.config.warmup_epochs), self.total_steps)
         if step < warmup:
             return peak * (step + 1) / warmup
         progress = (step - warmup) / max(1, self.total_steps - warmup)
-        least = peak * config.min_lr_ratio
-        if config.schedule == "cosine":
-            return least + (peak - least) * (1 + math.cos(math.pi * progress)) / 2
-        if config.schedule == "linear":
-            return least + (peak - least) * (1 - progress)
-        if config.schedule == "step":
-            at = [
-                max(1, self.stream.steps(float(epochs))) for epochs in config.step_epochs.split(",")
-            ]
-            return peak * config.step_factor ** (
-                step // at[0] if len(at) == 1 else sum(step >= fall for fall in at)
-            )
+        min_rate = peak * self.config.min_lr_ratio
+        if self.config.schedule == "cosine":
+            return min_rate + (peak - min_rate) * (1 + math.cos(math.pi * progress)) / 2
+        if self.config.schedule == "linear":
+            return min_rate + (peak - min_rate) * (1 - progress)
+        if self.config.schedule == "step":
+            return peak * self.config.step_factor ** self._count_falls(step)
         return peak
+
+    def _count_falls(self, step: int) -> int:
+        """How often the rate of a `step` schedule has fallen: every so many epochs, or after each."""
+        all_epochs = self._parse_step_epochs()
+        if len(all_epochs) == 1:
+            return step // self._count_steps(all_epochs[0])
+        return sum(step >= self._count_steps(epochs) for epochs in all_epochs)
+
+    def _count_steps(self, epochs: float) -> int:
+        return max(1, self.stream.steps(epochs))
 
 
 def build_schedule(config: Any, stream: Stream) -> Schedule:
@@ -286,8 +310,9 @@ def build_schedule(config: Any, stream: Stream) -> Schedule:
 
 
 def count_steps(config: Any, stream: Stream) -> int:
-    """The length of a run: `--max_steps`, or else `--epochs` in whole steps, rounded up; two steps
-    for `--dry_run`.
+    """The length of a run: `--max_steps`, or else `--epochs` in whole steps, rounded up.
+
+    Two steps for `--dry_run`.
     """
     steps = config.max_steps or stream.steps(config.epochs)
     if steps < 1:
@@ -306,33 +331,40 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         # In the first step, when the group still has the rate it was built with.
         if "lr_scale" not in group:
-            common = optimizer.defaults.get("lr")
-            group["lr_scale"] = float(group["lr"] / common) if common else 1.0
+            default_rate = optimizer.defaults.get("lr")
+            group["lr_scale"] = float(group["lr"] / default_rate) if default_rate else 1.0
         group["lr"] = rate * group["lr_scale"]
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, mode: str) -> Tensor:
-    """Clip in place if `limit` > 0, and return the global L2 norm before clipping: a scalar on the
-    device, without a wait.
+    """Clip in place if `limit` > 0, and return the global L2 norm before clipping.
 
-    Mode `norm` scales all gradients together (Pascanu et al., 2013), `agc` each unit's by the norm
-    of its weights (adaptive gradient clipping: Brock et al., 2021).
+    The norm is a scalar on the device, without a wait. Mode `norm` scales all gradients together
+    (Pascanu et al., 2013), `agc` each unit's by the norm of its weights (adaptive gradient
+    clipping: Brock et al., 2021).
     """
-    parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    clipped: list[nn.Parameter] = []
+    gradients: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            clipped.append(parameter)
+            gradients.append(parameter.grad)
+    norm = total_norm(gradients)
     if limit and mode == "agc":
-        in_shards = any(isinstance(parameter, DTensor) for parameter in parameters)
-        (_clip_sharded_units if in_shards else adaptive_clip_grad)(parameters, limit)
+        if any(isinstance(parameter, DTensor) for parameter in clipped):
+            _clip_sharded_units(clipped, limit)
+        else:
+            adaptive_clip_grad(clipped, limit)
     elif limit:
-        for part in alike(parameters):
-            nn.utils.clip_grads_with_norm_(part, limit, norm)
+        for subset in alike(clipped):
+            nn.utils.clip_grads_with_norm_(subset, limit, norm)
     return norm
 
 
 def unscale_gradients(
     accelerator: Accelerator, optimizers: Sequence, parameters: Iterable[nn.Parameter]
 ) -> None:
-    """Under fp16 undo the loss scale. If a gradient overflows on any rank, all ranks will skip the step.
+    """Undo the loss scale under fp16. If a gradient overflows on any rank, all ranks will skip the step.
 
     torch's scaler does not take whole gradients beside those in shards. So it does not see the
     latter, whose overflow is carried over to a whole gradient, which all ranks have.
@@ -340,17 +372,25 @@ def unscale_gradients(
     if not accelerator.scaler:
         accelerator.unscale_gradients(optimizers)
         return
-    parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    in_shards = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
-    if len(in_shards) in (0, len(parameters)):
+    in_shards: list[Any] = []
+    whole_gradients: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        if isinstance(parameter, DTensor):
+            in_shards.append(parameter)
+        else:
+            whole_gradients.append(parameter.grad)
+    if not in_shards or not whole_gradients:
         accelerator.unscale_gradients(optimizers)
         return
-    gradients: list[Any] = [parameter.grad for parameter in in_shards]
+    gradients = []
     for parameter in in_shards:
+        gradients.append(parameter.grad)
         parameter.grad = None
-    carrier: Any = next(parameter.grad for parameter in parameters if parameter.grad is not None)
+    carrier = whole_gradients[0]
     for gradient in gradients:
-        carrier += 0 * all_sum(local(gradient).sum())  # NaN if one number is not finite
+        carrier += 0 * all_sum(local(gradient).sum())  # NaN if one value is not finite
     scale = accelerator.scaler.scale(torch.ones((), device=carrier.device))
     accelerator.unscale_gradients(optimizers)
     for parameter, gradient in zip(in_shards, gradients, strict=True):
@@ -358,34 +398,43 @@ def unscale_gradients(
 
 
 def _clip_sharded_units(parameters: list[nn.Parameter], limit: float) -> None:
-    """timm's `adaptive_clip_grad` of parameters in shards, which have whole rows of weights, but
-    parts of a vector.
+    """timm's `adaptive_clip_grad` of parameters in shards.
+
+    A shard has whole rows of a weight, but only a chunk of a vector, so norms of vectors are
+    gathered: one collective.
     """
-    pairs: list[Any] = [(parameter.detach(), parameter.grad) for parameter in parameters]
-    vectors = [tensor.norm() for pair in pairs for tensor in pair if tensor.ndim < 2]
-    norms = iter(whole(torch.stack(vectors)) if vectors else ())
-    for pair in pairs:
-        of_weight, of_gradient = (
-            next(norms) if tensor.ndim < 2 else unitwise_norm(local(tensor)) for tensor in pair
-        )
-        highest, gradient = of_weight.clamp(min=1e-3) * limit, local(pair[1])
-        clipped = gradient * (highest / of_gradient.clamp(min=1e-6))
-        gradient.copy_(torch.where(of_gradient < highest, gradient, clipped))
+    pairs: list[tuple[Any, Any]] = [(weight.detach(), weight.grad) for weight in parameters]
+    vector_norms: list[Tensor] = []
+    for weight, gradient in pairs:
+        if weight.ndim < 2:
+            vector_norms += [weight.norm(), gradient.norm()]
+    gathered_norms = iter(whole(torch.stack(vector_norms)) if vector_norms else ())
+    for weight, sharded_gradient in pairs:
+        gradient = local(sharded_gradient)
+        if weight.ndim < 2:
+            weight_norm = next(gathered_norms)
+            gradient_norm = next(gathered_norms)
+        else:
+            weight_norm = unitwise_norm(local(weight))
+            gradient_norm = unitwise_norm(gradient)
+        max_norm = weight_norm.clamp(min=1e-3) * limit
+        clipped = gradient * (max_norm / gradient_norm.clamp(min=1e-6))
+        gradient.copy_(torch.where(gradient_norm < max_norm, gradient, clipped))
 
 
 def build_ema(config: OptimizationConfig, model: nn.Module) -> ModelEmaV3 | None:
-    """timm's exponential moving average of weights and buffers, or None. Its decay warms up with the step.
+    """timm's exponential moving average of weights and buffers, or None. Its decay warms up.
 
     Build it before Accelerate prepares the model: a copy of a prepared model would run the
     original's forward.
     """
     if not config.ema_decay:
         return None
-    average = ShardedAverage if is_sharded(model) else ModelEmaV3
-    return average(model, decay=config.ema_decay, use_warmup=True)
+    ema_class = ShardedEma if is_sharded(model) else ModelEmaV3
+    return ema_class(model, decay=config.ema_decay, use_warmup=True)
 
 
-class ShardedAverage(ModelEmaV3):
+class ShardedEma(ModelEmaV3):
     """timm's moving average of a sharded model, in shards, too."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
@@ -393,13 +442,13 @@ class ShardedAverage(ModelEmaV3):
         self.module = twin(model).eval()
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:
-        mine, theirs = (
-            [*map(local, module.state_dict().values())] for module in (self.module, model)
-        )
-        floats = [tensor.is_floating_point() for tensor in mine]
-        torch._foreach_lerp_(
-            [*compress(mine, floats)], [*compress(theirs, floats)], weight=1 - decay
-        )
-        for average, newest in zip(mine, theirs, strict=True):
-            if not average.is_floating_point():
-                average.copy_(newest)
+        averages = []
+        values = []
+        ema_state = self.module.state_dict().values()
+        for average, value in zip(ema_state, model.state_dict().values(), strict=True):
+            if average.is_floating_point():
+                averages.append(local(average))
+                values.append(local(value))
+            else:
+                local(average).copy_(local(value))
+        torch._foreach_lerp_(averages, values, weight=1 - decay)

@@ -1,6 +1,7 @@
-"""One optimizer step: this rank's micro-batches, their backward passes, and what came out of them."""
+"""One optimizer step: this rank's micro-batches, their backward passes, and the outcome."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
@@ -24,7 +25,7 @@ from common.training.optimizer import clip_gradients, unscale_gradients
 from common.training.warm_up import check_losses, warm_up
 
 
-class Samples(Protocol):
+class TrainDataset(Protocol):
     """A recipe's training samples, a `torch.utils.data.Dataset`."""
 
     source: Any  # of the images: `data.source.Source`, or `detection.data.annotated.Annotated`
@@ -43,38 +44,39 @@ class Samples(Protocol):
     def describe(self) -> dict[str, str]:
         """Rows of the start table."""
 
-    def blank(self, count: int) -> DeviceBatch:
-        """`count` samples of noise with everything that a batch of the run can have, as large as any."""
+    def make_noise(self, num_samples: int) -> DeviceBatch:
+        """Samples of noise with everything that a batch of the run can have, as large as any."""
 
-    def shown(self, batch: Any) -> list[tuple[str, str, list]]:
-        """Of each image of a batch, for people: what it shows, its name, and its boxes, (corners in
-        pixels, class name).
+    def describe_images(self, batch: Any) -> list[tuple[str, str, list]]:
+        """Of each image of a batch, for people: (what it shows, its name, its boxes).
+
+        A box is (corners in pixels, class name).
         """
 
 
-class Evaluated(Protocol):
-    """How a recipe's images are evaluated, and so what an exported model expects; a dataclass, see
-    `data.loader`.
+class EvalDataset(Protocol):
+    """How a recipe's images are evaluated, and so what an exported model expects.
+
+    A dataclass, see `data.loader`.
     """
 
     source: Any
 
-    def batches(self, most: int) -> list:
-        """Indices of all images of the source, in batches of up to `most` that are the same on
-        every layout.
-        """
+    def batches(self, limit: int) -> list:
+        """Indices of all images of the source, in batches of up to `limit`: the same on every layout."""
 
     def export(self, model: nn.Module, train: Any, results: dict, folder: Path) -> None:
-        """Write a folder of `model`, trained on the source `train`, and of how to prepare its
-        images: it becomes `best/`.
+        """Write a folder of `model`, trained on the source `train`: it becomes `best/`.
+
+        The folder says how to prepare images for the model.
         """
 
 
 class StepModule(Protocol):
-    """A module of the model that is told of each step: a detector, or a head that compares with the
-    classes of a step.
+    """A module of the model that prepares for each step.
 
-    Every module of a model with a method `prepare_step` is one, and has these members.
+    It may be a detector, or a head that compares with the classes of a step. Every module of a
+    model with a method `prepare_step` is one, and has these members.
     """
 
     looks_ahead: bool
@@ -94,12 +96,12 @@ class StepModule(Protocol):
         """Rows of the start table."""
 
 
-class _Enough(Exception):
+class _StopForward(Exception):
     """The model's input is known, and its output not needed."""
 
 
 class StepOutcome(NamedTuple):
-    """What one step made on this rank, of its n samples."""
+    """The outcome of a step on this rank, of its n samples."""
 
     losses: Tensor  # [n], on the device
     positions: Tensor  # int64[n], of the stream
@@ -107,11 +109,19 @@ class StepOutcome(NamedTuple):
     broken: tuple[str, ...] = ()  # images that could not be read: name and reason
 
 
+class _Forward(NamedTuple):
+    """A forward pass over some samples of the first step."""
+
+    batch: Any
+    images: Tensor  # float64, as the model gets them
+    losses: Any  # [n], or None if the pass was stopped at the model
+
+
 class TrainingStep:
     """Makes the steps of `model` on batches of `samples`.
 
-    `losses_of(network, batch)` is the recipe's forward pass and returns one loss per sample, [B].
-    Modules of `model` may be told of a step before its first forward pass, see `StepModule`.
+    `compute_losses(network, batch)` is the recipe's forward pass and returns one loss per sample,
+    [B]. Modules of `model` may prepare for a step before its first forward pass, see `StepModule`.
     `freezing` says what does not train in a step.
     """
 
@@ -119,73 +129,77 @@ class TrainingStep:
         self,
         accelerator: Accelerator,
         model: nn.Module,
-        samples: Samples,
-        losses_of: Callable[[nn.Module, DeviceBatch], Tensor],
+        samples: TrainDataset,
+        compute_losses: Callable[[nn.Module, DeviceBatch], Tensor],
         freezing: Freezing,
     ):
-        self.model, self.samples, self._freezing = model, samples, freezing
-        self._accelerator, self._losses_of, self._device = (
-            accelerator,
-            losses_of,
-            accelerator.device,
-        )
+        self.model = model
+        self.samples = samples
+        self._freezing = freezing
+        self._accelerator = accelerator
+        self._device = accelerator.device
+        self._compute_losses = compute_losses
         self._step_modules = find_step_modules(model)
         self._looks_ahead = any(module.looks_ahead for module in self._step_modules)
         self._losses: list[Tensor] = []  # of the micro-batches of the current step
         self._positions: list[Tensor] = []
 
-    def attempt(self, network: nn.Module, plan: BatchPlan) -> None:
-        """Add the gradient of the losses of the largest micro-batch of `plan`, on noise: the same
-        in every call.
+    def run_trial(self, network: nn.Module, plan: BatchPlan) -> None:
+        """Add the gradient of the losses of the largest micro-batch of `plan`, on noise.
 
-        Waits for no other rank. Losses of another shape than [B] are refused. `uses_generator` then
-        tells whether a forward pass draws numbers, such as masks, from the global generator.
+        It is the same in every call, and waits for no other rank. Losses of another shape than [B]
+        are refused. `uses_generator` then tells whether a forward pass draws numbers, such as
+        masks, from the global generator.
         """
         devices.seed(0, self._device)
-        count = plan.micro_steps if self._looks_ahead else 1  # as many as are on the device at once
-        feed = Prefetcher(
-            (self.samples.blank(plan.micro_batch_sizes[0]) for _ in range(count)), self._device
-        )
-        # Which stay there until the backward is done.
-        batches: list[Any] = [next(feed) for _ in range(count)]
+        batch_size = plan.micro_batch_sizes[0]
+        # As many as are on the device at once. They stay there until the backward is done.
+        num_batches = plan.micro_steps if self._looks_ahead else 1
+        noise = (self.samples.make_noise(batch_size) for _ in range(num_batches))
+        prefetcher = Prefetcher(noise, self._device)
+        batches: list[Any] = [next(prefetcher) for _ in range(num_batches)]
         self._prepare_step(0, batches[:1], plan, is_trial=network is self.model)
-        drop_path.set_draws(self.model, batches[0].drop_path)
+        drop_path.set_uniforms(self.model, batches[0].drop_path)
         state = devices.generator_state(self._device)
-        losses = self._losses_of(network, batches[0])
+        losses = self._compute_losses(network, batches[0])
         self.uses_generator = not torch.equal(devices.generator_state(self._device), state)
-        check_losses(losses, plan.micro_batch_sizes[0])
+        check_losses(losses, batch_size)
         losses.sum().backward()
 
     @torch.no_grad()
-    def check_draws(self, plan: BatchPlan) -> None:
-        """Make up to 32 samples of the first step twice, and once more in two parts; raise
-        `Refused` if they then differ.
+    def check_reproducible(self, plan: BatchPlan) -> None:
+        """Make up to 32 samples of the first step twice, and once more in two batches.
 
-        They would be drawn from the state of a global generator, which depends on the layout, as
-        only dropout may.
+        Raises `Refused` if they then differ: they would be drawn from the state of a global
+        generator, which depends on the layout, as only dropout may.
         """
-        first, end = plan.span(rank(), 0)
-        units = min((end - first) // plan.unit, max(2, 32 // plan.unit))
-        middle, end = first + units // 2 * plan.unit, first + units * plan.unit
-        made: list[tuple] = []
+        start, end = plan.span(rank(), 0)
+        num_units = min((end - start) // plan.unit, max(2, 32 // plan.unit))
+        middle = start + num_units // 2 * plan.unit
+        end = start + num_units * plan.unit
+        passes: list[_Forward] = []
+
+        def add_pass() -> None:
+            seed = 1 + len(passes)
+            passes.append(self._forward_first_step(plan, seed, (start, end)))
+
         for _ in range(2):
-            warm_up(
-                self.model,
-                self.model,
-                lambda: made.append(self._made(plan, 1 + len(made), (first, end))),
-            )
-        (_, images, losses), (_, again, losses_again) = made
-        spans = [span for span in ((first, middle), (middle, end)) if span[0] < span[1]]
-        parts = torch.cat([self._made(plan, 3, span, only_images=True)[1] for span in spans])
+            warm_up(self.model, self.model, add_pass)
+        first, second = passes
+        chunks = []
+        for span in ((start, middle), (middle, end)):
+            if span[0] < span[1]:
+                chunk = self._forward_first_step(plan, 3, span, only_images=True)
+                chunks.append(chunk.images)
         pairs = {
-            "images": (images, again),
-            "images in smaller batches": (images, parts),
-            "losses": (losses, losses_again),
+            "images": (first.images, second.images),
+            "images in smaller batches": (first.images, torch.cat(chunks)),
+            "losses": (first.losses, second.losses),
         }
-        for what, (one, other) in pairs.items():
-            if not torch.allclose(one, other, 1e-4, 1e-4, equal_nan=True):
+        for name, (expected, actual) in pairs.items():
+            if not torch.allclose(expected, actual, rtol=1e-4, atol=1e-4, equal_nan=True):
                 raise Refused(
-                    f"the same samples, made again, have other {what}: an augmentation, the data "
+                    f"the same samples, made again, have other {name}: an augmentation, the data "
                     "set or the loss draws from a global generator, so that the numbers depend "
                     "on the layout; draw them from the positions of the samples, as "
                     "common.randomness does (docs/change_it.md)"
@@ -193,61 +207,61 @@ class TrainingStep:
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")
-    def first_batch(
+    def iterate_first_batch(
         self, plan: BatchPlan, limit: int
     ) -> Iterator[tuple[Tensor, list[tuple[str, str, list]]]]:
-        """Up to `limit` samples of the first global batch: images [B, 3, H, W] as the model gets
-        them, and what they show.
+        """Up to `limit` samples of the first global batch, in chunks no larger than a micro-batch.
 
-        Made in parts no larger than a micro-batch. No communication.
+        Yields images [B, 3, H, W] as the model gets them, and their `describe_images`. No
+        communication.
         """
-        size = plan.micro_batch_sizes[0]
-        end = min(plan.global_batch_size, -(-limit // plan.unit) * plan.unit)
-        for start in range(0, end, size):
-            batch, images, _ = self._made(
-                plan, 0, (start, min(start + size, end)), only_images=True
-            )
-            yield images, self.samples.shown(batch)
+        batch_size = plan.micro_batch_sizes[0]
+        num_units = math.ceil(limit / plan.unit)
+        end = min(plan.global_batch_size, num_units * plan.unit)
+        for start in range(0, end, batch_size):
+            span = (start, min(start + batch_size, end))
+            forward = self._forward_first_step(plan, 0, span, only_images=True)
+            yield forward.images, self.samples.describe_images(forward.batch)
 
-    def _made(
+    def _forward_first_step(
         self, plan: BatchPlan, seed: int, span: tuple[int, int], only_images: bool = False
-    ) -> tuple:
-        """These samples of the first step as a batch of `plan`, as the model gets them, and their losses.
+    ) -> _Forward:
+        """Run the forward pass over some samples of the first step, as a batch of `plan`.
 
-        `seed` goes to all global generators.
+        `seed` goes to all global generators. With `only_images` the pass ends before the model's.
         """
-        seen: list[Tensor] = []
+        inputs: list[Tensor] = []
 
-        def reseed(number: int) -> None:
-            seed_generators(number)
-            devices.seed(number, self._device)
+        def seed_all(seed: int) -> None:
+            seed_generators(seed)
+            devices.seed(seed, self._device)
 
-        def before(_, arguments: tuple) -> None:
-            seen.extend(arguments[:1])
+        def record_inputs(_, args: tuple) -> None:
+            inputs.extend(args[:1])
             if only_images:
-                raise _Enough
-            reseed(0)  # of the masks of dropout
+                raise _StopForward
+            seed_all(0)  # of the masks of dropout
 
-        reseed(seed)
-        read = self.samples.__getitems__(self.samples.stream.positions(0, span))
-        batch: Any = next(Prefetcher([read], self._device))
-        reseed(seed)  # reading images has left the generators in a state of its own
+        seed_all(seed)
+        host_batch = self.samples.__getitems__(self.samples.stream.positions(0, span))
+        batch: Any = next(Prefetcher([host_batch], self._device))
+        seed_all(seed)  # reading images has left the generators in a state of its own
         self._prepare_step(0, [batch], plan, is_trial=True)
-        drop_path.set_draws(self.model, batch.drop_path)
+        drop_path.set_uniforms(self.model, batch.drop_path)
         # Before what shards the model waits for others.
-        begin = self.model.register_forward_pre_hook(before, prepend=True)
-        end = self.model.register_forward_hook(lambda *_: reseed(seed))
+        pre_hook = self.model.register_forward_pre_hook(record_inputs, prepend=True)
+        post_hook = self.model.register_forward_hook(lambda *_: seed_all(seed))
         losses = None
         try:
-            losses = self._losses_of(self.model, batch)
-        except _Enough:
+            losses = self._compute_losses(self.model, batch)
+        except _StopForward:
             pass
         finally:
-            begin.remove()
-            end.remove()
-        return batch, seen[0].double(), losses
+            pre_hook.remove()
+            post_hook.remove()
+        return _Forward(batch, inputs[0].double(), losses)
 
-    def begin(
+    def start(
         self,
         network: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
@@ -257,25 +271,30 @@ class TrainingStep:
         workers: int,
     ) -> None:
         """Start the data workers for `steps`, (first, end)."""
-        self.plan, self._network, self._optimizers, self._seed = plan, network, optimizers, seed
-        loader = training_loader(cast(Dataset, self.samples), plan, *steps, workers)
-        self._feed = Prefetcher(loader, self._device)
+        self.plan = plan
+        self._network = network
+        self._optimizers = optimizers
+        self._seed = seed
+        dataset = cast(Dataset, self.samples)
+        loader = training_loader(dataset, plan, steps[0], steps[1], workers)
+        self._prefetcher = Prefetcher(loader, self._device)
         # Once: to find them takes longer than to clip them.
         self._parameters = list(self.model.parameters())
 
-    def micro_batches(self, step: int) -> Iterator[DeviceBatch]:
-        """This rank's micro-batches of `step`, on the device. Gradients are sent to the other ranks
-        with the last one.
+    def load_micro_batches(self, step: int) -> Iterator[DeviceBatch]:
+        """This rank's micro-batches of `step`, on the device.
+
+        Gradients are sent to the other ranks with the last one.
         """
-        self._freezing.begin(step)
-        ahead: list[Any] = [
-            next(self._feed) for _ in range(self.plan.micro_steps if self._looks_ahead else 0)
-        ]
-        self._prepare_step(step, ahead, self.plan, is_trial=False)
+        self._freezing.start_step(step)
+        batches: list[Any] = []
+        if self._looks_ahead:
+            batches = [next(self._prefetcher) for _ in range(self.plan.micro_steps)]
+        self._prepare_step(step, batches, self.plan, is_trial=False)
         for micro_step in range(self.plan.micro_steps):
-            batch: Any = ahead[micro_step] if ahead else next(self._feed)
+            batch: Any = batches[micro_step] if batches else next(self._prefetcher)
             devices.seed(key_of(self._seed, "dropout", step, micro_step, rank()), self._device)
-            drop_path.set_draws(self.model, batch.drop_path)
+            drop_path.set_uniforms(self.model, batch.drop_path)
             self._positions.append(batch.positions)
             is_last = micro_step == self.plan.micro_steps - 1
             with contextlib.nullcontext() if is_last else self._accelerator.no_sync(self._network):
@@ -288,42 +307,48 @@ class TrainingStep:
             module.prepare_step(step, batches, plan, is_trial)
 
     def backward(self, losses: Tensor) -> None:
-        """Add the gradients of a micro-batch's losses, [B]; in the end they belong to the mean over
-        the global batch.
+        """Add the gradients of a micro-batch's losses, [B].
+
+        In the end they belong to the mean over the global batch.
         """
         check_losses(losses, len(self._positions[-1]))
-        gradient, scaler = torch.full_like(losses, self.plan.loss_scale), self._accelerator.scaler
-        # As of the scaled sum, in fewer kernels.
-        losses.backward(scaler.scale(gradient) if scaler else gradient)
+        gradient = torch.full_like(losses, self.plan.loss_scale)
+        scaler = self._accelerator.scaler
+        if scaler:
+            gradient = scaler.scale(gradient)
+        losses.backward(gradient)  # as of the scaled sum, in fewer kernels
         self._losses.append(losses.detach())
 
     def clip_gradients(self, limit: float, mode: str) -> Tensor:
-        """Leave out frozen stages, under fp16 undo the loss scale, then clip; see
-        `optimizer.clip_gradients`.
-        """
-        self._freezing.leave_out_gradients()
+        """Drop frozen gradients, undo fp16's loss scale, then clip; see `optimizer.clip_gradients`."""
+        self._freezing.drop_gradients()
         unscale_gradients(self._accelerator, self._optimizers, self._parameters)
         return clip_gradients(self._parameters, limit, mode)
 
-    def end(self) -> StepOutcome:
-        """Move batch norm's running statistics, and say what this rank made of the step."""
+    def finish(self) -> StepOutcome:
+        """Update batch norm's running statistics, and return the outcome of the step on this rank."""
         batch_norm.update_running_statistics(self.model)
-        if len(self._losses) != len(self._positions):
-            called, count = len(self._losses), len(self._positions)
-            raise RuntimeError(f"run.backward was called {called} times for {count} micro-batches")
-        losses, positions = (
-            each[0] if len(each) == 1 else torch.cat(each)
-            for each in (self._losses, self._positions)
-        )
-        self._losses, self._positions = [], []
-        return StepOutcome(losses, positions, *self._feed.take())
+        num_batches = len(self._positions)
+        if len(self._losses) != num_batches:
+            raise RuntimeError(
+                f"run.backward was called {len(self._losses)} times for {num_batches} micro-batches"
+            )
+        losses = _concat(self._losses)
+        positions = _concat(self._positions)
+        self._losses = []
+        self._positions = []
+        data_wait, broken = self._prefetcher.take()
+        return StepOutcome(losses, positions, data_wait, broken)
+
+
+def _concat(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def find_step_modules(model: nn.Module) -> list[StepModule]:
-    """The modules of `model` that are told of each step."""
-    return [
-        cast(StepModule, module) for module in model.modules() if hasattr(module, "prepare_step")
-    ]
+    """The modules of `model` that prepare for each step."""
+    modules = [module for module in model.modules() if hasattr(module, "prepare_step")]
+    return cast(list[StepModule], modules)
 
 
 def describe_step_modules(model: nn.Module) -> dict[str, str]:

@@ -59,7 +59,7 @@ def saved_data_set(root: Path, put: Place) -> None:
 
 def weights_of_a_model(root: Path, put: Place) -> None:
     model = timm.create_model("test_vit", num_classes=3)
-    timm_models.export(
+    timm_models.export_classifier(
         model, "abc", timm_models.resolve_data_config(model), False, {}, root / "best"
     )
     (root / "best/model.safetensors").unlink()

@@ -88,7 +88,7 @@ def test_a_trial_has_as_many_boxes_as_a_batch_can_have():
     data = source()
     most = np.sort(np.diff(data.offsets))[::-1]
     for options, parts in (({}, 1), ({"mixup": 0.1}, 2), ({"mosaic": 0.1, "mixup": 0.1}, 5)):
-        blank = samples_of(data, 3, options).blank(3)
+        blank = samples_of(data, 3, options).make_noise(3)
         assert [len(target["boxes"]) for target in blank.targets] == most[: 3 * parts].reshape(
             3, parts
         ).sum(1).tolist()

@@ -103,7 +103,9 @@ def test_a_checkpoint_that_can_not_be_written_stops_the_run(forks, data, whole, 
         assert (
             status["status"] == "failed" and says in status["cause"] and 8 <= status["step"] < STEPS
         ), status
-        assert [verify(path).step for path in Checkpoints(folder / "checkpoints").paths()] == [4]
+        assert [verify(path).step for path in Checkpoints(folder / "checkpoints").list_paths()] == [
+            4
+        ]
         assert not list(folder.rglob(".*.tmp"))
         mend(folder)
         ended = train(forks, data, folder)
@@ -164,7 +166,7 @@ def test_a_run_that_lost_its_folder_ends_and_leaves_others_alone(forks, data, tm
     }
     shutil.rmtree(folder)
     (tmp_path / "elsewhere").rename(folder)  # as it was told to
-    assert [verify(path).step for path in Checkpoints(folder / "checkpoints").paths()] == [4]
+    assert [verify(path).step for path in Checkpoints(folder / "checkpoints").list_paths()] == [4]
     back = train(forks, data, folder)
     assert back.code == 0 and f"resuming from step 4 of {STEPS}" in back.stdout, back
 

@@ -136,7 +136,7 @@ def assert_promises(said: dict, found: Path) -> int:
         assert load_file(found / "best/model.safetensors")
         assert read(found / "best/config.json")
         assert read(found / "best/results.json")
-    checkpoints = [verify(path) for path in Checkpoints(found / "checkpoints").paths()]
+    checkpoints = [verify(path) for path in Checkpoints(found / "checkpoints").list_paths()]
     newest = checkpoints[0].step if checkpoints else 0
     assert newest >= said["made"], "a checkpoint is gone that was said to be there"
     if (found / "summary.json").exists():

@@ -36,7 +36,7 @@ def save_mobilenet_v2(folder: Path) -> timm.models.EfficientNet:
         "mobilenetv2_100", pretrained_cfg_overlay={"interpolation": "bilinear"}
     )
     model.load_state_dict(dict(zip(model.state_dict(), tensors.values(), strict=True)))
-    timm_models.export(
+    timm_models.export_classifier(
         model.eval(), CLASSES, timm_models.resolve_data_config(model), False, {}, folder
     )
     return model

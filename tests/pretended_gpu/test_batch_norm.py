@@ -31,7 +31,7 @@ def layer_of(mode: str, group_size: int, dtype: torch.dtype, shape: tuple) -> nn
     generator = torch.Generator().manual_seed(3)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, 1, 0.3, generator)
-    batch_norm.convert(layer, mode, group_size=group_size)
+    batch_norm.convert_batch_norm(layer, mode, group_size=group_size)
     return layer
 
 

@@ -267,7 +267,7 @@ def test_a_model_without_class_names_has_the_order_of_the_data(
     odd, root, forks, tmp_path, evaluate
 ) -> None:
     model, folder = timm.create_model("test_resnet", num_classes=5), tmp_path / "timm"
-    timm_models.export(
+    timm_models.export_classifier(
         model, STUFFS, timm_models.resolve_data_config(model, 64, 0.9), False, {}, folder
     )
     content = read(folder / "config.json")

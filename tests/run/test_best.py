@@ -42,7 +42,9 @@ class Training:
             self.state.ema.weight.fill_(step)
         if self.progress.record_evaluation(step, {"eval/top1": top1}, "eval/top1"):
             self.best.export(
-                self.state.exported(), {"top1": top1, "of_classes": [top1, 1.0]}, self.record(step)
+                self.state.get_exported_model(),
+                {"top1": top1, "of_classes": [top1, 1.0]},
+                self.record(step),
             )
         self.best.take()
         files = {"model": self.state.model.state_dict(), "ema": self.state.ema.state_dict()}
@@ -58,7 +60,7 @@ class Training:
     def start_again(self, run: Path | None = None) -> "Training":
         """Another start, in another folder if one is given."""
         again = Training(run or self.run)
-        found = self.checkpoints.newest(print)
+        found = self.checkpoints.find_newest(print)
         assert isinstance(found, Checkpoint)
         again.progress = Progress(**found.record["ledger"])
         again.best.mend(found, again.progress)
@@ -99,7 +101,7 @@ def test_the_new_best_waits_for_the_checkpoint_that_records_it(run: Path) -> Non
     training = Training(run)
     training.step(1, 0.1)
     assert weight(run) == 1
-    training.best.export(training.state.exported(), {"top1": 0.2}, training.record(2))
+    training.best.export(training.state.get_exported_model(), {"top1": 0.2}, training.record(2))
     training.best.seal()  # for a checkpoint that was on its way
     training.best.place()
     assert weight(run) == 1 and names(run) == [".best.new", "best", "checkpoints"]

@@ -188,7 +188,7 @@ def test_pixels_are_those_of_the_evaluation_to_the_last_level(
 
 def test_runtimes_agree_with_torch_on_photographs(tmp_path) -> None:
     model = timm_models.build_classifier("convnext_atto", 10)
-    batch_norm.convert(model, "group", group_size=4)
+    batch_norm.convert_batch_norm(model, "group", group_size=4)
     # Which needs most operations.
     config = timm_models.resolve_data_config(model.eval()) | {"crop_mode": "border"}
     assert config["input_size"] == (3, 224, 224) and config["crop_pct"] < 1
@@ -216,7 +216,7 @@ def test_runtimes_agree_with_torch_on_photographs(tmp_path) -> None:
 def test_several_labels_have_a_probability_each(tmp_path) -> None:
     model = timm_models.build_classifier("test_resnet", 3)
     config = timm_models.resolve_data_config(model, 32, 1.0)
-    timm_models.export(model, ("a", "b", "c"), config, True, {}, tmp_path / "best")
+    timm_models.export_classifier(model, ("a", "b", "c"), config, True, {}, tmp_path / "best")
     rows = ["path,a,b,c"]
     for index in range(8):
         pixels = np.random.default_rng(index).integers(0, 256, (40 + index, 50, 3), np.uint8)
@@ -262,7 +262,7 @@ def test_a_module_that_a_copied_recipe_defines_is_exported(trained_classifier, t
     model = eval(own)
     config = {"input_size": (3, 32, 32), "interpolation": "bicubic", "crop_pct": 1.0}
     config |= {"mean": (0.5,) * 3, "std": (0.5,) * 3}
-    timm_models.export(model, [*"0123456789"], config, False, {}, tmp_path / "best")
+    timm_models.export_classifier(model, [*"0123456789"], config, False, {}, tmp_path / "best")
     shutil.copy(trained_classifier / "best" / "run.json", tmp_path / "best")
     update_json(tmp_path / "best" / "run.json", recipe="mine")
     source = (ROOT / "recipes" / "cls.py").read_text()

@@ -1,6 +1,4 @@
-"""Batch norm takes its statistics over the samples that its mode promises; running statistics are
-updated once per step.
-"""
+"""Batch norm takes its statistics over the samples that its mode promises, and updates them per step."""
 
 import copy
 from unittest import mock
@@ -15,7 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from common.errors import Refused
 from common.training import batch_norm
-from common.training.batch_norm import convert, discard_statistics, update_running_statistics
+from common.training.batch_norm import (
+    convert_batch_norm,
+    discard_statistics,
+    update_running_statistics,
+)
 from tests.harness.processes import Processes
 
 
@@ -33,95 +35,111 @@ class Rows(nn.Module):
 def small_model() -> nn.Sequential:
     """Convolution, plain and activated batch norms with parameters far from their start, in float64."""
     torch.manual_seed(0)
-    activated = BatchNormAct2d(6, act_layer=nn.PReLU)
-    first = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.Conv2d(6, 6, 3)
-    model = nn.Sequential(*first, activated, Rows(), nn.Linear(96, 5))
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(6, 6, 3),
+        BatchNormAct2d(6, act_layer=nn.PReLU),
+        Rows(),
+        nn.Linear(96, 5),
+    )
     for parameter in model.parameters():
         nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.3)
     return model.double()
 
 
-def samples(count: int) -> torch.Tensor:
-    """[count, 3, 8, 8] float64 images."""
-    return 1 + torch.randn(
-        count, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    )
+def make_images(num_images: int) -> torch.Tensor:
+    """[num_images, 3, 8, 8] float64 images."""
+    generator = torch.Generator().manual_seed(1)
+    return 1 + torch.randn(num_images, 3, 8, 8, dtype=torch.float64, generator=generator)
 
 
-def loss_of(outputs: torch.Tensor, first: int) -> torch.Tensor:
-    """A sum over samples that weights each differently."""
+def compute_loss(outputs: torch.Tensor, first: int) -> torch.Tensor:
+    """A sum over samples that weights each differently; `first` is the index of the first one."""
     weights = torch.arange(first, first + len(outputs), dtype=outputs.dtype)
     return (outputs.square().sum(1) * weights).sum()
 
 
-def reference(groups: list[int]) -> dict[str, torch.Tensor]:
-    """Two unlike steps of the plain model over consecutive groups of samples; running statistics
-    from all groups of a step.
+def compute_reference(groups: list[int]) -> dict[str, torch.Tensor]:
+    """Two unlike steps of the plain model over consecutive groups of samples.
+
+    Running statistics are the mean over all groups of a step.
     """
     model = small_model()
-    x = samples(sum(groups)).requires_grad_()
+    x = make_images(sum(groups)).requires_grad_()
     for step in (1, 2):
         model.zero_grad()
         x.grad = None
         start = copy.deepcopy(model.state_dict())
-        ends, outputs, first = [], [], 0
+        states = []
+        outputs = []
+        first = 0
         for size in groups:
             model.load_state_dict(start)
             outputs.append(model(step * x[first : first + size]))
-            ends.append(copy.deepcopy(model.state_dict()))
-            loss_of(outputs[-1], first).backward()
+            states.append(copy.deepcopy(model.state_dict()))
+            compute_loss(outputs[-1], first).backward()
             first += size
-        mean = {name: torch.stack([end[name].double() for end in ends]).mean(0) for name in start}
+        mean = {}
+        for name in start:
+            mean[name] = torch.stack([state[name].double() for state in states]).mean(0)
         model.load_state_dict(mean)
-    return {
-        "outputs": torch.cat(outputs).detach(),
-        "x": x.grad,
-        **gradients(model),
-        **model.state_dict(),
-    }
+    return collect_results(model, outputs, x)
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+def collect_results(
+    model: nn.Module, outputs: list[torch.Tensor], x: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    results = {"outputs": torch.cat(outputs).detach(), "x": x.grad}
+    return results | get_gradients(model) | model.state_dict()
+
+
+def get_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}
 
 
-def steps(mode: str, shares: list[int], micro: int, group_size: int = 0) -> dict[str, torch.Tensor]:
-    """What `reference` does, with shares[r] samples on rank r in micro-batches of `micro`; results
-    of all ranks.
-    """
+def make_steps(
+    mode: str, shares: list[int], micro_batch_size: int, group_size: int = 0
+) -> dict[str, torch.Tensor]:
+    """What `compute_reference` does, with shares[r] samples on rank r; results of all ranks."""
     model = small_model()
-    assert convert(model, mode, group_size=group_size) == 3
+    assert convert_batch_norm(model, mode, group_size=group_size) == 3
     rank = dist.get_rank() if dist.is_initialized() else 0
-    low, high = sum(shares[:rank]), sum(shares[: rank + 1])
-    x = samples(sum(shares))[low:high].requires_grad_()
+    low = sum(shares[:rank])
+    high = low + shares[rank]
+    x = make_images(sum(shares))[low:high].requires_grad_()
     for step in (1, 2):
         model.zero_grad()
         x.grad = None
         outputs = []
-        for first in range(low, high, micro):
-            outputs.append(model(step * x[first - low : min(first + micro, high) - low]))
-            loss_of(outputs[-1], first).backward()
+        for first in range(low, high, micro_batch_size):
+            last = min(first + micro_batch_size, high)
+            outputs.append(model(step * x[first - low : last - low]))
+            compute_loss(outputs[-1], first).backward()
         update_running_statistics(model)
-    results = {
-        "outputs": torch.cat(outputs).detach(),
-        "x": x.grad,
-        **gradients(model),
-        **model.state_dict(),
-    }
+    results = collect_results(model, outputs, x)
     if dist.is_initialized():
-        of_ranks: list = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, results)
-        for name in results:
-            of_name = [theirs[name] for theirs in of_ranks]
-            if name in ("outputs", "x"):
-                results[name] = torch.cat(of_name)
-            elif name.startswith("gradient"):
-                results[name] = sum(of_name)
-            else:
-                assert all(torch.equal(value, of_name[0]) for value in of_name), (
-                    f"{name} differs between ranks"
-                )
+        results = join_ranks(results)
     return results
+
+
+def join_ranks(results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Outputs of all ranks, sums of gradients, and statistics, which have to be the same."""
+    by_rank: list = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, results)
+    joined = {}
+    for name in results:
+        values = [rank_results[name] for rank_results in by_rank]
+        if name in ("outputs", "x"):
+            joined[name] = torch.cat(values)
+        elif name.startswith("gradient"):
+            joined[name] = sum(values)
+        else:
+            joined[name] = values[0]
+            same = all(torch.equal(value, values[0]) for value in values)
+            assert same, f"{name} differs between ranks"
+    return joined
 
 
 def assert_equal(
@@ -138,44 +156,43 @@ def assert_equal(
 def test_shared_statistics_equal_those_of_the_whole_batch(
     processes: Processes, mode: str, shares: list[int]
 ) -> None:
-    expected = reference([sum(shares)])
-    for actual in processes.run(steps, mode, shares, 100, ranks=len(shares)):
+    expected = compute_reference([sum(shares)])
+    for actual in processes.run(make_steps, mode, shares, 100, ranks=len(shares)):
         assert_equal(actual, expected, 1e-10)
 
 
 def normalize_far_from_zero() -> list:
     """A rank's samples and their outputs, and memory format and types of a model in bf16."""
-    layer, maps = nn.BatchNorm1d(4), nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
-    convert(layer, "global"), convert(maps, "global")
+    layer = nn.BatchNorm1d(4)
+    convert_batch_norm(layer, "global")
+    maps = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    convert_batch_norm(maps, "global")
     x = torch.randn(64, 4, generator=torch.Generator().manual_seed(dist.get_rank())) + 3000
     maps.to(memory_format=torch.channels_last)
     with torch.autocast("cpu", torch.bfloat16):
         y = maps(torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last))
     y.sum().backward()
-    kept = y.is_contiguous(memory_format=torch.channels_last)
-    return [
-        x,
-        layer(x).detach(),
-        (kept, y.dtype, maps[1].collected.dtype, maps[1].weight.grad.dtype),
-    ]
+    is_channels_last = y.is_contiguous(memory_format=torch.channels_last)
+    types = (is_channels_last, y.dtype, maps[1].collected.dtype, maps[1].weight.grad.dtype)
+    return [x, layer(x).detach(), types]
 
 
 def test_shared_statistics_lose_no_digits_and_no_memory_format(processes: Processes) -> None:
     """Where the mean is large, and in bf16."""
-    x, y, kept = zip(*processes.run(normalize_far_from_zero, ranks=2), strict=True)
+    x, y, types = zip(*processes.run(normalize_far_from_zero, ranks=2), strict=True)
     expected = nn.BatchNorm1d(4).double()(torch.cat(x).double())
     assert (torch.cat(y) - expected).abs().max() < 1e-3  # E[x²] - E[x]² would be off by 1
-    assert kept == ((True, torch.bfloat16, torch.float32, torch.float32),) * 2
+    assert types == ((True, torch.bfloat16, torch.float32, torch.float32),) * 2
 
 
-def steps_on_nodes(shares: list[int]) -> dict[str, torch.Tensor]:
+def make_steps_on_nodes(shares: list[int]) -> dict[str, torch.Tensor]:
     with mock.patch("socket.gethostname", return_value="b" if dist.get_rank() == 2 else "a"):
-        return steps("node", shares, 100)
+        return make_steps("node", shares, 100)
 
 
 def test_node_statistics_stay_on_the_node(processes: Processes) -> None:
-    actual = processes.run(steps_on_nodes, [4, 5, 6], ranks=3)[0]
-    expected = reference([9, 6])
+    actual = processes.run(make_steps_on_nodes, [4, 5, 6], ranks=3)[0]
+    expected = compute_reference([9, 6])
     # The running statistics of the nodes are averaged by their ranks: two of three have seen the
     # first node's.
     for name in [name for name in expected if "running" in name]:
@@ -183,12 +200,14 @@ def test_node_statistics_stay_on_the_node(processes: Processes) -> None:
     assert_equal(actual, expected, 1e-10)
 
 
-@pytest.mark.parametrize("mode, num_samples, micro", [("group", 24, 12), ("local", 12, 4)])
-def test_one_process_has_the_statistics_of_groups(mode: str, num_samples: int, micro: int) -> None:
-    """Those of local statistics are micro-batches, as of plain batch norm. Layouts:
-    tests/recipes/test_layout.py.
+@pytest.mark.parametrize("mode, num_samples, size", [("group", 24, 12), ("local", 12, 4)])
+def test_one_process_has_the_statistics_of_groups(mode: str, num_samples: int, size: int) -> None:
+    """The groups of local statistics are micro-batches, as of plain batch norm.
+
+    Layouts: tests/recipes/test_layout.py.
     """
-    assert_equal(steps(mode, [num_samples], micro, 4), reference([4] * (num_samples // 4)), 1e-12)
+    actual = make_steps(mode, [num_samples], micro_batch_size=size, group_size=4)
+    assert_equal(actual, compute_reference([4] * (num_samples // 4)), 1e-12)
 
 
 def test_what_can_not_be_converted_is_refused() -> None:
@@ -197,74 +216,75 @@ def test_what_can_not_be_converted_is_refused() -> None:
 
     for unknown in (Custom(3), nn.BatchNorm2d(3, track_running_stats=False)):
         with pytest.raises(Refused, match=r"1 .*can't be converted"):
-            convert(nn.Sequential(nn.Conv2d(3, 3, 1), unknown), "local")
+            convert_batch_norm(nn.Sequential(nn.Conv2d(3, 3, 1), unknown), "local")
     model = small_model()
-    convert(model, "group", group_size=4)
+    convert_batch_norm(model, "group", group_size=4)
     with pytest.raises(Refused, match=r"6 samples .* norm_batch_size 4"):
-        model(samples(6))
-    model.eval()(samples(6))
+        model(make_images(6))
+    model.eval()(make_images(6))
 
 
 def test_frozen_layers_are_told_and_form_no_groups() -> None:
     model = small_model()
-    with pytest.raises(Refused, match=r"before batch_norm.convert"):
-        batch_norm.freeze(model)
-    convert(model.requires_grad_(True), "group", group_size=2)
+    with pytest.raises(Refused, match="before prepare_layers"):
+        batch_norm.freeze_modules(model)
+    convert_batch_norm(model.requires_grad_(True), "group", group_size=2)
     layers = [layer for layer in model.modules() if isinstance(layer, batch_norm.StepBatchNorm)]
-    assert (batch_norm.unit(model), batch_norm.undivided_for(model)) == (2, "")
+    assert batch_norm.get_group_size(model) == 2
+    assert batch_norm.get_undivided_flag(model) == ""
     layers[0].requires_grad_(False)
     assert (
         "; 1 layers whose weights are not trained have statistics that move"
-        in batch_norm.describe(model)
+        in batch_norm.describe_batch_norm(model)
     )
-    batch_norm.freeze(layers[0])
-    assert batch_norm.describe(model).endswith(f"; 1 of {len(layers)} layers are frozen")
-    batch_norm.freeze(model)
-    assert (
-        batch_norm.unit(model) == 1
-        and batch_norm.describe(model) == "frozen: all layers are in frozen stages"
-    )
+    batch_norm.freeze_modules(layers[0])
+    assert batch_norm.describe_batch_norm(model).endswith(f"; 1 of {len(layers)} layers are frozen")
+    batch_norm.freeze_modules(model)
+    assert batch_norm.get_group_size(model) == 1
+    assert batch_norm.describe_batch_norm(model) == "frozen: all layers are in frozen stages"
 
 
 def test_frozen_keeps_statistics_and_trains_weight_and_bias() -> None:
-    model, plain = small_model(), small_model().eval()
-    convert(model, "frozen")
+    model = small_model()
+    plain = small_model().eval()
+    convert_batch_norm(model, "frozen")
     before = copy.deepcopy(model.state_dict())
     for trained in (model.train(), plain):
-        loss_of(trained(samples(4)), 0).backward()
+        compute_loss(trained(make_images(4)), 0).backward()
     update_running_statistics(model)
     assert_equal(model.state_dict(), before, 0)
-    assert_equal(gradients(model), gradients(plain), 1e-12)
+    assert_equal(get_gradients(model), get_gradients(plain), 1e-12)
     assert model[1].weight.grad.abs().max() > 0
 
 
 def test_an_evaluation_or_a_discarded_pass_moves_no_statistics() -> None:
     model = small_model()
-    convert(model, "local")
+    convert_batch_norm(model, "local")
     before = copy.deepcopy(model.state_dict())
-    model(samples(4))
+    model(make_images(4))
     discard_statistics(model)
-    outputs = model.eval()(samples(4))
-    assert torch.allclose(outputs[:1], model(samples(4)[:1]), rtol=1e-12)
+    outputs = model.eval()(make_images(4))
+    assert torch.allclose(outputs[:1], model(make_images(4)[:1]), rtol=1e-12)
     update_running_statistics(model)
-    assert all(
-        torch.equal(model.state_dict()[name], before[name]) for name in before if "running" in name
-    )
+    for name, value in model.state_dict().items():
+        if "running" in name:
+            assert torch.equal(value, before[name]), name
 
 
 def test_gradient_checkpointing_changes_nothing() -> None:
-    model, checkpointed = small_model(), small_model()
-    for each in (model, checkpointed):
-        convert(each, "group", group_size=2)
-    x = samples(4)
-    loss_of(model(x), 0).backward()
+    model = small_model()
+    convert_batch_norm(model, "group", group_size=2)
+    checkpointed = small_model()
+    convert_batch_norm(checkpointed, "group", group_size=2)
+    x = make_images(4)
+    compute_loss(model(x), 0).backward()
     checkpointed.forward = lambda x: checkpoint(
         nn.Sequential.forward, checkpointed, x, use_reentrant=False
     )
-    loss_of(checkpointed(x), 0).backward()
+    compute_loss(checkpointed(x), 0).backward()
     update_running_statistics(model)
     update_running_statistics(checkpointed)
-    assert_equal(gradients(checkpointed), gradients(model), 1e-12)
+    assert_equal(get_gradients(checkpointed), get_gradients(model), 1e-12)
     assert_equal(checkpointed.state_dict(), model.state_dict(), 1e-12)
 
 
@@ -272,32 +292,32 @@ def test_gradient_checkpointing_changes_nothing() -> None:
 def test_the_gradient_of_a_single_sample_is_right(mode: str) -> None:
     """On the CPU, where torch 2.14's own batch norm gets it wrong."""
     layer = nn.Sequential(nn.BatchNorm2d(3)).double()
-    convert(layer, mode)
+    convert_batch_norm(layer, mode)
     weights = torch.arange(3.0 * 64, dtype=torch.float64).view(1, 3, 8, 8).sin()
     gradients = []
-    for become in (lambda maps: maps, lambda maps: maps.flatten(2).transpose(1, 2)):
-        images = samples(1).requires_grad_()
-        (become(layer(images)) * become(weights).contiguous()).sum().backward()
-        gradients.append(
-            [images.grad, *(parameter.grad.clone() for parameter in layer.parameters())]
-        )
+    for convert in (lambda maps: maps, lambda maps: maps.flatten(2).transpose(1, 2)):
+        images = make_images(1).requires_grad_()
+        (convert(layer(images)) * convert(weights).contiguous()).sum().backward()
+        parameter_gradients = [parameter.grad.clone() for parameter in layer.parameters()]
+        gradients.append([images.grad, *parameter_gradients])
         layer.zero_grad()
-    for of_maps, of_tokens in zip(*gradients, strict=True):
-        torch.testing.assert_close(of_tokens, of_maps, rtol=1e-10, atol=1e-10)
+    for maps_gradient, tokens_gradient in zip(*gradients, strict=True):
+        torch.testing.assert_close(tokens_gradient, maps_gradient, rtol=1e-10, atol=1e-10)
 
 
 def compile_shared() -> int:
     """Trains a compiled model beside a plain one; returns the number of graphs."""
-    model, compiled = small_model(), small_model()
-    for each in (model, compiled):
-        convert(each, "global")
+    model = small_model()
+    convert_batch_norm(model, "global")
+    compiled = small_model()
+    convert_batch_norm(compiled, "global")
     torch._dynamo.utils.counters.clear()
     compiled.compile(backend="aot_eager", fullgraph=True, dynamic=False)
-    x = samples(6)[2 * dist.get_rank() :][:2]
+    x = make_images(6)[2 * dist.get_rank() :][:2]
     for each in (model, compiled):
-        loss_of(each(x), 0).backward()
+        compute_loss(each(x), 0).backward()
         update_running_statistics(each)
-    assert_equal(gradients(compiled), gradients(model), 1e-10)
+    assert_equal(get_gradients(compiled), get_gradients(model), 1e-10)
     assert_equal(compiled.state_dict(), model.state_dict(), 1e-10)
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
@@ -306,25 +326,26 @@ def test_a_compiled_model_agrees_and_is_one_graph(processes: Processes) -> None:
     assert processes.run(compile_shared, ranks=2) == [1, 1]
 
 
-def alone_and_together() -> torch.Tensor:
-    """On rank 0 a forward and backward pass that rank 1 never makes, also of a sample without a
-    variance; then one of both.
+def pass_on_one_rank_then_on_both() -> torch.Tensor:
+    """On rank 0 a forward and backward pass that rank 1 never makes; then one of both.
+
+    The first also of a sample without a variance.
     """
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).double()
-    convert(model, "global")
-    with batch_norm.alone(model):
+    convert_batch_norm(model, "global")
+    with batch_norm.normalize_per_rank(model):
         if dist.get_rank() == 0:
-            for images in (samples(4), samples(1)[:, :, :3, :3]):
+            for images in (make_images(4), make_images(1)[:, :, :3, :3]):
                 model(images).square().mean().backward()
     discard_statistics(model)
-    return model(samples(4)[2 * dist.get_rank() :][:2]).mean((0, 2, 3)).detach()
+    return model(make_images(4)[2 * dist.get_rank() :][:2]).mean((0, 2, 3)).detach()
 
 
-def test_within_alone_no_rank_waits(processes: Processes) -> None:
-    """Afterwards a rank's own outputs do not have a mean of 0, as they would alone."""
-    means, others = processes.run(alone_and_together, ranks=2)
+def test_per_rank_statistics_wait_for_no_rank(processes: Processes) -> None:
+    """Afterwards the outputs of one rank do not have a mean of 0, as they would by its statistics."""
+    means, other_means = processes.run(pass_on_one_rank_then_on_both, ranks=2)
     assert means.abs().max() > 1e-4
-    torch.testing.assert_close(means, -others, atol=1e-6, rtol=0)
+    torch.testing.assert_close(means, -other_means, atol=1e-6, rtol=0)
 
 
 class Counted(TorchDispatchMode):
@@ -343,14 +364,14 @@ class Counted(TorchDispatchMode):
 def test_running_statistics_are_those_of_plain_layers(momenta) -> None:
     plain = nn.Sequential(*(nn.BatchNorm2d(3, momentum=momentum) for momentum in momenta)).double()
     model = copy.deepcopy(plain)
-    convert(model, "local")
+    convert_batch_norm(model, "local")
     for scale in (1, torch.inf, 2, 3):
-        model(samples(4) * torch.inf)
+        model(make_images(4) * torch.inf)
         discard_statistics(model)  # a warm-up that overflowed
-        model(samples(4) * scale)
+        model(make_images(4) * scale)
         update_running_statistics(model)
         if scale < torch.inf:
-            plain(samples(4) * scale)
+            plain(make_images(4) * scale)
     for name, buffer in plain.named_buffers():
         if not name.endswith("num_batches_tracked"):
             torch.testing.assert_close(model.state_dict()[name], buffer, rtol=1e-12, atol=1e-12)
@@ -360,9 +381,9 @@ def test_an_update_takes_few_operators_for_any_number_of_layers() -> None:
     counts = []
     for layers in (1, 9):
         model = nn.Sequential(*(nn.BatchNorm2d(3) for _ in range(layers))).double()
-        convert(model, "local")
+        convert_batch_norm(model, "local")
         discard_statistics(model)
-        model(samples(2))
+        model(make_images(2))
         with Counted() as counted:
             update_running_statistics(model)
         counts.append(counted.count)

@@ -7,18 +7,18 @@ import torch
 from timm.layers import DropPath
 from torch import nn
 
-from common.training.drop_path import convert, draws, set_draws
+from common.training.drop_path import convert_drop_layers, draw_uniforms, set_uniforms
 
 
 def test_rate_and_expectation_are_those_of_timm() -> None:
     model = nn.Sequential(DropPath(0.25), nn.Identity(), DropPath(0.25))
-    assert convert(model) == 2
-    numbers = draws(np.arange(100_000), batch_size=1, seed=0, layers=2)
-    assert (
-        abs(torch.corrcoef(torch.cat([numbers, draws(np.arange(100_000), 1, 1, 1)])).triu(1)).max()
-        < 0.013
-    )
-    set_draws(model, numbers)
+    assert convert_drop_layers(model) == 2
+    positions = np.arange(100_000)
+    uniforms = draw_uniforms(positions, batch_size=1, seed=0, num_layers=2)
+    other_uniforms = draw_uniforms(positions, batch_size=1, seed=1, num_layers=1)
+    correlations = torch.corrcoef(torch.cat([uniforms, other_uniforms])).triu(1)
+    assert correlations.abs().max() < 0.013
+    set_uniforms(model, uniforms)
     y = model(torch.ones(100_000, 2, 1))
     assert torch.equal(y[:, 0], y[:, 1])
     assert torch.allclose(y.unique(), torch.tensor([0.0, 1 / 0.75**2]))
@@ -28,32 +28,31 @@ def test_rate_and_expectation_are_those_of_timm() -> None:
 
 def test_each_layer_uses_its_own_draws() -> None:
     model = nn.Sequential(DropPath(0.5), DropPath(0.5))
-    assert convert(model) == 2
-    set_draws(model, torch.tensor([[0.1, 0.1, 0.9, 0.9], [0.1, 0.9, 0.1, 0.9]]))
+    assert convert_drop_layers(model) == 2
+    set_uniforms(model, torch.tensor([[0.1, 0.1, 0.9, 0.9], [0.1, 0.9, 0.1, 0.9]]))
     assert model(torch.ones(4, 1)).flatten().tolist() == [4, 0, 0, 0]
     assert model[0](torch.ones(8, 1)).flatten().tolist() == [2, 2, 2, 2, 0, 0, 0, 0]
 
 
 def test_dropout_has_its_rate_and_independent_elements() -> None:
-    """Between neighbouring elements, samples, layers and steps there is no correlation, and the
-    mean stays.
-    """
+    """Neighbouring elements, samples, layers and steps have no correlation, and the mean stays."""
     model = nn.Sequential(nn.Dropout(0.25), nn.Dropout(0.25))
-    assert convert(model) == 2
+    assert convert_drop_layers(model) == 2
     x = torch.ones(1000, 200)
-    set_draws(model, draws(np.arange(1000), batch_size=10, seed=0, layers=2))
-    first, second = model[0](x), model[1](x)
-    set_draws(model, draws(np.arange(1000, 2000), batch_size=10, seed=0, layers=2))
-    later = model[0](x)
+    set_uniforms(model, draw_uniforms(np.arange(1000), batch_size=10, seed=0, num_layers=2))
+    first = model[0](x)
+    second = model[1](x)
+    set_uniforms(model, draw_uniforms(np.arange(1000, 2000), batch_size=10, seed=0, num_layers=2))
+    next_step = model[0](x)
     assert torch.allclose(first.unique(), torch.tensor([0.0, 1 / 0.75]))
     assert abs(float(first.mean()) - 1) < 0.006  # 4 standard deviations
-    masks = torch.stack([first.roll(1, 0), first.roll(1, 1), first, second, later]).flatten(1)
-    assert abs(torch.corrcoef(masks).triu(1)).max() < 0.01
+    masks = torch.stack([first.roll(1, 0), first.roll(1, 1), first, second, next_step]).flatten(1)
+    assert torch.corrcoef(masks).triu(1).abs().max() < 0.01
     assert torch.equal(model.eval()(x), x)
-    everything = nn.Sequential(nn.Dropout(1.0))
-    convert(everything)
-    set_draws(everything, draws(np.arange(4), batch_size=4, seed=0, layers=1))
-    assert not everything(torch.ones(4, 3)).any()
+    drop_all = nn.Sequential(nn.Dropout(1.0))
+    convert_drop_layers(drop_all)
+    set_uniforms(drop_all, draw_uniforms(np.arange(4), batch_size=4, seed=0, num_layers=1))
+    assert not drop_all(torch.ones(4, 3)).any()
 
 
 # With dropout before the head by a module and by a function, and on tables of relative positions,
@@ -63,38 +62,38 @@ def test_dropout_has_its_rate_and_independent_elements() -> None:
     ["test_vit", "test_resnet", "test_efficientnet", "test_vit_relpos", "swinv2_cr_tiny_224"],
 )
 def test_outputs_are_those_of_any_micro_batches(name: str) -> None:
-    options = {
-        "window_size": 7,
-        "img_size": 56,
-        "depths": (1, 1),
-        "embed_dim": 12,
-        "num_heads": (2, 2),
-    }
-    size = 56 if name.startswith("swin") else 160
-    model = (
-        timm.create_model(name, num_classes=5, drop_rate=0.3, **(options if size == 56 else {}))
-        .double()
-        .train()
-    )
+    size = 160
+    options = {}
+    if name.startswith("swin"):
+        size = 56
+        options = {
+            "window_size": 7,
+            "img_size": size,
+            "depths": (1, 1),
+            "embed_dim": 12,
+            "num_heads": (2, 2),
+        }
+    model = timm.create_model(name, num_classes=5, drop_rate=0.3, **options).double().train()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
-    count = convert(model)
-    assert count > (1 if "relpos" in name or "swin" in name else 0)
-    images = torch.randn(
-        7, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
+    num_layers = convert_drop_layers(model)
+    assert num_layers > (1 if "relpos" in name or "swin" in name else 0)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(7, 3, size, size, dtype=torch.float64, generator=generator)
+    positions = torch.arange(7, 14)
     outputs = {}
     state = torch.get_rng_state()
     for sizes in ((7,), (1, 3, 3)):
-        parts = []
-        for part, positions in zip(
-            images.split(sizes), torch.arange(7, 14).split(sizes), strict=True
+        chunks = []
+        for image_chunk, position_chunk in zip(
+            images.split(sizes), positions.split(sizes), strict=True
         ):
-            set_draws(model, draws(positions.numpy(), batch_size=7, seed=0, layers=count))
-            parts.append(model(part))
-        outputs[sizes] = torch.cat(parts)
+            uniforms = draw_uniforms(position_chunk.numpy(), 7, seed=0, num_layers=num_layers)
+            set_uniforms(model, uniforms)
+            chunks.append(model(image_chunk))
+        outputs[sizes] = torch.cat(chunks)
     torch.testing.assert_close(outputs[7,], outputs[1, 3, 3], rtol=0, atol=1e-10)
     assert torch.equal(torch.get_rng_state(), state), "nothing is drawn from a generator"
-    set_draws(model, draws(np.arange(14, 21), batch_size=7, seed=0, layers=count))
+    set_uniforms(model, draw_uniforms(np.arange(14, 21), 7, seed=0, num_layers=num_layers))
     assert not torch.allclose(model(images), outputs[7,]), "another step"

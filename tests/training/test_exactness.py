@@ -13,31 +13,36 @@ from torch import nn
 from common.classification.batches import Batch
 from common.errors import Refused
 from common.training import drop_path, exactness
-from common.training.optimizer import _UNFIT, build_optimizer, clip_gradients
+from common.training.optimizer import _UNSUPPORTED, build_optimizer, clip_gradients
 from common.training.step import TrainingStep
 from tests.training.small import CLASSES, Config, vit
 
-BATCH, STEPS = 12, 4
-WHOLE, CUT = ((12,),), ((3, 2), (4,), (2, 1))  # the micro-batches of each rank
+BATCH = 12
+STEPS = 4
+# The micro-batches of each rank.
+ONE_RANK = ((12,),)
+THREE_RANKS = ((3, 2), (4,), (2, 1))
 
 
-def trained(config: Config, layout: tuple[tuple[int, ...], ...]) -> dict[str, torch.Tensor]:
+def train(config: Config, layout: tuple[tuple[int, ...], ...]) -> dict[str, torch.Tensor]:
     """Weights after some steps: micro-batches add up within a rank, then ranks are averaged."""
-    model, generator = vit(1), torch.Generator().manual_seed(0)
+    model = vit(1)
+    generator = torch.Generator().manual_seed(0)
     optimizer = build_optimizer(config, model)
+    sizes = [size for rank_sizes in layout for size in rank_sizes]
     for _ in range(STEPS):
         images = torch.randn(BATCH, 3, 8, 8, generator=generator, dtype=torch.float64)
         targets = torch.rand(BATCH, CLASSES, generator=generator, dtype=torch.float64)
-        sizes, of_ranks = [size for rank in layout for size in rank], []
-        samples = zip(images.split(sizes), targets.split(sizes), strict=True)
-        for rank in layout:
+        micro_batches = zip(images.split(sizes), targets.split(sizes), strict=True)
+        gradients_by_rank = []
+        for rank_sizes in layout:
             model.zero_grad()
-            for _ in rank:
-                some, wanted = next(samples)
-                losses = -(model(some).log_softmax(1) * wanted).sum(1)
+            for _ in rank_sizes:
+                micro_images, micro_targets = next(micro_batches)
+                losses = -(model(micro_images).log_softmax(1) * micro_targets).sum(1)
                 (losses.sum() * len(layout) / BATCH).backward()
-            of_ranks.append([parameter.grad for parameter in model.parameters()])
-        for parameter, *gradients in zip(model.parameters(), *of_ranks, strict=True):
+            gradients_by_rank.append([parameter.grad for parameter in model.parameters()])
+        for parameter, *gradients in zip(model.parameters(), *gradients_by_rank, strict=True):
             parameter.grad = sum(gradients) / len(layout)
         clip_gradients(list(model.parameters()), config.clip, config.clip_mode)
         optimizer.step()
@@ -45,43 +50,40 @@ def trained(config: Config, layout: tuple[tuple[int, ...], ...]) -> dict[str, to
     return copy.deepcopy(model.state_dict())
 
 
+def measure_distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> torch.Tensor:
+    return sum((left[name] - right[name]).square().sum() for name in left).sqrt()
+
+
 @pytest.mark.parametrize(
     "clip, mode", [(0.0, "norm"), pytest.param(0.01, "agc", marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("name", timm.optim.list_optimizers(exclude_filters=_UNFIT))
+@pytest.mark.parametrize("name", timm.optim.list_optimizers(exclude_filters=_UNSUPPORTED))
 def test_an_optimizer_is_exact_or_known_not_to_be(name: str, clip: float, mode: str) -> None:
-    """On a vision transformer in float64, whose keys' biases have a gradient of nothing but
-    rounding noise.
-    """
+    """On a vision transformer in float64: its keys' biases have a gradient of rounding noise."""
     config = Config(opt=name, lr=3e-3, clip=clip, clip_mode=mode)
     try:
-        whole, cut = (trained(config, layout) for layout in (WHOLE, CUT))
+        expected = train(config, ONE_RANK)
+        actual = train(config, THREE_RANKS)
     except Refused:
         assert name.startswith(("bnb", "fused")), "only bitsandbytes and apex may be missing"
         pytest.skip("needs a package that is not installed")
-    start = vit(1).state_dict()
-    apart = sum((whole[key] - cut[key]).square().sum() for key in whole).sqrt()
-    moved = sum((whole[key] - start[key]).square().sum() for key in whole).sqrt()
-    assert moved > 0
-    if exactness.moves_by_noise(name):
-        assert clip or apart >= 1e-10 * moved, "said to be inexact"
+    distance = measure_distance(expected, vit(1).state_dict())
+    difference = measure_distance(expected, actual)
+    assert distance > 0
+    if exactness.is_scale_free(name):
+        assert clip or difference >= 1e-10 * distance, "described as inexact"
     else:
-        assert apart <= 1e-8 * moved
+        assert difference <= 1e-8 * distance
 
 
 def test_only_what_is_not_exact_has_a_row_in_the_start_table() -> None:
-    assert exactness.describe(Config(opt="adamw"), uses_generator=False) == {}
-    assert (
-        "layouts of such a model agree only roughly"
-        in exactness.describe(Config(opt="Lion"), False)["optimizer"]
-    )
-    assert (
-        "one process sends none" in exactness.describe(Config(comm_hook="fp16"), False)["gradients"]
-    )
-    assert (
-        "layouts agree only statistically"
-        in exactness.describe(Config(), uses_generator=True)["dropout"]
-    )
+    assert exactness.describe_exactness(Config(opt="adamw"), uses_generator=False) == {}
+    rows = exactness.describe_exactness(Config(opt="Lion"), uses_generator=False)
+    assert "layouts of such a model agree only roughly" in rows["optimizer"]
+    rows = exactness.describe_exactness(Config(comm_hook="fp16"), uses_generator=False)
+    assert "one process sends none" in rows["gradients"]
+    rows = exactness.describe_exactness(Config(), uses_generator=True)
+    assert "layouts agree only statistically" in rows["dropout"]
 
 
 class Dropping(nn.Module):
@@ -105,21 +107,22 @@ class Dropping(nn.Module):
     ],
 )
 def test_masks_of_a_generator_are_noticed(model: nn.Module, is_exact: bool) -> None:
-    count = drop_path.convert(model)
+    num_layers = drop_path.convert_drop_layers(model)
 
-    def blank(batch_size: int) -> Batch:
+    def make_noise(batch_size: int) -> Batch:
         positions = np.arange(batch_size)
-        layers = drop_path.draws(positions, batch_size, 0, count)
+        uniforms = drop_path.draw_uniforms(positions, batch_size, 0, num_layers)
         images = torch.rand(batch_size, 3, 4, 4)
         labels = torch.zeros(batch_size, dtype=torch.int64)
-        return Batch(images, labels, torch.from_numpy(positions), drop_path=layers)
+        return Batch(images, labels, torch.from_numpy(positions), drop_path=uniforms)
 
     step = TrainingStep(
         SimpleNamespace(device=torch.device("cpu")),
         model,
-        SimpleNamespace(blank=blank),
+        SimpleNamespace(make_noise=make_noise),
         lambda network, batch: network(batch.images),
         freezing=None,
     )
-    step.attempt(model, SimpleNamespace(micro_batch_sizes=(4,), micro_steps=1))
-    assert ("dropout" in exactness.describe(Config(), step.uses_generator)) != is_exact
+    step.run_trial(model, SimpleNamespace(micro_batch_sizes=(4,), micro_steps=1))
+    rows = exactness.describe_exactness(Config(), step.uses_generator)
+    assert ("dropout" in rows) != is_exact

@@ -16,7 +16,7 @@ from common.training.optimizer import (
     build_ema,
     build_optimizer,
     clip_gradients,
-    peak_learning_rate,
+    compute_peak_lr,
     set_learning_rate,
 )
 from tests.training.small import Config
@@ -30,7 +30,7 @@ def network() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "options, told",
+    "options, message",
     [
         (
             dict(opt="adamww"),
@@ -47,8 +47,8 @@ def network() -> nn.Module:
         ),
     ],
 )
-def test_an_optimizer_that_can_not_be_built_is_refused(options: dict, told: str) -> None:
-    with pytest.raises(Refused, match=told):
+def test_an_optimizer_that_can_not_be_built_is_refused(options: dict, message: str) -> None:
+    with pytest.raises(Refused, match=message):
         build_optimizer(Config(**options), network())
 
 
@@ -58,19 +58,22 @@ def test_layer_decay_slows_the_layers_from_the_head_down() -> None:
     frozen = next(iter(model.parameters())).requires_grad_(False)
     optimizer = build_optimizer(Config(weight_decay=0.05, layer_decay=0.5), model)
     set_learning_rate(optimizer, 0.1)
-    groups = {
-        id(parameter): group for group in optimizer.param_groups for parameter in group["params"]
-    }
-    depth, rates = len(model.blocks), {}
+    group_by_id = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            group_by_id[id(parameter)] = group
+    depth = len(model.blocks)
+    rates = {}
     for name, parameter in model.named_parameters():
         if parameter is not frozen:
-            without = parameter.ndim <= 1 or name in model.no_weight_decay()
-            assert groups[id(parameter)]["weight_decay"] == (0.0 if without else 0.05), name
-            rates[name] = groups[id(parameter)]["lr"]
-    assert id(frozen) not in groups and len(groups) == len(rates)
-    assert rates["head.weight"] == 0.1 and rates["patch_embed.proj.weight"] == 0.1 * 0.5 ** (
-        depth + 1
-    )
+            group = group_by_id[id(parameter)]
+            is_exempt = parameter.ndim <= 1 or name in model.no_weight_decay()
+            assert group["weight_decay"] == (0.0 if is_exempt else 0.05), name
+            rates[name] = group["lr"]
+    assert id(frozen) not in group_by_id
+    assert len(group_by_id) == len(rates)
+    assert rates["head.weight"] == 0.1
+    assert rates["patch_embed.proj.weight"] == 0.1 * 0.5 ** (depth + 1)
     for block in range(depth):
         assert rates[f"blocks.{block}.attn.qkv.weight"] == 0.1 * 0.5 ** (depth - block)
     plain = build_optimizer(Config(weight_decay=0.05), network())
@@ -81,36 +84,34 @@ def test_layer_decay_slows_the_layers_from_the_head_down() -> None:
 
 
 def test_a_group_with_a_rate_of_its_own_keeps_its_ratio() -> None:
-    """As torch's own optimizers take it, in every step; a rate of a step that replaced it would be
-    another training.
-    """
-    (one, *_), (*_, other) = (network().parameters() for _ in range(2))
-    optimizer = torch.optim.SGD([{"params": [one], "lr": 1e-4}, {"params": [other]}], lr=1e-2)
+    """As torch's own optimizers take it, in every step: another rate would be another training."""
+    first, *_, last = network().parameters()
+    optimizer = torch.optim.SGD([{"params": [first], "lr": 1e-4}, {"params": [last]}], lr=1e-2)
     for rate in (1e-2, 5e-3, 0.0, 1e-2):
         set_learning_rate(optimizer, rate)
-        assert [group["lr"] for group in optimizer.param_groups] == [
-            pytest.approx(rate / 100),
-            rate,
-        ]
+        first_group, last_group = optimizer.param_groups
+        assert first_group["lr"] == pytest.approx(rate / 100)
+        assert last_group["lr"] == rate
 
 
 STREAM = Stream(640, 64, 0)  # ten steps an epoch
 
 
-def rates(total: int, **options) -> list[float]:
+def compute_rates(total: int, **options) -> list[float]:
     schedule = Schedule(Config(lr=1.0, **options), STREAM, total)
     return [schedule(step) for step in range(total)]
 
 
 @pytest.mark.smoke
 def test_a_cosine_falls_from_the_peak_to_its_minimum() -> None:
-    values = rates(50, warmup_epochs=1, min_lr_ratio=0.1)
+    values = compute_rates(50, warmup_epochs=1, min_lr_ratio=0.1)
     assert values[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
-    assert values[10] == 1 and values[30] == pytest.approx(0.55)  # half-way
+    assert values[10] == 1
+    assert values[30] == pytest.approx(0.55)  # half-way
     assert values[20] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
-    assert 0.1 < values[-1] < 0.102 and Schedule(Config(lr=1.0, min_lr_ratio=0.1), STREAM, 50)(
-        50
-    ) == pytest.approx(0.1)
+    assert 0.1 < values[-1] < 0.102
+    schedule = Schedule(Config(lr=1.0, min_lr_ratio=0.1), STREAM, 50)
+    assert schedule(50) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("epochs", ["", "0", "-1", "8,", "8,x", "nan", "inf"])
@@ -122,7 +123,7 @@ def test_epochs_at_which_no_rate_can_fall_are_refused(epochs: str) -> None:
 @pytest.mark.parametrize("kind", ["cosine", "linear", "step", "constant"])
 def test_every_rate_is_above_zero_and_at_most_the_peak(kind: str) -> None:
     for total, warmup in itertools.product((1, 2, 7, 50), (0.0, 0.1, 1.0, 30.0)):
-        values = rates(total, schedule=kind, warmup_epochs=warmup, step_epochs="5")
+        values = compute_rates(total, schedule=kind, warmup_epochs=warmup, step_epochs="5")
         assert all(0 < value <= 1 for value in values)
         rising = min(STREAM.steps(warmup), total)
         assert all(low < high for low, high in itertools.pairwise(values[:rising]))
@@ -130,19 +131,23 @@ def test_every_rate_is_above_zero_and_at_most_the_peak(kind: str) -> None:
 
 
 def test_schedules_and_the_peak_of_a_batch_size() -> None:
-    assert rates(20, schedule="linear", warmup_epochs=1)[10:] == pytest.approx(
+    assert compute_rates(20, schedule="linear", warmup_epochs=1)[10:] == pytest.approx(
         [1 - step / 10 for step in range(10)]
     )
-    assert rates(30, schedule="constant", warmup_epochs=1)[9:] == [1.0] * 21
-    stairs = rates(70, schedule="step", step_epochs="2", step_factor=0.5, warmup_epochs=1)
-    assert (
-        stairs[10:20] == [1.0] * 10 and stairs[20:40] == [0.5] * 20 and stairs[60:] == [0.125] * 10
-    )
-    milestones = rates(70, schedule="step", step_epochs="4, 5.5", step_factor=0.1)
+    assert compute_rates(30, schedule="constant", warmup_epochs=1)[9:] == [1.0] * 21
+    stairs = compute_rates(70, schedule="step", step_epochs="2", step_factor=0.5, warmup_epochs=1)
+    assert stairs[10:20] == [1.0] * 10
+    assert stairs[20:40] == [0.5] * 20
+    assert stairs[60:] == [0.125] * 10
+    milestones = compute_rates(70, schedule="step", step_epochs="4, 5.5", step_factor=0.1)
     assert milestones == pytest.approx([1.0] * 40 + [0.1] * 15 + [0.01] * 15)
     for scaling, expected in (("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)):
         config = Config(lr=0.1, lr_batch_size=64, global_batch_size=256, lr_scaling=scaling)
-        assert peak_learning_rate(config) == pytest.approx(expected)
+        assert compute_peak_lr(config) == pytest.approx(expected)
+
+
+def get_gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 @pytest.mark.parametrize(
@@ -156,30 +161,26 @@ def test_schedules_and_the_peak_of_a_batch_size() -> None:
     ],
 )
 def test_clipping_is_that_of_torch_or_timm(mode: str, limit: float, clip) -> None:
-    mine, theirs = network(), network()
+    model = network()
+    reference = network()
     images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    for model in (mine, theirs):
-        nn.functional.cross_entropy(model(images), torch.arange(8) % 5).backward()
-        model[0].weight.grad = None  # a parameter that was not used
-    before = [
-        parameter.grad.clone() for parameter in theirs.parameters() if parameter.grad is not None
-    ]
-    clip(theirs.parameters(), limit)
-    assert torch.equal(
-        clip_gradients(mine.parameters(), limit, mode), nn.utils.get_total_norm(before)
-    )
-    after, expected = (
-        [each.grad for each in model.parameters() if each.grad is not None]
-        for model in (mine, theirs)
-    )
-    assert all(map(torch.equal, after, expected))
+    for trained in (model, reference):
+        nn.functional.cross_entropy(trained(images), torch.arange(8) % 5).backward()
+        trained[0].weight.grad = None  # a parameter that was not used
+    before = [gradient.clone() for gradient in get_gradients(reference)]
+    clip(reference.parameters(), limit)
+    norm = clip_gradients(model.parameters(), limit, mode)
+    assert torch.equal(norm, nn.utils.get_total_norm(before))
+    after = get_gradients(model)
+    assert all(map(torch.equal, after, get_gradients(reference)))
     assert (limit == 0.01) != all(map(torch.equal, after, before))
 
 
 def test_the_moving_average_begins_with_the_first_step() -> None:
     """decay(step) = min(decay, 1 - step ** (-2 / 3)), steps counted from 1."""
     model = nn.Linear(1, 1)
-    average, expected = build_ema(Config(ema_decay=0.5), model), 0.0
+    average = build_ema(Config(ema_decay=0.5), model)
+    expected = 0.0
     for step in range(1, 6):
         nn.init.constant_(model.weight, step**2)
         average.update(model, step)

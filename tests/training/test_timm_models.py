@@ -1,6 +1,4 @@
-"""A name becomes a model, or one line says why not; a trained model becomes a folder that plain
-timm loads.
-"""
+"""A name becomes a model, or one line says why not; an exported model loads in plain timm."""
 
 import copy
 import json
@@ -25,7 +23,7 @@ CLASSES = ("daisy", "rose", "007", "tulip & co", "no")
 SIZE = 48
 
 
-def outputs(model: nn.Module, size: int = SIZE) -> torch.Tensor:
+def compute_outputs(model: nn.Module, size: int = SIZE) -> torch.Tensor:
     images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         return model.eval().to(memory_format=torch.channels_last)(images)
@@ -36,49 +34,47 @@ def outputs(model: nn.Module, size: int = SIZE) -> torch.Tensor:
     [pytest.param("test_vit", marks=pytest.mark.smoke), "test_efficientnet", "fbnetc_100"],
 )
 def test_an_exported_model_is_the_same_in_plain_timm(architecture: str, tmp_path: Path) -> None:
-    model, folder = (
-        build_classifier(architecture, len(CLASSES), image_size=SIZE, drop_path=0.2, drop=0.1),
-        tmp_path / "best",
-    )
-    batch_norm.convert(model, "group", group_size=2)
-    drop_path.convert(model)
+    folder = tmp_path / "best"
+    model = build_classifier(architecture, len(CLASSES), image_size=SIZE, drop_path=0.2, drop=0.1)
+    batch_norm.convert_batch_norm(model, "group", group_size=2)
+    drop_path.convert_drop_layers(model)
     for buffer in model.buffers():
         if buffer.is_floating_point():
             buffer.add_(0.3)  # other statistics than a new model has
     model.to(memory_format=torch.channels_last)
     model.pretrained_cfg["crop_mode"] = "squash"  # as 100 published weights are evaluated
     before = copy.deepcopy(model.state_dict())
-    wanted = timm_models.resolve_data_config(model, SIZE, 0.9)
-    timm_models.export(model, CLASSES, wanted, False, {"top1": 0.5}, folder)
+    data_config = timm_models.resolve_data_config(model, SIZE, 0.9)
+    timm_models.export_classifier(model, CLASSES, data_config, False, {"top1": 0.5}, folder)
 
     plain = timm.create_model(f"local-dir:{folder}", pretrained=True)
-    assert torch.equal(outputs(plain), outputs(model))
+    assert torch.equal(compute_outputs(plain), compute_outputs(model))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert tuple(plain.pretrained_cfg["label_names"]) == CLASSES
-    theirs = timm.data.resolve_model_data_config(plain)
-    assert {key: theirs[key] for key in wanted} == {
-        **wanted,
-        "mean": list(wanted["mean"]),
-        "std": list(wanted["std"]),
-    }
-    assert theirs["input_size"] == (3, SIZE, SIZE) and theirs["crop_pct"] == 0.9
-    assert theirs["crop_mode"] == "squash"
+    loaded_config = timm.data.resolve_model_data_config(plain)
+    for key, value in data_config.items():
+        expected = list(value) if key in ("mean", "std") else value
+        assert loaded_config[key] == expected, key
+    assert loaded_config["input_size"] == (3, SIZE, SIZE)
+    assert loaded_config["crop_pct"] == 0.9
+    assert loaded_config["crop_mode"] == "squash"
     assert json.loads((folder / "results.json").read_text()) == {"top1": 0.5}
 
     # The same folder is a --model.
-    again = build_classifier(str(folder), len(CLASSES), image_size=SIZE)
-    assert torch.equal(outputs(again), outputs(model))
-    assert timm_models.resolve_data_config(again) == theirs
+    loaded = build_classifier(str(folder), len(CLASSES), image_size=SIZE)
+    assert torch.equal(compute_outputs(loaded), compute_outputs(model))
+    assert timm_models.resolve_data_config(loaded) == loaded_config
 
 
 @pytest.mark.parametrize("architecture, multi_label", [("test_vit", False), ("test_nfnet", True)])
 def test_transformers_gives_the_probabilities_of_timm(architecture, multi_label, tmp_path) -> None:
-    """Of a size that is not the model's own; of several labels an image each has a probability of its own."""
+    """Of another size than the model's; each of several labels has a probability of its own."""
     pipeline = pytest.importorskip("transformers").pipeline
-    model, folder = build_classifier(architecture, 3, image_size=SIZE), tmp_path / "best"
+    folder = tmp_path / "best"
+    model = build_classifier(architecture, 3, image_size=SIZE)
     with torch.no_grad():
         model.get_classifier().weight.mul_(5)
-    timm_models.export(
+    timm_models.export_classifier(
         model,
         CLASSES[:3],
         timm_models.resolve_data_config(model, SIZE, 0.9),
@@ -92,92 +88,91 @@ def test_transformers_gives_the_probabilities_of_timm(architecture, multi_label,
     image = Image.fromarray(noise.numpy())
 
     plain = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    look = timm.data.create_transform(
+    transform = timm.data.create_transform(
         **timm.data.resolve_model_data_config(plain), is_training=False
     )
     with torch.no_grad():
-        logits = plain(look(image)[None])[0]
+        logits = plain(transform(image)[None])[0]
     probabilities = logits.sigmoid() if multi_label else logits.softmax(0)
     assert probabilities.max() - probabilities.min() > 0.01
-    found = {
-        one["label"]: one["score"]
-        for one in pipeline("image-classification", str(folder), device="cpu")(image)
-    }
-    assert found == pytest.approx(
-        dict(zip(CLASSES, probabilities.tolist(), strict=False)), abs=1e-5
-    )
+    classify = pipeline("image-classification", str(folder), device="cpu")
+    scores = {prediction["label"]: prediction["score"] for prediction in classify(image)}
+    expected = dict(zip(CLASSES, probabilities.tolist(), strict=False))
+    assert scores == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ["test_vit", "crossvit_9_240"])
 def test_a_head_keeps_its_classes_by_name_and_says_so(architecture: str, tmp_path: Path) -> None:
-    model, folder = build_classifier(architecture, len(CLASSES)), tmp_path / "best"
-    timm_models.export(model, CLASSES, timm_models.resolve_data_config(model), False, {}, folder)
-    trained, heads = model.state_dict(), timm_models._head(model)
-    number, size = len(trained), len(heads)
-    assert size == (4 if architecture.startswith("cross") else 2)
+    folder = tmp_path / "best"
+    model = build_classifier(architecture, len(CLASSES))
+    data_config = timm_models.resolve_data_config(model)
+    timm_models.export_classifier(model, CLASSES, data_config, False, {}, folder)
+    trained = model.state_dict()
+    heads = timm_models._get_head_tensors(model)
+    num_tensors = len(trained)
+    num_kept = num_tensors - len(heads)
+    assert len(heads) == (4 if architecture.startswith("cross") else 2)
 
-    def check(names: str, said: str) -> None:
-        names = names.split(", ")
-        again = build_classifier(str(folder), len(names), seed=1, names=names)
-        fresh = build_classifier(architecture, len(names), seed=1)
-        for key, tensor in again.state_dict().items():
+    def check(text: str, message: str) -> None:
+        names = text.split(", ")
+        loaded = build_classifier(str(folder), len(names), seed=1, names=names)
+        fresh = build_classifier(architecture, len(names), seed=1).state_dict()
+        for key, tensor in loaded.state_dict().items():
             if key not in heads:
                 assert torch.equal(tensor, trained[key]), key
                 continue
             for row, name in enumerate(names):
-                expected = (
-                    trained[key][CLASSES.index(name)]
-                    if name in CLASSES
-                    else fresh.state_dict()[key][row]
-                )
+                expected = fresh[key][row]
+                if name in CLASSES:
+                    expected = trained[key][CLASSES.index(name)]
                 assert torch.equal(tensor[row], expected), (key, name)
-        assert again.begins_with == said.format(f"of {number} tensors of {folder}")
+        assert loaded.begins_with == message.format(f"of {num_tensors} tensors of {folder}")
 
-    check("no, daisy, 007, rose, tulip & co", f"{number} {{}}")
+    check("no, daisy, 007, rose, tulip & co", f"{num_tensors} {{}}")
     # As many classes as before.
     check(
         "cat, dog, no, elk, emu",
-        f"{number - size} {{}}, head new for 4 of 5 classes (cat, dog, elk, emu), kept for no",
+        f"{num_kept} {{}}, head new for 4 of 5 classes (cat, dog, elk, emu), kept for no",
     )
-    check("rose, cat", f"{number - size} {{}}, head new for 1 of 2 classes (cat), kept for rose")
-    check("cat, dog, elk, emu, gnu", f"{number - size} {{}}, head new for all classes")
+    check("rose, cat", f"{num_kept} {{}}, head new for 1 of 2 classes (cat), kept for rose")
+    check("cat, dog, elk, emu, gnu", f"{num_kept} {{}}, head new for all classes")
     assert build_classifier(architecture, 3).begins_with == ""
 
 
 def test_a_head_without_names_is_kept_for_as_many_classes(tmp_path: Path) -> None:
     model = build_classifier("test_resnet", 3)
-    timm_models.export(
-        model, CLASSES[:3], timm_models.resolve_data_config(model), False, {}, tmp_path / "best"
-    )
-    content = json.loads((tmp_path / "best/config.json").read_text())
+    folder = tmp_path / "best"
+    data_config = timm_models.resolve_data_config(model)
+    timm_models.export_classifier(model, CLASSES[:3], data_config, False, {}, folder)
+    content = json.loads((folder / "config.json").read_text())
     del content["label_names"]
-    (tmp_path / "best/config.json").write_text(json.dumps(content))
-    again = build_classifier(str(tmp_path / "best"), 3, names=["cat", "dog", "elk"])
-    assert torch.equal(again.fc.weight, model.fc.weight)
-    assert again.begins_with.endswith(", its head as it is: it does not name its classes")
-    other = build_classifier(str(tmp_path / "best"), 2, names=["cat", "dog"])
-    assert other.begins_with.endswith(", head new for all classes")
+    (folder / "config.json").write_text(json.dumps(content))
+    loaded = build_classifier(str(folder), 3, names=["cat", "dog", "elk"])
+    assert torch.equal(loaded.fc.weight, model.fc.weight)
+    assert loaded.begins_with.endswith(", its head as it is: it does not name its classes")
+    smaller = build_classifier(str(folder), 2, names=["cat", "dog"])
+    assert smaller.begins_with.endswith(", head new for all classes")
 
 
 def test_a_model_that_others_would_load_differently_is_refused(monkeypatch) -> None:
-    """timm gives fbnetc_100 another epsilon with pretrained=True, which is how exported models are loaded."""
+    """timm gives fbnetc_100 another epsilon with pretrained=True, as exported models are loaded."""
     model = build_classifier("fbnetc_100", len(CLASSES))
     timm_models.check_export(TRAINED, model)
-    features = timm_models.create(
-        "fbnetc_100", pretrained=False, seed=0, wishes={}, features_only=True
+    features = timm_models.create_model(
+        "fbnetc_100", pretrained=False, seed=0, requested={}, features_only=True
     )
     timm_models.check_features(features, {"model_name": "fbnetc_100", "bn_eps": 1e-3})
-    refused = "--model fbnetc_100: others would load another model"
-    with pytest.raises(Refused, match=refused):
+    message = "--model fbnetc_100: others would load another model"
+    with pytest.raises(Refused, match=message):
         timm_models.check_features(features, {"model_name": "fbnetc_100"})
-    monkeypatch.setattr(timm_models, "AS_PRETRAINED", {})
+    monkeypatch.setattr(timm_models, "PRETRAINED_OPTIONS", {})
     model = build_classifier("fbnetc_100", len(CLASSES))
-    with pytest.raises(Refused, match=refused):
+    with pytest.raises(Refused, match=message):
         timm_models.check_export(TRAINED, model)
 
 
 @pytest.mark.parametrize(
-    "name, told",
+    "name, message",
     [
         ("resnett50", r"not a model of timm .*did you mean resnet50, "),
         ("qqqq", r"not a model of timm [0-9.]+; timm.list_models\(\) lists them$"),
@@ -190,11 +185,11 @@ def test_a_model_that_others_would_load_differently_is_refused(monkeypatch) -> N
     ],
 )
 def test_a_model_that_is_not_there_is_refused_in_one_line(
-    name: str, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(Refused, match=told) as raised:
+    with pytest.raises(Refused, match=message) as raised:
         build_classifier(name, 10, pretrained="_in1k" in name)
     assert str(raised.value).startswith(f"--model {name}: ") and "\n" not in str(raised.value)
 
@@ -209,7 +204,7 @@ def test_a_folder_that_is_no_whole_model_is_refused_in_one_line(tmp_path: Path) 
     folder.mkdir()
     assert "a timm model's best/, whole" in refusal()
     folder = tmp_path / "best"
-    timm_models.export(
+    timm_models.export_classifier(
         build_classifier("test_resnet", len(CLASSES)), CLASSES, {}, False, {}, folder
     )
     weights = (folder / "model.safetensors").read_bytes()

@@ -1,4 +1,4 @@
-"""After the warm-up a model is unchanged, and every later step sums in the order of an uninterrupted run."""
+"""The warm-up leaves a model as it was, and later steps sum in the order of an uninterrupted run."""
 
 import copy
 import errno
@@ -23,7 +23,7 @@ def network(norm: str) -> nn.Module:
         layers += [nn.LazyLinear(width), nn.ReLU()]
     model = nn.Sequential(*layers, nn.LazyLinear(5))
     if norm != "as it came":  # keeps its running statistics by itself, in every forward
-        batch_norm.convert(model, norm, group_size=2)
+        batch_norm.convert_batch_norm(model, norm, group_size=2)
     model.eval()(torch.zeros(2, 3, 8, 8))
     return model.train()
 
@@ -32,11 +32,11 @@ def images(step: int) -> torch.Tensor:
     return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(100 * step + rank()))
 
 
-def train(steps: range, state: dict | None, settled: bool) -> dict:
+def train(steps: range, state: dict | None, is_warmed_up: bool) -> dict:
     """As every run does it: wrap, warm up, load, make steps."""
     model = network("group")
     wrapped = DistributedDataParallel(model)
-    if settled:
+    if is_warmed_up:
         warm_up(wrapped, model, lambda: wrapped(torch.zeros(4, 3, 8, 8)).sum().backward())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if state:
@@ -50,45 +50,48 @@ def train(steps: range, state: dict | None, settled: bool) -> dict:
     return copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
 
-def resume_at_every_step(settled: bool) -> list[bool]:
-    whole = train(range(4), None, settled)["model"]
-    equal = []
+def resume_at_every_step(is_warmed_up: bool) -> list[bool]:
+    """Whether the weights of a run that resumes after step 1, 2 and 3 are those without a resume."""
+    expected = train(range(4), None, is_warmed_up)["model"]
+    is_equal = []
     for stop in (1, 2, 3):
-        resumed = train(range(stop, 4), train(range(stop), None, settled), settled)["model"]
-        equal.append(all(torch.equal(value, resumed[name]) for name, value in whole.items()))
-    return equal
+        state = train(range(stop), None, is_warmed_up)
+        actual = train(range(stop, 4), state, is_warmed_up)["model"]
+        is_equal.append(all(torch.equal(actual[name], expected[name]) for name in expected))
+    return is_equal
 
 
 def test_a_resumed_step_sums_as_the_uninterrupted_one(processes: Processes) -> None:
-    """Teeth: on three ranks it does not without the warm-up, because DDP regroups its buckets after
-    the first step.
-    """
+    """Teeth: on three ranks it does not without the warm-up, because DDP regroups its buckets."""
     assert processes.run(resume_at_every_step, True, ranks=3) == [[True] * 3] * 3
-    assert all(False in of_rank for of_rank in processes.run(resume_at_every_step, False, ranks=3))
+    for is_equal in processes.run(resume_at_every_step, False, ranks=3):
+        assert False in is_equal
 
 
-def leave_no_trace(norm: str) -> list[str]:
+def find_changes(norm: str) -> list[str]:
+    """What a warm-up changes in a model: values, gradients and statistics."""
     model = network(norm)
     wrapped = DistributedDataParallel(model) if torch.distributed.is_initialized() else model
     before = copy.deepcopy(model.state_dict())
     warm_up(wrapped, model, lambda: wrapped(torch.ones(4, 3, 8, 8)).sum().backward())
-    differing = [
-        name for name, value in model.state_dict().items() if not torch.equal(value, before[name])
-    ]
-    differing += [
-        f"{name}.grad" for name, parameter in model.named_parameters() if parameter.grad is not None
-    ]
-    batch_norm.update_running_statistics(model)  # no statistics of the warm-up wait to be taken up
-    now = model.state_dict()
-    return differing + [
-        name for name in now if "running" in name and not torch.equal(now[name], before[name])
-    ]
+    changes = []
+    for name, value in model.state_dict().items():
+        if not torch.equal(value, before[name]):
+            changes.append(name)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            changes.append(f"{name}.grad")
+    batch_norm.update_running_statistics(model)  # no statistics of the warm-up wait for this
+    for name, value in model.state_dict().items():
+        if "running" in name and not torch.equal(value, before[name]):
+            changes.append(f"{name} later")
+    return changes
 
 
 @pytest.mark.parametrize("norm", ["as it came", "group", "global"])
 def test_the_model_is_as_it_was(processes: Processes, norm: str) -> None:
-    assert leave_no_trace(norm) == []
-    assert processes.run(leave_no_trace, norm, ranks=2) == [[], []]
+    assert find_changes(norm) == []
+    assert processes.run(find_changes, norm, ranks=2) == [[], []]
 
 
 CUDA = (

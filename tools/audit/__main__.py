@@ -75,7 +75,7 @@ def choose_checkpoint(path: Path) -> Path:
     if (path / "record.json").is_file():
         return path
     for name in (AUDIT_FOLDER, "checkpoints"):
-        if checkpoints := Checkpoints(path / name).paths():
+        if checkpoints := Checkpoints(path / name).list_paths():
             return checkpoints[0]
     raise Refused(
         f"{path}: no checkpoint in its checkpoints/; name a run folder that has one, or a "

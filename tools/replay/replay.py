@@ -89,7 +89,7 @@ class StepRecorder(Observer):
         its loss.
         """
         rows = []
-        shown = self._train_set.shown(batch)
+        shown = self._train_set.describe_images(batch)
         positions = batch.positions.tolist()
         for position, (label, name, boxes), loss in zip(
             positions, shown, losses.tolist(), strict=True
@@ -178,7 +178,8 @@ def choose_checkpoint(run: Path, step: int, from_start: bool) -> str:
     if not (run / "config.yaml").is_file():
         raise Refused(f"{run}: is no run folder, it has no config.yaml")
     steps = sorted(
-        int(path.name.removeprefix("step_")) for path in Checkpoints(run / "checkpoints").paths()
+        int(path.name.removeprefix("step_"))
+        for path in Checkpoints(run / "checkpoints").list_paths()
     )
     logged = [row["step"] for row in read_rows(run / "metrics.jsonl")]
     last = max([0] + steps + logged)
@@ -224,7 +225,7 @@ def environment_of(run: Path, step: int) -> dict:
     """
     later = [
         path
-        for path in reversed(Checkpoints(run / "checkpoints").paths())
+        for path in reversed(Checkpoints(run / "checkpoints").list_paths())
         if int(path.name[5:]) >= step
     ]
     environment = read_json(later[0] / "record.json").get("environment") if later else None

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from common.training.timm_models import take_rows
+from common.training.timm_models import copy_class_rows
 
 # Layers with a row for each class. cls_logits has one for each anchor and class.
 _HEADS = {
@@ -41,4 +41,4 @@ def take_classes(
     head = class_rows(mine, len(names))
     for name in mine.keys() - head.keys():
         mine[name].copy_(theirs[name])
-    return take_rows(head, class_rows(theirs, len(known)), names, known)
+    return copy_class_rows(head, class_rows(theirs, len(known)), names, known)

@@ -14,7 +14,7 @@ from common.detection.models.rcnn import FasterRCNN, MaskRCNN
 from common.detection.models.rf_detr import RFDETR
 from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
-from common.training.timm_models import begins_with_backbone
+from common.training.timm_models import format_loaded_backbone
 
 
 class Matched(nn.Module):
@@ -53,7 +53,7 @@ def build_detector(spec: DetectorSpec) -> Detector:
     backbone = Backbone(spec, spec.levels or kind.levels, kind.coarser)
     torch.manual_seed(spec.seed + 3)
     detector = kind(backbone, spec)
-    detector.begins_with = begins_with_backbone(
+    detector.begins_with = format_loaded_backbone(
         backbone.trunk, detector, spec.model, spec.pretrained
     )
     return detector

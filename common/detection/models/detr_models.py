@@ -39,7 +39,7 @@ def build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
         return load(spec, _fresh, _whole_decoder)
     whole, normalization = _over_timm(spec)
     model = _whole_decoder(whole)
-    model.begins_with = timm_models.begins_with_backbone(
+    model.begins_with = timm_models.format_loaded_backbone(
         features_of(model)._backbone, model, name, spec.pretrained
     )
     return model, normalization
@@ -197,7 +197,7 @@ def _for_classes(
             new = take_classes(model.state_dict(), trained.state_dict(), names, known)
     everything = model.state_dict()
     taken = len(everything) - len(class_rows(everything, spec.classes)) * bool(new)
-    said = timm_models.begins_with(
+    said = timm_models.format_loaded(
         taken, len(everything), spec.model, [names[row] for row in new], names
     )
     model.begins_with = said if trained else ""
@@ -214,11 +214,11 @@ def known_models(family: str) -> str:
 def _over_timm(spec: DetectorSpec) -> tuple[nn.Module, dict]:
     """A small neck and decoder over a timm model, and what its images are normalised with."""
     name, width = spec.model, spec.width
-    features = timm_models.create(
+    features = timm_models.create_model(
         name,
         pretrained=spec.pretrained,
         seed=spec.seed,
-        wishes={"drop_path_rate": spec.drop_path},
+        requested={"drop_path_rate": spec.drop_path},
         features_only=True,
         out_indices=_LAST,
     )

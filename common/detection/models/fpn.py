@@ -13,7 +13,7 @@ from torchvision.ops.feature_pyramid_network import ExtraFPNBlock
 
 from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
-from common.training.timm_models import AS_PRETRAINED, check_features, create
+from common.training.timm_models import PRETRAINED_OPTIONS, check_features, create_model
 
 _COARSEST = 12  # level: one cell for 4,096 pixels
 # For images of any size: some models of timm have a fixed size without these.
@@ -109,11 +109,11 @@ class Backbone(nn.Module):
 
 def _create_features(spec: DetectorSpec, **options: Any) -> nn.Module:
     """The timm model that gives maps of features."""
-    return create(
+    return create_model(
         spec.model,
         pretrained=spec.pretrained,
         seed=spec.seed,
-        wishes={"drop_path_rate": spec.drop_path, **_OF_ANY_SIZE},
+        requested={"drop_path_rate": spec.drop_path, **_OF_ANY_SIZE},
         optional=tuple(_OF_ANY_SIZE),
         features_only=True,
         **options,
@@ -123,11 +123,11 @@ def _create_features(spec: DetectorSpec, **options: Any) -> nn.Module:
 def _list_arguments(features: nn.Module, out_indices: list[int]) -> dict[str, Any]:
     """With what timm makes the same features."""
     architecture = features.pretrained_cfg["architecture"]
-    sizes = {name: value for name, value in features.created_with.items() if name in _OF_ANY_SIZE}
+    sizes = {name: value for name, value in features.create_kwargs.items() if name in _OF_ANY_SIZE}
     return (
         {"model_name": architecture, "out_indices": out_indices}
         | sizes
-        | AS_PRETRAINED.get(architecture, {})
+        | PRETRAINED_OPTIONS.get(architecture, {})
     )
 
 

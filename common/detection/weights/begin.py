@@ -14,7 +14,7 @@ from common.detection.weights.sources import read
 from common.detection.weights.weights import Weights
 from common.distributed.collectives import main_process_first
 from common.errors import Refused
-from common.training.timm_models import begins_with
+from common.training.timm_models import format_loaded
 
 # Settings that weights and detector must have in common, beside the model.
 _DECIDED = ("detector", "levels", "width", "convolutions", "variant")
@@ -62,7 +62,7 @@ def load_pretrained(
         detector.score_threshold = weights.score_threshold  # their authors' results are with it
     new_classes = [class_names[row - weights.has_background] for row in new_rows]
     num_loaded = len(state) - len(head) if new_classes else len(state)
-    summary = begins_with(num_loaded, len(state), weights.source, new_classes, class_names)
+    summary = format_loaded(num_loaded, len(state), weights.source, new_classes, class_names)
     if weights.is_unnamed and not new_classes:
         summary += ", its classes in this order, which it does not name"
     return "".join([summary, *weights.notes])

@@ -37,7 +37,7 @@ def _made(family):
     detector = build(family, CLASSES, seed=1, **options)
     if "rcnn" in family:  # few are drawn, so that it matters which
         detector.drawn, detector.rpn.drawn = 32, 32
-    batch_norm.convert(detector, "frozen")
+    batch_norm.convert_batch_norm(detector, "frozen")
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in detector.parameters():

@@ -29,7 +29,7 @@ def make(family, dtype=torch.float64, name="test_resnet"):
     """A detector, moved off its initial weights, where many distributions are alike."""
     detector = build_detector(DetectorSpec(family, name, 4, width=64, seed=1))
     move(detector)
-    batch_norm.convert(detector, "frozen")
+    batch_norm.convert_batch_norm(detector, "frozen")
     return detector.to(dtype)
 
 
