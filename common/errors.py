@@ -19,7 +19,7 @@ def redact(text: str) -> str:
     return text
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """`text` on one line, see `redact`: line breaks, control characters and undecodable bytes are escaped."""
     text = redact(text)
     if text.isprintable():
@@ -32,13 +32,13 @@ def describe_error(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def first_line(error: Exception) -> str:
+def get_first_line(error: Exception) -> str:
     """The first line of an error's text; its type if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
-def csv_cell(value: object) -> object:
+def escape_csv_cell(value: object) -> object:
     """`value` for a CSV file: a text that a spreadsheet would take for a formula (=1, +a, -a, @a)
     begins with an apostrophe.
     """
@@ -55,7 +55,7 @@ class _Line(Exception):
     """Its text is one line, whatever names it contains."""
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        return make_printable(super().__str__())
 
 
 class Refused(_Line):

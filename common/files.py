@@ -96,7 +96,7 @@ def read_text(path: str | bytes | PathLike, limit: int) -> str:
     return content.decode().removeprefix("\ufeff")
 
 
-def cache_folder() -> Path:
+def get_cache_folder() -> Path:
     """The user's folder for caches; it need not exist. Raises RuntimeError without a home."""
     if place := os.environ.get(CACHE):
         return Path(os.path.abspath(Path(place).expanduser()))
@@ -104,16 +104,16 @@ def cache_folder() -> Path:
     return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "vision-recipes"
 
 
-def as_json(content: Any) -> Any:
+def to_json(content: Any) -> Any:
     """`content` without secrets, and with None for floats that are not finite, which JSON has no
     words for.
     """
     if isinstance(content, str):
         return redact(content)
     if isinstance(content, Mapping):
-        return {key: as_json(value) for key, value in content.items()}
+        return {key: to_json(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
-        return [as_json(value) for value in content]
+        return [to_json(value) for value in content]
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
@@ -141,7 +141,7 @@ def match_files(pattern: str) -> list[str]:
     return sorted(glob.glob(glob.escape(folder) + pattern[len(folder) :], recursive=True))
 
 
-def sizes_of(paths: Iterable[str]) -> list[int]:
+def get_file_sizes(paths: Iterable[str]) -> list[int]:
     """Size of each file in bytes, -1 for a missing file. Uses several threads, since file servers
     are slow.
     """
@@ -198,7 +198,7 @@ def is_run_folder(path: str | Path) -> bool:
     return all(os.path.isfile(os.path.join(path, name)) for name in (".lock", "log.txt"))
 
 
-def holds_runs(path: str | Path) -> bool:
+def has_run_folders(path: str | Path) -> bool:
     """True for a run folder, and for a folder such as runs/, of run folders and reports. Quick: it
     looks at few entries.
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-def face(room: str) -> tuple[list[str], Callable[[str], Any]]:
+def export_lazily(room: str) -> tuple[list[str], Callable[[str], Any]]:
     """`__all__` and `__getattr__` of a room (PEP 562): a name is imported when it is first asked for.
 
     The names, and where they are from, stand in the block `if TYPE_CHECKING:` of the room's

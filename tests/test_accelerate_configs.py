@@ -12,7 +12,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 from common.distributed.sharding import Sharding
-from common.launching.launch_checks import sharding_of
+from common.launching.launch_checks import read_sharding
 from common.launching.network import await_listener
 from tests.harness.launching import free_port
 
@@ -31,14 +31,14 @@ def keys_of(name: str) -> dict[str, object]:
 # other can know.
 PROBE = """
 import json, sys, torch
-from common.launching.launch import describe, run, start
+from common.launching.launch import describe_launch, run, start
 
 def main():
     accelerator = start()
     rank = accelerator.process_index
     total = accelerator.reduce(torch.tensor(rank + 1.0), "sum").item()
     with open(f"{sys.argv[1]}/rank{rank}.json", "w") as file:
-        json.dump([accelerator.num_processes, total, describe(accelerator, "float32")], file)
+        json.dump([accelerator.num_processes, total, describe_launch(accelerator, "float32")], file)
 
 run(main)
 """
@@ -121,7 +121,7 @@ def test_files_that_shard_differ_only_in_the_sharding() -> None:
         )
         command.main_process_ip = "127.0.0.1"
         environ = prepare_multi_gpu_env(_validate_launch_command(command)[0])
-        asked = sharding_of(environ | {"WORLD_SIZE": str(keys_of(name)["num_processes"])})
+        asked = read_sharding(environ | {"WORLD_SIZE": str(keys_of(name)["num_processes"])})
         assert asked == Sharding(shards=8 if "hsdp" in name else 0), name
 
 

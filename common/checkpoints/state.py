@@ -52,8 +52,8 @@ class TrainingState:
         """
         module = self.model if self.ema is None else self.ema
         if sharding.is_sharded(module):
-            tensors = tensors or sharding.gather(module.state_dict())
-            return sharding.unsharded(module, tensors) if tensors else None
+            tensors = tensors or sharding.gather_full_tensors(module.state_dict())
+            return sharding.build_unsharded(module, tensors) if tensors else None
         if tensors:
             module.load_state_dict(tensors)
         return module
@@ -129,9 +129,9 @@ class TrainingState:
             raise KeyError(next(iter(states)))
         for optimizer, current in zip(self._optimizers, currents, strict=True):
             optimizer.load_state_dict(current)
-        sharding.load(self.model, files["model"])
+        sharding.load_full_tensors(self.model, files["model"])
         if self.ema is not None:
-            sharding.load(self.ema, files["ema"])
+            sharding.load_full_tensors(self.ema, files["ema"])
         for file, parameters_of_file in self._left_out.items():
             for name, parameter in parameters_of_file.items():
                 weight = parameter.detach()

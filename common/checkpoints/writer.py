@@ -12,7 +12,7 @@ import torch
 
 from common.checkpoints.state import Tensors
 from common.distributed import devices
-from common.distributed.sharding import whole
+from common.distributed.sharding import get_full_tensor
 
 
 class Writer:
@@ -33,12 +33,12 @@ class Writer:
         self.wait()
         self._copies = {
             file: {
-                name: _copy(whole(tensor), self._copies.get(file, {}).get(name))
+                name: _copy(get_full_tensor(tensor), self._copies.get(file, {}).get(name))
                 for name, tensor in tensors.items()
             }
             for file, tensors in files.items()
         }
-        copied = devices.mark()
+        copied = devices.record_event()
         # A daemon, so that it never delays the end of the process. For the checkpoint, that is like
         # a kill.
         self._thread = threading.Thread(
@@ -77,7 +77,7 @@ def take_part(files: dict[str, Tensors]) -> None:
     """Gather the tensors that the main process's writer copies."""
     for tensors in files.values():
         for tensor in tensors.values():
-            whole(tensor)
+            get_full_tensor(tensor)
 
 
 def _copy(tensor: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:

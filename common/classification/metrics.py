@@ -42,7 +42,7 @@ class ClassificationCounts:
             for name, shape in shapes.items()
         }
         self._rows = torch.arange(classes, device=device) * self._bins
-        self._loss = torch.zeros((), dtype=devices.exact(device), device=device)
+        self._loss = torch.zeros((), dtype=devices.get_sum_dtype(device), device=device)
 
     @property
     def confusion(self) -> Tensor | None:
@@ -231,7 +231,7 @@ class Mistakes:
         """Add a batch: probabilities float[B]; int64[B] three times; images that may be shown, bool[B]."""
         confidence = torch.where((predicted != labels) & sound, confidences.float(), -1.0)
         facts = confidence, indices.to(labels.device), labels, predicted
-        rows = torch.stack([part.to(devices.exact(labels.device)) for part in facts])
+        rows = torch.stack([part.to(devices.get_sum_dtype(labels.device)) for part in facts])
         rows = torch.cat([self._rows.to(rows), rows], 1)
         rows = rows[:, rows[1].argsort()]
         self._rows = rows[:, rows[0].argsort(descending=True, stable=True)[: self.keep]]

@@ -11,14 +11,14 @@ from pathlib import Path
 from torch.distributed import PrefixStore, Store
 
 from common.config import recipe_source
-from common.distributed.collectives import first_few
-from common.distributed.environment import packages
+from common.distributed.collectives import join_first
+from common.distributed.environment import get_package_versions
 from common.errors import Refused
 
 _READ_BY_ALL = timedelta(seconds=10)  # how long rank 0 keeps the store open for the others
 
 
-def facts(config=None) -> dict[str, str]:
+def collect_facts(config=None) -> dict[str, str]:
     """What must be the same on all ranks, by its name for messages: versions, hashes of sources,
     and the configuration.
     """
@@ -27,14 +27,14 @@ def facts(config=None) -> dict[str, str]:
     settings = dataclasses.asdict(config) if config is not None else {}
     return {
         "Python": platform.python_version(),
-        **{name: str(version) for name, version in packages().items()},
+        **{name: str(version) for name, version in get_package_versions().items()},
         **recipe_source.digests(recipe_source.read(config)),
         **{name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()},
         **{f"--{name}": str(value) for name, value in settings.items()},
     }
 
 
-def agree(
+def check_agreement(
     store: Store, rank: int, world_size: int, mine: dict[str, str], patience: timedelta
 ) -> None:
     """Return when every rank has arrived with the same facts.
@@ -48,7 +48,7 @@ def agree(
     try:
         store.set(str(rank), json.dumps([here, mine]))
         there, theirs = json.loads(store.get("0"))
-        if found := differences(mine, theirs):
+        if found := describe_differences(mine, theirs):
             store.compare_set(
                 "difference", "", f"rank {rank} on {here} is not as rank 0 on {there}: {found}"
             )
@@ -66,7 +66,7 @@ def agree(
         raise Refused(difference)
 
 
-def differences(mine: dict[str, str], theirs: dict[str, str]) -> str:
+def describe_differences(mine: dict[str, str], theirs: dict[str, str]) -> str:
     """The differences in words; "" if there are none."""
     found = [
         f"{name} is another file"
@@ -75,7 +75,7 @@ def differences(mine: dict[str, str], theirs: dict[str, str]) -> str:
         for name in sorted(mine.keys() | theirs.keys())
         if mine.get(name) != theirs.get(name)
     ]
-    return first_few(found, ", ")
+    return join_first(found, ", ")
 
 
 def _missing(store: Store, world_size: int, patience: timedelta) -> str:

@@ -42,7 +42,7 @@ def is_distributed() -> bool:
     return dist.is_initialized()
 
 
-def give_up_after(timeout: timedelta) -> None:
+def set_timeout(timeout: timedelta) -> None:
     """Set the timeout of collectives over the groups that this module makes (default: torch's). No
     communication.
     """
@@ -50,7 +50,7 @@ def give_up_after(timeout: timedelta) -> None:
     _timeout = timeout
 
 
-def begun() -> int:
+def count_collectives() -> int:
     """Number of collectives that this process has begun, including those still queued on a device.
 
     All ranks begin the same collectives in the same order, so a rank that has begun fewer keeps the
@@ -225,7 +225,7 @@ def node_group() -> dist.ProcessGroup | None:
     return groups[_node()]
 
 
-def same_on_all_ranks(what: str, value: Any) -> Any:
+def check_same_on_all_ranks(what: str, value: Any) -> Any:
     """`value`, after checking that every rank has the same. Else raises `Refused` on every rank,
     with ranks and values.
     """
@@ -307,10 +307,10 @@ def _agree(what: str, error: BaseException | None = None) -> None:
             f"rank {failing}: while {what}: {kind}: {text}"
             for failing, (_, kind, text) in failures.items()
         ]
-        raise Refused(first_few(named))
+        raise Refused(join_first(named))
 
 
-def first_few(texts: list[str], separator: str = "; ") -> str:
+def join_first(texts: list[str], separator: str = "; ") -> str:
     """The first of `texts` for a message, and the number of the others. No communication."""
     more = len(texts) - _NAMED
     return separator.join(texts[:_NAMED] + [f"and {more} more"] * (more > 0))

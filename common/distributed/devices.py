@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-def kind() -> str:
+def get_device_type() -> str:
     """The type of this machine's accelerator, such as "cuda", which a run need not use; "cpu" if it
     shows none.
     """
@@ -20,10 +20,10 @@ def has_streams(device: torch.device | str | None = None) -> bool:
     """True if the host works ahead of the device (default: this machine's accelerator): not for
     CPUs and Apple's GPUs.
     """
-    return (torch.device(device).type if device else kind()) not in ("cpu", "mps")
+    return (torch.device(device).type if device else get_device_type()) not in ("cpu", "mps")
 
 
-def mark() -> torch.Event | None:
+def record_event() -> torch.Event | None:
     """An event that has passed once the device has done what it was asked to do so far; None
     without streams.
     """
@@ -34,12 +34,12 @@ def mark() -> torch.Event | None:
     return event
 
 
-def exact(device: torch.device | str) -> torch.dtype:
+def get_sum_dtype(device: torch.device | str) -> torch.dtype:
     """The type for sums: float64, except on Apple's GPUs, which lack it."""
     return torch.float32 if torch.device(device).type == "mps" else torch.float64
 
 
-def seed(key: int, device: torch.device) -> None:
+def seed_generator(key: int, device: torch.device) -> None:
     """Seed the generator of this process's `device`, which a model's dropout draws from."""
     key &= 0x7FFFFFFFFFFFFFFF
     if device.type == "cpu":
@@ -48,31 +48,31 @@ def seed(key: int, device: torch.device) -> None:
         _module(device).manual_seed(key)
 
 
-def generator_state(device: torch.device) -> torch.Tensor:
+def get_rng_state(device: torch.device) -> torch.Tensor:
     """The state of the generator that `seed` seeds."""
     return getattr(_module(device), "get_rng_state", torch.get_rng_state)()
 
 
-def name(device: torch.device) -> str:
+def get_device_name(device: torch.device) -> str:
     """The name of a GPU: "NVIDIA H100 80GB HBM3"; of a kind that has no names, the kind."""
     name_of = getattr(_module(device), "get_device_name", None)
     return name_of(device) if name_of else device.type
 
 
-def properties(device: torch.device) -> Any:
+def get_device_properties(device: torch.device) -> Any:
     """Of a device with streams: `name`, `total_memory`, and usually `uuid`."""
     return _module(device).get_device_properties(device)
 
 
-def memory(device: torch.device | None = None) -> tuple[int, int]:
+def get_memory_info(device: torch.device | None = None) -> tuple[int, int]:
     """Free and total bytes of a device with streams."""
     return _module(device).mem_get_info(device)
 
 
-def nccl_version() -> tuple[int, ...]:
+def get_nccl_version() -> tuple[int, ...]:
     """Of torch's NCCL: (2, 27, 3); () if it has none."""
     return torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
 
 
 def _module(device: torch.device | None) -> Any:
-    return torch.get_device_module(device or kind())
+    return torch.get_device_module(device or get_device_type())

@@ -32,13 +32,13 @@ _CGROUP = Path("/sys/fs/cgroup")  # of a container
 _ALLOTMENT = _CGROUP / "cpu.max"  # CPU time quota and period, in microseconds
 
 
-def environment(precision: str, device: torch.device, config: object = None) -> dict:
+def describe_environment(precision: str, device: torch.device, config: object = None) -> dict:
     """The content of environment.json: versions, commit, command, layout and devices of this start.
     A collective.
     """
     recipe = recipe_source.started(config)
     on_cpu = device.type == "cpu"
-    name = platform.processor() or platform.machine() if on_cpu else devices.name(device)
+    name = platform.processor() or platform.machine() if on_cpu else devices.get_device_name(device)
     return {
         "command": shlex.join(sys.argv),
         "launch": _launch_command(),
@@ -47,7 +47,7 @@ def environment(precision: str, device: torch.device, config: object = None) -> 
         "commit": _commit(recipe.resolve()) if recipe else None,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": packages(),
+        "packages": get_package_versions(),
         "cuda": torch.version.cuda if device.type == "cuda" else None,
         "world_size": world_size(),
         "local_world_size": local_world_size(),
@@ -57,7 +57,7 @@ def environment(precision: str, device: torch.device, config: object = None) -> 
     }
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Number of CPU cores that this process may use: limited by its affinity and by the quota of
     its container.
     """
@@ -71,7 +71,7 @@ def cores() -> int:
         return count
 
 
-def packages() -> dict[str, str | None]:
+def get_package_versions() -> dict[str, str | None]:
     """Version of each package that may affect the result; None if it is not installed."""
     found: dict[str, str | None] = dict.fromkeys(_PACKAGES)
     for name in _PACKAGES:
@@ -80,7 +80,7 @@ def packages() -> dict[str, str | None]:
     return found
 
 
-def parent_command() -> list[str]:
+def get_parent_command() -> list[str]:
     """The command line of the parent process; empty if the system does not show it."""
     try:
         return psutil.Process(os.getppid()).cmdline()
@@ -90,7 +90,7 @@ def parent_command() -> list[str]:
 
 def _launch_command() -> str:
     """The whole command as it was typed, quoted for a shell: the launcher's; without one, this process's."""
-    words = parent_command()
+    words = get_parent_command()
     place = next(
         (place for place, word in enumerate(words[:2]) if Path(word).name in _LAUNCHERS), None
     )
@@ -123,7 +123,7 @@ def _commit(file: Path) -> str | None:
         return None
 
 
-def available_memory() -> int:
+def get_available_memory() -> int:
     """Bytes that processes may still take: of the machine, or of the container (control group,
     version 2) if that has less.
     """

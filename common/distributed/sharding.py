@@ -61,7 +61,7 @@ class Sharding:
 _begun: tuple[Sharding, DeviceMesh] | None = None
 
 
-def begin(asked: Sharding | None, device: torch.device) -> None:
+def configure(asked: Sharding | None, device: torch.device) -> None:
     """From here on, shard models as the launch asked. One process shards nothing. A collective."""
     global _begun
     _begun = None
@@ -91,7 +91,7 @@ def has_shards(model: nn.Module) -> bool:
     )
 
 
-def describe(model: nn.Module) -> dict[str, str]:
+def describe_sharding(model: nn.Module) -> dict[str, str]:
     """A row of the start table if the model is sharded, else an empty dict. No communication."""
     if not is_sharded(model):
         return {}
@@ -110,7 +110,7 @@ def describe(model: nn.Module) -> dict[str, str]:
     }
 
 
-def shard(model: nn.Module, dtype: torch.dtype) -> None:
+def shard_model(model: nn.Module, dtype: torch.dtype) -> None:
     """If the launch asked for it, convert a model on the host to `dtype` and shard it in place. A collective.
 
     Weights come from rank 0, as with DDP. They move to the device in parts, so that none ever holds
@@ -132,7 +132,7 @@ def shard(model: nn.Module, dtype: torch.dtype) -> None:
     model.shards = Shards(model, copy.deepcopy(model, meta), *_begun)
 
 
-def check(model: nn.Module) -> None:
+def check_all_sharded(model: nn.Module) -> None:
     """Raise `Refused` if a sharded model has got weights since, whose gradients nothing would send.
     No communication.
     """
@@ -191,14 +191,14 @@ def hide_shards(model: nn.Module) -> Iterator[None]:
             module._parameters[name] = parameter
 
 
-def unsharded(model: nn.Module, tensors: Tensors) -> nn.Module:
+def build_unsharded(model: nn.Module, tensors: Tensors) -> nn.Module:
     """A whole copy of a sharded model on the host, with these weights and statistics. No communication."""
     plain = copy.deepcopy(model.shards.plain)
     plain.load_state_dict(tensors, assign=True)
     return plain.train(model.training)
 
 
-def twin(model: nn.Module) -> nn.Module:
+def clone_model(model: nn.Module) -> nn.Module:
     """A second sharded model with the same weights, for their moving average."""
     other = copy.deepcopy(model.shards.plain)
     other.shards = Shards(other, model.shards.plain, model.shards.asked, model.shards.mesh)
@@ -208,17 +208,17 @@ def twin(model: nn.Module) -> nn.Module:
     return other.requires_grad_(False)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def get_full_tensor(tensor: Tensor) -> Tensor:
     """The tensor without shards, on its device. A collective if it has some."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def local(tensor: Tensor) -> Tensor:
+def get_local_tensor(tensor: Tensor) -> Tensor:
     """This rank's shard, or the tensor itself. No communication."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+def group_by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """The tensors in lists that torch's `foreach` functions take: whole ones, and those in shards
     of the same mesh.
     """
@@ -240,11 +240,14 @@ def from_local(shard: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def total_norm(tensors: Iterable[Tensor]) -> Tensor:
+def get_total_norm(tensors: Iterable[Tensor]) -> Tensor:
     """The L2 norm of all tensors together, whole or in shards; without a wait. A collective if some
     are in shards.
     """
-    norms = [whole(torch.nn.utils.get_total_norm(part)) for part in alike(tensors) or [[]]]
+    norms = [
+        get_full_tensor(torch.nn.utils.get_total_norm(part))
+        for part in group_by_mesh(tensors) or [[]]
+    ]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
@@ -257,7 +260,7 @@ def shard_like(tensor: Tensor, like: Tensor | None) -> Tensor:
     )
 
 
-def load(model: nn.Module, tensors: Tensors) -> None:
+def load_full_tensors(model: nn.Module, tensors: Tensors) -> None:
     """Load whole tensors into a model, sharded or not. No communication."""
     state = model.state_dict()
     model.load_state_dict(
@@ -265,16 +268,16 @@ def load(model: nn.Module, tensors: Tensors) -> None:
     )
 
 
-def gather(tensors: Tensors) -> Tensors:
+def gather_full_tensors(tensors: Tensors) -> Tensors:
     """Whole copies in the host memory of the main process, {} on the others; made one by one. A
     collective.
     """
-    gathered = ((name, whole(tensor.detach())) for name, tensor in tensors.items())
+    gathered = ((name, get_full_tensor(tensor.detach())) for name, tensor in tensors.items())
     return {name: tensor.to("cpu", copy=True) for name, tensor in gathered if is_main()}
 
 
 @contextmanager
-def alone(model: nn.Module) -> Iterator[None]:
+def skip_communication(model: nn.Module) -> Iterator[None]:
     """In this context, passes of a sharded model wait for no other rank, and take the memory that
     they would take.
 
@@ -296,7 +299,7 @@ def alone(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def shared_passes(model: nn.Module, loader: DataLoader) -> Iterator[Any]:
+def join_uneven_batches(model: nn.Module, loader: DataLoader) -> Iterator[Any]:
     """The loader for an evaluation of a sharded model: a rank that has no batch left helps the
     others to gather weights.
     """

@@ -23,7 +23,7 @@ from types import FrameType
 import psutil
 from torch.distributed import PrefixStore, Store
 
-from common.distributed.collectives import begun, first_few
+from common.distributed.collectives import count_collectives, join_first
 
 INTERVAL = 2.0  # seconds between two heartbeats
 COMPARISON = 6.0  # seconds between two looks at the heartbeats, which show whose have stopped
@@ -79,13 +79,13 @@ def note(phase: str, step: int | None = None) -> None:
     _phase, _step, _notes = phase, _step if step is None else step, _notes + 1
 
 
-def on_end(tell: Callable[[str], None] | None) -> None:
+def set_end_callback(tell: Callable[[str], None] | None) -> None:
     """Call `tell(cause)` before the watchdog ends this process, so that the cause can be recorded."""
     global _tell
     _tell = tell
 
 
-def begin(store: Store, rank: int, world_size: int, patience: float, name: str) -> None:
+def start(store: Store, rank: int, world_size: int, patience: float, name: str) -> None:
     """Start the watchdog. Until `end`, a rank without progress for `patience` seconds ends all ranks.
 
     `name` is the program's name for messages.
@@ -97,7 +97,7 @@ def begin(store: Store, rank: int, world_size: int, patience: float, name: str) 
         _threads[-1].start()
 
 
-def end() -> None:
+def stop() -> None:
     """Stop the watchdog: this process is about to end by itself. Returns when the watchdog's
     threads have ended.
 
@@ -109,7 +109,7 @@ def end() -> None:
     _stop.set()
     while _threads:
         _threads.pop().join(COMPARISON)
-    on_end(None)
+    set_end_callback(None)
 
 
 class _IdleTimer:
@@ -183,7 +183,7 @@ class _Watch:
         frame = sys._current_frames().get(self.training_thread or 0)
         self.mine.phase, self.mine.step = _phase, _step
         self.mine.count += 1
-        self.mine.collectives, self.mine.waits = begun(), _waits(frame)
+        self.mine.collectives, self.mine.waits = count_collectives(), _waits(frame)
         self.mine.stack = "".join(traceback.format_stack(frame)) if with_stack else ""
         del frame  # objects that the training thread releases are freed there, not in this thread
         self.store.set(str(self.mine.rank), json.dumps(asdict(self.mine)))
@@ -207,7 +207,7 @@ class _Watch:
             else:
                 others = f"the others stand at step {max(beat.step for beat in alive)}"
                 self._report(
-                    f"{first_few([*map(_silent, silent)])}; {others}"
+                    f"{join_first([*map(_silent, silent)])}; {others}"
                     if silent
                     else self._about_late()
                 )
@@ -216,9 +216,9 @@ class _Watch:
 
     def _about_late(self) -> str:
         time.sleep(INTERVAL)  # until all ranks have sent their stacks
-        late = blamed(beats := self._read_all())
+        late = find_stragglers(beats := self._read_all())
         does = "stands at" if late == beats else "keeps the others waiting:"
-        text = first_few([f"{beat} {does} {beat.place}" for beat in late])
+        text = join_first([f"{beat} {does} {beat.place}" for beat in late])
         if late == beats:
             text = (
                 "no process is behind the others, so a device or the network between them hangs: "
@@ -250,7 +250,7 @@ class _Watch:
         os._exit(1)
 
 
-def blamed(beats: list[Heartbeat]) -> list[Heartbeat]:
+def find_stragglers(beats: list[Heartbeat]) -> list[Heartbeat]:
     """The ranks that keep the others waiting: those with the fewest collectives, else those that
     don't wait for others, else those at the lowest step; all ranks if they are equal in all of
     this.

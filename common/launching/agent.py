@@ -66,14 +66,14 @@ def silence_name_lookups() -> None:
             ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = 2
 
 
-def send(number: int) -> None:
+def send_signal(number: int) -> None:
     """Send a signal to the processes of this launcher."""
     for process in psutil.Process().children():
         with suppress(psutil.Error):
             process.send_signal(number)
 
 
-def await_end() -> None:
+def await_processes() -> None:
     """Wait for the processes of this launcher, which are ending. If torch ended them, it would
     print messages.
     """

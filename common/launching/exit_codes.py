@@ -14,7 +14,7 @@ from typing import Any
 
 # Variables that the launcher sets: the folder's path, and the number of machines that the run
 # needs.
-EXIT_FOLDER, AT_LEAST = "RECIPES_EXIT_FOLDER", "RECIPES_AT_LEAST"
+EXIT_FOLDER, MIN_MACHINES = "RECIPES_EXIT_FOLDER", "RECIPES_AT_LEAST"
 RESUMABLE = 75  # asked to stop, and saved: EX_TEMPFAIL of sysexits.h, "try again"
 # They ask a process to stop.
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -23,7 +23,7 @@ RESTART, END = "restart", "end"
 _ANNOUNCEMENT, _NOTICE = "exit", "notice"  # files in the folder
 
 
-def leaving(asked: Collection[int], machines: int, least: int) -> list[int]:
+def find_leavers(asked: Collection[int], machines: int, least: int) -> list[int]:
     """The machines that leave a run of `machines` when those in `asked` are asked to: all, if fewer
     than `least` would stay.
 
@@ -40,7 +40,7 @@ def announce_exit(code: int, leavers: Collection[int] = ()) -> None:
             (Path(folder) / _ANNOUNCEMENT).write_text(json.dumps([code, *leavers]))
 
 
-def announced_exit(folder: Path) -> tuple[int, list[int]] | None:
+def read_announced_exit(folder: Path) -> tuple[int, list[int]] | None:
     """The exit code and the leaving machines that a process of this launcher has announced, or None."""
     file = folder / _ANNOUNCEMENT
     text = file.read_text() if file.exists() else ""
@@ -54,14 +54,14 @@ def notify(folder: Path, why: str) -> None:
     (folder / _NOTICE).write_text(why)
 
 
-def notice() -> str:
+def read_notice() -> str:
     """The text that the launcher has told its processes with `notify`; "" if there is none."""
     with contextlib.suppress(KeyError, OSError):
         return (Path(os.environ[EXIT_FOLDER]) / _NOTICE).read_text()
     return ""
 
 
-def signal_name(number: int) -> str:
+def get_signal_name(number: int) -> str:
     """How messages name a signal: SIGTERM, SIGUSR1 or Ctrl-C."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
@@ -80,7 +80,7 @@ def handle_stopping(handler: Callable) -> dict[int, Any]:
     return handlers
 
 
-def clear(folder: Path) -> None:
+def clear_messages(folder: Path) -> None:
     """Remove the messages of both sides, before new processes start."""
     for name in (_ANNOUNCEMENT, _NOTICE):
         (folder / name).unlink(missing_ok=True)

@@ -25,22 +25,22 @@ from accelerate.utils import (
 from common.config.fields import RunConfig
 from common.distributed import collectives, determinism, devices, sharding, watchdog
 from common.distributed.collectives import gather_objects
-from common.distributed.environment import cores, parent_command
+from common.distributed.environment import count_cores, get_parent_command
 from common.durable import replace_file
-from common.errors import Refused, RestartNeeded, printable
+from common.errors import Refused, RestartNeeded, make_printable
 from common.files import SMALL, read_text
 from common.launching import launch_checks, launchers
 from common.launching.exit_codes import (
-    AT_LEAST,
     END,
     EXIT_FOLDER,
+    MIN_MACHINES,
     RESTART,
     RESUMABLE,
     announce_exit,
-    leaving,
-    notice,
+    find_leavers,
+    read_notice,
 )
-from common.launching.launch_checks import wants_cpu
+from common.launching.launch_checks import is_cpu_requested
 from common.launching.launchers import EXPORTED, Launch, complete
 from common.launching.meeting import meet
 from common.patches.accelerate import skip_search_for_lomo
@@ -69,27 +69,30 @@ def start(config: RunConfig | None = None) -> Accelerator:
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     launch = complete(os.environ)
     launch_checks.check_launch(
-        os.environ, launch, accelerators, launch_checks.processes_asked(parent_command())
+        os.environ,
+        launch,
+        accelerators,
+        launch_checks.parse_requested_processes(get_parent_command()),
     )
-    on_cpu = wants_cpu(os.environ) or accelerators == 0
+    on_cpu = is_cpu_requested(os.environ) or accelerators == 0
     if on_cpu:
-        if not wants_cpu(os.environ) and launch.launcher in ("torchrun", EXPORTED):
-            say("this machine shows no GPU: the run trains on the CPU")
+        if not is_cpu_requested(os.environ) and launch.launcher in ("torchrun", EXPORTED):
+            print_on_main("this machine shows no GPU: the run trains on the CPU")
         share_cores(os.environ, launch)
     else:
-        let_segments_grow(os.environ)
+        use_expandable_segments(os.environ)
     settings = config or RunConfig()
-    sharded = launch_checks.sharding_of(os.environ)
+    sharded = launch_checks.read_sharding(os.environ)
     if sharded and launch.world_size > 1:
-        launch_checks.check_sharded(settings)
-    determinism.choose(settings.deterministic and not on_cpu)
+        launch_checks.check_sharded_config(settings)
+    determinism.set_deterministic(settings.deterministic and not on_cpu)
     # For the initial weights of a custom module; all else draws from keys.
     torch.manual_seed(settings.seed)
     store = meet(os.environ, launch, config)
     accelerator = _build_accelerator(settings, on_cpu)
     if store:
         patience, program = settings.collective_timeout, Path(sys.argv[0]).name
-        watchdog.begin(
+        watchdog.start(
             store, accelerator.process_index, accelerator.num_processes, patience, program
         )
     if accelerator.num_processes != launch.world_size:
@@ -101,7 +104,7 @@ def start(config: RunConfig | None = None) -> Accelerator:
     if launch.nodes is None:  # mpirun does not number the machines
         nodes = max(gather_objects(collectives.node_rank())) + 1
         os.environ.update(GROUP_RANK=str(collectives.node_rank()), GROUP_WORLD_SIZE=str(nodes))
-    sharding.begin(sharded, accelerator.device)
+    sharding.configure(sharded, accelerator.device)
     if accelerator.device.type == "cuda":
         _refuse_shared_devices(accelerator.device)
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -121,7 +124,7 @@ def _build_accelerator(settings: RunConfig, on_cpu: bool) -> Accelerator:
     # culprit: a process may note progress while its device still waits for an earlier step.
     timeout = timedelta(seconds=2 * settings.collective_timeout) + MARGIN
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")
-    collectives.give_up_after(timeout)
+    collectives.set_timeout(timeout)
     skip_search_for_lomo()
     ddp = DistributedDataParallelKwargs(
         gradient_as_bucket_view=True,
@@ -183,17 +186,17 @@ def run(main: Callable[[], None]) -> None:
             )
         sys.exit(1)
     finally:
-        watchdog.end()
+        watchdog.stop()
     collectives.leave_process_group()
 
 
-def say(text: str) -> None:
+def print_on_main(text: str) -> None:
     """Print a line on the main process."""
     if os.environ.get("RANK", "0") == "0":
-        print(printable(text), flush=True)
+        print(make_printable(text), flush=True)
 
 
-def orphaned() -> bool:
+def is_orphaned() -> bool:
     """True if the launcher of this process is gone: killed, or ended by a signal that it does not forward.
 
     Such a process keeps its device and run folder from the next start.
@@ -201,27 +204,29 @@ def orphaned() -> bool:
     return os.getppid() != _PARENT and complete(os.environ).launcher != "python"
 
 
-def machine() -> int:
+def get_machine_rank() -> int:
     """Number of this machine in the run; 0 if no launcher has numbered the machines."""
     return int(os.environ.get("GROUP_RANK", 0))
 
 
-def leavers(asked: bool) -> list[int]:
+def gather_leavers(asked: bool) -> list[int]:
     """The machines that leave a run whose processes have agreed to stop; `asked`: this one was
     asked to. A collective.
 
     One process that was asked: [0]; two machines of which the second was asked: [1] or [0, 1]; neither: [].
     """
     machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
-    are_asked = {number for number, is_asked in gather_objects((machine(), asked)) if is_asked}
-    return leaving(are_asked, machines, int(os.environ.get(AT_LEAST, machines)))
+    are_asked = {
+        number for number, is_asked in gather_objects((get_machine_rank(), asked)) if is_asked
+    }
+    return find_leavers(are_asked, machines, int(os.environ.get(MIN_MACHINES, machines)))
 
 
 def leave_now(asked: bool) -> NoReturn:
     """End this process at once as resumable, and its machine's part in the run if that was `asked`.
     No communication.
     """
-    announce_exit(RESUMABLE, [machine()] if asked else [])
+    announce_exit(RESUMABLE, [get_machine_rank()] if asked else [])
     sys.stdout.flush()
     os._exit(RESUMABLE)
 
@@ -239,20 +244,20 @@ def leave(code: int, leavers: Collection[int]) -> NoReturn:
         sys.exit(code)
     announce_exit(code, leavers)
     until = time.monotonic() + NOTICE_S
-    while notice() not in (RESTART, END) and not orphaned() and time.monotonic() < until:
+    while read_notice() not in (RESTART, END) and not is_orphaned() and time.monotonic() < until:
         time.sleep(0.02)
     sys.stdout.flush()
     os._exit(code)  # all files are closed; in a normal exit of Python, threads of gloo may hang
 
 
-def describe(accelerator: Accelerator, dtype: str) -> str:
+def describe_launch(accelerator: Accelerator, dtype: str) -> str:
     """Processes, device and precision of a run with weights of type `dtype`, for the start table.
 
     One process: "1 process, cpu, fp32, started by python". Two ranks, on both: "2 processes on 1
     node, cpu (gloo), fp32, started by accelerate launch".
     """
     name, world, nodes = (
-        devices.name(accelerator.device),
+        devices.get_device_name(accelerator.device),
         "1 process",
         int(os.environ.get("GROUP_WORLD_SIZE", 1)),
     )
@@ -261,12 +266,12 @@ def describe(accelerator: Accelerator, dtype: str) -> str:
         world = f"{processes} process{'es' * (processes > 1)} on {nodes} node{'s' * (nodes > 1)}"
         name += f" ({torch.distributed.get_backend()})"
     return (
-        f"{world}, {name}, {precision(accelerator, dtype)}, started by "
+        f"{world}, {name}, {get_precision(accelerator, dtype)}, started by "
         f"{complete(os.environ).launcher}"
     )
 
 
-def precision(accelerator: Accelerator, dtype: str) -> str:
+def get_precision(accelerator: Accelerator, dtype: str) -> str:
     """The precision of the computation with weights of type `dtype`: fp64, fp32, fp32 (TF32), fp16
     or bf16.
     """
@@ -291,13 +296,13 @@ def share_cores(environ: MutableMapping[str, str], launch: Launch) -> None:
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process(os.getppid())
         said = "OMP_NUM_THREADS" in parent.environ()
-        said |= any(word.startswith("--num_cpu_threads") for word in parent_command())
+        said |= any(word.startswith("--num_cpu_threads") for word in get_parent_command())
         # By the launcher's name: a script that exports ACCELERATE_MIXED_PRECISION before srun may
         # export this number, too.
         sets_one = launch.launcher in ("accelerate launch", "torchrun")
         is_default = environ.get("OMP_NUM_THREADS") == "1" and sets_one and not said
         if is_default or (launch.world_size > 1 and "OMP_NUM_THREADS" not in environ):
-            count = min(psutil.cpu_count(logical=False) or 1, cores())
+            count = min(psutil.cpu_count(logical=False) or 1, count_cores())
             if (
                 not hasattr(parent, "cpu_affinity")
                 or parent.cpu_affinity() == psutil.Process().cpu_affinity()
@@ -307,7 +312,7 @@ def share_cores(environ: MutableMapping[str, str], launch: Launch) -> None:
             environ.setdefault("OMP_NUM_THREADS", str(max(1, count)))
 
 
-def let_segments_grow(environ: MutableMapping[str, str]) -> None:
+def use_expandable_segments(environ: MutableMapping[str, str]) -> None:
     """Make torch allocate GPU memory in expandable segments, unless a person has chosen otherwise
     or the driver can't.
 
@@ -343,7 +348,7 @@ def _refuse_shared_devices(device: torch.device) -> None:
     """Raise `Refused` if two processes have the same GPU, as when srun or a script shows each of
     them the first one.
     """
-    places = gather_objects((socket.gethostname(), str(devices.properties(device).uuid)))
+    places = gather_objects((socket.gethostname(), str(devices.get_device_properties(device).uuid)))
     first = next((rank for rank, place in enumerate(places) if places.index(place) < rank), None)
     if first is not None:
         raise Refused(

@@ -12,8 +12,8 @@ from accelerate.utils import str_to_bool
 from common.config.fields import RunConfig
 from common.distributed.sharding import Sharding
 from common.errors import Refused
-from common.launching.exit_codes import AT_LEAST
-from common.launching.launchers import ACCELERATE, Launch, is_agents
+from common.launching.exit_codes import MIN_MACHINES
+from common.launching.launchers import ACCELERATE, Launch, is_started_by_agent
 
 ENGINES = FSDP, DEEPSPEED, MESH = tuple(
     f"ACCELERATE_USE_{name}" for name in ("FSDP", "DEEPSPEED", "PARALLELISM_CONFIG")
@@ -70,7 +70,7 @@ def check_launch(
     processes and of machines on the launcher's command line (None if unknown); some of the machines
     may be missing.
     """
-    sharding_of(environ)
+    read_sharding(environ)
     _check_settings(environ)
     _check_numbers(environ, launch, asked_for)
     _check_devices(environ, launch, accelerators)
@@ -120,7 +120,7 @@ def _check_numbers(
             f"on this one {here} started: --num_processes is the total of all machines and a "
             "multiple of their number, and on the CPU several processes need multi_cpu.yaml"
         )
-    least = int(environ.get(AT_LEAST, machines))
+    least = int(environ.get(MIN_MACHINES, machines))
     if launch.nodes is not None and launch.nodes < least:
         raise Refused(
             f"launched for {least} machines, but {launch.nodes} started this run: the machines "
@@ -134,7 +134,7 @@ def _check_devices(environ: Mapping[str, str], launch: Launch, accelerators: int
     another precision.
     """
     here = launch.local_world_size
-    if wants_cpu(environ) or (accelerators == 0 and ACCELERATE not in environ):
+    if is_cpu_requested(environ) or (accelerators == 0 and ACCELERATE not in environ):
         if _precision_of(environ) == "fp16":
             raise Refused(
                 "fp16 on a CPU would silently train in fp32: use --mixed_precision no, or bf16"
@@ -146,7 +146,7 @@ def _check_devices(environ: Mapping[str, str], launch: Launch, accelerators: int
             "machine shows none: check the driver and CUDA_VISIBLE_DEVICES, or train on the CPU "
             f"with --config_file accelerate_configs/{name} before the recipe"
         )
-    elif here > accelerators and (accelerators > 1 or is_agents(environ)):
+    elif here > accelerators and (accelerators > 1 or is_started_by_agent(environ)):
         # Mpirun and srun may show one GPU to each.
         raise Refused(
             f"{here} processes on a machine with {accelerators} GPUs: pass --num_processes, "
@@ -154,7 +154,7 @@ def _check_devices(environ: Mapping[str, str], launch: Launch, accelerators: int
         )
 
 
-def sharding_of(environ: Mapping[str, str]) -> Sharding | None:
+def read_sharding(environ: Mapping[str, str]) -> Sharding | None:
     """How the launch asks to shard the model; None for plain data parallelism. Raises `Refused` for
     other engines and settings.
 
@@ -224,7 +224,7 @@ def _shards_of_mesh(environ: Mapping[str, str]) -> int:
     return shards
 
 
-def check_sharded(config: RunConfig) -> None:
+def check_sharded_config(config: RunConfig) -> None:
     """Raise `Refused` for flags of a recipe that a sharded run can't meet."""
     if config.comm_hook != "none":
         raise Refused(
@@ -237,7 +237,7 @@ def check_sharded(config: RunConfig) -> None:
             raise Refused(f"--{field.name}: {reason}; leave it out, or launch without FSDP")
 
 
-def wants_cpu(environ: Mapping[str, str]) -> bool:
+def is_cpu_requested(environ: Mapping[str, str]) -> bool:
     """True if the launch asked for the CPU: by use_cpu with one process, or by hiding the GPUs as -1.
 
     `accelerate launch` passes gpu_ids on to several ranks, but not use_cpu, so the CPU files have
@@ -250,7 +250,7 @@ def wants_cpu(environ: Mapping[str, str]) -> bool:
     )
 
 
-def processes_asked(command: Sequence[str]) -> tuple[int | None, int] | None:
+def parse_requested_processes(command: Sequence[str]) -> tuple[int | None, int] | None:
     """Processes and machines on the command line of `accelerate launch`; of torchrun None and the
     lowest number of machines.
 

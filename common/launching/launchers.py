@@ -89,13 +89,13 @@ def local_rank(environ: Mapping[str, str]) -> str | None:
     """The number of this process on its machine, also if `complete` has refused the variables; None
     without a launcher.
     """
-    names = [] if is_agents(environ) else [variables[2] for variables in _MPI.values()]
+    names = [] if is_started_by_agent(environ) else [variables[2] for variables in _MPI.values()]
     return next(
         (environ[name] for name in (*names, "LOCAL_RANK", "SLURM_LOCALID") if name in environ), None
     )
 
 
-def is_agents(environ: Mapping[str, str]) -> bool:
+def is_started_by_agent(environ: Mapping[str, str]) -> bool:
     """True if torchrun's agent started this process: torchrun itself, accelerate launch or
     notebook_launcher.
     """
@@ -111,7 +111,7 @@ def _agent(environ: Mapping[str, str]) -> Launch | None:
     It comes first: `srun torchrun` starts one agent per machine, whose processes inherit srun's
     variables too.
     """
-    if not is_agents(environ):
+    if not is_started_by_agent(environ):
         return None
     is_notebook = {"NPROC", "MIXED_PRECISION"} <= environ.keys()
     if is_notebook and environ["MIXED_PRECISION"] not in (
@@ -199,7 +199,7 @@ def _srun(environ: Mapping[str, str]) -> Launch | None:
             "rank 0 is not on the first machine of SLURM_STEP_NODELIST, so the others don't know "
             "where to meet it: export MASTER_ADDR, the address of its machine, before srun"
         )
-    return replace(launch, address=first_host(hosts), port=_port(*job))
+    return replace(launch, address=get_first_host(hosts), port=_port(*job))
 
 
 def _by_hand(environ: Mapping[str, str]) -> Launch | None:
@@ -299,7 +299,7 @@ def _port(*job: str) -> int:
     ]
 
 
-def first_host(hosts: str) -> str:
+def get_first_host(hosts: str) -> str:
     """The first name in a SLURM node list: first_host("gpu[007-009,12],cpu1") -> "gpu007"."""
     found = re.match(r"(?:[^,\[]|\[[^]]*\])*", hosts)
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", found[0]) if found else ""

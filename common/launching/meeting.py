@@ -7,10 +7,10 @@ from datetime import timedelta
 import torch
 from torch.distributed import Store, rendezvous
 
-from common.distributed.agreement import agree, facts
+from common.distributed.agreement import check_agreement, collect_facts
 from common.errors import Refused
 from common.launching import network
-from common.launching.launch_checks import wants_cpu
+from common.launching.launch_checks import is_cpu_requested
 from common.launching.launchers import Launch
 
 MEETING = timedelta(minutes=5)  # how much later than the first process the last one may arrive
@@ -24,14 +24,22 @@ def meet(environ: MutableMapping[str, str], launch: Launch, config) -> Store | N
     """
     if launch.world_size == 1 or torch.distributed.is_initialized():
         return None
-    device = "cpu" if wants_cpu(environ) or not torch.accelerator.is_available() else "accelerator"
+    device = (
+        "cpu"
+        if is_cpu_requested(environ) or not torch.accelerator.is_available()
+        else "accelerator"
+    )
     computing = {"device": device, "precision": environ.get("ACCELERATE_MIXED_PRECISION", "no")}
-    store = reach(environ, launch, MEETING)
-    agree(store, launch.rank, launch.world_size, facts(config) | computing, MEETING)
+    store = connect_to_store(environ, launch, MEETING)
+    check_agreement(
+        store, launch.rank, launch.world_size, collect_facts(config) | computing, MEETING
+    )
     return store
 
 
-def reach(environ: MutableMapping[str, str], launch: Launch, patience: timedelta) -> Store:
+def connect_to_store(
+    environ: MutableMapping[str, str], launch: Launch, patience: timedelta
+) -> Store:
     """Connect to rank 0's store, or be its keeper. Returns when this process has it, whether others
     have come or not.
 
@@ -65,16 +73,18 @@ def choose_interface(environ: MutableMapping[str, str]) -> None:
             environ["MASTER_ADDR"] = network.LOOPBACK
     else:
         try:
-            address = network.address_towards(main)
+            address = network.find_address_towards(main)
         except OSError as error:
-            raise Refused(network.trouble(main, int(environ["MASTER_PORT"]), error)) from None
+            raise Refused(
+                network.describe_connection_error(main, int(environ["MASTER_PORT"]), error)
+            ) from None
         if network.is_loopback(address) and "GLOO_SOCKET_IFNAME" not in environ:
             raise Refused(
                 f"this machine knows the main machine {main} as {address}, where the others can't "
                 "reach it: give its address as a number, or export GLOO_SOCKET_IFNAME with the "
                 "name of its network interface"
             )
-    if interface := network.interface_of(address):
+    if interface := network.find_interface(address):
         environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         # = means the exact name, not a prefix.
         environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
@@ -90,8 +100,8 @@ def _listen(main: str, port: int, patience: timedelta = MEETING) -> Store | None
     this machine.
     """
     try:
-        if network.is_loopback(main) or not network.is_loopback(network.address_towards(main)):
-            return network.keep_store(main, port, patience)
+        if network.is_loopback(main) or not network.is_loopback(network.find_address_towards(main)):
+            return network.host_store(main, port, patience)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise Refused(

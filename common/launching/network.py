@@ -14,7 +14,7 @@ QUIET_S = 10.0  # a wait that lasts longer is reported
 LOOPBACK = "127.0.0.1"
 
 
-def address_towards(host: str) -> str:
+def find_address_towards(host: str) -> str:
     """This machine's own address on the route to `host`, a name or an address. Sends nothing.
 
     Towards an address of the machine itself, it is that address: on 10.0.0.1,
@@ -28,7 +28,7 @@ def address_towards(host: str) -> str:
         return probe.getsockname()[0]
 
 
-def interface_of(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     """The name of the network interface that has `address`, such as eth0; None if none has."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in entries):
@@ -36,7 +36,7 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def is_own(host: str) -> bool:
+def is_own_address(host: str) -> bool:
     """True if `host`, a name or an address, is this machine; False if it is unknown."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -52,7 +52,7 @@ def is_loopback(address: str) -> bool:
     return address in ("", "localhost", "::1") or address.startswith("127.")
 
 
-def outward_addresses() -> list[str]:
+def list_outward_addresses() -> list[str]:
     """This machine's own IPv4 addresses by which others may reach it."""
     states = psutil.net_if_stats()
     return [
@@ -63,7 +63,7 @@ def outward_addresses() -> list[str]:
     ]
 
 
-def keep_store(host: str, port: int, patience: timedelta) -> TCPStore:
+def host_store(host: str, port: int, patience: timedelta) -> TCPStore:
     """A new store that listens only at this machine's address `host`; torch's own store listens on
     all interfaces.
 
@@ -99,7 +99,7 @@ def await_listener(
             socket.create_connection((host, port), timeout=5).close()
             return
         except OSError as error:
-            what, waited = trouble(host, port, error), time.monotonic() - start
+            what, waited = describe_connection_error(host, port, error), time.monotonic() - start
         if waited > patience:
             raise Refused(f"{what}; waited {patience:.0f} s")
         if waited > QUIET_S and not reminded:
@@ -108,7 +108,7 @@ def await_listener(
         time.sleep(0.1)
 
 
-def bound_silence(port: int, patience: timedelta) -> None:
+def set_user_timeout(port: int, patience: timedelta) -> None:
     """Set a timeout on this process's connections to a remote `port`: they end if sent data is not
     acknowledged for so long.
 
@@ -123,7 +123,7 @@ def bound_silence(port: int, patience: timedelta) -> None:
                     shared.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
 
-def trouble(host: str, port: int, error: OSError) -> str:
+def describe_connection_error(host: str, port: int, error: OSError) -> str:
     """The reason of a failure to connect and what to do, as part of a message."""
     if isinstance(error, socket.gaierror):
         return (

@@ -44,7 +44,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from common.errors import Refused
 from common.launching import agent, exit_codes, network
-from common.launching.exit_codes import END, RESTART, RESUMABLE, STOPPING, announced_exit
+from common.launching.exit_codes import END, RESTART, RESUMABLE, STOPPING, read_announced_exit
 from common.launching.membership import LEFT, RUNNING, WAITING, Membership, Round
 
 JOIN_S = 300  # how long a machine waits for the others
@@ -63,7 +63,7 @@ def create(parameters: RendezvousParameters) -> "Machines":
     """
     agent.silence_name_lookups()
     host, port = _endpoint(parameters.endpoint)
-    if network.is_own(host):
+    if network.is_own_address(host):
         host = _own_address(host, parameters.max_nodes)
     store, hosting = _reach(host, port, float(parameters.get("join_timeout", JOIN_S)))
     return Machines(parameters, store, host, port, hosting)
@@ -98,7 +98,7 @@ class Machines(RendezvousHandler):
         silence = interval * given("keep_alive_max_attempt", silence // BEAT_S)
         self._store = PrefixStore(f"machines/{self._run_id}", store)
         self._team = Membership(
-            self._store, socket.gethostname(), network.address_towards(host), interval, silence
+            self._store, socket.gethostname(), network.find_address_towards(host), interval, silence
         )
         self._round = Round()  # the last one that this machine took part in
         self._gone: set[int] = set()  # those that have announced that they leave
@@ -109,7 +109,7 @@ class Machines(RendezvousHandler):
         # The processes inherit these.
         os.environ |= {
             exit_codes.EXIT_FOLDER: str(self._exits),
-            exit_codes.AT_LEAST: str(self._least),
+            exit_codes.MIN_MACHINES: str(self._least),
         }
         agent.handle_signals(self._on_signal)
         agent.replace_log(self._report_failure)
@@ -135,9 +135,9 @@ class Machines(RendezvousHandler):
             # renewed.
             store = PrefixStore(f"round {self._round.number}", self._store.clone())
             if not self._hosting:
-                network.bound_silence(self._port, ANSWER)
+                network.set_user_timeout(self._port, ANSWER)
             # The first machine, which keeps the store, tells the others where its processes listen.
-            place = RendezvousStoreInfo.build(rank, store, network.address_towards(self._host))
+            place = RendezvousStoreInfo.build(rank, store, network.find_address_towards(self._host))
             return RendezvousInfo(store, rank, len(self._round.machines), place)
 
     def _await_round(self) -> None:
@@ -208,8 +208,8 @@ class Machines(RendezvousHandler):
         finally:
             if why:  # torch then gives the processes 30 s to end
                 exit_codes.notify(self._exits, why)
-                if announced_exit(self._exits):
-                    agent.await_end()
+                if read_announced_exit(self._exits):
+                    agent.await_processes()
         return waiting
 
     def get_run_id(self) -> str:
@@ -224,7 +224,7 @@ class Machines(RendezvousHandler):
             if self._leaving and self._least < self._most:
                 self._team.become(LEFT, self._round)
             # Otherwise the others are told, unless they learn it from their own processes.
-            elif not self._cut_off and not (self._leaving and announced_exit(self._exits)):
+            elif not self._cut_off and not (self._leaving and read_announced_exit(self._exits)):
                 self._team.close()
         if isinstance(failed := sys.exception(), ChildFailedError):
             sys.exit(
@@ -236,7 +236,7 @@ class Machines(RendezvousHandler):
         """The launcher's exit code if processes that ended with `codes` did so on purpose; 0 if
         they did not.
         """
-        if announced := announced_exit(self._exits):
+        if announced := read_announced_exit(self._exits):
             return announced[0]
         # Asked to stop before they had installed their signal handlers.
         return RESUMABLE if self._asked and {*codes} <= {-number for number in STOPPING} else 0
@@ -256,7 +256,7 @@ class Machines(RendezvousHandler):
         """This machine is asked to leave. `_forward_request` tells its processes; if none run, it
         leaves at once.
         """
-        self._asked = self._asked or exit_codes.signal_name(number)
+        self._asked = self._asked or exit_codes.get_signal_name(number)
         if self._joining and not self._leaving:
             self._leave("this machine leaves the run")
 
@@ -266,16 +266,16 @@ class Machines(RendezvousHandler):
         if self._asked and self._asked_since == math.inf:
             self._asked_since = time.monotonic()
             exit_codes.notify(self._exits, self._asked)
-            agent.send(signal.SIGTERM)
+            agent.send_signal(signal.SIGTERM)
         elif time.monotonic() - self._asked_since > patience:
-            agent.send(signal.SIGKILL)
+            agent.send_signal(signal.SIGKILL)
             self._leave(f"its processes did not within {patience:.0f} s, and were killed")
 
     def _leavers(self) -> list[int] | None:
         """The machines that leave, once the processes have agreed to stop, else None. Ends if this
         is one of them.
         """
-        code, leavers = announced_exit(self._exits) or (0, [])
+        code, leavers = read_announced_exit(self._exits) or (0, [])
         if code != RESUMABLE:
             return None
         if self._round.machines.index(self._team.number) in leavers:
@@ -296,11 +296,11 @@ class Machines(RendezvousHandler):
         if gone := {self._round.machines[number] for number in self._leavers() or ()}:
             self._gone |= gone
             _say(f"continuing without {self._team.names(gone)}: asked to stop")
-        elif (announced := announced_exit(self._exits)) and announced[0] != RESUMABLE:
+        elif (announced := read_announced_exit(self._exits)) and announced[0] != RESUMABLE:
             sys.exit(announced[0])
         if self._asked:
             self._leave("this machine leaves the run")
-        exit_codes.clear(self._exits)
+        exit_codes.clear_messages(self._exits)
 
     def _leave(self, what: str) -> NoReturn:
         """End only this launcher: the run continues without it, or resumes by the same command."""
@@ -335,7 +335,7 @@ class Machines(RendezvousHandler):
         """
         until = time.monotonic() + LATE_EXIT_S
         while not self._joining and self._leavers() is None and time.monotonic() < until:
-            if announced := announced_exit(self._exits):
+            if announced := read_announced_exit(self._exits):
                 sys.exit(announced[0])
             time.sleep(0.1)
 
@@ -387,11 +387,11 @@ def _own_address(host: str, most: int) -> str:
     if most == 1:
         return network.LOOPBACK
     if network.is_loopback(host) or not network.is_loopback(
-        known_as := network.address_towards(host)
+        known_as := network.find_address_towards(host)
     ):
         return host
     # On Debian, a machine's own name resolves to 127.0.1.1, only on that machine.
-    addresses = network.outward_addresses()
+    addresses = network.list_outward_addresses()
     if len(addresses) != 1:
         _give_up(
             f"this machine knows its own name {host} as {known_as}, where the others can't reach "
@@ -403,9 +403,9 @@ def _own_address(host: str, most: int) -> str:
 
 def _reach(host: str, port: int, patience: float) -> tuple[TCPStore, bool]:
     """The store at `host`:`port`, and whether this process keeps it."""
-    if network.is_own(host):
+    if network.is_own_address(host):
         with suppress(OSError):  # another launcher on this machine was first
-            return network.keep_store(host, port, ANSWER), True
+            return network.host_store(host, port, ANSWER), True
     try:
         network.await_listener(host, port, patience, _say)
     except Refused as refusal:
@@ -422,7 +422,7 @@ def _reach(host: str, port: int, patience: float) -> tuple[TCPStore, bool]:
             f"what listens on {host}:{port} is no launcher of these recipes: choose another port "
             "on all machines"
         )
-    network.bound_silence(port, ANSWER)
+    network.set_user_timeout(port, ANSWER)
     return found[0], False
 
 

@@ -78,13 +78,14 @@ def halve(plan: BatchPlan, why: str = "") -> BatchPlan:
 def save_limit(run: Path, plan: BatchPlan, device: torch.device) -> None:
     """Record in the run folder that devices of this kind take at most the micro-batches of `plan`."""
     write_json(
-        run / _FILE, read_json(run / _FILE) | {devices.name(device): plan.max_micro_batch_size}
+        run / _FILE,
+        read_json(run / _FILE) | {devices.get_device_name(device): plan.max_micro_batch_size},
     )
 
 
 def load_limit(run: Path, device: torch.device) -> int | None:
     """The largest micro-batch that `save_limit` recorded for devices of this kind, if it did."""
-    limit = read_json(run / _FILE).get(devices.name(device))
+    limit = read_json(run / _FILE).get(devices.get_device_name(device))
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
@@ -113,7 +114,7 @@ def _tried(plan: BatchPlan, training: TrainingStep) -> tuple[str, int, int]:
         ]
         del held
         if is_known:
-            taken, room = torch.accelerator.max_memory_allocated(), devices.memory()[1]
+            taken, room = torch.accelerator.max_memory_allocated(), devices.get_memory_info()[1]
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -41,7 +41,7 @@ def build_start_table(
     rows |= train_set.describe()
     rows |= describe_step_modules(model)
     rows["batch norm"] = batch_norm.describe(model)
-    rows |= sharding.describe(model)
+    rows |= sharding.describe_sharding(model)
     rows["batch"] = str(plan)
     rows["learning rate"] = rates
     rows["length"] = _describe_length(train_set, total_steps)

@@ -19,5 +19,5 @@ def prepare_layers(config: Any, model: nn.Module) -> None:
     batch_norm.convert(model, config.batch_norm, group_size=config.norm_batch_size)
     drop_path.convert(model)
     if not getattr(config, "eval_only", ""):
-        sharding.shard(model, getattr(torch, config.dtype))
+        sharding.shard_model(model, getattr(torch, config.dtype))
     freeze(config, model)

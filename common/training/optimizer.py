@@ -24,14 +24,14 @@ from common.data.stream import Stream
 from common.distributed.collectives import all_sum
 from common.distributed.sharding import (
     SelfSharded,
-    alike,
+    clone_model,
+    get_full_tensor,
+    get_local_tensor,
+    get_total_norm,
+    group_by_mesh,
     has_shards,
     is_sharded,
-    local,
     shard_like,
-    total_norm,
-    twin,
-    whole,
 )
 from common.errors import Refused
 from common.patches.timm import orthogonalize_shards
@@ -89,7 +89,7 @@ def build_optimizer(config: OptimizationConfig, model: nn.Module) -> torch.optim
         raise Refused(f"{told}; a sharded run takes {', '.join(sorted(on_shards))}")
     fused = _FUSED if in_shards else _FUSED | _FUSED_UNLESS_IN_SHARDS
     if in_shards:
-        orthogonalize_shards(whole, shard_like)
+        orthogonalize_shards(get_full_tensor, shard_like)
     try:
         optimizer = timm.optim.create_optimizer_v2(
             model,
@@ -319,12 +319,14 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, mode: str) 
     of its weights (adaptive gradient clipping: Brock et al., 2021).
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    norm = get_total_norm(
+        [parameter.grad for parameter in parameters if parameter.grad is not None]
+    )
     if limit and mode == "agc":
         in_shards = any(isinstance(parameter, DTensor) for parameter in parameters)
         (_clip_sharded_units if in_shards else adaptive_clip_grad)(parameters, limit)
     elif limit:
-        for part in alike(parameters):
+        for part in group_by_mesh(parameters):
             nn.utils.clip_grads_with_norm_(part, limit, norm)
     return norm
 
@@ -350,7 +352,7 @@ def unscale_gradients(
         parameter.grad = None
     carrier: Any = next(parameter.grad for parameter in parameters if parameter.grad is not None)
     for gradient in gradients:
-        carrier += 0 * all_sum(local(gradient).sum())  # NaN if one number is not finite
+        carrier += 0 * all_sum(get_local_tensor(gradient).sum())  # NaN if one number is not finite
     scale = accelerator.scaler.scale(torch.ones((), device=carrier.device))
     accelerator.unscale_gradients(optimizers)
     for parameter, gradient in zip(in_shards, gradients, strict=True):
@@ -363,12 +365,13 @@ def _clip_sharded_units(parameters: list[nn.Parameter], limit: float) -> None:
     """
     pairs: list[Any] = [(parameter.detach(), parameter.grad) for parameter in parameters]
     vectors = [tensor.norm() for pair in pairs for tensor in pair if tensor.ndim < 2]
-    norms = iter(whole(torch.stack(vectors)) if vectors else ())
+    norms = iter(get_full_tensor(torch.stack(vectors)) if vectors else ())
     for pair in pairs:
         of_weight, of_gradient = (
-            next(norms) if tensor.ndim < 2 else unitwise_norm(local(tensor)) for tensor in pair
+            next(norms) if tensor.ndim < 2 else unitwise_norm(get_local_tensor(tensor))
+            for tensor in pair
         )
-        highest, gradient = of_weight.clamp(min=1e-3) * limit, local(pair[1])
+        highest, gradient = of_weight.clamp(min=1e-3) * limit, get_local_tensor(pair[1])
         clipped = gradient * (highest / of_gradient.clamp(min=1e-6))
         gradient.copy_(torch.where(of_gradient < highest, gradient, clipped))
 
@@ -390,11 +393,12 @@ class ShardedAverage(ModelEmaV3):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(nn.Linear(1, 1), **options)
-        self.module = twin(model).eval()
+        self.module = clone_model(model).eval()
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:
         mine, theirs = (
-            [*map(local, module.state_dict().values())] for module in (self.module, model)
+            [*map(get_local_tensor, module.state_dict().values())]
+            for module in (self.module, model)
         )
         floats = [tensor.is_floating_point() for tensor in mine]
         torch._foreach_lerp_(

@@ -141,7 +141,7 @@ class TrainingStep:
         Waits for no other rank. Losses of another shape than [B] are refused. `uses_generator` then
         tells whether a forward pass draws numbers, such as masks, from the global generator.
         """
-        devices.seed(0, self._device)
+        devices.seed_generator(0, self._device)
         count = plan.micro_steps if self._looks_ahead else 1  # as many as are on the device at once
         feed = Prefetcher(
             (self.samples.blank(plan.micro_batch_sizes[0]) for _ in range(count)), self._device
@@ -150,9 +150,9 @@ class TrainingStep:
         batches: list[Any] = [next(feed) for _ in range(count)]
         self._prepare_step(0, batches[:1], plan, is_trial=network is self.model)
         drop_path.set_draws(self.model, batches[0].drop_path)
-        state = devices.generator_state(self._device)
+        state = devices.get_rng_state(self._device)
         losses = self._losses_of(network, batches[0])
-        self.uses_generator = not torch.equal(devices.generator_state(self._device), state)
+        self.uses_generator = not torch.equal(devices.get_rng_state(self._device), state)
         check_losses(losses, plan.micro_batch_sizes[0])
         losses.sum().backward()
 
@@ -220,7 +220,7 @@ class TrainingStep:
 
         def reseed(number: int) -> None:
             seed_generators(number)
-            devices.seed(number, self._device)
+            devices.seed_generator(number, self._device)
 
         def before(_, arguments: tuple) -> None:
             seen.extend(arguments[:1])
@@ -274,7 +274,9 @@ class TrainingStep:
         self._prepare_step(step, ahead, self.plan, is_trial=False)
         for micro_step in range(self.plan.micro_steps):
             batch: Any = ahead[micro_step] if ahead else next(self._feed)
-            devices.seed(key_of(self._seed, "dropout", step, micro_step, rank()), self._device)
+            devices.seed_generator(
+                key_of(self._seed, "dropout", step, micro_step, rank()), self._device
+            )
             drop_path.set_draws(self.model, batch.drop_path)
             self._positions.append(batch.positions)
             is_last = micro_step == self.plan.micro_steps - 1

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from common.distributed import devices
-from common.distributed.sharding import from_local, local, total_norm
+from common.distributed.sharding import from_local, get_local_tensor, get_total_norm
 from common.errors import Refused
 from common.training.parts import parts
 
@@ -59,9 +59,9 @@ class UpdateSize:
         if not before:
             return Update(self._rates())
         before = [_back(copy, weight) for copy, weight in zip(before, weights, strict=True)]
-        size = total_norm(before)
-        torch._foreach_sub_([*map(local, before)], [*map(local, weights)])
-        return Update(self._rates(), torch.stack([size, total_norm(before)]))
+        size = get_total_norm(before)
+        torch._foreach_sub_([*map(get_local_tensor, before)], [*map(get_local_tensor, weights)])
+        return Update(self._rates(), torch.stack([size, get_total_norm(before)]))
 
     def highest_rate(self) -> float:
         """The highest learning rate that a group of the optimizers has now."""
@@ -101,7 +101,7 @@ class UpdateSize:
 def _copy(weight: torch.Tensor) -> torch.Tensor:
     if not isinstance(weight, DTensor):
         return weight.clone()
-    shard = local(weight)
+    shard = get_local_tensor(weight)
     host = torch.empty_like(shard, device="cpu", pin_memory=devices.has_streams(shard.device))
     return host.copy_(shard, non_blocking=True)
 

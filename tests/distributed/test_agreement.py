@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from common.distributed.agreement import agree, differences, facts
+from common.distributed.agreement import check_agreement, collect_facts, describe_differences
 from common.errors import Refused
 
 pytestmark = pytest.mark.smoke
@@ -22,7 +22,7 @@ def said_to(ranks: dict[int, dict[str, str]], world_size: int, patience_s: float
 
     def hear(rank: int) -> str:
         try:
-            agree(store, rank, world_size, ranks[rank], patience)
+            check_agreement(store, rank, world_size, ranks[rank], patience)
         except Refused as refusal:
             return str(refusal)
         return ""
@@ -63,7 +63,7 @@ def test_code_packages_and_settings_are_facts(tmp_path: Path, monkeypatch) -> No
         monkeypatch.setattr("sys.argv", [str(tmp_path / folder / "mine.py")])
         # No notebook.
         monkeypatch.setattr("__main__.__file__", str(tmp_path / folder / "mine.py"), raising=False)
-        return facts(Config(lr))
+        return collect_facts(Config(lr))
 
     before = of("here", "a = 1", 0.1)
     names = (
@@ -72,6 +72,6 @@ def test_code_packages_and_settings_are_facts(tmp_path: Path, monkeypatch) -> No
     )
     assert before["--lr"] == "0.1" and {*names.split()} <= before.keys()
     assert (
-        differences(of("there", "a = 2", 0.2), before)
+        describe_differences(of("there", "a = 2", 0.2), before)
         == "--lr 0.2 instead of 0.1, loss.py is another file"
     )

@@ -135,8 +135,8 @@ def differ() -> list[str]:
     with pytest.raises(ValueError, match=r"loss|top1") as names:
         collectives.reduce_dict({"lr": 1.0, "top1" if odd else "loss": 1.0})
     with pytest.raises(Refused) as values:
-        collectives.same_on_all_ranks("data", "4a" if odd else "3f")
-    return [str(names.value), str(values.value), collectives.same_on_all_ranks("data", "5b")]
+        collectives.check_same_on_all_ranks("data", "4a" if odd else "3f")
+    return [str(names.value), str(values.value), collectives.check_same_on_all_ranks("data", "5b")]
 
 
 def test_a_name_or_value_that_differs_is_named_on_every_rank(processes: Processes) -> None:
@@ -151,8 +151,8 @@ def use_groups() -> tuple:
     """Rank 1 is on another machine: places, sums of 10^rank over a pair and over a node, timeout,
     and collectives begun.
     """
-    rank, counts = collectives.rank(), [collectives.begun()]
-    collectives.give_up_after(timedelta(seconds=2 * 10**7))
+    rank, counts = collectives.rank(), [collectives.count_collectives()]
+    collectives.set_timeout(timedelta(seconds=2 * 10**7))
     pair = collectives.subgroup([2, 0])
     totals = [torch.tensor(10**rank) for _ in range(2)]
     if rank != 1:
@@ -161,7 +161,10 @@ def use_groups() -> tuple:
     with mock.patch.object(socket, "gethostname", return_value="b" if rank == 1 else "a"):
         dist.all_reduce(totals[1], group=collectives.node_group())
     options = collectives.node_group()._get_backend(torch.device("cpu")).options
-    counts += [collectives.begun(), collectives.barrier() or collectives.begun()]
+    counts += [
+        collectives.count_collectives(),
+        collectives.barrier() or collectives.count_collectives(),
+    ]
     return identity(), *map(int, totals), options._timeout.total_seconds(), counts
 
 

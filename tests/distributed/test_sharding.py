@@ -38,12 +38,12 @@ def images(count: int) -> torch.Tensor:
 
 
 def begin(**asked) -> None:
-    sharding.begin(Sharding(**asked), torch.device("cpu"))
+    sharding.configure(Sharding(**asked), torch.device("cpu"))
 
 
 def sharded_vit() -> nn.Module:
     model = vit(dist.get_rank())  # all get the weights of rank 0
-    sharding.shard(model, torch.float64)
+    sharding.shard_model(model, torch.float64)
     return model
 
 
@@ -53,12 +53,12 @@ def rank_evaluates(batches: tuple[int, ...], kept: bool) -> list[float]:
     """
     begin(keeps_weights=kept)
     model = sharded_vit()
-    average = sharding.twin(model).eval()
+    average = sharding.clone_model(model).eval()
     found = []
     for module in (model, average, model):
         with (
             torch.no_grad(),
-            sharding.shared_passes(module, [images(2)] * batches[dist.get_rank()]) as loader,
+            sharding.join_uneven_batches(module, [images(2)] * batches[dist.get_rank()]) as loader,
         ):
             found += [module(batch).mean().item() for batch in loader]
         with torch.no_grad():
@@ -89,15 +89,15 @@ def rank_tries() -> tuple[bool, bool, float]:
     begin()
     model = sharded_vit()
     if dist.get_rank() == 0:
-        with sharding.alone(model):
+        with sharding.skip_communication(model):
             model(images(2)).sum().backward()
         hook = model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError), sharding.alone(model):
+        with pytest.raises(ZeroDivisionError), sharding.skip_communication(model):
             model(images(2))
         hook.remove()
     model.zero_grad()
     model(images(2)).sum().backward()
-    norm = sharding.total_norm([parameter.grad for parameter in model.parameters()])
+    norm = sharding.get_total_norm([parameter.grad for parameter in model.parameters()])
     return isinstance(norm, DTensor), isinstance(model.head.weight.grad, DTensor), norm.item()
 
 
@@ -124,7 +124,9 @@ def rank_computes_in_half() -> tuple[list, bool]:
             losses = module(images(2).float()).float().square()
         losses.sum().backward()
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return kept, all(torch.equal(sharding.whole(mine.grad), theirs.grad) for mine, theirs in pairs)
+    return kept, all(
+        torch.equal(sharding.get_full_tensor(mine.grad), theirs.grad) for mine, theirs in pairs
+    )
 
 
 def test_no_half_precision_copy_waits_for_the_backward_pass(processes) -> None:
@@ -168,10 +170,10 @@ class InPlace(nn.Module):
 def rank_changes_views() -> list[list]:
     begin()
     model = InPlace()
-    sharding.shard(model, torch.float64)
+    sharding.shard_model(model, torch.float64)
     assert len(model.shards.parts) == 4
     model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
-    return [sharding.whole(parameter.grad).tolist() for parameter in model.parameters()]
+    return [sharding.get_full_tensor(parameter.grad).tolist() for parameter in model.parameters()]
 
 
 def test_views_that_are_changed_in_place_have_their_gradients(processes) -> None:
@@ -185,15 +187,15 @@ def test_views_that_are_changed_in_place_have_their_gradients(processes) -> None
 def rank_asks_too_much() -> None:
     begin()
     model, scalar = sharded_vit(), nn.Identity()
-    sharding.check(model)
+    sharding.check_all_sharded(model)
     model.scale = nn.Parameter(torch.ones(3))
     with pytest.raises(
         Refused, match=r"^scale was added to the model after prepare_layers, which shards it"
     ):
-        sharding.check(model)
+        sharding.check_all_sharded(model)
     scalar.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(Refused, match="Identity can't be sharded"):
-        sharding.shard(scalar, torch.float32)
+        sharding.shard_model(scalar, torch.float32)
 
 
 def test_a_weight_that_would_not_be_sharded_is_refused(processes) -> None:

@@ -37,7 +37,7 @@ def test_the_launcher_hears_signals_and_reports_failed_processes(
         os.kill(os.getpid(), number)
     assert heard == [*STOPPING], "torch has taken a signal"
     sleeps.kill()
-    agent.await_end()
+    agent.await_processes()
     assert failed.status() == sleeps.status() == psutil.STATUS_ZOMBIE, (
         "still to be collected by torch"
     )

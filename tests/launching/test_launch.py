@@ -14,8 +14,13 @@ import pytest
 from common.distributed.sharding import Sharding
 from common.errors import Refused
 from common.launching import launch, meeting, network
-from common.launching.exit_codes import leaving
-from common.launching.launch_checks import check_launch, check_sharded, processes_asked, sharding_of
+from common.launching.exit_codes import find_leavers
+from common.launching.launch_checks import (
+    check_launch,
+    check_sharded_config,
+    parse_requested_processes,
+    read_sharding,
+)
 from common.launching.launchers import complete
 from common.launching.meeting import choose_interface
 from recipes import cls, det
@@ -107,7 +112,7 @@ def test_a_launch_says_how_the_model_is_sharded(
     environ: dict[str, str], asked: Sharding | None
 ) -> None:
     check_launch(environ, complete(dict(environ)), 2)
-    assert sharding_of(environ) == asked
+    assert read_sharding(environ) == asked
 
 
 def test_what_a_sharded_run_cannot_meet_is_refused() -> None:
@@ -124,8 +129,8 @@ def test_what_a_sharded_run_cannot_meet_is_refused() -> None:
         ),
     ):
         with pytest.raises(Refused, match=said):
-            check_sharded(config)
-    check_sharded(cls.Config(compile=True))
+            check_sharded_config(config)
+    check_sharded_config(cls.Config(compile=True))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +214,9 @@ def test_other_processes_or_machines_than_asked_for_are_refused() -> None:
     )
     for asked_for in (
         (4, 2),
-        processes_asked("torchrun --nnodes 2:3 --nproc_per_node 2 recipes/cls.py --lr 1".split()),
+        parse_requested_processes(
+            "torchrun --nnodes 2:3 --nproc_per_node 2 recipes/cls.py --lr 1".split()
+        ),
     ):
         with pytest.raises(Refused, match="launched for 2 machines, but 1 started this run"):
             check_launch(left, complete(dict(left)), accelerators=2, asked_for=asked_for)
@@ -283,11 +290,11 @@ def test_a_store_listens_on_all_interfaces_only_if_it_has_to(monkeypatch, capsys
 
 
 def test_machines_leave_alone_if_the_others_can_continue() -> None:
-    assert leaving({1}, 3, 1) == [1] and leaving({2, 1}, 3, 1) == [1, 2]
-    assert leaving({1}, 3, 3) == leaving({0}, 3, 1) == [0, 1, 2], (
+    assert find_leavers({1}, 3, 1) == [1] and find_leavers({2, 1}, 3, 1) == [1, 2]
+    assert find_leavers({1}, 3, 3) == find_leavers({0}, 3, 1) == [0, 1, 2], (
         "two are too few; the first has the address"
     )
-    assert leaving(set(), 3, 3) == [], "machines are joining"
+    assert find_leavers(set(), 3, 3) == [], "machines are joining"
 
 
 def test_the_launcher_and_its_file_say_how_many_processes() -> None:
@@ -301,8 +308,8 @@ def test_the_launcher_and_its_file_say_how_many_processes() -> None:
             (4, 2),
         ),
     ):
-        assert processes_asked(command.split()) == asked
-    assert processes_asked("python recipes/cls.py accelerate launch".split()) is None
+        assert parse_requested_processes(command.split()) == asked
+    assert parse_requested_processes("python recipes/cls.py accelerate launch".split()) is None
 
 
 def test_a_refusal_is_one_line_whatever_the_names_in_it(monkeypatch, capsys) -> None:
@@ -313,7 +320,7 @@ def test_a_refusal_is_one_line_whatever_the_names_in_it(monkeypatch, capsys) -> 
 
     with pytest.raises(SystemExit, match="2"):
         launch.run(main)
-    launch.say("a\nb\x1b")
+    launch.print_on_main("a\nb\x1b")
     told = capsys.readouterr()
     assert told.err == "cls.py: a\\nb \\x1b[2J \\udcff.png: é 足\n" and told.out == "a\\nb\\x1b\n"
 

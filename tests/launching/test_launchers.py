@@ -3,7 +3,7 @@
 import pytest
 
 from common.errors import Refused
-from common.launching.launchers import Launch, complete, first_host, local_rank
+from common.launching.launchers import Launch, complete, get_first_host, local_rank
 
 pytestmark = pytest.mark.smoke
 
@@ -192,4 +192,4 @@ def test_the_first_host_of_a_list_is_that_of_slurm() -> None:
         "r[2-3]n[04,7]x": "r2n04x",
         "": "",
     }
-    assert {hosts: first_host(hosts) for hosts in lists} == lists
+    assert {hosts: get_first_host(hosts) for hosts in lists} == lists

@@ -15,12 +15,12 @@ from common.errors import Refused
 from common.launching import network, rendezvous
 from common.launching.network import (
     LOOPBACK,
-    address_towards,
     await_listener,
-    interface_of,
+    find_address_towards,
+    find_interface,
+    host_store,
     is_loopback,
-    is_own,
-    keep_store,
+    is_own_address,
 )
 
 pytestmark = pytest.mark.smoke
@@ -29,22 +29,23 @@ pytestmark = pytest.mark.smoke
 def test_the_address_and_interface_of_a_route_are_found() -> None:
     for name, entries in psutil.net_if_addrs().items():
         for entry in (entry for entry in entries if entry.family == socket.AF_INET):
-            assert address_towards(entry.address) == entry.address
-            assert interface_of(entry.address) == name
-            assert is_own(entry.address)
+            assert find_address_towards(entry.address) == entry.address
+            assert find_interface(entry.address) == name
+            assert is_own_address(entry.address)
             assert is_loopback(entry.address) == (name == "lo")
-    assert interface_of("192.0.2.1") is None  # an address of documentation, RFC 5737
+    assert find_interface("192.0.2.1") is None  # an address of documentation, RFC 5737
     assert all(
-        is_own(address) and not is_loopback(address) for address in network.outward_addresses()
+        is_own_address(address) and not is_loopback(address)
+        for address in network.list_outward_addresses()
     )
-    assert not is_own("192.0.2.1") and not is_own("no.such.name.invalid")
+    assert not is_own_address("192.0.2.1") and not is_own_address("no.such.name.invalid")
 
 
 def test_a_store_listens_at_one_address_where_torch_finds_it() -> None:
     """Once more where its port was used a moment ago, as where a run is started again."""
     port = 0
     for _ in range(2):
-        store = keep_store(LOOPBACK, port, timedelta(seconds=20))
+        store = host_store(LOOPBACK, port, timedelta(seconds=20))
         port = store.port
         listening = [
             row for row in psutil.Process().net_connections("inet") if row.status == "LISTEN"
@@ -55,11 +56,11 @@ def test_a_store_listens_at_one_address_where_torch_finds_it() -> None:
         found.set("key", "value")
         assert store.get("key") == b"value"
         with pytest.raises(OSError) as raised:
-            keep_store(LOOPBACK, port, timedelta(seconds=20))
+            host_store(LOOPBACK, port, timedelta(seconds=20))
         assert raised.value.errno == errno.EADDRINUSE
         del store, found
     with pytest.raises(OSError) as raised:
-        keep_store("192.0.2.1", 0, timedelta(seconds=20))
+        host_store("192.0.2.1", 0, timedelta(seconds=20))
     assert raised.value.errno == errno.EADDRNOTAVAIL
 
 
@@ -98,6 +99,6 @@ def test_a_late_listener_is_waited_for_or_the_reason_is_given() -> None:
         Refused, match=r"the name no.such.name.invalid is not known on this machine"
     ):
         await_listener("no.such.name.invalid", 1, patience=0)
-    assert "host:1 can't be reached (timed out)" in network.trouble(
+    assert "host:1 can't be reached (timed out)" in network.describe_connection_error(
         "host", 1, TimeoutError("timed out")
     )

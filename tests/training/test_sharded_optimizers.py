@@ -41,11 +41,11 @@ def rank_trains(name: str) -> float:
     """How far sharded weights are from whole ones, as a share of how far these moved; infinite if
     there is no such step.
     """
-    sharding.begin(sharding.Sharding(), torch.device("cpu"))
+    sharding.configure(sharding.Sharding(), torch.device("cpu"))
     rank, world = dist.get_rank(), dist.get_world_size()
     start = sum(SHARES[world][:rank])
     whole, model = vit(2), vit(2)
-    sharding.shard(model, torch.float64)
+    sharding.shard_model(model, torch.float64)
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(optimization, "ON_SHARDS", {name})  # also those that are refused
@@ -57,7 +57,7 @@ def rank_trains(name: str) -> float:
     for actual, expected, start in zip(
         model.parameters(), whole.parameters(), vit(2).parameters(), strict=True
     ):
-        apart += (sharding.whole(actual.detach()) - expected).square().sum()
+        apart += (sharding.get_full_tensor(actual.detach()) - expected).square().sum()
         moved += (expected - start).square().sum()
     return (apart / moved).sqrt().item()
 
@@ -80,9 +80,9 @@ def test_an_optimizer_outside_the_table_makes_other_steps(processes, name: str) 
 
 
 def rank_is_refused() -> None:
-    sharding.begin(sharding.Sharding(), torch.device("cpu"))
+    sharding.configure(sharding.Sharding(), torch.device("cpu"))
     model = vit(2)
-    sharding.shard(model, torch.float64)
+    sharding.shard_model(model, torch.float64)
     with pytest.raises(Refused, match=r"^--opt adamp: .* adamw, .*[^\n]$"):
         build_optimizer(Config(opt="adamp"), model)
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from common.errors import Refused, csv_cell
+from common.errors import Refused, escape_csv_cell
 from tools.command_line import parser_of
 
 
@@ -62,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     folder = options.output or checkpoint.absolute().parents[1]
     picture = folder / "pictures" / "suspicious.png"
-    plots.attempt(picture, launch.say, task.draw, train_data, findings)
+    plots.attempt(picture, launch.print_on_main, task.draw, train_data, findings)
     table = write_table(folder / "suspicious.csv", task.rows(train_data, findings))
-    launch.say(f"{checkpoint}: {task.headline(train_data, findings)}: {table}, {picture}")
+    launch.print_on_main(f"{checkpoint}: {task.headline(train_data, findings)}: {table}, {picture}")
 
 
 def choose_checkpoint(path: Path) -> Path:
@@ -92,7 +92,7 @@ def write_table(path: Path, rows: Iterable[Sequence]) -> Path:
     text = io.StringIO()
     writer = csv.writer(text)
     for row in rows:
-        writer.writerow([csv_cell(cell) for cell in row])
+        writer.writerow([escape_csv_cell(cell) for cell in row])
     try:
         make_folder(path.parent)
         replace_file(path, text.getvalue().encode())

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             ) from error
         lines += ["", f"written: {words.output / 'comparison.json'}"]
     for line in lines:
-        launch.say(line)
+        launch.print_on_main(line)
 
 
 def _differences(measured: Sequence[tuple]) -> tuple[list[str], list[dict]]:
