@@ -93,10 +93,10 @@ def test_what_a_launcher_leaves_out_is_completed(environ, launcher, numbers, mai
     completed = dict(environ)
     launch = complete(completed)
     assert launch.launcher == launcher
-    assert tuple(launch.numbers.values()) == (*numbers[:4], *numbers[4:])
+    assert tuple(launch.variables.values()) == (*numbers[:4], *numbers[4:])
     assert f"{launch.address}:{launch.port}".startswith(main) and launch.port > 0
     written = {
-        name: completed.get(name) for name in (*launch.numbers, "MASTER_ADDR", "MASTER_PORT")
+        name: completed.get(name) for name in (*launch.variables, "MASTER_ADDR", "MASTER_PORT")
     }
     numbered = [None if number is None else str(number) for number in numbers]
     assert [*written.values()] == [*numbered, launch.address, str(launch.port)]

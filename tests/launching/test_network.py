@@ -66,21 +66,23 @@ def test_a_store_listens_at_one_address_where_torch_finds_it() -> None:
 
 def test_a_launcher_listens_where_the_others_reach_it(monkeypatch) -> None:
     monkeypatch.setattr(
-        network, "address_towards", {"first": "127.0.1.1", "second": "10.0.0.2"}.get
+        network, "find_address_towards", {"first": "127.0.1.1", "second": "10.0.0.2"}.get
     )
-    monkeypatch.setattr(network, "outward_addresses", lambda: ["10.0.0.1"])
-    assert rendezvous._own_address("second", most=1) == LOOPBACK, "a machine alone"
-    assert rendezvous._own_address("127.0.0.1", most=2) == "127.0.0.1", "a rehearsal on one machine"
-    assert rendezvous._own_address("second", most=2) == "second"
-    assert rendezvous._own_address("first", most=2) == "10.0.0.1", (
+    monkeypatch.setattr(network, "list_outward_addresses", lambda: ["10.0.0.1"])
+    assert rendezvous._find_own_address("second", max_machines=1) == LOOPBACK, "a machine alone"
+    assert rendezvous._find_own_address("127.0.0.1", max_machines=2) == "127.0.0.1", (
+        "a rehearsal on one machine"
+    )
+    assert rendezvous._find_own_address("second", max_machines=2) == "second"
+    assert rendezvous._find_own_address("first", max_machines=2) == "10.0.0.1", (
         "a name that is a loopback on its own machine alone"
     )
-    monkeypatch.setattr(network, "outward_addresses", lambda: ["10.0.0.1", "192.168.0.1"])
+    monkeypatch.setattr(network, "list_outward_addresses", lambda: ["10.0.0.1", "192.168.0.1"])
     with pytest.raises(
         SystemExit,
         match=r"own name first as 127.0.1.1.*: give .* a number .*10.0.0.1 or 192.168.0.1",
     ):
-        rendezvous._own_address("first", most=2)
+        rendezvous._find_own_address("first", max_machines=2)
 
 
 def test_a_late_listener_is_waited_for_or_the_reason_is_given() -> None:
@@ -90,15 +92,15 @@ def test_a_late_listener_is_waited_for_or_the_reason_is_given() -> None:
         with pytest.raises(
             Refused, match=f"127.0.0.1 is there, but nothing listens on port {port}: .*; waited 0 s"
         ):
-            await_listener("127.0.0.1", port, patience=0)
+            await_listener("127.0.0.1", port, timeout=0)
         timer = threading.Timer(0.2, listener.listen)
         timer.start()
-        await_listener("127.0.0.1", port, patience=30)
+        await_listener("127.0.0.1", port, timeout=30)
         timer.join()
     with pytest.raises(
         Refused, match=r"the name no.such.name.invalid is not known on this machine"
     ):
-        await_listener("no.such.name.invalid", 1, patience=0)
+        await_listener("no.such.name.invalid", 1, timeout=0)
     assert "host:1 can't be reached (timed out)" in network.describe_connection_error(
         "host", 1, TimeoutError("timed out")
     )

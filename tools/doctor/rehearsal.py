@@ -141,7 +141,9 @@ def build_environ(world: World, port: int) -> dict[str, str]:
     variables["PYTHONPATH"] = str(RECIPES.parent)
     if world.launch.world_size > 1:
         numbers = {
-            name: str(number) for name, number in world.launch.numbers.items() if number is not None
+            name: str(number)
+            for name, number in world.launch.variables.items()
+            if number is not None
         }
         variables |= numbers | {
             "MASTER_PORT": str(port),
