@@ -122,7 +122,7 @@ def test_files_that_shard_differ_only_in_the_sharding() -> None:
         command.main_process_ip = "127.0.0.1"
         environ = prepare_multi_gpu_env(_validate_launch_command(command)[0])
         asked = read_sharding(environ | {"WORLD_SIZE": str(keys_of(name)["num_processes"])})
-        assert asked == Sharding(shards=8 if "hsdp" in name else 0), name
+        assert asked == Sharding(num_shards=8 if "hsdp" in name else 0), name
 
 
 def worlds(folder: Path) -> dict[str, list]:
@@ -150,7 +150,7 @@ def test_a_rehearsal_of_two_machines_makes_one_world_and_a_forgotten_address_is_
     forgotten, port = launch.start("2node_cpu", probe, tmp_path), free_port()
     flags = ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
     first = launch.start("2node_cpu", probe, tmp_path, flags=flags)
-    await_listener("127.0.0.1", port, patience=60)  # before that it looks whether the port is free
+    await_listener("127.0.0.1", port, timeout=60)  # before that it looks whether the port is free
     # Which does not look.
     second = launch.start("2node_cpu", probe, tmp_path, flags=[*flags, "--machine_rank", 1])
     nodes = [node.finish() for node in (first, second)]

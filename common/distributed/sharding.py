@@ -44,18 +44,18 @@ _LARGEST, _SMALLEST = 1 / 16, 1 / 1000
 
 @dataclass(frozen=True)
 class Sharding:
-    """What a launch asks for."""
+    """How a launch asks to shard the model."""
 
-    # From the forward pass to the backward pass, instead of gathering them twice.
-    keeps_weights: bool = False
+    # Weights are gathered again for the backward pass, instead of kept from the forward pass.
+    reshard_after_forward: bool = True
     # Processes that hold a whole model together, as each such group does (0: all processes)
-    shards: int = 0
-    asked_as: str = "FSDP2"
+    num_shards: int = 0
+    engine: str = "FSDP2"  # that the launch names
 
     @property
-    def replicas(self) -> int:
+    def num_replicas(self) -> int:
         """Groups of processes that each hold a whole model."""
-        return world_size() // (self.shards or world_size())
+        return world_size() // (self.num_shards or world_size())
 
 
 _begun: tuple[Sharding, DeviceMesh] | None = None
@@ -71,10 +71,10 @@ def configure(asked: Sharding | None, device: torch.device) -> None:
         raise Refused(f"torch {torch.__version__} is too old to shard a model: take 2.14 or newer")
     ranks = torch.arange(world_size())
     mine: Any = dist.group.WORLD
-    if asked.replicas > 1:  # every rank takes part in making every group
-        ranks = ranks.view(asked.replicas, asked.shards)
+    if asked.num_replicas > 1:  # every rank takes part in making every group
+        ranks = ranks.view(asked.num_replicas, asked.num_shards)
         columns, rows = ([subgroup(line.tolist()) for line in lines] for lines in (ranks.T, ranks))
-        mine = [columns[rank() % asked.shards], rows[rank() // asked.shards]]
+        mine = [columns[rank() % asked.num_shards], rows[rank() // asked.num_shards]]
     names = ("replica", "shard")[-ranks.dim() :]
     _begun = asked, DeviceMesh.from_group(mine, device.type, mesh=ranks, mesh_dim_names=names)
 
@@ -96,14 +96,16 @@ def describe_sharding(model: nn.Module) -> dict[str, str]:
     if not is_sharded(model):
         return {}
     asked, parts = model.shards.asked, len(model.shards.parts)
-    instead = (
-        "" if asked.asked_as == "FSDP2" else f" (instead of {asked.asked_as}, which shards alike)"
+    instead = "" if asked.engine == "FSDP2" else f" (instead of {asked.engine}, which shards alike)"
+    copies = f", in {asked.num_replicas} replicas" if asked.num_replicas > 1 else ""
+    kept = (
+        "in both passes"
+        if asked.reshard_after_forward
+        else "kept from the forward to the backward pass"
     )
-    copies = f", in {asked.replicas} replicas" if asked.replicas > 1 else ""
-    kept = "kept from the forward to the backward pass" if asked.keeps_weights else "in both passes"
     text = (
         f"FSDP2{instead}: weights, gradients and optimizer states in "
-        f"{world_size() // asked.replicas} shards{copies}"
+        f"{world_size() // asked.num_replicas} shards{copies}"
     )
     return {
         "sharding": f"{text}; gathered {kept}, one of {parts} parts of the model after the other"
@@ -317,7 +319,7 @@ def join_uneven_batches(model: nn.Module, loader: DataLoader) -> Iterator[Any]:
         for number, part in enumerate(shards.parts):
             part.reshard()
             part.set_reshard_after_forward(
-                number > 0 and not shards.asked.keeps_weights, recurse=False
+                number > 0 and shards.asked.reshard_after_forward, recurse=False
             )
 
 
@@ -337,7 +339,9 @@ class Shards:
             part.register_forward_hook(_without_views)
         try:
             for block in blocks:
-                fully_shard(block, mesh=mesh, reshard_after_forward=not self.asked.keeps_weights)
+                fully_shard(
+                    block, mesh=mesh, reshard_after_forward=self.asked.reshard_after_forward
+                )
             # A root's backward follows at once.
             fully_shard(model, mesh=mesh, reshard_after_forward=False)
         except (ValueError, NotImplementedError) as error:  # such as a scalar parameter

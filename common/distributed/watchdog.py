@@ -85,13 +85,13 @@ def set_end_callback(tell: Callable[[str], None] | None) -> None:
     _tell = tell
 
 
-def start(store: Store, rank: int, world_size: int, patience: float, name: str) -> None:
-    """Start the watchdog. Until `end`, a rank without progress for `patience` seconds ends all ranks.
+def start(store: Store, rank: int, world_size: int, timeout: float, program: str) -> None:
+    """Start the watchdog. Until `stop`, a rank without progress for `timeout` seconds ends all ranks.
 
-    `name` is the program's name for messages.
+    `program` is its name for messages.
     """
     _stop.clear()
-    watch = _Watch(PrefixStore("heartbeat", store), rank, world_size, patience, name)
+    watch = _Watch(PrefixStore("heartbeat", store), rank, world_size, timeout, program)
     for function in (watch.run, watch.guard):
         _threads.append(threading.Thread(target=function, name="watchdog", daemon=True))
         _threads[-1].start()

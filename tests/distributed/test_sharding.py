@@ -51,7 +51,7 @@ def rank_evaluates(batches: tuple[int, ...], kept: bool) -> list[float]:
     """The mean logit of each of this rank's batches, of the model and then of its average after the
     model has moved.
     """
-    begin(keeps_weights=kept)
+    begin(reshard_after_forward=not kept)
     model = sharded_vit()
     average = sharding.clone_model(model).eval()
     found = []
@@ -204,7 +204,7 @@ def test_a_weight_that_would_not_be_sharded_is_refused(processes) -> None:
 
 
 def groups() -> list[list[int]]:
-    begin(shards=2)
+    begin(num_shards=2)
     assert sharding._begun
     return [
         dist.get_process_group_ranks(sharding._begun[1].get_group(name))

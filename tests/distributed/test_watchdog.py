@@ -32,7 +32,7 @@ def test_end_waits_for_the_threads_of_the_watchdog(monkeypatch) -> None:
     # torch's would not call Python.
     monkeypatch.setattr(watchdog, "PrefixStore", lambda prefix, store: store)
     store = SlowStore()
-    watchdog.start(store, rank=0, world_size=1, patience=1000, name="test")
+    watchdog.start(store, rank=0, world_size=1, timeout=1000, program="test")
     assert store.asked.wait(60), "no heartbeat: this would prove nothing"
     watchdog.stop()
     assert not [thread for thread in threading.enumerate() if thread.name == "watchdog"]

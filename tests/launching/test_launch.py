@@ -87,32 +87,32 @@ def test_a_correct_launch_passes(
         environ,
         launched,
         accelerators,
-        asked_for=None if environ.keys() >= MPI.keys() else (world_size, 1),
+        requested=None if environ.keys() >= MPI.keys() else (world_size, 1),
     )
 
 
 @pytest.mark.parametrize(
-    "environ, asked",
+    "environ, expected",
     [
         (TWO, None),
         ({**FSDP, "FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, Sharding()),
-        ({**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "false"}, Sharding(keeps_weights=True)),
-        ({**FSDP, **MESH, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, Sharding(shards=2)),
+        ({**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "false"}, Sharding(reshard_after_forward=False)),
+        ({**FSDP, **MESH, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, Sharding(num_shards=2)),
         (
             {**DEEPSPEED, "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none"},
-            Sharding(True, asked_as="DeepSpeed ZeRO-2"),
+            Sharding(reshard_after_forward=False, engine="DeepSpeed ZeRO-2"),
         ),
         (
             {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
-            Sharding(asked_as="DeepSpeed ZeRO-3"),
+            Sharding(engine="DeepSpeed ZeRO-3"),
         ),
     ],
 )
 def test_a_launch_says_how_the_model_is_sharded(
-    environ: dict[str, str], asked: Sharding | None
+    environ: dict[str, str], expected: Sharding | None
 ) -> None:
     check_launch(environ, complete(dict(environ)), 2)
-    assert read_sharding(environ) == asked
+    assert read_sharding(environ) == expected
 
 
 def test_what_a_sharded_run_cannot_meet_is_refused() -> None:
@@ -207,25 +207,25 @@ def test_other_processes_or_machines_than_asked_for_are_refused() -> None:
     with pytest.raises(
         Refused, match="launched for 2 processes on 1 machine, but on this one 1 started"
     ):
-        check_launch(one, complete(dict(one)), accelerators=1, asked_for=(2, 1))
+        check_launch(one, complete(dict(one)), num_accelerators=1, requested=(2, 1))
     left = {**TWO, "GROUP_WORLD_SIZE": "1"}  # of two machines with two processes each
     check_launch(
-        left | {"RECIPES_AT_LEAST": "1"}, complete(dict(left)), accelerators=2, asked_for=(4, 2)
+        left | {"RECIPES_AT_LEAST": "1"}, complete(dict(left)), num_accelerators=2, requested=(4, 2)
     )
-    for asked_for in (
+    for requested in (
         (4, 2),
         parse_requested_processes(
             "torchrun --nnodes 2:3 --nproc_per_node 2 recipes/cls.py --lr 1".split()
         ),
     ):
         with pytest.raises(Refused, match="launched for 2 machines, but 1 started this run"):
-            check_launch(left, complete(dict(left)), accelerators=2, asked_for=asked_for)
+            check_launch(left, complete(dict(left)), num_accelerators=2, requested=requested)
 
 
 def test_machines_use_the_interface_towards_the_main_machine(monkeypatch) -> None:
     own = {"10.0.0.1": "10.0.0.7", "first": "127.0.1.1"}
-    monkeypatch.setattr(network, "address_towards", own.__getitem__)
-    monkeypatch.setattr(network, "interface_of", {"10.0.0.7": "eth1", "127.0.0.1": "lo"}.get)
+    monkeypatch.setattr(network, "find_address_towards", own.__getitem__)
+    monkeypatch.setattr(network, "find_interface", {"10.0.0.7": "eth1", "127.0.0.1": "lo"}.get)
 
     def chosen(**variables: str) -> dict[str, str]:
         environ = {**TWO_NODES, "MASTER_PORT": "29500", **variables}
@@ -270,9 +270,9 @@ def test_a_store_listens_on_all_interfaces_only_if_it_has_to(monkeypatch, capsys
     """As behind a name that on its own machine is a loopback, or an address that a router translates."""
     stores = []
     monkeypatch.setattr(
-        network, "address_towards", {"10.0.0.1": "10.0.0.1", "first": "127.0.1.1"}.get
+        network, "find_address_towards", {"10.0.0.1": "10.0.0.1", "first": "127.0.1.1"}.get
     )
-    monkeypatch.setattr(network, "keep_store", lambda *place: stores.append(place[:2]))
+    monkeypatch.setattr(network, "host_store", lambda *place: stores.append(place[:2]))
     for host in ("127.0.0.1", "10.0.0.1", "first"):
         meeting._listen(host, 1)
     assert stores == [("127.0.0.1", 1), ("10.0.0.1", 1)]
@@ -283,7 +283,7 @@ def test_a_store_listens_on_all_interfaces_only_if_it_has_to(monkeypatch, capsys
         (errno.EADDRNOTAVAIL, ""),
         (errno.EADDRINUSE, "port 5 of 10.0.0.1 is taken: export MASTER_PORT"),
     ):
-        monkeypatch.setattr(network, "keep_store", mock.Mock(side_effect=OSError(number, "")))
+        monkeypatch.setattr(network, "host_store", mock.Mock(side_effect=OSError(number, "")))
         with pytest.raises(Refused, match=said) if said else contextlib.nullcontext():
             meeting._listen("10.0.0.1", 5)
     assert "on all interfaces" in capsys.readouterr().out
