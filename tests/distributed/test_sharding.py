@@ -171,7 +171,7 @@ def rank_changes_views() -> list[list]:
     begin()
     model = InPlace()
     sharding.shard_model(model, torch.float64)
-    assert len(model.shards.parts) == 4
+    assert len(model.shards.units) == 4
     model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
     return [sharding.get_full_tensor(parameter.grad).tolist() for parameter in model.parameters()]
 
@@ -205,9 +205,9 @@ def test_a_weight_that_would_not_be_sharded_is_refused(processes) -> None:
 
 def groups() -> list[list[int]]:
     begin(num_shards=2)
-    assert sharding._begun
+    assert sharding._configuration
     return [
-        dist.get_process_group_ranks(sharding._begun[1].get_group(name))
+        dist.get_process_group_ranks(sharding._configuration.mesh.get_group(name))
         for name in ("replica", "shard")
     ]
 
