@@ -34,8 +34,9 @@ def make_folder(path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file durably: a reader, also after a power loss, sees the complete old or the
-    complete new file.
+    """Replace a file durably.
+
+    A reader, also after a power loss, sees the complete old or the complete new file.
     """
     draft = path.with_name(f".{path.name}.tmp")
     remove(draft)
@@ -67,9 +68,7 @@ def replace_folder(final: Path, draft: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove the file, the folder with its content, or the link (not its target) at `path`, if
-    there is one.
-    """
+    """Remove the file, the folder with its content, or the link (not its target) at `path`, if any."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     elif os.path.lexists(path):
