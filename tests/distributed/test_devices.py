@@ -11,17 +11,19 @@ from common.distributed import devices
 from common.distributed.environment import describe_environment
 
 
-@pytest.mark.parametrize("shown", [True, False])
+@pytest.mark.parametrize("has_device", [True, False])
 def test_a_machine_with_another_makers_accelerator(
-    monkeypatch: pytest.MonkeyPatch, shown: bool
+    monkeypatch: pytest.MonkeyPatch, has_device: bool
 ) -> None:
     xpu = torch.device("xpu")
     monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda check_available: xpu if shown else None
+        torch.accelerator,
+        "current_accelerator",
+        lambda check_available: xpu if has_device else None,
     )
     monkeypatch.setattr(torch.xpu, "get_device_name", lambda device: f"An XPU, {device}")
     assert (devices.get_device_type(), devices.has_streams()) == (
-        ("xpu", True) if shown else ("cpu", False)
+        ("xpu", True) if has_device else ("cpu", False)
     )
     assert (
         devices.get_device_name(torch.device("xpu:1")),
@@ -30,7 +32,7 @@ def test_a_machine_with_another_makers_accelerator(
         "An XPU, xpu:1",
         "mps",
     )
-    assert shown or devices.record_event() is None
+    assert has_device or devices.record_event() is None
     kinds = ("cpu", "cuda:1", "xpu", "mps")
     assert [devices.has_streams(kind) for kind in kinds] == [False, True, True, False]
     assert [devices.get_sum_dtype(kind) == torch.float64 for kind in kinds] == [

@@ -18,12 +18,12 @@ class SlowStore(HashStore):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked = threading.Event()
+        self.is_asked = threading.Event()
 
     def set(self, key: str, value: str) -> None:
         super().set(key, value)
         if threading.current_thread().name == "watchdog":
-            self.asked.set()
+            self.is_asked.set()
             time.sleep(0.5)
 
 
@@ -33,7 +33,7 @@ def test_end_waits_for_the_threads_of_the_watchdog(monkeypatch) -> None:
     monkeypatch.setattr(watchdog, "PrefixStore", lambda prefix, store: store)
     store = SlowStore()
     watchdog.start(store, rank=0, world_size=1, timeout=1000, program="test")
-    assert store.asked.wait(60), "no heartbeat: this would prove nothing"
+    assert store.is_asked.wait(60), "no heartbeat: this would prove nothing"
     watchdog.stop()
     assert not [thread for thread in threading.enumerate() if thread.name == "watchdog"]
 

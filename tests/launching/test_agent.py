@@ -32,7 +32,7 @@ def test_the_launcher_hears_signals_and_reports_failed_processes(
     codes = {0: ("-c", "import sys; sys.exit(3)"), 1: ("-c", "import time; time.sleep(600)")}
     logs = DefaultLogsSpecs(log_dir=str(tmp_path))
     context = start_processes("test", sys.executable, codes, {0: {}, 1: {}}, logs)
-    failed, sleeps = (psutil.Process(context.pids()[place]) for place in codes)
+    failed, sleeps = (psutil.Process(context.pids()[index]) for index in codes)
     for number in STOPPING:
         os.kill(os.getpid(), number)
     assert heard == [*STOPPING], "torch has taken a signal"

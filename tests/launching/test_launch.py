@@ -116,7 +116,7 @@ def test_a_launch_says_how_the_model_is_sharded(
 
 
 def test_what_a_sharded_run_cannot_meet_is_refused() -> None:
-    for config, said in (
+    for config, message in (
         (cls.Config(comm_hook="bf16"), "--comm_hook bf16 compresses the gradients of DDP"),
         (
             cls.Config(channels_last=True),
@@ -128,13 +128,13 @@ def test_what_a_sharded_run_cannot_meet_is_refused() -> None:
             "without",
         ),
     ):
-        with pytest.raises(Refused, match=said):
+        with pytest.raises(Refused, match=message):
             check_sharded_config(config)
     check_sharded_config(cls.Config(compile=True))
 
 
 @pytest.mark.parametrize(
-    "environ, accelerators, said",
+    "environ, accelerators, message",
     [
         (ONE, 0, "cpu.yaml"),
         (TWO, 0, "multi_cpu.yaml"),
@@ -194,20 +194,22 @@ def test_what_a_sharded_run_cannot_meet_is_refused() -> None:
     ],
 )
 def test_a_launch_that_would_train_something_else_is_refused(
-    environ: dict[str, str], accelerators: int, said: str
+    environ: dict[str, str], accelerators: int, message: str
 ) -> None:
-    with pytest.raises(Refused, match=said) as refusal:
+    with pytest.raises(Refused, match=message) as refusal:
         check_launch(environ, complete(dict(environ)), accelerators)
     assert "\n" not in str(refusal.value)
 
 
 def test_other_processes_or_machines_than_asked_for_are_refused() -> None:
     """Machines may be missing only with at_least: c10d would let fewer start where clocks differ."""
-    one = {**ONE, "ACCELERATE_USE_CPU": "True"}  # MULTI_CPU without mpirun, or --cpu
+    single_process = {**ONE, "ACCELERATE_USE_CPU": "True"}  # MULTI_CPU without mpirun, or --cpu
     with pytest.raises(
         Refused, match="launched for 2 processes on 1 machine, but on this one 1 started"
     ):
-        check_launch(one, complete(dict(one)), num_accelerators=1, requested=(2, 1))
+        check_launch(
+            single_process, complete(dict(single_process)), num_accelerators=1, requested=(2, 1)
+        )
     left = {**TWO, "GROUP_WORLD_SIZE": "1"}  # of two machines with two processes each
     check_launch(
         left | {"RECIPES_AT_LEAST": "1"}, complete(dict(left)), num_accelerators=2, requested=(4, 2)
@@ -223,11 +225,11 @@ def test_other_processes_or_machines_than_asked_for_are_refused() -> None:
 
 
 def test_machines_use_the_interface_towards_the_main_machine(monkeypatch) -> None:
-    own = {"10.0.0.1": "10.0.0.7", "first": "127.0.1.1"}
-    monkeypatch.setattr(network, "find_address_towards", own.__getitem__)
+    local_addresses = {"10.0.0.1": "10.0.0.7", "first": "127.0.1.1"}
+    monkeypatch.setattr(network, "find_address_towards", local_addresses.__getitem__)
     monkeypatch.setattr(network, "find_interface", {"10.0.0.7": "eth1", "127.0.0.1": "lo"}.get)
 
-    def chosen(**variables: str) -> dict[str, str]:
+    def choose(**variables: str) -> dict[str, str]:
         environ = {**TWO_NODES, "MASTER_PORT": "29500", **variables}
         choose_interface(environ)
         return {
@@ -236,23 +238,23 @@ def test_machines_use_the_interface_towards_the_main_machine(monkeypatch) -> Non
             if name in environ
         }
 
-    assert chosen(MASTER_ADDR="10.0.0.1") == {
+    assert choose(MASTER_ADDR="10.0.0.1") == {
         "GLOO_SOCKET_IFNAME": "eth1",
         "NCCL_SOCKET_IFNAME": "=eth1",
     }
-    assert chosen(MASTER_ADDR="10.0.0.1", NCCL_SOCKET_IFNAME="ib0")["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert choose(MASTER_ADDR="10.0.0.1", NCCL_SOCKET_IFNAME="ib0")["NCCL_SOCKET_IFNAME"] == "ib0"
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
-    assert chosen(MASTER_ADDR="127.0.0.1") == loopback, "a rehearsal on one machine"
-    assert chosen(MASTER_ADDR="first", LOCAL_WORLD_SIZE="2") == loopback, "one machine"
+    assert choose(MASTER_ADDR="127.0.0.1") == loopback, "a rehearsal on one machine"
+    assert choose(MASTER_ADDR="first", LOCAL_WORLD_SIZE="2") == loopback, "one machine"
     assert (
-        chosen(MASTER_ADDR="first", LOCAL_WORLD_SIZE="2", NCCL_SOCKET_IFNAME="ib0")[
+        choose(MASTER_ADDR="first", LOCAL_WORLD_SIZE="2", NCCL_SOCKET_IFNAME="ib0")[
             "NCCL_SOCKET_IFNAME"
         ]
         == "ib0"
     )
     with pytest.raises(Refused, match=r"knows the main machine first as 127.0.1.1"):
-        chosen(MASTER_ADDR="first")
-    assert chosen(MASTER_ADDR="first", GLOO_SOCKET_IFNAME="eth1") == {"GLOO_SOCKET_IFNAME": "eth1"}
+        choose(MASTER_ADDR="first")
+    assert choose(MASTER_ADDR="first", GLOO_SOCKET_IFNAME="eth1") == {"GLOO_SOCKET_IFNAME": "eth1"}
 
     # The processes of one machine meet on its loopback, at the address of their job, unless their
     # launcher keeps the store.
@@ -261,9 +263,9 @@ def test_machines_use_the_interface_towards_the_main_machine(monkeypatch) -> Non
         ("127.1.2.3", {}, "127.1.2.3"),
         ("10.0.0.1", {"TORCHELASTIC_USE_AGENT_STORE": "True"}, "10.0.0.1"),
     ):
-        one = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": address, **more}
-        choose_interface(one)
-        assert one["MASTER_ADDR"] == main
+        environ = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": address, **more}
+        choose_interface(environ)
+        assert environ["MASTER_ADDR"] == main
 
 
 def test_a_store_listens_on_all_interfaces_only_if_it_has_to(monkeypatch, capsys) -> None:
@@ -272,19 +274,19 @@ def test_a_store_listens_on_all_interfaces_only_if_it_has_to(monkeypatch, capsys
     monkeypatch.setattr(
         network, "find_address_towards", {"10.0.0.1": "10.0.0.1", "first": "127.0.1.1"}.get
     )
-    monkeypatch.setattr(network, "host_store", lambda *place: stores.append(place[:2]))
+    monkeypatch.setattr(network, "host_store", lambda *address: stores.append(address[:2]))
     for host in ("127.0.0.1", "10.0.0.1", "first"):
         meeting._listen(host, 1)
     assert stores == [("127.0.0.1", 1), ("10.0.0.1", 1)]
     assert capsys.readouterr().out.startswith(
         "first is no address of this machine's own: what listens on port 1 does so on all"
     )
-    for number, said in (
+    for number, message in (
         (errno.EADDRNOTAVAIL, ""),
         (errno.EADDRINUSE, "port 5 of 10.0.0.1 is taken: export MASTER_PORT"),
     ):
         monkeypatch.setattr(network, "host_store", mock.Mock(side_effect=OSError(number, "")))
-        with pytest.raises(Refused, match=said) if said else contextlib.nullcontext():
+        with pytest.raises(Refused, match=message) if message else contextlib.nullcontext():
             meeting._listen("10.0.0.1", 5)
     assert "on all interfaces" in capsys.readouterr().out
 
@@ -299,7 +301,7 @@ def test_machines_leave_alone_if_the_others_can_continue() -> None:
 
 def test_the_launcher_and_its_file_say_how_many_processes() -> None:
     file, script = "--config_file accelerate_configs", "recipes/cls.py --num_processes 9"
-    for command, asked in (
+    for command, expected in (
         (f"/opt/bin/python3 /opt/bin/accelerate launch {file}/multi_cpu.yaml {script}", (2, 1)),
         (f"accelerate-launch {file}/multi_cpu.yaml --num_processes 3 {script}", (3, 1)),
         (
@@ -308,7 +310,7 @@ def test_the_launcher_and_its_file_say_how_many_processes() -> None:
             (4, 2),
         ),
     ):
-        assert parse_requested_processes(command.split()) == asked
+        assert parse_requested_processes(command.split()) == expected
     assert parse_requested_processes("python recipes/cls.py accelerate launch".split()) is None
 
 
@@ -321,8 +323,11 @@ def test_a_refusal_is_one_line_whatever_the_names_in_it(monkeypatch, capsys) -> 
     with pytest.raises(SystemExit, match="2"):
         launch.run(main)
     launch.print_on_main("a\nb\x1b")
-    told = capsys.readouterr()
-    assert told.err == "cls.py: a\\nb \\x1b[2J \\udcff.png: é 足\n" and told.out == "a\\nb\\x1b\n"
+    captured = capsys.readouterr()
+    assert (
+        captured.err == "cls.py: a\\nb \\x1b[2J \\udcff.png: é 足\n"
+        and captured.out == "a\\nb\\x1b\n"
+    )
 
 
 @pytest.mark.parametrize("flag", ["--local-rank=0", "--local_rank=0"])
@@ -351,8 +356,8 @@ def test_a_refusal_is_printed_once_and_waits_for_no_fifo(tmp_path, monkeypatch, 
     monkeypatch.setattr(launch, "REFUSAL_DELAY_S", 2.0)
     for local_rank in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-        said = threading.Thread(target=launch._print_once_per_machine, args=("no",), daemon=True)
-        said.start()
-        said.join(30)
-        assert not said.is_alive(), "it waits for a reader"
+        printer = threading.Thread(target=launch._print_once_per_machine, args=("no",), daemon=True)
+        printer.start()
+        printer.join(30)
+        assert not printer.is_alive(), "it waits for a reader"
     assert capsys.readouterr().err == "no\n"

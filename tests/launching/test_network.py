@@ -52,13 +52,13 @@ def test_a_store_listens_at_one_address_where_torch_finds_it() -> None:
         ]
         assert [row.laddr.ip for row in listening if row.laddr.port == port] == [LOOPBACK]
         with mock.patch.dict(os.environ, {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}):
-            found, _, _ = next(dist.rendezvous("env://", 0, 1))
-        found.set("key", "value")
+            torch_store, _, _ = next(dist.rendezvous("env://", 0, 1))
+        torch_store.set("key", "value")
         assert store.get("key") == b"value"
         with pytest.raises(OSError) as raised:
             host_store(LOOPBACK, port, timedelta(seconds=20))
         assert raised.value.errno == errno.EADDRINUSE
-        del store, found
+        del store, torch_store
     with pytest.raises(OSError) as raised:
         host_store("192.0.2.1", 0, timedelta(seconds=20))
     assert raised.value.errno == errno.EADDRNOTAVAIL
