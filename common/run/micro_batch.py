@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
+from typing import NamedTuple
 
 import torch
 from accelerate.utils.memory import clear_device_cache
@@ -40,7 +41,7 @@ def fit(
         size = plan.micro_batch_sizes[0]
         with all_or_none("trying a step"):
             trial = _try_step(plan, training)
-        trials = gather_objects(trial)
+        trials = [_Trial(*values) for values in gather_objects(trial)]
         failures = [trial.failure for trial in trials if trial.failure]
         if not failures:
             return plan, _format_peak(trials)
@@ -83,8 +84,7 @@ def load_limit(run: Path, device: torch.device) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Trial:
+class _Trial(NamedTuple):
     """A trial of a step on one rank."""
 
     failure: str = ""  # why memory was too small
