@@ -22,7 +22,7 @@ def make_printable(text: str) -> str:
     text = redact(text)
     if text.isprintable():
         return text
-    return "".join(_escape(character) for character in text)
+    return "".join(map(_escape, text))
 
 
 def _escape(character: str) -> str:

@@ -157,7 +157,7 @@ def get_file_sizes(paths: Iterable[str]) -> list[int]:
     """
 
     def get_sizes(batch: list[str]) -> list[int]:
-        return [_get_file_size(path) for path in batch]
+        return list(map(_get_file_size, batch))
 
     paths = iter(paths)
     batches = iter(lambda: list(islice(paths, 1024)), [])
@@ -177,7 +177,9 @@ def is_junk(name: str) -> bool:
 
     Such as `._1.jpg`, `@eaDir`, `Thumbs.db`.
     """
-    return name.startswith(".") or name.casefold() in _JUNK
+    if name.startswith("."):
+        return True
+    return name.casefold() in _JUNK
 
 
 def walk(top: str | PathLike) -> Iterator[tuple[str, list[os.DirEntry]]]:
@@ -215,7 +217,9 @@ def is_run_folder(path: str | Path) -> bool:
 
     Also of the present run, whose folder is there before its data are read.
     """
-    return all(os.path.isfile(os.path.join(path, name)) for name in (".lock", "log.txt"))
+    if not os.path.isfile(os.path.join(path, ".lock")):
+        return False
+    return os.path.isfile(os.path.join(path, "log.txt"))
 
 
 def has_run_folders(path: str | Path) -> bool:
@@ -229,7 +233,9 @@ def has_run_folders(path: str | Path) -> bool:
         return True
     hidden_or_report = (".", "evaluation")
     folders = [entry.path for entry in first_entries if not entry.name.startswith(hidden_or_report)]
-    return bool(folders) and all(is_run_folder(folder) for folder in folders)
+    if not folders:
+        return False
+    return all(map(is_run_folder, folders))
 
 
 def read_yaml(path: str | PathLike, limit: int, *, only_text: bool = False) -> Any:

@@ -362,7 +362,7 @@ def _gather_bytes(data: bytes, to_main: bool = False) -> list[bytes]:
     if is_main() or not to_main:
         received = [torch.empty_like(sent) for _ in sizes]
     if to_main:
-        dist.gather(sent, received or None, dst=0, group=host_group())
+        dist.gather(sent, received if is_main() else None, dst=0, group=host_group())
     else:
         dist.all_gather(received, sent, group=host_group())
     return [padded[:size].numpy().tobytes() for padded, size in zip(received, sizes, strict=False)]
@@ -429,7 +429,7 @@ def _find_nodes() -> list[tuple[int, ...]]:
     ranks_by_node: dict[Hashable, list[int]] = {}
     for member, member_node in enumerate(gather_objects(node)):
         ranks_by_node.setdefault(tuple(member_node), []).append(member)
-    return [tuple(members) for members in ranks_by_node.values()]
+    return list(map(tuple, ranks_by_node.values()))
 
 
 def _cached(key: Hashable, make: Callable[[], Any]) -> Any:

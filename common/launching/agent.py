@@ -32,7 +32,9 @@ def handle_signals(handler: Callable) -> None:
     remaining = set(torch_signals.split(","))
     for signal_number in STOPPING:
         remaining.discard(signal_number.name)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(remaining) or "SIGQUIT"
+    if not remaining:
+        remaining.add("SIGQUIT")
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(remaining)
     handle_stopping(handler)
 
 

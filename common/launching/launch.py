@@ -72,7 +72,7 @@ def start(config: RunConfig | None = None) -> Accelerator:
     requested_sharding = launch_checks.read_sharding(os.environ)
     if requested_sharding and launch.world_size > 1:
         launch_checks.check_sharded_config(settings)
-    determinism.set_deterministic(settings.deterministic and not on_cpu)
+    determinism.set_deterministic(False if on_cpu else settings.deterministic)
     # For the initial weights of a custom module; all else draws from keys.
     torch.manual_seed(settings.seed)
     store = meet(os.environ, launch, config)

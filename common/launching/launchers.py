@@ -238,7 +238,7 @@ def _read_srun(environ: Mapping[str, str]) -> Launch | None:
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     if num_nodes == 1:
         return _meet_on_loopback(launch, job, step)
-    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    hosts = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
     if "MASTER_ADDR" not in environ and (not hosts or (launch.rank == 0 and node_rank > 0)):
         raise Refused(
             "rank 0 is not on the first machine of SLURM_STEP_NODELIST, so the others don't know "
@@ -336,7 +336,9 @@ def _add_address(launch: Launch, environ: Mapping[str, str]) -> Launch:
     if launch.num_nodes == 1:
         parents = psutil.Process().parents()
         # Not a shell script between.
-        starters = [parent for parent in parents if parent.name() in _STARTERS] or parents
+        starters = [parent for parent in parents if parent.name() in _STARTERS]
+        if not starters:
+            starters = parents
         jobs = [f"{starter.pid} {starter.create_time()}" for starter in starters[:1]]
         return _meet_on_loopback(launch, *jobs)
     if "MASTER_ADDR" not in environ:

@@ -465,7 +465,7 @@ def _find_own_address(host: str, max_machines: int) -> str:
     # On Debian, a machine's own name resolves to 127.0.1.1, only on that machine.
     addresses = network.list_outward_addresses()
     if len(addresses) != 1:
-        choices = " or ".join(addresses) or "it has none yet"
+        choices = " or ".join(addresses) if addresses else "it has none yet"
         _give_up(
             f"this machine knows its own name {host} as {local_address}, where the others can't "
             f"reach it: give its address as a number on all machines ({choices})"
