@@ -356,7 +356,7 @@ def first_batch(
 
 
 def to_pixels(images: "Tensor", normalization: Mapping) -> np.ndarray:
-    """uint8[B, H, W, 3] of images [B, 3, H, W] as the model gets them.
+    """uint8[B, H, W, 3] of images [B, C, H, W] as the model gets them: the first three channels, one in grey.
 
     `normalization` has their mean and std, or nothing: then each channel is stretched to the visible range.
     """
@@ -370,7 +370,7 @@ def to_pixels(images: "Tensor", normalization: Mapping) -> np.ndarray:
         std = 1 / np.maximum(high - low, 1e-9)
         mean = -low * std
     pixels = (255 * (array * std + mean)).round().clip(0, 255).astype(np.uint8)
-    return pixels.transpose(0, 2, 3, 1)
+    return pixels.transpose(0, 2, 3, 1)[..., np.arange(3) % pixels.shape[1]]
 
 
 def arrow(name: str, other: str) -> str:
