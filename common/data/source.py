@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from PIL import Image
 
-from common.data.images import BrokenImage, open_rgb, opened
+from common.data.images import BrokenImage, Content, open_rgb, opened
 from common.data.splits import random_numbers_of
 from common.data.stream import Blocks
 from common.errors import Refused, make_printable
@@ -59,7 +59,7 @@ class ImageList(Protocol):
         """The image in words for people, such as its path or `digits[17]`."""
         raise NotImplementedError
 
-    def content(self, index: int) -> str | bytes | Image.Image:
+    def content(self, index: int) -> Content:
         """Path or bytes of the image's file, or the image. Raises `BrokenImage` if there is none."""
         raise NotImplementedError
 

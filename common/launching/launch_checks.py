@@ -270,7 +270,8 @@ def is_cpu_requested(environ: Mapping[str, str]) -> bool:
 def parse_requested_processes(command: Sequence[str]) -> RequestedProcesses | None:
     """Processes and machines on the command line of `accelerate launch` or torchrun.
 
-    Of torchrun it is the lowest number of machines only. None if it is another command.
+    Of torchrun it is the lowest number of machines only. None if it is another command, or one that
+    counts the GPUs itself.
 
     The launcher rounds 3 processes on 2 machines down to 2, and with MULTI_CPU or --cpu starts one
     process instead of several. The environment of its ranks does not show this, so they read the
@@ -309,7 +310,8 @@ def _parse_accelerate(argv: list[str]) -> RequestedProcesses | None:
             num_processes = file.num_processes
         if not num_machines:
             num_machines = file.num_machines
-    if not num_processes:
+    # multi_gpu.yaml says "auto": as many as the machine has.
+    if not isinstance(num_processes, int):
         return None
     return RequestedProcesses(num_processes, num_machines or 1)
 

@@ -309,6 +309,8 @@ def test_the_launcher_and_its_file_say_how_many_processes() -> None:
             f"--num_processes 4 {script}",
             (4, 2),
         ),
+        (f"accelerate launch {file}/multi_gpu.yaml {script}", None),
+        (f"accelerate launch {file}/multi_gpu.yaml --num_processes 4 {script}", (4, 1)),
     ):
         assert parse_requested_processes(command.split()) == expected
     assert parse_requested_processes("python recipes/cls.py accelerate launch".split()) is None
