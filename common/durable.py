@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from common.errors import csv_cell
+from common.errors import escape_csv_cell
 
 
 def sync(path: Path) -> None:
@@ -41,8 +41,9 @@ def make_folder(path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file durably: a reader, also after a power loss, sees the complete old or the
-    complete new file.
+    """Replace a file durably.
+
+    A reader, also after a power loss, sees the complete old or the complete new file.
     """
     with replacing(path) as file:
         file.write(content)
@@ -54,7 +55,7 @@ def write_csv(path: Path, rows: Iterable[Sequence]) -> None:
         text = io.TextIOWrapper(file, "utf-8", "backslashreplace", newline="")
         writer = csv.writer(text)
         for row in rows:
-            writer.writerow(map(csv_cell, row))
+            writer.writerow(map(escape_csv_cell, row))
         text.detach()
 
 
@@ -91,9 +92,7 @@ def replace_folder(final: Path, draft: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove the file, the folder with its content, or the link (not its target) at `path`, if
-    there is one.
-    """
+    """Remove the file, the folder with its content, or the link (not its target) at `path`, if any."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     elif os.path.lexists(path):

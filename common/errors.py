@@ -1,30 +1,34 @@
-"""Exceptions whose text is one line for a person: a refused request, or a run that has to be
-started again.
-"""
+"""Exceptions whose text is one line for a person: a refused request, or a run that has to restart."""
 
 _MIN_SECRET = 6  # characters: replacing shorter values would spoil other words
-_shown_by_secret: dict[str, str] = {}
+_placeholders: dict[str, str] = {}  # by secret
 
 
-def hide(value: str, shown: str) -> None:
-    """From now on `redact` shows `shown`, such as `$TOKEN`, instead of `value`."""
-    if len(value) >= _MIN_SECRET:
-        _shown_by_secret[value] = shown
+def hide(secret: str, placeholder: str) -> None:
+    """From now on `redact` writes `placeholder`, such as `$TOKEN`, instead of `secret`."""
+    if len(secret) >= _MIN_SECRET:
+        _placeholders[secret] = placeholder
 
 
 def redact(text: str) -> str:
-    """`text` without the values that `hide` was given."""
-    for secret in sorted(_shown_by_secret, key=len, reverse=True):
-        text = text.replace(secret, _shown_by_secret[secret])
+    """`text` without the secrets that `hide` was given."""
+    for secret in sorted(_placeholders, key=len, reverse=True):
+        text = text.replace(secret, _placeholders[secret])
     return text
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """`text` on one line, see `redact`: line breaks, control characters and undecodable bytes are escaped."""
     text = redact(text)
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(map(_escape, text))
+
+
+def _escape(character: str) -> str:
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape").decode()
 
 
 def describe_error(error: Exception) -> str:
@@ -32,15 +36,16 @@ def describe_error(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def first_line(error: Exception) -> str:
+def get_first_line(error: Exception) -> str:
     """The first line of an error's text; its type if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
-def csv_cell(value: object) -> object:
-    """`value` for a CSV file: a text that a spreadsheet would take for a formula (=1, +a, -a, @a)
-    begins with an apostrophe.
+def escape_csv_cell(value: object) -> object:
+    """`value` for a CSV file.
+
+    A text that a spreadsheet would take for a formula (=1, +a, -a, @a) begins with an apostrophe.
     """
     if not isinstance(value, str) or not value.startswith(("=", "+", "-", "@", "\t", "\r")):
         return value
@@ -51,18 +56,19 @@ def csv_cell(value: object) -> object:
     return value
 
 
-class _Line(Exception):
+class _OneLineError(Exception):
     """Its text is one line, whatever names it contains."""
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        return make_printable(super().__str__())
 
 
-class Refused(_Line):
+class Refused(_OneLineError):
     """A request that can't be met. Its text is one line: the value, the limit and what to do instead."""
 
 
-class RestartNeeded(_Line):
-    """A run that has to be restarted from its last checkpoint, such as after running out of memory.
+class RestartNeeded(_OneLineError):
+    """A run that has to restart from its last checkpoint, such as after running out of memory.
+
     Its text is one line.
     """

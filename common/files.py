@@ -44,8 +44,9 @@ _JUNK = frozenset(
         "@recently-snapshot",
     ]
 )
-_DEEPEST = 9  # levels of nesting in a YAML file, with the values
-_FEW = 16  # values of a list that may be an alias; entries of a folder that are looked at
+_MAX_DEPTH = 9  # levels of nesting in a YAML file, with the values
+_MAX_ALIAS_LENGTH = 16  # values of a list that may be an alias
+_MAX_INSPECTED = 16  # entries of a folder
 
 
 class OddFile(OSError):
@@ -59,20 +60,22 @@ class OddFile(OSError):
 
 
 def open_regular(path: str | bytes | PathLike) -> BufferedReader:
-    """Open a file for reading. Raises `OddFile` for a FIFO, device or socket, also behind links;
-    else the errors of `open`.
+    """Open a file for reading.
+
+    Raises `OddFile` for a FIFO, device or socket, also behind links; else the errors of `open`.
     """
-    _check(path, os.stat(path))  # before opening, which can have side effects on a device
+    _check_mode(path, os.stat(path))  # before opening, which can have side effects on a device
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
-        _check(path, os.fstat(descriptor))  # another file may have taken its place since
+        _check_mode(path, os.fstat(descriptor))  # another file may have taken its place since
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
 
 
-def _check(path: str | bytes | PathLike, status: os.stat_result) -> None:
+def _check_mode(path: str | bytes | PathLike, status: os.stat_result) -> None:
+    """Raise IsADirectoryError for a folder, `OddFile` for anything else that is no regular file."""
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fsdecode(path))
     if not stat.S_ISREG(status.st_mode):
@@ -96,73 +99,87 @@ def read_text(path: str | bytes | PathLike, limit: int) -> str:
     return content.decode().removeprefix("\ufeff")
 
 
-def cache_folder() -> Path:
+def get_cache_folder() -> Path:
     """The user's folder for caches; it need not exist. Raises RuntimeError without a home."""
-    if place := os.environ.get(CACHE):
-        return Path(os.path.abspath(Path(place).expanduser()))
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "vision-recipes"
+    folder = os.environ.get(CACHE)
+    if folder:
+        return Path(os.path.abspath(Path(folder).expanduser()))
+    parent = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(parent):
+        return Path(parent) / "vision-recipes"
+    return Path.home() / ".cache" / "vision-recipes"
 
 
-def as_json(content: Any) -> Any:
-    """`content` without secrets, and with None for floats that are not finite, which JSON has no
-    words for.
-    """
+def to_json(content: Any) -> Any:
+    """`content` without secrets, and with None for floats that are not finite, which JSON lacks."""
     if isinstance(content, str):
         return redact(content)
     if isinstance(content, Mapping):
-        return {key: as_json(value) for key, value in content.items()}
+        return {key: to_json(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
-        return [as_json(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
+        return [to_json(value) for value in content]
+    if isinstance(content, float) and not math.isfinite(content):
+        return None
+    return content
 
 
 def check_regular(path: str | PathLike) -> None:
-    """Raise `OddFile` if there is anything but files and folders at or below `path`. For paths that
-    another library reads.
+    """Raise `OddFile` if there is anything but files and folders at or below `path`.
+
+    For paths that another library reads.
     """
-    found = (
-        [entry.path for _, entries in walk(path) for entry in entries]
-        if os.path.isdir(path)
-        else [path]
-    )
-    for file in found:
+    paths = [os.fspath(path)]
+    if os.path.isdir(path):
+        paths = []
+        for _, entries in walk(path):
+            paths.extend(entry.path for entry in entries)
+    for file in paths:
         if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
             raise OddFile(file, "not a regular file")
 
 
 def match_files(pattern: str) -> list[str]:
-    """The paths that match a pattern of *, ?, [...] and **, sorted. A folder in it that exists
-    stands for itself: `a [1]/*`.
+    """The paths that match a pattern of *, ?, [...] and **, sorted.
+
+    A folder in it that exists stands for itself: `a [1]/*`.
     """
     folder = pattern
     while folder and not os.path.exists(folder):
         folder = os.path.dirname(folder)
-    return sorted(glob.glob(glob.escape(folder) + pattern[len(folder) :], recursive=True))
+    relative_pattern = pattern.removeprefix(folder)
+    return sorted(glob.glob(glob.escape(folder) + relative_pattern, recursive=True))
 
 
-def sizes_of(paths: Iterable[str]) -> list[int]:
-    """Size of each file in bytes, -1 for a missing file. Uses several threads, since file servers
-    are slow.
+def get_file_sizes(paths: Iterable[str]) -> list[int]:
+    """Size of each file in bytes, -1 for a missing file.
+
+    Uses several threads, since file servers are slow.
     """
 
-    def size(path: str) -> int:
-        try:
-            return os.stat(path).st_size
-        except (OSError, ValueError):  # ValueError: the name contains NUL
-            return -1
+    def get_sizes(batch: list[str]) -> list[int]:
+        return list(map(_get_file_size, batch))
 
     paths = iter(paths)
     batches = iter(lambda: list(islice(paths, 1024)), [])
     with ThreadPoolExecutor(16) as pool:
-        return list(chain.from_iterable(pool.map(lambda batch: [*map(size, batch)], batches)))
+        return list(chain.from_iterable(pool.map(get_sizes, batches)))
+
+
+def _get_file_size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except (OSError, ValueError):  # ValueError: the name contains NUL
+        return -1
 
 
 def is_junk(name: str) -> bool:
-    """True for the name of a file or folder that a system left beside the pictures: `._1.jpg`,
-    `@eaDir`, `Thumbs.db`.
+    """True for the name of a file or folder that a system left beside the pictures.
+
+    Such as `._1.jpg`, `@eaDir`, `Thumbs.db`.
     """
-    return name.startswith(".") or name.casefold() in _JUNK
+    if name.startswith("."):
+        return True
+    return name.casefold() in _JUNK
 
 
 def walk(top: str | PathLike) -> Iterator[tuple[str, list[os.DirEntry]]]:
@@ -173,41 +190,52 @@ def walk(top: str | PathLike) -> Iterator[tuple[str, list[os.DirEntry]]]:
     Links are followed, but each real folder is visited once, by its own path if that is below
     `top`. Otherwise folders that link to each other would be walked endlessly.
     """
-    seen, todo = set(), [os.fspath(top)]
-    linked: list[str] = []
-    while todo or linked:
-        folder = (todo or linked).pop()
+    visited = set()
+    folders = [os.fspath(top)]
+    links: list[str] = []
+    while folders or links:
+        folder = folders.pop() if folders else links.pop()
         status = os.stat(folder)
-        if (status.st_dev, status.st_ino) in seen:
+        identity = (status.st_dev, status.st_ino)
+        if identity in visited:
             continue
-        seen.add((status.st_dev, status.st_ino))
-        with os.scandir(folder) as found:
-            entries = sorted(
-                (entry for entry in found if not is_junk(entry.name)), key=lambda entry: entry.name
-            )
+        visited.add(identity)
+        with os.scandir(folder) as scanned:
+            entries = [entry for entry in scanned if not is_junk(entry.name)]
+        entries.sort(key=lambda entry: entry.name)
         yield folder, entries
         for entry in reversed(entries):
             if entry.is_dir() and not is_run_folder(entry.path):
-                (linked if entry.is_symlink() else todo).append(entry.path)
+                if entry.is_symlink():
+                    links.append(entry.path)
+                else:
+                    folders.append(entry.path)
 
 
 def is_run_folder(path: str | Path) -> bool:
-    """True for the folder of one run of these recipes, also of the present one, which is there
-    before its data are read.
+    """True for the folder of one run of these recipes.
+
+    Also of the present run, whose folder is there before its data are read.
     """
-    return all(os.path.isfile(os.path.join(path, name)) for name in (".lock", "log.txt"))
+    if not os.path.isfile(os.path.join(path, ".lock")):
+        return False
+    return os.path.isfile(os.path.join(path, "log.txt"))
 
 
-def holds_runs(path: str | Path) -> bool:
-    """True for a run folder, and for a folder such as runs/, of run folders and reports. Quick: it
-    looks at few entries.
+def has_run_folders(path: str | Path) -> bool:
+    """True for a run folder, and for a folder such as runs/, of run folders and reports.
+
+    Quick: it inspects few entries.
     """
     with os.scandir(path) as entries:
-        first_entries = list(islice(entries, _FEW))
-    others = [
-        entry.path for entry in first_entries if not entry.name.startswith((".", "evaluation"))
-    ]
-    return is_run_folder(path) or (bool(others) and all(map(is_run_folder, others)))
+        first_entries = list(islice(entries, _MAX_INSPECTED))
+    if is_run_folder(path):
+        return True
+    hidden_or_report = (".", "evaluation")
+    folders = [entry.path for entry in first_entries if not entry.name.startswith(hidden_or_report)]
+    if not folders:
+        return False
+    return all(map(is_run_folder, folders))
 
 
 def read_yaml(path: str | PathLike, limit: int, *, only_text: bool = False) -> Any:
@@ -224,45 +252,53 @@ def read_yaml(path: str | PathLike, limit: int, *, only_text: bool = False) -> A
         raise ValueError(" ".join(str(error).split())) from None
 
 
-_PLAIN = ":bool", ":null", ":str", ":seq", ":map"
+_PLAIN_TAGS = (":bool", ":null", ":str", ":seq", ":map")
+
+
+def _select_resolvers() -> dict[str, list]:
+    """PyYAML's patterns of plain values, by first character, without those of numbers and dates."""
+    resolvers = {}
+    for character, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items():
+        resolvers[character] = [pair for pair in pairs if pair[0].endswith(_PLAIN_TAGS)]
+    return resolvers
+
+
+def _select_constructors() -> dict[str | None, Any]:
+    """PyYAML's constructors by tag; None stands for all others, which are refused."""
+    constructors = yaml.SafeLoader.yaml_constructors
+    tags = [tag for tag in constructors if tag is None or tag.endswith(_PLAIN_TAGS)]
+    return {tag: constructors[tag] for tag in tags}
 
 
 class _Loader(yaml.SafeLoader):
     """Of plain values, it recognises only booleans and null, and leaves all others as text."""
 
-    yaml_implicit_resolvers: ClassVar = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith(_PLAIN)]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    yaml_constructors: ClassVar = {  # None stands for all others, which are refused
-        tag: construct
-        for tag, construct in yaml.SafeLoader.yaml_constructors.items()
-        if tag is None or tag.endswith(_PLAIN)
-    }
+    yaml_implicit_resolvers: ClassVar = _select_resolvers()
+    yaml_constructors: ClassVar = _select_constructors()
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event, self.depth = self.peek_event(), self.depth + 1
-        if self.depth > _DEEPEST:
+        event = self.peek_event()
+        self.depth += 1
+        if self.depth > _MAX_DEPTH:
             raise yaml.composer.ComposerError(None, None, "nested too deeply", event.start_mark)
         node = super().compose_node(parent, index)
         self.depth -= 1
         if isinstance(event, yaml.AliasEvent) and not _is_short(node):
-            raise yaml.composer.ComposerError(
-                None, None, f"*{event.anchor} repeats a list or mapping", event.start_mark
-            )
+            problem = f"*{event.anchor} repeats a list or mapping"
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         content: dict[str, Any] = {}
         for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.value in content:
-                wrong = (
-                    f"{key.value} is given twice"
-                    if isinstance(key, yaml.ScalarNode)
-                    else "a key must be text"
-                )
-                raise yaml.constructor.ConstructorError(None, None, wrong, key.start_mark)
+            problem = ""
+            if not isinstance(key, yaml.ScalarNode):
+                problem = "a key must be text"
+            elif key.value in content:
+                problem = f"{key.value} is given twice"
+            if problem:
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             content[key.value] = self.construct_object(value, deep=deep)
         return content
 
@@ -274,8 +310,11 @@ class _TextLoader(_Loader):
 
 
 def _is_short(node: yaml.Node | None) -> bool:
-    """True for a value, and for a list of a few values, which PyYAML writes as an alias where a
-    program has one list twice.
+    """True for a value, and for a list of a few values.
+
+    PyYAML writes such a list as an alias where a program has it twice.
     """
     values = node.value if isinstance(node, yaml.SequenceNode) else [node]
-    return len(values) <= _FEW and all(isinstance(value, yaml.ScalarNode) for value in values)
+    if len(values) > _MAX_ALIAS_LENGTH:
+        return False
+    return all(isinstance(value, yaml.ScalarNode) for value in values)

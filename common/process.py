@@ -12,19 +12,19 @@ from typing import Any
 
 
 def guard_streams() -> None:
-    """Make all writes to standard output and standard error succeed: in cron, behind `| head`, on a
-    full disk, in ASCII.
+    """Make all writes to standard output and standard error succeed.
 
-    This covers also what tqdm, W&B, warnings and argparse print, and Python itself when it exits.
+    Also in cron, behind `| head`, on a full disk and in ASCII. This covers also what tqdm, W&B,
+    warnings and argparse print, and Python itself when it exits.
 
     - A stream that is closed writes to nowhere. No other file gets its number, so C code can't
       write into that file.
     - A stream whose reader, disk or terminal is gone writes to nowhere from then on.
     - Characters that its encoding lacks are escaped.
     """
-    for number in range(3):
+    for file_descriptor in range(3):
         try:
-            os.fstat(number)
+            os.fstat(file_descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
     for name in ("stdout", "stderr"):
@@ -39,20 +39,20 @@ def guard_streams() -> None:
 
 
 def drop_output(stream: Any) -> None:
-    """Let `stream` write to nowhere: what follows, what is still in its buffer, and what child
-    processes print.
+    """Let `stream` write to nowhere.
+
+    This covers what follows, what is still in its buffer, and what child processes print.
     """
     with suppress(OSError, ValueError, AttributeError):  # it has no file
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, stream.fileno())
+        os.close(devnull)
 
 
 def ensure_home() -> None:
-    """Give this process and its children a user's name and a home, if the system knows neither, as
-    in some containers.
+    """Give this process and its children a user's name and a home, if the system knows neither.
 
-    Libraries fail without them, or write into a folder named `~`.
+    So it is in some containers. Libraries fail without them, or write into a folder named `~`.
     """
     try:
         getpass.getuser()
@@ -77,15 +77,10 @@ def _guard(stream: Any, method: Callable[..., Any]) -> Callable[..., Any]:
             return None
         except (OSError, ValueError) as error:  # ValueError: the stream was closed
             drop_output(stream)
-            if (
-                stream is sys.stdout
-                and isinstance(error, OSError)
-                and not isinstance(error, BrokenPipeError)
-            ):
-                print(
-                    f"standard output can't be written, the rest of it is lost: {error}",
-                    file=sys.stderr,
-                )
+            is_broken_pipe = isinstance(error, BrokenPipeError)
+            if stream is sys.stdout and isinstance(error, OSError) and not is_broken_pipe:
+                message = f"standard output can't be written, the rest of it is lost: {error}"
+                print(message, file=sys.stderr)
             return None
 
     return guarded

@@ -28,25 +28,28 @@ def mix(x: np.ndarray | int, key: int) -> np.ndarray:
 
 
 def key_of(*parts: int | str) -> int:
-    """A 64-bit key for a purpose, as in `key_of(seed, "augmentation")`; the same in every process
-    and Python version.
+    """A 64-bit key for a purpose, as in `key_of(seed, "augmentation")`.
+
+    It is the same in every process and Python version.
     """
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def uniforms(x: np.ndarray, key: int) -> np.ndarray:
-    """Uniform numbers in [0, 1) with 53 random bits: float64[...] of the shape of `x`, a pure
-    function of (x, key).
+    """Uniform numbers in [0, 1) with 53 random bits: float64[...] of the shape of `x`.
+
+    They are a pure function of (x, key).
     """
-    return (mix(x, key) >> _U64(11)).astype(np.float64) / _TWO_53
+    bits = mix(x, key) >> _U64(11)
+    return bits.astype(np.float64) / _TWO_53
 
 
 def seed_generators(key: int) -> None:
-    """Seed the three CPU generators that augmentations draw from (Python's, NumPy's and torch's),
-    in about 6 µs.
+    """Seed the three CPU generators that augmentations draw from: Python's, NumPy's and torch's.
 
-    `torch.manual_seed` would also visit every accelerator and, in the CUDA build, format a
-    traceback: 71-218 µs.
+    This takes about 6 µs. `torch.manual_seed` would also visit every accelerator and, in the CUDA
+    build, format a traceback: 71-218 µs.
     """
     import torch  # late: importing torch takes long, and code that only reads data does not need it
 

@@ -14,7 +14,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from torch.distributed.run import determine_local_world_size
 
 from common.distributed.sharding import Sharding
-from common.launching.launch_checks import sharding_of
+from common.launching.launch_checks import read_sharding
 from common.launching.network import await_listener
 from tests.harness.launching import free_port
 
@@ -40,14 +40,14 @@ def keys_of(name: str) -> dict[str, object]:
 # other can know.
 PROBE = """
 import json, sys, torch
-from common.launching.launch import describe, run, start
+from common.launching.launch import describe_launch, run, start
 
 def main():
     accelerator = start()
     rank = accelerator.process_index
     total = accelerator.reduce(torch.tensor(rank + 1.0), "sum").item()
     with open(f"{sys.argv[1]}/rank{rank}.json", "w") as file:
-        json.dump([accelerator.num_processes, total, describe(accelerator, "float32")], file)
+        json.dump([accelerator.num_processes, total, describe_launch(accelerator, "float32")], file)
 
 run(main)
 """
@@ -129,8 +129,8 @@ def test_files_that_shard_differ_only_in_the_sharding() -> None:
         )
         command.main_process_ip = "127.0.0.1"
         environ = prepare_multi_gpu_env(_validate_launch_command(command)[0])
-        asked = sharding_of(environ | {"WORLD_SIZE": str(num_processes(name))})
-        assert asked == Sharding(shards=8 if "hsdp" in name else 0), name
+        sharding = read_sharding(environ | {"WORLD_SIZE": str(num_processes(name))})
+        assert sharding == Sharding(num_shards=8 if "hsdp" in name else 0), name
 
 
 @pytest.mark.smoke
@@ -172,7 +172,7 @@ def test_a_rehearsal_of_two_machines_makes_one_world_and_a_forgotten_address_is_
     forgotten, port = launch.start("2node_cpu", probe, tmp_path), free_port()
     flags = ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
     first = launch.start("2node_cpu", probe, tmp_path, flags=flags)
-    await_listener("127.0.0.1", port, patience=60)  # before that it looks whether the port is free
+    await_listener("127.0.0.1", port, timeout=60)  # before that it looks whether the port is free
     # Which does not look.
     second = launch.start("2node_cpu", probe, tmp_path, flags=[*flags, "--machine_rank", 1])
     nodes = [node.finish() for node in (first, second)]

@@ -15,19 +15,19 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     fsync, rename, replace = os.fsync, os.rename, os.replace
 
     def synced(descriptor: int) -> None:
-        found = os.fstat(descriptor)
+        status = os.fstat(descriptor)
         path = next(
             path
             for path in (tmp_path, *tmp_path.rglob("*"))
-            if os.path.samestat(path.stat(), found)
+            if os.path.samestat(path.stat(), status)
         )
         done.append(f"sync {path.relative_to(tmp_path)}")
         fsync(descriptor)
 
     def renamed(how):
-        def move(one, other) -> None:
-            done.append(f"{Path(one).name} -> {Path(other).name}")
-            how(one, other)
+        def move(source, target) -> None:
+            done.append(f"{Path(source).name} -> {Path(target).name}")
+            how(source, target)
 
         return move
 

@@ -30,7 +30,7 @@ def laughs(levels: int) -> str:
 
 
 @pytest.mark.parametrize(
-    "text, told",
+    "text, message",
     [
         (laughs(9), "repeats a list or mapping"),
         (f"a: &a {[0] * 17}\nb: *a", "repeats a list or mapping"),
@@ -45,9 +45,9 @@ def laughs(levels: int) -> str:
         ("a: 1\n---\nb: 2", "single document"),
     ],
 )
-def test_other_yaml_is_refused_in_one_line(tmp_path: Path, text: str | bytes, told: str) -> None:
+def test_other_yaml_is_refused_in_one_line(tmp_path: Path, text: str | bytes, message: str) -> None:
     (tmp_path / "file").write_bytes(text if isinstance(text, bytes) else text.encode())
-    with bounded(), pytest.raises(ValueError, match=told) as raised:
+    with bounded(), pytest.raises(ValueError, match=message) as raised:
         read_yaml(tmp_path / "file", 2**20)
     assert "\n" not in str(raised.value)
 

@@ -29,7 +29,7 @@ def test_mixing_never_collides_and_turns_half_of_the_bits() -> None:
     # Avalanche: flipping one bit of the input flips each bit of the output at even odds.
     for bit in range(0, 63, 7):
         flipped = mixed ^ mix(x ^ (1 << bit), 7)
-        shares = [np.mean(flipped >> np.uint64(place) & np.uint64(1)) for place in range(64)]
+        shares = [np.mean(flipped >> np.uint64(bit) & np.uint64(1)) for bit in range(64)]
         assert np.abs(np.array(shares) - 0.5).max() < 5 * 0.5 / len(x) ** 0.5
 
 
@@ -77,4 +77,4 @@ def test_seeding_makes_every_generator_a_function_of_the_key(key: int) -> None:
     seed_generators(key)
     assert draw() == drawn
     seed_generators(key ^ 1)
-    assert all(mine != theirs for mine, theirs in zip(draw(), drawn, strict=True))
+    assert all(actual != expected for actual, expected in zip(draw(), drawn, strict=True))

@@ -63,7 +63,7 @@ class Trained:
         are. Raises `Refused`.
         """
         _, val = self.recipe.build_data(self.config, self.origin)
-        launch.say(eval_only.describe_data(self.config, self.origin, val))
+        launch.print_on_main(eval_only.describe_data(self.config, self.origin, val))
         return val
 
     def build(self, data: Any, accelerator: Accelerator) -> tuple[Any, EvalBatches]:

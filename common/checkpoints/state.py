@@ -51,8 +51,8 @@ class TrainingState:
         module = self.model if self.ema is None else self.ema
         if sharding.is_sharded(module):
             if not tensors:
-                tensors = sharding.gather(module.state_dict())
-            return sharding.unsharded(module, tensors) if tensors else None
+                tensors = sharding.gather_full_tensors(module.state_dict())
+            return sharding.build_unsharded(module, tensors) if tensors else None
         if tensors:
             module.load_state_dict(tensors)
         return module
@@ -109,9 +109,9 @@ class TrainingState:
         """
         scaler_state = values["scaler"]
         self._load_optimizers(files["optimizer"] | values["optimizer"], values["group_steps"])
-        sharding.load(self.model, files["model"])
+        sharding.load_full_tensors(self.model, files["model"])
         if self.ema is not None:
-            sharding.load(self.ema, files["ema"])
+            sharding.load_full_tensors(self.ema, files["ema"])
         for file, parameters in self._left_out.items():
             for name, parameter in parameters.items():
                 weight = parameter.detach()

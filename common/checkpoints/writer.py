@@ -12,7 +12,7 @@ import torch
 
 from common.checkpoints.state import Tensors
 from common.distributed import devices
-from common.distributed.sharding import whole
+from common.distributed.sharding import get_full_tensor
 
 
 class Writer:
@@ -36,9 +36,11 @@ class Writer:
             last_copies = self._copies.get(file, {})
             copies[file] = {}
             for name, tensor in tensors.items():
-                copies[file][name] = _copy_to_host(whole(tensor), buffer=last_copies.get(name))
+                copies[file][name] = _copy_to_host(
+                    get_full_tensor(tensor), buffer=last_copies.get(name)
+                )
         self._copies = copies
-        copied = devices.mark()
+        copied = devices.record_event()
         # A daemon, so that it never delays the end of the process. For the checkpoint, that is like
         # a kill.
         self._thread = threading.Thread(
@@ -79,7 +81,7 @@ def join_gather(files: dict[str, Tensors]) -> None:
     """Gather the tensors that the main process's writer copies."""
     for tensors in files.values():
         for tensor in tensors.values():
-            whole(tensor)
+            get_full_tensor(tensor)
 
 
 def _copy_to_host(tensor: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from common.imports import face
+from common.imports import export_lazily
 
 if TYPE_CHECKING:
     from common.classification.augmentation import (
@@ -20,4 +20,4 @@ if TYPE_CHECKING:
     from common.classification.margin_head import MarginHead, add_margin_head
     from common.classification.sources import load_data
 
-__all__, __getattr__ = face(__name__)
+__all__, __getattr__ = export_lazily(__name__)

@@ -29,7 +29,10 @@ class Calibration:
     def __init__(self, device: torch.device | str, temperatures: tuple[float, ...] = (1.0,)):
         self.temperatures = temperatures
         self._inverse = (
-            1 / torch.tensor(temperatures, dtype=devices.exact(device), device=device)[:, None]
+            1
+            / torch.tensor(temperatures, dtype=devices.get_sum_dtype(device), device=device)[
+                :, None
+            ]
         )
         # images, right ones, and sum of confidences of each bin; then the sum of the losses
         self._counts = torch.zeros(

@@ -14,7 +14,7 @@ from common.data.data_spec import Parts
 from common.data.images import BrokenImage, Content, faults_of_the_file, open_rgb
 from common.data.source import Columns, Files, encode_paths, fingerprint_of, spread
 from common.errors import Refused
-from common.files import sizes_of
+from common.files import get_file_sizes
 from common.randomness import mix
 
 _ITEM = (
@@ -126,7 +126,9 @@ def _read(title: str, data: CustomDataset, classes: tuple[str, ...]) -> Files | 
         return Items(title, data, np.arange(count), labels=ids, classes=classes)
     root = os.path.commonpath([os.path.dirname(path) for path in paths])
     below = encode_paths(path[len(root) :].lstrip("/") for path in paths)
-    return Files(root, below, np.array(sizes_of(paths), np.int64), labels=ids, classes=classes)
+    return Files(
+        root, below, np.array(get_file_sizes(paths), np.int64), labels=ids, classes=classes
+    )
 
 
 def _checked(title: str, index: int, item: object) -> tuple[Content, object]:

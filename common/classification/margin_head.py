@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from common.data.batch_plan import BatchPlan
 from common.distributed import devices
 from common.distributed.collectives import rank, world_size
-from common.distributed.sharding import SelfSharded, all_gather, local, reduce_scatter
+from common.distributed.sharding import SelfSharded, all_gather, get_local_tensor, reduce_scatter
 from common.errors import Refused
 from common.randomness import key_of, mix
 
@@ -119,7 +119,7 @@ class MarginHead(SelfSharded):
         """Choose the classes of a step; see `training.step.StepModule`. The host does not wait for
         the device.
 
-        In a trial, copies stand in place of the other ranks' samples, as in `sharding.alone`.
+        In a trial, copies stand in place of the other ranks' samples, as in `sharding.skip_communication`.
         """
         self._limit = plan.micro_batch_sizes[0]  # samples of a micro-batch
         self._is_shared = world_size() > 1 and not is_trial
@@ -150,7 +150,7 @@ class MarginHead(SelfSharded):
                 "a margin head takes one class id per image: leave out --mixup and --cutmix, and "
                 "many labels"
             )
-        weight = local(self.weight)
+        weight = get_local_tensor(self.weight)
         embeddings = F.normalize(embeddings.to(weight.dtype))
         return _Losses.apply(embeddings, weight, labels, self)
 

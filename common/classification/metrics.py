@@ -41,7 +41,7 @@ class ClassificationCounts:
             for name, shape in shapes.items()
         }
         self._rows = torch.arange(classes, device=device) * self._bins
-        self._loss = torch.zeros((), dtype=devices.exact(device), device=device)
+        self._loss = torch.zeros((), dtype=devices.get_sum_dtype(device), device=device)
 
     @property
     def confusion(self) -> Tensor | None:

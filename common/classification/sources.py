@@ -23,7 +23,7 @@ from common.data.notes import Notes
 from common.data.source import Files, Source, encode_paths, refuse_broken
 from common.data.tables import part_labels, read_tables
 from common.errors import Refused
-from common.files import MEDIUM, holds_runs, is_junk, read_text, sizes_of, walk
+from common.files import MEDIUM, get_file_sizes, has_run_folders, is_junk, read_text, walk
 
 __all__ = ["Source", "Spec", "load", "load_data"]
 
@@ -138,7 +138,7 @@ def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None
             f"owner/name{nearest_path(root)}"
         )
     folders = _part_folders(root)
-    runs = sorted(path.name for path in root.iterdir() if path.is_dir() and holds_runs(path))
+    runs = sorted(path.name for path in root.iterdir() if path.is_dir() and has_run_folders(path))
     notes = (f"left out: runs of these recipes in {', '.join(runs)}/",) if runs else ()
     labels = {
         name: "the folder" if folder == root else f"{name}/" for name, folder in folders.items()
@@ -231,7 +231,7 @@ def _read_annotations(file: Path, classes: list[str]) -> Files:
                 "between"
             )
     root = file.parent / "images"
-    sizes = np.array(sizes_of(str(root / line[0]) for line in lines), np.int64)
+    sizes = np.array(get_file_sizes(str(root / line[0]) for line in lines), np.int64)
     paths = encode_paths(line[0] for line in lines)
     labels = np.array([ids[line[1]] for line in lines], np.int64)
     return Files(str(root), paths, sizes, labels=labels, classes=tuple(classes))
@@ -259,7 +259,7 @@ def _subfolders(folder: Path) -> list[str]:
         names = sorted(
             entry.name for entry in entries if entry.is_dir() and not is_junk(entry.name)
         )
-    return [name for name in names if not holds_runs(folder / name)]
+    return [name for name in names if not has_run_folders(folder / name)]
 
 
 def _scan(root: Path, folders: Sequence[str], classes: list[str]) -> Files:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from common.imports import face
+from common.imports import export_lazily
 
 if TYPE_CHECKING:
     from common.config.fields import (
@@ -15,4 +15,4 @@ if TYPE_CHECKING:
     from common.config.origin import Origin, label_names
     from common.config.parsing import parse
 
-__all__, __getattr__ = face(__name__)
+__all__, __getattr__ = export_lazily(__name__)

@@ -2,7 +2,7 @@
 
 import re
 
-from common.errors import Refused, printable, redact
+from common.errors import Refused, make_printable, redact
 
 # What may be secret in a URL: user and password, which may hold a slash, and the query, up to the
 # next name of a list.
@@ -24,7 +24,7 @@ def printable_name(name: str) -> str:
     """`name`, or a list of names, without what may be secret: user and password, and the query of a
     presigned URL.
     """
-    return printable(_QUERY.sub(r"\1", _LOGIN.sub("", redact(name))))
+    return make_printable(_QUERY.sub(r"\1", _LOGIN.sub("", redact(name))))
 
 
 def check_secrets(data: str) -> None:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from common.imports import face
+from common.imports import export_lazily
 
 if TYPE_CHECKING:
     from common.data.batch_plan import BatchPlan
@@ -11,4 +11,4 @@ if TYPE_CHECKING:
     from common.data.source import Source
     from common.data.stream import Stream
 
-__all__, __getattr__ = face(__name__)
+__all__, __getattr__ = export_lazily(__name__)

@@ -25,7 +25,7 @@ from torch.utils.data import get_worker_info
 
 from common.data.decoding import Picture
 from common.distributed.collectives import all_or_none, gather_objects, is_local_main, node_rank
-from common.distributed.environment import available_memory
+from common.distributed.environment import get_available_memory
 from common.errors import Refused
 
 # Of the memory that is available when a process keeps its first evaluated image.
@@ -145,7 +145,7 @@ def shared_file(what: str, make: Callable[[], BinaryIO]) -> SharedFile:
 def _make(count: int, side: int, folder: str) -> BinaryIO:
     where = folder or "memory"
     try:
-        free = psutil.disk_usage(folder).free if folder else available_memory()
+        free = psutil.disk_usage(folder).free if folder else get_available_memory()
         if needed(count, side) > free:
             sizes = (
                 f"take up to {_in_words(needed(count, side))}, and {where} has {_in_words(free)} "
@@ -197,7 +197,7 @@ class EvalCache:
         if self._free_bytes is None:
             worker = get_worker_info()
             num_processes = self._num_ranks * (worker.num_workers if worker else 1)
-            self._free_bytes = int(EVAL_MEMORY_SHARE * available_memory() / num_processes)
+            self._free_bytes = int(EVAL_MEMORY_SHARE * get_available_memory() / num_processes)
         if image.nbytes <= self._free_bytes:
             self._free_bytes -= image.nbytes
             self._images[index] = image.clone()  # not a view of something larger

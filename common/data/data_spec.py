@@ -270,10 +270,10 @@ def reading(data: str) -> Iterator[None]:
 
 def same_everywhere(sources: Sequence[S]) -> tuple[S, S]:
     """(train, val), or the only source twice, the same on all ranks. A collective. Raises `Refused`."""
-    from common.distributed.collectives import same_on_all_ranks
+    from common.distributed.collectives import check_same_on_all_ranks
 
     train, val = sources[0], sources[-1]
-    same_on_all_ranks("data", fingerprint(train, val))
+    check_same_on_all_ranks("data", fingerprint(train, val))
     return train, val
 
 

@@ -81,7 +81,7 @@ def _digest(sources: tuple[Any, ...], index: int) -> bytes:
 def rows(train: Any, val: Any) -> dict[str, str]:
     """Rows of the start table about two sources."""
     # Imported late, since it imports torch.
-    from common.distributed.environment import cores
+    from common.distributed.environment import count_cores
 
     if train.fresh:
         return {}
@@ -101,7 +101,7 @@ def rows(train: Any, val: Any) -> dict[str, str]:
         except BrokenImage as error:
             broken[place] = f"{source.name(index)}: {error}"
 
-    with ThreadPoolExecutor(cores()) as pool:
+    with ThreadPoolExecutor(count_cores()) as pool:
         list(pool.map(look, places[::every]))
     looked_at = sorted(seen)
     alike = _alike(np.array([seen[place] for place in looked_at]).reshape(-1, _SIDE**2))

@@ -20,7 +20,7 @@ from common.data.stream import Stream
 from common.data.workers import Handover
 from common.distributed import devices, watchdog
 from common.distributed.collectives import local_world_size, rank, world_size
-from common.distributed.environment import cores
+from common.distributed.environment import count_cores
 from common.errors import Refused
 from common.patches.multiprocessing import call_on_unsent
 
@@ -189,7 +189,7 @@ def worker_count(asked: int) -> int:
     """`asked`, or for -1 this rank's share of the machine's cores, less one for training itself."""
     if asked >= 0:
         return asked
-    return max(0, min(16, cores() // local_world_size() - 1))
+    return max(0, min(16, count_cores() // local_world_size() - 1))
 
 
 def _loader(samples: Dataset, batches, workers: int, evaluates: bool = False) -> DataLoader:

@@ -18,7 +18,7 @@ from PIL import Image
 from common.data.images import BrokenImage, Content, open_rgb, opened
 from common.data.splits import random_numbers_of
 from common.data.stream import Blocks
-from common.errors import Refused, printable
+from common.errors import Refused, make_printable
 
 _TRIED = 16  # images, one of which must be readable
 _keeps_places = False  # see `earlier_fingerprint`
@@ -281,4 +281,4 @@ def path_of(root: str | os.PathLike, paths: pa.LargeBinaryArray, index: int) -> 
 
 def name_of(root: str | os.PathLike, paths: pa.LargeBinaryArray, index: int) -> str:
     """The same path for people."""
-    return printable(f"{root}/{paths[int(index)].as_py().decode(errors='backslashreplace')}")
+    return make_printable(f"{root}/{paths[int(index)].as_py().decode(errors='backslashreplace')}")

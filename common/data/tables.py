@@ -18,8 +18,8 @@ from common.data.csv_files import IMAGE_NAME, as_numbers, trim
 from common.data.images import BrokenImage, has_image_suffix
 from common.data.source import Columns, fingerprint_of, spread
 from common.data.splits import kind_of
-from common.errors import Refused, printable
-from common.files import match_files, sizes_of
+from common.errors import Refused, make_printable
+from common.files import get_file_sizes, match_files
 from common.randomness import mix
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class Table(Columns):
 
     def name(self, index: int) -> str:
         if self.sizes is not None and isinstance(content := self._cell(index), str):
-            return printable(os.path.join(self.folder, content))
+            return make_printable(os.path.join(self.folder, content))
         return f"{self.title}[{self.rows[index]}]"
 
     def content(self, index: int) -> str | bytes:
@@ -378,7 +378,7 @@ def _file_sizes(column: "datasets.Dataset", folder: str) -> np.ndarray | None:
         return None
     names = (name for chunk in paths.chunks for name in chunk.to_pylist())
     return np.array(
-        sizes_of(os.path.join(folder, name) if name else "" for name in names), np.int64
+        get_file_sizes(os.path.join(folder, name) if name else "" for name in names), np.int64
     )
 
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from common.imports import face
+from common.imports import export_lazily
 
 if TYPE_CHECKING:
     from common.distributed.collectives import (
@@ -17,4 +17,4 @@ if TYPE_CHECKING:
         world_size,
     )
 
-__all__, __getattr__ = face(__name__)
+__all__, __getattr__ = export_lazily(__name__)

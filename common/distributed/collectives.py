@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from safetensors.numpy import load, save
 from common.errors import Refused
 
 _LAST_WORK_S = 0.1  # time for threads of gloo to finish
-_NAMED = 3  # what a message lists: many ranks often fail for the same reason
+_MAX_LISTED = 3  # in a message: many ranks often fail for the same reason
 
 _timeout: timedelta | None = None  # of the groups that this module makes
 _cache: dict[Hashable, Any] = {}
@@ -42,24 +42,30 @@ def is_distributed() -> bool:
     return dist.is_initialized()
 
 
-def give_up_after(timeout: timedelta) -> None:
-    """Set the timeout of collectives over the groups that this module makes (default: torch's). No
-    communication.
+def set_timeout(timeout: timedelta) -> None:
+    """Set the timeout of collectives over the groups that this module makes (default: torch's).
+
+    No communication.
     """
     global _timeout
     _timeout = timeout
 
 
-def begun() -> int:
-    """Number of collectives that this process has begun, including those still queued on a device.
+def count_collectives() -> int:
+    """Number of collectives that this process has started, including those still queued on a device.
 
-    All ranks begin the same collectives in the same order, so a rank that has begun fewer keeps the
-    others waiting. No communication; may be called from any thread.
+    All ranks start the same collectives in the same order, so a rank that has started fewer keeps
+    the others waiting. No communication; may be called from any thread.
     """
-    default = dist.group.WORLD if is_distributed() else None
-    groups = [default, *(_cache.values() if _cache_group is default else ())]
-    made = [group for group in groups if isinstance(group, dist.ProcessGroup)]
-    return sum(group._get_sequence_number_for_group() for group in made)  # type: ignore[attr-defined]
+    default_group = dist.group.WORLD if is_distributed() else None
+    groups = [default_group]
+    if _cache_group is default_group:
+        groups.extend(_cache.values())
+    total = 0
+    for group in groups:
+        if isinstance(group, dist.ProcessGroup):
+            total += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return total
 
 
 def rank() -> int:
@@ -98,7 +104,9 @@ def nodes() -> list[tuple[int, ...]]:
     Ranks are on one node if they share the host name, the boot id and the launcher (GROUP_RANK). So
     two launchers on one machine count as two nodes, which helps to try out a run on two nodes.
     """
-    return _cached("nodes", _find_nodes) or [(0,)]
+    if not is_distributed():
+        return [(0,)]
+    return _cached("nodes", _find_nodes)
 
 
 def barrier() -> None:
@@ -108,29 +116,32 @@ def barrier() -> None:
 
 
 def gather_objects(item: Any) -> list[Any]:
-    """The objects of all ranks, in rank order, on every rank. Objects must be JSON; a tuple arrives
-    as a list.
+    """The objects of all ranks, in rank order, on every rank.
+
+    Objects must be JSON; a tuple arrives as a list.
 
     gather_objects("a" | "b") -> ["a", "b"] | ["a", "b"]
     """
-    return [json.loads(data) for data in _gathered(json.dumps(item).encode())]
+    return [json.loads(data) for data in _gather_bytes(json.dumps(item).encode())]
 
 
 def gather_to_main(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]] | None:
-    """The arrays of all ranks, in rank order, on rank 0; None on the others. Elements of object
-    arrays must be bytes.
+    """The arrays of all ranks, in rank order, on rank 0; None on the others.
+
+    Elements of object arrays must be bytes.
 
     gather_to_main([[1]] | [[2, 3]]) -> [[[1]], [[2, 3]]] | None
     """
     if not is_distributed():
         return [list(arrays)]
-    gathered = _gathered(_pack(arrays), to_main=True)
+    gathered = _gather_bytes(_pack(arrays), to_main=True)
     return [_unpack(data) for data in gathered] if is_main() else None
 
 
 def all_sum(values: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor over the ranks, as a new tensor on the same device; does not wait for the
-    device.
+    """The sum of a tensor over the ranks, as a new tensor on the same device.
+
+    It does not wait for the device.
     """
     total = values.clone()
     if is_distributed():
@@ -140,42 +151,45 @@ def all_sum(values: torch.Tensor) -> torch.Tensor:
 
 def broadcast_object(item: Any, source: int = 0) -> Any:
     """The object of rank `source`, sent as JSON, on every rank; the arguments of other ranks are ignored."""
-    data = _as_tensor(json.dumps(item if rank() == source else None).encode())
+    is_source = rank() == source
+    data = _to_tensor(json.dumps(item if is_source else None).encode())
     if is_distributed():
-        size = _sizes(data)[source]
-        data = data if rank() == source else torch.empty(size, dtype=torch.uint8)
+        size = _gather_sizes(data)[source]
+        if not is_source:
+            data = torch.empty(size, dtype=torch.uint8)
         dist.broadcast(data, source, group=host_group())
     return json.loads(data.numpy().tobytes())
 
 
 def reduce_dict(values: Mapping[str, float | torch.Tensor], op: str = "sum") -> dict[str, float]:
-    """Reduce scalars by name over the ranks in float64; op is "sum", "mean", "max" or "min". NaN on
-    a rank gives NaN.
+    """Reduce scalars by name over the ranks in float64; op is "sum", "mean", "max" or "min".
 
-    "mean" averages over ranks; for a mean over samples, reduce sums and counts. A device tensor
-    makes the call wait for the device. Raises ValueError on every rank if the names differ between
-    ranks; the message has them.
+    NaN on a rank gives NaN. "mean" averages over ranks; for a mean over samples, reduce sums and
+    counts. A device tensor makes the call wait for the device. Raises ValueError on every rank if
+    the names differ between ranks; the message has them.
 
     reduce_dict({"loss": 1} | {"loss": 2}) -> {"loss": 3.0} | {"loss": 3.0}
     """
-    of_ranks = gather_objects({name: float(value) for name, value in values.items()})
-    for other, theirs in enumerate(of_ranks):
-        if difference := sorted(theirs.keys() ^ of_ranks[0].keys()):
+    values_by_rank = gather_objects({name: float(value) for name, value in values.items()})
+    names = values_by_rank[0].keys()
+    for rank, rank_values in enumerate(values_by_rank):
+        difference = sorted(rank_values.keys() ^ names)
+        if difference:
             raise ValueError(
-                f"reduce_dict: only one of rank 0 and rank {other} has {', '.join(difference)}"
+                f"reduce_dict: only one of rank 0 and rank {rank} has {', '.join(difference)}"
             )
     reduction = getattr(np, op)
-    return {
-        name: float(reduction(np.array([theirs[name] for theirs in of_ranks])))
-        for name in of_ranks[0]
-    }
+    reduced = {}
+    for name in names:
+        reduced[name] = float(reduction([rank_values[name] for rank_values in values_by_rank]))
+    return reduced
 
 
 def reduce_counts(counts: torch.Tensor) -> torch.Tensor:
-    """The exact sum of an int64 tensor over the ranks, as a new tensor on the same device (sent
-    from host memory).
+    """The exact sum of an int64 tensor over the ranks, as a new tensor on the same device.
 
-    Raises TypeError if the tensor is not int64: a float sum of counts is not exact.
+    It is sent from host memory. Raises TypeError if the tensor is not int64: a float sum of counts
+    is not exact.
     """
     if counts.dtype != torch.int64:
         raise TypeError(f"reduce_counts sums int64 tensors exactly, got {counts.dtype}")
@@ -201,8 +215,9 @@ def leave_process_group() -> None:
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks, for data of the host; None for one process. The first call is a
-    collective.
+    """A gloo group of all ranks, for data of the host; None for one process.
+
+    The first call is a collective.
     """
     if is_distributed() and dist.get_backend() == "gloo":
         return dist.group.WORLD
@@ -225,30 +240,33 @@ def node_group() -> dist.ProcessGroup | None:
     return groups[_node()]
 
 
-def same_on_all_ranks(what: str, value: Any) -> Any:
-    """`value`, after checking that every rank has the same. Else raises `Refused` on every rank,
-    with ranks and values.
+def check_same_on_all_ranks(name: str, value: Any) -> Any:
+    """`value`, after checking that every rank has the same.
+
+    Else raises `Refused` on every rank, with `name`, ranks and values.
     """
-    of_ranks = gather_objects((value, socket.gethostname()))
-    named = [f"{theirs} on rank {other} ({host})" for other, (theirs, host) in enumerate(of_ranks)]
-    others = [
-        name for name, (theirs, _) in zip(named, of_ranks, strict=True) if theirs != of_ranks[0][0]
-    ]
-    if others:
-        raise Refused(f"{what} differs between ranks: {named[0]}, {', '.join(others[:_NAMED])}")
+    gathered = gather_objects((value, socket.gethostname()))
+    expected, main_host = gathered[0]
+    different = []
+    for rank, (actual, host) in enumerate(gathered):
+        if actual != expected:
+            different.append(f"{actual} on rank {rank} ({host})")
+    if different:
+        main = f"{expected} on rank 0 ({main_host})"
+        raise Refused(f"{name} differs between ranks: {main}, {', '.join(different[:_MAX_LISTED])}")
     return value
 
 
 def is_lost_peer(error: BaseException) -> bool:
     """True if `error` was raised by a collective because another process was lost. No communication."""
+    if isinstance(error, dist.DistError):
+        return True
     # Gloo raises a plain RuntimeError that begins with the path of its source file.
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and "gloo/transport" in str(error)
-    )
+    return isinstance(error, RuntimeError) and "gloo/transport" in str(error)
 
 
 @contextmanager
-def all_or_none(what: str) -> Iterator[None]:
+def all_or_none(action: str) -> Iterator[None]:
     """If the block raises on one rank, it raises on all, so that no rank waits for one that failed.
 
         with all_or_none("loading data"):
@@ -262,13 +280,13 @@ def all_or_none(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # also KeyboardInterrupt on one rank has to reach the others
-        _agree(what, error)
+        _raise_if_any_failed(action, error)
         raise
-    _agree(what)
+    _raise_if_any_failed(action)
 
 
 @contextmanager
-def main_process_first(what: str) -> Iterator[None]:
+def main_process_first(action: str) -> Iterator[None]:
     """The first rank of each node runs the block before the others: download once, then read.
 
         with main_process_first("downloading"):
@@ -277,65 +295,80 @@ def main_process_first(what: str) -> Iterator[None]:
     Failures spread as in `all_or_none`: if a first rank raises, the others raise `Refused` instead
     of entering; if another one raises, so do the first ranks at the block's end.
     """
-    goes_first = is_local_main()
-    if not goes_first:
-        _agree(what)
-    with all_or_none(what):
+    is_first = is_local_main()
+    if not is_first:
+        _raise_if_any_failed(action)
+    with all_or_none(action):
         yield
-    if goes_first:
-        _agree(what)
+    if is_first:
+        _raise_if_any_failed(action)
 
 
-def _agree(what: str, error: BaseException | None = None) -> None:
+class _Failure(NamedTuple):
+    """What a rank tells the others of its exception."""
+
+    is_refusal: bool
+    kind: str
+    text: str
+
+
+def _raise_if_any_failed(action: str, error: BaseException | None = None) -> None:
     """Return if no rank has an error, or if the caller raises its own; else raise `Refused`."""
     if not is_distributed():
         return
-    failed = torch.tensor(int(error is not None))
-    dist.all_reduce(failed, group=host_group())
-    if not failed:
+    num_failed = torch.tensor(int(error is not None))
+    dist.all_reduce(num_failed, group=host_group())
+    if not num_failed:
         return
-    report = error and (
-        isinstance(error, Refused),
-        type(error).__name__,
-        " ".join(str(error).split()),
-    )
-    failures = {failing: report for failing, report in enumerate(gather_objects(report)) if report}
-    if all(refused for refused, _, _ in failures.values()):
-        raise Refused("; ".join(dict.fromkeys(text for _, _, text in failures.values()))) from error
+    failure = None
+    if error is not None:
+        text = " ".join(str(error).split())
+        failure = _Failure(isinstance(error, Refused), type(error).__name__, text)
+    all_refused = True
+    texts = []
+    messages = []
+    for rank, fields in enumerate(gather_objects(failure)):
+        if fields is not None:
+            failure = _Failure(*fields)
+            all_refused &= failure.is_refusal
+            texts.append(failure.text)
+            messages.append(f"rank {rank}: while {action}: {failure.kind}: {failure.text}")
+    if all_refused:
+        raise Refused("; ".join(dict.fromkeys(texts))) from error
     if error is None:
-        named = [
-            f"rank {failing}: while {what}: {kind}: {text}"
-            for failing, (_, kind, text) in failures.items()
-        ]
-        raise Refused(first_few(named))
+        raise Refused(join_first(messages))
 
 
-def first_few(texts: list[str], separator: str = "; ") -> str:
+def join_first(texts: list[str], separator: str = "; ") -> str:
     """The first of `texts` for a message, and the number of the others. No communication."""
-    more = len(texts) - _NAMED
-    return separator.join(texts[:_NAMED] + [f"and {more} more"] * (more > 0))
+    listed = texts[:_MAX_LISTED]
+    if len(texts) > _MAX_LISTED:
+        listed.append(f"and {len(texts) - _MAX_LISTED} more")
+    return separator.join(listed)
 
 
-def _as_tensor(data: bytes) -> torch.Tensor:
+def _to_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _gathered(data: bytes, to_main: bool = False) -> list[bytes]:
+def _gather_bytes(data: bytes, to_main: bool = False) -> list[bytes]:
     """What each rank sends, in rank order; with `to_main` nothing on ranks but rank 0."""
     if not is_distributed():
         return [data]
-    mine = _as_tensor(data)
-    sizes = _sizes(mine)
-    mine = torch.nn.functional.pad(mine, (0, max(sizes) - len(mine)))
-    gathered = [torch.empty_like(mine) for _ in sizes] if is_main() or not to_main else []
+    sent = _to_tensor(data)
+    sizes = _gather_sizes(sent)
+    sent = torch.nn.functional.pad(sent, (0, max(sizes) - len(sent)))
+    received = []
+    if is_main() or not to_main:
+        received = [torch.empty_like(sent) for _ in sizes]
     if to_main:
-        dist.gather(mine, gathered or None, dst=0, group=host_group())
+        dist.gather(sent, received if is_main() else None, dst=0, group=host_group())
     else:
-        dist.all_gather(gathered, mine, group=host_group())
-    return [theirs[:size].numpy().tobytes() for theirs, size in zip(gathered, sizes, strict=False)]
+        dist.all_gather(received, sent, group=host_group())
+    return [padded[:size].numpy().tobytes() for padded, size in zip(received, sizes, strict=False)]
 
 
-def _sizes(data: torch.Tensor) -> list[int]:
+def _gather_sizes(data: torch.Tensor) -> list[int]:
     """The number of bytes that each rank sends."""
     sizes = torch.zeros(world_size(), dtype=torch.int64)
     sizes[rank()] = len(data)
@@ -343,31 +376,42 @@ def _sizes(data: torch.Tensor) -> list[int]:
 
 
 def _pack(arrays: Sequence[np.ndarray]) -> bytes:
-    """Arrays as safetensors; an object array becomes two arrays, the lengths and the joined bytes
-    of its elements.
+    """Arrays as safetensors.
+
+    An object array becomes two arrays, the lengths and the joined bytes of its elements.
     """
-    parts = {}
-    for number, array in enumerate(arrays):
+    tensors = {}
+    for index, array in enumerate(arrays):
         if array.dtype == object:
-            parts[f"{number} lengths"] = np.array([len(item) for item in array], np.int64)
+            tensors[f"{index} lengths"] = np.array([len(item) for item in array], np.int64)
             array = np.frombuffer(b"".join(array), np.uint8)
-        parts[str(number)] = np.ascontiguousarray(array)
-    return save(parts)
+        tensors[str(index)] = np.ascontiguousarray(array)
+    return save(tensors)
 
 
 def _unpack(data: bytes) -> list[np.ndarray]:
-    parts = load(data)
-    lengths = {name: parts.pop(name) for name in [*parts] if name.endswith(" lengths")}
-    arrays = [parts[str(number)] for number in range(len(parts))]
-    for name, of_items in lengths.items():
-        number = int(name.split()[0])
-        ends, joined = np.cumsum(of_items).tolist(), arrays[number].tobytes()
-        items = [
-            joined[end - length : end] for end, length in zip(ends, of_items.tolist(), strict=True)
-        ]
-        # With None, numpy keeps the bytes objects.
-        arrays[number] = np.array([*items, None], object)[:-1]
+    """The arrays that `_pack` was given."""
+    tensors = load(data)
+    num_arrays = len([name for name in tensors if name.isdecimal()])
+    arrays = []
+    for index in range(num_arrays):
+        array = tensors[str(index)]
+        lengths = tensors.get(f"{index} lengths")
+        if lengths is not None:
+            array = _split_bytes(array.tobytes(), lengths)
+        arrays.append(array)
     return arrays
+
+
+def _split_bytes(joined: bytes, lengths: np.ndarray) -> np.ndarray:
+    """An object array of bytes, each of its length."""
+    items = []
+    start = 0
+    for length in lengths.tolist():
+        items.append(joined[start : start + length])
+        start += length
+    # With None, numpy keeps the bytes objects.
+    return np.array(items + [None], object)[:-1]
 
 
 def _node() -> tuple[int, ...]:
@@ -376,16 +420,16 @@ def _node() -> tuple[int, ...]:
 
 
 def _find_nodes() -> list[tuple[int, ...]]:
-    boot = Path("/proc/sys/kernel/random/boot_id")  # cloned machines may have the same host name
-    here = (
+    boot_id = Path("/proc/sys/kernel/random/boot_id")  # cloned machines may have the same host name
+    node = (
         socket.gethostname(),
-        boot.read_text() if boot.exists() else "",
+        boot_id.read_text() if boot_id.exists() else "",
         os.environ.get("GROUP_RANK"),
     )
-    nodes: dict[Hashable, list[int]] = {}
-    for member, node in enumerate(gather_objects(here)):
-        nodes.setdefault(tuple(node), []).append(member)
-    return [tuple(members) for members in nodes.values()]
+    ranks_by_node: dict[Hashable, list[int]] = {}
+    for member, member_node in enumerate(gather_objects(node)):
+        ranks_by_node.setdefault(tuple(member_node), []).append(member)
+    return list(map(tuple, ranks_by_node.values()))
 
 
 def _cached(key: Hashable, make: Callable[[], Any]) -> Any:

@@ -8,7 +8,7 @@ import torch
 from common.errors import Refused
 
 
-def choose(deterministic: bool) -> None:
+def set_deterministic(deterministic: bool) -> None:
     """Choose the kernels of this process. Must be called before anything is on its device."""
     torch.backends.cudnn.deterministic = deterministic
     torch.use_deterministic_algorithms(deterministic)
@@ -21,17 +21,21 @@ def choose(deterministic: bool) -> None:
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
 
 
-def search_fastest(few_shapes: bool) -> None:
-    """For few different shapes, let cuDNN try its algorithms and keep the fastest, which may be
-    another at each start.
+def set_benchmark(few_shapes: bool) -> None:
+    """For few different shapes, let cuDNN try its algorithms and keep the fastest.
+
+    That may be another one at each start.
     """
-    torch.backends.cudnn.benchmark = few_shapes and not torch.are_deterministic_algorithms_enabled()
+    torch.backends.cudnn.benchmark = few_shapes
+    if torch.are_deterministic_algorithms_enabled():
+        torch.backends.cudnn.benchmark = False
 
 
-def check(error: Exception) -> None:
+def refuse_missing_kernel(error: Exception) -> None:
     """Raise `Refused` if `error` says that an operator has no deterministic kernel."""
-    if found := re.search(r"(\S+) does not have a deterministic implementation", str(error)):
+    match = re.search(r"(\S+) does not have a deterministic implementation", str(error))
+    if match:
         raise Refused(
-            f"--deterministic: torch has no deterministic kernel of {found[1]} for this device: "
+            f"--deterministic: torch has no deterministic kernel of {match[1]} for this device: "
             "leave the flag out, or change what uses it"
         ) from error

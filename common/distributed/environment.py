@@ -32,55 +32,61 @@ _CGROUP = Path("/sys/fs/cgroup")  # of a container
 _ALLOTMENT = _CGROUP / "cpu.max"  # CPU time quota and period, in microseconds
 
 
-def environment(precision: str, device: torch.device, config: object = None) -> dict:
-    """The content of environment.json: versions, commit, command, layout and devices of this start.
-    A collective.
+def describe_environment(precision: str, device: torch.device, config: object = None) -> dict:
+    """The content of environment.json. A collective.
+
+    It has versions, commit, command, layout and devices of this start.
     """
     recipe = recipe_source.started(config)
-    on_cpu = device.type == "cpu"
-    name = platform.processor() or platform.machine() if on_cpu else devices.name(device)
+    if device.type == "cpu":
+        device_name = platform.processor() or platform.machine()
+    else:
+        device_name = devices.get_device_name(device)
+    rank_devices = gather_objects((device_name, platform.node()))
     return {
         "command": shlex.join(sys.argv),
-        "launch": _launch_command(),
+        "launch": _get_launch_command(),
         "recipe": str(recipe.resolve()) if recipe else None,
         "source": recipe_source.digests(recipe_source.read(config)),
-        "commit": _commit(recipe.resolve()) if recipe else None,
+        "commit": _get_commit(recipe.resolve()) if recipe else None,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": packages(),
+        "packages": get_package_versions(),
         "cuda": torch.version.cuda if device.type == "cuda" else None,
         "world_size": world_size(),
         "local_world_size": local_world_size(),
         "precision": precision,
         "threads": torch.get_num_threads(),
-        "ranks": [f"{name} on {host}" for name, host in gather_objects((name, platform.node()))],
+        "ranks": [f"{name} on {host}" for name, host in rank_devices],
     }
 
 
-def cores() -> int:
-    """Number of CPU cores that this process may use: limited by its affinity and by the quota of
-    its container.
+def count_cores() -> int:
+    """Number of CPU cores that this process may use.
+
+    It is limited by the process's affinity and by the quota of its container.
     """
-    count = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    num_cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        num_cores = len(os.sched_getaffinity(0))
     try:
         quota, period = _ALLOTMENT.read_text().split()
-        return min(count, max(1, int(quota) // int(period)))
+        max_cores = max(1, int(quota) // int(period))
     except (OSError, ValueError):  # no container, or one without a limit: "max"
-        return count
+        return num_cores
+    return min(num_cores, max_cores)
 
 
-def packages() -> dict[str, str | None]:
+def get_package_versions() -> dict[str, str | None]:
     """Version of each package that may affect the result; None if it is not installed."""
-    found: dict[str, str | None] = dict.fromkeys(_PACKAGES)
+    versions: dict[str, str | None] = dict.fromkeys(_PACKAGES)
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
-def parent_command() -> list[str]:
+def get_parent_command() -> list[str]:
     """The command line of the parent process; empty if the system does not show it."""
     try:
         return psutil.Process(os.getppid()).cmdline()
@@ -88,44 +94,55 @@ def parent_command() -> list[str]:
         return []
 
 
-def _launch_command() -> str:
-    """The whole command as it was typed, quoted for a shell: the launcher's; without one, this process's."""
-    words = parent_command()
-    place = next(
-        (place for place, word in enumerate(words[:2]) if Path(word).name in _LAUNCHERS), None
-    )
-    if place is None and not any(
-        "accelerate" in word or "torch.distributed" in word for word in words[:3]
-    ):
-        place, words = 0, sys.orig_argv
-    words = words[place or 0 :]
-    return shlex.join([Path(words[0]).name, *words[1:]])
+def _get_launch_command() -> str:
+    """The whole command as it was typed, quoted for a shell.
 
-
-def _commit(file: Path) -> str | None:
-    """The commit of the repository of `file`, if any, with `+changes` if files differ or `file` is
-    not tracked.
+    It is the launcher's; without one, this process's.
     """
+    command = _cut_launch_command(get_parent_command())
+    program = Path(command[0]).name
+    return shlex.join([program] + command[1:])
 
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(file.parent), *words]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
 
+def _cut_launch_command(parent_command: list[str]) -> list[str]:
+    """The part of `parent_command` from the launcher on; without a launcher, this process's command."""
+    for index, arg in enumerate(parent_command[:2]):
+        if Path(arg).name in _LAUNCHERS:
+            return parent_command[index:]
+    for arg in parent_command[:3]:
+        if "accelerate" in arg or "torch.distributed" in arg:
+            return parent_command
+    return sys.orig_argv
+
+
+def _get_commit(file: Path) -> str | None:
+    """The commit of the repository of `file`, or None without one.
+
+    `+changes` is added if files differ or `file` is not tracked.
+    """
+    folder = file.parent
     try:
-        commit = git("rev-parse", "HEAD")
-        is_in_it = git("ls-files", "--", file.name) and not git(
-            "status", "--porcelain", "--untracked-files=no"
-        )
-        return commit + "+changes" * (not is_in_it)
+        commit = _run_git(folder, "rev-parse", "HEAD")
+        is_tracked = _run_git(folder, "ls-files", "--", file.name)
+        if is_tracked and not _run_git(folder, "status", "--porcelain", "--untracked-files=no"):
+            return commit
+        return f"{commit}+changes"
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def available_memory() -> int:
-    """Bytes that processes may still take: of the machine, or of the container (control group,
-    version 2) if that has less.
+def _run_git(folder: Path, *args: str) -> str:
+    """The output of a git command in `folder`. Raises OSError or subprocess.SubprocessError."""
+    command = ["git", "-C", str(folder)]
+    command.extend(args)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()
+
+
+def get_available_memory() -> int:
+    """Bytes that processes may still take.
+
+    They are of the machine, or of the container (control group, version 2) if that has less.
     """
     available = psutil.virtual_memory().available
     try:

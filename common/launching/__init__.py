@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from common.imports import face
+from common.imports import export_lazily
 
 if TYPE_CHECKING:
     from common.launching import launch
     from common.launching.launch import run as run_main
 
-__all__, __getattr__ = face(__name__)
+__all__, __getattr__ = export_lazily(__name__)

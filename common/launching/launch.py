@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -25,22 +25,22 @@ from accelerate.utils import (
 from common.config.fields import RunConfig
 from common.distributed import collectives, determinism, devices, sharding, watchdog
 from common.distributed.collectives import gather_objects
-from common.distributed.environment import cores, parent_command
+from common.distributed.environment import count_cores, get_parent_command
 from common.durable import replace_file
-from common.errors import Refused, RestartNeeded, printable
+from common.errors import Refused, RestartNeeded, make_printable
 from common.files import SMALL, read_text
 from common.launching import launch_checks, launchers
 from common.launching.exit_codes import (
-    AT_LEAST,
     END,
     EXIT_FOLDER,
+    MIN_MACHINES,
     RESTART,
     RESUMABLE,
     announce_exit,
-    leaving,
-    notice,
+    find_leavers,
+    read_notice,
 )
-from common.launching.launch_checks import wants_cpu
+from common.launching.launch_checks import is_cpu_requested
 from common.launching.launchers import EXPORTED, Launch, complete
 from common.launching.meeting import meet
 from common.patches.accelerate import skip_search_for_lomo
@@ -66,31 +66,24 @@ def start(config: RunConfig | None = None) -> Accelerator:
     Must be called first: an Accelerator, a PartialState or an accelerate logger made earlier would
     form the group without these checks. The launch sets device and precision. Raises `Refused`.
     """
-    accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     launch = complete(os.environ)
-    launch_checks.check_launch(
-        os.environ, launch, accelerators, launch_checks.processes_asked(parent_command())
-    )
-    on_cpu = wants_cpu(os.environ) or accelerators == 0
-    if on_cpu:
-        if not wants_cpu(os.environ) and launch.launcher in ("torchrun", EXPORTED):
-            say("this machine shows no GPU: the run trains on the CPU")
-        share_cores(os.environ, launch)
-    else:
-        let_segments_grow(os.environ)
-    settings = config or RunConfig()
-    sharded = launch_checks.sharding_of(os.environ)
-    if sharded and launch.world_size > 1:
-        launch_checks.check_sharded(settings)
-    determinism.choose(settings.deterministic and not on_cpu)
+    on_cpu = _prepare_devices(launch)
+    settings = RunConfig() if config is None else config
+    requested_sharding = launch_checks.read_sharding(os.environ)
+    if requested_sharding and launch.world_size > 1:
+        launch_checks.check_sharded_config(settings)
+    determinism.set_deterministic(False if on_cpu else settings.deterministic)
     # For the initial weights of a custom module; all else draws from keys.
     torch.manual_seed(settings.seed)
     store = meet(os.environ, launch, config)
     accelerator = _build_accelerator(settings, on_cpu)
     if store:
-        patience, program = settings.collective_timeout, Path(sys.argv[0]).name
-        watchdog.begin(
-            store, accelerator.process_index, accelerator.num_processes, patience, program
+        watchdog.start(
+            store,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            timeout=settings.collective_timeout,
+            program=Path(sys.argv[0]).name,
         )
     if accelerator.num_processes != launch.world_size:
         raise Refused(
@@ -98,10 +91,12 @@ def start(config: RunConfig | None = None) -> Accelerator:
             f"{accelerator.num_processes} on {accelerator.device.type}: launch with a file of "
             "accelerate_configs/"
         )
-    if launch.nodes is None:  # mpirun does not number the machines
-        nodes = max(gather_objects(collectives.node_rank())) + 1
-        os.environ.update(GROUP_RANK=str(collectives.node_rank()), GROUP_WORLD_SIZE=str(nodes))
-    sharding.begin(sharded, accelerator.device)
+    if launch.num_nodes is None:  # mpirun does not number the machines
+        node_rank = collectives.node_rank()
+        num_nodes = max(gather_objects(node_rank)) + 1
+        os.environ["GROUP_RANK"] = str(node_rank)
+        os.environ["GROUP_WORLD_SIZE"] = str(num_nodes)
+    sharding.configure(requested_sharding, accelerator.device)
     if accelerator.device.type == "cuda":
         _refuse_shared_devices(accelerator.device)
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -109,9 +104,32 @@ def start(config: RunConfig | None = None) -> Accelerator:
     return accelerator
 
 
+def _prepare_devices(launch: Launch) -> bool:
+    """Check that the launch has its devices, and prepare their use. Returns True for the CPU.
+
+    Raises `Refused`.
+    """
+    num_accelerators = 0
+    if torch.accelerator.is_available():
+        num_accelerators = torch.accelerator.device_count()
+    requested = launch_checks.parse_requested_processes(get_parent_command())
+    launch_checks.check_launch(os.environ, launch, num_accelerators, requested)
+    if is_cpu_requested(os.environ):
+        share_cores(os.environ, launch)
+        return True
+    if num_accelerators == 0:
+        if launch.launcher in ("torchrun", EXPORTED):
+            print_on_main("this machine shows no GPU: the run trains on the CPU")
+        share_cores(os.environ, launch)
+        return True
+    use_expandable_segments(os.environ)
+    return False
+
+
 def _build_accelerator(settings: RunConfig, on_cpu: bool) -> Accelerator:
-    """The Accelerator of data parallelism, whatever engine the launch names. Joins the process
-    group, a collective.
+    """The Accelerator of data parallelism, whatever engine the launch names.
+
+    Joins the process group, a collective.
     """
     # torch 2.14 recommends a replacement that 2.11 does not have.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
@@ -121,16 +139,15 @@ def _build_accelerator(settings: RunConfig, on_cpu: bool) -> Accelerator:
     # culprit: a process may note progress while its device still waits for an earlier step.
     timeout = timedelta(seconds=2 * settings.collective_timeout) + MARGIN
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")
-    collectives.give_up_after(timeout)
+    collectives.set_timeout(timeout)
     skip_search_for_lomo()
+    comm_hook = "no" if settings.comm_hook == "none" else settings.comm_hook
     ddp = DistributedDataParallelKwargs(
         gradient_as_bucket_view=True,
         broadcast_buffers=False,  # the recipes synchronise running statistics themselves
-        comm_hook=DDPCommunicationHookType(
-            {"none": "no"}.get(settings.comm_hook, settings.comm_hook)
-        ),
+        comm_hook=DDPCommunicationHookType(comm_hook),
     )
-    with _as_data_parallel(os.environ):
+    with _hide_sharding(os.environ):
         return Accelerator(
             cpu=on_cpu,
             gradient_accumulation_steps=1,
@@ -153,20 +170,20 @@ def run(main: Callable[[], None]) -> None:
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, sys.orig_argv)
     # torch.distributed.launch says it also in the environment, as torchrun does.
-    rank_flags = [f"--local{mark}rank={os.environ.get('LOCAL_RANK')}" for mark in "-_"]
-    sys.argv = [arg for arg in sys.argv if arg not in rank_flags]
+    local_rank = os.environ.get("LOCAL_RANK")
+    flags = (f"--local-rank={local_rank}", f"--local_rank={local_rank}")
+    sys.argv = [arg for arg in sys.argv if arg not in flags]
+    program = Path(sys.argv[0]).name
     try:
         complete(os.environ)  # main may ask for LOCAL_RANK before it starts the run
         main()
     except Refused as refusal:
-        _print_once_per_machine(f"{Path(sys.argv[0]).name}: {refusal}")
+        _print_once_per_machine(f"{program}: {refusal}")
         announce_exit(2)
         sys.exit(2)
-    except RestartNeeded as again:
+    except RestartNeeded as request:
         if os.environ.get("RANK", "0") != "0":  # the main process has printed it
-            print(
-                f"{Path(sys.argv[0]).name}: {_whereabouts()}: {again}", file=sys.stderr, flush=True
-            )
+            print(f"{program}: {_describe_rank()}: {request}", file=sys.stderr, flush=True)
         if not torch.distributed.is_initialized():
             atexit._run_exitfuncs()  # exec skips them, and a dashboard's service would stay
             sys.stdout.flush()
@@ -174,54 +191,59 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(1)
     except Exception as error:
         if not collectives.is_lost_peer(error):
-            error.add_note(f"on {_whereabouts()}")
+            error.add_note(f"on {_describe_rank()}")
             raise
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(
-                f"{Path(sys.argv[0]).name}: {_whereabouts()} lost another process: see its message",
-                file=sys.stderr,
-            )
+            message = f"{program}: {_describe_rank()} lost another process: see its message"
+            print(message, file=sys.stderr)
         sys.exit(1)
     finally:
-        watchdog.end()
+        watchdog.stop()
     collectives.leave_process_group()
 
 
-def say(text: str) -> None:
+def print_on_main(text: str) -> None:
     """Print a line on the main process."""
     if os.environ.get("RANK", "0") == "0":
-        print(printable(text), flush=True)
+        print(make_printable(text), flush=True)
 
 
-def orphaned() -> bool:
+def is_orphaned() -> bool:
     """True if the launcher of this process is gone: killed, or ended by a signal that it does not forward.
 
     Such a process keeps its device and run folder from the next start.
     """
-    return os.getppid() != _PARENT and complete(os.environ).launcher != "python"
+    if os.getppid() == _PARENT:
+        return False
+    return complete(os.environ).launcher != "python"
 
 
-def machine() -> int:
+def get_machine_rank() -> int:
     """Number of this machine in the run; 0 if no launcher has numbered the machines."""
     return int(os.environ.get("GROUP_RANK", 0))
 
 
-def leavers(asked: bool) -> list[int]:
-    """The machines that leave a run whose processes have agreed to stop; `asked`: this one was
-    asked to. A collective.
+def gather_leavers(is_requested: bool) -> list[int]:
+    """The machines that leave a run whose processes have agreed to stop. A collective.
 
-    One process that was asked: [0]; two machines of which the second was asked: [1] or [0, 1]; neither: [].
+    `is_requested`: this machine was asked to stop. One process that was asked: [0]; two machines
+    of which the second was asked: [1] or [0, 1]; neither: [].
     """
-    machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
-    are_asked = {number for number, is_asked in gather_objects((machine(), asked)) if is_asked}
-    return leaving(are_asked, machines, int(os.environ.get(AT_LEAST, machines)))
+    num_machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    min_machines = int(os.environ.get(MIN_MACHINES, num_machines))
+    requested = set()
+    for machine, is_machine_requested in gather_objects((get_machine_rank(), is_requested)):
+        if is_machine_requested:
+            requested.add(machine)
+    return find_leavers(requested, num_machines, min_machines)
 
 
-def leave_now(asked: bool) -> NoReturn:
-    """End this process at once as resumable, and its machine's part in the run if that was `asked`.
-    No communication.
+def leave_now(is_requested: bool) -> NoReturn:
+    """End this process at once as resumable. No communication.
+
+    `is_requested`: this machine was asked to stop, so that it leaves the run.
     """
-    announce_exit(RESUMABLE, [machine()] if asked else [])
+    announce_exit(RESUMABLE, [get_machine_rank()] if is_requested else [])
     sys.stdout.flush()
     os._exit(RESUMABLE)
 
@@ -238,47 +260,45 @@ def leave(code: int, leavers: Collection[int]) -> NoReturn:
             collectives.barrier()
         sys.exit(code)
     announce_exit(code, leavers)
-    until = time.monotonic() + NOTICE_S
-    while notice() not in (RESTART, END) and not orphaned() and time.monotonic() < until:
+    deadline = time.monotonic() + NOTICE_S
+    while read_notice() not in (RESTART, END) and not is_orphaned() and time.monotonic() < deadline:
         time.sleep(0.02)
     sys.stdout.flush()
     os._exit(code)  # all files are closed; in a normal exit of Python, threads of gloo may hang
 
 
-def describe(accelerator: Accelerator, dtype: str) -> str:
+def describe_launch(accelerator: Accelerator, dtype: str) -> str:
     """Processes, device and precision of a run with weights of type `dtype`, for the start table.
 
     One process: "1 process, cpu, fp32, started by python". Two ranks, on both: "2 processes on 1
     node, cpu (gloo), fp32, started by accelerate launch".
     """
-    name, world, nodes = (
-        devices.name(accelerator.device),
-        "1 process",
-        int(os.environ.get("GROUP_WORLD_SIZE", 1)),
-    )
+    world = "1 process"
+    device = devices.get_device_name(accelerator.device)
     if torch.distributed.is_initialized():
-        processes = accelerator.num_processes
-        world = f"{processes} process{'es' * (processes > 1)} on {nodes} node{'s' * (nodes > 1)}"
-        name += f" ({torch.distributed.get_backend()})"
-    return (
-        f"{world}, {name}, {precision(accelerator, dtype)}, started by "
-        f"{complete(os.environ).launcher}"
-    )
+        num_processes = accelerator.num_processes
+        num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+        processes = "processes" if num_processes > 1 else "process"
+        nodes = "nodes" if num_nodes > 1 else "node"
+        world = f"{num_processes} {processes} on {num_nodes} {nodes}"
+        device += f" ({torch.distributed.get_backend()})"
+    precision = get_precision(accelerator, dtype)
+    launcher = complete(os.environ).launcher
+    return f"{world}, {device}, {precision}, started by {launcher}"
 
 
-def precision(accelerator: Accelerator, dtype: str) -> str:
-    """The precision of the computation with weights of type `dtype`: fp64, fp32, fp32 (TF32), fp16
-    or bf16.
+def get_precision(accelerator: Accelerator, dtype: str) -> str:
+    """The precision of the computation with weights of type `dtype`.
+
+    It is fp64, fp32, fp32 (TF32), fp16 or bf16.
     """
-    name = (
-        "fp64" if dtype == "float64" else launch_checks.PRECISION_NAMES[accelerator.mixed_precision]
-    )
-    tf32 = (
-        name == "fp32"
-        and accelerator.device.type == "cuda"
-        and torch.backends.cuda.matmul.allow_tf32
-    )
-    return f"{name} (TF32)" if tf32 else name
+    if dtype == "float64":
+        return "fp64"
+    precision = launch_checks.PRECISION_NAMES[accelerator.mixed_precision]
+    uses_cuda = accelerator.device.type == "cuda"
+    if precision == "fp32" and uses_cuda and torch.backends.cuda.matmul.allow_tf32:
+        return "fp32 (TF32)"
+    return precision
 
 
 def share_cores(environ: MutableMapping[str, str], launch: Launch) -> None:
@@ -289,44 +309,62 @@ def share_cores(environ: MutableMapping[str, str], launch: Launch) -> None:
     Without the variable Accelerate would divide the cores itself, bound or not.
     """
     with contextlib.suppress(psutil.Error):
-        parent = psutil.Process(os.getppid())
-        said = "OMP_NUM_THREADS" in parent.environ()
-        said |= any(word.startswith("--num_cpu_threads") for word in parent_command())
-        # By the launcher's name: a script that exports ACCELERATE_MIXED_PRECISION before srun may
-        # export this number, too.
-        sets_one = launch.launcher in ("accelerate launch", "torchrun")
-        is_default = environ.get("OMP_NUM_THREADS") == "1" and sets_one and not said
-        if is_default or (launch.world_size > 1 and "OMP_NUM_THREADS" not in environ):
-            count = min(psutil.cpu_count(logical=False) or 1, cores())
-            if (
-                not hasattr(parent, "cpu_affinity")
-                or parent.cpu_affinity() == psutil.Process().cpu_affinity()
-            ):
-                count //= launch.local_world_size  # the cores are not bound to this process alone
-            torch.set_num_threads(max(1, count))
-            environ.setdefault("OMP_NUM_THREADS", str(max(1, count)))
+        launcher = psutil.Process(os.getppid())
+        if not _should_share_cores(environ, launch, launcher):
+            return
+        num_threads = min(psutil.cpu_count(logical=False) or 1, count_cores())
+        if not _is_bound_to_cores(launcher):
+            num_threads //= launch.local_world_size
+        num_threads = max(1, num_threads)
+        torch.set_num_threads(num_threads)
+        environ.setdefault("OMP_NUM_THREADS", str(num_threads))
 
 
-def let_segments_grow(environ: MutableMapping[str, str]) -> None:
-    """Make torch allocate GPU memory in expandable segments, unless a person has chosen otherwise
-    or the driver can't.
+def _should_share_cores(
+    environ: Mapping[str, str], launch: Launch, launcher: psutil.Process
+) -> bool:
+    """True if OMP_NUM_THREADS is the launcher's default, or missing with several processes."""
+    is_set_by_person = "OMP_NUM_THREADS" in launcher.environ()
+    for arg in get_parent_command():
+        is_set_by_person |= arg.startswith("--num_cpu_threads")
+    # By the launcher's name: a script that exports ACCELERATE_MIXED_PRECISION before srun may
+    # export this number, too.
+    sets_one = launch.launcher in ("accelerate launch", "torchrun")
+    if sets_one and not is_set_by_person and environ.get("OMP_NUM_THREADS") == "1":
+        return True
+    if launch.world_size == 1:
+        return False
+    return "OMP_NUM_THREADS" not in environ
 
-    Batches of varying shapes leave holes between segments of fixed size. torch 2.14 with expandable
-    segments crashes without NVML, so that is checked too.
+
+def _is_bound_to_cores(launcher: psutil.Process) -> bool:
+    """True if this process has other cores than its launcher, so that no other process uses them."""
+    if not hasattr(launcher, "cpu_affinity"):
+        return False
+    return launcher.cpu_affinity() != psutil.Process().cpu_affinity()
+
+
+def use_expandable_segments(environ: MutableMapping[str, str]) -> None:
+    """Make torch allocate GPU memory in expandable segments.
+
+    Unless a person has chosen otherwise or the driver can't. Batches of varying shapes leave holes
+    between segments of fixed size. torch 2.14 with expandable segments crashes without NVML, so
+    that is checked too.
     """
     if any(name in environ for name in ALLOCATOR):
         return
     with contextlib.suppress(OSError):
-        cuda, can = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+        cuda = ctypes.CDLL("libcuda.so.1")
+        is_supported = ctypes.c_int()
         ctypes.CDLL("libnvidia-ml.so.1")
         cuda.cuInit(0)
-        cuda.cuDeviceGetAttribute(ctypes.byref(can), _VIRTUAL_MEMORY, 0)
-        if can.value:
+        cuda.cuDeviceGetAttribute(ctypes.byref(is_supported), _VIRTUAL_MEMORY, 0)
+        if is_supported.value:
             environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 @contextlib.contextmanager
-def _as_data_parallel(environ: MutableMapping[str, str]) -> Iterator[None]:
+def _hide_sharding(environ: MutableMapping[str, str]) -> Iterator[None]:
     """Hide from Accelerate that the model is sharded, which `common.distributed.sharding` does.
 
     Accelerate forgets FSDP on CPUs without a word, casts weights and gradients under bf16, and
@@ -340,41 +378,45 @@ def _as_data_parallel(environ: MutableMapping[str, str]) -> Iterator[None]:
 
 
 def _refuse_shared_devices(device: torch.device) -> None:
-    """Raise `Refused` if two processes have the same GPU, as when srun or a script shows each of
-    them the first one.
+    """Raise `Refused` if two processes have the same GPU.
+
+    They do when srun or a script shows each of them the first one.
     """
-    places = gather_objects((socket.gethostname(), str(devices.properties(device).uuid)))
-    first = next((rank for rank, place in enumerate(places) if places.index(place) < rank), None)
-    if first is not None:
-        raise Refused(
-            f"rank {first} has the same GPU as rank {places.index(places[first])} on "
-            f"{places[first][0]}: show each process all GPUs of its machine, or another one (srun "
-            "--gpus-per-task=1)"
-        )
+    uuid = str(devices.get_device_properties(device).uuid)
+    gpus = gather_objects((socket.gethostname(), uuid))
+    for rank, gpu in enumerate(gpus):
+        first_rank = gpus.index(gpu)
+        if first_rank < rank:
+            host, _ = gpu
+            raise Refused(
+                f"rank {rank} has the same GPU as rank {first_rank} on {host}: show each process "
+                "all GPUs of its machine, or another one (srun --gpus-per-task=1)"
+            )
 
 
 def _print_once_per_machine(text: str) -> None:
-    """Print `text` if this is the first process of its machine, or if the first one does not print
-    the same in time.
+    """Print `text`, unless the first process of this machine prints the same in time.
 
     Until then, this process waits, since most launchers end all processes as soon as one has ended.
     The first one tells the others by a file, since MPICH and srun do not. It is in no folder that
     users share: there, its name could be another user's FIFO.
     """
     folder = Path(os.path.expanduser("~"), ".cache", "recipes")
-    said, text_of_job = folder / f"refusal-{socket.gethostname()}", f"{os.getppid()} {text}"
-    local_rank, until = launchers.local_rank(os.environ), time.monotonic() + REFUSAL_DELAY_S
-    while local_rank not in (None, "0") and time.monotonic() < until:
+    file = folder / f"refusal-{socket.gethostname()}"
+    content = f"{os.getppid()} {text}"
+    local_rank = launchers.local_rank(os.environ)
+    deadline = time.monotonic() + REFUSAL_DELAY_S
+    while local_rank not in (None, "0") and time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError):
-            if read_text(said, SMALL) == text_of_job:
+            if read_text(file, SMALL) == content:
                 return
         time.sleep(0.1)
     print(text, file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):
         if local_rank == "0":
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            replace_file(said, text_of_job.encode())
+            replace_file(file, content.encode())
 
 
-def _whereabouts() -> str:
+def _describe_rank() -> str:
     return f"rank {os.environ.get('RANK', 0)} ({socket.gethostname()})"

@@ -4,6 +4,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
@@ -12,30 +13,40 @@ from accelerate.utils import str_to_bool
 from common.config.fields import RunConfig
 from common.distributed.sharding import Sharding
 from common.errors import Refused
-from common.launching.exit_codes import AT_LEAST
-from common.launching.launchers import ACCELERATE, Launch, is_agents
+from common.launching.exit_codes import MIN_MACHINES
+from common.launching.launchers import ACCELERATE, Launch, is_started_by_agent
 
-ENGINES = FSDP, DEEPSPEED, MESH = tuple(
-    f"ACCELERATE_USE_{name}" for name in ("FSDP", "DEEPSPEED", "PARALLELISM_CONFIG")
-)
-# Settings of Accelerate's FSDP: the values that a run can have, and what takes the place of others.
+FSDP = "ACCELERATE_USE_FSDP"
+DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
+MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
+ENGINES = (FSDP, DEEPSPEED, MESH)
+
+
+class _Setting(NamedTuple):
+    """The values of a variable that a run can have, and what to do instead of others."""
+
+    allowed: tuple[str, ...]
+    way_out: str
+
+
 _OFF = ("", "false")
+# Of Accelerate's FSDP.
 _FSDP_SETTINGS = {
-    "FSDP_VERSION": (("2",), "FSDP1 is not supported: set fsdp_version: 2"),
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": (
+    "FSDP_VERSION": _Setting(("2",), "FSDP1 is not supported: set fsdp_version: 2"),
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": _Setting(
         _OFF,
         "fsdp_cpu_ram_efficient_loading: each process builds the model, and rank 0 sends its "
         "weights; set it to false (Accelerate's default is true)",
     ),
-    "FSDP_OFFLOAD_PARAMS": (
+    "FSDP_OFFLOAD_PARAMS": _Setting(
         _OFF,
         "fsdp_offload_params: optimizers step on the device; take more processes",
     ),
-    "FSDP_ACTIVATION_CHECKPOINTING": (
+    "FSDP_ACTIVATION_CHECKPOINTING": _Setting(
         _OFF,
         "fsdp_activation_checkpointing: take the recipe's --grad_checkpointing",
     ),
-    "FSDP_AUTO_WRAP_POLICY": (
+    "FSDP_AUTO_WRAP_POLICY": _Setting(
         ("", "no_wrap"),
         "fsdp_auto_wrap_policy: the run finds the blocks of the model itself; leave it out",
     ),
@@ -57,29 +68,33 @@ _ACCELERATE = (
 PRECISION_NAMES = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 
 
+class RequestedProcesses(NamedTuple):
+    """What the launcher's command line asks for; `num_processes` is None if it does not say."""
+
+    num_processes: int | None
+    num_machines: int
+
+
 def check_launch(
     environ: Mapping[str, str],
     launch: Launch,
-    accelerators: int,
-    asked_for: tuple[int | None, int] | None = None,
+    num_accelerators: int,
+    requested: RequestedProcesses | None = None,
 ) -> None:
-    """Raise `Refused` if the launch asks for something that the recipes don't support, or would
-    silently train otherwise.
+    """Raise `Refused` if the launch asks for something that the recipes don't support.
 
-    `accelerators` is the number of devices that this process sees. `asked_for` is the number of
-    processes and of machines on the launcher's command line (None if unknown); some of the machines
-    may be missing.
+    Also if it would silently train otherwise. `num_accelerators` is the number of devices that this
+    process sees. `requested` is what the launcher's command line says (None if unknown); some of
+    the machines may be missing.
     """
-    sharding_of(environ)
+    read_sharding(environ)
     _check_settings(environ)
-    _check_numbers(environ, launch, asked_for)
-    _check_devices(environ, launch, accelerators)
+    _check_processes(environ, launch, requested or RequestedProcesses(None, 1))
+    _check_devices(environ, launch, num_accelerators)
 
 
 def _check_settings(environ: Mapping[str, str]) -> None:
-    """Raise `Refused` for settings of Accelerate and torchrun that would train otherwise, or never
-    restart.
-    """
+    """Raise `Refused` for settings that would train otherwise, or never restart."""
     if environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
         raise Refused(
             f"dynamo_backend {environ['ACCELERATE_DYNAMO_BACKEND']} renames the model's weights: "
@@ -91,16 +106,14 @@ def _check_settings(environ: Mapping[str, str]) -> None:
             f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={accumulation} would divide the loss a "
             "second time: unset it, --max_micro_batch_size decides the accumulation"
         )
-    precision = _precision_of(environ)
+    precision = _get_precision(environ)
     if precision not in PRECISION_NAMES:
         raise Refused(
             f"--mixed_precision {precision} is not one of {', '.join(PRECISION_NAMES)}: launch "
             "with one of them"
         )
-    if (
-        int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-        and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    ):
+    max_restarts = int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    if max_restarts and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise Refused(
             "--max_restarts: new processes would look for the old ones in the launcher's store, "
             "and wait for ever; add --rdzv_backend machines, and several machines also "
@@ -108,57 +121,60 @@ def _check_settings(environ: Mapping[str, str]) -> None:
         )
 
 
-def _check_numbers(
-    environ: Mapping[str, str], launch: Launch, asked_for: tuple[int | None, int] | None
+def _check_processes(
+    environ: Mapping[str, str], launch: Launch, requested: RequestedProcesses
 ) -> None:
-    """Raise `Refused` if other numbers of processes or machines have started than were asked for."""
-    processes, machines = asked_for or (None, 1)
-    here = launch.local_world_size
-    if processes not in (None, here * machines):
+    """Raise `Refused` if other numbers of processes or machines have started than were requested."""
+    num_processes, num_machines = requested
+    num_started = launch.local_world_size
+    if num_processes not in (None, num_started * num_machines):
+        machines = "machines" if num_machines > 1 else "machine"
         raise Refused(
-            f"launched for {processes} processes on {machines} machine{'s' * (machines > 1)}, but "
-            f"on this one {here} started: --num_processes is the total of all machines and a "
+            f"launched for {num_processes} processes on {num_machines} {machines}, but on this "
+            f"one {num_started} started: --num_processes is the total of all machines and a "
             "multiple of their number, and on the CPU several processes need multi_cpu.yaml"
         )
-    least = int(environ.get(AT_LEAST, machines))
-    if launch.nodes is not None and launch.nodes < least:
+    min_machines = int(environ.get(MIN_MACHINES, num_machines))
+    if launch.num_nodes is not None and launch.num_nodes < min_machines:
         raise Refused(
-            f"launched for {least} machines, but {launch.nodes} started this run: the machines "
-            "did not find each other; start the command on all of them again, with "
+            f"launched for {min_machines} machines, but {launch.num_nodes} started this run: the "
+            "machines did not find each other; start the command on all of them again, with "
             "--rdzv_backend machines, which says why one is missing"
         )
 
 
-def _check_devices(environ: Mapping[str, str], launch: Launch, accelerators: int) -> None:
-    """Raise `Refused` if this machine lacks devices for its processes, or the CPU would train in
-    another precision.
-    """
-    here = launch.local_world_size
-    if wants_cpu(environ) or (accelerators == 0 and ACCELERATE not in environ):
-        if _precision_of(environ) == "fp16":
+def _check_devices(environ: Mapping[str, str], launch: Launch, num_accelerators: int) -> None:
+    """Raise `Refused` if this machine lacks devices, or the CPU would train in another precision."""
+    num_processes = launch.local_world_size
+    if is_cpu_requested(environ) or (num_accelerators == 0 and ACCELERATE not in environ):
+        if _get_precision(environ) == "fp16":
             raise Refused(
                 "fp16 on a CPU would silently train in fp32: use --mixed_precision no, or bf16"
             )
-    elif accelerators == 0:
-        name = "multi_cpu.yaml" if launch.world_size > 1 else "cpu.yaml"
+    elif num_accelerators == 0:
+        is_multi_process = launch.world_size > 1
+        gpus = "GPUs" if is_multi_process else "GPU"
+        file = "multi_cpu.yaml" if is_multi_process else "cpu.yaml"
         raise Refused(
-            f"launched for {launch.world_size} GPU{'s' * (launch.world_size > 1)}, but this "
-            "machine shows none: check the driver and CUDA_VISIBLE_DEVICES, or train on the CPU "
-            f"with --config_file accelerate_configs/{name} before the recipe"
+            f"launched for {launch.world_size} {gpus}, but this machine shows none: check the "
+            "driver and CUDA_VISIBLE_DEVICES, or train on the CPU with --config_file "
+            f"accelerate_configs/{file} before the recipe"
         )
-    elif here > accelerators and (accelerators > 1 or is_agents(environ)):
+    elif num_processes > num_accelerators and (
         # Mpirun and srun may show one GPU to each.
+        num_accelerators > 1 or is_started_by_agent(environ)
+    ):
         raise Refused(
-            f"{here} processes on a machine with {accelerators} GPUs: pass --num_processes, "
-            f"{accelerators} for each machine"
+            f"{num_processes} processes on a machine with {num_accelerators} GPUs: pass "
+            f"--num_processes, {num_accelerators} for each machine"
         )
 
 
-def sharding_of(environ: Mapping[str, str]) -> Sharding | None:
-    """How the launch asks to shard the model; None for plain data parallelism. Raises `Refused` for
-    other engines and settings.
+def read_sharding(environ: Mapping[str, str]) -> Sharding | None:
+    """How the launch asks to shard the model; None for plain data parallelism.
 
-    DeepSpeed's files are understood: FSDP2 shards as its ZeRO does.
+    DeepSpeed's files are understood: FSDP2 shards as its ZeRO does. Raises `Refused` for other
+    engines and settings.
     """
     if _is_on(environ, "ACCELERATE_USE_MEGATRON_LM"):
         raise Refused(
@@ -171,7 +187,7 @@ def sharding_of(environ: Mapping[str, str]) -> Sharding | None:
             "CPUs"
         )
     if _is_on(environ, DEEPSPEED):
-        return _sharding_of_deepspeed(environ)
+        return _read_deepspeed_sharding(environ)
     if not _is_on(environ, FSDP):
         if _is_on(environ, MESH):
             raise Refused(
@@ -179,15 +195,15 @@ def sharding_of(environ: Mapping[str, str]) -> Sharding | None:
                 "{fsdp_version: 2}"
             )
         return None
-    for variable, (allowed, reason) in _FSDP_SETTINGS.items():
-        if environ.get(variable, "").lower() not in allowed:
-            raise Refused(reason)
-    shards = _shards_of_mesh(environ) if _is_on(environ, MESH) else 0
-    keeps_weights = environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
-    return Sharding(keeps_weights, shards)
+    for variable, setting in _FSDP_SETTINGS.items():
+        if environ.get(variable, "").lower() not in setting.allowed:
+            raise Refused(setting.way_out)
+    num_shards = _read_mesh(environ) if _is_on(environ, MESH) else 0
+    reshards = environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
+    return Sharding(reshard_after_forward=reshards, num_shards=num_shards)
 
 
-def _sharding_of_deepspeed(environ: Mapping[str, str]) -> Sharding:
+def _read_deepspeed_sharding(environ: Mapping[str, str]) -> Sharding:
     """How a file for DeepSpeed asks to shard the model. Raises `Refused`."""
     for variable, reason in _DEEPSPEED_SETTINGS.items():
         if environ.get(variable, "none") not in ("none", "None", ""):
@@ -200,31 +216,33 @@ def _sharding_of_deepspeed(environ: Mapping[str, str]) -> Sharding:
             f"zero_stage {stage} shards nothing: take accelerate_configs/multi_gpu_bf16.yaml, or "
             "zero_stage 3"
         )
-    return Sharding(keeps_weights=stage != "3", asked_as=f"DeepSpeed ZeRO-{stage}")
+    return Sharding(reshard_after_forward=stage == "3", engine=f"DeepSpeed ZeRO-{stage}")
 
 
-def _shards_of_mesh(environ: Mapping[str, str]) -> int:
-    """The number of processes that hold a whole model together, as `parallelism_config` says.
+def _read_mesh(environ: Mapping[str, str]) -> int:
+    """The number of processes that hold a whole model together, from `parallelism_config`.
+
     Raises `Refused`.
     """
     for kind in ("tensor", "context", "sequence"):
-        if int(environ.get(f"PARALLELISM_CONFIG_{kind[0].upper()}P_SIZE", "1")) > 1:
+        letter = kind[0]
+        if int(environ.get(f"PARALLELISM_CONFIG_{letter.upper()}P_SIZE", "1")) > 1:
             raise Refused(
-                f"parallelism_config_{kind[0]}p_size: {kind} parallelism needs a plan for each "
+                f"parallelism_config_{letter}p_size: {kind} parallelism needs a plan for each "
                 "model; set parallelism_config_dp_shard_size, which shards any"
             )
-    shards = int(environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
-    world = int(environ.get("WORLD_SIZE", "1"))
+    num_shards = int(environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
+    world_size = int(environ.get("WORLD_SIZE", "1"))
     # The number of replicas follows, also after a machine has left the run.
-    if shards < 2 or world % shards:
+    if num_shards < 2 or world_size % num_shards:
         raise Refused(
-            f"parallelism_config_dp_shard_size {shards}, {world} processes: it must be at least 2 "
-            "and divide their number"
+            f"parallelism_config_dp_shard_size {num_shards}, {world_size} processes: it must be at "
+            "least 2 and divide their number"
         )
-    return shards
+    return num_shards
 
 
-def check_sharded(config: RunConfig) -> None:
+def check_sharded_config(config: RunConfig) -> None:
     """Raise `Refused` for flags of a recipe that a sharded run can't meet."""
     if config.comm_hook != "none":
         raise Refused(
@@ -237,58 +255,68 @@ def check_sharded(config: RunConfig) -> None:
             raise Refused(f"--{field.name}: {reason}; leave it out, or launch without FSDP")
 
 
-def wants_cpu(environ: Mapping[str, str]) -> bool:
+def is_cpu_requested(environ: Mapping[str, str]) -> bool:
     """True if the launch asked for the CPU: by use_cpu with one process, or by hiding the GPUs as -1.
 
     `accelerate launch` passes gpu_ids on to several ranks, but not use_cpu, so the CPU files have
     gpu_ids. An empty CUDA_VISIBLE_DEVICES does not ask for the CPU: a scheduler sets it for a job
     that got no GPU.
     """
-    return (
-        _is_on(environ, "ACCELERATE_USE_CPU")
-        or environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] == "-1"
-    )
+    if _is_on(environ, "ACCELERATE_USE_CPU"):
+        return True
+    return environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] == "-1"
 
 
-def processes_asked(command: Sequence[str]) -> tuple[int | None, int] | None:
-    """Processes and machines on the command line of `accelerate launch`; of torchrun None and the
-    lowest number of machines.
+def parse_requested_processes(command: Sequence[str]) -> RequestedProcesses | None:
+    """Processes and machines on the command line of `accelerate launch` or torchrun.
 
-    None if it is another command, or one that counts the GPUs itself.
+    Of torchrun it is the lowest number of machines only. None if it is another command, or one that
+    counts the GPUs itself.
 
     The launcher rounds 3 processes on 2 machines down to 2, and with MULTI_CPU or --cpu starts one
     process instead of several. The environment of its ranks does not show this, so they read the
     command line.
     """
     # The program comes first, after its interpreter, or after the interpreter's -m.
-    program = list(
-        command[1:] if command and Path(command[0]).name.startswith("python") else command
-    )
-    program = program[1:] if program[:1] == ["-m"] else program
-    names = [Path(word).name for word in program[:2]]
-    launcher = next(
-        (launcher for launcher in _ACCELERATE if names[: len(launcher)] == launcher), None
-    )
+    args = list(command)
+    if args and Path(args[0]).name.startswith("python"):
+        del args[0]
+    if args[:1] == ["-m"]:
+        del args[0]
+    names = [Path(arg).name for arg in args[:2]]
     if names[:1] in (["torchrun"], ["torch.distributed.run"]):
-        from torch.distributed.run import get_args_parser  # also reads PET_*
+        return _parse_torchrun(args[1:])
+    for launcher in _ACCELERATE:
+        if names[: len(launcher)] == launcher:
+            return _parse_accelerate(args[len(launcher) :])
+    return None
 
-        return None, int(
-            get_args_parser().parse_known_args(program[1:])[0].nnodes.partition(":")[0]
-        )
-    if launcher is None:
-        return None
-    arguments = launch_command_parser().parse_args(program[len(launcher) :])
-    processes, machines = arguments.num_processes, arguments.num_machines
-    if arguments.config_file is not None or (
-        os.path.isfile(default_config_file) and not arguments.cpu
-    ):
-        file = load_config_from_file(arguments.config_file)
-        processes, machines = processes or file.num_processes, machines or file.num_machines
+
+def _parse_torchrun(argv: list[str]) -> RequestedProcesses:
+    from torch.distributed.run import get_args_parser  # also reads PET_*
+
+    args, _ = get_args_parser().parse_known_args(argv)
+    min_machines, _, _ = args.nnodes.partition(":")
+    return RequestedProcesses(None, int(min_machines))
+
+
+def _parse_accelerate(argv: list[str]) -> RequestedProcesses | None:
+    args = launch_command_parser().parse_args(argv)
+    num_processes = args.num_processes
+    num_machines = args.num_machines
+    if args.config_file is not None or (os.path.isfile(default_config_file) and not args.cpu):
+        file = load_config_from_file(args.config_file)
+        if not num_processes:
+            num_processes = file.num_processes
+        if not num_machines:
+            num_machines = file.num_machines
     # multi_gpu.yaml says "auto": as many as the machine has.
-    return (processes, machines or 1) if isinstance(processes, int) else None
+    if not isinstance(num_processes, int):
+        return None
+    return RequestedProcesses(num_processes, num_machines or 1)
 
 
-def _precision_of(environ: Mapping[str, str]) -> str:
+def _get_precision(environ: Mapping[str, str]) -> str:
     return environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 

@@ -7,77 +7,92 @@ from datetime import timedelta
 import torch
 from torch.distributed import Store, rendezvous
 
-from common.distributed.agreement import agree, facts
+from common.distributed.agreement import check_agreement, collect_facts
 from common.errors import Refused
 from common.launching import network
-from common.launching.launch_checks import wants_cpu
+from common.launching.launch_checks import is_cpu_requested
 from common.launching.launchers import Launch
 
 MEETING = timedelta(minutes=5)  # how much later than the first process the last one may arrive
 
 
 def meet(environ: MutableMapping[str, str], launch: Launch, config) -> Store | None:
-    """Wait until all processes have arrived and agree. Returns their store; None for one process,
-    or if a group exists.
+    """Wait until all processes have arrived and agree, and return their store.
 
-    Raises `Refused` if they differ, or if one does not come.
+    None for one process, or if a group exists. Raises `Refused` if they differ, or if one does not come.
     """
     if launch.world_size == 1 or torch.distributed.is_initialized():
         return None
-    device = "cpu" if wants_cpu(environ) or not torch.accelerator.is_available() else "accelerator"
-    computing = {"device": device, "precision": environ.get("ACCELERATE_MIXED_PRECISION", "no")}
-    store = reach(environ, launch, MEETING)
-    agree(store, launch.rank, launch.world_size, facts(config) | computing, MEETING)
+    facts = collect_facts(config)
+    facts["device"] = "accelerator"
+    if is_cpu_requested(environ) or not torch.accelerator.is_available():
+        facts["device"] = "cpu"
+    facts["precision"] = environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    store = connect_to_store(environ, launch, MEETING)
+    check_agreement(store, launch.rank, launch.world_size, facts, MEETING)
     return store
 
 
-def reach(environ: MutableMapping[str, str], launch: Launch, patience: timedelta) -> Store:
-    """Connect to rank 0's store, or be its keeper. Returns when this process has it, whether others
-    have come or not.
+def connect_to_store(
+    environ: MutableMapping[str, str], launch: Launch, timeout: timedelta
+) -> Store:
+    """Connect to rank 0's store, or keep it as rank 0.
 
-    Raises `Refused` if it can't be reached within `patience`, with the reason and what to do.
+    Returns when this process has it, whether others have come or not. Raises `Refused` if it can't
+    be reached within `timeout`, with the reason and what to do.
     """
     choose_interface(environ)
-    main, port, store = environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), None
+    address = environ["MASTER_ADDR"]
+    port = int(environ["MASTER_PORT"])
+    store = None
     if launch.rank == 0 and _keeps_store(environ):
-        store = _listen(main, port, patience)
+        store = _listen(address, port, timeout)
     else:
-        network.await_listener(main, port, patience.total_seconds())
+        network.await_listener(address, port, timeout.total_seconds())
+    if store:
+        return store
     # Torch finds rank 0's store by its port when it forms the process group.
-    return store or next(rendezvous("env://", timeout=patience))[0]
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    return store
 
 
 def choose_interface(environ: MutableMapping[str, str]) -> None:
-    """Make gloo, NCCL and rank 0's store use one network interface: the loopback of a single
-    machine, else the one that leads to the main machine.
+    """Make gloo, NCCL and rank 0's store use one network interface.
 
-    Interfaces that `environ` names are kept. By default, gloo announces the address to which this
-    machine's name resolves, often a loopback that others can't reach; NCCL picks any interface; and
-    the store listens on all. Raises `Refused` if there is no route to the main machine.
+    It is the loopback of a single machine, else the one that leads to the main machine. Interfaces
+    that `environ` names are kept. By default, gloo announces the address to which this machine's
+    name resolves, often a loopback that others can't reach; NCCL picks any interface; and the store
+    listens on all. Raises `Refused` if there is no route to the main machine.
     """
-    main, is_one_machine = (
-        environ["MASTER_ADDR"],
-        environ["LOCAL_WORLD_SIZE"] == environ["WORLD_SIZE"],
-    )
-    if is_one_machine or network.is_loopback(main):
-        address = network.LOOPBACK
-        if is_one_machine and _keeps_store(environ) and not main.startswith("127."):
+    address = environ["MASTER_ADDR"]
+    is_one_machine = environ["LOCAL_WORLD_SIZE"] == environ["WORLD_SIZE"]
+    if is_one_machine or network.is_loopback(address):
+        local_address = network.LOOPBACK
+        if is_one_machine and _keeps_store(environ) and not address.startswith("127."):
             environ["MASTER_ADDR"] = network.LOOPBACK
     else:
-        try:
-            address = network.address_towards(main)
-        except OSError as error:
-            raise Refused(network.trouble(main, int(environ["MASTER_PORT"]), error)) from None
-        if network.is_loopback(address) and "GLOO_SOCKET_IFNAME" not in environ:
-            raise Refused(
-                f"this machine knows the main machine {main} as {address}, where the others can't "
-                "reach it: give its address as a number, or export GLOO_SOCKET_IFNAME with the "
-                "name of its network interface"
-            )
-    if interface := network.interface_of(address):
+        local_address = _find_local_address(environ, address)
+    interface = network.find_interface(local_address)
+    if interface:
         environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         # = means the exact name, not a prefix.
         environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
+def _find_local_address(environ: Mapping[str, str], main: str) -> str:
+    """This machine's address on the route to the main machine at `main`. Raises `Refused`."""
+    try:
+        address = network.find_address_towards(main)
+    except OSError as error:
+        port = int(environ["MASTER_PORT"])
+        raise Refused(network.describe_connection_error(main, port, error)) from None
+    if network.is_loopback(address) and "GLOO_SOCKET_IFNAME" not in environ:
+        raise Refused(
+            f"this machine knows the main machine {main} as {address}, where the others can't "
+            "reach it: give its address as a number, or export GLOO_SOCKET_IFNAME with the "
+            "name of its network interface"
+        )
+    return address
 
 
 def _keeps_store(environ: Mapping[str, str]) -> bool:
@@ -85,23 +100,22 @@ def _keeps_store(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
-def _listen(main: str, port: int, patience: timedelta = MEETING) -> Store | None:
-    """The store of rank 0, listening at the address `main`; None if that may not be an address of
-    this machine.
-    """
+def _listen(address: str, port: int, timeout: timedelta = MEETING) -> Store | None:
+    """The store of rank 0, listening at `address`; None if that may not be an address of this machine."""
     try:
-        if network.is_loopback(main) or not network.is_loopback(network.address_towards(main)):
-            return network.keep_store(main, port, patience)
+        is_loopback = network.is_loopback(address)
+        if is_loopback or not network.is_loopback(network.find_address_towards(address)):
+            return network.host_store(address, port, timeout)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise Refused(
-                f"port {port} of {main} is taken: export MASTER_PORT with another one"
+                f"port {port} of {address} is taken: export MASTER_PORT with another one"
             ) from None
         if error.errno != errno.EADDRNOTAVAIL:
             raise
     print(
-        f"{main} is no address of this machine's own: what listens on port {port} does so on all "
-        "interfaces",
+        f"{address} is no address of this machine's own: what listens on port {port} does so on "
+        "all interfaces",
         flush=True,
     )
     return None

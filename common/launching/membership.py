@@ -12,13 +12,15 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError
 
-# For the next round; in a round; the run without this machine.
-WAITING, RUNNING, LEFT = "waiting", "running", "left"
+# A machine waits for the next round, takes part in one, or has left the run.
+WAITING = "waiting"
+RUNNING = "running"
+LEFT = "left"
 
 
 @dataclass
@@ -44,79 +46,86 @@ class Round:
     machines: list[int] = field(default_factory=list)
 
 
+class _Heard(NamedTuple):
+    """The beats of a machine's record, and when these were read first."""
+
+    beats: int
+    time: float
+
+
 class Membership:
-    """The records of all machines as one of them sees them. `number` is this machine's, never used
-    again by another.
+    """The records of all machines as one of them sees them.
+
+    `machine_id` is this machine's, and is never given to another one.
     """
 
     def __init__(
         self, store: Store, host: str, address: str, interval: float, silence: float
     ) -> None:
-        """Write a record, and renew it every `interval` seconds. After `silence` seconds without
-        that, a machine is lost.
+        """Write a record, and renew it every `interval` seconds.
+
+        After `silence` seconds without that, a machine is lost.
         """
-        self._store, self._silence, self._interval, self._lock = (
-            store,
-            silence,
-            interval,
-            threading.Lock(),
-        )
-        self._mine, self.number = Record(host, address), 0
-        while (mine := _json(self._mine)) != store.compare_set(
-            _key(self.number), "", mine
-        ).decode():
-            self.number += 1
-        # Of each machine: beats, and when these were seen first.
-        self._seen: dict[int, tuple[int, float]] = {}
+        self._store = store
+        self._silence = silence
+        self._interval = interval
+        self._lock = threading.Lock()
+        self._record = Record(host, address)
+        self.machine_id = self._take_machine_id()
+        self._heard: dict[int, _Heard] = {}
         self._records: dict[int, Record] = {}  # of all machines that ever came, as last read
-        self._ended = False
-        threading.Thread(target=self._beat, daemon=True).start()
+        self._stopped = False
+        threading.Thread(target=self._run_heartbeat, daemon=True).start()
 
-    def present(self) -> dict[int, Record]:
-        """The records of the machines that take part or want to, by number; neither lost ones nor
-        those that have left.
+    def _take_machine_id(self) -> int:
+        text = _to_json(self._record)
+        machine_id = 0
+        while self._store.compare_set(_key(machine_id), "", text).decode() != text:
+            machine_id += 1
+        return machine_id
 
-        Raises RendezvousClosedError if a machine has closed the run, RendezvousStateError for a
-        stranger's text.
+    def read_present(self) -> dict[int, Record]:
+        """The records of the machines that take part or want to, by machine id.
+
+        Lost machines and those that have left are not in it. Raises RendezvousClosedError if a
+        machine has closed the run, RendezvousStateError for a stranger's text.
         """
         if self.is_closed():
             raise RendezvousClosedError
-        while self._store.check([_key(len(self._seen))]):
-            self._seen[len(self._seen)] = (-1, 0.0)
-        texts, now = (
-            self._store.multi_get([_key(number) for number in self._seen]),
-            time.monotonic(),
-        )
-        self._records = {
-            number: _read(Record, text) for number, text in zip(self._seen, texts, strict=True)
-        }
-        for number, record in self._records.items():
-            if record.beats != self._seen[number][0]:
-                self._seen[number] = (record.beats, now)
-        return {
-            number: record
-            for number, record in self._records.items()
-            if record.state != LEFT and now - self._seen[number][1] < self._silence
-        }
+        while self._store.check([_key(len(self._heard))]):
+            self._heard[len(self._heard)] = _Heard(beats=-1, time=0.0)
+        texts = self._store.multi_get([_key(machine) for machine in self._heard])
+        now = time.monotonic()
+        self._records = {}
+        for machine, text in zip(self._heard, texts, strict=True):
+            self._records[machine] = _parse(Record, text)
+        present = {}
+        for machine, record in self._records.items():
+            if record.beats != self._heard[machine].beats:
+                self._heard[machine] = _Heard(record.beats, now)
+            is_heard = now - self._heard[machine].time < self._silence
+            if is_heard and record.state != LEFT:
+                present[machine] = record
+        return present
 
-    def names(self, machines: Iterable[int]) -> str:
+    def format_names(self, machines: Iterable[int]) -> str:
         """How messages name these machines."""
-        return ", ".join(sorted(self._records[number].name for number in machines))
+        return ", ".join(sorted(self._records[machine].name for machine in machines))
 
-    def round(self) -> Round:
+    def read_round(self) -> Round:
         """The last round that has begun."""
-        return _read(Round, self._store.get("round")) if self._store.check(["round"]) else Round()
+        if not self._store.check(["round"]):
+            return Round()
+        return _parse(Round, self._store.get("round"))
 
-    def begin(self, round: Round) -> None:
-        """Begin a round; done by the main machine only."""
-        self._store.set("round", _json(round))
+    def start_round(self, round: Round) -> None:
+        """Start a round; done by the main machine only."""
+        self._store.set("round", _to_json(round))
 
-    def become(self, state: str, round: Round) -> None:
-        """Tell the others that this machine is WAITING, RUNNING or has LEFT, and that `round` was
-        its last.
-        """
+    def set_state(self, state: str, round: Round) -> None:
+        """Tell the others that this machine is WAITING, RUNNING or has LEFT; `round` was its last."""
         with self._lock:
-            self._mine = replace(self._mine, state=state, round=round.number)
+            self._record = replace(self._record, state=state, round=round.number)
             self._renew()
 
     def close(self) -> None:
@@ -126,43 +135,52 @@ class Membership:
     def is_closed(self) -> bool:
         return self._store.check(["closed"])
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Stop renewing the record: a thread inside torch would abort a process that ends."""
         with self._lock:
-            self._ended = True
+            self._stopped = True
 
-    def _beat(self) -> None:
+    def _run_heartbeat(self) -> None:
         with suppress(RuntimeError):  # the main machine is gone; whoever reads next will say so
             while True:
                 time.sleep(self._interval)
                 with self._lock:
-                    if self._ended:
+                    if self._stopped:
                         return
                     self._renew()
 
     def _renew(self) -> None:
-        self._mine = replace(self._mine, beats=self._mine.beats + 1)
-        self._store.set(_key(self.number), _json(self._mine))
+        self._record = replace(self._record, beats=self._record.beats + 1)
+        self._store.set(_key(self.machine_id), _to_json(self._record))
 
 
-def _key(number: int) -> str:
-    return f"machine/{number}"
+def _key(machine: int) -> str:
+    return f"machine/{machine}"
 
 
-def _json(item: Record | Round) -> str:
+def _to_json(item: Record | Round) -> str:
     return json.dumps(asdict(item))
 
 
-def _read(kind: type, text: bytes) -> Any:
+def _parse(kind: type, text: bytes) -> Any:
     """A Record or Round. Raises RendezvousStateError if `text` is none."""
     try:
-        item, model = kind(**json.loads(text)), Record("", "") if kind is Record else Round()
-        fits = all(type(value) is type(getattr(model, name)) for name, value in vars(item).items())
-        fits = fits and all(type(number) is int for number in getattr(item, "machines", ()))
-        if not fits or not getattr(item, "name", "").isprintable():  # it is shown in a terminal
-            raise ValueError("fields of another kind")
+        item = kind(**json.loads(text))
+        _check_fields(item)
     except (ValueError, TypeError, RecursionError) as error:
         raise RendezvousStateError(
             f"no {kind.__name__}: {type(error).__name__}: {error}"
         ) from error
     return item
+
+
+def _check_fields(item: Record | Round) -> None:
+    """Raise ValueError if a field has another type, or a text that a terminal can't show."""
+    expected = Record("", "") if isinstance(item, Record) else Round()
+    for name, value in vars(item).items():
+        if type(value) is not type(getattr(expected, name)):
+            raise ValueError(f"{name} is of another type")
+    if isinstance(item, Record) and not item.name.isprintable():
+        raise ValueError("the name can't be printed")
+    if isinstance(item, Round) and any(type(machine) is not int for machine in item.machines):
+        raise ValueError("machines are of another type")

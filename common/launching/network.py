@@ -14,11 +14,11 @@ QUIET_S = 10.0  # a wait that lasts longer is reported
 LOOPBACK = "127.0.0.1"
 
 
-def address_towards(host: str) -> str:
+def find_address_towards(host: str) -> str:
     """This machine's own address on the route to `host`, a name or an address. Sends nothing.
 
     Towards an address of the machine itself, it is that address: on 10.0.0.1,
-    address_towards("10.0.0.1") -> "10.0.0.1". Raises OSError if `host` is unknown or there is no
+    find_address_towards("10.0.0.1") -> "10.0.0.1". Raises OSError if `host` is unknown or there is no
     route to it.
     """
     # 9: any port.
@@ -28,15 +28,16 @@ def address_towards(host: str) -> str:
         return probe.getsockname()[0]
 
 
-def interface_of(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     """The name of the network interface that has `address`, such as eth0; None if none has."""
     for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == address for entry in entries):
+        addresses = [entry.address.partition("%")[0] for entry in entries]
+        if address in addresses:
             return name
     return None
 
 
-def is_own(host: str) -> bool:
+def is_own_address(host: str) -> bool:
     """True if `host`, a name or an address, is this machine; False if it is unknown."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -49,81 +50,86 @@ def is_own(host: str) -> bool:
 
 def is_loopback(address: str) -> bool:
     """True if `address` is a loopback address."""
-    return address in ("", "localhost", "::1") or address.startswith("127.")
+    if address in ("", "localhost", "::1"):
+        return True
+    return address.startswith("127.")
 
 
-def outward_addresses() -> list[str]:
+def list_outward_addresses() -> list[str]:
     """This machine's own IPv4 addresses by which others may reach it."""
     states = psutil.net_if_stats()
-    return [
-        entry.address
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if entry.family == socket.AF_INET and not is_loopback(entry.address) and states[name].isup
-    ]
+    addresses = []
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            is_ipv4 = entry.family == socket.AF_INET
+            if is_ipv4 and not is_loopback(entry.address) and states[name].isup:
+                addresses.append(entry.address)
+    return addresses
 
 
-def keep_store(host: str, port: int, patience: timedelta) -> TCPStore:
-    """A new store that listens only at this machine's address `host`; torch's own store listens on
-    all interfaces.
+def host_store(host: str, port: int, timeout: timedelta) -> TCPStore:
+    """A new store that listens only at this machine's address `host`.
 
-    Port 0 means any free port. Within this process, torch finds the store by its port and makes no
-    other. Raises OSError if the address is not this machine's, or the port is taken.
+    torch's own store listens on all interfaces. Port 0 means any free port. Within this process,
+    torch finds the store by its port and makes no other. Raises OSError if the address is not this
+    machine's, or the port is taken.
     """
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(target, family=family)
     address, port = listener.getsockname()[:2]
-    listening = listener.detach()
+    file_descriptor = listener.detach()
     return TCPStore(
         address,
         port,
         is_master=True,
         multi_tenant=True,
-        timeout=patience,
-        master_listen_fd=listening,
+        timeout=timeout,
+        master_listen_fd=file_descriptor,
     )
 
 
 def await_listener(
-    host: str, port: int, patience: float, remind: Callable[[str], None] = lambda what: None
+    host: str, port: int, timeout: float, log: Callable[[str], None] = lambda text: None
 ) -> None:
-    """Return when something listens at `host`:`port`. If that takes long, `remind` is called once,
-    with the reason.
+    """Return when something listens at `host`:`port`.
 
-    torch's own store would wait up to three times its timeout, without a message.
-    Raises `Refused` after `patience` seconds, with the reason and what to do.
+    If that takes long, `log` is called once, with the reason. torch's own store would wait up to
+    three times its timeout, without a message. Raises `Refused` after `timeout` seconds, with the
+    reason and what to do.
     """
-    start, reminded = time.monotonic(), False
+    start = time.monotonic()
+    is_logged = False
     while True:
         try:
             socket.create_connection((host, port), timeout=5).close()
             return
         except OSError as error:
-            what, waited = trouble(host, port, error), time.monotonic() - start
-        if waited > patience:
-            raise Refused(f"{what}; waited {patience:.0f} s")
-        if waited > QUIET_S and not reminded:
-            remind(f"{what}; waiting up to {patience:.0f} s")
-            reminded = True
+            reason = describe_connection_error(host, port, error)
+            waited = time.monotonic() - start
+        if waited > timeout:
+            raise Refused(f"{reason}; waited {timeout:.0f} s")
+        if waited > QUIET_S and not is_logged:
+            log(f"{reason}; waiting up to {timeout:.0f} s")
+            is_logged = True
         time.sleep(0.1)
 
 
-def bound_silence(port: int, patience: timedelta) -> None:
-    """Set a timeout on this process's connections to a remote `port`: they end if sent data is not
-    acknowledged for so long.
+def set_user_timeout(port: int, timeout: timedelta) -> None:
+    """End this process's connections to a remote `port` when sent data is not acknowledged for `timeout`.
 
     For connections that a library made without a timeout. If a cable is unplugged, Linux itself
     retries for 15 minutes.
     """
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        for connection in psutil.Process().net_connections("tcp"):
-            if connection.raddr and connection.raddr.port == port:
-                with socket.fromfd(connection.fd, connection.family, connection.type) as shared:
-                    milliseconds = int(patience.total_seconds() * 1000)
-                    shared.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return
+    milliseconds = int(timeout.total_seconds() * 1000)
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.raddr and connection.raddr.port == port:
+            with socket.fromfd(connection.fd, connection.family, connection.type) as shared:
+                shared.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
 
-def trouble(host: str, port: int, error: OSError) -> str:
+def describe_connection_error(host: str, port: int, error: OSError) -> str:
     """The reason of a failure to connect and what to do, as part of a message."""
     if isinstance(error, socket.gaierror):
         return (

@@ -5,9 +5,7 @@ from collections.abc import Callable
 
 
 def backend() -> Callable:
-    """The entry point in pyproject.toml: returns the function that makes the rendezvous handler
-    `machines`.
-    """
+    """Return the function that makes the rendezvous handler `machines`: the entry point in pyproject.toml."""
     # A store that outlives the processes keeps the addresses of dead ones, and a late process would
     # connect to these. torch reads the variable in every launcher; its own c10d rendezvous needs it
     # too.

@@ -4,7 +4,7 @@ look at again.
 
 from typing import TYPE_CHECKING
 
-from common.imports import face
+from common.imports import export_lazily
 
 if TYPE_CHECKING:
     from common.patches.accelerate import skip_search_for_lomo
@@ -14,4 +14,4 @@ if TYPE_CHECKING:
     from common.patches.torch import change_class
     from common.patches.wandb import drop_exit_hook
 
-__all__, __getattr__ = face(__name__)
+__all__, __getattr__ = export_lazily(__name__)

@@ -17,7 +17,7 @@ from common.checkpoints.state import TrainingState
 from common.checkpoints.store import Checkpoint, Damaged, compare, compute_digests, verify
 from common.config.origin import RUN_FILE, made_by
 from common.durable import remove, replace_folder, sync_folder
-from common.files import as_json
+from common.files import to_json
 from common.run.progress import Progress, of_exported
 
 _NOTHING: dict = {"results": {}, "files": {}}
@@ -61,7 +61,7 @@ class Best:
         """
         remove(self._new)
         try:
-            self._export(model, results=as_json(of_exported(results)), folder=self._new)
+            self._export(model, results=to_json(of_exported(results)), folder=self._new)
             (self._new / RUN_FILE).write_text(
                 json.dumps(made_by(record, self._recorded), indent=2) + "\n"
             )

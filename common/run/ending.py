@@ -18,7 +18,7 @@ from typing import Any
 from common.config.fields import RunConfig
 from common.distributed.collectives import is_main
 from common.launching import launch
-from common.launching.exit_codes import END, RESTART, handle_stopping, notice, signal_name
+from common.launching.exit_codes import END, RESTART, get_signal_name, handle_stopping, read_notice
 from common.run.progress import Progress
 from common.run.step_reports import StepReport, find_first_text
 
@@ -88,11 +88,11 @@ class Ending:
     def _on_signal(self, number: int, frame) -> None:
         if self.requested_by and number == signal.SIGINT:
             raise KeyboardInterrupt  # asked twice: at once, without saving
-        cause = notice()  # of the launcher, before it ends its processes
+        cause = read_notice()  # of the launcher, before it ends its processes
         if cause == RESTART:
             self.request("a change of machines", is_leaving=False)
         elif cause in ("", END):
-            self.request(signal_name(number))
+            self.request(get_signal_name(number))
         else:
             self.request(cause)
         signal.signal(signal.SIGALRM, self._on_alarm)

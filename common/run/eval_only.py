@@ -33,7 +33,7 @@ from common.data.loader import evaluation_loader
 from common.data.source import Source
 from common.distributed.collectives import all_or_none, is_main
 from common.durable import make_folder, remove, replace_folder, sync_folder
-from common.files import as_json
+from common.files import to_json
 from common.launching import launch
 from common.run import plots
 from common.run.eval_batches import EvalBatches
@@ -43,7 +43,7 @@ from common.run.folder import write_json
 def announce(config: Any, origin: Origin) -> None:
     """Log which weights are evaluated, and how settings differ from their run's."""
     settings = dataclasses.asdict(config) | _recorded(config, origin)
-    launch.say(origin.describe(settings, fields_with(config, "reads_data")))
+    launch.print_on_main(origin.describe(settings, fields_with(config, "reads_data")))
 
 
 def load_weights(model: nn.Module, origin: Origin) -> None:
@@ -130,7 +130,7 @@ def report(config: Any, origin: Origin, val: Source, results: dict, evaluation: 
                 make_folder(draft)
                 content = {"evaluated": evaluated} | printed
                 pictures = SimpleNamespace(draw=partial(_draw, draft / "pictures"))
-                plots.draw_evaluation(evaluation, pictures, launch.say)
+                plots.draw_evaluation(evaluation, pictures, launch.print_on_main)
                 if hasattr(evaluation, "details"):
                     content |= by_name(evaluation.details(), val.classes)
                 if hasattr(evaluation, "write_predictions"):
@@ -138,18 +138,20 @@ def report(config: Any, origin: Origin, val: Source, results: dict, evaluation: 
                 write_json(draft / "results.json", content)
                 sync_folder(draft)
                 replace_folder(folder, draft)
-                launch.say(f"report: {folder}")
+                launch.print_on_main(f"report: {folder}")
             except OSError as error:  # the numbers are not lost with it
                 remove(draft)
-                launch.say(
+                launch.print_on_main(
                     f"no report: {folder} can't be written ({error.strerror}); name another "
                     "--output_dir"
                 )
-    launch.say(json.dumps(as_json({"eval_only": config.eval_only} | printed), allow_nan=False))
+    launch.print_on_main(
+        json.dumps(to_json({"eval_only": config.eval_only} | printed), allow_nan=False)
+    )
 
 
 def _draw(folder: Path, name: str, function: Callable, *arguments) -> None:
-    plots.attempt(folder / f"{name}.png", launch.say, function, *arguments)
+    plots.attempt(folder / f"{name}.png", launch.print_on_main, function, *arguments)
 
 
 def _word(text: str) -> str:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from common.durable import make_folder, remove, replace_file
 from common.errors import Refused
-from common.files import SMALL, as_json, open_regular, read_bytes
+from common.files import SMALL, open_regular, read_bytes, to_json
 
 
 class RunFolder:
@@ -108,7 +108,7 @@ class RunFolder:
         Values that are not finite become null.
         """
         assert self._rows, "rewind comes first"
-        _append(self._rows, json.dumps(as_json(row), allow_nan=False) + "\n")
+        _append(self._rows, json.dumps(to_json(row), allow_nan=False) + "\n")
 
     def sync(self) -> None:
         """Sync rows and log to disk before a checkpoint, so that they outlive a power loss with it."""
@@ -135,7 +135,7 @@ def write_status(run: Path, status: str, step: int, cause: str) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """Replace a JSON file durably, see `replace_file`."""
-    replace_file(path, (json.dumps(as_json(content), indent=2, allow_nan=False) + "\n").encode())
+    replace_file(path, (json.dumps(to_json(content), indent=2, allow_nan=False) + "\n").encode())
 
 
 def read_json(path: Path, limit: int = SMALL) -> dict:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common.errors import printable
+from common.errors import make_printable
 from common.run.folder import RunFolder
 from common.run.progress import display_name, get_shown_metrics, of_exported
 from common.run.tracking import Tracker
@@ -39,7 +39,7 @@ class RunLog:
     def say(self, *lines: str) -> None:
         """Log lines: print them and append them to log.txt."""
         if self._folder:
-            text = "\n".join(map(printable, lines))
+            text = "\n".join(map(make_printable, lines))
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
             self._folder.log(text)

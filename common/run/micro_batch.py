@@ -74,13 +74,13 @@ def halve(plan: BatchPlan, why: str = "") -> BatchPlan:
 def save_limit(run: Path, plan: BatchPlan, device: torch.device) -> None:
     """Record in the run folder that devices of this kind take at most the micro-batches of `plan`."""
     limits = read_json(run / _FILE)
-    limits[devices.name(device)] = plan.max_micro_batch_size
+    limits[devices.get_device_name(device)] = plan.max_micro_batch_size
     write_json(run / _FILE, limits)
 
 
 def load_limit(run: Path, device: torch.device) -> int | None:
     """The largest micro-batch that `save_limit` recorded for devices of this kind, if it did."""
-    limit = read_json(run / _FILE).get(devices.name(device))
+    limit = read_json(run / _FILE).get(devices.get_device_name(device))
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
@@ -128,7 +128,7 @@ def _try_step(plan: BatchPlan, training: TrainingStep) -> _Trial:
         if not has_statistics:
             return _Trial()
         peak_bytes = torch.accelerator.max_memory_allocated()
-        return _Trial(peak_bytes=peak_bytes, device_bytes=devices.memory()[1])
+        return _Trial(peak_bytes=peak_bytes, device_bytes=devices.get_memory_info()[1])
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

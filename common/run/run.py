@@ -35,7 +35,7 @@ from common.distributed.collectives import (
     local_world_size,
     world_size,
 )
-from common.distributed.environment import environment
+from common.distributed.environment import describe_environment
 from common.errors import Refused
 from common.launching import launch
 from common.launching.exit_codes import RESUMABLE
@@ -152,7 +152,7 @@ class Run:
         if self.weights is not None:
             return self
         self._ending.handle_signals()
-        watchdog.on_end(lambda cause: write_status(self.path, "failed", self.step, cause))
+        watchdog.set_end_callback(lambda cause: write_status(self.path, "failed", self.step, cause))
         return self
 
     def __exit__(self, _, error, trace) -> None:
@@ -180,7 +180,7 @@ class Run:
             self._save_alone(ending.is_evaluating and self._shutdown.is_left())
         # Else torch would raise for one that dies, also between the lines of what follows.
         data_workers.end()
-        watchdog.end()  # from here on only the main process has long work: pictures, the dashboard
+        watchdog.stop()  # from here on only the main process has long work: pictures, the dashboard
         stopped = error is None and self.step < self.last
         leavers: list[int] = []
         replacement = self._take_less(error)
@@ -189,8 +189,8 @@ class Run:
                 status, cause = self._shutdown.decide_outcome(
                     stopped, ending.requested_by, replacement or error
                 )
-                leavers = launch.leavers(ending.is_leaving) if stopped else []
-                goes_on = stopped and launch.machine() not in leavers
+                leavers = launch.gather_leavers(ending.is_leaving) if stopped else []
+                goes_on = stopped and launch.get_machine_rank() not in leavers
                 self._shutdown.finish(status, cause, goes_on)
             elif not replacement:
                 self._shutdown.leave_no_trace()
@@ -257,7 +257,7 @@ class Run:
         self._take_over_folder(train, val)
         self.model = model
         self._ema = optimization.build_ema(self.config, model)
-        determinism.search_fastest(train_set.few_shapes)
+        determinism.set_benchmark(train_set.few_shapes)
         freezing = Freezing(self.config, model, train_set.stream)
         self._training = TrainingStep(self.accelerator, model, train_set, compute_losses, freezing)
         self.plan = self._make_plan(train_set)
@@ -326,7 +326,7 @@ class Run:
                 "your own in run.evaluate"
             )
         TrainingState(model, optimizers)  # refuses parameters that no optimizer has
-        sharding.check(model)
+        sharding.check_all_sharded(model)
 
     def _wrap(
         self, model: torch.nn.Module, optimizers: list[Any]
@@ -391,7 +391,7 @@ class Run:
         """
         watchdog.note("finding the micro-batch that fits into memory")
         # A rank that is out of memory leaves no other waiting.
-        with batch_norm.normalize_per_rank(self.model), sharding.alone(self.model):
+        with batch_norm.normalize_per_rank(self.model), sharding.skip_communication(self.model):
             self.plan, peak = micro_batch.fit(self.plan, self._training, self.say)
             with all_or_none("looking for what depends on the layout"):
                 if self.config.dry_run:
@@ -416,7 +416,7 @@ class Run:
             total_steps=self.total_steps,
             rates=rates,
             freezing=freezing,
-            layout=launch.describe(self.accelerator, self.config.dtype),
+            layout=launch.describe_launch(self.accelerator, self.config.dtype),
             folder=self.path,
             trial=trial_rows,
         )
@@ -459,8 +459,8 @@ class Run:
 
         `sizes` are added to environment.json.
         """
-        facts = environment(
-            launch.precision(self.accelerator, self.config.dtype), self.device, self.config
+        facts = describe_environment(
+            launch.get_precision(self.accelerator, self.config.dtype), self.device, self.config
         )
         facts |= sizes | {"steps": self.total_steps}
         with self._records.writing("writing the run folder"):
@@ -559,7 +559,7 @@ class Run:
             self._ema.update(self.model, step)
         progress = self._records.progress
         progress.step = step
-        if launch.orphaned():
+        if launch.is_orphaned():
             self._ending.request("the end of its launcher")
         self._ending.stop_by_flags(progress, self.config)
         update = self._update_size.finish() if self._is_logged(step) else None
@@ -659,7 +659,7 @@ class Run:
         model.eval()
         with (
             self._ending.leavable(is_evaluating=True),
-            sharding.shared_passes(model, self._loader) as loader,
+            sharding.join_uneven_batches(model, self._loader) as loader,
         ):
             batches = EvalBatches(loader, self._val_set.normalize, self.accelerator)
             evaluation = evaluate(model, batches, self._val_set.source)
@@ -694,7 +694,7 @@ class Run:
                 "run.evaluate_only: needs --eval_only, which names the weights to evaluate"
             )
         data = val_set.source
-        launch.say(eval_only.describe_data(self.config, weights, data))
+        launch.print_on_main(eval_only.describe_data(self.config, weights, data))
         eval_only.load_weights(model, weights)
         batches = eval_only.build_batches(self.config, val_set, self.accelerator)
         model.eval()
@@ -702,7 +702,7 @@ class Run:
             evaluation = evaluate(val_set.adapt(model).eval(), batches, data)
             results = results_of(evaluation)
         for line in batches.describe_broken():
-            launch.say(line)
+            launch.print_on_main(line)
         eval_only.report(self.config, weights, data, results, evaluation)
 
     def should_save(self) -> bool:

@@ -42,7 +42,7 @@ def build_start_table(
     rows |= train_set.describe()
     rows |= describe_step_modules(model)
     rows["batch norm"] = batch_norm.describe_batch_norm(model)
-    rows |= sharding.describe(model)
+    rows |= sharding.describe_sharding(model)
     rows["batch"] = str(plan)
     rows["learning rate"] = rates
     rows["settings"] = _describe_settings(config)

@@ -141,7 +141,7 @@ class StepReports:
                     f"run.log: {name} has shape {list(value.shape)}; give one number, or one per "
                     "sample, [n]"
                 )
-            total = value.sum(dtype=devices.exact(value.device))
+            total = value.sum(dtype=devices.get_sum_dtype(value.device))
             self._sums[name] = self._sums[name] + total if name in self._sums else total
             self._counts[name] = self._counts.get(name, 0) + value.numel()
 
@@ -169,7 +169,7 @@ class StepReports:
             rate: the highest learning rate of the step.
         """
         losses = outcome.losses
-        loss = losses.sum(dtype=devices.exact(losses.device))
+        loss = losses.sum(dtype=devices.get_sum_dtype(losses.device))
         numbers = [loss, grad_norm.to(loss.dtype)]
         if self.scaler:  # scaling 1 gives the scale; `get_scale` would wait for the device
             numbers.append(self.scaler.scale(torch.ones_like(loss)))
@@ -184,7 +184,7 @@ class StepReports:
         self._sums = {}
         self._counts = {}
         if devices.has_streams(losses.device):
-            posted.copied = devices.mark()
+            posted.copied = devices.record_event()
         elif losses.device.type != "cpu":
             torch.accelerator.synchronize()
         self._posted.append(posted)

@@ -4,11 +4,11 @@ ranges of bytes.
 
 from typing import TYPE_CHECKING
 
-from common.imports import face
+from common.imports import export_lazily
 
 if TYPE_CHECKING:
     from common.shards.entries import KeptColumns
     from common.shards.parts import open_parts, open_sources, open_unlabelled
     from common.shards.source import Shards, share_blocks
 
-__all__, __getattr__ = face(__name__)
+__all__, __getattr__ = export_lazily(__name__)

@@ -24,7 +24,7 @@ from common.data import tables
 from common.data.notes import Notes
 from common.distributed import watchdog
 from common.distributed.collectives import all_or_none, gather_objects, is_main, rank, world_size
-from common.errors import Refused, printable
+from common.errors import Refused, make_printable
 from common.randomness import key_of, mix
 from common.shards import parquet, tars
 from common.shards.names import is_parquet, is_remote, remove_signature
@@ -225,9 +225,9 @@ def _read_tar(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarray, p
     rows = []
     for sample in tars.read_samples(file, size, tar_format):
         if not sample.image:
-            notes.leave_out("no image", printable(sample.key))
+            notes.leave_out("no image", make_printable(sample.key))
         elif sample.image.size > _MAX_IMAGE:
-            notes.leave_out("an image beyond 1 GiB", printable(sample.key))
+            notes.leave_out("an image beyond 1 GiB", make_printable(sample.key))
         else:
             entries.append(_entry_of_member(sample.image))
             rows.append(_read_row(file, sample, sample.image, shards))

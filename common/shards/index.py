@@ -26,7 +26,7 @@ from common.data.source import fingerprint_of
 from common.distributed.collectives import all_or_none, gather_objects, is_local_main, node_rank
 from common.durable import remove, replace_folder, sync_folder
 from common.errors import Refused
-from common.files import CACHE, SMALL, cache_folder, open_regular, read_text
+from common.files import CACHE, SMALL, get_cache_folder, open_regular, read_text
 from common.shards.entries import ENTRIES, ENTRY, HEADER, LEFT_OUT, ShardList, read_shards
 from common.shards.parquet import row_groups_of
 
@@ -69,7 +69,7 @@ def open_index(shards: ShardList) -> Index:
     index = None
     with suppress(RuntimeError):  # no home, and so no cache
         if shards.has_tags:
-            folder = cache_folder() / f"shards-{shards.key}"
+            folder = get_cache_folder() / f"shards-{shards.key}"
             index = _load(folder, shards)
     if all(gather_objects(index is not None)) and index:
         return index

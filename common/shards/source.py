@@ -12,7 +12,7 @@ import numpy as np
 from common.config.secrets import printable_name
 from common.data.source import Columns
 from common.data.stream import Blocks
-from common.errors import Refused, printable
+from common.errors import Refused, make_printable
 from common.randomness import mix
 from common.shards import parquet, ranges, tars
 from common.shards.block_cache import BlockCache, open_blocks
@@ -73,7 +73,7 @@ class Shards(Columns):
         if is_read:
             with suppress(Refused, ValueError):  # it is named because something is wrong
                 member = tars.read_name(self._read_sample(index)[:head])
-        return printable(f"{shard}/{member}")
+        return make_printable(f"{shard}/{member}")
 
     def listed_name(self, index: int) -> str:
         return self.name(index, is_read=False)

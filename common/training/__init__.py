@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from common.imports import face
+from common.imports import export_lazily
 from common.patches.timm import import_timm
 
 if TYPE_CHECKING:
@@ -24,6 +24,6 @@ if TYPE_CHECKING:
         resolve_data_config,
     )
 
-__all__, __getattr__ = face(__name__)
+__all__, __getattr__ = export_lazily(__name__)
 
 import_timm()  # before the modules of this room do

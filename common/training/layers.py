@@ -19,5 +19,5 @@ def prepare_layers(config: Any, model: nn.Module) -> None:
     batch_norm.convert_batch_norm(model, config.batch_norm, group_size=config.norm_batch_size)
     drop_path.convert_drop_layers(model)
     if not getattr(config, "eval_only", ""):
-        sharding.shard(model, getattr(torch, config.dtype))
+        sharding.shard_model(model, getattr(torch, config.dtype))
     freeze_stages(config, model)

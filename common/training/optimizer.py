@@ -23,14 +23,14 @@ from common.data.stream import Stream
 from common.distributed.collectives import all_sum
 from common.distributed.sharding import (
     SelfSharded,
-    alike,
+    clone_model,
+    get_full_tensor,
+    get_local_tensor,
+    get_total_norm,
+    group_by_mesh,
     has_shards,
     is_sharded,
-    local,
     shard_like,
-    total_norm,
-    twin,
-    whole,
 )
 from common.errors import Refused
 from common.patches.timm import orthogonalize_shards
@@ -73,7 +73,7 @@ def build_optimizer(config: OptimizationConfig, model: nn.Module) -> torch.optim
     if has_shards(model):
         _check_shardable(config.opt, model)
         fused_names = _FUSED_ON_SHARDS
-        orthogonalize_shards(whole, shard_like)
+        orthogonalize_shards(get_full_tensor, shard_like)
     options = {"fused": True} if name in fused_names else {}
     try:
         optimizer = timm.optim.create_optimizer_v2(
@@ -349,14 +349,14 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, mode: str) 
         if parameter.grad is not None:
             clipped.append(parameter)
             gradients.append(parameter.grad)
-    norm = total_norm(gradients)
+    norm = get_total_norm(gradients)
     if limit and mode == "agc":
         if any(isinstance(parameter, DTensor) for parameter in clipped):
             _clip_sharded_units(clipped, limit)
         else:
             adaptive_clip_grad(clipped, limit)
     elif limit:
-        for subset in alike(clipped):
+        for subset in group_by_mesh(clipped):
             nn.utils.clip_grads_with_norm_(subset, limit, norm)
     return norm
 
@@ -390,7 +390,7 @@ def unscale_gradients(
         parameter.grad = None
     carrier = whole_gradients[0]
     for gradient in gradients:
-        carrier += 0 * all_sum(local(gradient).sum())  # NaN if one value is not finite
+        carrier += 0 * all_sum(get_local_tensor(gradient).sum())  # NaN if one value is not finite
     scale = accelerator.scaler.scale(torch.ones((), device=carrier.device))
     accelerator.unscale_gradients(optimizers)
     for parameter, gradient in zip(in_shards, gradients, strict=True):
@@ -408,14 +408,14 @@ def _clip_sharded_units(parameters: list[nn.Parameter], limit: float) -> None:
     for weight, gradient in pairs:
         if weight.ndim < 2:
             vector_norms += [weight.norm(), gradient.norm()]
-    gathered_norms = iter(whole(torch.stack(vector_norms)) if vector_norms else ())
+    gathered_norms = iter(get_full_tensor(torch.stack(vector_norms)) if vector_norms else ())
     for weight, sharded_gradient in pairs:
-        gradient = local(sharded_gradient)
+        gradient = get_local_tensor(sharded_gradient)
         if weight.ndim < 2:
             weight_norm = next(gathered_norms)
             gradient_norm = next(gathered_norms)
         else:
-            weight_norm = unitwise_norm(local(weight))
+            weight_norm = unitwise_norm(get_local_tensor(weight))
             gradient_norm = unitwise_norm(gradient)
         max_norm = weight_norm.clamp(min=1e-3) * limit
         clipped = gradient * (max_norm / gradient_norm.clamp(min=1e-6))
@@ -439,7 +439,7 @@ class ShardedEma(ModelEmaV3):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(nn.Linear(1, 1), **options)
-        self.module = twin(model).eval()
+        self.module = clone_model(model).eval()
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:
         averages = []
@@ -447,8 +447,8 @@ class ShardedEma(ModelEmaV3):
         ema_state = self.module.state_dict().values()
         for average, value in zip(ema_state, model.state_dict().values(), strict=True):
             if average.is_floating_point():
-                averages.append(local(average))
-                values.append(local(value))
+                averages.append(get_local_tensor(average))
+                values.append(get_local_tensor(value))
             else:
-                local(average).copy_(local(value))
+                get_local_tensor(average).copy_(get_local_tensor(value))
         torch._foreach_lerp_(averages, values, weight=1 - decay)

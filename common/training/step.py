@@ -151,7 +151,7 @@ class TrainingStep:
         are refused. `uses_generator` then tells whether a forward pass draws numbers, such as
         masks, from the global generator.
         """
-        devices.seed(0, self._device)
+        devices.seed_generator(0, self._device)
         batch_size = plan.micro_batch_sizes[0]
         # As many as are on the device at once. They stay there until the backward is done.
         num_batches = plan.micro_steps if self._looks_ahead else 1
@@ -160,9 +160,9 @@ class TrainingStep:
         batches: list[Any] = [next(prefetcher) for _ in range(num_batches)]
         self._prepare_step(0, batches[:1], plan, is_trial=network is self.model)
         drop_path.set_uniforms(self.model, batches[0].drop_path)
-        state = devices.generator_state(self._device)
+        state = devices.get_rng_state(self._device)
         losses = self._compute_losses(network, batches[0])
-        self.uses_generator = not torch.equal(devices.generator_state(self._device), state)
+        self.uses_generator = not torch.equal(devices.get_rng_state(self._device), state)
         check_losses(losses, batch_size)
         losses.sum().backward()
 
@@ -234,7 +234,7 @@ class TrainingStep:
 
         def seed_all(seed: int) -> None:
             seed_generators(seed)
-            devices.seed(seed, self._device)
+            devices.seed_generator(seed, self._device)
 
         def record_inputs(_, args: tuple) -> None:
             inputs.extend(args[:1])
@@ -293,7 +293,9 @@ class TrainingStep:
         self._prepare_step(step, batches, self.plan, is_trial=False)
         for micro_step in range(self.plan.micro_steps):
             batch: Any = batches[micro_step] if batches else next(self._prefetcher)
-            devices.seed(key_of(self._seed, "dropout", step, micro_step, rank()), self._device)
+            devices.seed_generator(
+                key_of(self._seed, "dropout", step, micro_step, rank()), self._device
+            )
             drop_path.set_uniforms(self.model, batch.drop_path)
             self._positions.append(batch.positions)
             is_last = micro_step == self.plan.micro_steps - 1

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from common.distributed import devices
-from common.distributed.sharding import from_local, local, total_norm
+from common.distributed.sharding import from_local, get_local_tensor, get_total_norm
 from common.errors import Refused
 from common.training.parts import group_parameters
 
@@ -68,11 +68,11 @@ class UpdateSize:
         for copy, weight in zip(copies, weights, strict=True):
             tensor = _load_copy(copy, weight)
             before.append(tensor)
-            local_before.append(local(tensor))
-            local_after.append(local(weight))
-        weight_norm = total_norm(before)
+            local_before.append(get_local_tensor(tensor))
+            local_after.append(get_local_tensor(weight))
+        weight_norm = get_total_norm(before)
         torch._foreach_sub_(local_before, local_after)  # in place: `before` is the change now
-        return Update(self._get_rates(), torch.stack([weight_norm, total_norm(before)]))
+        return Update(self._get_rates(), torch.stack([weight_norm, get_total_norm(before)]))
 
     def get_max_rate(self) -> float:
         """The highest learning rate that a group of the optimizers has now."""
@@ -119,7 +119,7 @@ def _copy_weight(weight: torch.Tensor) -> torch.Tensor:
     """A copy on the device; of a weight in shards, a copy of this rank's shard on the host."""
     if not isinstance(weight, DTensor):
         return weight.clone()
-    shard = local(weight)
+    shard = get_local_tensor(weight)
     host = torch.empty_like(shard, device="cpu", pin_memory=devices.has_streams(shard.device))
     return host.copy_(shard, non_blocking=True)
 

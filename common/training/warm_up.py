@@ -58,7 +58,7 @@ def warm_up(wrapped: torch.nn.Module, model: torch.nn.Module, step: Callable[[],
     except Exception as error:
         if is_out_of_memory(error) or is_lost_peer(error):
             raise  # of this rank alone, perhaps
-        determinism.check(error)
+        determinism.refuse_missing_kernel(error)
         if any(kind.__module__.startswith(_COMPILERS) for kind in type(error).__mro__):
             raise Refused(
                 f"--compile failed: {summarize_error(error)}; leave out --compile, or install what "

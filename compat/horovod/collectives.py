@@ -44,7 +44,11 @@ class Group:
 
 def backend() -> str:
     """The backends of torch.distributed for each kind of device."""
-    return "cpu:gloo,cuda:nccl" if devices.kind() == "cuda" and dist.is_nccl_available() else "gloo"
+    return (
+        "cpu:gloo,cuda:nccl"
+        if devices.get_device_type() == "cuda" and dist.is_nccl_available()
+        else "gloo"
+    )
 
 
 def patience() -> timedelta:

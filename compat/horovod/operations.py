@@ -320,7 +320,7 @@ def join(device: int = -1) -> int:
     ranks have joined.
     """
     running = engine.current()
-    if devices.kind() == "cuda":
+    if devices.get_device_type() == "cuda":
         running.join_device = torch.device(
             "cuda", device if device >= 0 else torch.accelerator.current_device_index()
         )

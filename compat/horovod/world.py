@@ -77,9 +77,9 @@ def _join_group(launch: Launch) -> None:
     if _store is None and launch.world_size == 1:
         _store = dist.HashStore()
     elif _store is None:
-        from common.launching.meeting import reach  # imports accelerate
+        from common.launching.meeting import connect_to_store  # imports accelerate
 
-        _store = reach(os.environ, launch, patience())
+        _store = connect_to_store(os.environ, launch, patience())
     group_store = dist.PrefixStore(f"group/{_starts}", _store)
     dist.init_process_group(
         backend(), store=group_store, rank=launch.rank, world_size=launch.world_size
@@ -181,7 +181,7 @@ gloo_built = gloo_enabled = dist.is_gloo_available
 
 def nccl_built() -> int:
     """The version of torch's NCCL, such as 22703 for 2.27.3; 0 if torch has none."""
-    major, minor, patch = devices.nccl_version()[:3] or (0, 0, 0)
+    major, minor, patch = devices.get_nccl_version()[:3] or (0, 0, 0)
     return major * 10000 + minor * 100 + patch
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from common.classification.margin_head import MarginHead
 from common.data.batch_plan import BatchPlan
 from common.distributed.collectives import rank, world_size
-from common.distributed.sharding import local, whole
+from common.distributed.sharding import get_full_tensor, get_local_tensor
 from common.errors import Refused
 from common.training.optimizer import clip_gradients, unscale_gradients
 
@@ -150,14 +150,16 @@ def rank_overflows(culprit: int, fused: bool) -> tuple[float, float, float]:
     )
     prepare(head, 0, labels)
     accelerator.scaler.scale(head(model[:3](images.float()), labels).sum()).backward()
-    before = [local(weight).detach().clone() for weight in (model[0].weight, head.weight)]
+    before = [
+        get_local_tensor(weight).detach().clone() for weight in (model[0].weight, head.weight)
+    ]
     if rank() == culprit:
-        local(head.weight.grad)[1, 2] = torch.inf
+        get_local_tensor(head.weight.grad)[1, 2] = torch.inf
     unscale_gradients(accelerator, [optimizer], list(model.parameters()))
     norm = clip_gradients(model.parameters(), 0, "norm").item()
     accelerator.scaler.step(optimizer)
     accelerator.scaler.update()
-    after = [local(weight).detach() for weight in (model[0].weight, head.weight)]
+    after = [get_local_tensor(weight).detach() for weight in (model[0].weight, head.weight)]
     moved = [(new - old).abs().max().item() for new, old in zip(after, before, strict=True)]
     assert (min(moved) > 0) == (max(moved) > 0)
     return accelerator.scaler.get_scale(), max(moved), norm
@@ -180,7 +182,7 @@ def rank_builds() -> list:
             Refused, match="4 classes leave some of 3 processes without one: start fewer"
         ):
             head_of("cosface", classes=4)
-    return whole(head_of("cosface", classes=2500).weight.detach()).tolist()
+    return get_full_tensor(head_of("cosface", classes=2500).weight.detach()).tolist()
 
 
 def test_first_weights_do_not_depend_on_the_layout(processes) -> None:

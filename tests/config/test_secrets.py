@@ -12,8 +12,8 @@ import pytest
 from common.config.fields import option
 from common.config.parsing import parse
 from common.config.secrets import printable_name
-from common.errors import Refused, printable
-from common.files import as_json
+from common.errors import Refused, make_printable
+from common.files import to_json
 from common.shards.names import list_shards
 
 LIST = "https://h/train-{000..001}.tar?$SIGNATURE,https://h/val.tar?$SIGNATURE"
@@ -61,9 +61,9 @@ def test_values_are_filled_in_last_and_shown_nowhere(monkeypatch, data, names, s
     assert found == [name.replace("SIGNATURE_VALUE", os.environ["SIGNATURE"]) for name in names]
     assert printable_name(found[0]) == shown
     for text in (
-        printable(f"could not read {found[0]}"),
+        make_printable(f"could not read {found[0]}"),
         str(Refused(found)),
-        json.dumps(as_json({"x": [found]})),
+        json.dumps(to_json({"x": [found]})),
     ):
         assert "SECRET" not in text
 

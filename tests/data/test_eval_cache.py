@@ -47,7 +47,7 @@ def test_a_cache_takes_its_share_of_the_memory(monkeypatch, tmp_path) -> None:
 
 def test_available_memory_is_the_containers_if_it_has_less(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(environment, "_CGROUP", tmp_path)
-    of_machine = environment.available_memory()
+    of_machine = environment.get_available_memory()
     # 3 GiB, 2.5 of them used, 1 of these by files that were read.
     facts = {
         "memory.max": 3 * 2**30,
@@ -56,6 +56,6 @@ def test_available_memory_is_the_containers_if_it_has_less(monkeypatch, tmp_path
     }
     for name, text in facts.items():
         (tmp_path / name).write_text(f"{text}\n")
-    assert environment.available_memory() == min(of_machine, 3 * 2**29)
+    assert environment.get_available_memory() == min(of_machine, 3 * 2**29)
     (tmp_path / "memory.max").write_text("max\n")
-    assert environment.available_memory() == pytest.approx(of_machine, rel=0.2)
+    assert environment.get_available_memory() == pytest.approx(of_machine, rel=0.2)

@@ -94,8 +94,8 @@ def test_one_process_and_several_exchange_alike(exchanged, name: str, ranks: int
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_main_process_alone_gathers_arrays(exchanged, ranks: int) -> None:
-    of_main, *others = (of_rank["arrays"] for of_rank in exchanged[ranks])
-    assert others == [None] * (ranks - 1)
+    of_main, *on_others = (of_rank["arrays"] for of_rank in exchanged[ranks])
+    assert on_others == [None] * (ranks - 1)
     for rank, arrays in enumerate(of_main):
         assert arrays == [
             (array.dtype, array[rank:].shape, array[rank:].tolist()) for array in ARRAYS
@@ -104,7 +104,7 @@ def test_the_main_process_alone_gathers_arrays(exchanged, ranks: int) -> None:
 
 def be_sent_a_pickle(marker: str) -> list[str]:
     """Rank 1 sends one in each way in which objects travel; the errors of rank 0."""
-    told, pickled, fake = [], pickle.dumps(Malicious(marker)), mock.Mock()
+    errors, pickled, fake = [], pickle.dumps(Malicious(marker)), mock.Mock()
     fake.dumps.return_value.encode.return_value = pickled
     forged = {"json": fake, "_pack": lambda _: pickled} if collectives.rank() else {}
     for send in (
@@ -116,15 +116,15 @@ def be_sent_a_pickle(marker: str) -> list[str]:
             try:
                 send([])
             except (ValueError, SafetensorError) as error:
-                told.append(type(error).__name__)
-    return told
+                errors.append(type(error).__name__)
+    return errors
 
 
 def test_a_received_pickle_is_not_executed(processes: Processes, tmp_path) -> None:
     marker = tmp_path / "executed"
-    told, _ = processes.run(be_sent_a_pickle, str(marker), ranks=2)
+    errors, _ = processes.run(be_sent_a_pickle, str(marker), ranks=2)
     assert not marker.exists()
-    assert told == ["UnicodeDecodeError", "SafetensorError", "UnicodeDecodeError"]
+    assert errors == ["UnicodeDecodeError", "SafetensorError", "UnicodeDecodeError"]
     pickle.loads(pickle.dumps(Malicious(marker)))
     assert marker.exists(), "the pickle of this test would execute"
 
@@ -135,24 +135,24 @@ def differ() -> list[str]:
     with pytest.raises(ValueError, match=r"loss|top1") as names:
         collectives.reduce_dict({"lr": 1.0, "top1" if odd else "loss": 1.0})
     with pytest.raises(Refused) as values:
-        collectives.same_on_all_ranks("data", "4a" if odd else "3f")
-    return [str(names.value), str(values.value), collectives.same_on_all_ranks("data", "5b")]
+        collectives.check_same_on_all_ranks("data", "4a" if odd else "3f")
+    return [str(names.value), str(values.value), collectives.check_same_on_all_ranks("data", "5b")]
 
 
 def test_a_name_or_value_that_differs_is_named_on_every_rank(processes: Processes) -> None:
     values = "data differs between ranks: 3f on rank 0 ({0}), 4a on rank 1 ({0})".format(
         socket.gethostname()
     )
-    told = ["reduce_dict: only one of rank 0 and rank 1 has loss, top1", values, "5b"]
-    assert processes.run(differ, ranks=3) == [told] * 3
+    expected = ["reduce_dict: only one of rank 0 and rank 1 has loss, top1", values, "5b"]
+    assert processes.run(differ, ranks=3) == [expected] * 3
 
 
 def use_groups() -> tuple:
     """Rank 1 is on another machine: places, sums of 10^rank over a pair and over a node, timeout,
     and collectives begun.
     """
-    rank, counts = collectives.rank(), [collectives.begun()]
-    collectives.give_up_after(timedelta(seconds=2 * 10**7))
+    rank, counts = collectives.rank(), [collectives.count_collectives()]
+    collectives.set_timeout(timedelta(seconds=2 * 10**7))
     pair = collectives.subgroup([2, 0])
     totals = [torch.tensor(10**rank) for _ in range(2)]
     if rank != 1:
@@ -161,7 +161,10 @@ def use_groups() -> tuple:
     with mock.patch.object(socket, "gethostname", return_value="b" if rank == 1 else "a"):
         dist.all_reduce(totals[1], group=collectives.node_group())
     options = collectives.node_group()._get_backend(torch.device("cpu")).options
-    counts += [collectives.begun(), collectives.barrier() or collectives.begun()]
+    counts += [
+        collectives.count_collectives(),
+        collectives.barrier() or collectives.count_collectives(),
+    ]
     return identity(), *map(int, totals), options._timeout.total_seconds(), counts
 
 
@@ -169,8 +172,8 @@ def test_groups_are_of_the_ranks_that_share_a_host(processes: Processes) -> None
     """They are made once, and have the timeout that was set. Ranks of the same groups count the
     same collectives.
     """
-    *found, counts = zip(*processes.run(use_groups, ranks=3), strict=True)
-    assert [*zip(*found, strict=True)] == [
+    *sums, counts = zip(*processes.run(use_groups, ranks=3), strict=True)
+    assert [*zip(*sums, strict=True)] == [
         ((0, 3, True, 2, True, 0), 101, 101, 2e7),
         ((1, 3, False, 1, True, 1), 10, 10, 2e7),
         ((2, 3, False, 2, False, 0), 101, 101, 2e7),
@@ -253,9 +256,9 @@ def test_the_first_rank_of_a_node_goes_first(processes: Processes, tmp_path) -> 
 
     answers = run(-1)
     assert [outcome for outcome, _ in answers] == ["none"] * 3 and answers[2][1] == ["0", "1"]
-    told = "rank {}: while downloading: OSError: disk full"
+    message = "rank {}: while downloading: OSError: disk full"
     (first, _), (second, _), (last, seen) = run(1)
-    assert (first, second, last, seen) == (told.format(1), "disk full", told.format(1), []), (
+    assert (first, second, last, seen) == (message.format(1), "disk full", message.format(1), []), (
         "the last one stays out"
     )
-    assert [outcome for outcome, _ in run(2)] == [told.format(2), told.format(2), "disk full"]
+    assert [outcome for outcome, _ in run(2)] == [message.format(2), message.format(2), "disk full"]

@@ -8,27 +8,39 @@ import pytest
 import torch
 
 from common.distributed import devices
-from common.distributed.environment import environment
+from common.distributed.environment import describe_environment
 
 
-@pytest.mark.parametrize("shown", [True, False])
+@pytest.mark.parametrize("has_device", [True, False])
 def test_a_machine_with_another_makers_accelerator(
-    monkeypatch: pytest.MonkeyPatch, shown: bool
+    monkeypatch: pytest.MonkeyPatch, has_device: bool
 ) -> None:
     xpu = torch.device("xpu")
     monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda check_available: xpu if shown else None
+        torch.accelerator,
+        "current_accelerator",
+        lambda check_available: xpu if has_device else None,
     )
     monkeypatch.setattr(torch.xpu, "get_device_name", lambda device: f"An XPU, {device}")
-    assert (devices.kind(), devices.has_streams()) == (("xpu", True) if shown else ("cpu", False))
-    assert (devices.name(torch.device("xpu:1")), devices.name(torch.device("mps"))) == (
+    assert (devices.get_device_type(), devices.has_streams()) == (
+        ("xpu", True) if has_device else ("cpu", False)
+    )
+    assert (
+        devices.get_device_name(torch.device("xpu:1")),
+        devices.get_device_name(torch.device("mps")),
+    ) == (
         "An XPU, xpu:1",
         "mps",
     )
-    assert shown or devices.mark() is None
+    assert has_device or devices.record_event() is None
     kinds = ("cpu", "cuda:1", "xpu", "mps")
     assert [devices.has_streams(kind) for kind in kinds] == [False, True, True, False]
-    assert [devices.exact(kind) == torch.float64 for kind in kinds] == [True, True, True, False]
+    assert [devices.get_sum_dtype(kind) == torch.float64 for kind in kinds] == [
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_the_record_names_the_device_of_the_run(
@@ -37,8 +49,8 @@ def test_the_record_names_the_device_of_the_run(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"A GPU, {device}")
     (on_cpu,), (on_gpu,) = (
-        environment("fp32", torch.device(device))["ranks"] for device in ("cpu", "cuda:1")
+        describe_environment("fp32", torch.device(device))["ranks"] for device in ("cpu", "cuda:1")
     )
     assert on_gpu == f"A GPU, cuda:1 on {platform.node()}"
     assert on_cpu == f"{platform.processor() or platform.machine()} on {platform.node()}"
-    assert environment("fp32", torch.device("cpu"))["cuda"] is None
+    assert describe_environment("fp32", torch.device("cpu"))["cuda"] is None

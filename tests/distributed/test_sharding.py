@@ -37,39 +37,39 @@ def images(count: int) -> torch.Tensor:
     )
 
 
-def begin(**asked) -> None:
-    sharding.begin(Sharding(**asked), torch.device("cpu"))
+def configure(**settings) -> None:
+    sharding.configure(Sharding(**settings), torch.device("cpu"))
 
 
 def sharded_vit() -> nn.Module:
     model = vit(dist.get_rank())  # all get the weights of rank 0
-    sharding.shard(model, torch.float64)
+    sharding.shard_model(model, torch.float64)
     return model
 
 
-def rank_evaluates(batches: tuple[int, ...], kept: bool) -> list[float]:
+def rank_evaluates(batches: tuple[int, ...], keeps_weights: bool) -> list[float]:
     """The mean logit of each of this rank's batches, of the model and then of its average after the
     model has moved.
     """
-    begin(keeps_weights=kept)
+    configure(reshard_after_forward=not keeps_weights)
     model = sharded_vit()
-    average = sharding.twin(model).eval()
-    found = []
+    average = sharding.clone_model(model).eval()
+    logits = []
     for module in (model, average, model):
         with (
             torch.no_grad(),
-            sharding.shared_passes(module, [images(2)] * batches[dist.get_rank()]) as loader,
+            sharding.join_uneven_batches(module, [images(2)] * batches[dist.get_rank()]) as loader,
         ):
-            found += [module(batch).mean().item() for batch in loader]
+            logits += [module(batch).mean().item() for batch in loader]
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 0.1
     assert all(isinstance(parameter.data, DTensor) for parameter in model.parameters())
-    return found
+    return logits
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_ranks_evaluate_different_numbers_of_batches(processes, kept: bool) -> None:
+@pytest.mark.parametrize("keeps_weights", [False, True])
+def test_ranks_evaluate_different_numbers_of_batches(processes, keeps_weights: bool) -> None:
     """None, one and three: nobody waits for ever, and each pass has the weights of its moment."""
     model = vit()
     with torch.no_grad():
@@ -77,7 +77,7 @@ def test_ranks_evaluate_different_numbers_of_batches(processes, kept: bool) -> N
         for parameter in model.parameters():
             parameter += 0.2
         moved = model(images(2)).mean().item()
-    answers = processes.run(rank_evaluates, (0, 1, 3), kept, ranks=3)
+    answers = processes.run(rank_evaluates, (0, 1, 3), keeps_weights, ranks=3)
     for count, answer in zip((0, 1, 3), answers, strict=True):
         assert answer == pytest.approx(
             [first] * count + [first] * count + [moved] * count, rel=1e-12
@@ -86,18 +86,18 @@ def test_ranks_evaluate_different_numbers_of_batches(processes, kept: bool) -> N
 
 def rank_tries() -> tuple[bool, bool, float]:
     """Passes of rank 0 alone, one of which fails half-way; then a pass of both ranks."""
-    begin()
+    configure()
     model = sharded_vit()
     if dist.get_rank() == 0:
-        with sharding.alone(model):
+        with sharding.skip_communication(model):
             model(images(2)).sum().backward()
         hook = model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError), sharding.alone(model):
+        with pytest.raises(ZeroDivisionError), sharding.skip_communication(model):
             model(images(2))
         hook.remove()
     model.zero_grad()
     model(images(2)).sum().backward()
-    norm = sharding.total_norm([parameter.grad for parameter in model.parameters()])
+    norm = sharding.get_total_norm([parameter.grad for parameter in model.parameters()])
     return isinstance(norm, DTensor), isinstance(model.head.weight.grad, DTensor), norm.item()
 
 
@@ -111,11 +111,11 @@ def test_a_trial_waits_for_no_rank_and_leaves_nothing_behind(processes) -> None:
 
 def rank_computes_in_half() -> tuple[list, bool]:
     """Shapes of the tensors that autograd keeps in bf16, and True if all gradients equal a whole model's."""
-    begin()
-    plain, model, kept = vit().float(), sharded_vit().float(), []
+    configure()
+    plain, model, shapes = vit().float(), sharded_vit().float(), []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept.extend([sorted(tensor.shape)] * (tensor.dtype == torch.bfloat16))
+        shapes.extend([sorted(tensor.shape)] * (tensor.dtype == torch.bfloat16))
         return tensor
 
     hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
@@ -124,7 +124,10 @@ def rank_computes_in_half() -> tuple[list, bool]:
             losses = module(images(2).float()).float().square()
         losses.sum().backward()
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return kept, all(torch.equal(sharding.whole(mine.grad), theirs.grad) for mine, theirs in pairs)
+    return shapes, all(
+        torch.equal(sharding.get_full_tensor(actual.grad), expected.grad)
+        for actual, expected in pairs
+    )
 
 
 def test_no_half_precision_copy_waits_for_the_backward_pass(processes) -> None:
@@ -134,8 +137,8 @@ def test_no_half_precision_copy_waits_for_the_backward_pass(processes) -> None:
     matrices = [
         sorted(layer.weight.shape) for layer in vit().modules() if isinstance(layer, nn.Linear)
     ]
-    for kept, is_equal in processes.run(rank_computes_in_half, ranks=2):
-        assert is_equal and kept and not [shape for shape in kept if shape in matrices]
+    for shapes, is_equal in processes.run(rank_computes_in_half, ranks=2):
+        assert is_equal and shapes and not [shape for shape in shapes if shape in matrices]
 
 
 class View(nn.Module):
@@ -166,12 +169,12 @@ class InPlace(nn.Module):
 
 
 def rank_changes_views() -> list[list]:
-    begin()
+    configure()
     model = InPlace()
-    sharding.shard(model, torch.float64)
-    assert len(model.shards.parts) == 4
+    sharding.shard_model(model, torch.float64)
+    assert len(model.shards.units) == 4
     model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
-    return [sharding.whole(parameter.grad).tolist() for parameter in model.parameters()]
+    return [sharding.get_full_tensor(parameter.grad).tolist() for parameter in model.parameters()]
 
 
 def test_views_that_are_changed_in_place_have_their_gradients(processes) -> None:
@@ -183,17 +186,17 @@ def test_views_that_are_changed_in_place_have_their_gradients(processes) -> None
 
 
 def rank_asks_too_much() -> None:
-    begin()
+    configure()
     model, scalar = sharded_vit(), nn.Identity()
-    sharding.check(model)
+    sharding.check_all_sharded(model)
     model.scale = nn.Parameter(torch.ones(3))
     with pytest.raises(
         Refused, match=r"^scale was added to the model after prepare_layers, which shards it"
     ):
-        sharding.check(model)
+        sharding.check_all_sharded(model)
     scalar.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(Refused, match="Identity can't be sharded"):
-        sharding.shard(scalar, torch.float32)
+        sharding.shard_model(scalar, torch.float32)
 
 
 def test_a_weight_that_would_not_be_sharded_is_refused(processes) -> None:
@@ -202,17 +205,22 @@ def test_a_weight_that_would_not_be_sharded_is_refused(processes) -> None:
 
 
 def groups() -> list[list[int]]:
-    begin(shards=2)
-    assert sharding._begun
+    configure(num_shards=2)
+    assert sharding._configuration
     return [
-        dist.get_process_group_ranks(sharding._begun[1].get_group(name))
+        dist.get_process_group_ranks(sharding._configuration.mesh.get_group(name))
         for name in ("replica", "shard")
     ]
 
 
 def test_neighbours_share_a_model_and_replicas_the_same_shard(processes) -> None:
-    found = processes.run(groups, ranks=4)
-    assert found == [[[0, 2], [0, 1]], [[1, 3], [0, 1]], [[0, 2], [2, 3]], [[1, 3], [2, 3]]]
+    groups_by_rank = processes.run(groups, ranks=4)
+    assert groups_by_rank == [
+        [[0, 2], [0, 1]],
+        [[1, 3], [0, 1]],
+        [[0, 2], [2, 3]],
+        [[1, 3], [2, 3]],
+    ]
 
 
 @pytest.mark.parametrize(

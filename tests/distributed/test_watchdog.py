@@ -18,12 +18,12 @@ class SlowStore(HashStore):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked = threading.Event()
+        self.is_asked = threading.Event()
 
     def set(self, key: str, value: str) -> None:
         super().set(key, value)
         if threading.current_thread().name == "watchdog":
-            self.asked.set()
+            self.is_asked.set()
             time.sleep(0.5)
 
 
@@ -32,9 +32,9 @@ def test_end_waits_for_the_threads_of_the_watchdog(monkeypatch) -> None:
     # torch's would not call Python.
     monkeypatch.setattr(watchdog, "PrefixStore", lambda prefix, store: store)
     store = SlowStore()
-    watchdog.begin(store, rank=0, world_size=1, patience=1000, name="test")
-    assert store.asked.wait(60), "no heartbeat: this would prove nothing"
-    watchdog.end()
+    watchdog.start(store, rank=0, world_size=1, timeout=1000, program="test")
+    assert store.is_asked.wait(60), "no heartbeat: this would prove nothing"
+    watchdog.stop()
     assert not [thread for thread in threading.enumerate() if thread.name == "watchdog"]
 
 
@@ -51,4 +51,4 @@ def test_the_rank_with_the_fewest_collectives_is_blamed() -> None:
             watchdog.Heartbeat(rank, "here", 1, 1, collectives=collectives, waits=waits, step=step)
             for rank, (collectives, waits, step) in enumerate(beats)
         ]
-        assert [beat.rank for beat in watchdog.blamed(all_of)] == late
+        assert [beat.rank for beat in watchdog.find_stragglers(all_of)] == late

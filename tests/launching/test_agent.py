@@ -26,23 +26,23 @@ def handlers(monkeypatch):
 def test_the_launcher_hears_signals_and_reports_failed_processes(
     handlers, tmp_path, caplog
 ) -> None:
-    told, heard = [], []
-    agent.replace_log(lambda *failure: told.append(failure))
+    reported, heard = [], []
+    agent.replace_log(lambda *failure: reported.append(failure))
     agent.handle_signals(lambda number, frame: heard.append(number))
     codes = {0: ("-c", "import sys; sys.exit(3)"), 1: ("-c", "import time; time.sleep(600)")}
     logs = DefaultLogsSpecs(log_dir=str(tmp_path))
     context = start_processes("test", sys.executable, codes, {0: {}, 1: {}}, logs)
-    failed, sleeps = (psutil.Process(context.pids()[place]) for place in codes)
+    failed, sleeps = (psutil.Process(context.pids()[index]) for index in codes)
     for number in STOPPING:
         os.kill(os.getpid(), number)
     assert heard == [*STOPPING], "torch has taken a signal"
     sleeps.kill()
-    agent.await_end()
+    agent.await_processes()
     assert failed.status() == sleeps.status() == psutil.STATUS_ZOMBIE, (
         "still to be collected by torch"
     )
     assert context.wait(60).is_failed()
-    assert told in [[(3, 0, failed.pid)], [(-signal.SIGKILL, 1, sleeps.pid)]]
+    assert reported in [[(3, 0, failed.pid)], [(-signal.SIGKILL, 1, sleeps.pid)]]
     assert not caplog.records
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").filters.clear()
     context = start_processes("test", sys.executable, {0: codes[0]}, {0: {}}, logs)

@@ -14,8 +14,13 @@ import pytest
 from common.distributed.sharding import Sharding
 from common.errors import Refused
 from common.launching import launch, meeting, network
-from common.launching.exit_codes import leaving
-from common.launching.launch_checks import check_launch, check_sharded, processes_asked, sharding_of
+from common.launching.exit_codes import find_leavers
+from common.launching.launch_checks import (
+    check_launch,
+    check_sharded_config,
+    parse_requested_processes,
+    read_sharding,
+)
 from common.launching.launchers import complete
 from common.launching.meeting import choose_interface
 from recipes import cls, det
@@ -82,36 +87,36 @@ def test_a_correct_launch_passes(
         environ,
         launched,
         accelerators,
-        asked_for=None if environ.keys() >= MPI.keys() else (world_size, 1),
+        requested=None if environ.keys() >= MPI.keys() else (world_size, 1),
     )
 
 
 @pytest.mark.parametrize(
-    "environ, asked",
+    "environ, expected",
     [
         (TWO, None),
         ({**FSDP, "FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, Sharding()),
-        ({**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "false"}, Sharding(keeps_weights=True)),
-        ({**FSDP, **MESH, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, Sharding(shards=2)),
+        ({**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "false"}, Sharding(reshard_after_forward=False)),
+        ({**FSDP, **MESH, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, Sharding(num_shards=2)),
         (
             {**DEEPSPEED, "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none"},
-            Sharding(True, asked_as="DeepSpeed ZeRO-2"),
+            Sharding(reshard_after_forward=False, engine="DeepSpeed ZeRO-2"),
         ),
         (
             {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
-            Sharding(asked_as="DeepSpeed ZeRO-3"),
+            Sharding(engine="DeepSpeed ZeRO-3"),
         ),
     ],
 )
 def test_a_launch_says_how_the_model_is_sharded(
-    environ: dict[str, str], asked: Sharding | None
+    environ: dict[str, str], expected: Sharding | None
 ) -> None:
     check_launch(environ, complete(dict(environ)), 2)
-    assert sharding_of(environ) == asked
+    assert read_sharding(environ) == expected
 
 
 def test_what_a_sharded_run_cannot_meet_is_refused() -> None:
-    for config, said in (
+    for config, message in (
         (cls.Config(comm_hook="bf16"), "--comm_hook bf16 compresses the gradients of DDP"),
         (
             cls.Config(channels_last=True),
@@ -123,13 +128,13 @@ def test_what_a_sharded_run_cannot_meet_is_refused() -> None:
             "without",
         ),
     ):
-        with pytest.raises(Refused, match=said):
-            check_sharded(config)
-    check_sharded(cls.Config(compile=True))
+        with pytest.raises(Refused, match=message):
+            check_sharded_config(config)
+    check_sharded_config(cls.Config(compile=True))
 
 
 @pytest.mark.parametrize(
-    "environ, accelerators, said",
+    "environ, accelerators, message",
     [
         (ONE, 0, "cpu.yaml"),
         (TWO, 0, "multi_cpu.yaml"),
@@ -189,38 +194,42 @@ def test_what_a_sharded_run_cannot_meet_is_refused() -> None:
     ],
 )
 def test_a_launch_that_would_train_something_else_is_refused(
-    environ: dict[str, str], accelerators: int, said: str
+    environ: dict[str, str], accelerators: int, message: str
 ) -> None:
-    with pytest.raises(Refused, match=said) as refusal:
+    with pytest.raises(Refused, match=message) as refusal:
         check_launch(environ, complete(dict(environ)), accelerators)
     assert "\n" not in str(refusal.value)
 
 
 def test_other_processes_or_machines_than_asked_for_are_refused() -> None:
     """Machines may be missing only with at_least: c10d would let fewer start where clocks differ."""
-    one = {**ONE, "ACCELERATE_USE_CPU": "True"}  # MULTI_CPU without mpirun, or --cpu
+    single_process = {**ONE, "ACCELERATE_USE_CPU": "True"}  # MULTI_CPU without mpirun, or --cpu
     with pytest.raises(
         Refused, match="launched for 2 processes on 1 machine, but on this one 1 started"
     ):
-        check_launch(one, complete(dict(one)), accelerators=1, asked_for=(2, 1))
+        check_launch(
+            single_process, complete(dict(single_process)), num_accelerators=1, requested=(2, 1)
+        )
     left = {**TWO, "GROUP_WORLD_SIZE": "1"}  # of two machines with two processes each
     check_launch(
-        left | {"RECIPES_AT_LEAST": "1"}, complete(dict(left)), accelerators=2, asked_for=(4, 2)
+        left | {"RECIPES_AT_LEAST": "1"}, complete(dict(left)), num_accelerators=2, requested=(4, 2)
     )
-    for asked_for in (
+    for requested in (
         (4, 2),
-        processes_asked("torchrun --nnodes 2:3 --nproc_per_node 2 recipes/cls.py --lr 1".split()),
+        parse_requested_processes(
+            "torchrun --nnodes 2:3 --nproc_per_node 2 recipes/cls.py --lr 1".split()
+        ),
     ):
         with pytest.raises(Refused, match="launched for 2 machines, but 1 started this run"):
-            check_launch(left, complete(dict(left)), accelerators=2, asked_for=asked_for)
+            check_launch(left, complete(dict(left)), num_accelerators=2, requested=requested)
 
 
 def test_machines_use_the_interface_towards_the_main_machine(monkeypatch) -> None:
-    own = {"10.0.0.1": "10.0.0.7", "first": "127.0.1.1"}
-    monkeypatch.setattr(network, "address_towards", own.__getitem__)
-    monkeypatch.setattr(network, "interface_of", {"10.0.0.7": "eth1", "127.0.0.1": "lo"}.get)
+    local_addresses = {"10.0.0.1": "10.0.0.7", "first": "127.0.1.1"}
+    monkeypatch.setattr(network, "find_address_towards", local_addresses.__getitem__)
+    monkeypatch.setattr(network, "find_interface", {"10.0.0.7": "eth1", "127.0.0.1": "lo"}.get)
 
-    def chosen(**variables: str) -> dict[str, str]:
+    def choose(**variables: str) -> dict[str, str]:
         environ = {**TWO_NODES, "MASTER_PORT": "29500", **variables}
         choose_interface(environ)
         return {
@@ -229,23 +238,23 @@ def test_machines_use_the_interface_towards_the_main_machine(monkeypatch) -> Non
             if name in environ
         }
 
-    assert chosen(MASTER_ADDR="10.0.0.1") == {
+    assert choose(MASTER_ADDR="10.0.0.1") == {
         "GLOO_SOCKET_IFNAME": "eth1",
         "NCCL_SOCKET_IFNAME": "=eth1",
     }
-    assert chosen(MASTER_ADDR="10.0.0.1", NCCL_SOCKET_IFNAME="ib0")["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert choose(MASTER_ADDR="10.0.0.1", NCCL_SOCKET_IFNAME="ib0")["NCCL_SOCKET_IFNAME"] == "ib0"
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
-    assert chosen(MASTER_ADDR="127.0.0.1") == loopback, "a rehearsal on one machine"
-    assert chosen(MASTER_ADDR="first", LOCAL_WORLD_SIZE="2") == loopback, "one machine"
+    assert choose(MASTER_ADDR="127.0.0.1") == loopback, "a rehearsal on one machine"
+    assert choose(MASTER_ADDR="first", LOCAL_WORLD_SIZE="2") == loopback, "one machine"
     assert (
-        chosen(MASTER_ADDR="first", LOCAL_WORLD_SIZE="2", NCCL_SOCKET_IFNAME="ib0")[
+        choose(MASTER_ADDR="first", LOCAL_WORLD_SIZE="2", NCCL_SOCKET_IFNAME="ib0")[
             "NCCL_SOCKET_IFNAME"
         ]
         == "ib0"
     )
     with pytest.raises(Refused, match=r"knows the main machine first as 127.0.1.1"):
-        chosen(MASTER_ADDR="first")
-    assert chosen(MASTER_ADDR="first", GLOO_SOCKET_IFNAME="eth1") == {"GLOO_SOCKET_IFNAME": "eth1"}
+        choose(MASTER_ADDR="first")
+    assert choose(MASTER_ADDR="first", GLOO_SOCKET_IFNAME="eth1") == {"GLOO_SOCKET_IFNAME": "eth1"}
 
     # The processes of one machine meet on its loopback, at the address of their job, unless their
     # launcher keeps the store.
@@ -254,45 +263,45 @@ def test_machines_use_the_interface_towards_the_main_machine(monkeypatch) -> Non
         ("127.1.2.3", {}, "127.1.2.3"),
         ("10.0.0.1", {"TORCHELASTIC_USE_AGENT_STORE": "True"}, "10.0.0.1"),
     ):
-        one = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": address, **more}
-        choose_interface(one)
-        assert one["MASTER_ADDR"] == main
+        environ = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": address, **more}
+        choose_interface(environ)
+        assert environ["MASTER_ADDR"] == main
 
 
 def test_a_store_listens_on_all_interfaces_only_if_it_has_to(monkeypatch, capsys) -> None:
     """As behind a name that on its own machine is a loopback, or an address that a router translates."""
     stores = []
     monkeypatch.setattr(
-        network, "address_towards", {"10.0.0.1": "10.0.0.1", "first": "127.0.1.1"}.get
+        network, "find_address_towards", {"10.0.0.1": "10.0.0.1", "first": "127.0.1.1"}.get
     )
-    monkeypatch.setattr(network, "keep_store", lambda *place: stores.append(place[:2]))
+    monkeypatch.setattr(network, "host_store", lambda *address: stores.append(address[:2]))
     for host in ("127.0.0.1", "10.0.0.1", "first"):
         meeting._listen(host, 1)
     assert stores == [("127.0.0.1", 1), ("10.0.0.1", 1)]
     assert capsys.readouterr().out.startswith(
         "first is no address of this machine's own: what listens on port 1 does so on all"
     )
-    for number, said in (
+    for number, message in (
         (errno.EADDRNOTAVAIL, ""),
         (errno.EADDRINUSE, "port 5 of 10.0.0.1 is taken: export MASTER_PORT"),
     ):
-        monkeypatch.setattr(network, "keep_store", mock.Mock(side_effect=OSError(number, "")))
-        with pytest.raises(Refused, match=said) if said else contextlib.nullcontext():
+        monkeypatch.setattr(network, "host_store", mock.Mock(side_effect=OSError(number, "")))
+        with pytest.raises(Refused, match=message) if message else contextlib.nullcontext():
             meeting._listen("10.0.0.1", 5)
     assert "on all interfaces" in capsys.readouterr().out
 
 
 def test_machines_leave_alone_if_the_others_can_continue() -> None:
-    assert leaving({1}, 3, 1) == [1] and leaving({2, 1}, 3, 1) == [1, 2]
-    assert leaving({1}, 3, 3) == leaving({0}, 3, 1) == [0, 1, 2], (
+    assert find_leavers({1}, 3, 1) == [1] and find_leavers({2, 1}, 3, 1) == [1, 2]
+    assert find_leavers({1}, 3, 3) == find_leavers({0}, 3, 1) == [0, 1, 2], (
         "two are too few; the first has the address"
     )
-    assert leaving(set(), 3, 3) == [], "machines are joining"
+    assert find_leavers(set(), 3, 3) == [], "machines are joining"
 
 
 def test_the_launcher_and_its_file_say_how_many_processes() -> None:
     file, script = "--config_file accelerate_configs", "recipes/cls.py --num_processes 9"
-    for command, asked in (
+    for command, expected in (
         (f"/opt/bin/python3 /opt/bin/accelerate launch {file}/multi_cpu.yaml {script}", (2, 1)),
         (f"accelerate-launch {file}/multi_cpu.yaml --num_processes 3 {script}", (3, 1)),
         (
@@ -303,8 +312,8 @@ def test_the_launcher_and_its_file_say_how_many_processes() -> None:
         (f"accelerate launch {file}/multi_gpu.yaml {script}", None),
         (f"accelerate launch {file}/multi_gpu.yaml --num_processes 4 {script}", (4, 1)),
     ):
-        assert processes_asked(command.split()) == asked
-    assert processes_asked("python recipes/cls.py accelerate launch".split()) is None
+        assert parse_requested_processes(command.split()) == expected
+    assert parse_requested_processes("python recipes/cls.py accelerate launch".split()) is None
 
 
 def test_a_refusal_is_one_line_whatever_the_names_in_it(monkeypatch, capsys) -> None:
@@ -315,9 +324,12 @@ def test_a_refusal_is_one_line_whatever_the_names_in_it(monkeypatch, capsys) -> 
 
     with pytest.raises(SystemExit, match="2"):
         launch.run(main)
-    launch.say("a\nb\x1b")
-    told = capsys.readouterr()
-    assert told.err == "cls.py: a\\nb \\x1b[2J \\udcff.png: é 足\n" and told.out == "a\\nb\\x1b\n"
+    launch.print_on_main("a\nb\x1b")
+    captured = capsys.readouterr()
+    assert (
+        captured.err == "cls.py: a\\nb \\x1b[2J \\udcff.png: é 足\n"
+        and captured.out == "a\\nb\\x1b\n"
+    )
 
 
 @pytest.mark.parametrize("flag", ["--local-rank=0", "--local_rank=0"])
@@ -346,8 +358,8 @@ def test_a_refusal_is_printed_once_and_waits_for_no_fifo(tmp_path, monkeypatch, 
     monkeypatch.setattr(launch, "REFUSAL_DELAY_S", 2.0)
     for local_rank in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-        said = threading.Thread(target=launch._print_once_per_machine, args=("no",), daemon=True)
-        said.start()
-        said.join(30)
-        assert not said.is_alive(), "it waits for a reader"
+        printer = threading.Thread(target=launch._print_once_per_machine, args=("no",), daemon=True)
+        printer.start()
+        printer.join(30)
+        assert not printer.is_alive(), "it waits for a reader"
     assert capsys.readouterr().err == "no\n"

@@ -3,7 +3,7 @@
 import pytest
 
 from common.errors import Refused
-from common.launching.launchers import Launch, complete, first_host, local_rank
+from common.launching.launchers import Launch, complete, get_first_host, local_rank
 
 pytestmark = pytest.mark.smoke
 
@@ -13,10 +13,10 @@ def variables(text: str) -> dict[str, str]:
 
 
 def ompi(
-    rank: int = 1, size: int = 2, local: int = 1, here: int = 2, **more: str
+    rank: int = 1, size: int = 2, local: int = 1, local_size: int = 2, **more: str
 ) -> dict[str, str]:
     """What Open MPI 4 gives to a process."""
-    numbers = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local, "LOCAL_SIZE": here}
+    numbers = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local, "LOCAL_SIZE": local_size}
     main = "636485632.0;tcp://10.0.0.1,192.168.0.1:51331;tcp6://[fd00::2]:37211"
     job = {"OMPI_MCA_orte_hnp_uri": main, "PMIX_NAMESPACE": "636485633"}
     return {f"OMPI_COMM_WORLD_{name}": str(number) for name, number in numbers.items()} | job | more
@@ -30,8 +30,8 @@ def slurm(
         f"STEP_NUM_TASKS={size} STEP_TASKS_PER_NODE={tasks} STEP_NODELIST=gpu[007-009,12],cpu1 "
         "STEP_ID=0 NTASKS=9"
     )
-    own = variables(f"PROCID={rank} LOCALID={local} NODEID={node} JOB_ID=4711 {step}")
-    return {f"SLURM_{name}": value for name, value in own.items()} | more
+    numbers = variables(f"PROCID={rank} LOCALID={local} NODEID={node} JOB_ID=4711 {step}")
+    return {f"SLURM_{name}": value for name, value in numbers.items()} | more
 
 
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
@@ -93,10 +93,10 @@ def test_what_a_launcher_leaves_out_is_completed(environ, launcher, numbers, mai
     completed = dict(environ)
     launch = complete(completed)
     assert launch.launcher == launcher
-    assert tuple(launch.numbers.values()) == (*numbers[:4], *numbers[4:])
+    assert tuple(launch.variables.values()) == (*numbers[:4], *numbers[4:])
     assert f"{launch.address}:{launch.port}".startswith(main) and launch.port > 0
     written = {
-        name: completed.get(name) for name in (*launch.numbers, "MASTER_ADDR", "MASTER_PORT")
+        name: completed.get(name) for name in (*launch.variables, "MASTER_ADDR", "MASTER_PORT")
     }
     numbered = [None if number is None else str(number) for number in numbers]
     assert [*written.values()] == [*numbered, launch.address, str(launch.port)]
@@ -105,8 +105,8 @@ def test_what_a_launcher_leaves_out_is_completed(environ, launcher, numbers, mai
         str(numbers[1]),
         None,
     )
-    again = dict(completed)
-    assert complete(again) == launch and again == completed
+    second_environ = dict(completed)
+    assert complete(second_environ) == launch and second_environ == completed
 
 
 def test_a_single_process_forms_no_group() -> None:
@@ -123,12 +123,12 @@ def test_a_single_process_forms_no_group() -> None:
 
 
 @pytest.mark.parametrize(
-    "environ, said",
+    "environ, message",
     [
         (ompi(RANK="0"), "RANK=0 contradicts Open MPI, which says 1 (rank 1 of 2): unset RANK"),
         ({**slurm(), "LOCAL_RANK": "0"}, "LOCAL_RANK=0 contradicts srun, which says 1"),
         (ompi(rank=2), "Open MPI says that this is rank 2 of 2"),
-        (ompi(here=3), "local rank 1 of 3, which can't be"),
+        (ompi(local_size=3), "local rank 1 of 3, which can't be"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is not set"),
         ({**EXPORTED, "RANK": "x"}, "RANK=x is not a whole number"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is exported, but RANK is not set"),
@@ -159,29 +159,33 @@ def test_a_single_process_forms_no_group() -> None:
         ),
     ],
 )
-def test_what_contradicts_or_is_missing_is_refused_in_one_line(environ, said) -> None:
+def test_what_contradicts_or_is_missing_is_refused_in_one_line(environ, message) -> None:
     untouched = dict(environ)
     with pytest.raises(Refused) as refusal:
         complete(untouched)
-    assert said in str(refusal.value) and "\n" not in str(refusal.value)
+    assert message in str(refusal.value) and "\n" not in str(refusal.value)
     assert untouched == environ
 
 
 def test_the_processes_of_each_job_meet_at_a_place_of_their_own() -> None:
-    def place(environ: dict[str, str]) -> tuple[str, int]:
+    def find_address(environ: dict[str, str]) -> tuple[str, int]:
         launch = complete(dict(environ))
         return launch.address, launch.port
 
     assert (
-        place(ompi(0, local=0))
-        == place(ompi(1, local=1))
-        != place(ompi(PMIX_NAMESPACE="636485634"))
+        find_address(ompi(0, local=0))
+        == find_address(ompi(1, local=1))
+        != find_address(ompi(PMIX_NAMESPACE="636485634"))
     )
-    assert place(slurm(0, local=0)) == place(slurm()) != place(slurm(SLURM_JOB_ID="4712"))
-    assert place(slurm()) != place(slurm(SLURM_STEP_ID="1"))
+    assert (
+        find_address(slurm(0, local=0))
+        == find_address(slurm())
+        != find_address(slurm(SLURM_JOB_ID="4712"))
+    )
+    assert find_address(slurm()) != find_address(slurm(SLURM_STEP_ID="1"))
     apart = [slurm(rank, local=0, node=rank, tasks="1(x2)") for rank in (0, 1)]
-    assert place(apart[0]) == place(apart[1]) == ("gpu007", place(apart[0])[1])
-    assert place(APART | {"MASTER_ADDR": "a"}) == ("a", 29500)
+    assert find_address(apart[0]) == find_address(apart[1]) == ("gpu007", find_address(apart[0])[1])
+    assert find_address(APART | {"MASTER_ADDR": "a"}) == ("a", 29500)
 
 
 def test_the_first_host_of_a_list_is_that_of_slurm() -> None:
@@ -192,4 +196,4 @@ def test_the_first_host_of_a_list_is_that_of_slurm() -> None:
         "r[2-3]n[04,7]x": "r2n04x",
         "": "",
     }
-    assert {hosts: first_host(hosts) for hosts in lists} == lists
+    assert {hosts: get_first_host(hosts) for hosts in lists} == lists

@@ -27,28 +27,28 @@ def member() -> Iterator[Callable[..., Membership]]:
 
     yield make
     for each in members:
-        each.end()
+        each.stop()
 
 
 def states(team: Membership) -> dict[str, tuple[str, int]]:
-    return {record.host: (record.state, record.round) for record in team.present().values()}
+    return {record.host: (record.state, record.round) for record in team.read_present().values()}
 
 
 def test_machines_see_each_other_come_run_leave_and_close(member) -> None:
     store = HashStore()
     first = member(store, "a")
     second = member(store, "b")
-    assert (first.number, second.number) == (0, 1) and first.round() == Round()
+    assert (first.machine_id, second.machine_id) == (0, 1) and first.read_round() == Round()
     assert states(first) == states(second) == {"a": (WAITING, 0), "b": (WAITING, 0)}
-    first.begin(Round(1, [0, 1]))
-    assert second.round() == Round(1, [0, 1])
-    second.become(RUNNING, second.round())
-    first.become(LEFT, first.round())
+    first.start_round(Round(1, [0, 1]))
+    assert second.read_round() == Round(1, [0, 1])
+    second.set_state(RUNNING, second.read_round())
+    first.set_state(LEFT, first.read_round())
     assert states(second) == {"b": (RUNNING, 1)}
     second.close()
     assert first.is_closed()
     with pytest.raises(RendezvousClosedError):
-        first.present()
+        first.read_present()
 
 
 def test_a_silent_machine_is_lost_until_it_is_heard_again(member) -> None:
@@ -58,23 +58,23 @@ def test_a_silent_machine_is_lost_until_it_is_heard_again(member) -> None:
     assert states(first) == {"a": (WAITING, 0), "b": (WAITING, 0)}, (
         "both have renewed their records"
     )
-    second.end()
+    second.stop()
     until = time.monotonic() + 3
     while "b" in states(first):
         assert time.monotonic() < until
         time.sleep(0.05)
     assert [*states(first)] == ["a"]
-    second.become(WAITING, Round())
+    second.set_state(WAITING, Round())
     assert "b" in states(first)
 
 
 def test_what_no_launcher_wrote_is_refused_and_not_executed(member) -> None:
     team = member(HashStore(), "a")
-    team.end()
+    team.stop()
     record = json.loads(team._store.get("machine/0"))
     for key, right, read in (
-        ("machine/0", record, team.present),
-        ("round", vars(Round(1, [0])), team.round),
+        ("machine/0", record, team.read_present),
+        ("round", vars(Round(1, [0])), team.read_round),
     ):
         wrong = [json.dumps(right | {name: None}) for name in right]
         wrong += [

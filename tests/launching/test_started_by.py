@@ -40,12 +40,12 @@ notebook_launcher(cls.main, num_processes=2)
 class Mpi(Launcher):
     """mpirun of Open MPI or MPICH; `before` is the command up to the number of processes."""
 
-    def __call__(self, processes: int, *words: object, env=None) -> Started:
+    def __call__(self, processes: int, *args: object, env=None) -> Started:
         mpirun = Launcher(self.home, [*self.before, "-n", str(processes)])
         # Open MPI's starts share a session folder by default: one that ends removes it while
         # another makes it.
         session = {"OMPI_MCA_orte_tmpdir_base": tempfile.mkdtemp(dir=self.home)}
-        return mpirun.start_python(*words, env=session | (env or {}))
+        return mpirun.start_python(*args, env=session | (env or {}))
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +81,9 @@ def accelerated(launch, tmp_path_factory) -> tuple[list[float], bytes]:
 
 def start(name: str, request, folder: Path) -> list[Started]:
     """Start two processes by the launcher of this name; torchrun and exported variables are shown no GPU."""
-    words = [CLS, *words_of(folder)]
+    args = [CLS, *words_of(folder)]
     if name in ("Open MPI", "MPICH"):
-        return [request.getfixturevalue("mpi")[name](2, *words)]
+        return [request.getfixturevalue("mpi")[name](2, *args)]
     python = request.getfixturevalue("launch").start_python
     if name == "torchrun":
         pet = {
@@ -92,18 +92,18 @@ def start(name: str, request, folder: Path) -> list[Started]:
             "PET_RDZV_BACKEND": "machines",
             "CUDA_VISIBLE_DEVICES": "",
         }
-        return [python("-m", "torch.distributed.run", *words, env=pet)]
+        return [python("-m", "torch.distributed.run", *args, env=pet)]
     if name == "notebook_launcher":
         script = folder.with_suffix(".py")
         script.write_text(NOTEBOOK)
-        return [python(script, *words[1:], env={"ACCELERATE_USE_CPU": "1"})]
+        return [python(script, *args[1:], env={"ACCELERATE_USE_CPU": "1"})]
     world = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "CUDA_VISIBLE_DEVICES": "",
     }
-    return [python(*words, env={**world, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    return [python(*args, env={**world, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
 
 
 @pytest.mark.parametrize(
@@ -173,11 +173,11 @@ def test_the_configurations_of_vs_code_run_under_its_debugger(launch, tmp_path) 
     started = []
     for number, run in enumerate(runs):
         target = ["-m", run["module"]] if "module" in run else [run["program"]]
-        words = [word.replace("${file}", CLS) for word in [*target, *run["args"]]]
+        args = [arg.replace("${file}", CLS) for arg in [*target, *run["args"]]]
         more = [*LENGTH, "--output_dir", tmp_path, "--name", f"vs{number}"]
         started.append(
             launch.start_python(
-                "-m", "debugpy", "--listen", f"127.0.0.1:{free_port()}", *words, *more
+                "-m", "debugpy", "--listen", f"127.0.0.1:{free_port()}", *args, *more
             )
         )
     done = [each.finish(240) for each in started]

@@ -11,9 +11,12 @@ from tests.harness.outcomes import Outcome
 
 IS_REAL = torch.cuda.is_available()
 WORDS = ("--tracker", "none", "--log_every", 1, "--eval_every", 100)
-SEGMENTS = (
-    "from common.launching.launch import let_segments_grow as let; let(found := {}); print(found)"
-)
+SEGMENTS = """
+from common.launching.launch import use_expandable_segments
+environ = {}
+use_expandable_segments(environ)
+print(environ)
+"""
 
 
 def assert_predicted(run: Outcome, min_share: float = 0.9) -> tuple[float, float]:

@@ -65,4 +65,4 @@ def main() -> None:
         "cut": cut,
         "broken": broken,
     }
-    launch.say(json.dumps(counted))
+    launch.print_on_main(json.dumps(counted))

@@ -43,13 +43,13 @@ def measure_difference(name: str) -> float:
 
     Infinite if there is no such step.
     """
-    sharding.begin(sharding.Sharding(), torch.device("cpu"))
+    sharding.configure(sharding.Sharding(), torch.device("cpu"))
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     start = sum(SHARES[world_size][:rank])
     whole = vit(2)
     model = vit(2)
-    sharding.shard(model, torch.float64)
+    sharding.shard_model(model, torch.float64)
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(optimization, "ON_SHARDS", {name})  # also those that are refused
@@ -62,7 +62,7 @@ def measure_difference(name: str) -> float:
     for actual, expected, initial in zip(
         model.parameters(), whole.parameters(), vit(2).parameters(), strict=True
     ):
-        difference += (sharding.whole(actual.detach()) - expected).square().sum()
+        difference += (sharding.get_full_tensor(actual.detach()) - expected).square().sum()
         distance += (expected - initial).square().sum()
     return (difference / distance).sqrt().item()
 
@@ -87,9 +87,9 @@ def test_an_optimizer_outside_the_table_makes_other_steps(processes, name: str) 
 
 
 def check_refusal() -> None:
-    sharding.begin(sharding.Sharding(), torch.device("cpu"))
+    sharding.configure(sharding.Sharding(), torch.device("cpu"))
     model = vit(2)
-    sharding.shard(model, torch.float64)
+    sharding.shard_model(model, torch.float64)
     with pytest.raises(Refused, match=r"^--opt adamp: .* adamw, .*[^\n]$"):
         build_optimizer(Config(opt="adamp"), model)
 

@@ -60,9 +60,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     folder = options.output or checkpoint.absolute().parents[1]
     picture = folder / "pictures" / "suspicious.png"
-    plots.attempt(picture, launch.say, task.draw, train_data, findings)
+    plots.attempt(picture, launch.print_on_main, task.draw, train_data, findings)
     table = write_table(folder / "suspicious.csv", task.rows(train_data, findings))
-    launch.say(f"{checkpoint}: {task.headline(train_data, findings)}: {table}, {picture}")
+    launch.print_on_main(f"{checkpoint}: {task.headline(train_data, findings)}: {table}, {picture}")
 
 
 def choose_checkpoint(path: Path) -> Path:

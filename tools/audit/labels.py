@@ -56,7 +56,9 @@ def find(
     K]. A collective.
     """
     count = len(source.classes)
-    expected = torch.zeros(len(THRESHOLDS), count, dtype=devices.exact(device), device=device)
+    expected = torch.zeros(
+        len(THRESHOLDS), count, dtype=devices.get_sum_dtype(device), device=device
+    )
     looks = [
         expected.new_zeros(4, 0),
         *(_look(source, batch, logits, expected) for batch, logits in batches),

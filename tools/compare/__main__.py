@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             write_json(words.output / "comparison.json", found)
         lines += ["", f"written: {words.output / 'comparison.json'}"]
     for line in lines:
-        launch.say(line)
+        launch.print_on_main(line)
 
 
 def _differences(measured: Sequence[tuple]) -> tuple[list[str], list[dict]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.config.recipe_source import FOLDER, difference
-from common.errors import printable
+from common.errors import make_printable
 from common.files import MEDIUM, read_text
 from common.run import PastRun
 from common.run.plots import finite
@@ -42,7 +42,7 @@ def layout(head: Sequence[str], rows: Sequence[Row], nothing: str = "") -> list[
     if not rows:
         return [f"  {nothing}"]
     cells = [["", *head], *([name, *values] for name, values in rows)]
-    cells = [[_short(printable(cell)) for cell in line] for line in cells]
+    cells = [[_short(make_printable(cell)) for cell in line] for line in cells]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         "  " + "  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)).rstrip()

@@ -25,7 +25,7 @@ import torch
 
 from common.config import parse
 from common.distributed import devices
-from common.errors import printable
+from common.errors import make_printable
 from common.launching.exit_codes import RESUMABLE
 from common.run.folder import read_rows
 from tools.doctor.table import Finding, judge
@@ -141,7 +141,9 @@ def build_environ(world: World, port: int) -> dict[str, str]:
     variables["PYTHONPATH"] = str(RECIPES.parent)
     if world.launch.world_size > 1:
         numbers = {
-            name: str(number) for name, number in world.launch.numbers.items() if number is not None
+            name: str(number)
+            for name, number in world.launch.variables.items()
+            if number is not None
         }
         variables |= numbers | {
             "MASTER_PORT": str(port),
@@ -159,7 +161,7 @@ def find_cause(code: int | None, output: str) -> str:
         return f"killed by {signal.Signals(-code).name}{out_of_memory}"
     lines = re.findall(r"\S.*", output) or [f"exit code {code}"]
     named = [line for line in lines if re.match(r"[\w.]+: ", line)]
-    return printable((named or lines)[-1])[:400]
+    return make_printable((named or lines)[-1])[:400]
 
 
 def _train(world: World, command: list[str], run: Path, port: int) -> dict:
@@ -221,5 +223,5 @@ def _measure(world: World, run: Path, rows: list[dict]) -> dict:
     }
     if world.device.type == "cuda":
         figures["memory"] = int(max(row["perf/gpu_memory_gb"] for row in rows) * GIB)
-        figures["room"] = devices.memory(world.device)[1]
+        figures["room"] = devices.get_memory_info(world.device)[1]
     return figures

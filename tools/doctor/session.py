@@ -23,12 +23,12 @@ import torch
 
 from common.distributed import devices
 from common.distributed.collectives import is_lost_peer
-from common.distributed.environment import parent_command
+from common.distributed.environment import get_parent_command
 from common.durable import replace_file
-from common.errors import Refused, printable
+from common.errors import Refused, make_printable
 from common.launching.exit_codes import announce_exit, handle_stopping
 from common.launching.launch import share_cores
-from common.launching.launch_checks import check_launch, processes_asked, wants_cpu
+from common.launching.launch_checks import check_launch, is_cpu_requested, parse_requested_processes
 from common.launching.launchers import complete
 from tools.command_line import writing
 from tools.doctor.bandwidth import measure_bandwidth
@@ -66,7 +66,7 @@ def accept_launch(world: World) -> list[Finding]:
         os.environ,
         world.launch,
         torch.accelerator.device_count(),
-        processes_asked(parent_command()),
+        parse_requested_processes(get_parent_command()),
     )
     world.is_cut = False
     measured = (
@@ -100,7 +100,7 @@ def examine(options: argparse.Namespace) -> int:
         )
     launch = complete(os.environ)
     device = torch.device("cpu")
-    if devices.kind() == "cuda" and not wants_cpu(os.environ):
+    if devices.get_device_type() == "cuda" and not is_cpu_requested(os.environ):
         device = torch.device("cuda", launch.local_rank % torch.accelerator.device_count())
     else:
         share_cores(os.environ, launch)  # as the recipes do
@@ -203,7 +203,7 @@ def _attempt(check: Check, world: World) -> list[Finding]:
             f"{type(error).__name__}: {' '.join(str(error).split()):.300} "
             f"({frame.filename}:{frame.lineno})"
         )
-        return [Finding(check.name, "failed", "raised", printable(text))]
+        return [Finding(check.name, "failed", "raised", make_printable(text))]
 
 
 def _describe_stuck(check: Check, thread: threading.Thread) -> Stopped:

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
-from common.distributed.collectives import first_few
+from common.distributed.collectives import join_first
 
 WIDTH = 100
 INDENT = " " * 32  # of the column of measured values
@@ -66,7 +66,7 @@ def name_ranks(ranks: list[int], hosts: list[str]) -> str:
     names = list(dict.fromkeys(hosts[rank] for rank in ranks))
     if sum(host in names for host in hosts) > len(ranks):
         names = [f"rank {rank} ({hosts[rank]})" for rank in ranks]
-    return first_few(names, ", ")
+    return join_first(names, ", ")
 
 
 def show(findings: list[Finding]) -> str:

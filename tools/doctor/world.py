@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.distributed import DistStoreError, HashStore, PrefixStore, Store
 
-from common.distributed.agreement import agree
+from common.distributed.agreement import check_agreement
 from common.errors import Refused
 from common.launching.launchers import Launch
-from common.launching.meeting import reach
+from common.launching.meeting import connect_to_store
 from tools.doctor.table import Finding
 
 
@@ -85,8 +85,8 @@ def meet(world: World) -> list[Finding]:
         return []
     timeout = timedelta(seconds=world.options.wait)
     try:
-        store = reach(os.environ, world.launch, timeout)
-        agree(store, world.rank, world.launch.world_size, {}, timeout)
+        store = connect_to_store(os.environ, world.launch, timeout)
+        check_agreement(store, world.rank, world.launch.world_size, {}, timeout)
     except (Refused, OSError, RuntimeError) as error:
         target = f"{world.launch.address}:{world.launch.port}"
         measured = f"rank {world.rank} on {host} can't meet the others at {target}"

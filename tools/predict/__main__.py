@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from common.errors import Refused, printable
+from common.errors import Refused, make_printable
 from common.launching import launch
 from tools.command_line import hide_unset_flag, parser_of
 
@@ -123,7 +123,7 @@ def predict(words: argparse.Namespace, trained, accelerator) -> None:
         with all_or_none("listing the images"):
             plan = make_plan(words, trained, shards) if is_main() else None
         plan = broadcast_object(plan)
-        for note in (launch.describe(accelerator, trained.config.dtype), *plan.pop("notes")):
+        for note in (launch.describe_launch(accelerator, trained.config.dtype), *plan.pop("notes")):
             say(note)
         form = format_of(words.format, trained.is_detector, plan["image_ids"], plan["category_ids"])
         if output:
@@ -213,7 +213,7 @@ def make_texts(words: argparse.Namespace, rows: Iterable[tuple[int, dict]], sour
 def say(text: str, everywhere: bool = False) -> None:
     """Print a line on stderr, on the main process or on each."""
     if everywhere or os.environ.get("RANK", "0") == "0":
-        print(printable(text), file=sys.stderr, flush=True)
+        print(make_printable(text), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

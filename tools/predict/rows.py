@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.errors import csv_cell
+from common.errors import escape_csv_cell
 
 _SIDES = ("left", "top", "right", "bottom")
 
@@ -108,7 +108,7 @@ def _csv_lines(columns: Sequence[str], row: dict) -> str:
         values = {"file": row["file"], "error": row.get("error", "")} | one
         values |= dict(zip(_SIDES, one.get("box", ()), strict=False))
         values |= {"mask": as_json(one["mask"])} if "mask" in one else {}
-        writer.writerow({key: csv_cell(value) for key, value in values.items()})
+        writer.writerow({key: escape_csv_cell(value) for key, value in values.items()})
     return text.getvalue()
 
 

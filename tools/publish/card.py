@@ -18,7 +18,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from common.checkpoints import Damaged, compare
 from common.config.origin import RUN_FILE, read_origin
 from common.detection.models.detr_architectures import ARCHITECTURES
-from common.errors import Refused, describe_error, printable
+from common.errors import Refused, describe_error, make_printable
 from common.files import MEDIUM, check_regular, read_text
 from common.run import PastRun
 from common.run.progress import display_name, of_exported
@@ -244,7 +244,7 @@ class Published:
 
 def cell(text: str) -> str:
     """`text` in Markdown, also in a cell of a table, as it is: nothing in it is markup or a link."""
-    return re.sub(r"([\\|<>*_`\[\]()#!~&:@])", r"\\\1", printable(text))
+    return re.sub(r"([\\|<>*_`\[\]()#!~&:@])", r"\\\1", make_printable(text))
 
 
 def _read(file: Path) -> dict:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from common.durable import remove, replace_file, replace_folder, sync_folder
-from common.files import as_json
+from common.files import to_json
 from common.run.folder import write_json
 from common.run.plots import ORANGE, Cell, arrow, sheet
 from tools.command_line import writing
@@ -35,7 +35,7 @@ def write(recorder: Any, replayed: dict, logged: dict, run: Path, output: Path) 
             draft.mkdir(parents=True)
             comparison = {"step": step, "numbers": compare_metrics(replayed, logged)}
             write_json(draft / "step.json", comparison)
-            lines = [json.dumps(as_json(sample)) + "\n" for sample in samples]
+            lines = [json.dumps(to_json(sample)) + "\n" for sample in samples]
             replace_file(draft / "samples.jsonl", "".join(lines).encode())
             cells = [build_cell(samples[i], recorder.pictures[i]) for i in largest_first]
             sheet(cells, headline, draft / "sheet.png")

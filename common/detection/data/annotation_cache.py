@@ -59,7 +59,7 @@ def file_of(what: object, origin: Path) -> Path | None:
     with suppress(OSError, RuntimeError):
         for file in _CODE:
             digest.update(file.read_bytes())
-        return files.cache_folder() / f"{digest.hexdigest()}.arrow"
+        return files.get_cache_folder() / f"{digest.hexdigest()}.arrow"
     return None
 
 

@@ -35,7 +35,7 @@ class Detector(nn.Module):
     limit: int = LIMIT  # most detections in an image
     # Images are stretched to squares, as for the published weights of its family.
     needs_squares = False
-    forward_methods = ("detect",)  # see `common.distributed.sharding.shard`
+    forward_methods = ("detect",)  # see `common.distributed.sharding.shard_model`
     size_flag = "--short_sides"  # see `common.training.warm_up.warm_up`
     looks_ahead = True  # see `training.step.StepModule`
 

@@ -13,7 +13,7 @@ from torch import nn
 from common.detection.models.class_rows import class_rows, take_classes
 from common.detection.models.detr_architectures import ARCHITECTURES, SMALL_OF
 from common.detection.models.spec import DetectorSpec
-from common.errors import Refused, first_line
+from common.errors import Refused, get_first_line
 from common.files import SMALL, check_regular, read_text
 from common.training import timm_models
 
@@ -163,7 +163,7 @@ def load(spec: DetectorSpec, fresh: Callable, prepare: Callable) -> tuple[nn.Mod
             pretrained = transformers.AutoModelForObjectDetection.from_pretrained
             trained = prepare(pretrained(name, config=config, dtype=torch.float32))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = first_line(error)
+        reason = get_first_line(error)
         known = known_models(family)
         raise Refused(
             f"--model {name}: can't be loaded (is the hub in reach?), {known}: {reason}"

@@ -26,7 +26,7 @@ from common.detection.models.detectors import OF_TRANSFORMERS, build_detector
 from common.detection.models.spec import DetectorSpec
 from common.detection.weights import torchvision_weights
 from common.detection.weights.weights import Weights
-from common.errors import Refused, describe_error, first_line
+from common.errors import Refused, describe_error, get_first_line
 from common.files import SMALL, check_regular, open_regular, read_text
 
 # Keys for the weights in a checkpoint, an average first; without them the file is a state dict.
@@ -197,7 +197,7 @@ def _text_of(source: str, name: str) -> str:
         try:
             path = Path(hf_hub_download(source, name))
         except (OSError, ValueError) as error:
-            reason = first_line(error)
+            reason = get_first_line(error)
             raise Refused(
                 f"{source}: nothing is there, nor can it be had from the hub ({reason}); there "
                 f"are {_FITTING}"
@@ -265,7 +265,7 @@ def _content(path: Path) -> dict:
                 "do, Ultralytics' too; save its tensors alone where it was made, "
                 "torch.save(model.state_dict(), FILE)"
             ) from None
-        reason = first_line(error)
+        reason = get_first_line(error)
         raise Refused(
             f"{path}: not a whole file of torch.save or safetensors ({reason:.100}); copy it again"
         ) from None
