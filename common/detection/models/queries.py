@@ -247,17 +247,14 @@ def build_denoising(
     random = copy_to_device(torch.from_numpy(numbers).to(dtype), device)
     valid = group != _PADDING
 
-    image_indices = torch.arange(len(boxes), device=device)[:, None]
     is_replaced = (random[..., 0] < config.label_noise_ratio / 2) & valid
     random_labels = (random[..., 1] * config.num_labels).long()
+    image_indices = torch.arange(len(boxes), device=device)[:, None]
     true_labels = pad_and_stack(labels, config.num_labels)[image_indices, source]
-
-    corners = pad_and_stack([box_convert(x, "cxcywh", "xyxy") for x in boxes], 0)
-    corners = corners[image_indices, source]
-    corners = _move_corners(corners, random[..., 2:], is_negative, config.box_noise_scale)
+    true_boxes = pad_and_stack(boxes, 0)[image_indices, source]
     return Denoising(
         labels=torch.where(is_replaced, random_labels, true_labels),
-        boxes=box_convert(corners, "xyxy", "cxcywh"),
+        boxes=_add_noise(true_boxes, random[..., 2:], is_negative, config.box_noise_scale),
         match=torch.where(is_negative == 0, source, -1),
         valid=valid,
         attention_mask=_build_attention_mask(group, num_queries),
@@ -291,15 +288,17 @@ def _plan_denoising(
     return layout, random
 
 
-def _move_corners(corners: Tensor, random: Tensor, is_negative: Tensor, scale: float) -> Tensor:
-    """Move the corners [B, D, 4] of boxes by random shares of half their sides, negatives farther.
+def _add_noise(boxes: Tensor, random: Tensor, is_negative: Tensor, scale: float) -> Tensor:
+    """Move the corners of boxes [B, D, 4] by random shares of half their sides, negatives farther.
 
     `random` [B, D, 8] has four distances and four directions.
     """
+    corners = box_convert(boxes, "cxcywh", "xyxy")
     half_sides = (corners[..., 2:] - corners[..., :2]).repeat(1, 1, 2) / 2
     signs = torch.where(random[..., 4:] < 0.5, -1, 1)
     shifts = (random[..., :4] + is_negative[..., None]) * signs
-    return (corners + shifts * half_sides * scale).clamp(0, 1)
+    corners = (corners + shifts * half_sides * scale).clamp(0, 1)
+    return box_convert(corners, "xyxy", "cxcywh")
 
 
 def _build_attention_mask(group: Tensor, num_queries: int) -> Tensor:

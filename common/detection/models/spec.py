@@ -17,7 +17,7 @@ class DetectorSpec:
     GroupNorm and a P6 from C5, and R-CNNs with batch norm and one and four convolutions more.
     """
 
-    family: str  # fcos, retinanet, faster_rcnn, mask_rcnn, or one of `detr_models.FAMILIES`
+    family: str  # fcos, retinanet, faster_rcnn, mask_rcnn, or one of `TRANSFORMERS_FAMILIES`
     # Backbone: a timm name, `hf-hub:owner/name` or a timm folder; for DETRs see `detr_models`
     model: str
     num_classes: int
