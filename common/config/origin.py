@@ -162,7 +162,7 @@ def read_origin(path: str, recorded: Sequence[str] = ()) -> Origin:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = describe_error(error)
         raise Refused(
-            f"--eval_only {path}: not a whole one ({reason}); name another, or copy it again"
+            f"--eval_only {path} is incomplete ({reason}); copy it again, or name another"
         ) from None
 
 

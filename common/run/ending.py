@@ -78,9 +78,7 @@ class Ending:
 
     @contextlib.contextmanager
     def leavable(self, is_evaluating: bool = False) -> Iterator[None]:
-        """A block that this process leaves if it is asked to stop and the block takes longer than
-        `GRACE_S`.
-        """
+        """A block that this process leaves if it is asked to stop and it takes longer than `GRACE_S`."""
         self._leavable_since = time.monotonic()
         self.is_evaluating = is_evaluating
         yield
@@ -136,8 +134,9 @@ class Ending:
             self.end_if_agreed(step, progress)
 
     def end_if_agreed(self, step: int, progress: Progress) -> None:
-        """Make `step` the last if all ranks know that the run is to end; called before its
-        evaluation and its checkpoint.
+        """Make `step` the last if all ranks know that the run is to end.
+
+        To be called before the evaluation and the checkpoint of the step.
         """
         if self._agreed_reason and step < self.last:
             self.last = step

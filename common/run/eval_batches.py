@@ -43,9 +43,7 @@ class EvalBatches:
         return len(self.loader)
 
     def describe_broken(self) -> list[str]:
-        """A line for each image of all ranks that could not be read. A collective, to be called
-        after the last batch.
-        """
+        """A line for each image that a rank could not read. A collective, called after the last batch."""
         names_by_rank = gather_objects(self._broken)
         return [
             f"can't be read, counts as wrong: {name}" for names in names_by_rank for name in names

@@ -1,5 +1,4 @@
-"""Run folder: the files of a run, and the lock that lets only one start write them.
-docs/run_folder.md lists them.
+"""The folder of a run, and the lock that lets only one start write it. See docs/run_folder.md.
 
 Only the main process writes. Its lock keeps other starts out; the kernel releases it when the process ends.
 """
@@ -88,16 +87,15 @@ class RunFolder:
         write_json(self.path / name, content)
 
     def status(self, status: str, step: int, cause: str = "") -> None:
-        """Write status.json. `status` is running, finished, resumable or failed; running without a
-        process means killed.
+        """Write status.json.
+
+        `status` is running, finished, resumable or failed; running without a process means killed.
         """
         self.check()
         write_status(self.path, status, step, cause)
 
     def rewind(self, step: int) -> list[dict]:
-        """Remove the rows of metrics.jsonl after `step` and an incomplete last line. Returns the
-        rows that are left.
-        """
+        """Remove rows of metrics.jsonl after `step`, and an incomplete last line; returns the others."""
         path = self.path / "metrics.jsonl"
         rows = [row for row in read_rows(path) if row["step"] <= step]
         replace_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
@@ -105,8 +103,9 @@ class RunFolder:
         return rows
 
     def row(self, row: dict) -> None:
-        """Append to metrics.jsonl. Outlives a kill once it returns. Values that are not finite
-        become null.
+        """Append to metrics.jsonl; once this returns, the row outlives a kill.
+
+        Values that are not finite become null.
         """
         assert self._rows, "rewind comes first"
         _append(self._rows, json.dumps(as_json(row), allow_nan=False) + "\n")
@@ -161,15 +160,14 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _open_file(path: str, flags: int) -> int:
-    """Opener for `open` that does not follow links that somebody else created, and does not wait
-    for a FIFO.
-    """
+    """Opener for `open` that neither follows links, which others may have made, nor waits for a FIFO."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def _append(file: io.FileIO, text: str) -> None:
-    """Write all or nothing, unbuffered: buffered text is lost in a kill, and on a full disk raises
-    again at close.
+    """Write all of the text or nothing.
+
+    Unbuffered: buffered text is lost in a kill, and on a full disk raises again at close.
     """
     data, before = text.encode(), os.fstat(file.fileno()).st_size
     if file.write(data) != len(data):
@@ -178,9 +176,7 @@ def _append(file: io.FileIO, text: str) -> None:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl up to the first incomplete line, which a power loss may leave at
-    the end.
-    """
+    """The rows of a metrics.jsonl before the first incomplete line, as a power loss may leave one."""
     rows: list[dict] = []
     if not path.exists():
         return rows

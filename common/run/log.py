@@ -1,5 +1,6 @@
-"""Log of a run: lines go to the terminal and log.txt, rows to metrics.jsonl and the dashboard; a
-bar shows the progress.
+"""The log of a run: lines in the terminal and log.txt, rows in metrics.jsonl and on the dashboard.
+
+A bar shows the progress.
 
 Only the main process writes; on the others, a `RunLog` does nothing.
 """
@@ -48,8 +49,9 @@ class RunLog:
         self.say(*(f"  {name:<{width}}  {value}" for name, value in rows.items()))
 
     def open(self, tracker: Tracker, done: int, total: int) -> None:
-        """Start the bar, for a run of `total` steps of which `done` are done. The dashboard starts
-        after the first step.
+        """Start the bar of a run of `total` steps, of which `done` are done.
+
+        The dashboard starts after the first step.
         """
         self._tracker, self._total = tracker, total
         hidden = not (self._folder and sys.stderr.isatty())
@@ -62,8 +64,9 @@ class RunLog:
         self._bar.update(step - self._bar.n)
 
     def note(self, step: int, values: dict[str, float]) -> None:
-        """Add values to the row of `step`. A row is written when a later step's row begins, so that
-        no step has two rows.
+        """Add values to the row of `step`.
+
+        The row is written when that of a later step begins, so that no step has two rows.
         """
         if self._row and self._row["step"] != step:
             self.flush()
@@ -111,8 +114,9 @@ class RunLog:
             )
 
     def close(self, exit_code: int, patience: float) -> str:
-        """Stop the bar and the dashboard, for which it waits up to `patience` seconds. Returns
-        where the dashboard is.
+        """Stop the bar and the dashboard; returns where the dashboard is.
+
+        Waits for it up to `patience` seconds.
         """
         self._bar.close()
         if not self._tracker:
@@ -153,9 +157,7 @@ class RunLog:
         return figures
 
     def _left(self, now: float, step: int) -> str:
-        """The remaining time at the pace since the first row. Earlier steps would mislead: they
-        include start-up.
-        """
+        """The remaining time, from the pace since the first row: steps before it include the start-up."""
         if self._pace_from is None:
             self._pace_from = now, step
             return ""

@@ -1,5 +1,4 @@
-"""Search for the micro-batch that fits into memory: by a trial before the first step, and by
-halving after a failure.
+"""Finds the micro-batch that fits into memory: by a trial before the first step, and after failures.
 
 The size does not change the training, except with `--batch_norm local`.
 """
@@ -9,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
+from typing import NamedTuple
 
 import torch
 from accelerate.utils.memory import clear_device_cache
@@ -29,8 +29,9 @@ _FILE = "micro_batch.json"
 def fit(
     plan: BatchPlan, training: TrainingStep, say: Callable[[str], None]
 ) -> tuple[BatchPlan, str]:
-    """Halve the micro-batches of `plan` until a forward and backward pass of the largest fits on
-    every rank. A collective.
+    """Halve the micro-batches of `plan` until a training step of the largest fits on every rank.
+
+    A collective.
 
     Returns that plan, and a text for people: "1.2 of 16 GiB at the peak of a step", of the rank
     with the smallest reserve, "" on the CPU. During a trial, as much memory is held as the model's
@@ -39,23 +40,19 @@ def fit(
     while True:
         size = plan.micro_batch_sizes[0]
         with all_or_none("trying a step"):
-            mine = _tried(plan, training)
-        failures, peaks, rooms = zip(*gather_objects(mine), strict=True)
-        if not any(failures):
-            peak, room = max(zip(peaks, rooms, strict=True), key=lambda taken: taken[0] / taken[1])
-            return (
-                plan,
-                f"{peak / 2**30:.3g} of {room / 2**30:.3g} GiB at the peak of a step"
-                if peak
-                else "",
-            )
-        plan = halve(plan, "; " + shorten(next(filter(None, failures)), 100, placeholder=" ..."))
+            trial = _try_step(plan, training)
+        trials = [_Trial(*values) for values in gather_objects(trial)]
+        failures = [trial.failure for trial in trials if trial.failure]
+        if not failures:
+            return plan, _format_peak(trials)
+        plan = halve(plan, "; " + shorten(failures[0], 100, placeholder=" ..."))
         say(f"micro-batches of {size} do not fit into memory: {plan}")
 
 
 def halve(plan: BatchPlan, why: str = "") -> BatchPlan:
-    """The same global batch in micro-batches of at most half the size. Raises `Refused`, with
-    `why`, where none is smaller.
+    """The same global batch in micro-batches of at most half the size.
+
+    Raises `Refused`, with `why`, where none is smaller.
     """
     size = plan.micro_batch_sizes[0]
     if plan.undivided_for:
@@ -70,16 +67,15 @@ def halve(plan: BatchPlan, why: str = "") -> BatchPlan:
             "images, a bf16 file of accelerate_configs/ (fsdp_bf16.yaml: shards of the model), "
             f"or --grad_checkpointing where the recipe has it{why}"
         )
-    return dataclasses.replace(
-        plan, max_micro_batch_size=max(plan.unit, size // 2 // plan.unit * plan.unit)
-    )
+    half = size // 2 // plan.unit * plan.unit
+    return dataclasses.replace(plan, max_micro_batch_size=max(plan.unit, half))
 
 
 def save_limit(run: Path, plan: BatchPlan, device: torch.device) -> None:
     """Record in the run folder that devices of this kind take at most the micro-batches of `plan`."""
-    write_json(
-        run / _FILE, read_json(run / _FILE) | {devices.name(device): plan.max_micro_batch_size}
-    )
+    limits = read_json(run / _FILE)
+    limits[devices.name(device)] = plan.max_micro_batch_size
+    write_json(run / _FILE, limits)
 
 
 def load_limit(run: Path, device: torch.device) -> int | None:
@@ -88,37 +84,55 @@ def load_limit(run: Path, device: torch.device) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
-def _tried(plan: BatchPlan, training: TrainingStep) -> tuple[str, int, int]:
-    """Why memory was too small for a pass, or ""; bytes at its peak; bytes of the device."""
-    taken, room, failure, model = 0, 1, "", training.model
+class _Trial(NamedTuple):
+    """A trial of a step on one rank."""
+
+    failure: str = ""  # why memory was too small
+    peak_bytes: int = 0
+    device_bytes: int = 1
+
+
+def _format_peak(trials: list[_Trial]) -> str:
+    """The peak of the rank with the smallest reserve, as text; "" on the CPU."""
+    fullest = max(trials, key=lambda trial: trial.peak_bytes / trial.device_bytes)
+    if not fullest.peak_bytes:
+        return ""
+    peak = fullest.peak_bytes / 2**30
+    return f"{peak:.3g} of {fullest.device_bytes / 2**30:.3g} GiB at the peak of a step"
+
+
+def _try_step(plan: BatchPlan, training: TrainingStep) -> _Trial:
+    """Make the passes of the largest micro-batch, with as much memory held as training will take."""
+    model = training.model
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    is_known = any(devices.has_streams(parameter.device) for parameter in parameters)
-    if is_known:
+    has_statistics = any(devices.has_streams(parameter.device) for parameter in parameters)
+    if has_statistics:
         torch.accelerator.reset_peak_memory_stats()
     try:
         # The warm-up's copy of the weights counts as one of Adam's moments. DDP's buckets lie
         # beside accumulated gradients.
-        copies = 1 + (plan.world_size > 1 and plan.micro_steps > 1 and not is_sharded(model))
-        held = [torch.empty_like(parameter) for parameter in parameters for _ in range(copies)]
+        has_buckets = plan.world_size > 1 and plan.micro_steps > 1 and not is_sharded(model)
+        held = []
         for parameter in parameters:
+            held.append(torch.empty_like(parameter))
+            if has_buckets:
+                held.append(torch.empty_like(parameter))
             parameter.grad = torch.zeros_like(parameter)  # of earlier micro-batches
         warm_up(model, model, partial(training.attempt, model, plan))
         # An optimizer step has no activations, but gradients, both of Adam's moments, and a copy
         # for the size of the update.
-        held += [
-            torch.empty_like(each)
-            for each in parameters
-            if not isinstance(each, DTensor)
-            for _ in range(3)
-        ]
+        for parameter in parameters:
+            if not isinstance(parameter, DTensor):
+                held += [torch.empty_like(parameter) for _ in range(3)]
         del held
-        if is_known:
-            taken, room = torch.accelerator.max_memory_allocated(), devices.memory()[1]
+        if not has_statistics:
+            return _Trial()
+        peak_bytes = torch.accelerator.max_memory_allocated()
+        return _Trial(peak_bytes=peak_bytes, device_bytes=devices.memory()[1])
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        failure = first_line(error)
+        return _Trial(failure=first_line(error))
     finally:
         model.zero_grad()  # after the error, whose traceback holds activations
         clear_device_cache(garbage_collection=True)
-    return failure, taken, room

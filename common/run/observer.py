@@ -32,11 +32,7 @@ class Observer:
         """A micro-batch of `step` is on the device, before its forward pass. The first step is 1."""
 
     def on_end_step(self, run: "Run", step: int) -> None:
-        """This rank has made `step` of `run`; its evaluation and its checkpoint, where they are
-        due, come next.
-        """
+        """This rank has made `step` of `run`. Its evaluation and checkpoint, if they are due, come next."""
 
     def on_report(self, report: StepReport) -> None:
-        """The result of a step over all ranks is known and recorded. That is up to two steps after
-        the step itself.
-        """
+        """The result of a step over all ranks is recorded, up to two steps after the step itself."""

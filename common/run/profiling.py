@@ -13,8 +13,7 @@ from common.errors import Refused
 
 
 class Profile:
-    """Records the `steps` of --profile, "10-14" counted from 1, on every rank into `profile/` of
-    the run folder `run`.
+    """Profiles the `steps` of --profile, such as 10-14 (the first is 1), on every rank, into `profile/`.
 
     `done` are the steps that earlier starts have made. Without `steps` it does nothing. Raises
     `Refused` if a run of `total_steps` ends before the last of them.

@@ -36,8 +36,9 @@ _WINDOW = 1_000  # samples of the stream over which at least the share of broken
 
 
 def display_name(key: str) -> str:
-    """The display name of a result: eval/top5 -> top-5, eval/ema_loss -> loss (EMA), raw_loss ->
-    loss (without EMA).
+    """The display name of a result: eval/top5 -> top-5, eval/ema_loss -> loss (EMA).
+
+    Of weights that an average was made of: raw_loss -> loss (without EMA).
     """
     name = key.removeprefix("eval/")
     metric = metric_of(key)
@@ -68,8 +69,7 @@ def _signed(value: float | None, sign: int) -> float:
 
 
 def get_shown_metrics(leading: str) -> tuple[str, str]:
-    """The results that lines and curves show beside the loss, for the `leading` one: that, and its
-    value at an IoU of 0.5.
+    """The results that lines and curves show beside the loss: the `leading` one, and its NAME50 (AP50).
 
     Most evaluations have no result of the second name, such as AP50.
     """
@@ -166,8 +166,7 @@ class Progress:
             )
 
     def pace(self, samples_per_step: int, ready: Sequence[float]) -> dict[str, float]:
-        """Since the last call: images per second over all processes, and the share of time spent
-        waiting for data.
+        """Images per second over all processes, and the share of time waiting for data, since the last call.
 
         Of several processes, which was `ready` last with its gradients (`StepReport`), and the
         share of time that it took longer than all of them on average.
@@ -186,8 +185,9 @@ class Progress:
     def record_evaluation(
         self, step: int, results: dict[str, float], leading: str, larger_is_better: bool = True
     ) -> bool:
-        """Record the results of an evaluation, of which `leading` decides. Returns whether they are
-        the best so far.
+        """Record the results of an evaluation; returns whether they are the best so far.
+
+        `leading` is the name of the result that decides.
         """
         self.last = {"step": step} | results
         self.leading = leading
@@ -206,8 +206,9 @@ class Progress:
         return is_best
 
     def _rank(self, results: Mapping[str, float]) -> tuple[float, float]:
-        """The leading result and the loss of the same weights, each larger if it is better; -inf
-        for what is not finite.
+        """The leading result and the loss of the same weights, as numbers of which the larger is better.
+
+        What is not finite is -inf.
         """
         prefix = self.leading.removesuffix(metric_of(self.leading))
         sign = 1 if self.larger_is_better else -1
@@ -215,9 +216,7 @@ class Progress:
 
     @property
     def broken_files(self) -> int | None:
-        """Training images that could not be read, each counted once; None if there are too many to
-        keep their names.
-        """
+        """Number of training images that could not be read; None if too many to keep their names."""
         return len(self.broken_names) if len(self.broken_names) <= MOST_NAMED else None
 
     @property

@@ -1,4 +1,4 @@
-"""Records of a run beside its checkpoints: totals, rows of metrics, results, and the environment."""
+"""Records of a run beside its checkpoints: totals, rows of metrics, results, the environment."""
 
 import contextlib
 import dataclasses
@@ -54,8 +54,9 @@ def check_names(names: Iterable[str]) -> None:
 
 
 class Records:
-    """The records of one start. All ranks call it alike; only the main process, which has a
-    `folder`, writes.
+    """The records of one start of a run.
+
+    All ranks call it alike; only the main process, which has a `folder`, writes.
     """
 
     def __init__(self, config: RunConfig, path: Path, folder: RunFolder | None):
@@ -93,7 +94,7 @@ class Records:
         self._trained_before = self.progress.seconds
 
     def open(self, facts: dict) -> None:
-        """Write the environment `facts`, drop rows of steps that will be repeated, and open the tracker."""
+        """Write the environment `facts`, drop rows of steps to be repeated, and open the tracker."""
         folder = self._folder
         config = self._config
         assert folder, "only the main process opens them"
@@ -116,8 +117,9 @@ class Records:
         self.log.open(tracker, self.progress.step, self._total_steps)
 
     def record_step(self, report: StepReport, seconds: float, is_evaluated: bool) -> None:
-        """Count a step that took `seconds`, and note its row if one is due or `is_evaluated`: there
-        is an evaluation.
+        """Count a step that took `seconds`, and note its row if one is due.
+
+        One is due by --log_every, and if there is an evaluation (`is_evaluated`).
         """
         self.progress.record_step(report, seconds)
         self.progress.count_broken(report.step, report.broken, self._config, self.log.say)
@@ -159,9 +161,7 @@ class Records:
                 self.log.say(line)
 
     def has_time_to_draw(self) -> bool:
-        """Whether the pictures of this start took at most `MOST_DRAWING` of its training; a guess
-        before the first ones.
-        """
+        """Whether pictures took at most `MOST_DRAWING` of the time of training; before the first, a guess."""
         return self._drawing <= MOST_DRAWING * (self.progress.seconds - self._trained_before)
 
     def draw(self, name: str, function: Callable, *arguments) -> None:
@@ -217,9 +217,7 @@ class Records:
 
 
 def _refuse_differing(results: Mapping[str, Any]) -> None:
-    """Raise `Refused`, with the name, if a result differs between ranks: it is of one rank's
-    samples alone. A collective.
-    """
+    """Raise `Refused` if a result differs between ranks, as one of one rank's samples would. A collective."""
     metrics = {}
     for name, value in results.items():
         if not isinstance(value, str):

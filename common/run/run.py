@@ -88,8 +88,9 @@ class Run:
     plan: BatchPlan
 
     def __init__(self, config: Any, observer: Observer | None = None):
-        """`config` is a recipe's, with the fields of `RunConfig` and `OptimizationConfig`, and its
-        data and model.
+        """Join the processes, and claim the run folder.
+
+        `config` has the fields of `RunConfig` and `OptimizationConfig`, and of the recipe's data and model.
         """
         self.config = config
         self._observer = observer or Observer()
@@ -211,9 +212,7 @@ class Run:
             launch.leave(RESUMABLE, leavers)
 
     def _take_less(self, error: BaseException | None) -> Exception | None:
-        """What is raised in place of `error`, if that is a lack of memory which the next start can
-        avoid, or never will.
-        """
+        """The exception to raise in place of `error`, if that is a lack of memory with a way out."""
         # Of a dry run the next start would find nothing. Before there is a plan, nothing can be
         # smaller.
         if error and is_out_of_memory(error) and hasattr(self, "plan") and not self._scratch:
@@ -303,9 +302,7 @@ class Run:
     def _check_trainable(
         self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
-        """Raise `Refused` if this start can't train `model` by these optimizers, or no checkpoint
-        would have all of it.
-        """
+        """Raise `Refused` if this start can't train `model`, or a checkpoint would not have all of it."""
         if self.weights is not None:
             raise Refused(
                 f"--eval_only {self.config.eval_only}: this recipe has no way to evaluate alone; "
@@ -331,8 +328,9 @@ class Run:
     def _wrap(
         self, model: torch.nn.Module, optimizers: list[Any]
     ) -> tuple[torch.nn.Module, list[Any]]:
-        """The network to train and its optimizers, wrapped by Accelerate: no model in shards,
-        optimizers only under fp16.
+        """The network and its optimizers, wrapped by Accelerate.
+
+        A model in shards is not wrapped again, and optimizers only under fp16.
         """
         network = model
         if not sharding.is_sharded(model):
@@ -358,8 +356,9 @@ class Run:
         )
 
     def _take_over_folder(self, train: Any, val: Any) -> None:
-        """Take the folder of the same run on the same data at another place, as in a job's scratch
-        folder, if there is one.
+        """Take the folder of the same run on the same data at another place, if there is one.
+
+        Such a place is a job's scratch folder.
 
         The default name has the path of the data in it, since data are not read yet where a folder
         is claimed.
@@ -453,8 +452,9 @@ class Run:
         self.best_step = records.progress.improved_step
 
     def _open_records(self, sizes: dict[str, Any]) -> None:
-        """Open the files of the run folder, unless no step is left to make. `sizes` are added to
-        environment.json.
+        """Open the files of the run folder, unless no step is left to make.
+
+        `sizes` are added to environment.json.
         """
         facts = environment(
             launch.precision(self.accelerator, self.config.dtype), self.device, self.config
@@ -511,8 +511,9 @@ class Run:
             self._step_reports.add(values)
 
     def micro_batches(self) -> Iterator[DeviceBatch]:
-        """This rank's share of the step's global batch, in micro-batches on the device; call
-        `backward` once for each.
+        """This rank's share of the step's global batch, in micro-batches on the device.
+
+        Call `backward` once for each.
         """
         batches = self._training.micro_batches(self.step)
         while True:
@@ -545,9 +546,7 @@ class Run:
         return norm
 
     def end_step(self, grad_norm: torch.Tensor) -> None:
-        """The step is made: moves batch norm's running statistics and the moving average, and
-        reports the step.
-        """
+        """Finish the step: update running statistics and the moving average, and report the step."""
         self._evaluation = None
         self._is_drawn = False
         outcome = self._training.end()
@@ -581,8 +580,9 @@ class Run:
         self._observer.on_end_step(self, step)
 
     def stop(self, why: str) -> None:
-        """End the run early, with a last evaluation and checkpoint: `run.stop("patience")`, on one
-        rank or on all.
+        """End the run early, with a last evaluation and checkpoint: `run.stop("patience")`.
+
+        Call it on one rank or on all.
 
         Called after an evaluation, it ends the run there; else within three steps. The reason is
         recorded: the same command does not train further, but a larger --epochs or --max_steps
@@ -591,9 +591,7 @@ class Run:
         self._ending.stop(why)
 
     def should_evaluate(self) -> bool:
-        """True if an evaluation is due now: by the cadence, because the run ends here, or for one
-        that a signal ended.
-        """
+        """True if an evaluation is due: by the cadence, at the end, or for one that a signal ended."""
         return (
             self._is_due(self.config.eval_every, self.step)
             or self._records.progress.owes_evaluation
@@ -669,9 +667,7 @@ class Run:
         return evaluation, results
 
     def _get_details(self, evaluation: Any) -> dict[str, Any]:
-        """What `evaluation` has for the results.json of the exported model, beside its results; on
-        the main process.
-        """
+        """Details of `evaluation` for results.json of the exported model; {} but on the main process."""
         is_small = len(self._val_set.source.classes) <= MOST_DETAILED
         if not is_main() or not is_small or not hasattr(evaluation, "details"):
             return {}
@@ -716,8 +712,9 @@ class Run:
         return self._is_due(self.config.checkpoint_every, self.step) or self._ending.is_stopping
 
     def save(self) -> None:
-        """Make a checkpoint. Training continues as soon as the state is copied; a thread of the
-        main process writes.
+        """Make a checkpoint.
+
+        Training continues as soon as the state is copied; a thread of the main process writes.
         """
         self._settle()
         self._records.log.flush()
@@ -725,8 +722,9 @@ class Run:
         self._saving.save(self.step)
 
     def draw(self, name: str, function: Callable, *arguments) -> None:
-        """Draw `pictures/<name>.png` by `function(*arguments, path)` on the main process; a failure
-        is logged, not raised.
+        """Draw `pictures/<name>.png` by `function(*arguments, path)` on the main process.
+
+        A failure is logged, not raised.
         """
         watchdog.note(f"drawing {name}")
         self._records.draw(name, function, *arguments)
@@ -772,9 +770,7 @@ class Run:
         self._is_drawn = True
 
     def _check_folder_is_shared(self) -> None:
-        """Log which machines don't see the run folder; refuse if a restart could leave only such a
-        machine.
-        """
+        """Log which machines don't see the run folder; refuse if a restart could leave only such ones."""
         is_seen = bool(self._scratch) or self.path.is_dir()
         hosts = set(gather_objects("" if is_seen else socket.gethostname())) - {""}
         if not hosts:
@@ -835,7 +831,8 @@ class Run:
 
 
 def results_of(evaluation: Any) -> dict:
-    """The results over all ranks of what a recipe's `evaluate` returned: a dict, or an object that
-    makes it. A collective.
+    """Results over all ranks, from what a recipe's `evaluate` returned. A collective.
+
+    It returned a dict, or an object whose `results()` makes that dict.
     """
     return evaluation if isinstance(evaluation, dict) else evaluation.results()

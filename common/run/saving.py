@@ -52,8 +52,9 @@ class Saving:
         recipe: Source,
         export: Callable[..., None],
     ) -> int | None:
-        """Load the checkpoint to resume from, if there is one; returns the step after which the run
-        then ends, else None.
+        """Load the checkpoint to resume from, if there is one.
+
+        Returns the step after which the run then ends, or None without a checkpoint.
 
         `identity` and `recipe`, the run's own source, decide which checkpoints fit. `export(model,
         results=..., folder=...)` writes a folder of the model that is evaluated, which becomes
@@ -90,14 +91,14 @@ class Saving:
                 return self._find_last_step(checkpoint, status)
             except (KeyError, TypeError, ValueError) as error:
                 raise Refused(
-                    f"{checkpoint.path} is not as this version of the code writes it "
-                    f"({type(error).__name__}: {error}): go on with the version that wrote it, or "
-                    "give this run another --name"
+                    f"{checkpoint.path} was written by another version ({type(error).__name__}: "
+                    f"{error}): resume with that version, or give this run another --name"
                 ) from error
 
     def _find_last_step(self, checkpoint: Checkpoint, status: dict) -> int:
-        """The step after which the resumed run ends. Logs where it resumes; `status` is the content
-        of status.json.
+        """The step after which the resumed run ends. Logs where it resumes.
+
+        `status` is the content of status.json.
         """
         progress = self._records.progress
         step = progress.step
@@ -163,17 +164,16 @@ class Saving:
             self._say(text)
 
     def keep_best(self, results: dict) -> None:
-        """Export the model, which has these results; with the next checkpoint it takes the place of
-        `best/`.
-        """
+        """Export the model, which has these results. It becomes `best/` with the next checkpoint."""
         model = self._state.exported()
         with self._records.writing("writing best/"):
             if self._best:
                 self._best.export(model, results, self._make_record())
 
     def save(self, step: int) -> None:
-        """Copy the state, and let the writer make a checkpoint of it; waits for the checkpoint
-        before if that is still written.
+        """Copy the state, and let the writer make a checkpoint of it.
+
+        Waits for the checkpoint before, if that is still being written.
 
         What can't be written stops the run within a few steps, on all ranks.
         """
@@ -254,9 +254,7 @@ class Saving:
 
 
 def find_run(output_dir: Path, stem: str, expected: dict) -> str:
-    """The name of the newest run in `output_dir` with the identity `expected`; it begins with
-    `stem`. "" if there is none.
-    """
+    """The newest run in `output_dir` of the identity `expected` whose name begins with `stem`, or ""."""
     runs = sorted(output_dir.glob(f"{stem}-*/environment.json"), key=os.path.getmtime, reverse=True)
     for environment in runs:
         if read_json(environment).get("fingerprint") == expected["data"]:

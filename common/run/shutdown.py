@@ -18,9 +18,7 @@ from common.run.records import Records
 
 
 class Shutdown:
-    """The end of one start in the run folder `path`. `folder` is None on every process except the
-    main one.
-    """
+    """The end of one start in the run folder `path`. Only the main process has a `folder`."""
 
     def __init__(
         self,
@@ -44,8 +42,9 @@ class Shutdown:
             shutil.rmtree(self._path, ignore_errors=True)
 
     def take_less(self, plan: BatchPlan, device: torch.device) -> Exception:
-        """This rank is out of memory: save half the micro-batch for the next start. Returns the
-        exception to raise.
+        """Save half the micro-batch for the next start, as this rank is out of memory.
+
+        Returns the exception to raise.
         """
         try:
             smaller = micro_batch.halve(plan)
@@ -58,7 +57,7 @@ class Shutdown:
             f"{smaller.max_micro_batch_size}"
         )
         if getattr(self._config, "batch_norm", "") == "local":
-            text += ", which with --batch_norm local is another result"
+            text += " (with --batch_norm local this changes the result)"
         return RestartNeeded(text)
 
     def decide_outcome(
@@ -102,8 +101,7 @@ class Shutdown:
         return read_json(self._path / "status.json").get("status") == "resumable"
 
     def finish(self, status: str, cause: str, goes_on: bool) -> None:
-        """Wait for the checkpoint being written, close the log, write status, results and report,
-        and print how the run ended.
+        """Finish on the main process: the last checkpoint, log, status, results and report.
 
         Does nothing except on the main process. `goes_on`: the launcher starts this process again.
         """

@@ -6,6 +6,7 @@ that the ranks must agree on (to stop, that a loss is not finite, how many image
 sent in the same few numbers.
 """
 
+import itertools
 import math
 import time
 from collections import deque
@@ -71,8 +72,7 @@ class _Posted:
 
 
 class Lap:
-    """The time of this rank from the beginning of a step until it can send its gradients: data and
-    forward passes.
+    """The time that a rank takes for data and forward passes, until it can send its gradients.
 
     Until then ranks don't wait for each other. On a GPU it is the device's time, which is read once
     the step is over. `began` is when the step began, by this process's clock.
@@ -107,8 +107,9 @@ class Lap:
 
 @dataclass
 class StepReports:
-    """Takes the numbers of every step and returns complete reports. All ranks call the same methods
-    in the same order.
+    """Takes the numbers of every step and returns complete reports.
+
+    All ranks call the same methods in the same order.
     """
 
     global_batch_size: int
@@ -127,11 +128,10 @@ class StepReports:
         """Add custom numbers, float[] or float[n], to the present step. Does not wait for a device."""
         for name, value in values.items():
             try:
-                value = (
-                    value.detach()
-                    if isinstance(value, torch.Tensor)
-                    else torch.tensor(value, dtype=torch.float64)
-                )
+                if isinstance(value, torch.Tensor):
+                    value = value.detach()
+                else:
+                    value = torch.tensor(value, dtype=torch.float64)
             except (TypeError, ValueError, RuntimeError):
                 raise Refused(
                     f"run.log: {name} is {value!r:.40}; give a number or a tensor"
@@ -156,11 +156,17 @@ class StepReports:
         lap: Lap | None = None,
         rate: float = 0.0,
     ) -> None:
-        """Take the numbers of this rank's `step`; `stop`: it was asked to stop, `ended_by`: why the
-        recipe ends the run.
+        """Take the numbers of this rank's `step`.
 
-        `rate` is its highest learning rate. `update` is given on all ranks for a step that is
-        logged, `lap` of each step.
+        Args:
+            step: counted from 1.
+            outcome: losses of this rank's samples, and more.
+            grad_norm: before clipping, a scalar on the device.
+            stop: whether this rank was asked to stop.
+            ended_by: why the recipe ends the run, if it does.
+            update: for a step that is logged, on all ranks.
+            lap: the time of this rank.
+            rate: the highest learning rate of the step.
         """
         losses = outcome.losses
         loss = losses.sum(dtype=devices.exact(losses.device))
@@ -175,7 +181,8 @@ class StepReports:
         ]
         on_host = torch.stack(numbers).to("cpu", non_blocking=True)
         posted = _Posted(step, outcome, on_host, stop, ended_by, self._counts, update, lap, rate)
-        self._sums, self._counts = {}, {}
+        self._sums = {}
+        self._counts = {}
         if devices.has_streams(losses.device):
             posted.copied = devices.mark()
         elif losses.device.type != "cpu":
@@ -184,19 +191,16 @@ class StepReports:
 
     def read(self) -> list[StepReport]:
         """The reports that are due, oldest first. Raises `Refused` on every rank if a step was not finite."""
-        late = (
-            _LATE
-            if self._posted and devices.has_streams(self._posted[-1].outcome.losses.device)
-            else 1
-        )
-        for posted in list(self._posted)[: max(0, len(self._posted) - late + 1)]:
+        late = 1
+        if self._posted and devices.has_streams(self._posted[-1].outcome.losses.device):
+            late = _LATE
+        num_posted = len(self._posted)
+        for posted in list(self._posted)[: max(0, num_posted - late + 1)]:
             self._start(posted)
-        return [self._finish() for _ in range(max(0, len(self._posted) - late))]
+        return [self._finish() for _ in range(max(0, num_posted - late))]
 
     def settle(self) -> list[StepReport]:
-        """All outstanding reports; waits for the device. To be called before an evaluation or a
-        checkpoint.
-        """
+        """All outstanding reports, before an evaluation or a checkpoint. Waits for the device."""
         for posted in self._posted:
             self._start(posted)
         return [self._finish() for _ in range(len(self._posted))]
@@ -231,19 +235,16 @@ class StepReports:
         bad = not (math.isfinite(loss) and (posted.report["skipped"] or math.isfinite(grad_norm)))
         new = not posted.logged.keys() <= set(posted.names)
         outcome = posted.outcome
-        shared = [
-            loss,
-            bad,
-            outcome.data_wait,
-            len(outcome.broken),
-            posted.stop,
-            bool(posted.ended_by),
-            new,
-        ]
-        self._laps += posted.lap.seconds() if posted.lap else 0.0
+        has_reason = bool(posted.ended_by)
+        num_broken = len(outcome.broken)
+        shared = [loss, bad, outcome.data_wait, num_broken, posted.stop, has_reason, new]
+        if posted.lap:
+            self._laps += posted.lap.seconds()
         if posted.update:
-            seconds, self._laps = self._laps, 0.0
-            shared += [seconds * (place == rank()) for place in range(world_size())]
+            seconds_by_rank = [0.0] * world_size()
+            seconds_by_rank[rank()] = self._laps
+            self._laps = 0.0
+            shared += seconds_by_rank
         for name in posted.names:
             shared += [*posted.logged.get(name, (0.0, 0)), name in posted.logged]
         posted.summed = torch.tensor(shared, dtype=torch.float64)
@@ -251,9 +252,9 @@ class StepReports:
             posted.work = dist.all_reduce(posted.summed, group=host_group(), async_op=True)
 
     def _finish(self) -> StepReport:
-        posted = self._posted[
-            0
-        ]  # until all of its numbers are in: a lost process must not leave a step without a report
+        # It stays until all of its numbers are in: the loss of a process must not leave a step without
+        # a report.
+        posted = self._posted[0]
         if posted.work is not None:
             posted.work.wait()
         loss, bad, wait, broken, stop, ended, new, *sums = posted.summed.tolist()
@@ -264,69 +265,78 @@ class StepReports:
                 f"step {posted.step}: gradients still overflow in fp16 with a loss scale below "
                 f"{_LEAST_SCALE:.2g}; lower --lr, set --clip 1, or take a bf16 config"
             )
-        names = (
-            tuple(name for theirs in gather_objects(posted.outcome.broken) for name in theirs)
-            if broken
-            else ()
-        )
+        names: list[str] = []
+        if broken:
+            for names_of_rank in gather_objects(posted.outcome.broken):
+                names += names_of_rank
         ranks = world_size() if posted.update else 0
         report = StepReport(
             step=posted.step,
             loss=loss / self.global_batch_size,
             data_wait=wait / world_size(),
             rate=posted.rate,
-            broken=names,
+            broken=tuple(names),
             stop=stop > 0,
             ended_by=find_first_text(posted.ended_by) if ended else "",
-            logged=self._means(posted, sums[ranks:], new > 0),
+            logged=self._compute_means(posted, sums[ranks:], new > 0),
             ready=tuple(sums[:ranks]),
             **posted.report,
         )
         self._posted.popleft()
         return report
 
-    def _means(self, posted: _Posted, sums: list[float], new: bool) -> dict[str, float]:
-        """The mean of each custom number over all values, from `sums`: total, count and ranks of
-        each known name.
+    def _compute_means(self, posted: _Posted, sums: list[float], new: bool) -> dict[str, float]:
+        """The mean of each custom number over all values that the ranks gave in the step.
+
+        `sums` has three numbers for each of `posted.names`: the sum, the number of values, and the
+        number of ranks that gave one. `new`: some rank has further names, which are sent in full.
         """
-        of_names = {
-            name: sums[3 * place : 3 * place + 3] for place, name in enumerate(posted.names)
-        }
+        sums_by_name: dict[str, list[float]] = {}
+        for i, name in enumerate(posted.names):
+            sums_by_name[name] = sums[3 * i : 3 * i + 3]
         if new:  # names are sent only the first time
-            theirs = gather_objects(
-                {name: own for name, own in posted.logged.items() if name not in of_names}
-            )
-            for name in sorted({name for unknown in theirs for name in unknown}):
-                values = [unknown[name] for unknown in theirs if name in unknown]
-                of_names[name] = [*map(sum, zip(*values, strict=True)), len(values)]
-            self._names = tuple(dict.fromkeys((*self._names, *of_names)))
+            self._gather_new(posted, sums_by_name)
         where = f"step {posted.step}: run.log"
         if len(self._names) > _MOST_NAMES:
             raise Refused(
                 f"{where} got more than {_MOST_NAMES:,} names, the last {self._names[-1]}; log "
                 "under fewer names"
             )
-        for name, (total, _, ranks) in of_names.items():
-            if 0 < ranks < world_size():
+        means = {}
+        for name, (total, num_values, num_ranks) in sums_by_name.items():
+            if 0 < num_ranks < world_size():
                 raise Refused(
-                    f"{where}: {name} came from {ranks:.0f} of {world_size()} processes; log it "
-                    "on all of them in the same steps, with an empty tensor where there is "
+                    f"{where}: {name} came from {num_ranks:.0f} of {world_size()} processes; log "
+                    "it on all of them in the same steps, with an empty tensor where there is "
                     "nothing to log"
                 )
             if not (math.isfinite(total) or posted.report["skipped"]):
                 raise Refused(
                     f"{where}: {name} is not finite; mend it, or log torch.nan_to_num of it"
                 )
-        return {name: total / count for name, (total, count, _) in of_names.items() if count}
+            if num_values:
+                means[name] = total / num_values
+        return means
+
+    def _gather_new(self, posted: _Posted, sums_by_name: dict[str, list[float]]) -> None:
+        """Add to `sums_by_name` the custom numbers whose names not all ranks know. A collective."""
+        unsent = {name: sums for name, sums in posted.logged.items() if name not in sums_by_name}
+        for unsent_by_rank in gather_objects(unsent):
+            for name, (total, num_values) in unsent_by_rank.items():
+                sums = sums_by_name.setdefault(name, [0.0, 0, 0])
+                sums[0] += total
+                sums[1] += num_values
+                sums[2] += 1
+        known = set(self._names)
+        self._names += tuple(sorted(name for name in sums_by_name if name not in known))
 
     def _refuse(self, posted: _Posted) -> None:
-        mine = posted.outcome.positions[~torch.isfinite(posted.outcome.losses.cpu())].tolist()
-        positions = sorted(position for theirs in gather_objects(mine) for position in theirs)
-        what = (
-            f"the loss of the samples at positions {_listed(positions)}"
-            if positions
-            else "the gradient norm"
-        )
+        is_bad = ~torch.isfinite(posted.outcome.losses.cpu())
+        positions_by_rank = gather_objects(posted.outcome.positions[is_bad].tolist())
+        positions = sorted(itertools.chain.from_iterable(positions_by_rank))
+        what = "the gradient norm"
+        if positions:
+            what = f"the loss of the samples at positions {_format_first(positions)}"
         half = ", or take a bf16 config: beyond 65,504 fp16 is infinite" if self.scaler else ""
         raise Refused(
             f"step {posted.step}: {what} is not finite; no checkpoint of it was made. "
@@ -335,12 +345,11 @@ class StepReports:
 
 
 def find_first_text(text: str) -> str:
-    """The first text of a rank that is not empty, on every rank. A collective. Two ranks, "" and
-    "b": "b" on both.
-    """
+    """The first text of a rank that is not empty, on every rank; "" if there is none. A collective."""
     return next(filter(None, gather_objects(text)), "")
 
 
-def _listed(positions: list[int], limit: int = 8) -> str:
+def _format_first(positions: list[int], limit: int = 8) -> str:
+    """A list of numbers as text, with the number of those beyond `limit`."""
     more = f" and {len(positions) - limit} more" if len(positions) > limit else ""
     return ", ".join(map(str, positions[:limit])) + more

@@ -68,10 +68,8 @@ def test_a_fixed_stratified_fifth_of_the_digits_is_held_out():
     assert val.name(5) == f"digits[{row}]" and val.labels[5] == load_digits().target[row]
     small = np.asarray(image.resize((8, 8), Image.Resampling.BOX))[..., 0] / 255 * 16
     assert image.mode == "RGB" and np.abs(small - load_digits().images[row]).mean() < 1
-    for same in (
-        read("digits", seed=1, val_share=0.5)[1],
-        alone("digits", held_out=True),
-    ):  # results compare across seeds
+    # Results compare across seeds.
+    for same in (read("digits", seed=1, val_share=0.5)[1], alone("digits", held_out=True)):
         assert train.fingerprint != val.fingerprint == same.fingerprint
     assert alone("digits", "train").fingerprint == train.fingerprint
 

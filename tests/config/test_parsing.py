@@ -72,9 +72,8 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(preset) -> None
         == parse(Config, ["--name", ""])
         == Config()
     )
-    file = preset(
-        "lr: 1e-3\nepochs: 5\npretrained: true\nvisible: no\nloss: bce\nname: 007\n"
-    )  # texts to YAML: 1e-3, 007
+    # To YAML, 1e-3 and 007 are texts.
+    file = preset("lr: 1e-3\nepochs: 5\npretrained: true\nvisible: no\nloss: bce\nname: 007\n")
     config = parse(Config, ["--epochs", "7", *file, "--no_pretrained", "--image-size=64"])
     assert config == Config(
         lr=1e-3, epochs=7.0, pretrained=False, visible=False, loss="bce", image_size=64, name="007"

@@ -42,9 +42,8 @@ def test_each_epoch_holds_each_image_exactly_once(size, window):
     drawn = stream.indices(np.arange(4 * size))
     assert (np.sort(drawn.reshape(4, size), axis=1) == np.arange(size)).all()
     order = np.random.default_rng(0).permutation(4 * size)
-    assert (stream.indices(order) == drawn[order]).all() and stream.indices(np.array([10**12]))[
-        0
-    ] in range(size)
+    assert (stream.indices(order) == drawn[order]).all()
+    assert stream.indices(np.array([10**12]))[0] in range(size)
 
 
 def test_steps_hold_similar_shapes_in_random_order():

@@ -92,10 +92,8 @@ def test_machines_execute_nothing_that_a_stranger_writes(nodes, tmp_path):
     assert {"machines/none/machine/0", "machines/none/round"} <= {*keys}, keys
     done = [each.finish(timeout=60) for each in started]
     assert not marker.exists(), "a stranger's code was executed"
-    ends = {
-        "is not from a launcher of this run": 1,
-        "asked to stop: the run stops": 75,
-    }  # by the launcher that sees it first
+    # Of the launcher that sees it first, and of the other.
+    ends = {"is not from a launcher of this run": 1, "asked to stop: the run stops": 75}
     for node, each in zip((first, second), done, strict=True):
         said = [line for line in each.stderr.splitlines() if line.startswith(f"{node.name}: ")]
         assert len(said) == 1 and "Traceback" not in each.stderr, each.stderr

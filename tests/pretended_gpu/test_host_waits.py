@@ -32,9 +32,8 @@ from tests.harness.several import load
 from tests.recipes.copied import CHANGES, copy
 
 pytestmark = pytest.mark.gpu
-IS_REAL = (
-    "LD_PRELOAD" not in os.environ and torch.cuda.is_available()
-)  # in this order, or a fork would count its GPUs too early
+# In this order, or a fork would count its GPUs too early.
+IS_REAL = "LD_PRELOAD" not in os.environ and torch.cuda.is_available()
 WAIT = "cudaStreamSynchronize"
 
 # Steps that are made before, in which much happens once; and steps that are counted.
@@ -230,9 +229,8 @@ def check(steps, waits, hidden=None):
             function, place = name.split(" ", 1)
             if function == WAIT:
                 found[re.sub(r":\d+", "", place)] += often
-            elif (
-                function != "cudaMemcpyAsync" or f"{WAIT} {place}" not in step
-            ):  # else the copy is waited for, as counted
+            # A copy that is waited for was counted as a wait.
+            elif function != "cudaMemcpyAsync" or f"{WAIT} {place}" not in step:
                 others[re.sub(r":\d+", "", name)] += often
         assert found == waits, step
         assert IS_REAL or others == REPORT | (hidden or {}), step

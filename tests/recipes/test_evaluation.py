@@ -295,7 +295,7 @@ def test_what_is_no_weights_is_refused_before_anything_is_read(odd, forks, tmp_p
     torn = tmp_path / "torn"
     shutil.copytree(odd / "best", torn)
     (torn / "run.json").write_text('{"name": "x"}')
-    assert f"--eval_only {torn}: not a whole one (" in refusal(forks("--eval_only", torn))
+    assert f"--eval_only {torn} is incomplete (" in refusal(forks("--eval_only", torn))
     word = refusal(forks("--eval_only", odd / "best", recipe="det"))
     assert f"--eval_only {odd}/best: its run has flags that det.py does not know (--" in word
     assert word.endswith("; evaluate it with the recipe that trained it, cls")

@@ -72,10 +72,7 @@ def test_the_table_names_box_and_suggestion_surest_first() -> None:
         "10.00",
         "0.4545",
     )
-    expected = [
-        ("missing", "likely wrong"),
-        ("moved", "likely wrong"),
-        ("moved", "worth a look"),
-    ]  # overlaps 0.33, 0.67
+    # Overlaps of the moved boxes: 0.33 and 0.67.
+    expected = [("missing", "likely wrong"), ("moved", "likely wrong"), ("moved", "worth a look")]
     assert [(row["kind"], row["verdict"]) for row in tables[1]] == expected
     assert [row["left"] for row in tables[1]] == ["", "70.00", "18.00"]

@@ -134,10 +134,11 @@ def test_a_head_keeps_its_classes_by_name_and_says_so(architecture: str, tmp_pat
         assert again.begins_with == said.format(f"of {number} tensors of {folder}")
 
     check("no, daisy, 007, rose, tulip & co", f"{number} {{}}")
+    # As many classes as before.
     check(
         "cat, dog, no, elk, emu",
         f"{number - size} {{}}, head new for 4 of 5 classes (cat, dog, elk, emu), kept for no",
-    )  # as many as before
+    )
     check("rose, cat", f"{number - size} {{}}, head new for 1 of 2 classes (cat), kept for rose")
     check("cat, dog, elk, emu, gnu", f"{number - size} {{}}, head new for all classes")
     assert build_classifier(architecture, 3).begins_with == ""

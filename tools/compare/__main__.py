@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _differences(measured: Sequence[tuple]) -> tuple[list[str], list[dict]]:
     """Each (candidate, measure) against the first: text, and the same for comparison.json."""
     from common.run.progress import display_name
-    from common.run.report import in_words
+    from common.run.report import format_result
     from tools.compare import bootstrap
 
     (first, of_first), found = measured[0], []
@@ -92,7 +92,7 @@ def _differences(measured: Sequence[tuple]) -> tuple[list[str], list[dict]]:
             f"{100 * value:+.2f} points" for value in (of.value, of.low, of.high)
         )
         lines += [
-            f"  {first.path} {in_words(of.first)}, {other.path} {in_words(of.second)}: {verdict}",
+            f"  {first.path} {format_result(of.first)}, {other.path} {format_result(of.second)}: {verdict}",
             f"    difference {difference}, 95 % interval {low} to {high}; 0 or of the other sign "
             f"in {of.sign_changes:.1%} of {of.resamples:,} resamples",
         ]

@@ -11,7 +11,7 @@ from common.files import MEDIUM, read_text
 from common.run import PastRun
 from common.run.plots import finite
 from common.run.progress import display_name, is_share
-from common.run.report import duration, in_words, listed
+from common.run.report import format_duration, format_result, format_setting
 
 OF_THE_FOLDER = ("name", "output_dir", "resume")  # flags that differ between any two runs
 _WIDEST = 44  # letters of a cell
@@ -54,7 +54,10 @@ def configuration(runs: Sequence[PastRun]) -> list[Row]:
     """The flags and fingerprints of the data that differ."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in OF_THE_FOLDER)
     rows = [
-        (f"--{key}", [listed(run.config[key]) if key in run.config else "-" for run in runs])
+        (
+            f"--{key}",
+            [format_setting(run.config[key]) if key in run.config else "-" for run in runs],
+        )
         for key in keys
     ]
     rows.append(("data, training-validation", [run.fingerprint or "-" for run in runs]))
@@ -75,12 +78,12 @@ def results(runs: Sequence[PastRun]) -> list[Row]:
     keys = dict.fromkeys(sorted(every, key=lambda key: key.startswith("raw_")))
     rows = [("best at step", [f"{run.step_of('best'):,}" for run in runs])]
     rows += [
-        (display_name(key), [in_words(of_run.get(key), is_share(key)) for of_run in best])
+        (display_name(key), [format_result(of_run.get(key), is_share(key)) for of_run in best])
         for key in keys
     ]
     last = []
     for run in runs:
-        value = in_words(run.evaluation("last").get(run.leading), is_share(run.leading))
+        value = format_result(run.evaluation("last").get(run.leading), is_share(run.leading))
         last.append(f"{value} (step {run.step_of('last'):,})")
     return [*rows, ("at the last evaluation", last)]
 
@@ -100,15 +103,17 @@ def cost(runs: Sequence[PastRun]) -> list[Row]:
         rows.append(
             (name, shown)
             if name
-            else ("training time", [duration(value) or "-" for value in values])
+            else ("training time", [format_duration(value) or "-" for value in values])
         )
     ranks = [run.environment.get("ranks") for run in runs]
     devices = [
         [str(rank).split(" on ")[0] for rank in of] if isinstance(of, list) else [] for of in ranks
     ]
-    rows.append(("devices", [listed(of) or "-" for of in devices]))
-    rows.append(("precision", [listed(run.environment.get("precision")) or "-" for run in runs]))
-    return [*rows, ("status", [listed(run.status.get("status")) or "-" for run in runs])]
+    rows.append(("devices", [format_setting(of) or "-" for of in devices]))
+    rows.append(
+        ("precision", [format_setting(run.environment.get("precision")) or "-" for run in runs])
+    )
+    return [*rows, ("status", [format_setting(run.status.get("status")) or "-" for run in runs])]
 
 
 def facts(run: PastRun) -> dict[str, Any]:

@@ -19,11 +19,12 @@ def test_each_kind_of_mistake_is_told_apart() -> None:
     ]
     matches = one_image([(A, 0, False), (B, 1, False), ((85, 0, 95, 10), 1, False)], found)
     matches.threshold = 0.5
+    # The cow and the misplaced dog are of one object: the surer one stands for both.
     assert [(alarm.detection, alarm.kind, alarm.object) for alarm in matches.false_alarms(9)] == [
         (1, "double", 0),
         (2, "class", 1),
         (4, "nothing", NONE),
-    ]  # and the cow and the misplaced dog are of one object: the surer one stands for both
+    ]
     assert [miss.object for miss in matches.misses(9)] == [2]
     assert matches.confusion().tolist() == [[1, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0], [2, 1, 0, 0]]
     assert (matches.hit.tolist(), matches.false_alarm_count) == ([True, False, False], 4)
