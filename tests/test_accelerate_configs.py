@@ -6,10 +6,12 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
+from torch.distributed.run import determine_local_world_size
 
 from common.distributed.sharding import Sharding
 from common.launching.launch_checks import sharding_of
@@ -20,7 +22,14 @@ FOLDER = Path(__file__).parent.parent / "accelerate_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
 GPU_LAYOUTS = ("single_gpu", "multi_gpu", "2node")
 SHARDED = {"fsdp_cpu", "fsdp_bf16", "2node_fsdp_bf16", "2node_hsdp_bf16"}
+COUNTED = "auto"  # number of processes: torch counts the GPUs
 PRECISIONS = {"": "no", "_fp16": "fp16", "_bf16": "bf16"}
+
+
+def num_processes(name: str) -> int:
+    """Of a file, on a machine with 8 GPUs."""
+    number = keys_of(name).get("num_processes", 1)
+    return 8 if number == COUNTED else number
 
 
 def keys_of(name: str) -> dict[str, object]:
@@ -62,13 +71,12 @@ def test_a_file_begins_with_the_command_for_every_machine(path: Path) -> None:
     assert arguments.machine_rank is None, "the address says which machine is the first"
     config = load_config_from_file(str(path))
     assert (arguments.main_process_ip is not None) == (config.num_machines > 1)
-    assert config.num_processes % config.num_machines == 0
+    if config.num_processes != COUNTED:
+        assert config.num_processes % config.num_machines == 0
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if keys_of(path.stem).get("num_processes", 1) > 1]
-)
+@pytest.mark.parametrize("path", [path for path in FILES if num_processes(path.stem) > 1])
 def test_processes_meet_where_they_can_be_replaced(path: Path) -> None:
     """Accelerate takes the flag from the section that no other part of it reads; a flag on the
     command line wins.
@@ -92,7 +100,7 @@ def test_files_differ_only_in_precision_number_of_machines_and_devices() -> None
         for suffix, precision in PRECISIONS.items():
             assert keys_of(layout + suffix) == {**keys_of(layout), "mixed_precision": precision}
     two = keys_of("2node")
-    assert two["num_processes"] / 2 == keys_of("multi_gpu")["num_processes"]
+    assert two["num_processes"] / 2 == num_processes("multi_gpu")
     command = ["--config_file", str(FOLDER / "2node.yaml"), "--main_process_ip", "10.0.0.1"]
     # As docs/layouts.md says.
     command += ["--num_machines", "4", "--num_processes", "32", "recipes/cls.py"]
@@ -121,8 +129,22 @@ def test_files_that_shard_differ_only_in_the_sharding() -> None:
         )
         command.main_process_ip = "127.0.0.1"
         environ = prepare_multi_gpu_env(_validate_launch_command(command)[0])
-        asked = sharding_of(environ | {"WORLD_SIZE": str(keys_of(name)["num_processes"])})
+        asked = sharding_of(environ | {"WORLD_SIZE": str(num_processes(name))})
         assert asked == Sharding(shards=8 if "hsdp" in name else 0), name
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", ["multi_gpu", "multi_gpu_bf16", "multi_gpu_fp16", "fsdp_bf16"])
+def test_a_file_of_one_machine_counts_its_gpus(name: str, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    counts = []
+    for flags in ([], ["--num_processes", "2"]):
+        command = [*flags, "--config_file", str(FOLDER / f"{name}.yaml"), "recipes/cls.py"]
+        arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(command))
+        prepare_multi_gpu_env(arguments)
+        counts.append(determine_local_world_size(arguments.nproc_per_node))
+    assert counts == [3, 2]
 
 
 def worlds(folder: Path) -> dict[str, list]:

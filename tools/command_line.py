@@ -1,8 +1,9 @@
 """The command line of a tool: its module's docstring is what --help says, and a refusal is one line."""
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from common.errors import Refused
@@ -35,12 +36,36 @@ def parser_of(tool: str, docstring: str | None) -> argparse.ArgumentParser:
     )
 
 
+@contextlib.contextmanager
+def writing(target: str) -> Iterator[None]:
+    """Refuse in one line if `target`, such as "--output FOLDER", can't be written."""
+    try:
+        yield
+    except OSError as error:
+        raise Refused(
+            f"{target}: can't be written ({error.strerror or error}); name another",
+        ) from error
+
+
+@contextlib.contextmanager
+def hide_unset_flag() -> Iterator[None]:
+    """Let a refusal begin with a value alone if the tool or the run, not the user, has set its flag."""
+    try:
+        yield
+    except Refused as error:
+        flag, _, text = str(error).partition(" ")
+        if flag.startswith("--") and not any(word.startswith(flag) for word in sys.argv):
+            raise Refused(text) from error
+        raise
+
+
 def run(main: Callable[[], None]) -> None:
     """Call `main` of a tool that is one process; a refusal ends it with exit code 2. Others take
     `launch.run`.
     """
     try:
-        main()
+        with hide_unset_flag():
+            main()
     except Refused as error:
         print(error, file=sys.stderr)
         sys.exit(2)

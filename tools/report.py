@@ -8,8 +8,7 @@ older version, this writes it later. No network, GPU or data are needed.
 
 from pathlib import Path
 
-from common.errors import Refused
-from tools.command_line import parser_of, run
+from tools.command_line import parser_of, run, writing
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -19,12 +18,8 @@ def main(argv: list[str] | None = None) -> None:
     from common.run.report import write  # takes a moment, which --help need not
 
     for folder in folders:
-        try:
+        with writing(str(folder)):
             print(write(folder))
-        except OSError as error:
-            raise Refused(
-                f"{folder}: report.html can't be written there ({error.strerror or error})"
-            ) from error
 
 
 if __name__ == "__main__":

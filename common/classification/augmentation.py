@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from common.errors import Refused
 from common.randomness import key_of, uniforms
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as Pillow's and torchvision's grey
@@ -68,7 +69,12 @@ class Normalize(Augmentation):
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """[B, 3, H, W] of 0..255 of any type -> a new tensor in the type and memory format of the run."""
+        """[B, C, H, W] of 0..255 of any type -> a new tensor in the type and memory format of the run."""
+        if images.shape[1] != len(self._mean):
+            raise Refused(
+                f"images have {images.shape[1]} channels, the model takes {len(self._mean)}: "
+                "build it with their in_chans, as docs/change_it.md does"
+            )
         return (
             images.to(self.dtype, memory_format=self._layout, copy=True)
             .sub_(self._mean)

@@ -18,10 +18,11 @@ from common.classification.balancing import sample_weights
 from common.classification.transforms import EvalTransform, TrainingTransform
 from common.data.cache import Cache, EvalCache, open_cache
 from common.data.decoding import Picture
-from common.data.images import BrokenImage
+from common.data.images import BrokenImage, open_rgb
 from common.data.loader import DeviceBatch, prefetch_images
 from common.data.source import Source
 from common.data.stream import Stream
+from common.errors import Refused
 from common.randomness import key_of, mix, seed_generators
 from common.training import defaults, drop_path, timm_models
 
@@ -32,7 +33,7 @@ _NEIGHBOURS = 100  # after as many broken images in a row, a black one replaces 
 class Batch(DeviceBatch):
     """A micro-batch of B samples."""
 
-    images: torch.Tensor  # uint8[B, 3, H, W]; in training in channels_last memory format
+    images: torch.Tensor  # uint8[B, C, H, W]; in training in channels_last memory format
     labels: torch.Tensor  # int64[B], or bool[B, classes] for multi-label data
     positions: torch.Tensor  # int64[B], of the stream; sample indices in evaluation
     draws: list[torch.Tensor] = field(default_factory=list)  # of each augmentation, in order
@@ -67,6 +68,14 @@ class TrainDataset(Dataset):
         """The samples that the flags describe, as `model` and `transforms` need them. A collective,
         with --cache.
         """
+        channels = transforms.data_config["input_size"][0]
+        if channels != 3 and (
+            config.augment or config.cache or config.color_jitter or config.random_erasing
+        ):
+            raise Refused(
+                "--augment, --cache, --color_jitter and --random_erasing are made for 3 "
+                f"channels, the model takes {channels}: leave them out"
+            )
         weights = sample_weights(config.sampling, source.labels, len(source.classes))
         return cls(
             source,
@@ -84,7 +93,7 @@ class TrainDataset(Dataset):
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """For the tracker's configuration."""
-        return {"input_size": (3, *self.transform.size)}
+        return {"input_size": self.transform.input_size}
 
     @property
     def unit(self) -> int:
@@ -93,8 +102,8 @@ class TrainDataset(Dataset):
 
     def describe(self) -> dict[str, str]:
         """Rows of the start table."""
-        height, width = self.transform.size
-        return {**self.rows, "cache": str(self.cache or "none"), "input": f"3 x {height} x {width}"}
+        input_size = map(str, self.transform.input_size)
+        return {**self.rows, "cache": str(self.cache or "none"), "input": " x ".join(input_size)}
 
     def __getitems__(self, positions: np.ndarray) -> Batch:
         keys = mix(positions, key_of(self.seed, "augmentation")).tolist()
@@ -109,7 +118,7 @@ class TrainDataset(Dataset):
 
     def blank(self, count: int) -> Batch:
         """`count` samples of noise that take as much memory as any batch of this run."""
-        images = list(torch.randint(256, (count, 3, *self.transform.size), dtype=torch.uint8))
+        images = list(torch.randint(256, (count, *self.transform.input_size), dtype=torch.uint8))
         labels = np.zeros((count, *self.source.labels.shape[1:]), self.source.labels.dtype)
         return self._batch(images, labels, np.arange(count))
 
@@ -154,8 +163,7 @@ class TrainDataset(Dataset):
             except BrokenImage as error:
                 if distance == 0:  # a broken neighbour is reported when it is drawn itself
                     broken.append(f"{self.source.name(index)}: {error}")
-        seed_generators(key)
-        return self.transform(Picture(_black())), index
+        return torch.zeros(self.transform.input_size, dtype=torch.uint8), index
 
     def _picture(self, index: int) -> Picture:
         read = lambda: Picture(self.source.content(index))  # noqa: E731
@@ -209,7 +217,8 @@ class EvalDataset(Dataset):
                 )
             except BrokenImage as error:
                 broken.append(f"{self.source.name(index)}: {error}")
-                image, readable[place] = self.transform(_black()), False
+                image = torch.zeros(self.data_config["input_size"], dtype=torch.uint8)
+                readable[place] = False
             images.append(image)
         labels = torch.from_numpy(self.source.labels[indices])
         return Batch(
@@ -221,8 +230,13 @@ class EvalDataset(Dataset):
         )
 
     def _decode(self, index: int) -> torch.Tensor:
-        """uint8[3, H, W]. Raises `BrokenImage`."""
-        return self.transform(self.source.image(index))
+        """uint8[C, H, W]. Raises `BrokenImage`."""
+        content = self.source.content(index)
+        if isinstance(content, torch.Tensor):
+            return torch.cat(
+                [self.transform(Image.fromarray(channel.numpy())) for channel in content]
+            )
+        return self.transform(open_rgb(content))
 
 
 class SelectClasses(nn.Module):
@@ -245,7 +259,3 @@ def other_class_ids(source: Source) -> list[int]:
     if source.model_classes is None or source.multi_label:
         return []
     return source.model_classes.other_ids
-
-
-def _black() -> Image.Image:
-    return Image.new("RGB", (32, 32))

@@ -11,14 +11,16 @@ import numpy as np
 from PIL import Image
 
 from common.data.data_spec import Parts
-from common.data.images import BrokenImage, faults_of_the_file, open_rgb
+from common.data.images import BrokenImage, Content, faults_of_the_file, open_rgb
 from common.data.source import Columns, Files, encode_paths, fingerprint_of, spread
 from common.errors import Refused
 from common.files import sizes_of
 from common.randomness import mix
 
-Content = str | bytes | Image.Image
-_ITEM = "an item is a pair: a path, the bytes of a file or a PIL image, and its label"
+_ITEM = (
+    "an item is a pair: a path, the bytes of a file, an image or a tensor uint8[C, H, W], and its "
+    "label"
+)
 
 
 class CustomDataset(Protocol):
@@ -33,9 +35,7 @@ class CustomDataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(
-        self, index: int
-    ) -> tuple[str | os.PathLike | bytes | Image.Image, int | str | Sequence[bool]]:
+    def __getitem__(self, index: int) -> tuple[Content, int | str | Sequence[bool]]:
         """The image, or the path or bytes of its file; and its class id, its class name, or a 0 or
         1 for each class.
         """
@@ -72,7 +72,9 @@ class Items(Columns):
 
     def _pixels(self, index: int) -> bytes:
         try:
-            return open_rgb(self.content(index)).tobytes()
+            content = self.content(index)
+            pixels = content.numpy() if hasattr(content, "numpy") else open_rgb(content)
+            return pixels.tobytes()
         except BrokenImage:
             return b""
 
@@ -134,8 +136,13 @@ def _checked(title: str, index: int, item: object) -> tuple[Content, object]:
     content, label = item
     if isinstance(content, os.PathLike):
         content = os.fspath(content)
-    if not isinstance(content, str | bytes | Image.Image):
-        instead = "an array becomes one by Image.fromarray, and no transform of your own is needed"
+    is_tensor = str(getattr(content, "dtype", "")) == "torch.uint8"
+    if not (is_tensor or isinstance(content, str | bytes | Image.Image)):
+        instead = (
+            "an array in grey or RGB becomes one by Image.fromarray; one of other channels, [H, "
+            "W, C], by torch.from_numpy(array).permute(2, 0, 1), with in_chans=C in build_model "
+            "(docs/change_it.md); no transform of your own is needed"
+        )
         raise Refused(
             f"{title}: the image of item {index} is a {type(content).__name__}; {_ITEM}; {instead}"
         )

@@ -28,15 +28,16 @@ _SECTION = re.compile(r"(?!t)[a-z]+[0-9.]+|t(weights|3aw?)")  # of a policy, suc
 
 
 class TrainingTransform:
-    """An image -> uint8[3, H, W]: a random crop, resized and flipped, then a policy."""
+    """An image -> uint8[C, H, W]: a random crop, resized and flipped, then a policy."""
 
     def __init__(self, config: Any, data_config: dict):
-        """As in `config`, to images of `data_config["input_size"]` ([3, H, W]).
+        """As in `config`, to images of `data_config["input_size"]` ([C, H, W]).
 
         `data_config` is as `timm.data.resolve_model_data_config` returns it. Raises `Refused` for a
         policy that timm lacks.
         """
-        self.size = tuple(data_config["input_size"][1:])
+        self.input_size = tuple(data_config["input_size"])
+        self.size = self.input_size[1:]
         self.smallest_area, self.hflip, self.vflip = config.crop_scale, config.hflip, config.vflip
         self.interpolation = data_config["interpolation"]
         self.policy = None

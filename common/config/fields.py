@@ -248,6 +248,11 @@ class RunConfig(SharedFields):
     """Group of runs on the dashboard, such as the trials of a sweep."""
     notes: str = option("", may_change=True)
     """A remark on the dashboard."""
+    wandb_entity: str = option("", may_change=True)
+    """W&B: team or user that owns the project (default: the account's own)."""
+    wandb_artifact: bool = option(False, may_change=True)
+    """W&B: upload best/ when the run ends, as an artifact with the run's name and the aliases best
+    and step-N."""
     log_every: int = option(10, low=1, may_change=True)
     """Steps between rows of metrics.jsonl and the dashboard."""
     profile: str = option("", may_change=True, check=_wrong_with_profile)

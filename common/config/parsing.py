@@ -165,7 +165,7 @@ def short_hash(values: dict) -> str:
 
 def nearest(name: str, names) -> str:
     """The end of a message about an unknown name: `; did you mean X, Y?`, or "" if no name is similar."""
-    close = difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)
+    close = difflib.get_close_matches(name, set(names), n=3, cutoff=0.6)
     return f"; did you mean {', '.join(close)}?" if close else ""
 
 
@@ -183,8 +183,9 @@ def _read(path: Path) -> dict:
     try:
         content = read_yaml(path, SMALL)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        folders = path.parent, Path("recipes/presets")
-        presets = [str(file) for folder in folders for file in sorted(folder.glob("*.yaml"))]
+        files = [*path.parent.glob("*.yaml"), *Path("recipes/presets").glob("*.yaml")]
+        # Each file once, also if both folders are the same.
+        presets = {file.resolve(): str(file) for file in files}.values()
         same = next((file for file in presets if Path(file).stem == path.stem), "")
         near = f"; did you mean {same}?" if same else nearest(str(path), presets)
         raise Refused(

@@ -17,7 +17,7 @@ from common.data import splits
 from common.data.duplicates import find_copies
 from common.data.images import BrokenImage, has_image_suffix, opened
 from common.data.notes import Notes
-from common.data.source import Files, ModelClasses, earlier_fingerprint, group_by_folder
+from common.data.source import Files, ModelClasses, earlier_fingerprint, group_by_folder, spread
 from common.data.splits import Piece, kind_of
 from common.errors import Refused
 from common.files import walk
@@ -111,7 +111,8 @@ class DataSpec:
     def divide(
         self, labels: Mapping[str, str], pieces: Sequence[Piece], sources: Mapping[str, S]
     ) -> tuple[S, ...]:
-        """The source of each piece. Sides are chosen by `seed` and each image's path or row alone.
+        """The source of each piece. Sides are chosen by `seed`, each image's path or row, and the
+        classes of boxes.
 
         Its `part` becomes `val/` or `20 % held out of train/`; the second one's also names other
         parts to evaluate.
@@ -329,11 +330,14 @@ def data_rows(data: str, train, val) -> dict[str, str]:
         rows["not evaluated"] = (
             f"{_names([classes[place] for place in never])}: no {val.counted_items} to evaluate"
         )
-    with suppress(BrokenImage), opened(train.content(0)) as image:
-        if image.format == "TIFF" and image.has_transparency_data:
-            rows["transparency"] = (
-                f"becomes white: {train.name(0)} has a band for it, by its tag ExtraSamples"
-            )
+    for index in spread(len(train)):
+        with suppress(BrokenImage), opened(train.content(index)) as image:
+            # A header tells most images without transparency; the pixels of the others are decoded.
+            if image.has_transparency_data and image.convert("RGBA").getextrema()[3] != (255, 255):  # type: ignore[misc]
+                rows["transparency"] = (
+                    f"becomes white, as in {train.name(index)}; a fourth band: docs/data.md"
+                )
+                break
     others = [note for note in val.notes if note not in train.notes]
     return rows | {
         name: "; ".join(notes)

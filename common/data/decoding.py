@@ -21,12 +21,12 @@ _SPARE = 2.0  # a reduced image is at least this many times the wanted size, and
 
 
 class Picture:
-    """An upright image: pixels uint8[3, H, W], or a JPEG of which only the header has been read.
+    """An upright image: pixels uint8[C, H, W], or a JPEG of which only the header has been read.
 
     Raises `BrokenImage`, here or when pixels are read.
     """
 
-    def __init__(self, content: Content | torch.Tensor):
+    def __init__(self, content: Content):
         self._pixels: torch.Tensor | None = None
         self._jpeg = b""
         if isinstance(content, torch.Tensor):

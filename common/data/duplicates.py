@@ -1,4 +1,4 @@
-"""Duplicates among images: of the same path or bytes; and, for a dry run, images that are alike as
+"""Duplicates among images: of the same path or bytes; for a dry run, also images that are alike as
 thumbnails.
 """
 
@@ -17,7 +17,9 @@ LIMIT = 10_000  # images that are read: about a minute on one core
 _SIDE = 16  # of the thumbnails that are compared, in pixels
 # Largest difference of two thumbnails that are the same picture: root mean square, of 255.
 _APART = 4.0
-_ROUGH = 12.0  # smallest standard deviation of a thumbnail: flat ones all look alike
+# Smallest standard deviation of a thumbnail: flat ones all look alike, only their bytes are
+# compared.
+_ROUGH = 12.0
 _AT_ONCE = 256  # thumbnails that are compared with all others at a time
 _NAMED, _BROKEN = 3, 1_000  # pairs of duplicates, and unreadable images, that are named
 
@@ -84,13 +86,9 @@ def rows(train: Any, val: Any) -> dict[str, str]:
     if train.fresh:
         return {}
     sources = train, val
-    count = sum(map(len, sources))
+    places = [(part, index) for part, source in enumerate(sources) for index in range(len(source))]
+    count = len(places)
     every = -(-count // LIMIT)
-    places = [
-        (part, index)
-        for part, source in enumerate(sources)
-        for index in range(0, len(source), every)
-    ]
     broken: dict[tuple[int, int], str] = {}
     # 0 for train or 1 for val, and the index there -> grey thumbnail.
     seen: dict[tuple[int, int], np.ndarray] = {}
@@ -104,19 +102,28 @@ def rows(train: Any, val: Any) -> dict[str, str]:
             broken[place] = f"{source.name(index)}: {error}"
 
     with ThreadPoolExecutor(cores()) as pool:
-        list(pool.map(look, places))
-    places = sorted(seen)
-    pairs = _alike(np.array([seen[place] for place in places]).reshape(-1, _SIDE**2))
+        list(pool.map(look, places[::every]))
+    looked_at = sorted(seen)
+    alike = _alike(np.array([seen[place] for place in looked_at]).reshape(-1, _SIDE**2))
+    # Flat pictures, too, are duplicates if their files are equal.
+    first_of = {
+        place: places[first] for place, first in zip(places, find_copies(train, val), strict=True)
+    }
+    first_of |= {looked_at[other]: looked_at[first] for first, other in alike}
+    pairs = sorted(
+        (first, other)
+        for other, first in first_of.items()
+        if first != other and other not in broken
+    )
     texts = []
     for where, parts in (
         ("between train and val", (0, 1)),
         ("within train", (0, 0)),
         ("within val", (1, 1)),
     ):
-        mine = [pair for pair in pairs if tuple(places[row][0] for row in pair) == parts]
+        mine = [pair for pair in pairs if tuple(part for part, _ in pair) == parts]
         named = [
-            " ~ ".join(sources[places[row][0]].name(places[row][1]) for row in pair)
-            for pair in mine[:_NAMED]
+            " ~ ".join(sources[part].name(index) for part, index in pair) for pair in mine[:_NAMED]
         ]
         texts += (
             [f"{len(mine):,} {where} ({', '.join(named)}{', ...' * (len(mine) > _NAMED)})"]

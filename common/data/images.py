@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from mimetypes import MimeTypes
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, ImageOps, PngImagePlugin, UnidentifiedImageError
@@ -21,6 +21,9 @@ from common.data.notes import Notes
 from common.data.pixels import MAX_PIXELS, BrokenImage, to_8_bit
 from common.data.tiff import open_tiff
 from common.files import open_regular, read_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 _MAX_BYTES = 2**30  # of a file: as many pixels of 8 bytes, and room for metadata
 # Larger images are refused.
@@ -87,11 +90,13 @@ UNREAD_ADVICE = (
     "will do, too"
 )
 
-Content = str | PathLike | bytes | Image.Image  # a path, the bytes of a file, or an image
+# A path, the bytes of a file, an image, or pixels uint8[C, H, W].
+Content: TypeAlias = "str | PathLike | bytes | Image.Image | torch.Tensor"
 
 
 def open_rgb(source: Content, reduction: int = 1) -> Image.Image:
-    """Decode `source` (a path, the bytes of a file, or an image) to an upright image of mode RGB.
+    """Decode `source` to an upright image of mode RGB. A tensor shows its first three channels, one
+    channel in grey.
 
     - Transparent pixels are blended with white: the colour stored there is arbitrary.
     - 16-bit grey is scaled from 0..65535 and floats from 0..1. If values lie outside (32-bit
@@ -117,6 +122,9 @@ def opened(source: Content) -> Iterator[Image.Image]:
     with faults_of_the_file("can't be decoded: "), warnings.catch_warnings(), ExitStack() as stack:
         # Pillow warns of sizes, which are checked below, and of odd EXIF tags.
         warnings.simplefilter("ignore")
+        if hasattr(source, "numpy"):
+            colours = source[np.arange(3) % len(source)]  # type: ignore[arg-type, index]
+            source = Image.fromarray(colours.permute(1, 2, 0).numpy())  # type: ignore[union-attr]
         if not isinstance(source, Image.Image):
             file = (
                 io.BytesIO(source)

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from PIL import Image
 
-from common.data.images import BrokenImage, open_rgb, opened
+from common.data.images import BrokenImage, Content, open_rgb, opened
 from common.data.splits import random_numbers_of
 from common.data.stream import Blocks
 from common.errors import Refused, printable
@@ -59,7 +59,7 @@ class ImageList(Protocol):
         """The image in words for people, such as its path or `digits[17]`."""
         raise NotImplementedError
 
-    def content(self, index: int) -> str | bytes | Image.Image:
+    def content(self, index: int) -> Content:
         """Path or bytes of the image's file, or the image. Raises `BrokenImage` if there is none."""
         raise NotImplementedError
 
@@ -96,9 +96,11 @@ class Source(ImageList, Protocol):
         return self.labels.ndim == 2
 
     @property
-    def strata(self) -> np.ndarray | None:
-        """int64[N], strata of which the same share is held out each; None for a single one."""
-        return None if self.multi_label else self.labels
+    def strata(self) -> np.ndarray:
+        """int64[N] classes, of which the same share is held out each; int64[M, 2] image and class
+        for several labels.
+        """
+        return np.argwhere(self.labels) if self.multi_label else self.labels
 
     @property
     def class_counts(self) -> np.ndarray:

@@ -114,55 +114,96 @@ def random_numbers_of(paths: pa.LargeBinaryArray, key: int) -> np.ndarray:
 
 
 def held_out(
-    numbers: np.ndarray, strata: np.ndarray | None, share: float, groups: np.ndarray | None = None
+    numbers: np.ndarray, strata: np.ndarray, share: float, groups: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rows to train on and rows held out: the `share` of every stratum with the smallest numbers.
 
-    `numbers` uint64[N]; `strata` int64[N], or None for one stratum. A stratum keeps at least one
-    row to train on. Rows with equal `groups` int64[N] are on the same side, and strata then have
-    about their share.
+    `numbers` uint64[N]; `strata` int64[N] of each row, which keep at least one row to train on; or
+    int64[M, 2], row and class of each of M objects, of which each class has about its share. Rows
+    with equal `groups` int64[N] are on the same side, and strata then have about their share.
     """
     if not 0 < share < 1:
         raise Refused(
             f"--val_share {share}: must lie between 0 and 1, since the data has no part to "
             "evaluate on"
         )
-    of = "{} images" if strata is None else "at most {} images per class"
-    strata = np.zeros(len(numbers), np.int64) if strata is None else strata
-    counts = np.bincount(strata)
-    if groups is None:
-        by_stratum = np.lexsort((numbers, strata))
-        place = np.empty(len(numbers), np.int64)  # of each row within its stratum
-        place[by_stratum] = np.arange(len(numbers)) - np.repeat(np.cumsum(counts) - counts, counts)
-        out = place < np.minimum((share * counts + 0.5).astype(np.int64), counts - 1)[strata]
+    in_groups = ""
+    if groups is not None:
+        _, groups, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+        smallest = np.full(len(sizes), np.iinfo(np.uint64).max)
+        np.minimum.at(smallest, groups, numbers)
+        # The smallest of several numbers is small: mixed again it is as random as the number of a
+        # single row.
+        numbers = np.where(sizes > 1, mix(smallest, key_of("groups")), smallest)[groups]
+        in_groups = f" in {len(sizes):,} groups"
+    if strata.ndim == 2:
+        out = _stratify(numbers, strata, share)
+        num_images = f"{len(out)} images"
     else:
-        out = _hold_out_groups(numbers, strata, share * counts, counts - 1, groups)
-        of += f" in {len(np.unique(groups)):,} groups"
+        counts = np.bincount(strata)
+        num_images = f"at most {counts.max()} images per class"
+        if groups is None:
+            by_stratum = np.lexsort((numbers, strata))
+            place = np.empty(len(numbers), np.int64)  # of each row within its stratum
+            place[by_stratum] = np.arange(len(numbers)) - np.repeat(
+                np.cumsum(counts) - counts, counts
+            )
+            out = place < np.minimum((share * counts + 0.5).astype(np.int64), counts - 1)[strata]
+        else:
+            out = _hold_out_groups(numbers, strata, share * counts, counts - 1)
     if not out.any():
-        raise Refused(f"--val_share {share} of {of.format(counts.max())} holds out none; raise it")
+        raise Refused(f"--val_share {share} of {num_images}{in_groups} holds out none; raise it")
     return np.flatnonzero(~out), np.flatnonzero(out)
 
 
+def _stratify(numbers: np.ndarray, objects: np.ndarray, share: float) -> np.ndarray:
+    """bool[N] rows to hold out, so that each class has its share of `objects`, int64[M, 2] row and class.
+
+    Rows with equal `numbers` uint64[N] are on the same side. This is iterative stratification
+    (Sechidis, Tsoumakas & Vlahavas, "On the Stratification of Multi-Label Data", 2011): the class
+    with the fewest objects left goes first, and divides its rows; rows are one more class, which
+    goes last. In the paper each row joins the side that lacks most objects. Here it is held out as
+    long as objects and rows are lacking there, so that the smallest numbers are, and a new row
+    moves hardly any other.
+    """
+    _, groups = np.unique(numbers, return_inverse=True)  # in random order
+    row_class = 1 + objects[:, 1].max(initial=-1)
+    group_ids = np.append(groups[objects[:, 0]], groups)
+    class_ids = np.append(objects[:, 1], np.full(len(groups), row_class))
+    objects_by_group = np.split(class_ids[np.argsort(group_ids)], np.cumsum(np.bincount(group_ids)))
+    remaining = np.bincount(class_ids)
+    missing = np.minimum(share * remaining, remaining - 1)  # objects to hold out
+    remaining[-1] += len(objects)  # so that rows go last
+    rows_left = len(groups)
+    is_open = np.ones(rows_left, bool)
+    is_out = ~is_open
+    while rows_left:
+        class_id = np.where(remaining, remaining, np.inf).argmin()
+        for group in np.unique(group_ids[class_ids == class_id]):
+            if is_open[group]:
+                is_open[group] = False
+                counts = np.bincount(objects_by_group[group], minlength=len(remaining))
+                remaining -= counts
+                rows_left -= counts[-1]
+                fits = 2 * missing >= counts
+                is_needed = 2 * (missing[-1] - rows_left) >= counts[-1]
+                if is_needed or (fits[class_id] and fits[-1]):
+                    is_out[group] = True
+                    missing -= counts
+    return is_out[groups]
+
+
 def _hold_out_groups(
-    numbers: np.ndarray,
-    strata: np.ndarray,
-    shares: np.ndarray,
-    limits: np.ndarray,
-    groups: np.ndarray,
+    numbers: np.ndarray, strata: np.ndarray, shares: np.ndarray, limits: np.ndarray
 ) -> np.ndarray:
     """bool[N] rows to hold out: in random order the groups that fit, then those that bring strata
     closer to their `shares`.
 
-    `shares` float[K] and `limits` int[K] are the wanted and the largest numbers of rows of each stratum.
+    Rows of a group have equal `numbers`. `shares` float[K] and `limits` int[K] are the wanted and
+    the largest numbers of rows of each stratum.
     """
-    _, groups, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-    order = np.full(len(sizes), np.iinfo(np.uint64).max)
-    np.minimum.at(order, groups, numbers)
-    # The smallest of several numbers is small: mixed again it is as random as the number of a
-    # single row.
-    order = np.where(sizes > 1, mix(order, key_of("groups")), order)
-    rows = np.lexsort((groups, order[groups]))
-    members_by_group = np.split(rows, np.flatnonzero(np.diff(groups[rows])) + 1)
+    rows = np.argsort(numbers, kind="stable")
+    members_by_group = np.split(rows, np.flatnonzero(np.diff(numbers[rows])) + 1)
     missing = shares.tolist()
     room = limits.tolist()
     out = np.zeros(len(numbers), bool)

@@ -254,7 +254,7 @@ def processes_asked(command: Sequence[str]) -> tuple[int | None, int] | None:
     """Processes and machines on the command line of `accelerate launch`; of torchrun None and the
     lowest number of machines.
 
-    None if it is another command.
+    None if it is another command, or one that counts the GPUs itself.
 
     The launcher rounds 3 processes on 2 machines down to 2, and with MULTI_CPU or --cpu starts one
     process instead of several. The environment of its ranks does not show this, so they read the
@@ -284,7 +284,8 @@ def processes_asked(command: Sequence[str]) -> tuple[int | None, int] | None:
     ):
         file = load_config_from_file(arguments.config_file)
         processes, machines = processes or file.num_processes, machines or file.num_machines
-    return (processes, machines or 1) if processes else None
+    # multi_gpu.yaml says "auto": as many as the machine has.
+    return (processes, machines or 1) if isinstance(processes, int) else None
 
 
 def _precision_of(environ: Mapping[str, str]) -> str:

@@ -7,6 +7,7 @@ Only the main process writes; on the others, a `RunLog` does nothing.
 
 import sys
 import time
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -113,15 +114,15 @@ class RunLog:
                 }
             )
 
-    def close(self, exit_code: int, patience: float) -> str:
+    def close(self, exit_code: int, patience: float, model: Path | None = None) -> str:
         """Stop the bar and the dashboard; returns where the dashboard is.
 
-        Waits for it up to `patience` seconds.
+        Waits for it up to `patience` seconds. `model` is uploaded by `Tracker.finish`.
         """
         self._bar.close()
         if not self._tracker:
             return ""
-        self._tracker.finish(exit_code, patience)
+        self._tracker.finish(exit_code, patience, model)
         return self._tracker.where()
 
     def pictures(self, step: int, pictures: dict) -> None:

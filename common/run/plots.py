@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from common.durable import make_folder, replace_file
 from common.run.folder import read_json, read_rows
@@ -37,6 +38,7 @@ NAMED_CLASSES = 50  # up to so many classes, its rows and columns have names
 # Fonts with Chinese, Japanese and Korean letters. The first that is installed is used.
 WIDE_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "Arial Unicode MS")
 _OF_EMA = " of the averaged weights (EMA)"
+MAX_SHEET_BYTES = 500_000  # of 24 photographs, which would take several MB
 SMOOTHED_POINTS = 300  # a longer line is drawn pale, under its mean over windows
 
 
@@ -297,7 +299,7 @@ def sheet(cells: Sequence[Cell], headline: str, path: Path) -> None:
         below = {"ha": "center", "va": "top", "transform": axes.transAxes}
         axes.text(0.5, -0.02, name, fontsize=6, color=GREY, parse_math=False, **below)
     title(figure.suptitle, headline)
-    save(figure, path)
+    save(figure, path, MAX_SHEET_BYTES)
 
 
 def mark(axes: "Axes", boxes: Iterable[tuple[Sequence[float], str, str]], size: float) -> None:
@@ -354,7 +356,7 @@ def first_batch(
 
 
 def to_pixels(images: "Tensor", normalization: Mapping) -> np.ndarray:
-    """uint8[B, H, W, 3] of images [B, 3, H, W] as the model gets them.
+    """uint8[B, H, W, 3] of images [B, C, H, W] as the model gets them: the first three channels, one in grey.
 
     `normalization` has their mean and std, or nothing: then each channel is stretched to the visible range.
     """
@@ -368,7 +370,7 @@ def to_pixels(images: "Tensor", normalization: Mapping) -> np.ndarray:
         std = 1 / np.maximum(high - low, 1e-9)
         mean = -low * std
     pixels = (255 * (array * std + mean)).round().clip(0, 255).astype(np.uint8)
-    return pixels.transpose(0, 2, 3, 1)
+    return pixels.transpose(0, 2, 3, 1)[..., np.arange(3) % pixels.shape[1]]
 
 
 def arrow(name: str, other: str) -> str:
@@ -413,10 +415,19 @@ def title(place: Callable, text: str) -> None:
     place(text, fontsize=12, fontweight="bold", color=INK, parse_math=False)
 
 
-def save(figure: "Figure", path: Path) -> None:
-    """Writes the PNG file durably, in one step. A failure leaves the old file. Raises OSError."""
+def save(figure: "Figure", path: Path, max_bytes: float = math.inf) -> None:
+    """Writes the PNG file durably, in one step. A failure leaves the old file. Raises OSError.
+
+    One that is larger than `max_bytes` gets fewer pixels, and 64 colours.
+    """
     content = io.BytesIO()
     figure.savefig(content, format="png", bbox_inches="tight", pad_inches=0.15)
+    if content.tell() > max_bytes:
+        pixels = Image.open(content).convert("RGB")
+        pixels.thumbnail((1000, 10_000))  # six columns in which captions are legible
+        palette = pixels.quantize(64)
+        content = io.BytesIO()
+        pixels.quantize(palette=palette).save(content, "png")  # dithers
     make_folder(Path(path).parent)
     replace_file(Path(path), content.getvalue())
 

@@ -128,7 +128,9 @@ class Shutdown:
             if self._in_order:
                 self._records.draw("curves", plots.curves, self._path)
             patience = 30.0 if status == "finished" else 5.0
-            dashboard = self._log.close(int(status == "failed"), patience=patience)
+            is_uploaded = self._config.wandb_artifact and status == "finished" and progress.best
+            model = self._path / "best" if is_uploaded else None
+            dashboard = self._log.close(int(status == "failed"), patience, model)
             if status != "resumable":
                 self._write_status(self._folder, status, cause)
             page = None if self._config.dry_run else self._report()

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from common.config.parsing import identity
 from common.data import duplicates
 from common.data.batch_plan import BatchPlan
 from common.data.data_spec import data_rows
@@ -44,7 +45,8 @@ def build_start_table(
     rows |= sharding.describe(model)
     rows["batch"] = str(plan)
     rows["learning rate"] = rates
-    rows["length"] = _describe_length(train_set, total_steps)
+    rows["settings"] = _describe_settings(config)
+    rows["length"] = _describe_length(config, train_set, total_steps)
     rows |= freezing.describe()
     rows["layout"] = layout
     rows["run folder"] = str(folder)
@@ -74,12 +76,27 @@ def get_sizes(
     return sizes
 
 
-def _describe_length(train_set: Samples, total_steps: int) -> str:
+def _describe_settings(config: Any) -> str:
+    """What defines the training, is not at the recipe's default, and has no row of its own."""
+    values = identity(config) | {"patience": config.patience}
+    for name in "data model batch_norm global_batch_size lr opt schedule".split():
+        values.pop(name, None)
+    recipe = type(config)
+    return ", ".join(
+        f"{name} {value!s:.60}" for name, value in values.items() if value != getattr(recipe, name)
+    )
+
+
+def _describe_length(config: Any, train_set: Samples, total_steps: int) -> str:
     stream = train_set.stream
+    dry_run = ""
+    if config.dry_run:
+        dry_run = f"; the dry run makes {total_steps} of them"
+        total_steps = config.max_steps or stream.steps(config.epochs)
     text = f"{total_steps:,} steps, {stream.epoch(total_steps):.1f} epochs"
     if stream.extends_epochs:
         text += (
             f", counted as {total_steps / stream.min_epoch_steps:.1f} of {stream.min_epoch_steps} "
             "steps each"
         )
-    return text
+    return text + dry_run

@@ -31,6 +31,7 @@ MOST_WAITING = 10_000
 # Then W&B works offline; shorter than the next, so that a short run keeps its rows.
 INIT_TIMEOUT_S = 20.0
 FINISH_TIMEOUT_S = 30.0
+UPLOAD_TIMEOUT_S = 240  # of a model; less than the 300 s that torchrun waits for other machines
 LOG_HEADER_BYTES = 7  # at the beginning of W&B's files
 # Rows are written to the disk so often; by default W&B does after 15 s, TensorBoard after 120 s.
 FLUSH_S = 1
@@ -55,7 +56,8 @@ class Tracker:
     Args:
         kind: "wandb", "tensorboard" or "none".
         folder: The run folder; the tracker's files go below it, and its name is the run's.
-        config: The run's complete config; W&B's `project`, `tags`, `group` and `notes` are taken from it.
+        config: The run's complete config; W&B's `project`, `tags`, `wandb_entity` and so on are
+            taken from it.
         run_id: The attribute of that name of an earlier start, whose W&B run is continued.
         rows: Rows of metrics.jsonl, `{"step": 1, ...}`, that the run resumes after; those that the
             tracker lacks are sent.
@@ -76,7 +78,7 @@ class Tracker:
         self.run_id = run_id if is_id else secrets.token_hex(4)
         self._kind, self._say, self._step = kind, say, 0
         self._where, self._failed = "", False
-        self._calls: queue.SimpleQueue[Callable[[_Backend], None] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if kind != "none":
             backend = {"wandb": _WandB, "tensorboard": _TensorBoard}[kind]
@@ -110,18 +112,35 @@ class Tracker:
         """The URL, or a folder and the command that shows or uploads it; "" if there is none yet."""
         return self._where
 
-    def finish(self, exit_code: int = 0, timeout_s: float = FINISH_TIMEOUT_S) -> None:
+    def finish(
+        self,
+        exit_code: int = 0,
+        timeout_s: float = FINISH_TIMEOUT_S,
+        model: Path | None = None,
+    ) -> None:
         """Sends everything in the queue and closes the run; gives up after `timeout_s` seconds.
 
-        An `exit_code` other than 0 marks a W&B run as failed.
+        An `exit_code` other than 0 marks a W&B run as failed. `model` is the folder of the best
+        model, to be uploaded to W&B. That may take `UPLOAD_TIMEOUT_S` more; if it fails, a line
+        says so.
         """
         self.begin()
+        uploads: list[None] = []
+        if self._kind != "wandb":
+            model = None
+        if model:
+            timeout_s += UPLOAD_TIMEOUT_S
+            self._calls.put(lambda backend: uploads.append(backend.upload(model)))
         self._calls.put(lambda backend: backend.finish(exit_code))
         self._calls.put(None)
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 self._fail(f"not done {timeout_s:g} s after the end")
+        if model and not uploads:
+            self._say(
+                f"{model} was not uploaded to W&B: `wandb artifact put --type model {model}` does"
+            )
 
     def _put(self, call: Callable[["_Backend"], None], step: float = math.inf) -> None:
         """Queue a call; one about a `step` that the tracker has from a killed start is left out."""
@@ -229,6 +248,7 @@ class _WandB:
             group=config.get("group") or None,
             notes=config.get("notes") or None,
             tags=tags or None,
+            entity=config.get("wandb_entity") or None,
         )
         tracker.start()
         return tracker
@@ -245,6 +265,16 @@ class _WandB:
         import wandb
 
         self.log(step, {key: wandb.Image(str(path)) for key, path in pictures.items()})
+
+    def upload(self, model):
+        import wandb
+
+        name = re.sub(r"[^\w.-]", "-", model.parent.name, flags=re.ASCII)
+        artifact = wandb.Artifact(name, type="model")
+        artifact.add_dir(str(model), skip_cache=True)  # else a copy would stay in the home folder
+        self.run.log_artifact(artifact, aliases=["best", f"step-{self.run.summary['best/step']}"])
+        if not self.run.offline:
+            artifact.wait(UPLOAD_TIMEOUT_S)
 
     def finish(self, exit_code):
         self.run.finish(exit_code=exit_code)

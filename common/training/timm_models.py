@@ -46,6 +46,7 @@ def build_classifier(
     drop_path: float = 0.0,
     seed: int = 0,
     names: Sequence[str] = (),
+    in_chans: int = 0,
 ) -> nn.Module:
     """A timm model with a head for `classes` classes: a timm name, `hf-hub:owner/name` or a local
     timm folder.
@@ -53,14 +54,18 @@ def build_classifier(
     Initial weights are a function of `seed`, or loaded: from a local folder, or with `pretrained`
     by name; the model's `begins_with` says which. The head keeps what it knows of classes with the
     same `names`, and is new for the others; if either side has no names, a head of the same number
-    of classes is kept. `image_size` 0 is the model's own. Raises `Refused` for an unknown name
-    (with the nearest ones), an option the model lacks, and weights out of reach.
+    of classes is kept. `image_size` 0 and `in_chans` 0 are the model's own; for more channels, timm
+    repeats the weights of the first layer, and mean and standard deviation are repeated, too.
+    Raises `Refused` for an unknown name (with the nearest ones), an option the model lacks, and
+    weights out of reach.
     """
     options = {"drop_rate": drop, "drop_path_rate": drop_path}
     architecture = name.split(".")[0]  # without the tag of its weights, which may be unknown
     default = timm.get_pretrained_cfg(architecture) if timm.is_model(architecture) else None
     if image_size and default and default.fixed_input_size:
         options["img_size"] = image_size
+    if in_chans:
+        options["in_chans"] = in_chans
     make = partial(create, name, pretrained=pretrained, seed=seed, wishes=options)
     model = make(num_classes=classes)
     if not (pretrained or Path(name).is_dir()):
@@ -194,6 +199,12 @@ def create(
         raise Refused(f"--model {name}: can't be made{hint}: {reason:.250}") from None
     if is_folder:
         check_weights(model, Path(name) / "model.safetensors")
+    channels = wishes.get("in_chans")
+    if channels:
+        config = model.pretrained_cfg
+        config["input_size"] = (channels, *config["input_size"][1:])
+        for key in ("mean", "std"):
+            config[key] = (config[key] * channels)[:channels]
     if not has_weights:
         for key in ("tag", "license", "url", "hf_hub_id", "origin_url"):
             model.pretrained_cfg.pop(key, None)
@@ -259,7 +270,7 @@ def _create_with_wishes(
 
 
 def resolve_data_config(model: nn.Module, image_size: int = 0, crop_pct: float = 0.0) -> dict:
-    """How images are prepared for the model: input_size (3, H, W), mean, std, interpolation,
+    """How images are prepared for the model: input_size (C, H, W), mean, std, interpolation,
     crop_pct, crop_mode.
 
     0 keeps the model's own.
@@ -267,14 +278,12 @@ def resolve_data_config(model: nn.Module, image_size: int = 0, crop_pct: float =
     Raises `Refused` if images would have more than `MAX_PIXELS`, or if the model's folder has
     impossible values.
     """
-    wishes = {
-        "input_size": (3, image_size, image_size) if image_size else None,
-        "crop_pct": crop_pct,
-    }
-    found = timm.data.resolve_data_config(wishes, model=model)
+    found = timm.data.resolve_data_config({"crop_pct": crop_pct}, model=model)
     try:
+        if image_size:
+            found["input_size"] = (found["input_size"][0], image_size, image_size)
         channels, height, width = found["input_size"]
-        is_sound = channels == len(found["mean"]) == len(found["std"]) == 3 and all(
+        is_sound = channels == len(found["mean"]) == len(found["std"]) and all(
             map(math.isfinite, found["mean"])
         )
         is_sound &= (
@@ -289,9 +298,9 @@ def resolve_data_config(model: nn.Module, image_size: int = 0, crop_pct: float =
             for key in ("input_size", "crop_pct", "crop_mode", "mean", "std", "interpolation")
         )
         raise Refused(
-            f"the model's images can't be made ({said:.300}): they have 3 colours, and are "
-            f"resized to input_size / crop_pct, at most {MAX_PIXELS} pixels; look at --image_size "
-            "and --crop_pct"
+            f"the model's images can't be made ({said:.300}): each channel has a mean and a std, "
+            f"and they are resized to input_size / crop_pct, at most {MAX_PIXELS} pixels; look at "
+            "--image_size and --crop_pct"
         )
     return found
 

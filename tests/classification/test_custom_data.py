@@ -6,15 +6,20 @@ If it lacks anything, it is refused in one line.
 import pickle
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from common.classification import EvalDataset, Normalize, Transforms
 from common.classification.sources import Spec, load
+from common.classification.transforms import EvalTransform
 from common.data.images import BrokenImage
 from common.errors import Refused
+from common.training import timm_models
 from tests.harness.drawings import pets
 
 
@@ -138,6 +143,42 @@ def test_images_are_read_when_they_are_wanted() -> None:
         torn.image(7)
 
 
+def test_tensors_keep_all_channels_and_show_three() -> None:
+    tensors = [torch.full((4, 6, 5), number, dtype=torch.uint8) for number in range(20)]
+    _, val = read(Shells([(tensor, number % 2) for number, tensor in enumerate(tensors)]))
+    index = int(val.rows[0])
+    assert torch.equal(val.content(0), tensors[index])
+    image = val.image(0)
+    assert (image.mode, image.size, image.getpixel((0, 0))) == ("RGB", (5, 6), (index,) * 3)
+    before = val.fingerprint
+    tensors[index][3] += 100
+    assert replace(val).fingerprint != before, "the fourth channel counts"
+
+
+@pytest.mark.parametrize("channels", [1, 3, 5])
+def test_tensors_are_evaluated_as_images_are(channels: int) -> None:
+    """Three channels give the pixels of the same RGB image."""
+    pixels = torch.randint(
+        256, (channels, 50, 40), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    model = timm_models.build_classifier("test_vit", 2, image_size=32, in_chans=channels)
+    data_config = timm_models.resolve_data_config(model, 32)
+    assert len(data_config["mean"]) == channels
+    _, val = read(Shells([(pixels, number % 2) for number in range(20)]))
+    normalize = Normalize(data_config, torch.float32, torch.device("cpu"))
+    batch = EvalDataset(val, Transforms(data_config, normalize, [normalize])).__getitems__(
+        np.arange(2)
+    )
+    assert batch.images.shape == (2, channels, 32, 32)
+    if channels == 3:
+        image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+        assert torch.equal(batch.images[0], EvalTransform(data_config)(image))
+    with pytest.raises(
+        Refused, match=f"{channels + 1} channels, the model takes {channels}: build it .*in_chans"
+    ):
+        normalize(torch.zeros(2, channels + 1, 32, 32))
+
+
 def test_an_image_may_have_several_labels() -> None:
     train, val = read(Shells([(image(number), [1, number % 2, 0]) for number in range(20)], "abc"))
     assert train.multi_label and train.labels.shape[1] == 3 and (len(train), len(val)) == (15, 5)
@@ -168,6 +209,14 @@ def two(one: object, other: object) -> Shells:
         (
             Shells([(np.zeros((4, 4, 3), np.uint8), 0)]),
             "is a ndarray; an item is a pair: .*Image.fromarray",
+        ),
+        (
+            Shells([(np.zeros((4, 4, 4), np.uint8), 0)]),
+            r"\[H, W, C\], by torch.from_numpy.* in_chans=C .*change_it.md",
+        ),
+        (
+            Shells([(torch.zeros(4, 4, 4), 0)]),
+            r"is a Tensor; an item is a pair: .* a tensor uint8\[C, H, W\]",
         ),
         (two(0, 2), "item 1 has the label 2; its 2 classes are 0 to 1"),
         (two("cockle", "whelk"), "has the label whelk, which is none of its classes: cockle"),

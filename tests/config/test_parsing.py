@@ -16,9 +16,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common.config.fields import OptimizationConfig, RunConfig, option
-from common.config.parsing import identity, parse, save, short_hash
+from common.config.parsing import identity, nearest, parse, save, short_hash
 from common.errors import Refused
 from recipes import cls, det
+from tests.harness.launching import ROOT
 
 
 @dataclass
@@ -135,6 +136,20 @@ def test_an_error_in_a_file_is_refused_in_one_line(preset, text: str, told: str)
 )
 def test_an_error_on_the_command_line_is_refused_in_one_line(arguments: list, told: str) -> None:
     assert told in refusal(*arguments)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("folder", [Path("recipes/presets"), ROOT / "recipes/presets"])
+def test_a_preset_is_suggested_once(folder, monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    names = refusal("--config", f"{folder}/fashion_mnst.yaml").partition("did you mean ")[2]
+    files = [Path(name).resolve() for name in names.rstrip("?").split(", ")]
+    assert files.count(ROOT / "recipes/presets/fashion_mnist.yaml") == 1
+    assert len(files) == len(set(files))
+
+
+def test_a_name_that_is_there_twice_is_suggested_once() -> None:
+    assert nearest("husky", ["malamute", "husk", "husk"]) == "; did you mean husk?"
 
 
 NAMES = st.text(

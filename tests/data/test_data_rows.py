@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
+from PIL import Image
 
 from common.classification import sources
 from common.data.data_spec import data_rows
@@ -40,6 +41,27 @@ def test_what_is_and_what_is_not_evaluated_is_named(tmp_path):
     }
 
 
+def fill(mode: str, *values: int) -> Image.Image:
+    return Image.new(mode, (8, 8), values if len(values) > 1 else values[0])
+
+
+@pytest.mark.parametrize(
+    "image, is_told",
+    [
+        (fill("RGBA", 10, 20, 30, 0), True),
+        (fill("LA", 10, 254), True),
+        (fill("RGBA", 10, 20, 30, 255), False),  # nothing is lost
+        (fill("RGB", 10, 20, 30), False),
+        (fill("I;16", 1000), False),
+    ],
+)
+def test_a_transparent_image_among_others_has_a_row(tmp_path, image, is_told):
+    for number in range(8):
+        picture(tmp_path / "ab"[number % 2] / f"{number}.png")
+    image.save(tmp_path / "b/5.png")
+    assert ("5.png" in rows(tmp_path, alone=True).get("transparency", "")) == is_told
+
+
 @pytest.mark.parametrize("extra, is_told", [(2, True), (0, False)])
 def test_a_band_that_is_read_as_transparency_has_a_row(tmp_path, extra, is_told):
     """Tools write near infrared as transparency, too."""
@@ -48,12 +70,8 @@ def test_a_band_that_is_read_as_transparency_has_a_row(tmp_path, extra, is_told)
         file.parent.mkdir(exist_ok=True)
         values = np.full((8, 8, 4), 10 * number, np.uint8)
         tifffile.imwrite(file, values, photometric="rgb", extrasamples=[extra])
-    found = rows(tmp_path).get("transparency", "")
+    row = rows(tmp_path).get("transparency", "")
     assert (
-        bool(
-            re.fullmatch(
-                r"becomes white: .*\.tif has a band for it, by its tag ExtraSamples", found
-            )
-        )
+        bool(re.fullmatch(r"becomes white, as in .*\.tif; a fourth band: docs/data\.md", row))
         == is_told
     )

@@ -58,7 +58,7 @@ def test_a_limit_on_the_images_that_are_read_is_said(folder: Path, monkeypatch) 
     assert told(folder)["duplicates"] == "none (of 10 of 20 images, which were looked at)"
 
 
-def test_flat_and_broken_pictures_are_no_near_duplicates(folder: Path) -> None:
+def test_flat_pictures_are_duplicates_as_equal_files(folder: Path) -> None:
     for number in range(5):
         Image.new("RGB", (40 + number, 40), (200, 200, 200 + number)).save(
             folder / f"train/cat/flat{number}.png"
@@ -71,5 +71,10 @@ def test_flat_and_broken_pictures_are_no_near_duplicates(folder: Path) -> None:
         path.write_bytes(b"nothing")
     rows = told(folder)
     assert rows["duplicates"] == "none (of 25 of 28 images, which were looked at)"
+    equal = [folder / "train/cat/flat3.png", folder / "val/dog/flat.png"]
+    shutil.copy(*equal)
+    assert told(folder)["duplicates"].startswith(
+        f"1 between train and val ({equal[0]} ~ {equal[1]}) (of 26 of 29 "
+    )
     reason = "not an image: empty, cut off in its header, or of an unknown format"
     assert rows["unreadable"] == f"3: {'; '.join(f'{path}: {reason}' for path in broken)}"

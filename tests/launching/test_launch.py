@@ -300,6 +300,8 @@ def test_the_launcher_and_its_file_say_how_many_processes() -> None:
             f"--num_processes 4 {script}",
             (4, 2),
         ),
+        (f"accelerate launch {file}/multi_gpu.yaml {script}", None),
+        (f"accelerate launch {file}/multi_gpu.yaml --num_processes 4 {script}", (4, 1)),
     ):
         assert processes_asked(command.split()) == asked
     assert processes_asked("python recipes/cls.py accelerate launch".split()) is None

@@ -30,7 +30,8 @@ class Gpus:
         self, config: str, script: str | Path, *words: object, devices: int = 1, flags=(), env=None
     ) -> Started:
         """Starts `script` with `accelerate launch` on a machine with so many GPUs, a process on each."""
-        flags = [*flags, *(("--num_processes", devices) if devices > 1 else ())]
+        if self.real:  # a file counts those that are pretended
+            flags = [*flags, "--num_processes", devices]
         if not self.real:
             script, words = ROOT / "tests/pretended_gpu/run.py", (script, *words)
         env = self.environment | self._variables(devices, 16) | (env or {})

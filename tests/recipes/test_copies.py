@@ -7,17 +7,20 @@ its loss is a mean.
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 import timm
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from tests.harness.outcomes import Outcome, assert_same_training
 from tests.harness.several import load
-from tests.recipes.copied import CHANGES, PAGE, apply, copy, recipe_of
+from tests.recipes.copied import CHANGES, PAGE, copy, recipe_of
 
 ROOT = Path(__file__).parents[2]
 EXACT = (
@@ -46,6 +49,7 @@ DAYS = {
         f"{GROUPS} --lr 2e-3 --ema_decay 0.9",
     ),
     "module": (("a-model-of-your-own", "early-stopping"), f"{GROUPS} --lr 2e-3"),
+    "bands": (("more-channels-than-three",), "--model test_vit --lr 2e-3"),
     "teacher": (("a-teacher",), "--model test_vit --lr 2e-3"),
     "detector": (
         ("detection-loss-weights", "detection-head", "detection-augmentation"),
@@ -88,16 +92,36 @@ MEAN = """A mean as loss, of shape [1] or [].
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_of_the_page_is_small_and_applies_to_the_recipe(name: str) -> None:
-    compile(
-        apply(CHANGES[name], (ROOT / f"recipes/{recipe_of(name)}.py").read_text()), name, "exec"
+def test_a_change_is_small_and_the_pages_command_applies_it(name: str, tmp_path) -> None:
+    num_lines = sum(
+        line[0] in "+-" and line[1:].strip() != "" for line in CHANGES[name].splitlines() if line
     )
-    lines = [line for line in CHANGES[name].splitlines() if line[1:].strip()]
-    come, go = (sum(line.startswith(sign) for line in lines) for sign in "+-")
-    assert 0 < come + go <= (30 if "picture" in name else 20)
-    assert re.search(rf"\]\(#{name}\) \| \+{come}{f' -{go}' * bool(go)} \|", PAGE), (
-        f"the page's table: +{come} -{go}"
-    )
+    assert 0 < num_lines <= (30 if "picture" in name else 20)
+    messages = apply_as_the_page_says(tmp_path, recipe_of(name), name)
+    assert messages == ["patching file mine.py"], "other lines: python -m tests.recipes.copied"
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", DAYS)
+def test_the_pages_command_applies_several_changes(name: str, tmp_path) -> None:
+    """Those before move the lines of those after."""
+    changes, _ = DAYS[name]
+    apply_as_the_page_says(tmp_path, recipe_of(changes[0]), *changes)
+
+
+def apply_as_the_page_says(folder: Path, recipe: str, *changes: str) -> list[str]:
+    """Lines that the commands print. The copy is as `copy` makes it."""
+    (folder / "docs").symlink_to(ROOT / "docs")
+    mine = copy(folder / "mine.py", recipe=recipe)
+    command = re.search("^awk .*", PAGE, re.M)[0]
+    lines = []
+    for change in changes:
+        words = command.replace("Focal loss", change.replace("-", " ").capitalize()) + " --fuzz=0"
+        lines += subprocess.check_output(words, shell=True, cwd=folder, text=True).splitlines()
+    expected = copy(folder / "expected.py", *[CHANGES[change] for change in changes], recipe=recipe)
+    assert mine.read_text() == expected.read_text()
+    compile(mine.read_text(), mine.name, "exec")
+    return lines
 
 
 @pytest.mark.smoke
@@ -125,8 +149,9 @@ def runs(run_several, stripes, scenes, tmp_path_factory) -> dict[str, dict[str, 
         table.append(f"{path},{kind},{part}")
         (folder / "shells" / f"{kind.replace('_', '-')}_{part}{name}").symlink_to(path)
     (folder / "labels.csv").write_text("\n".join(table))
+    draw_bands(stripes, folder / "bands")
     own = {"focal": ["--data", folder / "labels.csv"], "margin": ["--data", folder / "shells"]}
-    own["detector"] = ["--data", scenes]
+    own["detector"], own["bands"] = ["--data", scenes], ["--data", folder / "bands"]
     own["teacher"] = ["--data", stripes, "--teacher", folder / "runs_1/stages/best"]
     data, short = (
         ["--data", stripes],
@@ -173,6 +198,7 @@ def runs(run_several, stripes, scenes, tmp_path_factory) -> dict[str, dict[str, 
                     "--eval_only",
                     folder / "runs_1/module" / what,
                 ]
+            cases["best bands"] = [*cases["bands"], "--eval_only", folder / "runs_1/bands/best"]
             cases["best boxes"] = [
                 *cases["detector"],
                 "--eval_only",
@@ -245,6 +271,23 @@ def test_a_margin_head_and_a_data_set_of_ones_own_take_effect(runs) -> None:
         "model.cls_token",
     } <= run.tensors().keys() and "model.head.weight" not in run.tensors()
     assert re.search("trained on +80 % of Shells", run.stdout) and "stuff-0, stuff-1" in run.stdout
+
+
+def test_a_fourth_channel_is_trained_evaluated_and_exported(runs) -> None:
+    run, best = runs[1]["bands"], runs[1]["best bands"]
+    assert re.search(r"input +4 x \d+ x \d+\n", run.stdout) and "transparency" not in run.stdout
+    assert (run.folder / "pictures/first_batch.png").is_file() and (
+        run.folder / "pictures/mistakes.png"
+    ).is_file()
+    summary = run.read("summary.json")
+    assert best.outcome == "ok", best.text
+    assert json.loads(best.stdout.splitlines()[-1])["loss"] == pytest.approx(
+        summary["best"]["eval/loss"], rel=1e-6
+    )
+    loaded = timm.create_model(f"local-dir:{run.folder / 'best'}", pretrained=True)
+    exported = load_file(run.folder / "best/model.safetensors")
+    assert exported["patch_embed.proj.weight"].shape[1] == 4
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in loaded.state_dict().items())
 
 
 def test_a_schedule_of_ones_own_is_used_and_described(runs) -> None:
@@ -393,6 +436,17 @@ def test_a_checkpoint_is_resumed_by_the_source_that_made_it(runs) -> None:
         and set(facts["source"]) == {"cls.py"}
         and facts["commit"] is None
     )
+
+
+def draw_bands(stripes: Path, folder: Path) -> None:
+    """TIFFs of four bands: grey, grey, grey, and a picture of stripes."""
+    folder.mkdir()
+    for path in sorted(stripes.rglob("*.png")):
+        *_, part, kind, name = path.parts
+        band = np.asarray(Image.open(path).convert("L"))
+        pixels = np.stack([*[np.full_like(band, 100)] * 3, band], axis=2)
+        file = folder / f"{kind.replace('_', '-')}_{part}{Path(name).stem}.tif"
+        tifffile.imwrite(file, pixels, photometric="rgb", extrasamples=[0])
 
 
 def status(run: Outcome) -> tuple[str, int, str]:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -170,3 +171,54 @@ def test_each_row_and_picture_is_shown_once_through_a_kill(
                 key,
             )
     assert read(folder / "summary.json")["last"]["step"] == STEPS
+
+
+def read_records(run: Path, kind: str) -> list[dict]:
+    """The records of a kind in the files of W&B's offline runs, in the order of the starts."""
+    records = []
+    for folder in sorted(run.glob("wandb/offline-run-*")):
+        inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
+        lines = subprocess.run(
+            inspect, capture_output=True, check=True, text=True
+        ).stdout.splitlines()
+        records += [record[kind] for record in map(json.loads, lines) if record["type"] == kind]
+    return records
+
+
+def stop(run) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_the_best_model_is_an_artifact_of_each_end(forks, tmp_path) -> None:
+    """Offline: a start that is stopped has none, one that resumes and finishes has one, and a
+    longer run another.
+    """
+    flags = f"{FLAGS['cls']} --eval_every 2 --tracker wandb".split()
+    words = [*flags, "--output_dir", tmp_path, "--name", "one run"]
+    asked = [*words, "--wandb_artifact", "--wandb_entity", "team"]
+    codes, counts = [], []
+    starts = ((asked, 4, {0: AfterStep(stop, 1)}), (asked, 4, {}), (words, 6, {}), (asked, 8, {}))
+    for flags, steps, observers in starts:
+        ranks = forks.start_ranks(
+            1, *flags, "--max_steps", steps, recipe="cls", observers=observers
+        )
+        codes += [rank.end().code for rank in ranks]
+        counts.append(len(read_records(tmp_path / "one run", "artifact")))
+    assert codes == [75, 0, 0, 0] and counts == [0, 1, 1, 2]
+    assert [run.get("entity") for run in read_records(tmp_path / "one run", "run")] == [
+        "team",
+        "team",
+        None,
+        "team",
+    ]
+
+    best = tmp_path / "one run" / "best"
+    *_, artifact = read_records(tmp_path / "one run", "artifact")
+    step = read(best / "run.json")["step"]
+    assert (artifact["type"], artifact["name"]) == ("model", "one-run")
+    assert {"best", f"step-{step}"} <= {*artifact["aliases"]}
+    uploads = {
+        entry["path"]: Path(entry["local_path"]) for entry in artifact["manifest"]["contents"]
+    }
+    assert uploads.keys() == {file.name for file in best.iterdir()}
+    assert all(uploads[name].read_bytes() == (best / name).read_bytes() for name in uploads)

@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from sklearn.datasets import load_sample_images
 
 from common.run import plots
 from tests.harness.pictures import drawn, has, texts
@@ -102,6 +104,57 @@ def test_the_first_batch_is_shown_before_normalisation(tmp_path, monkeypatch) ->
     # Of a model that does not say how its images are normalised.
     plots.first_batch(parts, 64, {}, tmp_path)
     assert np.abs(cells[0].pixels.astype(int) - wanted[0]).max() <= 1
+
+
+def crop_photographs(count: int) -> list[np.ndarray]:
+    """Squares of 224 pixels of scikit-learn's two photographs."""
+    photographs = load_sample_images().images
+    generator = np.random.default_rng(0)
+    crops = []
+    for index in range(count):
+        photograph = Image.fromarray(photographs[index % 2])
+        side = int(generator.integers(140, 420))
+        left = int(generator.integers(photograph.width - side))
+        top = int(generator.integers(photograph.height - side))
+        crops.append(
+            np.asarray(photograph.crop((left, top, left + side, top + side)).resize((224, 224)))
+        )
+    return crops
+
+
+def draw_noise(count: int) -> list[np.ndarray]:
+    return list(np.random.default_rng(0).integers(256, size=(count, 224, 224, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("draw", [crop_photographs, draw_noise])
+def test_a_sheet_of_any_content_is_below_500_kb(draw, tmp_path: Path, monkeypatch) -> None:
+    cells = [plots.Cell(pixels, "husky\n→ malamute", "a.jpg") for pixels in draw(24)]
+    plots.sheet(cells, "24 mistakes", tmp_path / "sheet.png")
+    assert (tmp_path / "sheet.png").stat().st_size < 500_000
+    assert Image.open(tmp_path / "sheet.png").format == "PNG"
+    reduced = drawn(tmp_path / "sheet.png")
+    assert reduced.shape[1] > 1000
+
+    monkeypatch.setattr(plots, "MAX_SHEET_BYTES", 10**9)
+    plots.sheet(cells, "24 mistakes", tmp_path / "sheet.png")
+    assert (tmp_path / "sheet.png").stat().st_size > 2_000_000
+    # The mean over 8 x 8 pixels differs by less than 4 of 255 levels: texts and images are where
+    # they were.
+    sides = (reduced.shape[1] // 8, reduced.shape[0] // 8)
+    means = [
+        np.asarray(Image.fromarray(pixels).resize(sides, Image.Resampling.BOX), dtype=float)
+        for pixels in (reduced, drawn(tmp_path / "sheet.png"))
+    ]
+    assert np.abs(means[0] - means[1]).mean() < 4
+
+
+def test_a_sheet_that_is_small_keeps_its_pixels(tmp_path: Path) -> None:
+    cells = [
+        plots.Cell(np.full((8, 8, 3), 10 * index, np.uint8), "7 → 1", "a.png")
+        for index in range(24)
+    ]
+    plots.sheet(cells, "24 mistakes", tmp_path / "sheet.png")
+    assert drawn(tmp_path / "sheet.png").shape[1] > 1500
 
 
 @pytest.mark.parametrize("classes", [1, 50, 1000])

@@ -57,6 +57,9 @@ class Backend:
             raise OSError("disk full")
         self.rows.append((step, metrics))
 
+    def upload(self, model: Path) -> None:
+        self.log(0, {"model": model})
+
     def finish(self, exit_code: int) -> None:
         self.exit_code = exit_code
 
@@ -112,6 +115,38 @@ def test_one_failing_call_does_not_end_the_tracker(backend, tmp_path) -> None:
     tracker.finish(exit_code=1)
     assert (backend.rows, backend.exit_code) == ([(2, {"a": 1.0})], 1)
     assert said == ["wandb failed (disk full): training continues, metrics.jsonl has every row"]
+
+
+NOT_UPLOADED = "{0} was not uploaded to W&B: `wandb artifact put --type model {0}` does"
+
+
+def test_a_model_is_uploaded_before_the_end(backend, tmp_path) -> None:
+    said: list[str] = []
+    tracker = tracker_of(tmp_path, said.append)
+    tracker.log(1, {"a": 1.0})
+    tracker.finish(model=tmp_path)
+    assert backend.rows == [(1, {"a": 1.0}), (0, {"model": tmp_path})]
+    assert said == [] and backend.exit_code == 0
+
+
+@pytest.mark.parametrize("trouble", ["fails", "hangs"])
+def test_a_model_that_was_not_uploaded_is_named(backend, tmp_path, monkeypatch, trouble) -> None:
+    monkeypatch.setattr(tracking, "UPLOAD_TIMEOUT_S", 0.1)
+    said: list[str] = []
+    tracker = tracker_of(tmp_path, said.append)
+    if trouble == "fails":
+        backend.broken = True
+    else:
+        backend.open.clear()
+    tracker.finish(timeout_s=30 if trouble == "fails" else 0.1, model=tmp_path)
+    assert said[-1] == NOT_UPLOADED.format(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["none", "tensorboard"])
+def test_a_model_goes_to_wandb_alone(tmp_path, kind: str) -> None:
+    said: list[str] = []
+    tracker_of(tmp_path, said.append, kind).finish(model=tmp_path)
+    assert said == []
 
 
 def test_none_means_nothing_and_a_missing_package_is_refused(tmp_path, monkeypatch) -> None:

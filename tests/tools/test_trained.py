@@ -13,6 +13,7 @@ from common.detection.weights import sources
 from common.errors import Refused
 from tests.harness.outcomes import Outcome
 from tests.tools.changed import update_json
+from tools.command_line import hide_unset_flag, writing
 from tools.trained import RECIPES, load
 
 
@@ -129,3 +130,55 @@ def test_another_source_than_the_runs_is_not_used_unasked(trained_classifier, tm
     assert load(str(best), ["--recipe", str(RECIPES / "cls.py")]).recipe.__file__ == str(
         RECIPES / "cls.py"
     )
+
+
+@pytest.mark.parametrize(
+    "argv, message, expected",
+    [
+        ("predict runs/a a.png", "--eval_only runs/a: no best/ yet", "runs/a: no best/ yet"),
+        ("audit runs/a", "--data /data/a: nothing is there", "/data/a: nothing is there"),
+        (
+            "audit runs/a --data /data/a",
+            "--data /data/a: nothing is there",
+            "--data /data/a: nothing is there",
+        ),
+        (
+            "audit runs/a --data=/data/a",
+            "--data /data/a: nothing is there",
+            "--data /data/a: nothing is there",
+        ),
+        (
+            "audit runs/a",
+            "runs/a: no checkpoint; --data FOLDER",
+            "runs/a: no checkpoint; --data FOLDER",
+        ),
+    ],
+)
+def test_a_refusal_begins_with_no_flag_that_was_not_given(
+    monkeypatch, argv, message, expected
+) -> None:
+    monkeypatch.setattr("sys.argv", argv.split())
+    with pytest.raises(Refused) as raised, hide_unset_flag():
+        raise Refused(message)
+    assert str(raised.value) == expected
+
+
+@pytest.mark.parametrize(
+    "tool, words", [("predict", "a.png"), ("compare", "RUN"), ("export", "--to onnx")]
+)
+def test_a_tool_names_no_flag_of_the_recipe(tool: str, words: str, launch, tmp_path) -> None:
+    """Of a run that has no best/ yet."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("data: digits\n")
+    words = words.replace("RUN", str(run))  # compared with itself
+    done = launch.start_python("-m", f"tools.{tool}", run, *words.split()).finish()
+    assert done.returncode == 2
+    assert f"{run}: this run has no best/ yet" in done.stderr and "--eval_only" not in done.stderr
+
+
+def test_what_cant_be_written_is_refused_in_one_line(tmp_path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(Refused) as raised, writing("--output here"):
+        (tmp_path / "file" / "folder").mkdir()
+    assert str(raised.value) == "--output here: can't be written (Not a directory); name another"

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from common.errors import Refused, csv_cell
-from tools.command_line import parser_of
+from tools.command_line import hide_unset_flag, parser_of, writing
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -93,13 +93,9 @@ def write_table(path: Path, rows: Iterable[Sequence]) -> Path:
     writer = csv.writer(text)
     for row in rows:
         writer.writerow([csv_cell(cell) for cell in row])
-    try:
+    with writing(f"--output {path.parent}"):
         make_folder(path.parent)
         replace_file(path, text.getvalue().encode())
-    except OSError as error:
-        raise Refused(
-            f"{path}: can't be written ({error.strerror}); name another folder by --output"
-        ) from error
     return path
 
 
@@ -107,4 +103,4 @@ if __name__ == "__main__":
     sys.argv[0] = "audit"  # what messages begin with
     from common.launching import launch
 
-    launch.run(main)
+    launch.run(hide_unset_flag()(main))

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import Refused
-from tools.command_line import parser_of
+from tools.command_line import hide_unset_flag, parser_of, writing
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -65,13 +65,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         more, found["differences"] = _differences(measured)
         lines += more
     if words.output:
-        try:
+        with writing(f"--output {words.output}"):
             make_folder(words.output)
             write_json(words.output / "comparison.json", found)
-        except OSError as error:
-            raise Refused(
-                f"--output {words.output} can't be written ({error.strerror}): name another folder"
-            ) from error
         lines += ["", f"written: {words.output / 'comparison.json'}"]
     for line in lines:
         launch.say(line)
@@ -120,4 +116,4 @@ if __name__ == "__main__":
     sys.argv[0] = "tools.compare"  # what messages begin with
     from common.launching import launch
 
-    launch.run(main)
+    launch.run(hide_unset_flag()(main))

@@ -30,6 +30,7 @@ from common.launching.exit_codes import announce_exit, handle_stopping
 from common.launching.launch import share_cores
 from common.launching.launch_checks import check_launch, processes_asked, wants_cpu
 from common.launching.launchers import complete
+from tools.command_line import writing
 from tools.doctor.bandwidth import measure_bandwidth
 from tools.doctor.interfaces import check_interface, compare_mtus, try_ports
 from tools.doctor.rehearsal import rehearse
@@ -172,9 +173,10 @@ def finish(world: World, code: int) -> int:
         seconds = round(time.monotonic() - world.start, 1)
         content = {"processes": world.launch.world_size, "hosts": world.hosts, "seconds": seconds}
         content["findings"] = [asdict(finding) for finding in findings]
-        if world.options.json:
-            replace_file(Path(world.options.json), json.dumps(content, indent=2).encode())
         print(f"{show(findings)} ({seconds:.0f} s)", flush=True)
+        if world.options.json:
+            with writing(f"--json {world.options.json}"):
+                replace_file(Path(world.options.json), json.dumps(content, indent=2).encode())
     world.arrive("left")  # the store may end with rank 0
     if code:
         announce_exit(code)

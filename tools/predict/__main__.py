@@ -19,7 +19,7 @@ from pathlib import Path
 
 from common.errors import Refused, printable
 from common.launching import launch
-from tools.command_line import parser_of
+from tools.command_line import hide_unset_flag, parser_of
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -219,6 +219,6 @@ def say(text: str, everywhere: bool = False) -> None:
 if __name__ == "__main__":
     sys.argv[0] = "predict"  # as messages name it
     try:
-        launch.run(main)
+        launch.run(hide_unset_flag()(main))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import Refused
-from tools.command_line import parser_of, run
+from tools.command_line import parser_of, run, writing
 
 if TYPE_CHECKING:
     from tools.publish.card import Published
@@ -91,12 +91,10 @@ def main(argv: list[str] | None = None) -> None:
             write(published, card, Path(folder))
             print(push(Path(folder), words.to, words.private, published.step))
         return
-    try:
+    with writing(f"--dry_run {words.dry_run}"):
         if words.dry_run.exists() and any(words.dry_run.iterdir()):
-            raise FileExistsError(0, "is there already; name a new folder")
+            raise FileExistsError(0, "is there already")
         write(published, card, words.dry_run)
-    except OSError as error:
-        raise Refused(f"--dry_run {words.dry_run}: {error.strerror or error}") from None
     print(f"{words.dry_run}: what would be pushed to {words.to}; README.md is the card")
 
 

@@ -15,7 +15,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from tools.command_line import parser_of
+from tools.command_line import hide_unset_flag, parser_of
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -41,7 +41,9 @@ def main(argv: list[str] | None = None) -> None:
 
     sys.argv[0] = str(Path(__file__).parent)  # its name begins messages
     output = args.output or Path(f"replay-{args.run.resolve().name}-{args.step}")
-    run_main(partial(replay, args.run, args.step, output, flags, args.from_start))
+    run_main(
+        hide_unset_flag()(partial(replay, args.run, args.step, output, flags, args.from_start))
+    )
 
 
 if __name__ == "__main__":

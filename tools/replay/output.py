@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from common.durable import remove, replace_file, replace_folder, sync_folder
-from common.errors import Refused
 from common.files import as_json
 from common.run.folder import write_json
 from common.run.plots import ORANGE, Cell, arrow, sheet
+from tools.command_line import writing
 
 MAX_PICTURES = 48  # on the sheet
 
@@ -31,23 +31,16 @@ def write(recorder: Any, replayed: dict, logged: dict, run: Path, output: Path) 
     draft = output.with_name(f".{output.name}.tmp")
     remove(draft)
     try:
-        draft.mkdir(parents=True)
-        write_json(
-            draft / "step.json", {"step": step, "numbers": compare_metrics(replayed, logged)}
-        )
-        lines = [json.dumps(as_json(sample)) + "\n" for sample in samples]
-        replace_file(draft / "samples.jsonl", "".join(lines).encode())
-        sheet(
-            [build_cell(samples[i], recorder.pictures[i]) for i in largest_first],
-            headline,
-            draft / "sheet.png",
-        )
-        sync_folder(draft)
-        replace_folder(output, draft)
-    except OSError as error:
-        raise Refused(
-            f"{output}: can't be written ({error.strerror or error}); name another folder by -o"
-        ) from error
+        with writing(f"--output {output}"):
+            draft.mkdir(parents=True)
+            comparison = {"step": step, "numbers": compare_metrics(replayed, logged)}
+            write_json(draft / "step.json", comparison)
+            lines = [json.dumps(as_json(sample)) + "\n" for sample in samples]
+            replace_file(draft / "samples.jsonl", "".join(lines).encode())
+            cells = [build_cell(samples[i], recorder.pictures[i]) for i in largest_first]
+            sheet(cells, headline, draft / "sheet.png")
+            sync_folder(draft)
+            replace_folder(output, draft)
     finally:
         remove(draft)
     loss = replayed["train/loss"]

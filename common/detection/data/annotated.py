@@ -63,7 +63,6 @@ class Annotated(ImageList):
     model_classes: ModelClasses | None = field(default=None, kw_only=True)
 
     counted_items: ClassVar[str] = "boxes"  # what `class_counts` counts, for people
-    strata = None  # images with boxes are held out from one stratum
     of_images: ClassVar[tuple[str, ...]] = ("image_ids", "sizes")  # columns with a row per image
     has_masks = property(lambda self: self.masks is not None)  # True if samples have
 
@@ -85,6 +84,14 @@ class Annotated(ImageList):
             if self.fresh
             else np.bincount(self.labels[~self.crowd], minlength=len(self.classes))
         )
+
+    @property
+    def strata(self) -> np.ndarray:
+        """int64[M, 2]: image and class of each box, without crowd regions; the same share of each
+        class is held out.
+        """
+        images = np.repeat(np.arange(len(self)), np.diff(self.offsets))
+        return np.stack([images, self.labels], axis=1)[~self.crowd]
 
     @property
     def max_detections(self) -> int:

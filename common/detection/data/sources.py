@@ -54,9 +54,10 @@ def load_data(config: Any, weights: Origin | None = None) -> tuple[Annotated, An
 def load(spec: Spec) -> tuple[Annotated, Annotated]:
     """The images to train on and those to evaluate on, (train, val), with the same classes; see docs/data.md.
 
-    If the data has no part to validate on, `val_share` of the images is held out, chosen by `seed`
-    and the image's path or row alone. With `spec.alone`, both are the part to evaluate a trained
-    model on, with the classes that are found there. Raises `Refused`.
+    If the data has no part to validate on, `val_share` of the images is held out, with that share
+    of the boxes of each class; `seed` and the image's path or row decide among equals. With
+    `spec.alone`, both are the part to evaluate a trained model on, with the classes that are found
+    there. Raises `Refused`.
     """
     if spec.box_format and spec.box_format not in BOX_FORMATS:
         raise Refused(f"--box_format {spec.box_format}: is none of {', '.join(BOX_FORMATS)}")

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from common.data.data_spec import data_rows
 from common.data.images import BrokenImage, open_rgb
 from common.detection.data import coco_files
 from common.detection.data.sources import Spec, load
 from common.errors import Refused
-from tests.harness.annotations import CATEGORIES, annotation, coco, picture, voc, yolo
+from common.randomness import key_of
+from tests.harness.annotations import CATEGORIES, annotation, coco, picture, voc, voc_xml, yolo
 from tests.harness.shards import add
 
 _NUMBERS = itertools.count()
@@ -195,6 +197,47 @@ def test_images_of_a_group_are_on_one_side(tmp_path):
     root = saved(tmp_path / "table", table([[[0, 0, 9, 9]]] * 24, video=[n % 8 for n in range(24)]))
     train, val = read(root, box_format="xywh", group_column="video")
     assert not {*train.images.rows % 8} & {*val.images.rows % 8} and len(val) == 6
+
+
+RARE = "lynx", "owl"
+NUM_RARE = 5, 2  # boxes, each in an image of its own
+
+
+def count_held_out(root: Path) -> tuple[dict[str, int], list[int]]:
+    """Boxes of each class that are held out, and the images."""
+    _, val = read(root, val_share=0.2)
+    return dict(zip(val.classes, val.class_counts.tolist(), strict=True)), val.image_ids.tolist()
+
+
+def test_each_class_of_boxes_keeps_its_share(tmp_path, processes):
+    """The same on any process. The images with the smallest random numbers have none of the rare class."""
+    ids = range(200)
+    boxes = [annotation(n, [1, 1, 5, 5], 3) for n in ids]
+    boxes += [annotation(n, [2, i, 5, 5], 7) for n in range(0, 200, 3) for i in range(1 + n % 4)]
+    images = part(coco(tmp_path, ids=ids, annotations=boxes), "all")
+    order = np.argsort(images.random_numbers(key_of(0, "held out"))).tolist()
+    rare = order[40 : 40 + sum(NUM_RARE)]
+    boxes.append(annotation(order[0], [3, 3, 9, 9], 91, iscrowd=1))
+    class_ids = np.repeat([91, 92], NUM_RARE).tolist()
+    boxes += [
+        annotation(image, [3, 3, 9, 9], rare_id)
+        for image, rare_id in zip(rare, class_ids, strict=True)
+    ]
+    categories = [*CATEGORIES[:2], *({"id": 91 + n, "name": name} for n, name in enumerate(RARE))]
+    coco(tmp_path, ids=ids, annotations=boxes, categories=categories)
+    counts, held_out = count_held_out(tmp_path)
+    assert len(held_out) == 40 and counts["cat"] == 40
+    assert abs(counts["dog"] - 0.2 * sum(box["category_id"] == 7 for box in boxes)) <= 1
+    assert (counts["lynx"], counts["owl"]) == (1, 0)
+    rows = data_rows("here", *read(tmp_path, val_share=0.2))
+    assert rows["not evaluated"] == "owl: no boxes to evaluate"
+    assert processes.run(count_held_out, tmp_path, ranks=2) == [(counts, held_out)] * 2
+
+    coco(tmp_path, "val", range(3), [annotation(0, [1, 1, 5, 5], 7)], categories)
+    assert (
+        data_rows("here", *read(tmp_path))["not evaluated"]
+        == "cat, lynx, owl: no boxes to evaluate"
+    )
 
 
 def as_text(entry, *names):
@@ -387,6 +430,8 @@ def test_voc_is_evaluated_on_val_or_on_test_if_asked(tmp_path):
     for name in ("train", "val"):
         (root / f"ImageSets/Main/{name}.txt").unlink()
     (root / "ImageSets/Main/trainval.txt").write_text("a -1\nc 1\nb 1\n")
+    # A second one, as c has.
+    (root / "Annotations/a.xml").write_text(voc_xml([("cat", (5, 6, 10, 12), 0)]))
     train, val = read(root, val_share=0.4)
     assert (len(train), len(val)) == (2, 1) and val.part.startswith(
         "40 % held out of ImageSets/Main/trainval.txt; "
