@@ -83,7 +83,9 @@ def train_bare(setting: Setting) -> None:
             {key: value.to(device, non_blocking=True) for key, value in target.items()}
             for target in targets
         ]
-        return model.losses(batch, moved, model.counts(moved, batch.shape[2:]))[0].sum()
+        divisors = model.count_divisors(moved, batch.shape[2:])
+        losses, _ = model.compute_losses(batch, moved, divisors)
+        return losses.sum()
 
     train_by_hand(model, loader, compute_loss)
 

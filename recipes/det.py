@@ -155,7 +155,7 @@ def build_data(config: Config, weights=None):
 
 def build_model(config: Config, class_names: Sequence[str], device: torch.device):
     """The detector, with the weights that it begins with."""
-    spec = DetectorSpec.of(config, class_names)
+    spec = DetectorSpec.from_config(config, class_names)
     refuse_missing(config)
     weights = read_once(config.init) if config.init else None
     with all_or_none("building the model"):

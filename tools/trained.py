@@ -22,7 +22,7 @@ from common.config import Origin
 from common.config.parsing import nearest_path, parse
 from common.config.recipe_source import FOLDER, difference
 from common.detection.evaluation.evaluation import restore_sizes
-from common.detection.weights import sources as sources_of_weights
+from common.detection.weights.sources import read_origin
 from common.errors import Refused
 from common.files import SMALL, read_text
 from common.launching import launch
@@ -107,7 +107,7 @@ def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -
             f"{weights}: nothing is there{nearest_path(folder)}; name a run folder, its best/ or "
             "a checkpoint"
         )
-    origin = sources_of_weights.origin(weights)
+    origin = read_origin(weights)
     name = origin.run.get("recipe") or ("det" if "detector" in origin.config else "cls")
     folder = folder.absolute()
     is_checkpoint = folder.parent.name in ("checkpoints", AUDIT_FOLDER)

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from common.detection.models.detectors import build_detector
     from common.detection.models.spec import DetectorSpec
     from common.detection.transforms import BoxAugmentation, read_sides
-    from common.detection.weights.begin import load_pretrained, read_once
-    from common.detection.weights.sources import origin as weights_origin
-    from common.detection.weights.sources import settings as weights_settings
+    from common.detection.weights.pretrained import load_pretrained, read_once
+    from common.detection.weights.sources import read_origin as weights_origin
+    from common.detection.weights.sources import read_settings as weights_settings
 
 __all__, __getattr__ = export_lazily(__name__)
 

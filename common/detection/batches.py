@@ -27,7 +27,7 @@ from common.detection import defaults
 from common.detection.data.annotated import Annotated, Sample
 from common.detection.export import export
 from common.detection.grouping import build_stream
-from common.detection.models.detectors import Detector, Matched
+from common.detection.models.detectors import ClassRemapper, Detector
 from common.detection.samples import blank, nothing
 from common.detection.transforms import SMALLEST, BoxAugmentation
 from common.errors import Refused
@@ -286,7 +286,7 @@ class EvalDataset(Dataset):
         """`model` with the class ids of the data, see `ModelClasses`."""
         if self.source.model_classes is None:
             return model
-        return Matched(model, self.source.model_classes.ids)
+        return ClassRemapper(model, self.source.model_classes.ids)
 
     def export(self, model: Detector, train: Annotated, results: dict, folder: Path) -> None:
         """See `detection.export.export`."""

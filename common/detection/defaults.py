@@ -2,27 +2,28 @@
 
 import dataclasses
 
-from common.detection.models.detectors import FAMILIES, OF_TRANSFORMERS
-from common.detection.weights.sources import settings
+from common.detection.models.detectors import FAMILIES
+from common.detection.models.detr_models import TRANSFORMERS_FAMILIES
+from common.detection.weights.sources import read_settings
 from common.errors import Refused
 from common.training import defaults
 
 # Settings, the families without them, and why.
 _MISSING = {
     "convolutions": (
-        {*FAMILIES, *OF_TRANSFORMERS} - {"fcos", "retinanet"},
+        {*FAMILIES, *TRANSFORMERS_FAMILIES} - {"fcos", "retinanet"},
         "has none in its heads",
     ),
     "width": ({"rf_detr"}, "has its own width"),
-    "levels": (OF_TRANSFORMERS, "has a neck of its own"),
-    "long_side": (OF_TRANSFORMERS, "stretches images to squares"),
-    "variant": (OF_TRANSFORMERS, "has none"),
+    "levels": (TRANSFORMERS_FAMILIES, "has a neck of its own"),
+    "long_side": (TRANSFORMERS_FAMILIES, "stretches images to squares"),
+    "variant": (TRANSFORMERS_FAMILIES, "has none"),
 }
 
 
 def describe(config) -> dict[str, str]:
     """Rows of the start table: settings that the weights of `--init` decided, or a hint at weights."""
-    of_weights = settings(config.init) if config.init else {}
+    of_weights = read_settings(config.init) if config.init else {}
     chosen = [
         f"{name} {value}" for name, value in of_weights.items() if getattr(config, name) == value
     ]

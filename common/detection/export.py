@@ -60,7 +60,7 @@ def describe(detector: Detector) -> dict:
         "variant": detector.variant,
         "anchors": {"sizes": generator.sizes, "aspect_ratios": generator.aspect_ratios},
         "options": {
-            "num_classes": detector.classes + two_stages,  # 0 is background
+            "num_classes": detector.num_classes + two_stages,  # 0 is background
             "image_mean": list(detector.pretrained_cfg["mean"]),
             "image_std": list(detector.pretrained_cfg["std"]),
             "size_divisible": backbone.stride,

@@ -21,7 +21,7 @@ from common.data.decoding import Picture
 from common.data.images import BrokenImage, open_rgb
 from common.detection.data import sources as detection
 from common.detection.data.image_headers import headers_of_files
-from common.detection.weights.sources import read as read_weights
+from common.detection.weights.sources import read_weights
 from common.errors import Refused
 from common.run.folder import read_json
 from common.training import timm_models

@@ -16,11 +16,11 @@ from torch import nn
 
 from common.detection.data import scenes
 from common.detection.export import export
-from common.detection.models.detectors import Matched, build_detector
+from common.detection.models.detectors import ClassRemapper, build_detector
 from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation
-from common.detection.weights.begin import load_pretrained
-from common.detection.weights.sources import read
+from common.detection.weights.pretrained import load_pretrained
+from common.detection.weights.sources import read_weights
 from common.errors import Refused
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "detect.py"
@@ -127,7 +127,7 @@ def test_a_folder_that_is_not_whole_is_refused_in_one_line(best, tmp_path) -> No
         if content:
             (folder / name).write_text(content)
         with pytest.raises(Refused, match=says):
-            read(str(folder))
+            read_weights(str(folder))
 
 
 NEW_CLASSES = {
@@ -157,7 +157,7 @@ def test_a_new_run_begins_with_the_classes_that_are_known(family, tmp_path) -> N
     for names, (count, new) in NEW_CLASSES.items():
         fresh, names = make(family, classes=count, **options), names.split()
         before = {name: tensor.clone() for name, tensor in fresh.state_dict().items()}
-        said = load_pretrained(fresh, read(str(folder)), fresh.flags, names)
+        said = load_pretrained(fresh, read_weights(str(folder)), fresh.flags, names)
         for name, tensor in fresh.state_dict().items():
             if name not in heads:
                 assert torch.equal(tensor, theirs[name]), name
@@ -189,5 +189,7 @@ def test_classes_of_a_detector_are_matched_with_the_data() -> None:
     }
     detector = nn.Module()
     detector.detect = lambda images, sizes: [found]
-    (matched,) = Matched(detector, [2, 0]).detect(torch.zeros(1, 3, 8, 8), torch.tensor([[8, 8]]))
+    (matched,) = ClassRemapper(detector, [2, 0]).detect(
+        torch.zeros(1, 3, 8, 8), torch.tensor([[8, 8]])
+    )
     assert matched["labels"].tolist() == [0, 1, 0, 1] and matched["scores"].tolist() == [0, 1, 3, 4]

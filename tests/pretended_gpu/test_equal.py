@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.detection.models.detectors import OF_TRANSFORMERS
+from common.detection.models.detr_models import TRANSFORMERS_FAMILIES
 from tests.harness.launching import small
 from tests.harness.outcomes import Outcome, Tensors, identical
 from tests.recipes import copied
@@ -83,7 +83,7 @@ def words(scenes, tmp_path_factory):
     def of(name: str, flags: str, place: str) -> list[object]:
         task, more = ("det", ["--data", scenes]) if "--detector" in flags else ("cls", [])
         if task == "det":
-            more += ("--levels", "3-7") if name in OF_TRANSFORMERS else ("--long_side", 96)
+            more += ("--levels", "3-7") if name in TRANSFORMERS_FAMILIES else ("--long_side", 96)
         recipe = head if name == "head" else f"recipes/{task}.py"
         return [recipe, *small([*flags.split(), *more], task), "--output_dir", runs / place]
 

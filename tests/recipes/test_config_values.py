@@ -21,7 +21,7 @@ from common.config.parsing import identity, parse, short_hash
 from common.data.batch_plan import BatchPlan
 from common.data.stream import Stream
 from common.detection.grouping import build_stream
-from common.detection.models.detectors import OF_TRANSFORMERS
+from common.detection.models.detr_models import TRANSFORMERS_FAMILIES
 from common.errors import Refused
 from common.training import timm_models
 from common.training.optimizer import build_optimizer, build_schedule
@@ -96,7 +96,7 @@ def plan(config, model) -> None:
     if recipe is det:
         detector = SimpleNamespace(
             stride=32,
-            needs_squares=config.detector in OF_TRANSFORMERS,
+            needs_squares=config.detector in TRANSFORMERS_FAMILIES,
             pretrained_cfg={"mean": (0.5,) * 3, "std": (0.5,) * 3},
         )
         transforms = one_line(det.build_transforms, config, detector, torch.device("cpu"))

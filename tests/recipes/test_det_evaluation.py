@@ -25,7 +25,7 @@ from common.data.loader import evaluation_loader
 from common.detection.data import sources
 from common.detection.evaluation.metrics import Detections
 from common.detection.export import describe, export
-from common.detection.models.detectors import OF_TRANSFORMERS
+from common.detection.models.detr_models import TRANSFORMERS_FAMILIES
 from common.run.eval_batches import EvalBatches
 from tests.harness.annotations import annotation, coco
 from tests.harness.launching import small
@@ -219,7 +219,7 @@ def test_users_of_best_get_the_ap_that_the_evaluation_gave(
     export(case.model, case.val, case.transforms.resize, results, best)
     files = [str(photos / image["file_name"]) for image in read(photos / "val.json")["images"]]
     rows = {file: [] for file in files}  # label, score, box
-    if family in OF_TRANSFORMERS:
+    if family in TRANSFORMERS_FAMILIES:
         pipeline = pytest.importorskip("transformers").pipeline(
             "object-detection", model=str(best), device="cpu"
         )

@@ -19,7 +19,8 @@ from PIL import Image
 
 from common.detection.batches import EvalDataset, Transforms
 from common.detection.data.annotated import Annotated, no_boxes
-from common.detection.models.detectors import OF_TRANSFORMERS, Detector, build_detector
+from common.detection.models.detectors import Detector, build_detector
+from common.detection.models.detr_models import TRANSFORMERS_FAMILIES
 from common.detection.models.spec import DetectorSpec
 from common.detection.transforms import BoxAugmentation
 from common.errors import Refused
@@ -97,7 +98,7 @@ def built(family: str) -> tuple[Detector, BoxAugmentation]:
             ):
                 parameter.mul_(CONTRAST.get(family, 1) if name.endswith("weight") else 0.5)
     side = small_rf_detr.SIDE if family == "rf_detr" else 160
-    return detector.eval(), BoxAugmentation(0, (side,), 256, square=family in OF_TRANSFORMERS)
+    return detector.eval(), BoxAugmentation(0, (side,), 256, square=family in TRANSFORMERS_FAMILIES)
 
 
 def evaluated(

@@ -19,7 +19,7 @@ from tools.trained import RECIPES, load
 
 def test_a_run_folder_is_taken_by_init_as_tools_take_it(trained_detector) -> None:
     of_run, of_best = (
-        sources.read(str(path)) for path in (trained_detector, trained_detector / "best")
+        sources.read_weights(str(path)) for path in (trained_detector, trained_detector / "best")
     )
     assert of_run.settings == of_best.settings and of_run.tensors.keys() == of_best.tensors.keys()
 

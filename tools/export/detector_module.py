@@ -129,7 +129,7 @@ class Exportable(nn.Module):
         if isinstance(detector, RFDETR):  # the runtimes' cubic interpolation is another one
             embeddings = detector.backbone.embeddings
             with torch.no_grad():
-                tokens = torch.zeros(1, 1 + (side // detector.patch) ** 2, 1)
+                tokens = torch.zeros(1, 1 + (side // detector.patch_size) ** 2, 1)
                 positions = embeddings.interpolate_pos_encoding(tokens, side, side)
             embeddings.register_buffer("positions", positions)
             embeddings.interpolate_pos_encoding = lambda *_: embeddings.positions

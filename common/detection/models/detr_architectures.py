@@ -36,7 +36,7 @@ _DINOV3_TINY = {
 }
 
 # The gamma is of the matchability-aware loss.
-_OF_DEIMV2: dict = {"decoder_activation_function": "silu", "focal_loss_gamma": 1.5}
+_DEIMV2: dict = {"decoder_activation_function": "silu", "focal_loss_gamma": 1.5}
 _NANO = {
     "backbone_config": _HGNET_B0 | {"out_indices": [3, 4]},
     "num_feature_levels": 2,
@@ -57,10 +57,10 @@ _NANO = {
 # Neck and decoder of the smallest models with three levels, also for timm's backbones.
 _SMALL: dict = {"hidden_expansion": 0.5, "decoder_layers": 3}
 _POINTS: dict = {"decoder_n_points": [3, 6, 3]}
-SMALL_OF: dict[str, dict] = {
+SMALLEST_BY_FAMILY: dict[str, dict] = {
     "rtdetr_v2": _SMALL,
     "dfine": _SMALL | _POINTS | {"depth_mult": 0.34},
-    "deimv2": _SMALL | _POINTS | _OF_DEIMV2 | {"depth_mult": 0.67, "hidden_expansion": 0.34},
+    "deimv2": _SMALL | _POINTS | _DEIMV2 | {"depth_mult": 0.67, "hidden_expansion": 0.34},
 }
 
 # From `rfdetr/config.py` of roboflow/rf-detr, and transformers' conversion of their weights.
@@ -75,13 +75,13 @@ _DINOV2 = {
 }
 
 ARCHITECTURES: dict[str, dict] = {
-    "rtdetr_v2_r18vd": SMALL_OF["rtdetr_v2"]
+    "rtdetr_v2_r18vd": SMALLEST_BY_FAMILY["rtdetr_v2"]
     | {"backbone_config": _RESNET_18, "encoder_in_channels": [128, 256, 512]},
     "dfine_n": _NANO,
-    "dfine_s": SMALL_OF["dfine"]
+    "dfine_s": SMALLEST_BY_FAMILY["dfine"]
     | {"backbone_config": _HGNET_B0, "encoder_in_channels": [256, 512, 1024]},
-    "deimv2_n": _NANO | _OF_DEIMV2,
-    "deimv2_s": SMALL_OF["deimv2"]
+    "deimv2_n": _NANO | _DEIMV2,
+    "deimv2_s": SMALLEST_BY_FAMILY["deimv2"]
     | {
         "backbone_config": _DINOV3_TINY,
         "encoder_in_channels": [192] * 3,

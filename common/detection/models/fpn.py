@@ -16,8 +16,8 @@ from common.errors import Refused
 from common.training.timm_models import PRETRAINED_OPTIONS, check_features, create_model
 
 _COARSEST = 12  # level: one cell for 4,096 pixels
-# For images of any size: some models of timm have a fixed size without these.
-_OF_ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
+# Options for images of any size: without them, some models of timm have a fixed size.
+_ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
 
 
 class Backbone(nn.Module):
@@ -29,145 +29,168 @@ class Backbone(nn.Module):
     """
 
     def __init__(self, spec: DetectorSpec, levels: tuple[int, int], coarser: str) -> None:
-        """A pyramid from the first to the second of `levels` over the timm model `spec.model`.
+        """Build a pyramid from the first to the second of `levels` over the timm model `spec.model`.
 
-        Levels that it does not have are made by `coarser`, "convolutions" or "subsampling". Raises `Refused`.
+        Levels that the model does not have come from `coarser`: "convolutions" or "subsampling".
+        Raises `Refused`.
         """
         super().__init__()
-        lowest, highest = levels
-        if not 1 <= lowest <= highest <= _COARSEST:
+        finest, coarsest = levels
+        if not 1 <= finest <= coarsest <= _COARSEST:
             raise Refused(
-                f"--levels {lowest}-{highest}: must be two levels from 1 to {_COARSEST}, the "
+                f"--levels {finest}-{coarsest}: must be two levels from 1 to {_COARSEST}, the "
                 "finer first"
             )
+        self.levels = tuple(range(finest, coarsest + 1))
+        self.width = spec.width
+        channels = self._build_features(spec)
+        num_maps = len(channels)
+        self.stride = 2 ** self.levels[num_maps - 1]  # coarser levels round up
+        self._has_exact_strides = spec.variant == "own"
+        torch.manual_seed(spec.seed + 2)
+        is_convolved = coarser == "convolutions"
+        self.fpn = _build_fpn(spec, channels, list(self.levels[num_maps:]), is_convolved)
+
+    def _build_features(self, spec: DetectorSpec) -> list[int]:
+        """Build the network that returns maps for the finer levels, and return their channels."""
         features = _create_features(spec)
         self.pretrained_cfg = features.pretrained_cfg
-        self.levels = tuple(range(lowest, highest + 1))
-        self.width = spec.width
         info = features.feature_info
-        # The deepest of each level.
-        map_index = {
-            math.log2(reduction): index for index, reduction in enumerate(info.reduction())
-        }
-        feature_levels = [level for level in self.levels if level in map_index]
-        picks = [map_index[level] for level in feature_levels]
-        channels = [info.channels()[pick] for pick in picks]
-        self.arguments = _list_arguments(features, [info.out_indices[pick] for pick in picks])
-        if list(map_index) == [4] and levels != (4, 4):
-            feature_levels = list(range(lowest, max(lowest, min(highest, 5)) + 1))
+        finest = self.levels[0]
+        coarsest = self.levels[-1]
+        # The deepest map of each level.
+        map_indices = {math.log2(stride): index for index, stride in enumerate(info.reduction())}
+        feature_levels = [level for level in self.levels if level in map_indices]
+        indices = [map_indices[level] for level in feature_levels]
+        channels = [info.channels()[index] for index in indices]
+        self.arguments = _list_arguments(features, [info.out_indices[index] for index in indices])
+        if list(map_indices) == [4] and self.levels != (4,):
+            feature_levels = list(range(finest, max(finest, min(coarsest, 5)) + 1))
             channels = [info.channels()[-1]] * len(feature_levels)
             torch.manual_seed(spec.seed + 1)
             features = SimplePyramid(features, channels[0], feature_levels)
-            picks = list(range(len(channels)))
+            indices = list(range(len(channels)))
         else:
-            deepest = max(map_index)
-            if not picks or feature_levels != list(range(lowest, int(min(highest, deepest)) + 1)):
+            deepest = max(map_indices)
+            expected_levels = list(range(finest, int(min(coarsest, deepest)) + 1))
+            if not indices or feature_levels != expected_levels:
                 strides = ", ".join(map(str, sorted(set(info.reduction()))))
-                problem = f"{spec.model} has features at strides {strides} (level l is stride 2^l)"
-                raise Refused(f"--levels {lowest}-{highest}: {problem}")
+                raise Refused(
+                    f"--levels {finest}-{coarsest}: {spec.model} has features at strides {strides} "
+                    "(level l is stride 2^l)"
+                )
             # Layers after the last map in use would have no gradient.
             if feature_levels[-1] < deepest:
                 features = _create_features(spec, out_indices=self.arguments["out_indices"])
-                picks = list(range(len(channels)))
+                indices = list(range(len(channels)))
             check_features(features, self.arguments)
         self.features = features
-        self.stride = 2 ** feature_levels[-1]  # coarser levels round up
-        self._picks = picks
-        self._is_even = spec.variant != "own"
-        self._channels_last = getattr(features, "output_fmt", "NCHW") == "NHWC"  # Swin, MambaOut
-        torch.manual_seed(spec.seed + 2)
-        extra_levels = [level for level in self.levels if level > feature_levels[-1]]
-        self.fpn = _build_fpn(spec, channels, extra_levels, is_convolved=coarser == "convolutions")
+        self._map_indices = indices
+        self._is_channels_last = getattr(features, "output_fmt", "NCHW") == "NHWC"  # Swin, MambaOut
+        return channels
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        maps = self.features(images)
-        maps = [maps[pick] for pick in self._picks]
-        if self._channels_last:
-            maps = [x.permute(0, 3, 1, 2).contiguous() for x in maps]
-        return list(self.fpn(OrderedDict(zip(map(str, self.levels), maps, strict=False))).values())
+        features = self.features(images)
+        maps: OrderedDict[str, Tensor] = OrderedDict()
+        for level, index in zip(self.levels, self._map_indices, strict=False):
+            x = features[index]
+            if self._is_channels_last:
+                x = x.permute(0, 3, 1, 2).contiguous()
+            maps[str(level)] = x
+        return list(self.fpn(maps).values())
 
     @property
     def trunk(self) -> nn.Module:
         """The network of timm, whose stages can be frozen; the rest is the neck."""
-        return self.features.features if isinstance(self.features, SimplePyramid) else self.features
+        if isinstance(self.features, SimplePyramid):
+            return self.features.features
+        return self.features
 
     def grid_sizes(self, canvas: Sequence[int]) -> list[tuple[int, int]]:
-        """Cells (down, across) of each level for a canvas of (H, W) pixels."""
-        height, width = canvas
-        return [
-            ((height - 1) // 2**level + 1, (width - 1) // 2**level + 1) for level in self.levels
-        ]
+        """Numbers of cells (down, across) of each level for a canvas of (H, W) pixels."""
+        sizes = []
+        for level in self.levels:
+            rows, columns = [(length - 1) // 2**level + 1 for length in canvas]
+            sizes.append((rows, columns))
+        return sizes
 
     def strides(self, canvas: Sequence[int]) -> list[tuple[int, int]]:
         """Pixels between cells (down, across) of each level: 2^l, or spread as torchvision does."""
-        if not self._is_even:
+        if self._has_exact_strides:
             return [(2**level, 2**level) for level in self.levels]
-        return [
-            (canvas[0] // down, canvas[1] // across) for down, across in self.grid_sizes(canvas)
-        ]
+        height, width = canvas
+        return [(height // rows, width // columns) for rows, columns in self.grid_sizes(canvas)]
 
 
 def _create_features(spec: DetectorSpec, **options: Any) -> nn.Module:
-    """The timm model that gives maps of features."""
+    """Create the timm model that returns maps of features."""
     return create_model(
         spec.model,
         pretrained=spec.pretrained,
         seed=spec.seed,
-        requested={"drop_path_rate": spec.drop_path, **_OF_ANY_SIZE},
-        optional=tuple(_OF_ANY_SIZE),
+        requested={"drop_path_rate": spec.drop_path, **_ANY_SIZE},
+        optional=tuple(_ANY_SIZE),
         features_only=True,
         **options,
     )
 
 
 def _list_arguments(features: nn.Module, out_indices: list[int]) -> dict[str, Any]:
-    """With what timm makes the same features."""
+    """List the arguments with which timm creates the same features."""
     architecture = features.pretrained_cfg["architecture"]
-    sizes = {name: value for name, value in features.create_kwargs.items() if name in _OF_ANY_SIZE}
-    return (
-        {"model_name": architecture, "out_indices": out_indices}
-        | sizes
-        | PRETRAINED_OPTIONS.get(architecture, {})
-    )
+    arguments = {"model_name": architecture, "out_indices": out_indices}
+    sizes = {name: value for name, value in features.create_kwargs.items() if name in _ANY_SIZE}
+    return arguments | sizes | PRETRAINED_OPTIONS.get(architecture, {})
 
 
 def _build_fpn(
-    spec: DetectorSpec, channels: list[int], extra_levels: list[int], is_convolved: bool
+    spec: DetectorSpec,
+    channels: list[int],
+    extra_levels: list[int],
+    is_convolved: bool,
 ) -> FeaturePyramidNetwork:
-    """A pyramid over maps with so many channels, and coarser levels above it."""
-    is_second = spec.variant == "torchvision_v2"
-    coarser = None
+    """Build a pyramid over maps with these channels, and `extra_levels` above it."""
+    is_v2 = spec.variant == "torchvision_v2"
+    extra_blocks = None
     if extra_levels:
-        convolved_channels = channels[-1] if is_second else spec.width
-        coarser = Coarser(extra_levels, spec.width, convolved_channels if is_convolved else 0)
-    norm = nn.BatchNorm2d if is_second and not is_convolved else None
-    return FeaturePyramidNetwork(channels, spec.width, coarser, norm)
+        in_channels = 0
+        if is_convolved:
+            in_channels = channels[-1] if is_v2 else spec.width
+        extra_blocks = ExtraLevels(extra_levels, spec.width, in_channels)
+    norm = nn.BatchNorm2d if is_v2 and not is_convolved else None
+    return FeaturePyramidNetwork(channels, spec.width, extra_blocks, norm)
 
 
-class Coarser(ExtraFPNBlock):
+class ExtraLevels(ExtraFPNBlock):
     """Coarser levels by strided convolutions, as P6 and P7 of RetinaNet, with torchvision's names.
 
-    They are made from the pyramid's coarsest map, or if `channels` are not `width`, from the
-    backbone's, which has as many. With 0 channels: of every second cell, as P6 of Faster R-CNN.
+    They come from the pyramid's coarsest map, or if `channels` are not `width`, from the backbone's,
+    which has as many. With 0 channels: by subsampling, as P6 of Faster R-CNN.
     """
 
     def __init__(self, levels: list[int], width: int, channels: int) -> None:
         super().__init__()
-        self.names, self.of_backbone = [f"p{level}" for level in levels], channels not in (0, width)
-        for name in self.names if channels else ():
-            convolution = nn.Conv2d(channels, width, 3, stride=2, padding=1)
+        self.names = [f"p{level}" for level in levels]
+        self.is_from_backbone = channels not in (0, width)
+        convolved_names = self.names if channels else []
+        for name in convolved_names:
+            convolution = nn.Conv2d(channels, width, kernel_size=3, stride=2, padding=1)
             nn.init.kaiming_uniform_(convolution.weight, a=1)
             nn.init.zeros_(convolution.get_parameter("bias"))
             self.add_module(name, convolution)
             channels = width
 
     def forward(
-        self, results: list[Tensor], x: list[Tensor], names: list[str]
+        self,
+        results: list[Tensor],
+        x: list[Tensor],
+        names: list[str],
     ) -> tuple[list[Tensor], list[str]]:
-        finest, convolutions = x[-1] if self.of_backbone else results[-1], [*self.children()]
+        coarsest = x[-1] if self.is_from_backbone else results[-1]
+        convolutions = list(self.children())
         for convolution in convolutions:
-            results.append(convolution(finest))
-            finest = F.relu(results[-1])
+            results.append(convolution(coarsest))
+            coarsest = F.relu(results[-1])
         for _ in self.names[len(convolutions) :]:
             results.append(results[-1][:, :, ::2, ::2])
         return results, names + self.names
@@ -190,17 +213,20 @@ class SimplePyramid(nn.Module):
     def __init__(self, features: nn.Module, channels: int, levels: list[int]) -> None:
         super().__init__()
         self.features = features
-        self.resample = nn.ModuleList(_resample(channels, level - 4) for level in levels)
+        self.resample = nn.ModuleList(_build_resampling(channels, level - 4) for level in levels)
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        plain = self.features(images)[-1]
-        return [resample(plain) for resample in self.resample]
+        x = self.features(images)[-1]
+        return [resample(x) for resample in self.resample]
 
 
-def _resample(width: int, by: int) -> nn.Module:
-    """[B, width, H, W] -> [B, width, H / 2^by, W / 2^by], finer where `by` is negative."""
-    if by > 0:
-        return nn.MaxPool2d(1, stride=2**by)
-    steps = [nn.ConvTranspose2d(width, width, 2, stride=2) for _ in range(-by)]
-    between = [layer for step in steps for layer in (step, nn.GroupNorm(1, width), nn.GELU())]
-    return nn.Sequential(*between[:-2])
+def _build_resampling(channels: int, num_halvings: int) -> nn.Module:
+    """Layers from [B, C, H, W] to [B, C, H / 2^n, W / 2^n], finer for negative `num_halvings`."""
+    if num_halvings > 0:
+        return nn.MaxPool2d(1, stride=2**num_halvings)
+    layers: list[nn.Module] = []
+    for _ in range(-num_halvings):
+        if layers:
+            layers += [nn.GroupNorm(1, channels), nn.GELU()]
+        layers.append(nn.ConvTranspose2d(channels, channels, kernel_size=2, stride=2))
+    return nn.Sequential(*layers)

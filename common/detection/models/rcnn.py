@@ -1,7 +1,7 @@
 """Faster R-CNN: proposals, then boxes. Mask R-CNN adds a mask for each box."""
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,302 +16,462 @@ from torchvision.models.detection.roi_heads import project_masks_on_boxes
 from torchvision.models.detection.rpn import RPNHead, concat_box_prediction_layers
 from torchvision.ops import MultiScaleRoIAlign
 
-from common.detection.models.anchors import Anchors, draws_of, match, sample
-from common.detection.models.boxes import BoxCoder, clip, filled, full_precision, suppress
-from common.detection.models.detector import Suppressing
+from common.detection.models.anchors import (
+    Anchors,
+    Matches,
+    draw_integers,
+    match_boxes,
+    sample_balanced,
+)
+from common.detection.models.boxes import (
+    BoxCoder,
+    apply_nms,
+    build_tensor,
+    clip_boxes,
+    disable_autocast,
+)
+from common.detection.models.detector import NMSDetector
 from common.detection.models.fpn import Backbone
 from common.detection.models.spec import DetectorSpec
 from common.randomness import key_of, mix
 
-_MASK = 28  # cells on each side of a box's mask
+_MASK_SIZE = 28  # cells on each side of a box's mask
+
+
+class RPNOutputs(NamedTuple):
+    """Outputs of a region proposal network for B images with P anchors each."""
+
+    objectness: Tensor  # [B, P] logits
+    deltas: Tensor  # [B, P, 4]
+    anchors: Tensor  # [P, 4]
+
+
+class Proposals(NamedTuple):
+    """Proposals of one image, best first."""
+
+    boxes: Tensor  # [n, 4]
+    anchor_ids: Tensor  # int64[n] indices of the anchors that they come from
 
 
 class RegionProposalNetwork(nn.Module):
     """Region proposal network on a feature pyramid; parameters are named as torchvision's."""
 
-    drawn, foreground_share = 256, 0.5  # anchors to learn from in an image
-    foreground_iou, background_iou = 0.7, 0.3
-    candidates: ClassVar = {True: 2000, False: 1000}  # in training, else; per level and in all
-    nms_threshold, least_side = 0.7, 1e-3
+    num_samples = 256  # anchors to learn from in an image
+    foreground_share = 0.5
+    foreground_iou = 0.7
+    background_iou = 0.3
+    train_top_n = 2000  # proposals of each level, and in all
+    eval_top_n = 1000
+    nms_threshold = 0.7
+    min_side = 1e-3  # of a proposal, in pixels
     decimals = 8  # of a logit
 
     def __init__(self, backbone: Backbone, convolutions: int = 1) -> None:
         super().__init__()
         self.anchors = Anchors(backbone, scales=(8,))
-        self.head = RPNHead(backbone.width, self.anchors.per_cell, convolutions)
+        self.head = RPNHead(backbone.width, self.anchors.num_per_cell, convolutions)
         self.coder = BoxCoder((1.0, 1.0, 1.0, 1.0))
 
-    def forward(
-        self, features: list[Tensor], canvas: Sequence[int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Objectness logits [B, P], deltas [B, P, 4] and anchors [P, 4], not in half precision."""
+    def forward(self, features: list[Tensor], canvas: Sequence[int]) -> RPNOutputs:
+        """Outputs in full precision."""
         objectness, deltas = self.head(features)
-        batch, dtype = len(features[0]), self.head.cls_logits.weight.dtype
+        num_images = len(features[0])
+        dtype = self.head.cls_logits.weight.dtype
         objectness, deltas = concat_box_prediction_layers(objectness, deltas)
-        with full_precision(deltas):
-            anchors = self.anchors(canvas, dtype, deltas.device)
-            return (
-                objectness.to(dtype).view(batch, -1),
-                deltas.to(dtype).view(batch, -1, 4),
-                anchors,
+        with disable_autocast(deltas):
+            return RPNOutputs(
+                objectness.to(dtype).view(num_images, -1),
+                deltas.to(dtype).view(num_images, -1, 4),
+                self.anchors(canvas, dtype, deltas.device),
             )
 
-    def losses(
-        self, outputs: tuple[Tensor, Tensor, Tensor], targets: list[dict], canvas: Tensor, seed: int
+    def compute_losses(
+        self,
+        outputs: RPNOutputs,
+        targets: list[dict],
+        canvas_size: Tensor,
+        seed: int,
     ) -> dict[str, Tensor]:
-        """Cross-entropy of objectness and smooth distance of encoded boxes. `canvas` [2]: width, height."""
-        objectness, deltas, anchors = outputs
-        terms: dict[str, list[Tensor]] = {"objectness": [], "proposal_box": []}
-        places = torch.arange(len(anchors), device=anchors.device)
-        for logits, delta, target in zip(objectness, deltas, targets, strict=True):
-            boxes, _, foreground, ignored = match(
-                anchors, target, canvas, self.foreground_iou, self.background_iou, True
+        """Compute cross-entropy of objectness and smooth distance of encoded boxes: [B] each.
+
+        `canvas_size` is int64[2]: width, height.
+        """
+        objectness_losses = []
+        box_losses = []
+        anchors = outputs.anchors
+        anchor_ids = torch.arange(len(anchors), device=anchors.device)
+        for logits, deltas, target in zip(outputs.objectness, outputs.deltas, targets, strict=True):
+            matches = match_boxes(
+                anchors,
+                target,
+                canvas_size,
+                foreground_iou=self.foreground_iou,
+                background_iou=self.background_iou,
+                allow_low_quality=True,
             )
-            draw = draws_of(places, int(mix(target["position"], key_of(seed, "anchors"))))
-            chosen, valid = sample(
-                foreground, ~foreground & ~ignored, draw, self.drawn, self.foreground_share
+            key = int(mix(target["position"], key_of(seed, "anchors")))
+            random = draw_integers(anchor_ids, key)
+            objectness_loss, box_loss = self._compute_image_losses(
+                logits, deltas, anchors, matches, random
             )
-            foreground = foreground[chosen]
-            cost = F.binary_cross_entropy_with_logits(
-                logits[chosen], foreground.to(logits.dtype), reduction="none"
-            )
-            wanted = torch.where(foreground[:, None], boxes[chosen], anchors[chosen])
-            wanted = self.coder.encode_single(wanted, anchors[chosen])
-            distance = F.smooth_l1_loss(delta[chosen], wanted, beta=1 / 9, reduction="none").sum(1)
-            terms["objectness"].append((cost * valid).sum() / self.drawn)
-            terms["proposal_box"].append((distance * (foreground & valid)).sum() / self.drawn)
-        return {name: torch.stack(of_images) for name, of_images in terms.items()}
+            objectness_losses.append(objectness_loss)
+            box_losses.append(box_loss)
+        return {
+            "objectness": torch.stack(objectness_losses),
+            "proposal_box": torch.stack(box_losses),
+        }
+
+    def _compute_image_losses(
+        self,
+        logits: Tensor,
+        deltas: Tensor,
+        anchors: Tensor,
+        matches: Matches,
+        random: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the losses of objectness and of boxes of one image, from samples of its anchors."""
+        indices, valid = sample_balanced(
+            matches.foreground,
+            ~matches.foreground & ~matches.ignored,
+            random,
+            self.num_samples,
+            self.foreground_share,
+        )
+        logits = logits[indices]
+        anchors = anchors[indices]
+        foreground = matches.foreground[indices]
+        objectness_losses = F.binary_cross_entropy_with_logits(
+            logits, foreground.to(logits.dtype), reduction="none"
+        )
+        boxes = torch.where(foreground[:, None], matches.boxes[indices], anchors)
+        box_losses = _compute_smooth_l1(deltas[indices], self.coder.encode_single(boxes, anchors))
+        return (
+            (objectness_losses * valid).sum() / self.num_samples,
+            (box_losses * (foreground & valid)).sum() / self.num_samples,
+        )
 
     @torch.no_grad()
-    def select(
-        self, outputs: tuple[Tensor, Tensor, Tensor], canvas: Sequence[int], sizes: list[Tensor]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Proposals of each image [n, 4] within its true size, best first, and their anchors int64[n].
+    def select_proposals(
+        self,
+        outputs: RPNOutputs,
+        canvas: Sequence[int],
+        sizes: list[Tensor],
+    ) -> list[Proposals]:
+        """Select proposals of each image within its true size [2] (width, height).
 
         Logits are rounded first: rounding errors depend on the micro-batch and must not decide.
         """
-        objectness, deltas, anchors = outputs
-        objectness = objectness.round(decimals=self.decimals)
-        lengths, limit = self.anchors.level_lengths(canvas), self.candidates[self.training]
-        ordered = [
-            level.sort(dim=1, descending=True, stable=True).indices
-            for level in objectness.split(lengths, 1)
-        ]
-        of_levels = [level[:, :limit] for level in ordered]
-        starts = [sum(lengths[:place]) for place in range(len(lengths))]
-        levels = torch.cat(
-            [torch.full_like(chosen[0], place) for place, chosen in enumerate(of_levels)]
-        )
-        # [B, C]
-        best = torch.cat(
-            [chosen + start for chosen, start in zip(of_levels, starts, strict=True)], 1
-        )
-        selected = []
-        for chosen, logits, delta, size in zip(best, objectness, deltas, sizes, strict=True):
-            boxes = clip(self.coder.decode_single(delta[chosen], anchors[chosen]), size)
-            good = ((boxes[:, 2:] - boxes[:, :2]) >= self.least_side).all(1)
-            # To leave out the others, the host would wait for their number. They become equal boxes
-            # of the lowest score, and so does one more at the end: suppression leaves one of them,
-            # as the last.
-            good, same = F.pad(good, (0, 1)), filled((0, 0, 1, 1), boxes)
-            keep = suppress(
-                torch.where(good[:, None], F.pad(boxes, (0, 0, 0, 1)), same),
-                torch.where(good, F.pad(logits[chosen].sigmoid(), (0, 1)), -1),
-                torch.where(good, F.pad(levels, (0, 1)), -1),
-                self.nms_threshold,
-            )[:-1][:limit]
-            selected.append((boxes[keep], chosen[keep]))
-        return selected
+        objectness = outputs.objectness.round(decimals=self.decimals)
+        top_n = self.train_top_n if self.training else self.eval_top_n
+        num_per_level = self.anchors.count_per_level(canvas)
+        level_candidates = []
+        level_ids = []
+        first_anchor = 0
+        for i, level in enumerate(objectness.split(num_per_level, 1)):
+            order = level.sort(dim=1, descending=True, stable=True).indices
+            top = order[:, :top_n]
+            level_candidates.append(top + first_anchor)
+            level_ids.append(torch.full_like(top[0], i))
+            first_anchor += num_per_level[i]
+        levels = torch.cat(level_ids)
+        candidates = torch.cat(level_candidates, 1)  # [B, C] indices of anchors
+
+        proposals = []
+        for anchor_ids, logits, deltas, size in zip(
+            candidates, objectness, outputs.deltas, sizes, strict=True
+        ):
+            boxes = self.coder.decode_single(deltas[anchor_ids], outputs.anchors[anchor_ids])
+            boxes = clip_boxes(boxes, size)
+            scores = logits[anchor_ids].sigmoid()
+            keep = self._suppress_proposals(boxes, scores, levels)[:top_n]
+            proposals.append(Proposals(boxes[keep], anchor_ids[keep]))
+        return proposals
+
+    def _suppress_proposals(self, boxes: Tensor, scores: Tensor, levels: Tensor) -> Tensor:
+        """Indices, best first, of boxes [C, 4] that are large enough and not suppressed.
+
+        To leave out small boxes before, the host would wait for their number. They become equal
+        boxes of the lowest score, and so does one more at the end: suppression leaves one of them,
+        as the last.
+        """
+        is_large = ((boxes[:, 2:] - boxes[:, :2]) >= self.min_side).all(1)
+        is_large = F.pad(is_large, (0, 1))
+        unit_box = build_tensor((0, 0, 1, 1), like=boxes)
+        boxes = torch.where(is_large[:, None], F.pad(boxes, (0, 0, 0, 1)), unit_box)
+        scores = torch.where(is_large, F.pad(scores, (0, 1)), -1)
+        levels = torch.where(is_large, F.pad(levels, (0, 1)), -1)
+        return apply_nms(boxes, scores, levels, self.nms_threshold)[:-1]
 
 
-class FasterRCNN(Suppressing):
+class _Samples(NamedTuple):
+    """Proposals to learn from, of one image; foreground comes first."""
+
+    proposals: Tensor  # [k, 4]
+    boxes: Tensor  # [k, 4] that they are matched with, or themselves
+    labels: Tensor  # int64[k] 0 is background
+    indices: Tensor  # int64[k] of the boxes in their image
+    valid: Tensor  # bool[k] False for surplus ones
+
+
+class FasterRCNN(NMSDetector):
     """Two-stage detector.
 
     Matching, losses and names of parameters are torchvision's: its `FasterRCNN` loads them.
     Different here: anchors and proposals are sampled by an image's position in the stream, and
-    losses are divided by the constants 256 and 512, since the numbers sampled are known too late.
+    losses are divided by the constants 256 and 512, since the numbers of samples are known too late.
     Inside, class 0 is background. Source: Ren et al. 2015, "Faster R-CNN" (arXiv:1506.01497).
     """
 
-    levels, coarser = (2, 6), "subsampling"
-    drawn, foreground_share = 512, 0.25  # proposals to learn from in an image
-    iou, has_masks = 0.5, False
-    nms_threshold, least_side = 0.5, 1e-2
+    levels = (2, 6)
+    coarser = "subsampling"
+    num_samples = 512  # proposals to learn from in an image
+    foreground_share = 0.25
+    foreground_iou = 0.5
+    has_masks = False
+    nms_threshold = 0.5
+    min_side = 1e-2
 
     def __init__(self, backbone: Backbone, spec: DetectorSpec) -> None:
         super().__init__(backbone, spec)
-        self.seed, self.is_second = spec.seed, spec.variant == "torchvision_v2"
-        self.rpn = RegionProposalNetwork(backbone, convolutions=2 if self.is_second else 1)
-        if self.is_second:
-            width = backbone.width
+        self.seed = spec.seed
+        self.is_v2 = spec.variant == "torchvision_v2"
+        self.rpn = RegionProposalNetwork(backbone, convolutions=2 if self.is_v2 else 1)
+        width = backbone.width
+        if self.is_v2:
             box_head = FastRCNNConvFCHead((width, 7, 7), [width] * 4, [spec.hidden], nn.BatchNorm2d)
         else:
-            box_head = TwoMLPHead(backbone.width * 7**2, spec.hidden)
-        predictor = FastRCNNPredictor(spec.hidden, spec.classes + 1)
+            box_head = TwoMLPHead(width * 7**2, spec.hidden)
+        predictor = FastRCNNPredictor(spec.hidden, spec.num_classes + 1)
         self.roi_heads = nn.ModuleDict({"box_head": box_head, "box_predictor": predictor})
-        self.pooled = [level for level in backbone.levels if 2**level <= backbone.stride]
-        names = [str(level) for level in self.pooled]
-        self.box_pool = MultiScaleRoIAlign(names, output_size=7, sampling_ratio=2)
+        self.pooled_maps = [str(level) for level in backbone.levels if 2**level <= backbone.stride]
+        self.box_pool = MultiScaleRoIAlign(self.pooled_maps, output_size=7, sampling_ratio=2)
         self.coder = BoxCoder((10.0, 10.0, 5.0, 5.0))
         if self.has_masks:
-            width, norm = spec.mask_width, nn.BatchNorm2d if self.is_second else None
-            self.roi_heads["mask_head"] = MaskRCNNHeads(backbone.width, (width,) * 4, 1, norm)
-            self.roi_heads["mask_predictor"] = MaskRCNNPredictor(width, width, spec.classes + 1)
-            self.mask_pool = MultiScaleRoIAlign(names, output_size=_MASK // 2, sampling_ratio=2)
+            mask_width = spec.mask_width
+            norm = nn.BatchNorm2d if self.is_v2 else None
+            self.roi_heads["mask_head"] = MaskRCNNHeads(width, (mask_width,) * 4, 1, norm)
+            self.roi_heads["mask_predictor"] = MaskRCNNPredictor(
+                mask_width, mask_width, spec.num_classes + 1
+            )
+            self.mask_pool = MultiScaleRoIAlign(
+                self.pooled_maps, output_size=_MASK_SIZE // 2, sampling_ratio=2
+            )
 
     def compute_terms(
-        self, images: Tensor, targets: list[dict], totals: Tensor
+        self,
+        images: Tensor,
+        targets: list[dict],
+        totals: Tensor,
     ) -> dict[str, Tensor]:
         """The proposals' losses, cross-entropy of classes and smooth distance of encoded boxes."""
-        canvas = filled(images.shape[:1:-1], targets[0]["labels"])  # width, height
+        canvas = images.shape[2:]
+        canvas_size = build_tensor(images.shape[:1:-1], like=targets[0]["labels"])
         features = self.backbone(images)
-        outputs = self.rpn(features, images.shape[2:])
-        with full_precision(images):
-            terms = self.rpn.losses(outputs, targets, canvas, self.seed)
-            proposals = self.rpn.select(
-                outputs, images.shape[2:], [one.get("size", canvas) for one in targets]
-            )
-            count, pairs = len(outputs[2]), zip(proposals, targets, strict=True)
-            drawn = [self._draw(*some, count, one, canvas) for some, one in pairs]
-        logits, deltas = self._predict(features, [one["places"] for one in drawn], images.shape[2:])
-        with full_precision(images):
-            lengths = [len(one["places"]) for one in drawn]
-            columns = logits.split(lengths), deltas.split(lengths), drawn
-            parts = [self._box_losses(*some) for some in zip(*columns, strict=True)]
-            terms |= {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+        outputs = self.rpn(features, canvas)
+        with disable_autocast(images):
+            terms = self.rpn.compute_losses(outputs, targets, canvas_size, self.seed)
+            sizes = [target.get("size", canvas_size) for target in targets]
+            proposals = self.rpn.select_proposals(outputs, canvas, sizes)
+            num_anchors = len(outputs.anchors)
+            samples = []
+            for image_proposals, target in zip(proposals, targets, strict=True):
+                samples.append(
+                    self._sample_proposals(image_proposals, num_anchors, target, canvas_size)
+                )
+        logits, deltas = self._predict(features, [x.proposals for x in samples], canvas)
+        with disable_autocast(images):
+            terms |= self._compute_box_losses(logits, deltas, samples)
         if self.has_masks:
-            terms["mask"] = self._mask_loss(features, images.shape[2:], targets, drawn)
+            terms["mask"] = self._compute_mask_loss(features, canvas, targets, samples)
         return {name: term / totals[0].to(term.dtype) for name, term in terms.items()}
 
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
         """Scores are class probabilities."""
+        canvas = images.shape[2:]
         features = self.backbone(images)
-        outputs = self.rpn(features, images.shape[2:])
-        with full_precision(images):
-            proposals = [
-                boxes for boxes, _ in self.rpn.select(outputs, images.shape[2:], list(sizes))
-            ]
-        logits, deltas = self._predict(features, proposals, images.shape[2:])
-        lengths = [boxes.shape[0] for boxes in proposals]
-        found = []
-        with full_precision(images):
-            parts = zip(logits.split(lengths), deltas.split(lengths), proposals, sizes, strict=True)
-            for scores, delta, places, size in parts:
-                boxes = (
-                    self.coder.decode_single(delta, places)
-                    .view(-1, self.classes + 1, 4)[:, 1:]
-                    .reshape(-1, 4)
-                )
-                scores = scores.softmax(1)[:, 1:]
-                labels = (
-                    torch.arange(self.classes, device=scores.device).expand_as(scores).flatten()
-                )
-                found.append(self.best_of(boxes, scores.flatten(), labels, size))
-        return self._with_masks(features, images.shape[2:], found) if self.has_masks else found
+        outputs = self.rpn(features, canvas)
+        with disable_autocast(images):
+            proposals = self.rpn.select_proposals(outputs, canvas, list(sizes))
+        proposal_boxes = [x.boxes for x in proposals]
+        logits, deltas = self._predict(features, proposal_boxes, canvas)
+        with disable_autocast(images):
+            arguments = zip(
+                _split_by_image(logits, proposal_boxes),
+                _split_by_image(deltas, proposal_boxes),
+                proposal_boxes,
+                sizes,
+                strict=True,
+            )
+            detections = [self._detect_in_image(*args) for args in arguments]
+        if self.has_masks:
+            return self._add_masks(features, canvas, detections)
+        return detections
+
+    def _detect_in_image(
+        self,
+        logits: Tensor,
+        deltas: Tensor,
+        proposals: Tensor,
+        size: Tensor,
+    ) -> dict[str, Tensor]:
+        """As `select_detections`, from logits [n, 1 + K] and deltas [n, 4 (1 + K)] of proposals."""
+        boxes = self.coder.decode_single(deltas, proposals)
+        boxes = boxes.view(-1, self.num_classes + 1, 4)[:, 1:].reshape(-1, 4)
+        scores = logits.softmax(1)[:, 1:]
+        labels = torch.arange(self.num_classes, device=scores.device).expand_as(scores)
+        return self.select_detections(boxes, scores.flatten(), labels.flatten(), size)
 
     def _predict(
-        self, features: list[Tensor], places: list[Tensor], canvas: Sequence[int]
+        self,
+        features: list[Tensor],
+        boxes: list[Tensor],
+        canvas: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
-        """Class logits [R, 1 + K] and deltas [R, 4 (1 + K)] of all places, in full precision."""
-        pooled = self._pool(self.box_pool, features, places, canvas)
+        """Predict class logits [R, 1 + K] and deltas [R, 4 (1 + K)] of all boxes, in full precision."""
+        pooled = self._pool(self.box_pool, features, boxes, canvas)
         logits, deltas = self.roi_heads["box_predictor"](self.roi_heads["box_head"](pooled))
         dtype = self.rpn.head.cls_logits.weight.dtype
         return logits.to(dtype), deltas.to(dtype)
 
     def _pool(
-        self, pool: nn.Module, features: list[Tensor], places: list[Tensor], canvas: Sequence[int]
+        self,
+        pool: nn.Module,
+        features: list[Tensor],
+        boxes: list[Tensor],
+        canvas: Sequence[int],
     ) -> Tensor:
-        """Features at places of all images: [R, width, size, size], in the precision of the places."""
-        named = {
-            str(level): x.to(places[0].dtype)
-            for level, x in zip(self.pooled, features, strict=False)
-        }
-        with full_precision(places[0]):
-            return pool(named, places, [tuple(canvas)] * len(places))
+        """Pool features in boxes of all images: [R, width, size, size], in the precision of the boxes."""
+        maps = {}
+        for name, x in zip(self.pooled_maps, features, strict=False):
+            maps[name] = x.to(boxes[0].dtype)
+        with disable_autocast(boxes[0]):
+            return pool(maps, boxes, [tuple(canvas)] * len(boxes))
 
-    def _draw(
-        self, boxes: Tensor, anchors: Tensor, after: int, target: dict, canvas: Tensor
-    ) -> dict[str, Tensor]:
-        """Sampled proposals [k, 4] of one image and its own boxes, their matches, and if each counts.
+    def _sample_proposals(
+        self,
+        proposals: Proposals,
+        num_anchors: int,
+        target: dict,
+        canvas_size: Tensor,
+    ) -> _Samples:
+        """Sample proposals and true boxes of one image, and match them.
 
         A proposal has the random number of its anchor: the order of scores does not matter.
         """
-        own = target["boxes"].to(boxes.dtype)
-        ids = torch.cat([anchors, after + torch.arange(len(own), device=boxes.device)])
-        places = torch.cat([boxes, own])
-        boxes, which, foreground, ignored = match(places, target, canvas, self.iou, self.iou, False)
-        draw = draws_of(ids, int(mix(target["position"], key_of(self.seed, "proposals"))))
-        chosen, valid = sample(
-            foreground, ~foreground & ~ignored, draw, self.drawn, self.foreground_share
+        true_boxes = target["boxes"].to(proposals.boxes.dtype)
+        true_ids = num_anchors + torch.arange(len(true_boxes), device=true_boxes.device)
+        ids = torch.cat([proposals.anchor_ids, true_ids])
+        candidates = torch.cat([proposals.boxes, true_boxes])
+        matches = match_boxes(
+            candidates,
+            target,
+            canvas_size,
+            foreground_iou=self.foreground_iou,
+            background_iou=self.foreground_iou,
+            allow_low_quality=False,
         )
-        places, which, foreground = places[chosen], which[chosen], foreground[chosen] & valid
-        labels = torch.where(foreground, F.pad(target["labels"], (0, 1))[which] + 1, 0)
-        boxes = torch.where(foreground[:, None], boxes[chosen], places)
-        return {"places": places, "boxes": boxes, "labels": labels, "which": which, "valid": valid}
+        key = int(mix(target["position"], key_of(self.seed, "proposals")))
+        indices, valid = sample_balanced(
+            matches.foreground,
+            ~matches.foreground & ~matches.ignored,
+            draw_integers(ids, key),
+            self.num_samples,
+            self.foreground_share,
+        )
+        candidates = candidates[indices]
+        foreground = matches.foreground[indices] & valid
+        box_indices = matches.indices[indices]
+        labels = F.pad(target["labels"], (0, 1))[box_indices] + 1
+        return _Samples(
+            proposals=candidates,
+            boxes=torch.where(foreground[:, None], matches.boxes[indices], candidates),
+            labels=torch.where(foreground, labels, 0),
+            indices=box_indices,
+            valid=valid,
+        )
 
-    def _box_losses(
-        self, logits: Tensor, deltas: Tensor, drawn: dict[str, Tensor]
+    def _compute_box_losses(
+        self,
+        logits: Tensor,
+        deltas: Tensor,
+        samples: list[_Samples],
     ) -> dict[str, Tensor]:
-        """Losses of one image."""
-        labels, places = drawn["labels"], drawn["places"]
-        classification = F.cross_entropy(logits, labels, reduction="none") * drawn["valid"]
-        of_label = deltas.view(len(labels), -1, 4)[
-            torch.arange(len(labels), device=labels.device), labels
-        ]
-        wanted = self.coder.encode_single(drawn["boxes"], places)
-        distance = F.smooth_l1_loss(of_label, wanted, beta=1 / 9, reduction="none").sum(1) * (
-            labels > 0
-        )
-        return {"class": classification.sum() / self.drawn, "box": distance.sum() / self.drawn}
+        """Compute the losses [B] of classes and boxes from logits and deltas of all samples."""
+        proposals = [x.proposals for x in samples]
+        class_losses = []
+        box_losses = []
+        for image_logits, image_deltas, image_samples in zip(
+            _split_by_image(logits, proposals),
+            _split_by_image(deltas, proposals),
+            samples,
+            strict=True,
+        ):
+            labels = image_samples.labels
+            losses = F.cross_entropy(image_logits, labels, reduction="none")
+            class_losses.append((losses * image_samples.valid).sum() / self.num_samples)
 
-    def _mask_loss(
-        self, features: list[Tensor], canvas: Sequence[int], targets: list[dict], drawn: list[dict]
-    ) -> Tensor:
-        limit = int(self.drawn * self.foreground_share)  # foreground comes first in the sample
-        places, labels, which = (
-            [one[key][:limit] for one in drawn] for key in ("places", "labels", "which")
-        )
-        logits = self._mask_logits(features, places, labels, canvas)
-        costs = []
-        with full_precision(logits):
-            parts = logits.split([*map(len, places)])
-            for logit, target, boxes, label, index in zip(
-                parts, targets, places, labels, which, strict=True
-            ):
-                masks = F.pad(target["masks"], (0, 0, 0, 0, 0, 1))  # an empty one at the end
-                wanted = project_masks_on_boxes(masks, boxes, index, _MASK)
-                cost = F.binary_cross_entropy_with_logits(logit, wanted, reduction="none").mean(
-                    (1, 2)
-                )
-                foreground = label > 0
-                costs.append((cost * foreground).sum() / foreground.sum().clamp(min=1))
-        return torch.stack(costs)
+            rows = torch.arange(len(labels), device=labels.device)
+            label_deltas = image_deltas.view(len(labels), -1, 4)[rows, labels]
+            expected = self.coder.encode_single(image_samples.boxes, image_samples.proposals)
+            losses = _compute_smooth_l1(label_deltas, expected)
+            box_losses.append((losses * (labels > 0)).sum() / self.num_samples)
+        return {"class": torch.stack(class_losses), "box": torch.stack(box_losses)}
 
-    def _with_masks(
-        self, features: list[Tensor], canvas: Sequence[int], found: list[dict]
-    ) -> list[dict]:
-        """Add masks [n, 28, 28] in 0..1 on the grids of their boxes, for `paste_masks_in_image`."""
-        places, labels = [one["boxes"] for one in found], [one["labels"] + 1 for one in found]
-        masks = (
-            self._mask_logits(features, places, labels, canvas)
-            .sigmoid()
-            .split([one.shape[0] for one in places])
-        )
-        return [one | {"masks": mask} for one, mask in zip(found, masks, strict=True)]
-
-    def _mask_logits(
+    def _compute_mask_loss(
         self,
         features: list[Tensor],
-        places: list[Tensor],
+        canvas: Sequence[int],
+        targets: list[dict],
+        samples: list[_Samples],
+    ) -> Tensor:
+        """Compute the mask loss [B], a mean over the foreground of each image."""
+        max_foreground = int(self.num_samples * self.foreground_share)
+        # Foreground comes first in the samples.
+        boxes = [x.proposals[:max_foreground] for x in samples]
+        labels = [x.labels[:max_foreground] for x in samples]
+        logits = self._predict_masks(features, boxes, labels, canvas)
+        losses = []
+        with disable_autocast(logits):
+            logits_by_image = _split_by_image(logits, boxes)
+            for i, target in enumerate(targets):
+                masks = F.pad(target["masks"], (0, 0, 0, 0, 0, 1))  # an empty one at the end
+                indices = samples[i].indices[:max_foreground]
+                expected = project_masks_on_boxes(masks, boxes[i], indices, _MASK_SIZE)
+                image_losses = F.binary_cross_entropy_with_logits(
+                    logits_by_image[i], expected, reduction="none"
+                )
+                foreground = labels[i] > 0
+                total = (image_losses.mean((1, 2)) * foreground).sum()
+                losses.append(total / foreground.sum().clamp(min=1))
+        return torch.stack(losses)
+
+    def _add_masks(
+        self,
+        features: list[Tensor],
+        canvas: Sequence[int],
+        detections: list[dict],
+    ) -> list[dict]:
+        """Add masks [n, 28, 28] in 0..1 on the grids of their boxes, for `paste_masks_in_image`."""
+        boxes = [x["boxes"] for x in detections]
+        labels = [x["labels"] + 1 for x in detections]
+        masks = self._predict_masks(features, boxes, labels, canvas).sigmoid()
+        masks_by_image = _split_by_image(masks, boxes)
+        return [x | {"masks": m} for x, m in zip(detections, masks_by_image, strict=True)]
+
+    def _predict_masks(
+        self,
+        features: list[Tensor],
+        boxes: list[Tensor],
         labels: list[Tensor],
         canvas: Sequence[int],
     ) -> Tensor:
-        """Mask logits [R, 28, 28] of all places, each for its class 1..K, not in half precision."""
-        pooled = self._pool(self.mask_pool, features, places, canvas)
+        """Predict mask logits [R, 28, 28] of all boxes, each for its class 1..K, in full precision."""
+        pooled = self._pool(self.mask_pool, features, boxes, canvas)
         logits = self.roi_heads["mask_predictor"](self.roi_heads["mask_head"](pooled))
         label = torch.cat(labels)
-        return logits[torch.arange(label.shape[0], device=label.device), label].to(pooled.dtype)
+        rows = torch.arange(label.shape[0], device=label.device)
+        return logits[rows, label].to(pooled.dtype)
 
 
 class MaskRCNN(FasterRCNN):
@@ -322,3 +482,13 @@ class MaskRCNN(FasterRCNN):
     """
 
     has_masks = True
+
+
+def _split_by_image(x: Tensor, boxes: list[Tensor]) -> Sequence[Tensor]:
+    """Split `x` [R, ...] into what belongs to the boxes [n, 4] of each image."""
+    return x.split([image_boxes.shape[0] for image_boxes in boxes])
+
+
+def _compute_smooth_l1(deltas: Tensor, expected: Tensor) -> Tensor:
+    """[n]: smooth distance of encoded boxes [n, 4]."""
+    return F.smooth_l1_loss(deltas, expected, beta=1 / 9, reduction="none").sum(1)

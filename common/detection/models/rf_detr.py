@@ -12,15 +12,15 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from common.detection.models import queries
-from common.detection.models.boxes import full_precision, to_device
+from common.detection.models.boxes import copy_to_device, disable_autocast
 from common.detection.models.detector import Detector
 from common.detection.models.detr_architectures import ARCHITECTURES
 from common.detection.models.detr_models import (
-    empty_model,
+    build_empty_model,
+    describe_models,
     import_transformers,
     is_timm,
-    known_models,
-    load,
+    load_model,
     save_model,
 )
 from common.detection.models.spec import DetectorSpec
@@ -38,7 +38,7 @@ class RFDETR(Detector):
     evaluation has the first group.
 
     Different here: boxes are counted in the global batch; a query in a crowd region is neither
-    object nor background; images with fewer places than queries have fewer queries; there is no
+    object nor background; images with fewer cells than queries have fewer queries; there is no
     dropout; stochastic depth is drawn for each image, not for each window; decoder, boxes and
     losses are never in half precision; parameters without a gradient (DINOv2's mask token, layers
     behind the last map) are frozen. Sources: Robinson et al. 2025, "RF-DETR" (arXiv:2511.09554);
@@ -51,15 +51,16 @@ class RFDETR(Detector):
     def __init__(self, spec: DetectorSpec) -> None:
         super().__init__()
         self.model, self.pretrained_cfg = _build_model(spec)
-        self.config, self.begins_with = self.model.config, self.model.begins_with
-        self.classes, self.groups = spec.classes, self.config.group_detr
+        self.begins_with = self.model.begins_with
+        self.config = self.model.config
+        self.num_classes = spec.num_classes
+        self.num_groups = self.config.group_detr
         self.limit = self.config.num_queries
-        self.patch = self.config.backbone_config.patch_size
-        self.stride = self.patch * self.config.backbone_config.num_windows
-        costs = {
-            name: getattr(self.config, name) for name in ("class_cost", "bbox_cost", "giou_cost")
-        }
-        self.costs = {"alpha": 0.25, "gamma": _GAMMA, **costs}  # of a query with a box
+        self.patch_size = self.config.backbone_config.patch_size
+        self.stride = self.patch_size * self.config.backbone_config.num_windows
+        self.costs = {"alpha": 0.25, "gamma": _GAMMA}  # of a query with a box
+        for name in ("class_cost", "bbox_cost", "giou_cost"):
+            self.costs[name] = getattr(self.config, name)
         self.train()
 
     @property
@@ -75,164 +76,198 @@ class RFDETR(Detector):
         """Names of parameters without weight decay, as the authors', besides norms and biases."""
         return {name for name, _ in self.named_parameters() if name.endswith("position_embeddings")}
 
-    def counts(self, targets: list[dict], canvas: Sequence[int]) -> Tensor:
-        """int64[1]: boxes of these images."""
-        return torch.stack([(~target["crowd"]).sum() for target in targets]).sum(0, keepdim=True)
+    def count_divisors(self, targets: list[dict], canvas: Sequence[int]) -> Tensor:
+        """Count the boxes of these images: int64[1]."""
+        return queries.count_objects(targets).sum(0, keepdim=True)
 
     def compute_terms(
-        self, images: Tensor, targets: list[dict], totals: Tensor
+        self,
+        images: Tensor,
+        targets: list[dict],
+        totals: Tensor,
     ) -> dict[str, Tensor]:
         """IoU-aware binary cross-entropy of classes, L1 and generalised IoU of boxes: [B]."""
-        config, alpha = self.config, self.config.focal_alpha
+        config = self.config
         boxes, labels, regions = queries.split_targets(targets, images)
-        logits, found = self._predict(images)
-        with full_precision(images):
-            wanted, ids = queries.padded(boxes, 0), queries.padded(labels, 0)
-            match = queries.match(logits, found, wanted, ids, [*map(len, labels)], **self.costs)
-            counted = (match >= 0) | ~queries.in_crowds(found, regions)
-            found, wanted, overlap, generalised = queries.pair(match, found, wanted)
-            hit, scores = queries.hits(match, ids, self.classes), logits.sigmoid()
-            goal = scores.detach() ** alpha * overlap.detach()[..., None] ** (1 - alpha)
-            goal = goal.clamp(min=0.01) * hit
-            weight = torch.where(hit, 1.0, scores**_GAMMA)
-            classification = weight * F.binary_cross_entropy_with_logits(
-                logits, goal, reduction="none"
-            )
-            sums = {
-                "class": config.class_loss_coefficient * classification.sum(-1) * counted,
-                "box": config.bbox_loss_coefficient * (found - wanted).abs().sum(-1),
-                "giou": config.giou_loss_coefficient * (1 - generalised),
+        logits, predicted = self._predict(images)
+        with disable_autocast(images):
+            padded_targets = queries.pad_targets(boxes, labels)
+            match = queries.match_queries(logits, predicted, padded_targets, **self.costs)
+            counted = (match >= 0) | ~queries.is_in_crowd(predicted, regions)
+            pairs = queries.pair_boxes(match, predicted, padded_targets.boxes)
+            one_hot = queries.encode_one_hot(match, padded_targets.labels, self.num_classes)
+            class_losses = self._compute_class_losses(logits, one_hot, pairs.iou.detach())
+            distances = (pairs.predicted - pairs.expected).abs().sum(-1)
+            losses = {
+                "class": config.class_loss_coefficient * class_losses * counted,
+                "box": config.bbox_loss_coefficient * distances,
+                "giou": config.giou_loss_coefficient * (1 - pairs.giou),
             }
-            divisor = (totals[0] * self._groups).clamp(min=1)
-            return {name: values.sum((1, 2)) / divisor for name, values in sums.items()}
+            divisor = (totals[0] * self._num_active_groups).clamp(min=1)
+            return {name: values.sum((1, 2)) / divisor for name, values in losses.items()}
+
+    def _compute_class_losses(self, logits: Tensor, one_hot: Tensor, iou: Tensor) -> Tensor:
+        """[B, O, Q]: cross-entropy; a matched query's goal lies between its score and its IoU."""
+        alpha = self.config.focal_alpha
+        scores = logits.sigmoid()
+        goals = scores.detach() ** alpha * iou[..., None] ** (1 - alpha)
+        goals = goals.clamp(min=0.01) * one_hot
+        weights = torch.where(one_hot, 1.0, scores**_GAMMA)
+        losses = F.binary_cross_entropy_with_logits(logits, goals, reduction="none")
+        return (weights * losses).sum(-1)
 
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
-        """As `queries.best_pairs`; boxes may exceed the image."""
+        """As `queries.select_topk`; boxes may exceed the image."""
         logits, boxes = self._predict(images)
-        last = -2 * self._groups  # of the last decoder layer, the first group
-        return queries.best_pairs(logits[:, last], boxes[:, last], images)
+        last = -2 * self._num_active_groups  # of the last decoder layer, the first group
+        return queries.select_topk(logits[:, last], boxes[:, last], images)
 
     def export(self, folder: Path, classes: Sequence[str], side: int) -> None:
         """Write a folder for transformers, see `detr_models.save_model`."""
-        # transformers selects that many queries of each group, also on a square with fewer places.
-        count = min(self.config.num_queries, (side // self.patch) ** 2)
-        whole, tensors = empty_model(self.config, count, classes), dict(self.model.state_dict())
+        # transformers selects that many queries of each group, also on a square with fewer cells.
+        num_queries = min(self.config.num_queries, (side // self.patch_size) ** 2)
+        whole = build_empty_model(self.config, num_queries, classes)
+        state = dict(self.model.state_dict())
         for name in ("model.reference_point_embed.weight", "model.query_feat.weight"):
-            tensors[name] = tensors[name].unflatten(0, (self.groups, -1))[:, :count].flatten(0, 1)
-        whole.load_state_dict(tensors)
+            groups = state[name].unflatten(0, (self.num_groups, -1))
+            state[name] = groups[:, :num_queries].flatten(0, 1)
+        whole.load_state_dict(state)
         save_model(whole, self.pretrained_cfg, folder, side)
 
     @property
-    def _groups(self) -> int:
-        return self.groups if self.training else 1
+    def _num_active_groups(self) -> int:
+        return self.num_groups if self.training else 1
 
     def _predict(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [B, O, Q, K] and boxes [B, O, Q, 4]: of decoder layers, then of the selection, one
-        per group.
+        """Logits [B, O, Q, K] and boxes [B, O, Q, 4].
+
+        Outputs are those of the decoder layers, then of the selection; each has one per group.
         """
         maps = self.model.model.backbone.projector(self.backbone(images).feature_maps)
-        with full_precision(images):
+        with disable_autocast(images):
             return self._decode(maps.to(images.dtype))
 
     def _decode(self, maps: Tensor) -> tuple[Tensor, Tensor]:
-        """As `RfDetrForObjectDetection`, which waits for the device and needs as many places as queries."""
+        """As `RfDetrForObjectDetection`, which waits for the device and needs as many cells as queries."""
         from transformers.models.rf_detr.modeling_rf_detr import refine_bboxes
 
-        whole, model, groups = self.model, self.model.model, self._groups
-        count, shape = len(maps), tuple(maps.shape[2:])
-        number = min(self.config.num_queries, shape[0] * shape[1])
-        memory = maps.flatten(2).transpose(1, 2)  # [B, places, C]
+        model = self.model.model
+        num_groups = self._num_active_groups
+        num_images, _, height, width = maps.shape
+        num_queries = min(self.config.num_queries, height * width)
+        memory = maps.flatten(2).transpose(1, 2)  # [B, cells, C]
         padding = memory.new_zeros(memory.shape[:2], dtype=torch.bool)
-        proposals = model.gen_encoder_output_proposals(memory, padding, [shape])
-        selected = [
-            model.generate_topk_proposals(group, *proposals, number) for group in range(groups)
-        ]
-        features, references, boxes = zip(*selected, strict=True)  # of each group
-        scores = tuple(
-            head(x) for head, x in zip(model.enc_out_class_embed, features, strict=False)
-        )
+        proposals = model.gen_encoder_output_proposals(memory, padding, [(height, width)])
+        logits = []
+        references = []
+        boxes = []
+        for group in range(num_groups):
+            features, group_references, group_boxes = model.generate_topk_proposals(
+                group, *proposals, num_queries
+            )
+            logits.append(model.enc_out_class_embed[group](features))
+            references.append(group_references)
+            boxes.append(group_boxes)
 
-        offsets, content = (
-            embedding.weight.unflatten(0, (self.groups, -1))[:groups, :number].flatten(0, 1)
-            for embedding in (model.reference_point_embed, model.query_feat)
-        )
-        references = refine_bboxes(torch.cat(references, 1), offsets)
-        sizes = to_device(torch.tensor([[*shape], [0, 0]]), maps.device)
-        hidden = model.decoder(
-            inputs_embeds=content.expand(count, -1, -1),
-            reference_points=references,
-            spatial_shapes=sizes[:1],
-            spatial_shapes_list=[shape],
-            level_start_index=sizes[1, :1],
-            valid_ratios=memory.new_ones(count, 1, 2),
+        offsets = self._select_queries(model.reference_point_embed, num_queries)
+        embeds = self._select_queries(model.query_feat, num_queries)
+        initial_references = refine_bboxes(torch.cat(references, 1), offsets)
+        shapes = copy_to_device(torch.tensor([[height, width], [0, 0]]), maps.device)
+        decoded = model.decoder(
+            inputs_embeds=embeds.expand(num_images, -1, -1),
+            reference_points=initial_references,
+            spatial_shapes=shapes[:1],
+            spatial_shapes_list=[(height, width)],
+            level_start_index=shapes[1, :1],
+            valid_ratios=memory.new_ones(num_images, 1, 2),
             encoder_hidden_states=memory,
-        ).intermediate_hidden_states
-        # [layers, B, groups x Q, _] -> [layers x groups, B, Q, _]
-        decoded = (
-            x.unflatten(2, (groups, -1)).transpose(1, 2).flatten(0, 1)
-            for x in whole.predict_class_and_boxes(hidden, references)
         )
-        logits, found = (
-            torch.cat([x, torch.stack(own)]).transpose(0, 1)
-            for x, own in zip(decoded, (scores, boxes), strict=True)
+        decoder_logits, decoder_boxes = self.model.predict_class_and_boxes(
+            decoded.intermediate_hidden_states, initial_references
         )
-        return logits, found
+        all_logits = torch.cat([_split_groups(decoder_logits, num_groups), torch.stack(logits)])
+        all_boxes = torch.cat([_split_groups(decoder_boxes, num_groups), torch.stack(boxes)])
+        return all_logits.transpose(0, 1), all_boxes.transpose(0, 1)
+
+    def _select_queries(self, embedding: nn.Embedding, num_queries: int) -> Tensor:
+        """The first `num_queries` of each active group: [groups x queries, C]."""
+        groups = embedding.weight.unflatten(0, (self.num_groups, -1))
+        return groups[: self._num_active_groups, :num_queries].flatten(0, 1)
+
+
+def _split_groups(x: Tensor, num_groups: int) -> Tensor:
+    """[layers, B, groups x Q, ...] -> [layers x groups, B, Q, ...]."""
+    return x.unflatten(2, (num_groups, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def _build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
-    """RfDetrForObjectDetection, and the mean and std of its images; see `detr_models.load`."""
+    """Build RfDetrForObjectDetection, and mean and std of its images; see `detr_models.load_model`."""
     if spec.model not in ARCHITECTURES and is_timm(spec.model):
         raise Refused(
             f"--model {spec.model}: --detector rf_detr has a backbone of its own; "
-            f"{known_models('rf_detr')}"
+            f"{describe_models('rf_detr')}"
         )
-    return load(spec, _fresh, partial(_prepared, drop_path=spec.drop_path))
+    return load_model(
+        spec, build=_build_untrained, prepare=partial(_prepare, drop_path=spec.drop_path)
+    )
 
 
-def _fresh(config, seed: int) -> nn.Module:
-    """A model without weights: every selected box stays as it is until something is learnt."""
+def _build_untrained(config, seed: int) -> nn.Module:
+    """Build a model that leaves every selected box as it is until something is learnt."""
     torch.manual_seed(seed + 1)
     whole = import_transformers().AutoModelForObjectDetection.from_config(config)
     nn.init.zeros_(whole.model.reference_point_embed.weight)
     return whole
 
 
-def _prepared(whole: nn.Module, drop_path: float) -> nn.Module:
+def _prepare(whole: nn.Module, drop_path: float) -> nn.Module:
     """Freeze what gets no gradient; make positions and stochastic depth independent of the layout."""
-    backbone, config = whole.model.backbone.backbone, whole.config.backbone_config
-    embeddings, layers = backbone.embeddings, backbone.encoder.layer
+    backbone = whole.model.backbone.backbone
+    embeddings = backbone.embeddings
+    layers = backbone.encoder.layer
     if embeddings.mask_token is not None:
         embeddings.mask_token.requires_grad_(False)  # masks patches in DINOv2's own training
-    layers[max(config.out_indices) :].requires_grad_(False)  # base has one after the last map
-    embeddings.interpolate_pos_encoding = MethodType(_positions, embeddings)
+    num_used = max(whole.config.backbone_config.out_indices)
+    layers[num_used:].requires_grad_(False)  # base has one after the last map
+    embeddings.interpolate_pos_encoding = MethodType(_interpolate_positions, embeddings)
     # Linear in depth, as the authors set it; transformers would drop windows, equally often in all
     # layers.
-    for layer, rate in zip(layers, torch.linspace(0, drop_path, len(layers)).tolist(), strict=True):
+    rates = torch.linspace(0, drop_path, len(layers)).tolist()
+    for layer, rate in zip(layers, rates, strict=True):
         layer.drop_path = DropPath(rate)
     return whole
 
 
-def _positions(embeddings: nn.Module, tokens: Tensor, height: int, width: int) -> Tensor:
+def _interpolate_positions(
+    embeddings: nn.Module,
+    tokens: Tensor,
+    height: int,
+    width: int,
+) -> Tensor:
     """Position embeddings [1, 1 + patches, C] of images of (height, width) pixels.
 
     In training by products of matrices, in the model's precision; in an evaluation by transformers,
     in float32: rounding can change the order of the selected queries.
     """
-    trained, patch = embeddings.position_embeddings, embeddings.patch_size
+    trained = embeddings.position_embeddings
+    patch_size = embeddings.patch_size
     side = math.isqrt(trained.shape[1] - 1)
-    if not torch.is_grad_enabled() or (height, width) == (side * patch, side * patch):
+    is_trained_size = height == width == side * patch_size
+    if not torch.is_grad_enabled() or is_trained_size:
         return type(embeddings).interpolate_pos_encoding(embeddings, tokens, height, width)
     grid = trained[0, 1:].unflatten(0, (side, side))  # [side, side, C]
-    with torch.autocast(trained.device.type, enabled=False):
-        rows, columns = (_resampling(side, length // patch, trained) for length in (height, width))
+    with disable_autocast(trained):
+        rows = _compute_resampling_weights(side, height // patch_size, like=trained)
+        columns = _compute_resampling_weights(side, width // patch_size, like=trained)
         grid = torch.einsum("ay,bx,yxc->abc", rows, columns, grid)
     return torch.cat([trained[:, :1], grid.flatten(0, 1)[None]], 1)
 
 
-def _resampling(old: int, new: int, like: Tensor) -> Tensor:
-    """[new, old]: the weight of each of `old` places in an interpolation to `new` places."""
-    unit = torch.eye(old, device=like.device, dtype=like.dtype)[None, None]
-    return F.interpolate(
-        unit, size=(new, old), mode="bicubic", align_corners=False, antialias=True
-    )[0, 0]
+def _compute_resampling_weights(old_size: int, new_size: int, like: Tensor) -> Tensor:
+    """[new, old]: the weight of each old position in an interpolation to the new ones."""
+    identity = torch.eye(old_size, device=like.device, dtype=like.dtype)[None, None]
+    weights = F.interpolate(
+        identity, size=(new_size, old_size), mode="bicubic", align_corners=False, antialias=True
+    )
+    return weights[0, 0]

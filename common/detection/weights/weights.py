@@ -11,13 +11,13 @@ class Weights:
     """Weights of a detector, and the flags of `recipes/det.py` that make one that they fit."""
 
     settings: dict[str, Any]  # flag -> value: detector, model, levels, width, short_sides, ...
-    tensors: dict[str, Tensor]  # our state dict; class heads have a row per item of `classes`
+    tensors: dict[str, Tensor]  # our state dict; class heads have a row for each item of `classes`
     classes: tuple[str | None, ...]  # of the rows of the heads; None: background, or no class
-    # That images of pixels in 0..1 were normalised with.
+    # Normalisation of images, for pixels in 0..1.
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     source: str = ""  # as the user named it
-    score_threshold: float | None = None  # of their authors, if it is another than ours
+    score_threshold: float | None = None  # the authors', if it differs from ours
     notes: tuple[str, ...] = ()  # for the start table
 
     @property
@@ -32,5 +32,5 @@ class Weights:
 
     @property
     def row_names(self) -> tuple[str, ...]:
-        """Names of the rows, each another; a row without a class gets a name that no class has."""
-        return tuple(name if name else f"__{number}__" for number, name in enumerate(self.classes))
+        """Distinct names of the rows; a row without a class gets a name that no class has."""
+        return tuple(name or f"__{index}__" for index, name in enumerate(self.classes))

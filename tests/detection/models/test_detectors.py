@@ -9,14 +9,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.detection.models.detectors import FAMILIES, OF_TRANSFORMERS, build_detector
+from common.detection.models.detectors import FAMILIES, build_detector
+from common.detection.models.detr_models import TRANSFORMERS_FAMILIES
 from common.detection.models.spec import DetectorSpec
 from common.training import batch_norm
 from tests.harness import small_rf_detr
 
 CANVAS = (64, 96)  # H, W
 CLASSES = 3
-EVERY = pytest.mark.parametrize("family", [*FAMILIES, *OF_TRANSFORMERS])
+EVERY = pytest.mark.parametrize("family", [*FAMILIES, *TRANSFORMERS_FAMILIES])
 
 
 def build(family, classes, **options):
@@ -36,7 +37,8 @@ def _made(family):
     options |= {"mask_width": 16} if family == "mask_rcnn" else {}
     detector = build(family, CLASSES, seed=1, **options)
     if "rcnn" in family:  # few are drawn, so that it matters which
-        detector.drawn, detector.rpn.drawn = 32, 32
+        detector.num_samples = 32
+        detector.rpn.num_samples = 32
     batch_norm.convert_batch_norm(detector, "frozen")
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -77,8 +79,8 @@ def run(detector, images, targets, split):
     detector.zero_grad()
     rest = iter(targets)
     shares = [(some, [next(rest) for _ in some]) for some in images.split(split)]
-    totals = sum(detector.counts(share, CANVAS) for _, share in shares)
-    found = [detector.losses(some, share, totals) for some, share in shares]
+    totals = sum(detector.count_divisors(share, CANVAS) for _, share in shares)
+    found = [detector.compute_losses(some, share, totals) for some, share in shares]
     losses = torch.cat([loss for loss, _ in found])
     losses.sum().backward()
     terms = {name: torch.cat([parts[name] for _, parts in found]) for name in found[0][1]}
@@ -123,9 +125,11 @@ def test_half_precision_stays_in_the_network(family):
     detector = make(family)
     detector.score_threshold = 0.0
     images, targets = five()
-    exact, _ = detector.losses(images, targets, detector.counts(targets, CANVAS))
+    exact, _ = detector.compute_losses(images, targets, detector.count_divisors(targets, CANVAS))
     with torch.autocast("cpu", torch.bfloat16):
-        losses, _ = detector.losses(images, targets, detector.counts(targets, CANVAS))
+        losses, _ = detector.compute_losses(
+            images, targets, detector.count_divisors(targets, CANVAS)
+        )
         found = detector.eval().detect(images[:2], torch.tensor([[90, 60]] * 2))
     assert losses.dtype == torch.float32
     torch.testing.assert_close(losses, exact, rtol=0.1, atol=0.05)

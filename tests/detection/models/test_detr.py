@@ -12,7 +12,7 @@ import torch
 
 from common.detection.models import queries
 from common.detection.models.detectors import build_detector
-from common.detection.models.detr_models import FAMILIES
+from common.detection.models.detr_models import TRANSFORMERS_FAMILIES
 from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
 from common.training import batch_norm
@@ -113,7 +113,9 @@ def stable(monkeypatch):
 
 
 def compare(detector, images, targets, tolerance):
-    losses, terms = detector.losses(images, targets, detector.counts(targets, CANVAS))
+    losses, terms = detector.compute_losses(
+        images, targets, detector.count_divisors(targets, CANVAS)
+    )
     loss, expected = theirs(detector, images, targets)
     torch.testing.assert_close(losses.sum(), loss, rtol=tolerance, atol=0)
     assert terms.keys() == expected.keys()
@@ -142,7 +144,9 @@ def test_the_losses_of_rf_detr_add_up_to_those_of_transformers(side, tolerance):
     whole.load_state_dict(detector.model.state_dict())
     for counts in ([3, 0, 7, 1], [0, 0]):
         images, targets = batch(counts, canvas=canvas)
-        losses, terms = detector.losses(images, targets, detector.counts(targets, canvas))
+        losses, terms = detector.compute_losses(
+            images, targets, detector.count_divisors(targets, canvas)
+        )
         output = whole(
             images, labels=[relative(target, torch.float64, canvas) for target in targets]
         )
@@ -175,8 +179,8 @@ def test_losses_of_denoising_are_those_of_transformers(family, monkeypatch):
         [relative(target, dtype)[key] for target in targets] for key in ("boxes", "class_labels")
     ]
     positions = [target["position"] for target in targets]
-    noise = queries.noised(
-        *columns, positions, detector.seed, detector._queries(CANVAS), detector.config
+    noise = queries.build_denoising(
+        *columns, positions, detector.seed, detector._count_queries(CANVAS), detector.config
     )
 
     def ours(class_embed, **options):
@@ -184,10 +188,10 @@ def test_losses_of_denoising_are_those_of_transformers(family, monkeypatch):
         labels, _boxes, mask, values = original(class_embed=class_embed, **options)
         rows = slice(seen, seen + len(options["targets"]))
         seen = rows.stop
-        assert values["dn_num_group"] == noise.groups[0]
+        assert values["dn_num_group"] == noise.num_groups[0]
         for places, match in zip(values["dn_positive_idx"], noise.match[rows], strict=True):
             assert places.tolist() == (match >= 0).nonzero()[:, 0].tolist()
-        assert all(torch.equal(mask == 0, visible) for visible in noise.visible[rows, 0])
+        assert all(torch.equal(mask == 0, visible) for visible in noise.attention_mask[rows, 0])
         return (
             class_embed(noise.labels[rows]),
             torch.logit(noise.boxes[rows], 1e-5),
@@ -210,10 +214,12 @@ def test_noise_is_a_function_of_image_and_position():
         boxes, labels = (
             [images[place][key] for place in places] for key in ("boxes", "class_labels")
         )
-        return queries.noised(boxes, labels, [position, 6, 7][: len(places)], seed, 10, config)
+        return queries.build_denoising(
+            boxes, labels, [position, 6, 7][: len(places)], seed, 10, config
+        )
 
     at_once, alone = noise([0, 1, 2]), noise([0])
-    assert alone.labels.shape[1] == 48 and at_once.groups.tolist() == [8, 0, 3]
+    assert alone.labels.shape[1] == 48 and at_once.num_groups.tolist() == [8, 0, 3]
     for field in ("labels", "boxes", "match"):
         assert torch.equal(getattr(at_once, field)[:1, :48], getattr(alone, field))
     assert not torch.equal(noise([0], position=8).boxes, alone.boxes)
@@ -222,14 +228,14 @@ def test_noise_is_a_function_of_image_and_position():
     offset = (alone.boxes[0, :, :2] - boxes[index, :2]).abs() / boxes[index, 2:]
     assert offset[positive].max() <= 0.5 < offset[~positive].max()
     assert 0.6 < (alone.labels[0] == images[0]["class_labels"][index]).double().mean() < 1
-    assert at_once.visible.any(-1).all()  # a row that sees nothing would be NaN
+    assert at_once.attention_mask.any(-1).all()  # a row that sees nothing would be NaN
 
 
 PUBLISHED_TOO = [("rtdetr_v2", "rtdetr_v2_r18vd"), ("dfine", "dfine_n"), ("deimv2", "deimv2_s")]
 
 
 @pytest.mark.parametrize(
-    "family, name", [*((family, "test_resnet") for family in FAMILIES), *PUBLISHED_TOO]
+    "family, name", [*((family, "test_resnet") for family in TRANSFORMERS_FAMILIES), *PUBLISHED_TOO]
 )
 def test_an_export_is_a_folder_of_transformers_and_ours(family, name, tmp_path):
     """That both find the same in photographs is tested in tests/recipes/test_det_evaluation.py."""
@@ -247,7 +253,9 @@ def test_an_export_is_a_folder_of_transformers_and_ours(family, name, tmp_path):
 
     # With other classes, those of the same name are kept, in any case.
     names = ("new", "Four", "two")
-    other = build_detector(DetectorSpec(family, str(tmp_path / "best"), 3, names=names, seed=2))
+    other = build_detector(
+        DetectorSpec(family, str(tmp_path / "best"), 3, class_names=names, seed=2)
+    )
     assert other.pretrained_cfg["mean"] == pytest.approx(detector.pretrained_cfg["mean"])
     assert other.begins_with.endswith("head new for 1 of 3 classes (new), kept for Four, two")
     mine, loaded = detector.state_dict(), other.state_dict()
@@ -257,11 +265,12 @@ def test_an_export_is_a_folder_of_transformers_and_ours(family, name, tmp_path):
             assert torch.equal(loaded[name], tensor), name
         elif "denoising" not in name:
             assert len(loaded[name]) == 3 and torch.equal(loaded[name][1:], tensor[[3, 1]]), name
-    same = build_detector(DetectorSpec(family, str(tmp_path / "best"), 4, names=NAMES))
+    same = build_detector(DetectorSpec(family, str(tmp_path / "best"), 4, class_names=NAMES))
     assert same.begins_with == f"{len(mine)} of {len(mine)} tensors of {tmp_path / 'best'}"
     images, targets = batch([3, 0], torch.float32, (128, 128))
     first, second = (
-        same.losses(images, targets, same.counts(targets, (128, 128)))[0] for _ in range(2)
+        same.compute_losses(images, targets, same.count_divisors(targets, (128, 128)))[0]
+        for _ in range(2)
     )
     assert torch.equal(first, second)  # without dropout
 
@@ -270,7 +279,7 @@ def test_small_images_have_fewer_queries_and_so_has_an_export(tmp_path):
     detector = make_rf_detr()
     assert [x.shape[:3] for x in detector._predict(torch.zeros(2, 3, 32, 32))] == [(2, 9, 4)] * 2
     detector.eval().export(tmp_path, NAMES, 32)
-    again = build_detector(DetectorSpec("rf_detr", str(tmp_path), 4, names=NAMES)).eval()
+    again = build_detector(DetectorSpec("rf_detr", str(tmp_path), 4, class_names=NAMES)).eval()
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(again._predict(images), detector._predict(images))
     for name in ("reference_point_embed", "query_feat"):  # the first queries of each group
@@ -303,7 +312,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_an_architecture_is_as_large_as_the_published_model(name):
-    family = next(family for family in FAMILIES if name.startswith(family))
+    family = next(family for family in TRANSFORMERS_FAMILIES if name.startswith(family))
     model = build_detector(DetectorSpec(family, name, 91 if family == "rf_detr" else 80)).model
     count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     tolerance = {"deimv2": 0.02 + 0.025 * PUBLISHED[name], "rf_detr": 0.05}.get(family, 1)
@@ -314,9 +323,8 @@ def test_predictions_that_are_not_finite_are_matched():
     """The step's loss then says so. There may be more boxes than queries, or none."""
     logits, boxes = torch.full((2, 1, 3, 4), float("nan")), torch.full((2, 1, 3, 4), float("inf"))
     costs = {"alpha": 0.25, "gamma": 2.0, "class_cost": 2.0, "bbox_cost": 5.0, "giou_cost": 2.0}
-    match = queries.match(
-        logits, boxes, torch.rand(2, 6, 4), torch.zeros(2, 6).long(), [5, 0], **costs
-    )
+    targets = queries.PaddedTargets(torch.rand(2, 6, 4), torch.zeros(2, 6).long(), [5, 0])
+    match = queries.match_queries(logits, boxes, targets, **costs)
     assert len({*match[0, 0].tolist()} - {-1}) == 3 and (match[1] == -1).all()
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torchvision.models import get_model_builder
 
-from common.detection.models.anchors import draws_of, match, sample
+from common.detection.models.anchors import draw_integers, match_boxes, sample_balanced
 from common.detection.models.detectors import build_detector
+from common.detection.models.rcnn import RPNOutputs
 from common.detection.models.spec import DetectorSpec
 from tests.detection.models.pieces import CANVAS, scene
 
@@ -68,7 +69,9 @@ def test_losses_are_torchvisions_on_one_whole_batch(family):
     for model in (ours, theirs):
         model.backbone.eval()  # batch norms stay as they are
     for part in (ours, ours.rpn) if two_stages else ():
-        part.drawn, part.foreground_share, part.candidates = EVERYTHING, 1.0, {True: 200}
+        part.num_samples = EVERYTHING
+        part.foreground_share = 1.0
+        part.train_top_n = 200
     counts = {"mask_rcnn": (5,), "faster_rcnn": (3, 0, 6)}.get(family, (3, 0, 9, 1))
     images = torch.randn(
         len(counts), 3, *CANVAS, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
@@ -82,7 +85,7 @@ def test_losses_are_torchvisions_on_one_whole_batch(family):
     for stage in stages:
         stage.fg_bg_sampler = Counting(stage.fg_bg_sampler)
     with torch.no_grad():
-        _, terms = ours.losses(images, targets, ours.counts(targets, CANVAS))
+        _, terms = ours.compute_losses(images, targets, ours.count_divisors(targets, CANVAS))
         for target in targets:
             target["labels"] = target["labels"] + two_stages
             target["boxes"] = target["boxes"].double() if two_stages else target["boxes"]
@@ -106,17 +109,19 @@ def target(boxes, crowd):
 
 
 def test_a_box_that_no_anchor_touches_claims_none():
-    places = torch.tensor([[-20.0, 0, 20, 10], [0, 0, 30, 10]])
+    anchors = torch.tensor([[-20.0, 0, 20, 10], [0, 0, 30, 10]])
     boxes = target([[0.0, 0, 10, 10], [50, 50, 60, 60]], [True, False])
-    *_, foreground, ignored = match(places, boxes, torch.tensor([64, 64]), 0.5, 0.4, rescue=True)
+    matches = match_boxes(anchors, boxes, torch.tensor([64, 64]), 0.5, 0.4, allow_low_quality=True)
     # Of the first, the half inside counts.
-    assert not foreground.any() and ignored.tolist() == [True, False]
+    assert not matches.foreground.any() and matches.ignored.tolist() == [True, False]
 
 
 def test_a_sample_has_its_share_of_foreground():
     kinds = torch.arange(60) % 3  # foreground, background, neither
     for size, counts in ((8, (2, 6)), (40, (10, 20))):
-        chosen, valid = sample(kinds == 0, kinds == 1, draws_of(torch.arange(60), 7), size, 0.25)
+        chosen, valid = sample_balanced(
+            kinds == 0, kinds == 1, draw_integers(torch.arange(60), 7), size, 0.25
+        )
         drawn = chosen[valid]
         assert len({*drawn.tolist()}) == len(drawn) and (kinds[drawn[: counts[0]]] == 0).all()
         assert [int((kinds[drawn] == kind).sum()) for kind in range(3)] == [*counts, 0]
@@ -131,21 +136,20 @@ def test_rounding_does_not_choose_among_equal_proposals():
     errors = 1e-12 * torch.randn(
         2, len(anchors), dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
-    outputs = 0.1 + errors, torch.zeros(2, len(anchors), 4, dtype=torch.float64), anchors
-    assert max(rpn.anchors.level_lengths((256, 256))) > rpn.candidates[True], (
+    deltas = torch.zeros(2, len(anchors), 4, dtype=torch.float64)
+    outputs = RPNOutputs(0.1 + errors, deltas, anchors)
+    assert max(rpn.anchors.count_per_level((256, 256))) > rpn.train_top_n, (
         "also decides who is a candidate"
     )
-    one, other = rpn.select(outputs, (256, 256), [torch.tensor([200, 160])] * 2)
-    assert one[1].tolist() == other[1].tolist()
+    first, second = rpn.select_proposals(outputs, (256, 256), [torch.tensor([200, 160])] * 2)
+    assert first.anchor_ids.tolist() == second.anchor_ids.tolist()
 
 
 def test_every_size_belongs_to_some_level():
     detector = build_detector(DetectorSpec("fcos", "test_resnet", 4, levels=(3, 5), width=32))
     # 64 from its centre: the boundary of levels 3 and 4.
     boxes = target([[64.0, 64.0, 192.0, 192.0]], [False])
-    places = detector._places((256, 256), torch.device("cpu"))
-    assert detector._assign(*places, boxes)[2][places[0].eq(128).all(1)].tolist() == [
-        False,
-        True,
-        False,
-    ]
+    points = detector._create_points((256, 256), torch.device("cpu"))
+    is_centre = points.centres.eq(128).all(1)
+    foreground = detector._assign_boxes(points, boxes).foreground
+    assert foreground[is_centre].tolist() == [False, True, False]

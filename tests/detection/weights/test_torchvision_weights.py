@@ -100,7 +100,7 @@ EVERY = [
 def test_a_file_of_torchvision_is_its_detector(name: str, tmp_path: Path) -> None:
     theirs = random_model(name)
     torch.save(theirs.state_dict(), tmp_path / "x.pth")
-    weights = sources.read(str(tmp_path / "x.pth"))
+    weights = sources.read_weights(str(tmp_path / "x.pth"))
     config, ours, said = begun(tmp_path / "x.pth", weights.row_names[weights.has_background :])
     everything = len(ours.state_dict())
     assert (
@@ -108,7 +108,7 @@ def test_a_file_of_torchvision_is_its_detector(name: str, tmp_path: Path) -> Non
         and config.batch_norm == "frozen"
     )
     assert (
-        weights.classes == sources.read(f"torchvision:{name}", peeking=True).classes
+        weights.classes == sources.read_weights(f"torchvision:{name}", load_tensors=False).classes
         and weights.classes[1] == "person"
     )
     images = torch.rand(1, 3, 160, 288)
@@ -185,7 +185,7 @@ def test_checkpoints_of_training_programs_are_read(fcos, tmp_path: Path) -> None
         ),
     ):
         torch.save(content, tmp_path / "x.pth")
-        weights = sources.read(str(tmp_path / "x.pth"))
+        weights = sources.read_weights(str(tmp_path / "x.pth"))
         assert "".join(weights.notes) == words
         assert torch.equal(
             weights.tensors["backbone.features.conv1.weight"], state["backbone.body.conv1.weight"]
@@ -203,7 +203,7 @@ def test_published_batch_norm_has_no_epsilon(tmp_path: Path) -> None:
                 module.running_var.mul_(1e-5)  # where an epsilon of 1e-5 makes a difference
     file = tmp_path / "x.pth"
     torch.save(theirs.state_dict(), file)
-    names = sources.read("torchvision:retinanet_resnet50_fpn", peeking=True).row_names
+    names = sources.read_weights("torchvision:retinanet_resnet50_fpn", load_tensors=False).row_names
     config, unsure, said = begun(file, names)
     assert said.endswith("name them torchvision:retinanet_resnet50_fpn=FILE")
     _, told, said = begun(f"torchvision:retinanet_resnet50_fpn={file}", names)
@@ -211,8 +211,8 @@ def test_published_batch_norm_has_no_epsilon(tmp_path: Path) -> None:
     published = file.rename(tmp_path / "retinanet_resnet50_fpn_coco-eeacb38b.pth")
     file.symlink_to(published)
     known, named = (
-        sources.read(str(published)),
-        sources.read(f"torchvision:retinanet_resnet50_fpn={file}"),
+        sources.read_weights(str(published)),
+        sources.read_weights(f"torchvision:retinanet_resnet50_fpn={file}"),
     )
     assert "epsilon" not in "".join(known.notes) and known.tensors.keys() == named.tensors.keys()
     assert all(torch.equal(known.tensors[name], tensor) for name, tensor in named.tensors.items())
@@ -273,4 +273,4 @@ def test_what_is_no_detector_of_torchvision_is_refused(fcos, tmp_path: Path, mon
         ),
     ):
         with pytest.raises(Refused, match=says):
-            sources.read(source)
+            sources.read_weights(source)
