@@ -32,7 +32,7 @@ endef
 export CONFIG_FOR_THIS_MACHINE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-smoke test-all coverage chaos lint bench gpu
+.PHONY: help install demo test test-smoke test-all coverage chaos lint bench compare gpu
 
 help: ## list all targets
 	@echo "make TARGET, where TARGET is one of"
@@ -71,6 +71,9 @@ lint: $(DEV_STAMP) ## check style and types
 BENCHMARKS = input_pipeline loop detection startup checkpoint shards
 bench: $(RUN_STAMP) ## run the benchmarks; takes ten minutes (BENCHMARKS="loop startup" ARGS="--turns 5")
 	@for name in $(BENCHMARKS); do $(RUN) benchmarks/$$name.py $(or $(ARGS),--turns 2) || exit; done
+
+compare: $(RUN_STAMP) ## compare trainers on 1 to 3 processes and after a kill (docs/comparison.md; ARGS="--checkouts FOLDER")
+	@OMP_NUM_THREADS=1 $(RUN) benchmarks/comparison/compare.py $(ARGS)
 
 gpu: $(DEV_STAMP) ## run the tests for GPUs on this machine's, print their figures, and measure its speed (ARGS="-k resume")
 	@$(RUN) -c 'import torch, sys; sys.exit(0 if torch.cuda.is_available() else \

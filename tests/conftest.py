@@ -43,7 +43,10 @@ ROOM_OF = {
     "faults": "recipes",
     "pretended_gpu": "recipes",
     "test_accelerate_configs.py": "launching",
-    **dict.fromkeys(("test_benchmarks.py", "test_coming_from.py", "test_readme.py"), "tools"),
+    **dict.fromkeys(
+        ("test_benchmarks.py", "test_coming_from.py", "test_comparison.py", "test_readme.py"),
+        "tools",
+    ),
     **dict.fromkeys(
         ("faults/test_elastic.py", "faults/test_strangers.py", "faults/test_two_nodes.py"),
         "cluster",
