@@ -293,6 +293,7 @@ def _load_content(path: Path) -> dict:
     except (
         pickle.UnpicklingError,
         EOFError,
+        IndexError,
         RuntimeError,
         OSError,
         ValueError,

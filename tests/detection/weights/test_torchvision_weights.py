@@ -251,9 +251,11 @@ def test_what_is_no_detector_of_torchvision_is_refused(fcos, tmp_path: Path, mon
         ):
             begun(file, ("mug",), "--width", "128")
     file.write_bytes(file.read_bytes()[:100_000])
+    (tmp_path / "garbage.pth").write_bytes(b"abc")
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     for source, says in (
         (str(file), "not a whole file of torch"),
+        (str(tmp_path / "garbage.pth"), "not a whole file of torch"),
         (
             "torchvision:fcos_resnet50_fpn",
             "can't be downloaded .*; fetch https://.* on a machine with a network",
