@@ -1,5 +1,6 @@
 """Evaluation of embeddings: recall@1, and verification accuracy as on LFW."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ _QUERIES = 1024  # compared at once with all images
 
 
 class EmbeddingEvaluation:
-    """Results of one evaluation by embeddings. It is given every batch once, on any rank, like an
-    `Evaluation`.
+    """Results of one evaluation by embeddings, in place of an `Evaluation`.
+
+    It is given every batch once, on any rank.
 
     recall_at_1: share of the images whose nearest other image, by cosine, has their class, of those
         that are not alone in it (Oh Song et al., 2016, arXiv:1511.06452).
@@ -39,23 +41,26 @@ class EmbeddingEvaluation:
     @torch.no_grad()
     def update(self, batch: Batch, embeddings: Tensor) -> None:
         """Add the embeddings [B, D] of a batch."""
-        embeddings = F.normalize(
-            embeddings if embeddings.dtype == torch.float64 else embeddings.float()
-        )
-        sound = embeddings.isfinite().all(1) & (True if batch.readable is None else batch.readable)
+        if embeddings.dtype != torch.float64:
+            embeddings = embeddings.float()
+        embeddings = F.normalize(embeddings)
+        sound = embeddings.isfinite().all(1)
+        if batch.readable is not None:
+            sound = sound & batch.readable
         self._parts.append((batch.positions, embeddings, sound))
 
     def results(self) -> dict:
         """The numbers above, `count` and `broken`, on every rank. A collective."""
-        of_ranks = gather_to_main(
-            [torch.cat(columns).cpu().numpy() for columns in zip(*self._parts, strict=True)]
-        )
+        columns = [torch.cat(column).cpu().numpy() for column in zip(*self._parts, strict=True)]
+        columns_by_rank = gather_to_main(columns)
+        results = None
         with all_or_none("comparing embeddings"):
-            parts = [part for part in of_ranks or () if part]
-            found = (
-                self._compared(*map(np.concatenate, zip(*parts, strict=True))) if parts else None
-            )
-        return broadcast_object(found)
+            # A rank without a batch has no columns.
+            parts = [columns for columns in columns_by_rank or [] if columns]
+            if parts:
+                positions, embeddings, sound = map(np.concatenate, zip(*parts, strict=True))
+                results = self._compare(positions, embeddings, sound)
+        return broadcast_object(results)
 
     def details(self) -> dict:
         """Nothing."""
@@ -64,34 +69,31 @@ class EmbeddingEvaluation:
     def draw(self, pictures: Any) -> None:
         """Nothing."""
 
-    def _compared(self, positions: np.ndarray, embeddings: np.ndarray, sound: np.ndarray) -> dict:
+    def _compare(self, positions: np.ndarray, embeddings: np.ndarray, sound: np.ndarray) -> dict:
         order = positions.argsort()
-        if positions[order].tolist() != [*range(len(self._labels))]:
+        if positions[order].tolist() != list(range(len(self._labels))):
             raise RuntimeError(
                 f"evaluated {len(order)} images of {len(self._labels)}: each must count exactly "
                 "once"
             )
         sound = sound[order]
-        labels, rows = (
-            self._labels[sound],
-            torch.from_numpy(embeddings[order[sound]]).to(self._device),
+        labels = self._labels[sound]
+        rows = torch.from_numpy(embeddings[order[sound]]).to(self._device)
+        num_hits = 0
+        for queries, nearest in _find_nearest(rows):
+            num_hits += (labels[nearest] == labels[queries]).sum()
+        _, class_index, class_sizes = np.unique(
+            self._labels, return_inverse=True, return_counts=True
         )
-        hits = sum(
-            (labels[nearest] == labels[queries]).sum() for queries, nearest in _nearest(rows)
-        )
-        _, classes, sizes = np.unique(self._labels, return_inverse=True, return_counts=True)
+        num_queries = (class_sizes[class_index] > 1).sum()
         first, second = pairs(labels)
         scores = (rows[first] * rows[second]).sum(1).double().cpu().numpy()
-        verified = verification(scores, labels[first] == labels[second], labels[first])
-        return {
-            "recall_at_1": hits / max(1, (sizes[classes] > 1).sum()),
-            **verified,
-            "count": len(order),
-            "broken": int((~sound).sum()),
-        }
+        results = {"recall_at_1": num_hits / max(1, num_queries)}
+        results |= verify_pairs(scores, labels[first] == labels[second], labels[first])
+        return results | {"count": len(order), "broken": int((~sound).sum())}
 
 
-def _nearest(rows: Tensor):
+def _find_nearest(rows: Tensor) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Indices of some rows, and of the nearest other row of each, until all have been given."""
     for queries in torch.arange(len(rows), device=rows.device).split(_QUERIES):
         cosines = rows[queries] @ rows.T
@@ -101,36 +103,56 @@ def _nearest(rows: Tensor):
 
 def pairs(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """First and second images of pairs of the same class, then of others; a function of the labels."""
-    order, images = np.argsort(labels, kind="stable"), np.arange(len(labels))
-    _, classes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
-    start, size, place = (np.cumsum(sizes) - sizes)[classes], sizes[classes], np.argsort(order)
-    others = np.maximum(len(labels) - size, 1)
-    drawn = (mix(images, key_of("pairs")) % others.astype(np.uint64)).astype(int)
-    drawn += size * (drawn >= start)
-    have, lack = size > 1, size < len(labels)
-    second = (start + (place - start + 1) % size)[have], drawn[lack]
-    return np.concatenate([images[have], images[lack]]), order[np.concatenate(second)]
+    num_images = len(labels)
+    images = np.arange(num_images)
+    # Sorted by class, a class is a run [class_start, class_start + class_size).
+    by_class = np.argsort(labels, kind="stable")
+    position = np.argsort(by_class)
+    _, class_index, class_sizes = np.unique(labels, return_inverse=True, return_counts=True)
+    class_start = (np.cumsum(class_sizes) - class_sizes)[class_index]
+    class_size = class_sizes[class_index]
+
+    # Positive pair: the next image of the same class, cyclically.
+    has_positive = class_size > 1
+    positive = class_start + (position - class_start + 1) % class_size
+
+    # Negative pair: a random image among all others; indices after the own class are shifted.
+    num_negatives = num_images - class_size
+    has_negative = num_negatives > 0
+    negative = mix(images, key_of("pairs")) % np.maximum(num_negatives, 1).astype(np.uint64)
+    negative = negative.astype(np.int64)
+    negative = np.where(negative < class_start, negative, negative + class_size)
+
+    first = np.concatenate([images[has_positive], images[has_negative]])
+    second = by_class[np.concatenate([positive[has_positive], negative[has_negative]])]
+    return first, second
 
 
-def verification(
+def verify_pairs(
     scores: np.ndarray, same: np.ndarray, classes: np.ndarray
 ) -> dict[str, float | None]:
     """Accuracy and threshold of pairs with these scores; `classes` make folds."""
-    folds, right = np.unique(classes, return_inverse=True)[1] % _FOLDS, 0
-    if len(np.unique(folds)) < 2:
+    class_index = np.unique(classes, return_inverse=True)[1]
+    fold_of_pair = class_index % _FOLDS
+    folds = np.unique(fold_of_pair)
+    if len(folds) < 2:
         return {"verification_accuracy": None, "threshold": None}
-    for fold in np.unique(folds):
-        others, own = folds != fold, folds == fold
-        right += ((scores[own] >= best_threshold(scores[others], same[others])) == same[own]).sum()
+    num_right = 0
+    for fold in folds:
+        is_tested = fold_of_pair == fold
+        threshold = find_threshold(scores[~is_tested], same[~is_tested])
+        num_right += ((scores[is_tested] >= threshold) == same[is_tested]).sum()
     return {
-        "verification_accuracy": float(right / len(scores)),
-        "threshold": best_threshold(scores, same),
+        "verification_accuracy": float(num_right / len(scores)),
+        "threshold": find_threshold(scores, same),
     }
 
 
-def best_threshold(scores: np.ndarray, same: np.ndarray) -> float:
+def find_threshold(scores: np.ndarray, same: np.ndarray) -> float:
     """The lowest best threshold for decisions of "score >= threshold", between two scores."""
-    values, places = np.unique(scores, return_inverse=True)
-    gain = np.bincount(places, np.where(same, 1, -1))  # in right decisions below a value
+    values, value_index = np.unique(scores, return_inverse=True)
     edges = np.concatenate([[values[0] - 1], (values[1:] + values[:-1]) / 2, [values[-1] + 1]])
-    return float(edges[np.append(0, gain[::-1]).cumsum()[::-1].argmax()])
+    # Right decisions that a threshold below a value gains over one above it.
+    gain = np.bincount(value_index, np.where(same, 1, -1))
+    gain_by_edge = np.append(0, gain[::-1]).cumsum()[::-1]
+    return float(edges[gain_by_edge.argmax()])

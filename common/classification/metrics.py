@@ -5,6 +5,7 @@ over the ranks.
 """
 
 import copy
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,18 +29,18 @@ class ClassificationCounts:
     """
 
     def __init__(self, classes: int, device: torch.device | str, multi_label: bool = False):
-        self.classes, self.multi_label = classes, multi_label
-        # Of each class: images that have it, images predicted to have it, and both.
+        self.classes = classes
+        self.multi_label = multi_label
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("count", "broken", "top1", "top5"), ())
+        # Of each class: images that have it, images predicted to have it, and both.
         shapes |= dict.fromkeys(("images", "predicted", "hits"), (classes,))
         if not multi_label and classes <= CONFUSION_CLASSES:
             shapes["confusion"] = (classes, classes)
         self._bins = SCORE_BINS if classes <= CONFUSION_CLASSES else SCORE_BINS // 8
         shapes["scores"] = (2, classes, self._bins)  # of images of other classes, and of the class
-        self._counts = {
-            name: torch.zeros(shape, dtype=torch.int64, device=device)
-            for name, shape in shapes.items()
-        }
+        self._counts = {}
+        for name, shape in shapes.items():
+            self._counts[name] = torch.zeros(shape, dtype=torch.int64, device=device)
         self._rows = torch.arange(classes, device=device) * self._bins
         self._loss = torch.zeros((), dtype=devices.get_sum_dtype(device), device=device)
 
@@ -60,8 +61,10 @@ class ClassificationCounts:
         if readable is None:
             readable = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
         at_once = max(1, AT_ONCE // self.classes)
-        columns = [column.split(at_once) for column in (logits, labels, readable)]
-        return torch.cat([self._update(*part) for part in zip(*columns, strict=True)])
+        chunks = zip(
+            logits.split(at_once), labels.split(at_once), readable.split(at_once), strict=True
+        )
+        return torch.cat([self._update(*chunk) for chunk in chunks])
 
     def _update(self, logits: Tensor, labels: Tensor, readable: Tensor) -> Tensor:
         logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -75,7 +78,8 @@ class ClassificationCounts:
         return losses
 
     def _update_single_label(self, logits: Tensor, labels: Tensor, readable: Tensor) -> Tensor:
-        counts, true_logit = self._counts, logits.gather(1, labels[:, None])
+        counts = self._counts
+        true_logit = logits.gather(1, labels[:, None])
         predicted = logits.argmax(1)  # the first of equal ones, as below
         first = torch.arange(self.classes, device=logits.device) < labels[:, None]
         ahead = ((logits > true_logit) | ((logits == true_logit) & first)).sum(1)
@@ -92,40 +96,34 @@ class ClassificationCounts:
         return F.cross_entropy(logits, labels, reduction="none")
 
     def _update_multi_label(self, logits: Tensor, labels: Tensor, readable: Tensor) -> Tensor:
-        # Probability above one half.
-        counts, predicted = self._counts, (logits > 0) & readable[:, None]
+        counts = self._counts
+        predicted = (logits > 0) & readable[:, None]  # a probability above one half
         sound = readable & ~logits.isnan().any(1)
-        for name, decisions in (
-            ("hits", predicted & labels),
-            ("images", labels),
-            ("predicted", predicted),
-        ):
-            counts[name] += decisions.sum(0)
+        counts["hits"] += (predicted & labels).sum(0)
+        counts["images"] += labels.sum(0)
+        counts["predicted"] += predicted.sum(0)
         counts["top1"] += ((predicted == labels).all(1) & sound).sum()
         self._count_scores(logits.sigmoid(), labels, sound)
-        return F.binary_cross_entropy_with_logits(
-            logits, labels.to(logits.dtype), reduction="none"
-        ).mean(1)
+        targets = labels.to(logits.dtype)
+        losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+        return losses.mean(1)
 
     def _count_scores(self, scores: Tensor, labels: Tensor, sound: Tensor) -> None:
         """Count scores in 0..1, float[batch, classes], by class, bin, and whether the image has the class."""
         bins = (scores.nan_to_num(0.0) * self._bins).long().clamp(max=self._bins - 1)
-        places = labels.long() * (self.classes * self._bins) + self._rows + bins
-        self._counts["scores"].view(-1).index_add_(
-            0, places.view(-1), sound.long().repeat_interleave(self.classes)
-        )
+        indices = labels.long() * (self.classes * self._bins) + self._rows + bins
+        ones = sound.long().repeat_interleave(self.classes)
+        self._counts["scores"].view(-1).index_add_(0, indices.view(-1), ones)
 
     def reduce(self) -> "ClassificationCounts":
         """New counts: the sums over all ranks, on every rank and on the CPU. A collective."""
         total = copy.copy(self)
-        summed = reduce_counts(
-            torch.cat([count.flatten() for count in self._counts.values()]).cpu()
-        )
-        parts = summed.split([count.numel() for count in self._counts.values()])
-        total._counts = {
-            name: part.view_as(self._counts[name])
-            for name, part in zip(self._counts, parts, strict=True)
-        }
+        # One message for all counts.
+        flat = torch.cat([count.flatten() for count in self._counts.values()])
+        chunks = reduce_counts(flat.cpu()).split([count.numel() for count in self._counts.values()])
+        total._counts = {}
+        for (name, count), chunk in zip(self._counts.items(), chunks, strict=True):
+            total._counts[name] = chunk.view_as(count)
         total._loss = torch.tensor(reduce_dict({"loss": self._loss})["loss"], dtype=torch.float64)
         return total
 
@@ -147,26 +145,36 @@ class ClassificationCounts:
             raise RuntimeError(
                 f"evaluated {count} images of {images}: each must count exactly once"
             )
-        hits, of_class, predicted = (
-            self._counts[name].tolist() for name in ("hits", "images", "predicted")
-        )
-        f1 = [
-            _share(2 * hit, real + guess)
-            for hit, real, guess in zip(hits, of_class, predicted, strict=True)
-        ]
+        rows = self._list_classes()
+        f1 = [_share(2 * row.hits, row.images + row.predicted) for row in rows]
+        results: dict[str, float | int | list[float | None] | None]
         if self.multi_label:
-            per_class, named = f1, {"f1": _share(2 * sum(hits), sum(of_class) + sum(predicted))}
-            named |= {"f1_macro": _mean(f1), "exact_match": _share(top1, count)}
+            per_class = f1
+            num_hits = sum(row.hits for row in rows)
+            num_decisions = sum(row.images + row.predicted for row in rows)
+            results = {
+                "f1": _share(2 * num_hits, num_decisions),
+                "f1_macro": _mean(f1),
+                "exact_match": _share(top1, count),
+            }
         else:
-            per_class = [_share(hit, real) for hit, real in zip(hits, of_class, strict=True)]
-            named = {"top1": _share(top1, count), "top5": _share(top5, count)}
-            named |= {"mean_class_accuracy": _mean(per_class), "f1_macro": _mean(f1)}
-        named |= {
-            "loss": _share(self._loss.item(), count - broken),
-            "count": count,
-            "broken": broken,
-        }
-        return named | {"per_class": per_class, "thresholds": self.thresholds()[0]}
+            per_class = [_share(row.hits, row.images) for row in rows]
+            results = {
+                "top1": _share(top1, count),
+                "top5": _share(top5, count),
+                "mean_class_accuracy": _mean(per_class),
+                "f1_macro": _mean(f1),
+            }
+        results["loss"] = _share(self._loss.item(), count - broken)
+        results["count"] = count
+        results["broken"] = broken
+        results["per_class"] = per_class
+        results["thresholds"] = self.thresholds()[0]
+        return results
+
+    def _list_classes(self) -> list["_ClassCounts"]:
+        columns = [self._counts[name].tolist() for name in _ClassCounts._fields]
+        return [_ClassCounts(*row) for row in zip(*columns, strict=True)]
 
     def thresholds(self) -> tuple[list[float | None], list[float | None]]:
         """For each class the threshold with the best F1 of "probability >= threshold", and that F1.
@@ -174,38 +182,48 @@ class ClassificationCounts:
         Of equally good ones the nearest to one half is taken. None for a class that no image has,
         or none finds.
         """
-        scores, images = (self._counts[name].cpu() for name in ("scores", "images"))
-        distance, at_once = (
-            (torch.arange(self._bins) - self._bins // 2).abs(),
-            AT_ONCE // self._bins,
-        )
-        kept: list[tuple[float, float]] = []
-        for part, of_class in zip(scores.split(at_once, 1), images.split(at_once), strict=True):
+        scores = self._counts["scores"].cpu()
+        images = self._counts["images"].cpu()
+        distance = (torch.arange(self._bins) - self._bins // 2).abs()
+        at_once = AT_ONCE // self._bins
+        thresholds: list[float | None] = []
+        best_f1: list[float | None] = []
+        for chunk, num_images in zip(scores.split(at_once, 1), images.split(at_once), strict=True):
             # Images of other classes, and of the class, with at least the score of each bin.
-            others, own = part.flip(2).cumsum(2).flip(2).double()
-            f1 = 2 * own / (own + others + of_class[:, None])
+            false_positives, hits = chunk.flip(2).cumsum(2).flip(2).double()
+            f1 = 2 * hits / (hits + false_positives + num_images[:, None])
             best = f1.nan_to_num(0.0).amax(1, keepdim=True)
-            chosen = torch.where(f1 == best, distance, self._bins).argmin(1)
-            kept += zip((chosen / self._bins).tolist(), best[:, 0].tolist(), strict=True)
-        found = [pair if pair[1] > 0 else (None, None) for pair in kept]
-        return [threshold for threshold, _ in found], [f1 for _, f1 in found]
+            bins = torch.where(f1 == best, distance, self._bins).argmin(1)
+            for threshold, value in zip(
+                (bins / self._bins).tolist(), best[:, 0].tolist(), strict=True
+            ):
+                thresholds.append(threshold if value > 0 else None)
+                best_f1.append(value if value > 0 else None)
+        return thresholds, best_f1
 
     def per_class(self) -> list[dict]:
         """For each class: images; precision, recall and F1 or None; the best threshold and its F1 or None."""
-        columns = (self._counts[name].tolist() for name in ("hits", "predicted", "images"))
-        return [
-            {
-                "images": images,
-                "precision": _share(hit, guesses),
-                "recall": _share(hit, images),
-                "f1": _share(2 * hit, guesses + images),
-                "threshold": threshold,
-                "f1_at_threshold": f1,
-            }
-            for hit, guesses, images, threshold, f1 in zip(
-                *columns, *self.thresholds(), strict=True
+        details = []
+        for row, threshold, f1 in zip(self._list_classes(), *self.thresholds(), strict=True):
+            details.append(
+                {
+                    "images": row.images,
+                    "precision": _share(row.hits, row.predicted),
+                    "recall": _share(row.hits, row.images),
+                    "f1": _share(2 * row.hits, row.predicted + row.images),
+                    "threshold": threshold,
+                    "f1_at_threshold": f1,
+                }
             )
-        ]
+        return details
+
+
+class _ClassCounts(NamedTuple):
+    """Of one class: images that have it, images predicted to have it, and both."""
+
+    images: int
+    predicted: int
+    hits: int
 
 
 def _share(part: float, total: float) -> float | None:
