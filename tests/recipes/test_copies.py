@@ -276,9 +276,6 @@ def test_a_margin_head_and_a_data_set_of_ones_own_take_effect(runs) -> None:
 def test_a_fourth_channel_is_trained_evaluated_and_exported(runs) -> None:
     run, best = runs[1]["bands"], runs[1]["best bands"]
     assert re.search(r"input +4 x \d+ x \d+\n", run.stdout) and "transparency" not in run.stdout
-    assert (run.folder / "pictures/first_batch.png").is_file() and (
-        run.folder / "pictures/mistakes.png"
-    ).is_file()
     summary = run.read("summary.json")
     assert best.outcome == "ok", best.text
     assert json.loads(best.stdout.splitlines()[-1])["loss"] == pytest.approx(
@@ -288,6 +285,16 @@ def test_a_fourth_channel_is_trained_evaluated_and_exported(runs) -> None:
     exported = load_file(run.folder / "best/model.safetensors")
     assert exported["patch_embed.proj.weight"].shape[1] == 4
     assert all(torch.equal(tensor, exported[name]) for name, tensor in loaded.state_dict().items())
+
+
+def test_pictures_of_four_channels_are_drawn(forks, stripes, tmp_path) -> None:
+    draw_bands(stripes, tmp_path / "bands")
+    recipe = copy(tmp_path / "cls_bands.py", CHANGES["more-channels-than-three"])
+    words = ["--data", tmp_path / "bands", *"--model test_vit --max_steps 2 --name drawn".split()]
+    ended = forks(*words, "--output_dir", tmp_path, recipe=recipe, pictures=True)
+    assert ended.code == 0, ended
+    for name in ("first_batch", "mistakes"):
+        assert (tmp_path / "drawn/pictures" / f"{name}.png").is_file(), name
 
 
 def test_a_schedule_of_ones_own_is_used_and_described(runs) -> None:
