@@ -25,6 +25,16 @@ from common.files import MEDIUM, open_regular, read_text
 
 _MANIFEST = "manifest.json"
 AUDIT_FOLDER = "audit"  # in a run folder: the checkpoint that --keep_for_audit keeps
+# What reading damaged JSON and safetensors files, and using what is in them, may raise.
+READ_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    SafetensorError,
+)
 
 
 class Damaged(Exception):
@@ -173,15 +183,7 @@ def verify(path: Path) -> Checkpoint:
             raise Damaged("record.json names no step")
         checkpoint.read_shapes()  # a file with the right hash may still be no safetensors file
         return checkpoint
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-        SafetensorError,
-    ) as error:
+    except READ_ERRORS as error:
         raise Damaged(f"{type(error).__name__}: {error}") from None
 
 

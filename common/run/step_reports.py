@@ -336,7 +336,7 @@ class StepReports:
         positions = sorted(itertools.chain.from_iterable(positions_by_rank))
         what = "the gradient norm"
         if positions:
-            what = f"the loss of the samples at positions {_format_first(positions)}"
+            what = f"the loss of the samples at positions {_format_positions(positions)}"
         half = ", or take a bf16 config: beyond 65,504 fp16 is infinite" if self.scaler else ""
         raise Refused(
             f"step {posted.step}: {what} is not finite; no checkpoint of it was made. "
@@ -349,7 +349,7 @@ def find_first_text(text: str) -> str:
     return next(filter(None, gather_objects(text)), "")
 
 
-def _format_first(positions: list[int], limit: int = 8) -> str:
+def _format_positions(positions: list[int], limit: int = 8) -> str:
     """A list of numbers as text, with the number of those beyond `limit`."""
     more = f" and {len(positions) - limit} more" if len(positions) > limit else ""
     return ", ".join(map(str, positions[:limit])) + more

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from common.checkpoints.store import READ_ERRORS
 from common.config import origin
 from common.config.origin import RUN_FILE, Origin
 from common.config.parsing import nearest_path
@@ -44,15 +45,6 @@ _STATE_KEYS = (
 _SUPPORTED = (
     f"a run's best/, {torchvision_weights.PREFIX}NAME, files of torchvision's detectors, and "
     f"models of transformers ({', '.join(TRANSFORMERS_FAMILIES)})"
-)
-_READ_ERRORS = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-    SafetensorError,
 )
 
 
@@ -98,7 +90,7 @@ def read_weights(source: str, load_tensors: bool = True) -> Weights:
         source = str(path)
     try:
         return replace(_read_source(source, path, load_tensors), source=source)
-    except _READ_ERRORS as error:
+    except READ_ERRORS as error:
         reason = describe_error(error)
         raise Refused(
             f"{source}: not a whole exported detector ({reason}); name a run's best/"
