@@ -258,6 +258,7 @@ def leave(code: int, leavers: Collection[int]) -> NoReturn:
             # Mpirun and others kill all processes soon after the first has ended with an error
             # code.
             collectives.barrier()
+        collectives.leave_process_group()  # `run` does it only after a `main` that returns
         sys.exit(code)
     announce_exit(code, leavers)
     deadline = time.monotonic() + NOTICE_S

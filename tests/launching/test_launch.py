@@ -4,9 +4,11 @@ import contextlib
 import errno
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -363,3 +365,12 @@ def test_a_refusal_is_printed_once_and_waits_for_no_fifo(tmp_path, monkeypatch, 
         printer.join(30)
         assert not printer.is_alive(), "it waits for a reader"
     assert capsys.readouterr().err == "no\n"
+
+
+def test_threads_of_collectives_do_not_abort_who_leaves(tmp_path) -> None:
+    """Of a launcher that is not ours: it would take the abort of one rank for a failure of the run."""
+    script = Path(__file__).with_name("leave_in_flight.py")
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "75 75\n" * 2, done.stdout + done.stderr
