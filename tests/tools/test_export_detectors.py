@@ -33,7 +33,7 @@ from tools.export.__main__ import load, main
 from tools.export.detector import MOVED_SCORE, compare
 from tools.export.detector_module import Exportable
 from tools.export.proof import judge
-from tools.trained import RECIPES, Trained, load_recipe
+from tools.trained import RECIPES, TrainedModel, load_recipe
 
 CLASSES = tuple("0123456789")
 SPECS = {
@@ -111,7 +111,7 @@ def evaluated(
     batches = [dataset.__getitems__(np.array([index])) for index in range(len(source))]
     loader = type("Loader", (list,), {"dataset": dataset})(batches)
     accelerator = SimpleNamespace(device=torch.device("cpu"), autocast=contextlib.nullcontext)
-    trained = Trained(recipe, recipe.Config(), None)
+    trained = TrainedModel(recipe, recipe.Config(), None)
     return [
         {name: found[name].numpy() for name in DETECTIONS}
         for _, (found,) in trained.predict(

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from common.errors import Refused
-from tools.command_line import hide_unset_flag, parser_of, writing
+from tools.command_line import create_parser, hide_unset_flag, refuse_unwritable
 
 
-def arguments() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    parser = parser_of("audit", __doc__)
+    parser = create_parser("audit", __doc__)
     parser.add_argument("run", type=Path, help="a run folder, or one of its checkpoints")
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FOLDER", help="write there, not into the run folder"
@@ -29,7 +29,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options, flags = arguments().parse_known_args(argv)
+    options, flags = build_parser().parse_known_args(argv)
     # Imported late: torch takes seconds, which --help need not.
     import torch
 
@@ -87,7 +87,7 @@ def write_table(path: Path, rows: Iterable[Sequence]) -> Path:
     """Write a CSV file. Raises `Refused` if that is not possible."""
     from common.durable import make_folder, write_csv
 
-    with writing(f"--output {path.parent}"):
+    with refuse_unwritable(f"--output {path.parent}"):
         make_folder(path.parent)
         write_csv(path, rows)
     return path

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import Refused
-from tools.command_line import hide_unset_flag, parser_of, writing
+from tools.command_line import create_parser, hide_unset_flag, refuse_unwritable
 
 
-def arguments() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    parser = parser_of("compare", __doc__)
+    parser = create_parser("compare", __doc__)
     parser.add_argument(
         "run", nargs="+", type=Path, help="run folders; the others are compared with the first"
     )
@@ -37,7 +37,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    words, flags = arguments().parse_known_args(argv)
+    words, flags = build_parser().parse_known_args(argv)
     from common.distributed import is_main
     from common.durable import make_folder
     from common.launching import launch
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         more, found["differences"] = _differences(measured)
         lines += more
     if words.output:
-        with writing(f"--output {words.output}"):
+        with refuse_unwritable(f"--output {words.output}"):
             make_folder(words.output)
             write_json(words.output / "comparison.json", found)
         lines += ["", f"written: {words.output / 'comparison.json'}"]

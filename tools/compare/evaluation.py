@@ -14,7 +14,7 @@ from common.distributed import is_main
 from common.errors import Refused
 from tools.compare.average_precision import AveragePrecision
 from tools.compare.bootstrap import Measure
-from tools.trained import Trained, load
+from tools.trained import TrainedModel, load
 
 _BOXES = ("boxes", "scores", "labels")  # of a detection; masks are not compared
 
@@ -24,7 +24,7 @@ class Candidate:
     """A run's model and the images to evaluate it on."""
 
     path: Path
-    trained: Trained
+    trained: TrainedModel
     val: Any
 
     @property

@@ -16,14 +16,14 @@ import os
 from pathlib import Path
 
 from common.errors import Refused
-from tools.command_line import parser_of, run
+from tools.command_line import create_parser, run
 
 FORMATS = ("onnx", "torch_export", "openvino")
 
 
-def arguments() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    parser = parser_of("export", __doc__)
+    parser = create_parser("export", __doc__)
     parser.add_argument(
         "model", help="a run folder (its best/), a checkpoint, or an exported folder"
     )
@@ -38,7 +38,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    words, flags = arguments().parse_known_args(argv)
+    words, flags = build_parser().parse_known_args(argv)
     from tools.export import formats, proof  # takes seconds, which --help need not
 
     formats.FORMATS[words.to].check(words.to)

@@ -14,7 +14,7 @@ from common.data import Source
 from common.errors import Refused
 from tools.export.preprocessing import KERNELS, Preprocessing
 from tools.export.proof import Apart, Outputs, Task
-from tools.trained import Trained
+from tools.trained import TrainedModel
 
 MOVED = 0.05  # an image differs if a probability moves by more, also if its top-1 stays
 
@@ -68,7 +68,7 @@ class ClassifierTask(Task):
 
     batched = True
 
-    def __init__(self, trained: Trained, val: Source, accelerator: Any, differing: int = 0):
+    def __init__(self, trained: TrainedModel, val: Source, accelerator: Any, differing: int = 0):
         super().__init__(trained, val, accelerator)
         config = getattr(self.batches.loader.dataset.transform, "data_config", None)
         if config is None:

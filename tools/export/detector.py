@@ -15,7 +15,7 @@ from common.detection.evaluation.metrics import Detections
 from common.errors import Refused
 from tools.export.detector_module import Exportable
 from tools.export.proof import Apart, Outputs, Task
-from tools.trained import Trained
+from tools.trained import TrainedModel
 
 # An image differs if a detection moves by more pixels, or changes its score by more.
 MOVED_BOX, MOVED_SCORE = 1.0, 0.01
@@ -29,7 +29,7 @@ class DetectorTask(Task):
 
     limit = 0.0005  # of average precision, of boxes and of masks
 
-    def __init__(self, trained: Trained, val: Annotated, accelerator: Any):
+    def __init__(self, trained: TrainedModel, val: Annotated, accelerator: Any):
         super().__init__(trained, val, accelerator)
         self.most_differing = DIFFERING * len(val)
         self.ids = {class_id: number for number, class_id in enumerate(self.class_ids)}

@@ -23,7 +23,7 @@ from common.errors import Refused
 from common.run.folder import write_json
 from tools.export import formats, verify
 from tools.export.verify import Session
-from tools.trained import Trained
+from tools.trained import TrainedModel
 
 VECTORS = 10  # test vectors
 _NAMED = 5  # differing images in a message
@@ -76,7 +76,7 @@ class Task:
     limit = 1.0  # largest difference of a result
     most_differing = 0.0  # how many images may differ
 
-    def __init__(self, trained: Trained, val: Any, accelerator: Any):
+    def __init__(self, trained: TrainedModel, val: Any, accelerator: Any):
         self.trained = trained
         self.model, self.batches = trained.build(val, accelerator)
         self.recipe = trained.recipe

@@ -19,12 +19,12 @@ from pathlib import Path
 
 from common.errors import Refused, make_printable
 from common.launching import launch
-from tools.command_line import hide_unset_flag, parser_of
+from tools.command_line import create_parser, hide_unset_flag
 
 
-def arguments() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    parser = parser_of("predict", __doc__)
+    parser = create_parser("predict", __doc__)
     parser.add_argument(
         "model",
         help="a run folder, its best/, a checkpoint, an exported folder; as --eval_only takes it",
@@ -74,7 +74,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    words, flags = arguments().parse_known_intermixed_args(argv)
+    words, flags = build_parser().parse_known_intermixed_args(argv)
     if words.top is not None and words.top < 1:
         raise Refused(f"--top {words.top}: must be at least 1")
     if words.threshold is not None and not 0 <= words.threshold <= 1:

@@ -15,7 +15,7 @@ from common.files import MEDIUM, read_text
 from common.run.progress import of_exported
 from tools.predict.images import file_list, sizes_of
 from tools.predict.listing import listing
-from tools.trained import Trained
+from tools.trained import TrainedModel
 
 if TYPE_CHECKING:
     from common.shards import Shards  # imported late: most images lie in files
@@ -25,7 +25,7 @@ OF_BOXES, OF_LABELS = 0.3, 0.5
 _MOST = 2**31  # bytes of an annotation file
 
 
-def make_plan(words: argparse.Namespace, trained: Trained, shards: "Shards | None") -> dict:
+def make_plan(words: argparse.Namespace, trained: TrainedModel, shards: "Shards | None") -> dict:
     """What every rank needs to know, as JSON, and `notes` for people. Raises `Refused`."""
     files, notes = ([], [*shards.notes]) if shards else listing(words.images)
     images = shards or file_list(files)

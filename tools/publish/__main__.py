@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import Refused
-from tools.command_line import parser_of, run, writing
+from tools.command_line import create_parser, refuse_unwritable, run
 
 if TYPE_CHECKING:
     from tools.publish.card import Published
@@ -55,9 +55,9 @@ def push(folder: Path, to: str, private: bool, step: int) -> str:
         ) from None
 
 
-def arguments() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    parser = parser_of("publish", __doc__)
+    parser = create_parser("publish", __doc__)
     parser.add_argument("run", type=Path, help="a run folder")
     parser.add_argument("--to", required=True, metavar="OWNER/NAME", help="the model on the hub")
     parser.add_argument("--license", default="", help="such as apache-2.0; else the card says so")
@@ -77,7 +77,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    words = arguments().parse_args(argv)
+    words = build_parser().parse_args(argv)
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", words.to, re.ASCII):
         raise Refused(f"--to {words.to}: must be OWNER/NAME, of letters, digits, -, _ and .")
     from tools.publish.card import Published  # takes seconds, which --help need not
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
             write(published, card, Path(folder))
             print(push(Path(folder), words.to, words.private, published.step))
         return
-    with writing(f"--dry_run {words.dry_run}"):
+    with refuse_unwritable(f"--dry_run {words.dry_run}"):
         if words.dry_run.exists() and any(words.dry_run.iterdir()):
             raise FileExistsError(0, "is there already")
         write(published, card, words.dry_run)

@@ -15,12 +15,12 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from tools.command_line import hide_unset_flag, parser_of
+from tools.command_line import create_parser, hide_unset_flag
 
 
-def arguments() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    parser = parser_of("replay", __doc__)
+    parser = create_parser("replay", __doc__)
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument(
         "--step", type=int, required=True, help="as in metrics.jsonl; the first is 1"
@@ -35,7 +35,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args, flags = arguments().parse_known_args(argv)
+    args, flags = build_parser().parse_known_args(argv)
     from common.launching import run_main
     from tools.replay.replay import replay  # takes seconds, which --help need not
 
