@@ -108,8 +108,9 @@ class TrainedModel:
 def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -> TrainedModel:
     """Load the model that `weights` names; a run folder means its best/.
 
-    `flags` are the recipe's, such as `--workers 4` or `--data FOLDER`, and --recipe. `find_recipe` chooses the recipe, which is executed. With
-    `reads_data`, the flags or the run must name the data. Raises `Refused`.
+    `flags` are the recipe's, such as `--workers 4` or `--data FOLDER`, and --recipe. `find_recipe`
+    chooses the recipe, which is executed. With `reads_data`, the flags or the run must name the
+    data. Raises `Refused`.
     """
     folder = Path(weights)
     if (folder / "config.yaml").is_file() and (folder / "best").is_dir():

@@ -55,19 +55,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, batches = trained.build(train_data, accelerator)
     task = boxes if trained.is_detector else labels
     with torch.compiler.set_stance("force_eager"):
-        findings = task.find(train_data, trained.predict(model, batches), accelerator.device)
+        predictions = trained.predict(model, batches)
+        suspects = task.find_suspects(train_data, predictions, accelerator.device)
     if not is_main():
         return
     folder = options.output or checkpoint.absolute().parents[1]
     picture = folder / "pictures" / "suspicious.png"
-    plots.attempt(picture, launch.print_on_main, task.draw, train_data, findings)
-    table = write_table(folder / "suspicious.csv", task.rows(train_data, findings))
-    launch.print_on_main(f"{checkpoint}: {task.headline(train_data, findings)}: {table}, {picture}")
+    plots.attempt(picture, launch.print_on_main, task.draw_sheet, train_data, suspects)
+    table = write_table(folder / "suspicious.csv", task.build_table(train_data, suspects))
+    summary = task.summarize(train_data, suspects)
+    launch.print_on_main(f"{checkpoint}: {summary}: {table}, {picture}")
 
 
 def choose_checkpoint(path: Path) -> Path:
-    """The checkpoint `path` itself, or of a run the one that was kept for the audit, else the
-    newest. Raises `Refused`.
+    """Choose the checkpoint `path` itself, or one of the run `path`. Raises `Refused`.
+
+    Of a run, the checkpoint that was kept for the audit is taken, else the newest.
     """
     from common.checkpoints import Checkpoints
     from common.checkpoints.store import AUDIT_FOLDER
@@ -75,7 +78,8 @@ def choose_checkpoint(path: Path) -> Path:
     if (path / "record.json").is_file():
         return path
     for name in (AUDIT_FOLDER, "checkpoints"):
-        if checkpoints := Checkpoints(path / name).list_paths():
+        checkpoints = Checkpoints(path / name).list_paths()
+        if checkpoints:
             return checkpoints[0]
     raise Refused(
         f"{path}: no checkpoint in its checkpoints/; name a run folder that has one, or a "
