@@ -311,3 +311,11 @@ def test_what_cannot_be_exported_is_refused_in_one_line(
     ):
         main([str(tmp_path / "nowhere"), "--to", "openvino"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "file", "mine"]
+
+
+def test_a_model_of_other_channels_is_refused_in_one_line() -> None:
+    """Else torch prints a traceback before the refusal."""
+    model = timm_models.build_classifier("test_vit", 2, image_size=32, in_chans=4)
+    config = timm_models.resolve_data_config(model)
+    with pytest.raises(Refused, match=r"^the model takes images of 4 channels, .* RGB .*best/"):
+        classifier.build_preprocessing(config)

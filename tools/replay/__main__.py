@@ -41,9 +41,8 @@ def main(argv: list[str] | None = None) -> None:
 
     sys.argv[0] = str(Path(__file__).parent)  # its name begins messages
     output = args.output or Path(f"replay-{args.run.resolve().name}-{args.step}")
-    run_main(
-        hide_unset_flag()(partial(replay, args.run, args.step, output, flags, args.from_start))
-    )
+    main_function = partial(replay, args.run, args.step, output, flags, args.from_start)
+    run_main(hide_unset_flag()(main_function))
 
 
 if __name__ == "__main__":
