@@ -114,7 +114,8 @@ def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -
     """
     folder = Path(weights)
     if (folder / "config.yaml").is_file() and (folder / "best").is_dir():
-        weights, folder = str(folder / "best"), folder / "best"
+        folder = folder / "best"
+        weights = str(folder)
     # A path in a folder that is there is no name on the hub.
     if not folder.exists() and folder.parent.is_dir() and str(folder.parent) != ".":
         raise Refused(

@@ -53,8 +53,11 @@ def format_table(head: Sequence[str], rows: Sequence[Row]) -> list[str]:
     table = [["", *head]]
     for name, values in rows:
         table.append([name, *values])
-    table = [[_shorten(make_printable(cell)) for cell in cells] for cells in table]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    widths = [0] * len(table[0])
+    for cells in table:
+        for i, cell in enumerate(cells):
+            cells[i] = _shorten(make_printable(cell))
+            widths[i] = max(widths[i], len(cells[i]))
     lines = []
     for cells in table:
         padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
@@ -92,12 +95,13 @@ def list_results(runs: Sequence[PastRun]) -> list[Row]:
     evaluations = [run.evaluation("best") for run in runs]
     keys: dict[str, None] = {}
     for evaluation in evaluations:
-        keys |= dict.fromkeys(key for key in evaluation if "_class/" not in key)
+        keys |= dict.fromkeys(evaluation)
     rows = [("best at step", [f"{run.step_of('best'):,}" for run in runs])]
     # Results of the exported weights come first.
     for key in sorted(keys, key=lambda key: key.startswith("raw_")):
-        values = [format_result(results.get(key), is_share(key)) for results in evaluations]
-        rows.append((display_name(key), values))
+        if "_class/" not in key:
+            values = [format_result(results.get(key), is_share(key)) for results in evaluations]
+            rows.append((display_name(key), values))
     last = []
     for run in runs:
         value = format_result(run.evaluation("last").get(run.leading), is_share(run.leading))
