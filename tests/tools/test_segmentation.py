@@ -1,8 +1,12 @@
-"""Predicted masks are those that the run measured, pixel by pixel, on any number of processes."""
+"""Predicted and exported masks are those that the run measured, pixel by pixel."""
 
 import csv
+import hashlib
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +16,7 @@ from PIL import Image
 from tests.harness.runs import refusal, rows_of, start_tool
 from tools.audit.__main__ import main as audit
 from tools.compare.__main__ import main as compare
+from tools.export import segmenter, verify
 from tools.export.__main__ import main as export
 from tools.predict.__main__ import main
 from tools.publish.__main__ import main as publish
@@ -23,10 +28,22 @@ WORDS = (
 
 
 @pytest.fixture(scope="module")
-def run(run_several, regions, tmp_path_factory) -> Path:
+def runs(run_several, regions, tmp_path_factory) -> dict[str, Path]:
+    """Runs by name: evaluated at the images' own sizes, resized, and with a linear decoder."""
     output = tmp_path_factory.mktemp("masks")
     words = ["--data", regions, *WORDS, "--output_dir", output]
-    return run_several(2, {"seg": words}, recipe="recipes/seg.py")["seg"].folder
+    cases = {
+        "own": words,
+        "resized": [*words, "--eval_short_side", 80],
+        "linear": [*words, "--model", "test_vit", "--decoder", "linear"],
+    }
+    outcomes = run_several(2, cases, recipe="recipes/seg.py")
+    return {name: outcome.folder for name, outcome in outcomes.items()}
+
+
+@pytest.fixture(scope="module")
+def run(runs) -> Path:
+    return runs["own"]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -68,6 +85,46 @@ def test_a_table_has_the_largest_classes(run, regions, capsys) -> None:
     assert all(float(row["share"]) > 1 / 3 for row in rows)
 
 
+@pytest.mark.parametrize("name", ["own", "resized", "linear"])
+def test_an_export_scores_what_the_run_scored_at_every_size(name, runs, tmp_path) -> None:
+    """The seven images have seven sizes; verify.py needs no torch."""
+    folder = tmp_path / "onnx"
+    export([str(runs[name]), "--to", "onnx", "-o", str(folder), "--workers", "0"])
+    figures = json.loads((folder / "export.json").read_text())["validation"]
+    best = json.loads((runs[name] / "best/results.json").read_text())
+    assert figures["mIoU"] == best["mIoU"]
+    assert figures["mIoU_exported"] == pytest.approx(best["mIoU"], abs=2e-4)
+    assert (figures["images"], figures["differing"]) == (7, 0)
+    blocked = tmp_path / "blocked"
+    blocked.mkdir()
+    (blocked / "torch.py").write_text("raise ImportError")
+    done = subprocess.run(
+        [sys.executable, folder / "verify.py"],
+        env=os.environ | {"PYTHONPATH": str(blocked)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    vectors = dict(np.load(folder / "vectors.npz"))
+    vectors["ids_0"] = vectors["ids_0"] * 0 + 1
+    np.savez(folder / "vectors.npz", **vectors)
+    about = json.loads((folder / "export.json").read_text())
+    digest = hashlib.sha256((folder / "vectors.npz").read_bytes()).hexdigest()
+    about["files"]["vectors.npz"] = digest
+    (folder / "export.json").write_text(json.dumps(about))
+    assert "ids differ by" in verify.find_fault(folder)
+
+
+def test_another_model_is_refused(run, tmp_path, monkeypatch) -> None:
+    forward = segmenter.Exportable.forward
+    monkeypatch.setattr(
+        segmenter.Exportable, "forward", lambda self, image: forward(self, image).flip(1)
+    )
+    text = refusal(export, run, "--to", "torch_export", "-o", tmp_path / "out", "--workers", 0)
+    assert "mIoU is " in text and "7 of 7 images differ from the trained model" in text
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_replay_shows_the_samples_and_losses_of_a_step(run, forks, tmp_path) -> None:
     output = tmp_path / "step"
     (rank,) = start_tool(forks, 1, "replay", run, "--step", 2, "-o", output, "--from_start")
@@ -84,7 +141,6 @@ def test_other_tools_say_that_they_do_not_take_it(run, regions, trained_classifi
     for tool, words in (
         (audit, [run]),
         (compare, [run, run]),
-        (export, [run, "--to", "torch_export", "-o", run / "out"]),
     ):
         assert "is a model for segmentation, which this tool does not take yet" in refusal(
             tool, *words
