@@ -72,11 +72,11 @@ class _Positions:
 
     def __iter__(self) -> Iterator[np.ndarray]:
         spans = [
-            self.plan.span(self.rank, micro_step) for micro_step in range(self.plan.micro_steps)
+            self.plan.get_span(self.rank, micro_step) for micro_step in range(self.plan.micro_steps)
         ]
         for step in range(self.start, self.stop):
             for span in spans:
-                yield self.stream.positions(step, span)
+                yield self.stream.get_positions(step, span)
 
     def __len__(self) -> int:
         return (self.stop - self.start) * self.plan.micro_steps
@@ -108,8 +108,8 @@ def prefetch_images(source: Any, stream: Stream, positions: np.ndarray) -> None:
     # Until this process makes its next batch, or the one after it.
     num_steps = worker.num_workers if worker else 1
     next_positions = positions + num_steps * stream.global_batch_size
-    source.expect(stream.indices(positions))
-    source.expect(stream.indices(next_positions))
+    source.expect(stream.get_indices(positions))
+    source.expect(stream.get_indices(next_positions))
 
 
 class _Loader(DataLoader):

@@ -122,7 +122,7 @@ class TrainDataset(Dataset):
         with --cache.
         """
         stream = build_stream(config, source)
-        strong_until = stream.steps(config.strong_epochs) * stream.global_batch_size
+        strong_until = stream.count_steps(config.strong_epochs) * stream.global_batch_size
         small = _describe_small(config.data, source, transforms.augment)
         return cls(
             source,
@@ -158,7 +158,7 @@ class TrainDataset(Dataset):
         broken: list[str] = []
         prefetch_images(self.source, self.stream, positions)
         for index, position in zip(
-            self.stream.indices(positions).tolist(), positions.tolist(), strict=True
+            self.stream.get_indices(positions).tolist(), positions.tolist(), strict=True
         ):
             draws = self.augmentation.partners(position).tolist()
             partners = [(self._partner(position, draw), _FRESH + draw % _FRESH) for draw in draws]
@@ -194,7 +194,7 @@ class TrainDataset(Dataset):
     def describe_images(self, batch: DetectionBatch) -> list[tuple[str, str, list]]:
         """Of each image: how many objects it has, its name, and their boxes."""
         found = []
-        indices = self.stream.indices(batch.positions.cpu().numpy()).tolist()
+        indices = self.stream.get_indices(batch.positions.cpu().numpy()).tolist()
         for index, target in zip(indices, batch.targets, strict=True):
             names = [self.source.classes[label] for label in target["labels"].tolist()]
             boxes = list(zip(target["boxes"].tolist(), names, strict=True))
@@ -223,8 +223,8 @@ class TrainDataset(Dataset):
         return _canvas(self._sizes(step), self.stride)
 
     def _sizes(self, step: int) -> np.ndarray:
-        positions = self.stream.positions(step, (0, self.stream.global_batch_size))
-        sizes = self.source.sizes[self.stream.indices(positions)]
+        positions = self.stream.get_positions(step, (0, self.stream.global_batch_size))
+        sizes = self.source.sizes[self.stream.get_indices(positions)]
         return self.augmentation.sizes(positions, sizes)
 
     def _augmented(self, places: list[tuple[int, int]], broken: list[str]) -> Sample:
@@ -248,7 +248,7 @@ class TrainDataset(Dataset):
             - position % self.stream.global_batch_size
             + draw % self.stream.global_batch_size
         )
-        return int(self.stream.indices(np.array([place]))[0])
+        return int(self.stream.get_indices(np.array([place]))[0])
 
     def _decoded(self, index: int, position: int) -> tuple[Sample, str]:
         """The sample, decoded whole, and ""; or an empty scene of its size, and the reason."""

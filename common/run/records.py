@@ -187,7 +187,7 @@ class Records:
         samples = progress.step * self._config.global_batch_size
         return {
             "step": progress.step,
-            "epoch": self._stream.epoch(progress.step),
+            "epoch": self._stream.count_epochs(progress.step),
             "samples": samples,
             "exported_weights": "ema" if progress.leading.startswith("eval/ema_") else "model",
             "best": progress.best,
@@ -202,7 +202,7 @@ class Records:
 
     def _row(self, report: StepReport) -> dict[str, float]:
         row = {
-            "epoch": self._stream.epoch(report.step),
+            "epoch": self._stream.count_epochs(report.step),
             "samples": report.step * self._config.global_batch_size,
             "train/loss": report.loss,
             "train/lr": report.rate,

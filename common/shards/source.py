@@ -88,7 +88,7 @@ class Shards(Columns):
 
     def expect(self, indices: np.ndarray) -> None:
         if self.cache and self.blocks:
-            blocks = np.unique(self.blocks.of(indices))
+            blocks = np.unique(self.blocks.find(indices))
             shards = self.index.entries["shard"][self.index.edges[blocks]]
             shard_by_block = dict(zip(blocks.tolist(), shards.tolist(), strict=True))
             self.cache.expect(shard_by_block, self._fetch)
@@ -101,7 +101,7 @@ class Shards(Columns):
         if not self.cache or not self.blocks:
             return bytes(next(self._read(self.entries[index : index + 1])))
         number = index if self.numbers is None else int(self.numbers[index])
-        block = int(self.blocks.of(np.array([index]))[0])
+        block = int(self.blocks.find(np.array([index]))[0])
         return self.cache.sample(block, number - int(self.index.edges[block]), self._fetch)
 
     def _fetch(self, blocks: list[int]) -> list[list]:

@@ -280,7 +280,7 @@ class Schedule:
     def __call__(self, step: int) -> float:
         """The learning rate of step `step`, counted from 0."""
         peak = self.peak
-        warmup = min(self.stream.steps(self.config.warmup_epochs), self.total_steps)
+        warmup = min(self.stream.count_steps(self.config.warmup_epochs), self.total_steps)
         if step < warmup:
             return peak * (step + 1) / warmup
         progress = (step - warmup) / max(1, self.total_steps - warmup)
@@ -301,7 +301,7 @@ class Schedule:
         return sum(step >= self._count_steps(epochs) for epochs in all_epochs)
 
     def _count_steps(self, epochs: float) -> int:
-        return max(1, self.stream.steps(epochs))
+        return max(1, self.stream.count_steps(epochs))
 
 
 def build_schedule(config: Any, stream: Stream) -> Schedule:
@@ -314,7 +314,7 @@ def count_steps(config: Any, stream: Stream) -> int:
 
     Two steps for `--dry_run`.
     """
-    steps = config.max_steps or stream.steps(config.epochs)
+    steps = config.max_steps or stream.count_steps(config.epochs)
     if steps < 1:
         raise Refused(
             f"--epochs {config.epochs}: no step to make; train longer, or take --eval_only"

@@ -173,7 +173,7 @@ class TrainingStep:
         Raises `Refused` if they then differ: they would be drawn from the state of a global
         generator, which depends on the layout, as only dropout may.
         """
-        start, end = plan.span(rank(), 0)
+        start, end = plan.get_span(rank(), 0)
         num_units = min((end - start) // plan.unit, max(2, 32 // plan.unit))
         middle = start + num_units // 2 * plan.unit
         end = start + num_units * plan.unit
@@ -243,7 +243,7 @@ class TrainingStep:
             seed_all(0)  # of the masks of dropout
 
         seed_all(seed)
-        host_batch = self.samples.__getitems__(self.samples.stream.positions(0, span))
+        host_batch = self.samples.__getitems__(self.samples.stream.get_positions(0, span))
         batch: Any = next(Prefetcher([host_batch], self._device))
         seed_all(seed)  # reading images has left the generators in a state of its own
         self._prepare_step(0, [batch], plan, is_trial=True)

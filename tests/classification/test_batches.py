@@ -146,7 +146,7 @@ def test_a_broken_image_is_replaced_and_named_once() -> None:
         np.arange(20),
     )
     batch = TrainDataset(source, stream, transform, 5).__getitems__(positions)
-    drawn = stream.indices(positions).tolist()
+    drawn = stream.get_indices(positions).tolist()
     shown = [{5: 8, 6: 8, 7: 8, 19: 0}.get(index, index) for index in drawn]
     assert batch.labels.tolist() == shown  # the label is the neighbour's, too
     for image, index, key in zip(

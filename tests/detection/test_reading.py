@@ -159,7 +159,9 @@ def test_a_broken_image_is_an_empty_scene_and_named() -> None:
     assert [*reasons] == [8, 9] and not none
     stream, expected = Stream(len(files), 8, 5), []
     for step, (mine, theirs) in enumerate(zip(seen, whole, strict=True)):
-        for place, index in enumerate(stream.indices(stream.positions(step, (0, 8))).tolist()):
+        for place, index in enumerate(
+            stream.get_indices(stream.get_positions(step, (0, 8))).tolist()
+        ):
             if index in reasons:
                 expected.append(reasons[index])
                 target = mine.targets[place]

@@ -84,14 +84,17 @@ def plan(config, model) -> None:
     if cut := one_line(
         BatchPlan, config.global_batch_size, 1, config.max_micro_batch_size, max(1, unit)
     ):
-        assert str(cut) and cut.span(0, cut.micro_steps - 1)[1] <= config.global_batch_size
+        assert str(cut) and cut.get_span(0, cut.micro_steps - 1)[1] <= config.global_batch_size
     if recipe is det:
         stream = one_line(build_stream, config, images)
     else:
-        stream = one_line(Stream.of, config, len(images), repeats=config.repeats)
+        stream = one_line(Stream.from_config, config, len(images), repeats=config.repeats)
     if stream and (schedule := one_line(build_schedule, config, stream)):
         steps = schedule.total_steps
-        assert math.isfinite(stream.epoch(steps)) and stream.positions(steps, (0, 1))[0] >= 0
+        assert (
+            math.isfinite(stream.count_epochs(steps))
+            and stream.get_positions(steps, (0, 1))[0] >= 0
+        )
         assert all(math.isfinite(schedule(step)) for step in (0, 1, steps // 2, max(0, steps - 1)))
     if recipe is det:
         detector = SimpleNamespace(

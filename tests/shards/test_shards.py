@@ -509,7 +509,8 @@ def test_a_start_with_an_index_of_a_billion_samples_is_quick(tmp_path):
     source = Shards(index.entries, index, labels=index.labels, classes=index.classes)
     assert len(source) == count and source.class_counts.sum() == count and source.fingerprint == "0"
     assert (
-        Stream(count, 256, 0, blocks=Blocks(index.edges, 300)).indices(np.arange(256)).max() < count
+        Stream(count, 256, 0, blocks=Blocks(index.edges, 300)).get_indices(np.arange(256)).max()
+        < count
     )
     assert time.process_time() - began < 2
 
@@ -524,11 +525,11 @@ def test_each_sample_comes_once_an_epoch_wherever_one_begins(batch, pool):
         size for count in COUNTS for size in [7] * (count // 7) + [count % 7] * (count % 7 > 0)
     ]
     stream = Stream(349, batch, 3, blocks=Blocks(np.cumsum([0, *sizes]), pool))
-    epochs = stream.indices(np.arange(3 * 349)).reshape(3, 349)
+    epochs = stream.get_indices(np.arange(3 * 349)).reshape(3, 349)
     assert (np.sort(epochs, 1) == np.arange(349)).all()
     assert (epochs[0] != epochs[1]).any() and (epochs[1] != epochs[2]).any()
     some = np.random.default_rng(0).integers(0, 3 * 349, 50)
-    assert np.array_equal(stream.indices(some), epochs.reshape(-1)[some])
+    assert np.array_equal(stream.get_indices(some), epochs.reshape(-1)[some])
 
 
 def test_few_blocks_are_in_use_and_a_machine_reads_its_own():
@@ -536,11 +537,11 @@ def test_few_blocks_are_in_use_and_a_machine_reads_its_own():
     order, count, batch = Blocks(np.cumsum([0, *sizes]), 256), int(sizes.sum()), 256
     samples = np.concatenate(
         [
-            order.order(np.arange(start, min(start + 2**16, count)), 0, 1, batch)
+            order.shuffle(np.arange(start, min(start + 2**16, count)), 0, 1, batch)
             for start in range(0, count, 2**16)
         ]
     )
-    of = order.of(samples)
+    of = order.find(samples)
     first, last = np.full(len(sizes), count), np.zeros(len(sizes), np.int64)
     np.minimum.at(first, of, np.arange(count))
     np.maximum.at(last, of, np.arange(count))
@@ -600,7 +601,7 @@ def read_steps(source, stream: Stream, worker: int, together, files: list[bytes]
     for step in range(worker, 45, 3):
         together.wait(60)
         here, later = (
-            stream.indices(np.arange(min(349, at * 8), min(349, at * 8 + 8)))
+            stream.get_indices(np.arange(min(349, at * 8), min(349, at * 8 + 8)))
             for at in (step, step + 3)
         )
         source.expect(here)
