@@ -185,7 +185,7 @@ def measure_ways(
 
 
 def open_source(data: str) -> sources.Source:
-    source, _ = sources.load(sources.Spec(data, 0, 0.2, alone=True))
+    source, _ = sources.load(sources.Spec(data, 0, 0.2, is_eval_only=True))
     return source
 
 

@@ -259,4 +259,4 @@ def other_class_ids(source: Source) -> list[int]:
     """
     if source.model_classes is None or source.multi_label:
         return []
-    return source.model_classes.other_ids
+    return source.model_classes.extra_ids

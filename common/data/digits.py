@@ -7,8 +7,8 @@ from importlib.metadata import distribution
 import numpy as np
 from PIL import Image
 
-from common.data.source import Columns, fingerprint_of
-from common.data.splits import held_out
+from common.data.source import Columns, hash_source
+from common.data.splits import hold_out
 from common.randomness import key_of, mix
 
 
@@ -32,7 +32,7 @@ class Digits(Columns):
 
     @cached_property
     def fingerprint(self) -> str:
-        return fingerprint_of(self.classes, self.labels, self.pixels)
+        return hash_source(self.classes, self.labels, self.pixels)
 
     def name(self, index: int) -> str:
         return f"digits[{self.rows[index]}]"
@@ -47,7 +47,7 @@ def load_digits() -> tuple[Digits, Digits]:
     small = np.rint(images * (255 / 16)).astype(np.uint8)  # [1797, 8, 8], from 0..16
     large = [Image.fromarray(image).resize((32, 32), Image.Resampling.BICUBIC) for image in small]
     pixels = np.stack([np.asarray(image) for image in large])
-    train, val = held_out(mix(np.arange(len(labels)), key_of("digits")), labels, share=0.2)
+    train, val = hold_out(mix(np.arange(len(labels)), key_of("digits")), labels, share=0.2)
     every = Digits(pixels, np.arange(len(labels)), labels=labels, classes=tuple("0123456789"))
     parts = (train, "all but the fixed fifth"), (val, "a fixed fifth, held out")
     of_train, of_val = (replace(every.select(rows), part=part) for rows, part in parts)

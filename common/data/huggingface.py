@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from common.config.parsing import nearest_path
 from common.data.csv_files import read_csv, trim
-from common.data.splits import by_part, kind_of
+from common.data.splits import get_split_kind, group_by_split
 from common.data.tables import Split, is_text
 from common.errors import Refused
 from common.files import check_regular, is_junk, match_files
@@ -93,7 +93,7 @@ def _by_column(splits: dict[str, Split]) -> dict[str, Split]:
         return splits
     values = trim(first.cells(name))
     found = pc.unique(values).to_pylist()
-    if not any(kind_of(value) for value in found if value):
+    if not any(get_split_kind(value) for value in found if value):
         return splits
     if values.null_count:
         row = pc.index(values.is_null(), True).as_py()
@@ -115,14 +115,14 @@ def _open_parquet(files: list[str]) -> dict[str, Any]:
         check_regular(file)
     parts = {}
     # Each by itself: one that is not used may have other columns.
-    for part, names in by_part(sorted(files)).items():
+    for part, names in group_by_split(sorted(files)).items():
         data_files = {part: [glob.escape(name) for name in names]}
         parts[part] = _datasets().load_dataset("parquet", data_files=data_files, split=part)
     return parts
 
 
 def _open_csv(files: list[str]) -> dict[str, Any]:
-    datasets, tables = _datasets(), read_csv(by_part(sorted(files)))
+    datasets, tables = _datasets(), read_csv(group_by_split(sorted(files)))
     return {
         name: datasets.Dataset(datasets.table.InMemoryTable(table))
         for name, table in tables.items()

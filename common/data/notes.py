@@ -63,7 +63,7 @@ class Notes:
     def num_left_out(self) -> int:
         return sum(note.num_items for note in self.left_out.values())
 
-    def texts(self, total: int, cause: str = "") -> tuple[str, ...]:
+    def format_lines(self, total: int, cause: str = "") -> tuple[str, ...]:
         """A line for each reason. `total`: all items, also those that are left out.
 
         Raises `Refused` if more than half of them are left out, with the likely `cause` and the way out.

@@ -16,8 +16,8 @@ import pyarrow.compute as pc
 
 from common.data.csv_files import IMAGE_NAME, as_numbers, trim
 from common.data.images import BrokenImage, has_image_suffix
-from common.data.source import Columns, fingerprint_of, spread
-from common.data.splits import kind_of
+from common.data.source import Columns, hash_source, sample_evenly
+from common.data.splits import get_split_kind
 from common.errors import Refused, make_printable
 from common.files import get_file_sizes, match_files
 from common.randomness import mix
@@ -58,7 +58,7 @@ class Split:
         if not texts or not len(self):
             return set()
         table = self.rows.select_columns(texts).with_format("arrow")[
-            spread(len(self), _LOOKED_AT).tolist()
+            sample_evenly(len(self), _LOOKED_AT).tolist()
         ]
         shares = {
             name: pc.mean(pc.match_substring_regex(trim(table[name]), f"{IMAGE_NAME}$")).as_py()
@@ -115,7 +115,7 @@ class Split:
 def part_labels(splits: dict[str, Split]) -> dict[str, str]:
     """How messages call the splits: {name: label}."""
     return {
-        name: f"split {name}" if len(splits) > 1 or kind_of(name) != "train" else "all rows"
+        name: f"split {name}" if len(splits) > 1 or get_split_kind(name) != "train" else "all rows"
         for name in splits
     }
 
@@ -252,10 +252,10 @@ class Table(Columns):
     def fingerprint(self) -> str:
         contents, paths = read_contents(self.column)
         if self.sizes is not None:  # otherwise a path is only where the bytes once came from
-            return fingerprint_of(
+            return hash_source(
                 self.classes, self.labels, self.sizes, paths and paths.take(self.rows)
             )
-        return fingerprint_of(
+        return hash_source(
             self.classes,
             self.labels,
             pc.binary_length(contents).fill_null(-1).to_numpy()[self.rows],
@@ -268,7 +268,7 @@ class Table(Columns):
             return paths, np.zeros(len(paths), np.int64) if self.sizes is None else self.sizes
         return None, pc.binary_length(contents).fill_null(-1).to_numpy()[self.rows].astype(np.int64)
 
-    def random_numbers(self, key: int) -> np.ndarray:
+    def hash_images(self, key: int) -> np.ndarray:
         return mix(self.rows, key)
 
 

@@ -338,7 +338,7 @@ def _describe_small(title: str, source: Annotated, augmentation: BoxAugmentation
     notes = Notes(title, "objects")
     first = source.name(int(owners[is_small].min(initial=0)))
     notes.leave_out(f"below {SMALLEST:g} pixel after resizing", first, is_small.sum())
-    return "".join(notes.texts(len(owners), "raise --short_sides and --long_side"))
+    return "".join(notes.format_lines(len(owners), "raise --short_sides and --long_side"))
 
 
 def blank_padding(images: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:

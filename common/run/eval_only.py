@@ -65,7 +65,7 @@ def build_batches(config: Any, dataset: Any, accelerator: Accelerator) -> EvalBa
 
 def describe_data(config: Any, origin: Origin, val: Source) -> str:
     """Which split of the data is evaluated, and how its classes correspond to the model's."""
-    return f"{splits.describe(config.data, val)}, {origin.matched(val.classes)}"
+    return f"{splits.describe_eval_data(config.data, val)}, {origin.matched(val.classes)}"
 
 
 def _recorded(config: Any, origin: Origin) -> dict:

@@ -23,7 +23,7 @@ from common.config.parsing import identity, read_weights, short_hash
 from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
 from common.data.cache import EvalCache
-from common.data.data_spec import fingerprint, is_fingerprint
+from common.data.data_spec import is_fingerprint, join_fingerprints
 from common.data.loader import DeviceBatch, evaluation_loader
 from common.distributed import determinism, devices, sharding, watchdog
 from common.distributed.collectives import (
@@ -373,7 +373,7 @@ class Run:
             and not self.config.name
             and self.config.resume == "auto"
         ):
-            expected = identity(self.config) | {"data": fingerprint(train, val)}
+            expected = identity(self.config) | {"data": join_fingerprints(train, val)}
             name = find_run(self.path.parent, recipe_source.stem(self.config), expected)
         name = broadcast_object(name)
         if name:
@@ -425,7 +425,7 @@ class Run:
     def _identify(self, train: Any, val: Any) -> dict[str, Any]:
         """What the run is: its configuration and its data."""
         recorded = read_json(self.path / "environment.json").get("fingerprint", "")
-        data = recorded if is_fingerprint(recorded, train, val) else fingerprint(train, val)
+        data = recorded if is_fingerprint(recorded, train, val) else join_fingerprints(train, val)
         return identity(self.config) | {"data": data}
 
     def _resume(

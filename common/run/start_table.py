@@ -8,7 +8,7 @@ import torch
 from common.config.parsing import identity
 from common.data import duplicates
 from common.data.batch_plan import BatchPlan
-from common.data.data_spec import data_rows
+from common.data.data_spec import describe_data
 from common.distributed import sharding, watchdog
 from common.distributed.collectives import is_main
 from common.training import batch_norm, timm_models
@@ -37,7 +37,7 @@ def build_start_table(
     process looks for duplicates, so its table has more rows than the others', which print none.
     """
     train = train_set.source
-    rows = data_rows(config.data, train, val)
+    rows = describe_data(config.data, train, val)
     rows |= timm_models.describe_model(config.model, model)
     rows |= train_set.describe()
     rows |= describe_step_modules(model)

@@ -22,7 +22,7 @@ from common.config.secrets import printable_name
 from common.data import tables
 from common.data.csv_files import as_numbers
 from common.data.notes import Notes
-from common.data.source import fingerprint_of
+from common.data.source import hash_source
 from common.distributed.collectives import all_or_none, gather_objects, is_local_main, node_rank
 from common.durable import remove, replace_folder, sync_folder
 from common.errors import Refused
@@ -101,7 +101,7 @@ def _make_index(folder: Path | None, shards: ShardList) -> Index:
 
 def compute_fingerprint(classes: tuple[str, ...], labels: np.ndarray, entries: np.ndarray) -> str:
     """32 hex digits of names, sizes and labels, not of where the shards are."""
-    return fingerprint_of(classes, labels, np.stack([entries["key"], entries["size"]]))
+    return hash_source(classes, labels, np.stack([entries["key"], entries["size"]]))
 
 
 # ---- files
@@ -232,7 +232,7 @@ def _describe_left_out(
         left_out = json.loads((table.schema.metadata or {}).get(LEFT_OUT, "{}"))
         for reason, (count, first) in left_out.items():
             notes.leave_out(reason, first, count)
-    return notes.texts(
+    return notes.format_lines(
         num_samples + notes.num_left_out, "name the kind of file with --image_column, such as jpg"
     )
 

@@ -93,7 +93,7 @@ class Shards(Columns):
             shard_by_block = dict(zip(blocks.tolist(), shards.tolist(), strict=True))
             self.cache.expect(shard_by_block, self._fetch)
 
-    def random_numbers(self, key: int) -> np.ndarray:
+    def hash_images(self, key: int) -> np.ndarray:
         return mix(self.entries["key"], key)
 
     def _read_sample(self, index: int) -> bytes:

@@ -29,7 +29,7 @@ class Candidate:
 
     @property
     def part(self) -> str:
-        return splits.describe(self.trained.config.data, self.val)
+        return splits.describe_eval_data(self.trained.config.data, self.val)
 
     @property
     def metric(self) -> str:

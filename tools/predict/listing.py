@@ -27,7 +27,7 @@ def listing(words: Sequence[str]) -> tuple[list[str], list[str]]:
     skipped = Notes(title, "images")
     found = [file for word in words for file in _of_word(word, skipped)]
     files = [*dict.fromkeys(found)]
-    notes = list(skipped.texts(len(found) + skipped.num_left_out, UNREAD_ADVICE))
+    notes = list(skipped.format_lines(len(found) + skipped.num_left_out, UNREAD_ADVICE))
     if not files:
         raise Refused("; ".join([f"{title}: no image is there", *notes]))
     if len(files) < len(found):

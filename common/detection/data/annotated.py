@@ -12,7 +12,7 @@ from PIL import Image
 from common.data.cache import Cache
 from common.data.decoding import Picture
 from common.data.images import BrokenImage
-from common.data.source import Files, ImageList, ModelClasses, fingerprint_of
+from common.data.source import Files, ImageList, ModelClasses, hash_source
 from common.data.stream import Blocks
 from common.detection.data.masks import Masks, decode
 
@@ -198,9 +198,7 @@ class AnnotatedImages(Annotated):
         contents = np.concatenate(
             [np.ascontiguousarray(column).reshape(-1).view(np.uint8) for column in columns]
         )
-        return fingerprint_of(
-            self.classes, self.labels, contents, getattr(self.images, "paths", None)
-        )
+        return hash_source(self.classes, self.labels, contents, getattr(self.images, "paths", None))
 
     def name(self, index: int) -> str:
         return self.images.name(index)
@@ -218,6 +216,6 @@ class AnnotatedImages(Annotated):
         listing = self.images.listing()
         return listing and (listing[0], self.byte_counts)
 
-    def random_numbers(self, key: int) -> np.ndarray:
+    def hash_images(self, key: int) -> np.ndarray:
         """uint64[N], each a function of its image's path or row and `key` alone."""
-        return self.images.random_numbers(key)
+        return self.images.hash_images(key)

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.data import tables
-from common.data.data_spec import Parts
+from common.data.data_spec import DataSplits
 from common.data.tables import Split, Table
 from common.detection.data.annotated import AnnotatedImages
 from common.detection.data.box_checks import RawBoxes, check, find_class_ids
@@ -39,7 +39,7 @@ _FIELDS = {
 
 def object_parts(
     splits: Mapping[str, Split], spec: Any, shards: Mapping[str, Any] | None = None
-) -> Parts[AnnotatedImages]:
+) -> DataSplits[AnnotatedImages]:
     """The splits of a table; the first one decides on columns, format and classes. Raises `Refused`.
 
     With `shards`, the images of each split lie there, as `common.shards.Shards`, and there is no
@@ -64,7 +64,7 @@ def object_parts(
             sources.append(reader.read(split, images, headers))
         return sources
 
-    return Parts(tables.part_labels(dict(splits)), read)
+    return DataSplits(tables.part_labels(dict(splits)), read)
 
 
 def find_objects(split: Split, named: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.config.secrets import printable_name
-from common.data.data_spec import Parts
+from common.data.data_spec import DataSplits
 from common.data.tables import Split
 from common.detection.data.annotated import AnnotatedImages
 from common.detection.data.image_headers import header_of
@@ -14,7 +14,7 @@ from common.detection.data.object_tables import BESIDE, find_objects, object_par
 from common.shards import KeptColumns, open_sources
 
 
-def open_parts(spec: Any) -> Parts[AnnotatedImages]:
+def open_parts(spec: Any) -> DataSplits[AnnotatedImages]:
     """The parts of the shards that `spec.data` names. A collective. Raises `Refused`."""
     import datasets
 
