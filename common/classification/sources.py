@@ -21,7 +21,7 @@ from common.data.huggingface import open_table
 from common.data.images import UNREAD_ADVICE, has_image_suffix, is_image_file
 from common.data.notes import Notes
 from common.data.source import Files, Source, encode_paths, refuse_broken
-from common.data.tables import part_labels, read_tables
+from common.data.tables import get_split_labels, read_tables
 from common.errors import Refused
 from common.files import MEDIUM, get_file_sizes, has_run_folders, is_junk, read_text, walk
 
@@ -122,7 +122,8 @@ def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None
     if custom is None and not is_digits and (table := open_table(spec.data)):
         columns = spec.image_column, spec.label_column, spec.min_classes, spec.group_column
         return DataSplits(
-            part_labels(table), lambda names: read_tables([table[name] for name in names], *columns)
+            get_split_labels(table),
+            lambda names: read_tables([table[name] for name in names], *columns),
         )
     spec.refuse_columns()
     if custom is not None:

@@ -164,7 +164,9 @@ def _read_parquet(name: str, stamp: Stamp, shards: ShardList) -> tuple[np.ndarra
     if shards.columns:
         columns = list(shards.columns.find(footer.split, footer.image))
     else:
-        columns = list(tables.find_labels(footer.split, shards.label, footer.image, shards.group))
+        columns = list(
+            tables.find_label_columns(footer.split, shards.label, footer.image, shards.group)
+        )
     if shards.group:
         columns.append(shards.group)
     entries = _list_rows(name, footer)

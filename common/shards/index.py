@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from common.config.secrets import printable_name
 from common.data import tables
-from common.data.csv_files import as_numbers
+from common.data.csv_files import parse_integers
 from common.data.notes import Notes
 from common.data.source import hash_source
 from common.distributed.collectives import all_or_none, gather_objects, is_local_main, node_rank
@@ -205,10 +205,10 @@ def _convert_numbers(cells: pa.Table) -> pa.Table:
     """The labels of tars, which are texts: as numbers, if all of them are."""
     column = cells.column(0).combine_chunks()
     if tables.is_list(column.type):
-        values = as_numbers(column.flatten().cast(pa.string()))
+        values = parse_integers(column.flatten().cast(pa.string()))
         labels = pa.ListArray.from_arrays(column.offsets, values)
     else:
-        labels = as_numbers(column.cast(pa.string()))
+        labels = parse_integers(column.cast(pa.string()))
     return cells.set_column(0, cells.column_names[0], labels)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from common.config.secrets import check_secrets, printable_name
 from common.data.data_spec import list_tars
 from common.data.huggingface import HUB_NAME
-from common.data.tables import listed
+from common.data.tables import format_names
 from common.errors import Refused, describe_error, hide
 from common.files import match_files
 
@@ -212,7 +212,7 @@ def list_hub_shards(data: str) -> dict[str, list[str]]:
         names_by_split[str(split)] = names
         suffixes.update(Path(file).suffix or file for file in names)
     if len(suffixes) != 1 or not suffixes <= set(_SUFFIXES):
-        kinds = listed(sorted(suffixes)) or "no files"
+        kinds = format_names(sorted(suffixes)) or "no files"
         raise Refused(
             f"--streaming: --data {data} has {kinds}, not Parquet or tars; leave it out to "
             "download them"

@@ -108,7 +108,7 @@ def read_footer(name: str, stamp: Stamp, image: str) -> Footer:
         raise ValueError(f"two columns are named {repeated[0]}; rename one")
     no_rows = datasets.table.InMemoryTable(schema.empty_table())
     split = tables.Split(printable_name(name), "", datasets.Dataset(no_rows))
-    column = tables.find_image(split, image)
+    column = tables.find_image_column(split, image)
     if not tables.is_bytes(split.kinds[column]):
         raise Refused(f"--image_column {column}: names files; shards have the images themselves")
     leaf = f"{column}.bytes" if pa.types.is_struct(split.kinds[column]) else column
