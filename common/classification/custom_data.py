@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from common.data.data_spec import DataSplits
-from common.data.images import BrokenImage, Content, faults_of_the_file, open_rgb
+from common.data.images import BrokenImage, Content, open_rgb, report_as_broken
 from common.data.source import Columns, Files, encode_paths, hash_source, sample_evenly
 from common.errors import Refused
 from common.files import get_file_sizes
@@ -64,7 +64,7 @@ class Items(Columns):
 
     def content(self, index: int) -> Content:
         row = int(self.rows[index])
-        with faults_of_the_file():
+        with report_as_broken():
             return _checked(self.title, row, self.data[row])[0]
 
     def hash_images(self, key: int) -> np.ndarray:

@@ -64,7 +64,9 @@ class Cache:
             return Picture(torch.from_numpy(rows).permute(2, 0, 1))
         picture = read()
         height, width = shrunk(picture.height, picture.width, self.side)
-        pixels = picture.region(0, 0, picture.height, picture.width, (height, width), "bicubic")
+        pixels = picture.crop_and_resize(
+            0, 0, picture.height, picture.width, (height, width), "bicubic"
+        )
         rows = pixels.permute(1, 2, 0).contiguous().numpy()  # [H, W, 3]
         with suppress(OSError):  # the disk has filled up since: the image is then decoded each time
             if os.pwrite(self._file.fileno(), rows.data, self._place(index)) == rows.nbytes:

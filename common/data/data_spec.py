@@ -16,7 +16,7 @@ import numpy as np
 from common.config.origin import Origin
 from common.data import splits
 from common.data.duplicates import find_copies
-from common.data.images import BrokenImage, has_image_suffix, opened
+from common.data.images import BrokenImage, has_image_suffix, open_image
 from common.data.notes import Notes
 from common.data.source import (
     Files,
@@ -379,7 +379,7 @@ def _describe_counts(source) -> str:
 def _find_transparent(source) -> str:
     """The name of an image with transparent pixels, of a few that are opened; "" if none has any."""
     for index in sample_evenly(len(source)):
-        with suppress(BrokenImage), opened(source.content(index)) as image:
+        with suppress(BrokenImage), open_image(source.content(index)) as image:
             # A header tells most images without transparency; the pixels of the others are decoded.
             if not image.has_transparency_data:
                 continue

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from PIL import Image
 
-from common.data.images import BrokenImage, Content, open_rgb, opened
+from common.data.images import BrokenImage, Content, open_image, open_rgb
 from common.data.splits import hash_paths
 from common.data.stream import Blocks
 from common.errors import Refused, make_printable
@@ -200,7 +200,7 @@ def refuse_broken(data: str, source: Source, max_broken_share: float) -> None:
     reasons = []
     for index in indices:
         try:
-            with opened(source.content(index)):
+            with open_image(source.content(index)):
                 return
         except BrokenImage as error:
             reasons.append(f"{source.name(index)}: {error}")

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from common.data.cache import Cache, EvalCache, open_cache
-from common.data.decoding import Picture, resized
+from common.data.decoding import Picture, resize
 from common.data.images import BrokenImage
 from common.data.loader import DeviceBatch, prefetch_images
 from common.data.notes import Notes
@@ -254,7 +254,7 @@ class TrainDataset(Dataset):
         """The sample, decoded whole, and ""; or an empty scene of its size, and the reason."""
         try:
             sample = self.source.sample(index, position, self.cache)
-            return sample._replace(image=Picture(sample.image.whole())), ""
+            return sample._replace(image=Picture(sample.image.decode())), ""
         except BrokenImage as error:
             width, height = self.source.sizes[index].tolist()
             none = np.zeros((0, height, width), np.uint8) if self.source.has_masks else None
@@ -320,7 +320,7 @@ class EvalDataset(Dataset):
 
     def _decode(self, index: int, size: tuple[int, int]) -> torch.Tensor:
         """uint8[3, *size]. Raises `BrokenImage`."""
-        return resized(self.source.picture(index).whole(), size, "bilinear")
+        return resize(self.source.picture(index).decode(), size, "bilinear")
 
     def _sizes(self, indices: np.ndarray) -> np.ndarray:
         """int64[n, 2]: width and height of these images on their canvas."""

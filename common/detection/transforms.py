@@ -10,7 +10,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from common.config.fields import whole_numbers
-from common.data.decoding import pixels_of
+from common.data.decoding import pil_to_tensor
 from common.detection.data.annotated import Sample
 from common.detection.samples import (
     FIRST,
@@ -169,7 +169,7 @@ class BoxAugmentation:
             # Pillow stays in 8 bits, in 0.6 of the time.
             image = Image.fromarray(shown.image.permute(1, 2, 0).numpy())
             shown = shown._replace(
-                image=pixels_of(v2.RandomPhotometricDistort(p=self.photometric)(image))
+                image=pil_to_tensor(v2.RandomPhotometricDistort(p=self.photometric)(image))
             )
         left, top = low.tolist()
         shown = padded(shown, left, top, width, height, fill)

@@ -36,7 +36,7 @@ class Reads:
 
 def all_of(cache, read: Reads, count: int) -> list[np.ndarray]:
     return [
-        cache.picture(index, lambda index=index: read(index)).whole().numpy()
+        cache.picture(index, lambda index=index: read(index)).decode().numpy()
         for index in range(count)
     ]
 
@@ -60,7 +60,7 @@ def test_a_small_image_stays_as_it_is_and_fits_its_slot() -> None:
     images = [photograph(0, 23, 25), *(photograph(seed, 24, 24) for seed in (1, 2, 3))]
     for _ in range(2):
         for index, image in enumerate(images):
-            kept = cache.picture(index, lambda image=image: Picture(image)).whole()
+            kept = cache.picture(index, lambda image=image: Picture(image)).decode()
             assert np.array_equal(kept, np.asarray(image).transpose(2, 0, 1))
     for height, width in ((24, 24), (1, 577), (5_000, 2), (1, 89_000_000), (375, 500)):
         h, w = shrunk(height, width, 24)

@@ -48,7 +48,7 @@ def test_pixels_agree_with_those_of_the_slow_way(
     width, height, box, size, most, mean, filter
 ) -> None:
     data = jpeg(width, height)
-    seen = Picture(data).region(*box, size, filter.name.lower())
+    seen = Picture(data).crop_and_resize(*box, size, filter.name.lower())
     assert seen.dtype == torch.uint8 and seen.shape == (3, *size)
     off = np.abs(seen.numpy().astype(int) - reference(data, box, size, filter))
     assert off.max() <= most and off.mean() <= mean
@@ -63,7 +63,8 @@ def test_a_turned_photograph_is_upright() -> None:
             box = (8, 16, upright.height - 16, upright.width - 32)
             wanted = reference(data, box, (24, 24), Image.Resampling.BILINEAR)
             assert (
-                np.abs(picture.region(*box, (24, 24), "bilinear").numpy() - wanted).mean() < 1.5
+                np.abs(picture.crop_and_resize(*box, (24, 24), "bilinear").numpy() - wanted).mean()
+                < 1.5
             ), orientation
 
 
@@ -116,7 +117,7 @@ def test_all_readers_agree_on_the_orientation(name: str, data: bytes, tmp_path: 
     evaluated, trained = pixels(file), Picture(data)
     assert evaluated.shape == (trained.height, trained.width, 3) == (64, 48, 3)
     if not data.startswith(b"\xff\xd8"):  # no JPEG, whose colours depend on what is beside
-        part = trained.region(5, 7, 20, 30, (20, 30), "bilinear")
+        part = trained.crop_and_resize(5, 7, 20, 30, (20, 30), "bilinear")
         assert np.array_equal(part.permute(1, 2, 0), evaluated[5:25, 7:37])
     upright = CHINA.resize((64, 48)).transpose(Image.Transpose.ROTATE_270)
     assert np.abs(evaluated.astype(int) - np.asarray(upright)).mean() < 12
@@ -128,7 +129,7 @@ def test_a_large_photograph_is_never_decoded_whole(monkeypatch: pytest.MonkeyPat
     decode = MagicMock(wraps=decode_jpeg)
     monkeypatch.setattr(decoding, "decode_jpeg", decode)
     for side, decoded in ((895, 895), (896, 448), (1791, 896), (1792, 448), (3584, 448)):
-        Picture(jpeg(side, side)).region(0, 0, side, side, (224, 224), "bilinear")
+        Picture(jpeg(side, side)).crop_and_resize(0, 0, side, side, (224, 224), "bilinear")
         assert (
             decode.call_args.kwargs["min_height"] == decode.call_args.kwargs["min_width"] == decoded
         )
@@ -139,7 +140,7 @@ def test_libjpeg_reduces_the_same_for_both_decoders() -> None:
         data = jpeg(899, 601, **options)
         for reduction in (1, *decoding.REDUCTIONS):
             size = (-(-601 // reduction), -(-899 // reduction))
-            part = Picture(data).part(reduction, 0, 0, *size)
+            part = Picture(data).decode_crop(reduction, 0, 0, *size)
             slow = np.asarray(open_rgb(data, reduction=reduction)).transpose(2, 0, 1)
             assert part.shape[1:] == size and np.array_equal(part, slow)
 
@@ -160,7 +161,7 @@ def test_a_damaged_file_is_broken_for_both_for_the_same_reason() -> None:
         data[:place] + bytes([data[place] ^ bits]) + data[place + 1 :] for place, bits in flipped
     ]
     for damaged in [*(data[:end] for end in range(0, len(data), 7)), *flips]:
-        quick = outcome(lambda data: Picture(data).whole().numpy(), damaged)
+        quick = outcome(lambda data: Picture(data).decode().numpy(), damaged)
         slow = outcome(lambda data: np.asarray(open_rgb(data)).transpose(2, 0, 1), damaged)
         assert type(quick) is type(slow) and (isinstance(quick, str) or np.array_equal(quick, slow))
         assert len(damaged) == len(data) or (quick == slow and isinstance(quick, str)), (

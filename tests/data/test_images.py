@@ -28,7 +28,7 @@ def pixels(source) -> np.ndarray:
     """As evaluation and training show them."""
     image = open_rgb(source)
     assert image.mode == "RGB"
-    assert np.array_equal(Picture(source).whole().permute(1, 2, 0), image)
+    assert np.array_equal(Picture(source).decode().permute(1, 2, 0), image)
     return np.asarray(image)
 
 

@@ -115,7 +115,7 @@ class Annotated(ImageList):
 
     def image(self, index: int) -> Image.Image:
         """The image, RGB and upright, of `sizes[index]`. Raises `images.BrokenImage`."""
-        return Image.fromarray(self.picture(index).whole().permute(1, 2, 0).numpy())
+        return Image.fromarray(self.picture(index).decode().permute(1, 2, 0).numpy())
 
     def picture(self, index: int) -> Picture:
         """The same image, decoded only where it is used. Raises `images.BrokenImage`."""
