@@ -168,7 +168,7 @@ class TrainDataset(Dataset):
 
     def _picture(self, index: int) -> Picture:
         read = lambda: Picture(self.source.content(index))  # noqa: E731
-        return self.cache.picture(index, read) if self.cache else read()
+        return self.cache.get(index, read) if self.cache else read()
 
 
 class EvalDataset(Dataset):

@@ -29,7 +29,7 @@ from common.config.fields import fields_with
 from common.config.origin import Origin, by_name
 from common.config.parsing import identity, short_hash, weight_fields
 from common.data import splits
-from common.data.loader import evaluation_loader
+from common.data.loader import create_eval_loader
 from common.data.source import Source
 from common.distributed.collectives import all_or_none, is_main
 from common.durable import make_folder, remove, replace_folder, sync_folder
@@ -59,7 +59,7 @@ def load_weights(model: nn.Module, origin: Origin) -> None:
 
 def build_batches(config: Any, dataset: Any, accelerator: Accelerator) -> EvalBatches:
     """This rank's share of all images of an `EvalDataset`."""
-    loader = evaluation_loader(dataset, config.max_micro_batch_size, config.workers)
+    loader = create_eval_loader(dataset, config.max_micro_batch_size, config.workers)
     return EvalBatches(loader, dataset.normalize, accelerator)
 
 

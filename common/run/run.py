@@ -24,7 +24,7 @@ from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
 from common.data.cache import EvalCache
 from common.data.data_spec import is_fingerprint, join_fingerprints
-from common.data.loader import DeviceBatch, evaluation_loader
+from common.data.loader import DeviceBatch, create_eval_loader
 from common.distributed import determinism, devices, sharding, watchdog
 from common.distributed.collectives import (
     all_or_none,
@@ -179,7 +179,7 @@ class Run:
             # is made again.
             self._save_alone(ending.is_evaluating and self._shutdown.is_left())
         # Else torch would raise for one that dies, also between the lines of what follows.
-        data_workers.end()
+        data_workers.stop_workers()
         watchdog.stop()  # from here on only the main process has long work: pictures, the dashboard
         stopped = error is None and self.step < self.last
         leavers: list[int] = []
@@ -295,7 +295,7 @@ class Run:
         )
         self._val_set = val_set
         val_set.cache = EvalCache(local_world_size())
-        self._loader = evaluation_loader(
+        self._loader = create_eval_loader(
             val_set, self.plan.max_micro_batch_size, self.config.workers
         )
         model.train()

@@ -53,7 +53,7 @@ def build_start_table(
     rows |= trial
     if config.dry_run and is_main():
         watchdog.note("looking for duplicates")
-        rows |= duplicates.rows(train, val)
+        rows |= duplicates.describe_duplicates(train, val)
     return {name: value for name, value in rows.items() if value}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from common.data.batch_plan import BatchPlan
-from common.data.loader import DeviceBatch, Prefetcher, training_loader
+from common.data.loader import DeviceBatch, Prefetcher, create_train_loader
 from common.data.stream import Stream
 from common.distributed import devices
 from common.distributed.collectives import rank
@@ -276,7 +276,7 @@ class TrainingStep:
         self._optimizers = optimizers
         self._seed = seed
         dataset = cast(Dataset, self.samples)
-        loader = training_loader(dataset, plan, steps[0], steps[1], workers)
+        loader = create_train_loader(dataset, plan, steps[0], steps[1], workers)
         self._prefetcher = Prefetcher(loader, self._device)
         # Once: to find them takes longer than to clip them.
         self._parameters = list(self.model.parameters())
@@ -339,7 +339,7 @@ class TrainingStep:
         positions = _concat(self._positions)
         self._losses = []
         self._positions = []
-        data_wait, broken = self._prefetcher.take()
+        data_wait, broken = self._prefetcher.pop_stats()
         return StepOutcome(losses, positions, data_wait, broken)
 
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from common.data import cache as cache_module
-from common.data.cache import open_cache, shrunk
+from common.data.cache import downscale_size, open_cache
 from common.data.decoding import Picture
 from common.distributed.collectives import barrier, rank
 from common.errors import Refused
@@ -36,8 +36,7 @@ class Reads:
 
 def all_of(cache, read: Reads, count: int) -> list[np.ndarray]:
     return [
-        cache.picture(index, lambda index=index: read(index)).decode().numpy()
-        for index in range(count)
+        cache.get(index, lambda index=index: read(index)).decode().numpy() for index in range(count)
     ]
 
 
@@ -48,7 +47,7 @@ def test_an_image_is_read_once_and_stays_the_same(in_folder: bool, tmp_path: Pat
     first, again = all_of(cache, read, 9), all_of(cache, read, 9)
     assert read.count == 9 and all(map(np.array_equal, first, again))
     assert [each.shape for each in first] == [
-        (3, *shrunk(50 - index, 20 + index, 24)) for index in range(9)
+        (3, *downscale_size(50 - index, 20 + index, 24)) for index in range(9)
     ]
     # The file has no name: nothing is left behind, whatever happens.
     assert not list(tmp_path.iterdir())
@@ -60,10 +59,10 @@ def test_a_small_image_stays_as_it_is_and_fits_its_slot() -> None:
     images = [photograph(0, 23, 25), *(photograph(seed, 24, 24) for seed in (1, 2, 3))]
     for _ in range(2):
         for index, image in enumerate(images):
-            kept = cache.picture(index, lambda image=image: Picture(image)).decode()
+            kept = cache.get(index, lambda image=image: Picture(image)).decode()
             assert np.array_equal(kept, np.asarray(image).transpose(2, 0, 1))
     for height, width in ((24, 24), (1, 577), (5_000, 2), (1, 89_000_000), (375, 500)):
-        h, w = shrunk(height, width, 24)
+        h, w = downscale_size(height, width, 24)
         assert h >= 1 and w >= 1 and h * w <= 576
         assert (h, w) == (height, width) or h * w > 480 or min(height, width) < 24
 

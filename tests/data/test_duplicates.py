@@ -35,7 +35,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def told(folder: Path) -> dict[str, str]:
-    return duplicates.rows(*sources.load(sources.Spec(str(folder), seed=0, val_share=0.2)))
+    return duplicates.describe_duplicates(
+        *sources.load(sources.Spec(str(folder), seed=0, val_share=0.2))
+    )
 
 
 def test_copies_and_other_sizes_are_named_by_their_parts(folder: Path) -> None:
@@ -54,7 +56,7 @@ def test_copies_and_other_sizes_are_named_by_their_parts(folder: Path) -> None:
 
 
 def test_a_limit_on_the_images_that_are_read_is_said(folder: Path, monkeypatch) -> None:
-    monkeypatch.setattr(duplicates, "LIMIT", 10)
+    monkeypatch.setattr(duplicates, "MAX_THUMBNAILS", 10)
     assert told(folder)["duplicates"] == "none (of 10 of 20 images, which were looked at)"
 
 

@@ -13,7 +13,7 @@ from common.data.batch_plan import BatchPlan
 from common.data.cache import open_cache
 from common.data.decoding import Picture, pil_to_tensor
 from common.data.images import BrokenImage, open_rgb
-from common.data.loader import Prefetcher, training_loader
+from common.data.loader import Prefetcher, create_train_loader
 from common.data.stream import Stream
 from common.detection.batches import EvalDataset, TrainDataset
 from common.detection.data import scenes
@@ -82,8 +82,10 @@ def samples_of(data, cache=None) -> TrainDataset:
 
 def batches(samples) -> list:
     """The batches of four steps on the CPU, and what was broken in them."""
-    feed = Prefetcher(training_loader(samples, BatchPlan(8, 1, 8), 0, 4, 0), torch.device("cpu"))
-    return [*[next(feed) for _ in range(4)], feed.take()[1]]
+    feed = Prefetcher(
+        create_train_loader(samples, BatchPlan(8, 1, 8), 0, 4, 0), torch.device("cpu")
+    )
+    return [*[next(feed) for _ in range(4)], feed.pop_stats()[1]]
 
 
 def pixels_off(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

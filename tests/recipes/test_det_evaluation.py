@@ -21,7 +21,7 @@ from PIL import Image
 from common.config.fields import fields_with
 from common.config.origin import made_by
 from common.config.parsing import identity, parse
-from common.data.loader import evaluation_loader
+from common.data.loader import create_eval_loader
 from common.detection.data import sources
 from common.detection.evaluation.metrics import Detections
 from common.detection.export import describe, export
@@ -113,7 +113,7 @@ class Case:
 
     def evaluate(self, most: int) -> tuple[dict, Detections]:
         dataset = recipe.EvalDataset(self.val, self.transforms)
-        loader = evaluation_loader(dataset, most, self.config.workers)
+        loader = create_eval_loader(dataset, most, self.config.workers)
         accelerator = SimpleNamespace(device=torch.device("cpu"), autocast=contextlib.nullcontext)
         self.model.eval()
         evaluation = recipe.evaluate(

@@ -26,7 +26,7 @@ from PIL import Image
 
 from common.classification.sources import Spec, load
 from common.data import workers as loader_workers
-from common.data.loader import Prefetcher, evaluation_loader
+from common.data.loader import Prefetcher, create_eval_loader
 from common.data.stream import Blocks, Stream
 from common.detection.data.sources import Spec as BoxSpec
 from common.detection.data.sources import load as load_boxes
@@ -571,7 +571,7 @@ class Changed:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_shard_that_changes_ends_the_run_in_one_line(workers, monkeypatch):
-    batches = evaluation_loader(Changed(), 4, workers)
+    batches = create_eval_loader(Changed(), 4, workers)
     for wait in (
         lambda: next(iter(batches)),
         lambda: next(Prefetcher(batches, torch.device("cpu"))),
@@ -582,7 +582,7 @@ def test_a_shard_that_changes_ends_the_run_in_one_line(workers, monkeypatch):
     children = data_workers()
     # Not those of other tests.
     monkeypatch.setattr(multiprocessing, "active_children", lambda: children)
-    loader_workers.end()  # torch would wait for them
+    loader_workers.stop_workers()  # torch would wait for them
 
 
 def test_a_block_that_is_refused_may_be_read_later():

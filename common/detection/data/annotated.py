@@ -132,7 +132,7 @@ class Annotated(ImageList):
         """The training sample `index` at `position` of the stream. Raises `images.BrokenImage`."""
         rows = slice(self.offsets[index], self.offsets[index + 1])
         read = partial(self.picture, index)
-        picture = cache.picture(index, read) if cache else read()
+        picture = cache.get(index, read) if cache else read()
         masks = decode(self.rles(index), self.sizes[index]) if self.masks else None
         boxes, labels, crowd = (
             column[rows].copy() for column in (self.boxes, self.labels, self.crowd)
