@@ -176,8 +176,10 @@ def _create_file(num_images: int, max_side: int, folder: str) -> BinaryIO:
 
 def open_unnamed_file(folder: str = "") -> BinaryIO:
     """A file that the system frees with the last process that has it open: in memory, or in `folder`."""
-    if folder or sys.platform != "linux":
-        return tempfile.TemporaryFile(dir=folder or None, buffering=0)
+    if folder:
+        return tempfile.TemporaryFile(dir=folder, buffering=0)
+    if sys.platform != "linux":
+        return tempfile.TemporaryFile(buffering=0)
     return open(os.memfd_create("images"), "r+b", buffering=0)
 
 

@@ -78,9 +78,9 @@ class DataSpec:
             if hasattr(config, field.name):
                 values[field.name] = getattr(config, field.name)
         if weights:
-            has_split = bool(weights.config.get("split"))
             values["is_eval_only"] = True
-            values["is_training_data"] = weights.trained_on(config.data) and not has_split
+            if not weights.config.get("split"):
+                values["is_training_data"] = weights.trained_on(config.data)
         return cls(**(values | options))
 
     def is_sharded(self) -> bool:

@@ -34,7 +34,7 @@ def find_copies(*sources: Any) -> np.ndarray:
     size, unless these are many. Images in shards are all different.
     """
     indices = np.arange(sum(len(source) for source in sources))
-    listings = [source.listing() for source in sources]
+    listings = [source.list_files() for source in sources]
     if None in listings:
         return indices
     first_copies = indices.copy()
@@ -104,7 +104,7 @@ def describe_duplicates(train: Any, val: Any) -> dict[str, str]:
             pairs.append((first_item, item))
     pairs.sort()
 
-    text = _describe_pairs(sources, pairs) or "none"
+    text = _describe_pairs(sources, pairs)
     if len(thumbnails) < len(items):
         text += f" (of {len(thumbnails):,} of {len(items):,} images, which were looked at)"
     rows = {"duplicates": text}
@@ -156,7 +156,7 @@ def _describe_pairs(sources: tuple[Any, Any], pairs: list[tuple[_Item, _Item]]) 
         if len(related) > _MAX_NAMED_PAIRS:
             names.append("...")
         texts.append(f"{len(related):,} {relation} ({', '.join(names)})")
-    return ", ".join(texts)
+    return ", ".join(texts) if texts else "none"
 
 
 def _describe_errors(errors: dict[_Item, str]) -> str:

@@ -35,7 +35,7 @@ def open_table(data: str, *, has_metadata: bool = False) -> dict[str, Split] | N
     except (Refused, PermissionError):
         raise
     except Exception as error:  # `datasets` and the formats below it raise almost anything
-        cause = error.__cause__ or error
+        cause = error if error.__cause__ is None else error.__cause__
         reason = " ".join(f"{type(cause).__name__}: {cause}".split())
         hint = nearest_path(Path(data))
         raise Refused(

@@ -60,9 +60,8 @@ except ImportError:
         lambda prefix: prefix[4:10] in (b"ftyphe", b"ftypmi", b"ftypms"),
     )
 _FORMATS = tuple(name for name in Image.ID if name not in _EXCLUDED_FORMATS)
-SUFFIXES = frozenset(
-    suffix for suffix, name in Image.registered_extensions().items() if name in _FORMATS
-)
+_FORMAT_BY_SUFFIX = Image.registered_extensions()
+SUFFIXES = frozenset(name for name in _FORMAT_BY_SUFFIX if _FORMAT_BY_SUFFIX[name] in _FORMATS)
 
 # Errors caused by the file. Others (too many open files, a failing disk) are the machine's: they
 # stop the run, since replacing the image would make the samples depend on the machine.

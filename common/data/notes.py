@@ -61,11 +61,10 @@ class Notes:
 
         Raises `Refused` if more than half of them are left out, with the likely `cause` and the way out.
         """
-        left_out = [
-            f"{note.num_items:,} ({reason}), first {note.first}"
-            for reason, note in self.left_out.items()
-        ]
-        summary = ", ".join(left_out)
+        reasons = []
+        for reason, note in self.left_out.items():
+            reasons.append(f"{note.num_items:,} ({reason}), first {note.first}")
+        summary = ", ".join(reasons)
         if self.num_left_out > _MAX_LEFT_OUT * total:
             advice = f"; {cause}" if cause else ""
             raise Refused(
@@ -73,7 +72,7 @@ class Notes:
                 f"{summary}{advice}"
             )
         lines = []
-        if left_out:
+        if reasons:
             lines.append(f"{total:,} {self.unit}, left out: {summary}")
         for change, note in self.changed.items():
             lines.append(

@@ -74,7 +74,7 @@ class ImageList(Protocol):
         """These images will be asked for soon."""
         return
 
-    def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
+    def list_files(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
         """Paths of the images and sizes int64[N] in bytes; None if these are unknown.
 
         The paths are None if the data have the images' bytes.
@@ -161,7 +161,7 @@ class Files(Columns):
     def content(self, index: int) -> str:
         return join_path(self.root, self.paths, index)
 
-    def listing(self) -> tuple[pa.LargeBinaryArray, np.ndarray]:
+    def list_files(self) -> tuple[pa.LargeBinaryArray, np.ndarray]:
         root = pa.scalar(os.fsencode(os.path.join(self.root, "")), pa.large_binary())
         separator = pa.scalar(b"", pa.large_binary())
         return pc.binary_join_element_wise(root, self.paths, separator), self.sizes

@@ -24,10 +24,10 @@ _SPELLINGS = {
 }
 _PREFIX = r"((images?|imgs?|data|dataset|seg)[ _-]+)?"
 _SUFFIX = r"([ _-]*(set|split|part|data|images?|imgs?|samples))?[ _-]*[0-9]*"
-_KIND_PATTERNS = {
-    kind: re.compile(f"{_PREFIX}({spelling}){_SUFFIX}", re.IGNORECASE)
-    for kind, spelling in _SPELLINGS.items()
-}
+_KIND_PATTERNS = {}
+for _kind, _spelling in _SPELLINGS.items():
+    _pattern = f"{_PREFIX}({_spelling}){_SUFFIX}"
+    _KIND_PATTERNS[_kind] = re.compile(_pattern, re.IGNORECASE)
 
 # Sides of a subset.
 WHOLE = "whole"
@@ -61,7 +61,7 @@ def group_by_split(names: Sequence[str]) -> dict[str, list[str]]:
     depth = _count_common_folders(paths)
     names_by_kind: dict[str, list[str]] = {}
     for name, path in zip(names, paths, strict=True):
-        kind = _find_kind_in_path(path[depth:]) or "train"
+        kind = _find_kind_in_path(path[depth:])
         names_by_kind.setdefault(kind, []).append(name)
     if len(names_by_kind) == 1:
         return {"train": list(names)}
@@ -84,13 +84,13 @@ def _count_common_folders(paths: Sequence[Sequence[str]]) -> int:
 
 
 def _find_kind_in_path(path: Sequence[str]) -> str:
-    """The kind of split that a word of `path` names, its file name first; "" if there is none."""
+    """The kind of split that a word of `path` names, its file name first; train if there is none."""
     for name in reversed(path):
         for word in re.split("[^a-zA-Z]+", name):
             kind = get_split_kind(word)
             if kind:
                 return kind
-    return ""
+    return "train"
 
 
 def choose_subsets(data: str, labels: Mapping[str, str], split: str) -> tuple[Subset, Subset]:
@@ -110,10 +110,8 @@ def choose_subsets(data: str, labels: Mapping[str, str], split: str) -> tuple[Su
         advice = "rename one to train, or give a folder or file alone"
         raise Refused(f"--data {data}: no part to train on, only {', '.join(labels)}; {advice}")
     if eval_name:
-        is_in_train = (
-            get_split_kind(train_name) == "trainval" and get_split_kind(eval_name) == "val"
-        )
-        if not is_in_train:
+        kinds = (get_split_kind(train_name), get_split_kind(eval_name))
+        if kinds != ("trainval", "val"):
             return Subset(train_name), Subset(eval_name)
     return Subset(train_name, TRAIN_SIDE), Subset(train_name, HELD_OUT)
 
@@ -283,7 +281,7 @@ def _find_split(data: str, labels: Mapping[str, str], split: str) -> str | None:
     same_names = [name for name in labels if name.casefold() == split.casefold()]
     if len(same_names) == 1:
         return same_names[0]
-    kind = get_split_kind(split or "val")
+    kind = get_split_kind(split) if split else "val"
     name = _find_only_split(data, labels, [kind]) if kind else None
     if name is None and kind != "val":
         raise Refused(

@@ -40,7 +40,7 @@ def permute(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
     while len(remaining):
         left: np.ndarray = x // _U64(b)
         right: np.ndarray = x % _U64(b)
-        for i, key in enumerate(_round_keys(seed, epoch)):
+        for i, key in enumerate(_derive_round_keys(seed, epoch)):
             if i % 2:
                 right = (right + mix(left, key) % _U64(b)) % _U64(b)
             else:
@@ -62,7 +62,7 @@ def _permute_block(block: int, size: int, seed: int, epoch: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=16)
-def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
+def _derive_round_keys(seed: int, epoch: int) -> tuple[int, ...]:
     return tuple(key_of("permutation", seed, epoch, i) for i in range(_NUM_ROUNDS))
 
 

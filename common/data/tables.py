@@ -5,7 +5,7 @@ The columns of images and labels are found by their types, and classes are read 
 
 import glob
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -133,13 +133,14 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return kind in (pa.string(), pa.large_string())
 
 
 def is_bytes(kind: pa.DataType) -> bool:
     """True if cells are bytes, or bytes beside a path."""
-    is_pair = pa.types.is_struct(kind) and {"bytes", "path"} <= set(kind.names)
-    return is_pair or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    if pa.types.is_struct(kind):
+        return {"bytes", "path"} <= set(kind.names)
+    return kind in (pa.binary(), pa.large_binary())
 
 
 def format_names(names: Iterable[str]) -> str:
@@ -163,7 +164,12 @@ def find_image_column(split: Split, requested: str) -> str:
     texts = [name for name, kind in split.kinds.items() if is_text(kind)]
     # Ids, as of Kaggle.
     integers = [name for name, kind in split.kinds.items() if pa.types.is_integer(kind)]
-    likely = images or binary or [name for name in texts if name in split.file_columns]
+    if images:
+        likely = images
+    elif binary:
+        likely = binary
+    else:
+        likely = [name for name in texts if name in split.file_columns]
     possible = images + binary + texts + integers
     return _choose_column(split, "image", requested, likely, possible, split.kinds)
 
@@ -192,7 +198,11 @@ def find_label_columns(split: Split, requested: str, *used: str) -> tuple[str, .
             ids.append(name)
         elif pa.types.is_boolean(inner) or pa.types.is_floating(inner):
             others.append(name)
-    likely = class_labels or [name for name in ids if name not in split.file_columns] or others
+    likely = class_labels
+    if not likely:
+        likely = [name for name in ids if name not in split.file_columns]
+    if not likely:
+        likely = others
     return (_choose_column(split, "label", requested, likely, ids + others, kinds),)
 
 
@@ -272,7 +282,7 @@ class Table(Columns):
         names = None if paths is None else paths.take(self.rows)
         return hash_source(self.classes, self.labels, self.sizes, names)
 
-    def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray]:
+    def list_files(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray]:
         contents, paths = read_contents(self.column)
         if contents is not None:
             return None, _measure_bytes(contents)[self.rows].astype(np.int64)
@@ -402,9 +412,14 @@ def _read_file_sizes(column: "datasets.Dataset", folder: str) -> np.ndarray | No
     contents, paths = read_contents(column)
     if contents is not None:
         return None
-    names = (name for chunk in paths.chunks for name in chunk.to_pylist())
-    files = (os.path.join(folder, name) if name else "" for name in names)
-    return np.array(get_file_sizes(files), np.int64)
+    return np.array(get_file_sizes(_iterate_files(paths, folder)), np.int64)
+
+
+def _iterate_files(paths: pa.ChunkedArray, folder: str) -> Iterator[str]:
+    """The file of each path; "" for a row without one."""
+    for chunk in paths.chunks:  # never a list of all paths
+        for path in chunk.to_pylist():
+            yield os.path.join(folder, path) if path else ""
 
 
 def _find_null(cells: pa.Array) -> int:

@@ -77,7 +77,9 @@ def _can_decode(page: tifffile.TiffPage) -> bool:
     max_bands = 6 if page.photometric == _RGB else 1
     if page.samplesperpixel > max_bands or str(page.dtype)[0] not in "uif":
         return False
-    return page.compression == _RAW and page.size <= 3 * MAX_PIXELS
+    if page.compression != _RAW:
+        return False
+    return page.size <= 3 * MAX_PIXELS
 
 
 def _decode(page: tifffile.TiffPage) -> Image.Image:

@@ -212,8 +212,8 @@ class AnnotatedImages(Annotated):
     def select(self, rows: np.ndarray) -> Self:
         return replace(super().select(rows), images=self.images.select(rows))
 
-    def listing(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
-        listing = self.images.listing()
+    def list_files(self) -> tuple[pa.LargeBinaryArray | None, np.ndarray] | None:
+        listing = self.images.list_files()
         return listing and (listing[0], self.byte_counts)
 
     def hash_images(self, key: int) -> np.ndarray:
