@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from common.classification.custom_data import CustomDataset, open_custom
 from common.config.origin import Origin
-from common.config.parsing import nearest, nearest_path
+from common.config.parsing import suggest_names, suggest_path
 from common.data import data_spec, splits
 from common.data.data_spec import DataSpec, DataSplits, LoadedSplits
 from common.data.digits import load_digits
@@ -136,7 +136,7 @@ def _open(spec: Spec, custom: CustomDataset | Mapping[str, CustomDataset] | None
         raise Refused(
             f"--data {spec.data}: {found}; expected digits, an image folder with one subfolder "
             "per class, a save_to_disk folder, parquet, CSV, or a Hugging Face name such as "
-            f"owner/name{nearest_path(root)}"
+            f"owner/name{suggest_path(root)}"
         )
     folders = _part_folders(root)
     runs = sorted(path.name for path in root.iterdir() if path.is_dir() and has_run_folders(path))
@@ -182,7 +182,7 @@ def _read_folders(folders: Sequence[Path], min_classes: int) -> list[Files]:
             _refuse_heap(folder, first / classes[0])
         if unknown:
             name = names[unknown[0]]
-            advice = f"add it there{nearest(name, classes)}"
+            advice = f"add it there{suggest_names(name, classes)}"
             raise Refused(f"{folder / name}: a class that {first} does not have; {advice}")
         source = _scan(folder, [names.get(name, name) for name in folder_by_class], classes)
         if not len(source):

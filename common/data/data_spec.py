@@ -330,7 +330,7 @@ def match_classes(
     know.
     """
     source: Any = val
-    ids = weights.places(source.classes, data, aliases or {})
+    ids = weights.get_class_ids(source.classes, data, aliases or {})
     names = tuple(weights.classes or source.classes)
     model_classes = ModelClasses(names, tuple(ids))
     return replace(source, classes=names), replace(source, model_classes=model_classes)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from common.config.parsing import nearest_path
+from common.config.parsing import suggest_path
 from common.data.csv_files import read_csv, trim
 from common.data.splits import get_split_kind, group_by_split
 from common.data.tables import Split, is_text
@@ -37,7 +37,7 @@ def open_table(data: str, *, has_metadata: bool = False) -> dict[str, Split] | N
     except Exception as error:  # `datasets` and the formats below it raise almost anything
         cause = error if error.__cause__ is None else error.__cause__
         reason = " ".join(f"{type(cause).__name__}: {cause}".split())
-        hint = nearest_path(Path(data))
+        hint = suggest_path(Path(data))
         raise Refused(
             f"--data {data}: can't be read as a Hugging Face data set: {reason}{hint}"
         ) from error

@@ -102,9 +102,9 @@ class Records:
         folder = self._folder
         config = self._config
         assert folder, "only the main process opens them"
-        configuration.save(config, self._path / "config.yaml")
+        configuration.save_config(config, self._path / "config.yaml")
         folder.write("environment.json", facts)
-        recipe_source.keep(recipe_source.read(config), self._path)
+        recipe_source.save_source(recipe_source.read_source(config), self._path)
         if not (self._path / "split.csv").exists():
             write_csv(self._path / "split.csv", _list_images(splits))
         rows = folder.rewind(self.progress.step)

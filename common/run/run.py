@@ -19,7 +19,7 @@ import torch
 
 from common.checkpoints.state import TrainingState
 from common.config import recipe_source
-from common.config.parsing import identity, read_weights, short_hash
+from common.config.parsing import compute_short_hash, get_identity, read_eval_origin
 from common.data import workers as data_workers
 from common.data.batch_plan import BatchPlan
 from common.data.cache import EvalCache
@@ -98,7 +98,7 @@ class Run:
         self.device = self.accelerator.device
         self.step = 0
         self.best_step = 0
-        self.weights = read_weights(config) if config.eval_only else None
+        self.weights = read_eval_origin(config) if config.eval_only else None
         if self.weights is not None:
             eval_only.announce(config, self.weights)
             return
@@ -107,7 +107,10 @@ class Run:
                 f"--dtype float64 would be computed in {self.accelerator.mixed_precision}, as the "
                 "launch says: launch with --mixed_precision no, or leave out --dtype"
             )
-        name = config.name or f"{recipe_source.stem(config)}-{short_hash(identity(config))}"
+        name = (
+            config.name
+            or f"{recipe_source.get_recipe_name(config)}-{compute_short_hash(get_identity(config))}"
+        )
         if Path(name).name != name or name == "..":
             raise Refused(
                 f"--name {name}: must be a folder name without slashes; where it lies is "
@@ -373,8 +376,8 @@ class Run:
             and not self.config.name
             and self.config.resume == "auto"
         ):
-            expected = identity(self.config) | {"data": join_fingerprints(train, val)}
-            name = find_run(self.path.parent, recipe_source.stem(self.config), expected)
+            expected = get_identity(self.config) | {"data": join_fingerprints(train, val)}
+            name = find_run(self.path.parent, recipe_source.get_recipe_name(self.config), expected)
         name = broadcast_object(name)
         if name:
             self._shutdown.leave_no_trace()
@@ -426,7 +429,7 @@ class Run:
         """What the run is: its configuration and its data."""
         recorded = read_json(self.path / "environment.json").get("fingerprint", "")
         data = recorded if is_fingerprint(recorded, train, val) else join_fingerprints(train, val)
-        return identity(self.config) | {"data": data}
+        return get_identity(self.config) | {"data": data}
 
     def _resume(
         self,
@@ -446,7 +449,7 @@ class Run:
             total_steps=self.total_steps,
             class_names=train.classes,
             identity=run_identity,
-            recipe=recipe_source.read(self.config),
+            recipe=recipe_source.read_source(self.config),
             export=export,
         )
         self._ending.last = last or self.total_steps

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from common.config.parsing import identity
+from common.config.parsing import get_identity
 from common.data import duplicates
 from common.data.batch_plan import BatchPlan
 from common.data.data_spec import describe_data
@@ -78,7 +78,7 @@ def get_sizes(
 
 def _describe_settings(config: Any) -> str:
     """What defines the training, is not at the recipe's default, and has no row of its own."""
-    values = identity(config) | {"patience": config.patience}
+    values = get_identity(config) | {"patience": config.patience}
     for name in "data model batch_norm global_batch_size lr opt schedule".split():
         values.pop(name, None)
     recipe = type(config)

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from common.config.secrets import printable_name
+from common.config.secrets import redact_name
 from common.data import tables
 from common.data.csv_files import parse_integers
 from common.data.notes import Notes
@@ -193,7 +193,7 @@ def _read_labels(
         cells = _convert_numbers(cells)
     rows = datasets.Dataset(datasets.table.InMemoryTable(cells))
     split = tables.Split(
-        printable_name(shards.names[0]), f"and {len(shards.names) - 1:,} more shards", rows
+        redact_name(shards.names[0]), f"and {len(shards.names) - 1:,} more shards", rows
     )
     groups = tables.read_groups(split, shards.group)
     columns = tuple(name for name in cells.column_names if name != shards.group)

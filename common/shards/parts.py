@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from common.config.secrets import printable_name
+from common.config.secrets import redact_name
 from common.data.data_spec import DataSplits, get_split_names
 from common.data.splits import group_by_split
 from common.data.stream import Blocks
@@ -34,7 +34,7 @@ def open_parts(spec: Any) -> DataSplits[Shards]:
     }
     min_classes = 1 if first.multi_label else spec.min_classes
     if len(first.classes) < min_classes:
-        shown = printable_name(spec.data)
+        shown = redact_name(spec.data)
         raise Refused(
             f"--data {shown}: only the class {first.classes[0]} in its labels; needs "
             f"{min_classes} or more"

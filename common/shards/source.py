@@ -9,7 +9,7 @@ from typing import Self
 
 import numpy as np
 
-from common.config.secrets import printable_name
+from common.config.secrets import redact_name
 from common.data.source import Columns
 from common.data.stream import Blocks
 from common.errors import Refused, make_printable
@@ -65,7 +65,7 @@ class Shards(Columns):
 
     def name(self, index: int, is_read: bool = True) -> str:
         start, _, _, head, number = self.entries[index].item()
-        shard = printable_name(self.index.shards.names[number])
+        shard = redact_name(self.index.shards.names[number])
         if not head:
             row_group, row = parquet.split_start(start)
             return f"{shard}: row {row} of row group {row_group}"

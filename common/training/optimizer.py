@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from common.config.fields import OptimizationConfig
-from common.config.parsing import nearest
+from common.config.parsing import suggest_names
 from common.data.stream import Stream
 from common.distributed.collectives import all_sum
 from common.distributed.sharding import (
@@ -67,7 +67,7 @@ def build_optimizer(config: OptimizationConfig, model: nn.Module) -> torch.optim
     name = config.opt.lower()
     supported = timm.optim.list_optimizers(exclude_filters=_UNSUPPORTED)
     if name not in supported:
-        advice = nearest(name, supported)
+        advice = suggest_names(name, supported)
         raise Refused(f"--opt {config.opt}: not an optimizer of timm that fits here{advice}")
     fused_names = _FUSED
     if has_shards(model):

@@ -11,7 +11,7 @@ import pytest
 
 from common.config.fields import option
 from common.config.parsing import parse
-from common.config.secrets import printable_name
+from common.config.secrets import redact_name
 from common.errors import Refused, make_printable
 from common.files import to_json
 from common.shards.names import list_shards
@@ -59,7 +59,7 @@ def environment(monkeypatch) -> None:
 def test_values_are_filled_in_last_and_shown_nowhere(monkeypatch, data, names, shown) -> None:
     found = list_shards(data)
     assert found == [name.replace("SIGNATURE_VALUE", os.environ["SIGNATURE"]) for name in names]
-    assert printable_name(found[0]) == shown
+    assert redact_name(found[0]) == shown
     for text in (
         make_printable(f"could not read {found[0]}"),
         str(Refused(found)),

@@ -17,7 +17,7 @@ import torch
 
 from common.classification.augmentation import ColorJitter, Mixing
 from common.classification.transforms import EvalTransform, TrainingTransform
-from common.config.parsing import identity, parse, short_hash
+from common.config.parsing import compute_short_hash, get_identity, parse
 from common.data.batch_plan import BatchPlan
 from common.data.stream import Stream
 from common.detection.grouping import build_stream
@@ -119,7 +119,7 @@ def plan(config, model) -> None:
             ).all()
         one_line(cls.class_weights, config.class_weights, LABELS, 3)
     one_line(build_optimizer, config, model)
-    assert len(short_hash(identity(config))) == 6
+    assert len(compute_short_hash(get_identity(config))) == 6
 
 
 def flag(field: dataclasses.Field, word: str) -> str:

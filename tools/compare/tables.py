@@ -5,7 +5,7 @@ and classes.
 from collections.abc import Sequence
 from typing import Any
 
-from common.config.recipe_source import FOLDER, difference
+from common.config.recipe_source import FOLDER, diff_sources
 from common.errors import make_printable
 from common.files import MEDIUM, read_text
 from common.run import PastRun
@@ -67,7 +67,7 @@ def configuration(runs: Sequence[PastRun]) -> list[Row]:
 def source_difference(first: PastRun, other: PastRun) -> list[str] | None:
     """Lines that differ in the recipes' source, without comments; None if one of the two has none."""
     sources = [_source(run) for run in (first, other)]
-    return difference(*sources) if all(sources) else None
+    return diff_sources(*sources) if all(sources) else None
 
 
 def results(runs: Sequence[PastRun]) -> list[Row]:

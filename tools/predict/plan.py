@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.config.origin import places_of, some
+from common.config.origin import find_indices, format_names
 from common.durable import make_folder
 from common.errors import Refused, describe_error
 from common.files import MEDIUM, read_text
@@ -126,11 +126,11 @@ def ids_of(
         raise Refused(
             f"--images_of {file}: several files are the same image of it; name each image once"
         )
-    places = places_of(classes, [*categories])
+    places = find_indices(classes, [*categories])
     if unknown := [name for name, place in zip(classes, places, strict=True) if place is None]:
         raise Refused(
-            f"--images_of {file}: has no category {some(unknown)}, which the model knows; it has "
-            f"{some([*categories])}"
+            f"--images_of {file}: has no category {format_names(unknown)}, which the model knows; it has "
+            f"{format_names([*categories])}"
         )
     numbers_of = [*categories.values()]
     found = {

@@ -5,7 +5,7 @@ that lie elsewhere.
 from dataclasses import replace
 from typing import Any
 
-from common.config.secrets import printable_name
+from common.config.secrets import redact_name
 from common.data.data_spec import DataSplits
 from common.data.tables import Split
 from common.detection.data.annotated import AnnotatedImages
@@ -24,7 +24,7 @@ def open_parts(spec: Any) -> DataSplits[AnnotatedImages]:
     splits = {}
     for name, source in images.items():
         rows = datasets.Dataset(datasets.table.InMemoryTable(source.index.rows))
-        splits[name] = Split(printable_name(spec.data), name, rows)
+        splits[name] = Split(redact_name(spec.data), name, rows)
     parts = object_parts(splits, spec, images)
     return replace(parts, labels=labels)
 

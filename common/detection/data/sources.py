@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from common.config.origin import Origin
-from common.config.parsing import nearest_path
+from common.config.parsing import suggest_path
 from common.data import data_spec, splits
 from common.data.data_spec import DataSpec, DataSplits, LoadedSplits
 from common.data.huggingface import open_table
@@ -130,7 +130,7 @@ def _load_folder(spec: Spec) -> tuple[AnnotatedImages, ...]:
         raise Refused(
             f"--data {spec.data}: {describe_unread(path)}; expected digits, a folder with "
             "train.json (COCO), JPEGImages/ (Pascal VOC), or data.yaml or labels/ (YOLO), or a "
-            f"Hugging Face data set with a column of objects{nearest_path(path)}"
+            f"Hugging Face data set with a column of objects{suggest_path(path)}"
         )
     spec.refuse_columns()
     subsets = spec.choose_subsets(folder.labels)
