@@ -7,6 +7,7 @@ The docstring under a field is its help text.
 import dataclasses
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -88,9 +89,11 @@ def get_fields_with(config: Any, key: str) -> list[str]:
 def split_integers(text: str, separator: str) -> tuple[int, ...]:
     """The integers in a text such as "640,672"; an empty tuple for any other text."""
     items = [item.strip() for item in text.split(separator)]
-    if not all(re.fullmatch("[0-9]{1,18}", item) for item in items):
-        return ()
-    return tuple(int(item) for item in items)
+    return tuple(map(int, items)) if _all_match("[0-9]{1,18}", items) else ()
+
+
+def _all_match(pattern: str, items: Iterable[str]) -> bool:
+    return all(re.fullmatch(pattern, item) for item in items)
 
 
 def parse_step_range(text: str) -> tuple[int, int] | None:
@@ -103,7 +106,9 @@ def parse_step_range(text: str) -> tuple[int, int] | None:
         return None
     first = int(match[1])
     last = first if match[2] is None else int(match[2])
-    return (first, last) if 1 <= first <= last else None
+    if not 1 <= first <= last:
+        return None
+    return first, last
 
 
 def _check_path(text: str) -> str:
@@ -141,9 +146,11 @@ def _check_stages(text: str) -> str:
 
 def _check_unfreezing(text: str) -> str:
     epochs = text.split(",") if text else []
-    if not all(re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,9})?", epoch) for epoch in epochs):
+    if not _all_match(r"[0-9]{1,6}(\.[0-9]{1,9})?", epochs):
         return "must be epochs, such as 1 or 1,2,3.5"
-    return "" if epochs == sorted(epochs, key=float) else "must be epochs in ascending order"
+    if epochs != sorted(epochs, key=float):
+        return "must be epochs in ascending order"
+    return ""
 
 
 class SharedFields:

@@ -48,7 +48,7 @@ def print_help(config_class: type, config: Any, program: str, shows_all: bool) -
 
 def _format_flag(name: str, kind: Any, value: Any, description: str) -> str:
     """The lines about a flag: its name and type, and its description with its value."""
-    choices = ",".join(str(choice) for choice in get_args(kind))
+    choices = ",".join(map(str, get_args(kind)))
     if kind is bool:
         flag = f"--{name}, --no_{name}"
     elif choices:

@@ -172,7 +172,7 @@ def _read_checkpoint(path: str, folder: Path, recorded: Sequence[str]) -> Origin
     """The origin of a checkpoint. Raises an error of many types if its record is damaged."""
     record = _read_json(folder / "record.json")
     run = build_run_info({"name": folder.absolute().parent.parent.name} | record, recorded)
-    classes = tuple(str(name) for name in record.get("classes", []))
+    classes = tuple(map(str, record.get("classes", [])))
     num_classes = len(classes) if classes else None
     return Origin(path, True, run, run["config"], classes, num_classes)
 
@@ -184,7 +184,7 @@ def _read_export(path: str, folder: Path) -> Origin:
     config = run["config"] if run else _get_own_settings(content)
     if run and not (isinstance(config, dict) and {"name", "step"} <= run.keys()):
         raise ValueError(f"{RUN_FILE} is not as a run writes it")
-    classes = tuple(str(name) for name in get_class_names(content))
+    classes = tuple(map(str, get_class_names(content)))
     num_classes = len(classes) if classes else content.get("num_classes")
     return Origin(path, "module" in content, run, config, classes, num_classes)
 

@@ -157,16 +157,17 @@ def _check_value(field: dataclasses.Field, value: Any) -> None:
         raise Refused(f"{flag} {value!s:.100}: must be {limit}")
     if isinstance(value, int) and abs(value) > _MAX_INTEGER:
         raise Refused(f"{flag} {value!s:.100}: must be at most {_MAX_INTEGER}")
-    problem = check(value) if check else ""
-    if problem:
-        raise Refused(f"{flag} {value:.100}: {problem}")
+    if check:
+        problem = check(value)
+        if problem:
+            raise Refused(f"{flag} {value:.100}: {problem}")
 
 
 def save_config(config, path: Path) -> None:
     """Write the complete configuration as a file for `--config`, the recipe's own fields first."""
     values_by_field = dataclasses.asdict(config)
     values = {name: values_by_field[name] for name in get_field_names(type(config))}
-    text = "".join(str(value) for value in values.values())
+    text = "".join(map(str, values.values()))
     # YAML keeps the line separators of Unicode only if they are escaped.
     allow_unicode = not re.search("[\x85\u2028\u2029]", text)
     content = yaml.safe_dump(values, sort_keys=False, allow_unicode=allow_unicode)
@@ -343,7 +344,13 @@ def _get_eval_config(
 
     Raises `Refused` if that was a run of another recipe, or if neither the run nor a flag names the data.
     """
-    unknown = [name for name in origin.config if not hasattr(config_class, name)]
+    content = {}
+    unknown = []
+    for name, value in origin.config.items():
+        if hasattr(config_class, name):
+            content[name] = value
+        else:
+            unknown.append(name)
     if origin.run and unknown and _lacks_fields(origin, config_class):
         flags = ", ".join(f"--{name}" for name in unknown[:5])
         recipe = origin.run.get("recipe")
@@ -353,7 +360,6 @@ def _get_eval_config(
             f"--eval_only {origin.path}: its run has flags that {program} does not know ({flags}); "
             f"evaluate it with the recipe that trained it, {recipe}"
         )
-    content = {name: value for name, value in origin.config.items() if name not in unknown}
     run_values = _parse_values(
         content, config_class, f"--eval_only {origin.path}: ", overridden=flag_values
     )

@@ -70,14 +70,14 @@ def hash_files(source: Source) -> dict[str, str]:
     return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in source.items()}
 
 
-def diff_sources(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def diff_sources(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     """A short unified diff of two sources without comments and docstrings; empty if they are equal."""
     # The recipe itself, which may have been renamed.
     main_before = next(iter(before), "")
-    main_now = next(iter(now), "")
-    lines = _diff_files(before, now, main_before, main_now)
-    for name in sorted((before.keys() | now.keys()) - {main_before, main_now}):
-        lines += _diff_files(before, now, name, name)
+    main_after = next(iter(after), "")
+    lines = _diff_files(before, after, main_before, main_after)
+    for name in sorted((before.keys() | after.keys()) - {main_before, main_after}):
+        lines += _diff_files(before, after, name, name)
     if len(lines) > _MAX_LINES:
         num_more = len(lines) - _MAX_LINES
         lines = lines[:_MAX_LINES] + [f"... and {num_more} more lines"]
@@ -85,18 +85,18 @@ def diff_sources(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]
 
 
 def _diff_files(
-    before: Mapping[str, str], now: Mapping[str, str], name_before: str, name_now: str
+    before: Mapping[str, str], after: Mapping[str, str], name_before: str, name_after: str
 ) -> list[str]:
     """The lines in which a file of two sources differs."""
     text_before = before.get(name_before, "")
-    text_now = now.get(name_now, "")
-    if text_before == text_now:
+    text_after = after.get(name_after, "")
+    if text_before == text_after:
         return []
     lines = difflib.unified_diff(
         _strip_comments(text_before).splitlines(),
-        _strip_comments(text_now).splitlines(),
+        _strip_comments(text_after).splitlines(),
         fromfile=f"{name_before} before",
-        tofile=f"{name_now} now",
+        tofile=f"{name_after} now",
         lineterm="",
         n=0,
     )
@@ -112,15 +112,16 @@ def _read_text(file: Path) -> str:
 @functools.cache
 def _find_imports(file: str, folder: Path) -> list[str]:
     """Files in `folder` that `file` imports, except `common`."""
-    modules = set()
+    modules: set[str] = set()
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
         for node in ast.walk(ast.parse(_read_text(folder / file))):
             if isinstance(node, ast.Import):
-                modules |= {alias.name for alias in node.names}
+                modules.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
                 package = "" if node.module is None else node.module
                 modules.add(package)
-                modules |= {f"{package}.{alias.name}".lstrip(".") for alias in node.names}
+                for alias in node.names:
+                    modules.add(f"{package}.{alias.name}".lstrip("."))
     files = []
     for module in sorted(modules):
         if module and module.split(".")[0] != "common":

@@ -50,8 +50,8 @@ def _map_tensors(value, function):
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, DeviceBatch):
-        items = [getattr(value, field.name) for field in fields(value)]
-        return type(value)(*(_map_tensors(item, function) for item in items))
+        items = [_map_tensors(getattr(value, field.name), function) for field in fields(value)]
+        return type(value)(*items)
     if isinstance(value, list):
         return [_map_tensors(item, function) for item in value]
     if isinstance(value, dict):

@@ -5,7 +5,7 @@ The columns of images and labels are found by their types, and classes are read 
 
 import glob
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -56,10 +56,14 @@ class Split:
     def __len__(self) -> int:
         return self.rows.num_rows
 
+    def find_columns(self, is_kind: Callable[[pa.DataType], bool]) -> list[str]:
+        """The columns of types for which `is_kind` is true."""
+        return [name for name, kind in self.kinds.items() if is_kind(kind)]
+
     @cached_property
     def file_columns(self) -> set[str]:
         """The columns of text most of whose cells are names of image files."""
-        text_columns = [name for name, kind in self.kinds.items() if is_text(kind)]
+        text_columns = self.find_columns(is_text)
         if not text_columns or not len(self):
             return set()
         indices = sample_evenly(len(self), _NUM_SAMPLE_ROWS).tolist()
@@ -160,10 +164,9 @@ def find_image_column(split: Split, requested: str) -> str:
     from datasets import Image
 
     images = [name for name, feature in split.features.items() if isinstance(feature, Image)]
-    binary = [name for name, kind in split.kinds.items() if is_bytes(kind)]
-    texts = [name for name, kind in split.kinds.items() if is_text(kind)]
-    # Ids, as of Kaggle.
-    integers = [name for name, kind in split.kinds.items() if pa.types.is_integer(kind)]
+    binary = split.find_columns(is_bytes)
+    texts = split.find_columns(is_text)
+    integers = split.find_columns(pa.types.is_integer)  # ids, as of Kaggle
     if images:
         likely = images
     elif binary:
@@ -191,19 +194,19 @@ def find_label_columns(split: Split, requested: str, *used: str) -> tuple[str, .
     kinds = {name: kind for name, kind in split.kinds.items() if name not in used}
     class_labels = [name for name in kinds if split.class_names[name]]
     ids = []
-    others = []
+    numeric = []
     for name, kind in kinds.items():
         inner = kind.value_type if is_list(kind) else kind
         if pa.types.is_integer(inner) or is_text(inner):
             ids.append(name)
         elif pa.types.is_boolean(inner) or pa.types.is_floating(inner):
-            others.append(name)
+            numeric.append(name)
     likely = class_labels
     if not likely:
         likely = [name for name in ids if name not in split.file_columns]
     if not likely:
-        likely = others
-    return (_choose_column(split, "label", requested, likely, ids + others, kinds),)
+        likely = numeric
+    return (_choose_column(split, "label", requested, likely, ids + numeric, kinds),)
 
 
 def _choose_column(
