@@ -91,7 +91,7 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(preset) -> None
 
 
 @pytest.mark.parametrize(
-    "text, told",
+    "text, message",
     [
         ("epoch: 3", "unknown key epoch; did you mean epochs"),
         ("lr: [1, 2]", "lr must be a single value, not list"),
@@ -105,14 +105,14 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(preset) -> None
         ("lr: &a 1\n<<: *a", "unknown key <<"),
     ],
 )
-def test_an_error_in_a_file_is_refused_in_one_line(preset, text: str, told: str) -> None:
+def test_an_error_in_a_file_is_refused_in_one_line(preset, text: str, message: str) -> None:
     line = refusal(*preset(text))
-    assert told in line
+    assert message in line
     assert "preset.yaml" in line or line.startswith("--")  # the file, or the flag of that name
 
 
 @pytest.mark.parametrize(
-    "arguments, told",
+    "arguments, message",
     [
         (["--epoch", 3], "unknown flag --epoch; did you mean epochs"),
         (["--conf", "a.yaml"], "unknown flag --conf; did you mean config?"),
@@ -140,8 +140,8 @@ def test_an_error_in_a_file_is_refused_in_one_line(preset, text: str, told: str)
         (["--config", "recipes/presets"], "--config recipes/presets: a folder, not a file"),
     ],
 )
-def test_an_error_on_the_command_line_is_refused_in_one_line(arguments: list, told: str) -> None:
-    assert told in refusal(*arguments)
+def test_an_error_on_the_command_line_is_refused_in_one_line(arguments: list, message: str) -> None:
+    assert message in refusal(*arguments)
 
 
 @pytest.mark.smoke

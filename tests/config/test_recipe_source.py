@@ -62,37 +62,35 @@ def test_a_recipe_is_its_file_and_the_modules_beside_it(tmp_path, monkeypatch) -
 
 
 def test_comments_and_formatting_do_not_change_a_source(tmp_path, monkeypatch) -> None:
-    words = (
+    commented = (
         LOSS.replace("A loss", "The loss")
         .replace("  # Lin et al., 2017", "")
         .replace("How much", "By how much")
     )
-    words = words.replace(
+    commented = commented.replace(
         "        return (1 - (-losses).exp())",
         "        return (\n            1 - (-losses).exp()\n        )",
     )
-    assert words != LOSS
-    assert recipe_source.diff_sources({"hard.py": LOSS}, {"hard.py": words}) == []
+    assert commented != LOSS
+    assert recipe_source.diff_sources({"hard.py": LOSS}, {"hard.py": commented}) == []
     # The recipe itself may be called otherwise.
     assert recipe_source.diff_sources({"cls.py": LOSS}, {"hard.py": LOSS}) == []
 
 
 def test_other_code_is_shown_in_a_few_lines() -> None:
-    there, here = (
-        {"hard.py": LOSS, "mine.py": "a = 1"},
-        {"hard.py": LOSS.replace("2.0", "3.0"), "mine.py": "a = 1"},
-    )
-    assert recipe_source.diff_sources(there, here) == [
+    before = {"hard.py": LOSS, "mine.py": "a = 1"}
+    after = {"hard.py": LOSS.replace("2.0", "3.0"), "mine.py": "a = 1"}
+    assert recipe_source.diff_sources(before, after) == [
         "--- hard.py before",
         "+++ hard.py now",
         "-    gamma: float = 2.0",
         "+    gamma: float = 3.0",
     ]
-    assert "+a = 2" in recipe_source.diff_sources(there, there | {"mine.py": "a = 2"})
-    assert "+a = 2" in recipe_source.diff_sources(there, there | {"other.py": "a = 2"})
-    assert "-a = 1" in recipe_source.diff_sources(there, {"hard.py": LOSS})
+    assert "+a = 2" in recipe_source.diff_sources(before, before | {"mine.py": "a = 2"})
+    assert "+a = 2" in recipe_source.diff_sources(before, before | {"other.py": "a = 2"})
+    assert "-a = 1" in recipe_source.diff_sources(before, {"hard.py": LOSS})
     many = recipe_source.diff_sources(
-        there, there | {"mine.py": "\n".join(f"a{number} = 2" for number in range(99))}
+        before, before | {"mine.py": "\n".join(f"a{number} = 2" for number in range(99))}
     )
     assert len(many) == 13 and many[-1] == "... and 90 more lines"
     spaces = f"x='{'a' * 114}  b'", f"x='{'a' * 114} b'"

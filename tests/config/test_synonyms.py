@@ -26,10 +26,10 @@ def test_names_of_other_tools_lead_to_flags_of_the_recipe(recipe: str) -> None:
         for name in names.split() if flag in FIELDS[recipe] else ():
             with pytest.raises(Refused) as raised:
                 parse(RECIPES[recipe], [f"--{name.replace('_', '-')}=1"])
-            said = str(raised.value)
+            message = str(raised.value)
             assert (
-                said.startswith(f"unknown flag --{name.replace('_', '-')}; here it is --")
-                and f"--{flag}" in said
+                message.startswith(f"unknown flag --{name.replace('_', '-')}; here it is --")
+                and f"--{flag}" in message
             )
 
 

@@ -43,10 +43,8 @@ def test_a_plan_keeps_all_its_promises(arguments: tuple[int, int, int, int]) -> 
     assert tuple(sorted(set(sizes), reverse=True)) == plan.micro_batch_sizes
     # No plan with fewer micro-steps stays within the limit.
     assert (plan.micro_steps - 1) * world_size * (limit // unit) * unit < size
-    process, step = (
-        ("process", "processes")[world_size > 1],
-        ("micro-step", "micro-steps")[plan.micro_steps > 1],
-    )
+    process = ("process", "processes")[world_size > 1]
+    step = ("micro-step", "micro-steps")[plan.micro_steps > 1]
     assert str(plan).startswith(f"{size} = {world_size} {process} x {plan.micro_steps} {step} x ")
 
 

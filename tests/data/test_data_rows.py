@@ -28,10 +28,10 @@ def test_what_is_and_what_is_not_evaluated_is_named(tmp_path):
     )
     for number in range(4):
         picture(tmp_path / f"train/emu {number}" / "0.png")
-    found = rows(tmp_path)
-    name, said = found.pop("fingerprint").split(", ", 1)
-    assert re.fullmatch("[0-9a-f]{12}-[0-9a-f]{12}", name) and "pixels are not compared" in said
-    assert found == {
+    actual = rows(tmp_path)
+    name, text = actual.pop("fingerprint").split(", ", 1)
+    assert re.fullmatch("[0-9a-f]{12}-[0-9a-f]{12}", name) and "pixels are not compared" in text
+    assert actual == {
         "data": "here: 13 + 9 images of 6 classes",
         "classes": "cat, dog, emu 0, emu 1, emu 2 and 1 more",
         "trained on": "train/",

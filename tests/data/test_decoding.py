@@ -31,7 +31,7 @@ def reference(
 
 
 @pytest.mark.parametrize(
-    "width, height, box, size, most, mean",
+    "width, height, box, size, max_difference, mean",
     [
         # the reference rounds between its passes, as this does
         (500, 375, (40, 64, 200, 304), (224, 224), 1, 0.01),
@@ -45,25 +45,28 @@ def reference(
     "filter", [Image.Resampling.BILINEAR, Image.Resampling.BICUBIC], ids=["bilinear", "bicubic"]
 )
 def test_pixels_agree_with_those_of_the_slow_way(
-    width, height, box, size, most, mean, filter
+    width, height, box, size, max_difference, mean, filter
 ) -> None:
     data = jpeg(width, height)
     seen = Picture(data).crop_and_resize(*box, size, filter.name.lower())
     assert seen.dtype == torch.uint8 and seen.shape == (3, *size)
     off = np.abs(seen.numpy().astype(int) - reference(data, box, size, filter))
-    assert off.max() <= most and off.mean() <= mean
+    assert off.max() <= max_difference and off.mean() <= mean
 
 
 def test_a_turned_photograph_is_upright() -> None:
     for orientation in range(1, 9):
         for height, width in ((48, 64), (480, 640)):  # whole, and at a reduced resolution
             data = jpeg(width, height, exif=exif(orientation))
-            picture, upright = Picture(data), open_rgb(data)
+            picture = Picture(data)
+            upright = open_rgb(data)
             assert (picture.width, picture.height) == upright.size
             box = (8, 16, upright.height - 16, upright.width - 32)
-            wanted = reference(data, box, (24, 24), Image.Resampling.BILINEAR)
+            expected = reference(data, box, (24, 24), Image.Resampling.BILINEAR)
             assert (
-                np.abs(picture.crop_and_resize(*box, (24, 24), "bilinear").numpy() - wanted).mean()
+                np.abs(
+                    picture.crop_and_resize(*box, (24, 24), "bilinear").numpy() - expected
+                ).mean()
                 < 1.5
             ), orientation
 
@@ -114,7 +117,8 @@ def turned_files() -> dict[str, bytes]:
 def test_all_readers_agree_on_the_orientation(name: str, data: bytes, tmp_path: Path) -> None:
     file = tmp_path / "image"
     file.write_bytes(data)
-    evaluated, trained = pixels(file), Picture(data)
+    evaluated = pixels(file)
+    trained = Picture(data)
     assert evaluated.shape == (trained.height, trained.width, 3) == (64, 48, 3)
     if not data.startswith(b"\xff\xd8"):  # no JPEG, whose colours depend on what is beside
         part = trained.crop_and_resize(5, 7, 20, 30, (20, 30), "bilinear")
@@ -153,12 +157,14 @@ def outcome(show, data: bytes):
 
 
 def test_a_damaged_file_is_broken_for_both_for_the_same_reason() -> None:
-    random, data = np.random.default_rng(0), jpeg(36, 24)
+    random = np.random.default_rng(0)
+    data = jpeg(36, 24)
     flipped = [
-        (place, int(random.integers(1, 256))) for place in random.integers(0, len(data), 200)
+        (position, int(random.integers(1, 256))) for position in random.integers(0, len(data), 200)
     ]
     flips = [
-        data[:place] + bytes([data[place] ^ bits]) + data[place + 1 :] for place, bits in flipped
+        data[:position] + bytes([data[position] ^ bits]) + data[position + 1 :]
+        for position, bits in flipped
     ]
     for damaged in [*(data[:end] for end in range(0, len(data), 7)), *flips]:
         quick = outcome(lambda data: Picture(data).decode().numpy(), damaged)
@@ -168,7 +174,7 @@ def test_a_damaged_file_is_broken_for_both_for_the_same_reason() -> None:
             "all that are cut off are broken"
         )
     bomb = bytearray(data)
-    place = bomb.index(b"\xff\xc0") + 5  # height and width of the frame
-    bomb[place : place + 4] = (20_000).to_bytes(2) * 2
+    position = bomb.index(b"\xff\xc0") + 5  # height and width of the frame
+    bomb[position : position + 4] = (20_000).to_bytes(2) * 2
     with pytest.raises(BrokenImage, match="more than 178956970 pixels"):
         Picture(bytes(bomb))

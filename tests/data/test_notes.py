@@ -14,10 +14,10 @@ def test_counts_of_two_readers_become_one_line_by_reason():
     notes.leave_out("smaller than 1 pixel", "a.jpg")
     notes.leave_out("smaller than 1 pixel", "b.jpg", 2)
     notes.leave_out("of a crowd", "c.jpg", 0)
-    other = Notes("boxes.json", "boxes")
-    other.leave_out("smaller than 1 pixel", "d.jpg")
-    other.change("are clipped at their image", "e.jpg", 5)
-    notes.merge(other)
+    more_notes = Notes("boxes.json", "boxes")
+    more_notes.leave_out("smaller than 1 pixel", "d.jpg")
+    more_notes.change("are clipped at their image", "e.jpg", 5)
+    notes.merge(more_notes)
     assert notes.format_lines(total=400) == (
         "400 boxes, left out: 4 (smaller than 1 pixel), first a.jpg",
         "5 of 400 boxes are clipped at their image, first e.jpg",

@@ -30,7 +30,8 @@ SEEDS = st.integers(0, 2**63)
 def test_every_epoch_draws_every_sample_once_however_it_is_split(cut, size: int, seed: int) -> None:
     unit, world_size, more, limit = cut
     plan = BatchPlan((world_size + more) * unit, world_size, limit * unit, unit)
-    stream, start = Stream(size, plan.global_batch_size, seed), seed % 10**6
+    stream = Stream(size, plan.global_batch_size, seed)
+    start = seed % 10**6
     # Some batches straddle epochs, some hold several.
     steps = -(-3 * size // plan.global_batch_size) + 1
     spans = [
@@ -74,7 +75,8 @@ def _chi_square(counts: np.ndarray, freedom: int) -> float:
 
 @pytest.mark.parametrize("size", [30_000, 65_536])
 def test_the_permutation_shows_no_order(size: int) -> None:
-    indices, places = permute(np.arange(size), size, 5, 0), np.arange(size)
+    indices = permute(np.arange(size), size, 5, 0)
+    places = np.arange(size)
     # Where a sample comes to stand is unrelated to where it was.
     table, *_ = np.histogram2d(places, indices, bins=20)
     assert abs(_chi_square(table, 19 * 19)) < 4
@@ -92,7 +94,8 @@ def test_the_first_batch_of_a_billion_samples_is_there_at_once() -> None:
     def first_batch() -> float:
         module._derive_round_keys.cache_clear()
         began = time.perf_counter()
-        stream, plan = Stream(10**9, 4096 * 64, seed=0), BatchPlan(4096 * 64, 4096, 32)
+        stream = Stream(10**9, 4096 * 64, seed=0)
+        plan = BatchPlan(4096 * 64, 4096, 32)
         stream.get_indices(stream.get_positions(123_456_789, plan.get_span(4095, 0)))
         return time.perf_counter() - began
 
@@ -112,11 +115,13 @@ def test_the_first_batch_of_a_billion_samples_is_there_at_once() -> None:
 def test_weighted_sampling_draws_each_sample_its_share_of_times(
     weights: list[float], seed: int, epoch: int
 ) -> None:
-    size, weights = len(weights), np.array(weights)
+    size = len(weights)
+    weights = np.array(weights)
     indices = Stream(size, 7, seed, weights=weights).get_indices(
         np.arange(epoch * size, (epoch + 1) * size)
     )
-    counts, expected = np.bincount(indices, minlength=size), size * weights / weights.sum()
+    counts = np.bincount(indices, minlength=size)
+    expected = size * weights / weights.sum()
     assert (np.floor(expected - 1e-9) <= counts).all() and (
         counts <= np.ceil(expected + 1e-9)
     ).all()
@@ -177,7 +182,8 @@ def test_an_empty_set_and_a_batch_of_other_size_are_refused() -> None:
 
 
 def test_an_epoch_of_few_steps_counts_as_more() -> None:
-    plain, longer = Stream(20, 8, seed=3), Stream(20, 8, seed=3, min_epoch_steps=10)
+    plain = Stream(20, 8, seed=3)
+    longer = Stream(20, 8, seed=3, min_epoch_steps=10)
     assert (
         [longer.count_steps(epochs) for epochs in (0.5, 1, 3)]
         == [5, 10, 30]

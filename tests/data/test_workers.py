@@ -57,8 +57,8 @@ class Asked(Dataset):
     batch: Callable[[str, int], DeviceBatch]
     what: str = ""
 
-    def __getitems__(self, places: list[int]) -> DeviceBatch:
-        return self.batch(self.what, places[0])
+    def __getitems__(self, indices: list[int]) -> DeviceBatch:
+        return self.batch(self.what, indices[0])
 
 
 def begin(data: Asked):
@@ -133,7 +133,8 @@ def test_a_worker_that_hangs_in_its_fork_is_replaced(monkeypatch):
     """Before Python 3.12 a child can inherit a lock of the interpreter without the thread that
     would release it.
     """
-    forks, parent = [], os.getpid()
+    forks = []
+    parent = os.getpid()
     monkeypatch.setattr(workers, "_START_TIMEOUT_S", 1.0)
 
     def hang() -> None:
@@ -196,7 +197,8 @@ def test_nothing_stays_open_and_no_memory_has_a_name(monkeypatch, tmp_path) -> N
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     others = {child.pid for child in data_workers()}
     batches = iter(_create_loader(Asked(batch), [[number] for number in range(40)], 1))
-    kept, before = next(batches), len(os.listdir("/dev/fd"))
+    kept = next(batches)
+    before = len(os.listdir("/dev/fd"))
     for _ in range(30):
         next(batches)
     assert len(os.listdir("/dev/fd")) <= before + 2
