@@ -28,6 +28,7 @@ from common.files import SMALL, read_text
 from common.launching import launch
 from common.run import eval_only
 from common.run.eval_batches import EvalBatches
+from common.segmentation.evaluation import predict_pixels
 from tools.command_line import create_parser
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -55,6 +56,17 @@ class TrainedModel:
     @property
     def is_detector(self) -> bool:
         return hasattr(self.config, "detector")
+
+    @property
+    def is_segmenter(self) -> bool:
+        return hasattr(self.config, "decoder")
+
+    @property
+    def task(self) -> str:
+        """classification, detection or segmentation."""
+        if self.is_detector:
+            return "detection"
+        return "segmentation" if self.is_segmenter else "classification"
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -94,7 +106,8 @@ class TrainedModel:
     def predict(self, model: Any, batches: EvalBatches) -> Iterator[tuple]:
         """Yield each batch of this rank's share with the model's outputs.
 
-        These are logits [B, K], or detections in pixels of the original images.
+        These are logits [B, K], or detections in pixels of the original images, or the class id of
+        each pixel of these.
         """
         model.eval()
         for batch in batches:
@@ -102,15 +115,23 @@ class TrainedModel:
                 outputs = self.recipe.predict(model, batch)
             if self.is_detector:
                 outputs = restore_sizes(batches.loader.dataset.source, batch, outputs)
+            elif self.is_segmenter:
+                outputs = predict_pixels(batch, outputs)
             yield batch, outputs
 
 
-def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -> TrainedModel:
+def load(
+    weights: str,
+    flags: Sequence[str] = (),
+    *,
+    reads_data: bool = False,
+    takes_segmenters: bool = False,
+) -> TrainedModel:
     """Load the model that `weights` names; a run folder means its best/.
 
     `flags` are the recipe's, such as `--workers 4` or `--data FOLDER`, and --recipe. `find_recipe`
     chooses the recipe, which is executed. With `reads_data`, the flags or the run must name the
-    data. Raises `Refused`.
+    data. Raises `Refused`, also for a model of seg.py without `takes_segmenters`.
     """
     folder = Path(weights)
     if (folder / "config.yaml").is_file() and (folder / "best").is_dir():
@@ -140,7 +161,13 @@ def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -
     argv = ["--eval_only", weights] + flags
     if not reads_data and not any(arg.partition("=")[0] == "--data" for arg in argv):
         argv += ["--data", _ANY_DATA]
-    return TrainedModel(recipe, parse(recipe.Config, argv, file.name), origin)
+    trained = TrainedModel(recipe, parse(recipe.Config, argv, file.name), origin)
+    if trained.is_segmenter and not takes_segmenters:
+        raise Refused(
+            f"{weights}: is a model for segmentation, which this tool does not take yet; "
+            "tools.predict does, and recipes/seg.py --eval_only evaluates it"
+        )
+    return trained
 
 
 def find_recipe(title: str, run: Path, name: str, flags: Sequence[str]) -> tuple[Path, list[str]]:

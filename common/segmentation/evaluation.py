@@ -148,6 +148,22 @@ class Evaluation:
         pictures.draw("confusion", plots.draw_confusion, self.confusion.numpy(), self.class_names)
 
 
+def predict_pixels(batch: SegmentationBatch, logits: Tensor) -> list[Tensor]:
+    """The predicted class id of each pixel of each image at its own size, int64[H, W], of logits
+    [B, C, h, w] of a batch without labels.
+    """
+    predictions = []
+    canvas_height, canvas_width = batch.images.shape[2:]
+    canvas_size = (canvas_height, canvas_width)
+    for labels, size, image_logits in zip(batch.labels, batch.sizes.tolist(), logits, strict=True):
+        width, height = size
+        # An image that could not be read has the size 0.
+        shown_size = (height, width) if width else canvas_size
+        predicted, _ = compare_pixels(image_logits, labels.long(), canvas_size, shown_size)
+        predictions.append(predicted)
+    return predictions
+
+
 def compare_pixels(
     logits: Tensor,
     labels: Tensor,
