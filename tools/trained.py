@@ -19,8 +19,8 @@ from accelerate import Accelerator
 
 from common.checkpoints.store import AUDIT_FOLDER
 from common.config import Origin
-from common.config.parsing import nearest_path, parse
-from common.config.recipe_source import FOLDER, difference
+from common.config.parsing import parse, suggest_path
+from common.config.recipe_source import FOLDER, diff_sources
 from common.detection.evaluation.evaluation import restore_sizes
 from common.detection.weights.sources import read_origin
 from common.errors import Refused
@@ -76,11 +76,11 @@ class TrainedModel:
         """
         if self.origin.classes:
             return self.origin.classes
-        if not self.origin.count:
+        if not self.origin.num_classes:
             raise Refused(
                 f"{self.origin.path}: does not say which classes it knows; take a run's best/"
             )
-        return tuple(str(class_id) for class_id in range(self.origin.count))
+        return tuple(str(class_id) for class_id in range(self.origin.num_classes))
 
     def load_data(self) -> Any:
         """Open the images to evaluate on, with their classes matched with the model's.
@@ -140,7 +140,7 @@ def load(
     # A path in a folder that is there is no name on the hub.
     if not folder.exists() and folder.parent.is_dir() and str(folder.parent) != ".":
         raise Refused(
-            f"{weights}: nothing is there{nearest_path(folder)}; name a run folder, its best/ or "
+            f"{weights}: nothing is there{suggest_path(folder)}; name a run folder, its best/ or "
             "a checkpoint"
         )
     origin = read_origin(weights)
@@ -196,7 +196,7 @@ def find_recipe(title: str, run: Path, name: str, flags: Sequence[str]) -> tuple
         source = read_text(run_file, SMALL) if run_file.exists() else file.read_text()
     except (OSError, ValueError):
         source = ""
-    if not options.recipe and difference({name: source}, {name: file.read_text()}):
+    if not options.recipe and diff_sources({name: source}, {name: file.read_text()}):
         raise Refused(
             f"{title}: was trained by another {file.name} than {file}; choose by --recipe {file}, "
             f"or by --recipe {run_file}, which executes what the run folder keeps"

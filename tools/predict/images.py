@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from common.data.cache import Cache
-from common.data.source import Source, path_of
+from common.data.source import Source, join_path
 from common.detection.data.annotated import Annotated
 from common.detection.data.image_headers import headers_of_files, upright_sizes
 from common.segmentation.masks import IGNORED
@@ -29,7 +29,7 @@ class FileList:
     paths: pa.LargeBinaryArray
 
     def name(self, index: int) -> str:
-        return path_of("", self.paths, index)
+        return join_path("", self.paths, index)
 
     content = name
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from common.config.origin import places_of, some
+from common.config.origin import find_indices, format_names
 from common.durable import make_folder
 from common.errors import Refused, describe_error
 from common.files import MEDIUM, read_text
@@ -169,15 +169,15 @@ def match_categories(annotations: CocoIds, classes: Sequence[str]) -> dict[str, 
     names = list(annotations.categories)
     category_ids = {}
     missing = []
-    for class_name, index in zip(classes, places_of(classes, names), strict=True):
+    for class_name, index in zip(classes, find_indices(classes, names), strict=True):
         if index is None:
             missing.append(class_name)
         else:
             category_ids[class_name] = annotations.categories[names[index]]
     if missing:
         raise Refused(
-            f"--images_of {annotations.file}: has no category {some(missing)}, which the model "
-            f"knows; it has {some(names)}"
+            f"--images_of {annotations.file}: has no category {format_names(missing)}, which the model "
+            f"knows; it has {format_names(names)}"
         )
     return category_ids
 
