@@ -20,7 +20,7 @@ from common.durable import remove, replace_folder, sync_folder
 from common.files import to_json
 from common.run.progress import Progress, of_exported
 
-_NOTHING: dict = {"results": {}, "files": {}}
+_NO_RECORD: dict = {"results": {}, "files": {}}
 
 
 class Best:
@@ -38,14 +38,17 @@ class Best:
         say: Callable[[str], None],
         recorded: Sequence[str] = (),
     ):
+        self.path = run / "best"
+        self._new = run / ".best.new"  # newly exported
+        self._draft = run / ".best.tmp"  # staged for the next checkpoint
+        self._old = run / ".best.old"  # where `replace_folder` moves best/
+        self._state = state
+        self._export = export
+        self._say = say
         self._recorded = recorded
-        self.path, self._old = run / "best", run / ".best.old"
-        # Newly exported; chosen for the next checkpoint.
-        self._new, self._draft = run / ".best.new", run / ".best.tmp"
-        self._state, self._export, self._say = state, export, say
         self._results: dict | None = None  # of the newly exported model
-        self._drafted = False
-        self._record: dict = _NOTHING
+        self._is_staged = False
+        self._record: dict = _NO_RECORD
 
     def export(
         self,
@@ -62,9 +65,8 @@ class Best:
         remove(self._new)
         try:
             self._export(model, results=to_json(of_exported(results)), folder=self._new)
-            (self._new / RUN_FILE).write_text(
-                json.dumps(build_run_info(record, self._recorded), indent=2) + "\n"
-            )
+            run_info = build_run_info(record, self._recorded)
+            (self._new / RUN_FILE).write_text(json.dumps(run_info, indent=2) + "\n")
             if hasattr(evaluation, "write_predictions"):
                 evaluation.write_predictions(self._new)
         except BaseException:
@@ -72,89 +74,93 @@ class Best:
             raise
         self._results = results
 
-    def take(self) -> None:
-        """Let the next checkpoint record the newly exported model, if any. Not while a checkpoint
-        is being written.
+    def stage(self) -> None:
+        """Let the next checkpoint record the newly exported model, if any.
+
+        Must not be called while a checkpoint is being written.
         """
         if self._results is not None:
             remove(self._draft)
             self._new.rename(self._draft)
-            self._record, self._drafted, self._results = {"results": self._results}, True, None
+            self._record = {"results": self._results}
+            self._is_staged = True
+            self._results = None
 
     def seal(self) -> dict:
-        """Sync a new draft; returns the checkpoint's entry about the best model."""
-        if self._drafted:
+        """Sync a staged draft; returns the checkpoint's entry about the best model."""
+        if self._is_staged:
             sync_folder(self._draft)
             self._record |= {"files": compute_digests(self._draft)}
         return self._record
 
-    def place(self) -> None:
-        """Replace `best/` by the sealed draft, if there is a new one. The checkpoint that records
-        it has been saved.
-        """
-        if self._drafted:
-            replace_folder(self.path, self._draft)
-            self._drafted = False
+    def publish(self) -> None:
+        """Replace `best/` by the sealed draft, if there is a new one.
 
-    def mend(self, found: Checkpoint, progress: Progress) -> None:
-        """At a start: make `best/` agree with the checkpoint `found`, or else correct `progress`.
+        The checkpoint that records it has been saved.
+        """
+        if self._is_staged:
+            replace_folder(self.path, self._draft)
+            self._is_staged = False
+
+    def repair(self, checkpoint: Checkpoint, progress: Progress) -> None:
+        """At a start: make `best/` agree with `checkpoint`, or else correct `progress`.
 
         A damaged `best/` is exported again from the checkpoint of its step; the model then has
         these weights. If that checkpoint is gone, the best model is lost, and the next evaluation
         is the best.
         """
-        self._record = found.record["best"]
-        wrong = self._restore(found) if progress.best else ""
+        self._record = checkpoint.record["best"]
+        error = self._restore(checkpoint) if progress.best else ""
         for path in (self._new, self._draft, self._old):
             remove(path)
-        if not wrong:
+        if not error:
             return
-        damage = f"{self.path} is damaged or of another checkpoint ({wrong})"
-        checkpoint = found.path.with_name(f"step_{progress.best['step']:08d}")
-        if self._export_again(checkpoint, self._record["results"]):
-            self._say(f"{damage}: exported again from {checkpoint}")
+        damage = f"{self.path} is damaged or of another checkpoint ({error})"
+        best_checkpoint = checkpoint.path.with_name(f"step_{progress.best['step']:08d}")
+        if self._export_again(best_checkpoint, self._record["results"]):
+            self._say(f"{damage}: exported again from {best_checkpoint}")
             self.seal()
-            self.place()
+            self.publish()
             return
-        aside = self.path.with_suffix(".damaged")
-        if self.path.exists() and not aside.exists():  # keep the first one
-            self.path.rename(aside)
+        damaged_path = self.path.with_suffix(".damaged")
+        if self.path.exists() and not damaged_path.exists():  # keep the first one
+            self.path.rename(damaged_path)
         self._say(
-            f"{damage}, and {checkpoint}, from which it was exported, is gone: the best model, "
-            f"{progress.headline(progress.best)}, is lost; best/ will be the best of the "
+            f"{damage}, and {best_checkpoint}, from which it was exported, is gone: the best "
+            f"model, {progress.headline(progress.best)}, is lost; best/ will be the best of the "
             "evaluations from now on"
         )
-        self._record, progress.best = _NOTHING, {}
+        self._record = _NO_RECORD
+        progress.best = {}
 
-    def _restore(self, found: Checkpoint) -> str:
-        """Put the recorded best model, found in or beside `best/`, there. Returns the damage, or ""."""
-        wrongs = []
+    def _restore(self, checkpoint: Checkpoint) -> str:
+        """Move the recorded best model to `best/`, from there or beside it. Returns the damage, or ""."""
+        errors = []
         # Of the run that this one may branch off from.
-        of_origin = found.path.parent.parent / "best"
-        for place in (self.path, self._draft, self._old, of_origin):
+        origin_path = checkpoint.path.parent.parent / "best"
+        for path in (self.path, self._draft, self._old, origin_path):
             try:
-                compare(place, self._record["files"])
+                compare(path, self._record["files"])
             except (Damaged, OSError) as error:
-                wrongs.append(getattr(error, "strerror", None) or str(error))
+                errors.append(getattr(error, "strerror", None) or str(error))
                 continue
-            if place != self.path:
-                if place != self._draft:
+            if path != self.path:
+                if path != self._draft:
                     remove(self._draft)
-                    shutil.copytree(place, self._draft)
+                    shutil.copytree(path, self._draft)
                 sync_folder(self._draft)
                 replace_folder(self.path, self._draft)
             return ""
-        return wrongs[0]
+        return errors[0]
 
-    def _export_again(self, checkpoint: Path, results: dict) -> bool:
+    def _export_again(self, path: Path, results: dict) -> bool:
         """Export the model of a checkpoint; False if that is missing or damaged."""
         try:
-            found = verify(checkpoint)
-            files = found.load_tensors()
+            checkpoint = verify(path)
+            files = checkpoint.load_tensors()
         except Damaged:
             return False
-        self.export(
-            self._state.get_exported_model(files.get("ema", files["model"])), results, found.record
-        )
-        self.take()
+        model = self._state.get_exported_model(files.get("ema", files["model"]))
+        self.export(model, results, checkpoint.record)
+        self.stage()
         return True

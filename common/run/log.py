@@ -1,8 +1,6 @@
 """The log of a run: lines in the terminal and log.txt, rows in metrics.jsonl and on the dashboard.
 
-A bar shows the progress.
-
-Only the main process writes; on the others, a `RunLog` does nothing.
+A bar shows the progress. Only the main process writes; on the others, a `RunLog` does nothing.
 """
 
 import sys
@@ -31,7 +29,7 @@ class RunLog:
         self._folder = folder
         self._bar = tqdm(disable=True)
         self._tracker: Tracker | None = None
-        self._pace_from: tuple[float, int] | None = None  # time and step of the first row
+        self._first_row: tuple[float, int] | None = None  # its time and step
         self._row: dict = {}
         self._failure: OSError | None = None
         self._line_at = 0.0
@@ -54,9 +52,12 @@ class RunLog:
 
         The dashboard starts after the first step.
         """
-        self._tracker, self._total = tracker, total
-        hidden = not (self._folder and sys.stderr.isatty())
-        self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, disable=hidden)
+        self._tracker = tracker
+        self._total = total
+        is_shown = self._folder is not None and sys.stderr.isatty()
+        self._bar = tqdm(
+            total=total, initial=done, unit="step", dynamic_ncols=True, disable=not is_shown
+        )
 
     def advance(self, step: int) -> None:
         """Set the bar to `step` steps; it is redrawn at most ten times a second."""
@@ -75,8 +76,9 @@ class RunLog:
 
     def flush(self) -> None:
         """Write the present row."""
-        row, self._row = self._row, {}
-        # Then neither rows nor the dashboard's files.
+        row = self._row
+        self._row = {}
+        # In a lost folder, neither rows nor the dashboard's files are written.
         if not row or not self._folder or self._folder.lost:
             return
         if not self.failed:  # no gap in the rows
@@ -85,9 +87,8 @@ class RunLog:
             except OSError as error:
                 self._failure = error
         if self._tracker:
-            self._tracker.log(
-                row["step"], {key: value for key, value in row.items() if key != "step"}
-            )
+            metrics = {key: value for key, value in row.items() if key != "step"}
+            self._tracker.log(row["step"], metrics)
         self._show(row)
 
     @property
@@ -106,13 +107,11 @@ class RunLog:
         if self._folder:
             self._folder.write("summary.json", values)
         if self._tracker:
-            self._tracker.summary(
-                {
-                    f"{part}/{key}": value
-                    for part in ("best", "last")
-                    for key, value in values[part].items()
-                }
-            )
+            results = {}
+            for which in ("best", "last"):
+                for key, value in values[which].items():
+                    results[f"{which}/{key}"] = value
+            self._tracker.summary(results)
 
     def close(self, exit_code: int, patience: float, model: Path | None = None) -> str:
         """Stop the bar and the dashboard; returns where the dashboard is.
@@ -131,20 +130,22 @@ class RunLog:
             self._tracker.images(step, pictures)
 
     def _show(self, row: dict) -> None:
-        parts = [
-            f"{name} {value:.4g}" for name, value in self._figures(row).items() if value is not None
-        ]
-        self._bar.set_postfix_str(", ".join(parts))
-        now = time.perf_counter()
+        figures = []
+        for name, value in self._select_figures(row).items():
+            if value is not None:
+                figures.append(f"{name} {value:.4g}")
+        self._bar.set_postfix_str(", ".join(figures))
+        time_s = time.perf_counter()
         step = row["step"]
         is_evaluated = any(key.startswith("eval/") for key in row)
-        is_due = now - self._line_at >= _LINE_SECONDS or step == self._total
+        is_due = time_s - self._line_at >= _LINE_SECONDS or step == self._total
         if is_evaluated or (self._bar.disable and is_due):
-            self._line_at = now
-            self.say(f"step {step}/{self._total}  {'  '.join(parts)}{self._left(now, step)}")
+            self._line_at = time_s
+            remaining = self._format_remaining(time_s, step)
+            self.say(f"step {step}/{self._total}  {'  '.join(figures)}{remaining}")
 
-    def _figures(self, row: dict) -> dict[str, float | None]:
-        """What a line shows of a row, by its name; None for what the row does not have."""
+    def _select_figures(self, row: dict) -> dict[str, float | None]:
+        """Select what a line shows of a row, by its name; None for what the row does not have."""
         results = of_exported({key: value for key, value in row.items() if key.startswith("eval/")})
         figures = {
             "loss": row.get("train/loss"),
@@ -157,10 +158,11 @@ class RunLog:
         figures["images/s"] = row.get("perf/images_per_second")
         return figures
 
-    def _left(self, now: float, step: int) -> str:
+    def _format_remaining(self, time_s: float, step: int) -> str:
         """The remaining time, from the pace since the first row: steps before it include the start-up."""
-        if self._pace_from is None:
-            self._pace_from = now, step
+        if self._first_row is None:
+            self._first_row = (time_s, step)
             return ""
-        began, first = self._pace_from
-        return f"  {(now - began) / max(1, step - first) * (self._total - step):.0f} s left"
+        first_time_s, first_step = self._first_row
+        step_s = (time_s - first_time_s) / max(1, step - first_step)
+        return f"  {step_s * (self._total - step):.0f} s left"

@@ -25,14 +25,12 @@ if TYPE_CHECKING:  # importing Matplotlib takes 0.4 s; it is done for the first 
 
 
 # Okabe and Ito, "Color Universal Design" (2008): distinguishable with any kind of colour vision.
-BLUE, ORANGE, GREEN, INK, GREY, PALE = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#222222",
-    "#707070",
-    "#E4E4E4",
-)
+BLUE = "#0072B2"
+ORANGE = "#D55E00"
+GREEN = "#009E73"
+INK = "#222222"
+GREY = "#707070"
+PALE = "#E4E4E4"
 NUMBERED_CLASSES = 20  # up to so many classes, cells of the confusion matrix show their counts
 NAMED_CLASSES = 50  # up to so many classes, its rows and columns have names
 # Fonts with Chinese, Japanese and Korean letters. The first that is installed is used.
@@ -53,13 +51,13 @@ def curves(folder: Path, path: Path | None = None) -> None:
 
     rows = read_rows(folder / "metrics.jsonl")
     summary = read_json(folder / "summary.json")
-    leading = str(summary.get("leading") or _first_share(rows) or "eval/evaluation")
+    leading = str(summary.get("leading") or _find_first_share(rows) or "eval/evaluation")
     metric = metric_of(leading)
     figure = new_figure(7.5, 7.5)
     loss, quality, rate = figure.subplots(3, sharex=True, height_ratios=(3, 3, 1.4))
     _draw_losses(loss, rows)
     _draw_results(quality, rows, metric)
-    _line(rate, rows, "train/lr", "", INK)
+    _draw_line(rate, rows, "train/lr", "", INK)
     best = _find_best(rows, summary, leading)
     headline = folder.resolve().name
     if best:
@@ -86,9 +84,10 @@ class _Best(NamedTuple):
     text: str
 
 
-def _first_share(rows: list[dict]) -> str:
-    """The first result of an evaluation that is a share; "" if there is none. It leads where no
-    summary says what does.
+def _find_first_share(rows: list[dict]) -> str:
+    """Find the first result of an evaluation that is a share; "" if there is none.
+
+    It leads where no summary says what does.
     """
     for row in rows:
         for key in row:
@@ -122,17 +121,16 @@ def _mark_best(best: _Best, loss: "Axes", quality: "Axes") -> None:
 
 
 def _draw_losses(axes: "Axes", rows: list[dict]) -> None:
-    """Draw the losses of training and of evaluations, and the parts that training logs as
-    `train/loss_NAME`.
-    """
-    _line(axes, rows, "train/loss", "training", BLUE)
-    _line(axes, rows, "eval/loss", "evaluation", ORANGE)
-    _line(axes, rows, "eval/ema_loss", f"evaluation{_OF_EMA}", GREEN)
-    parts = dict.fromkeys(
-        key for row in rows for key in row if re.fullmatch("train/loss_(?!scale$).*", key)
-    )
+    """Draw the losses of training and of evaluations, and the parts `train/loss_NAME` of training's."""
+    _draw_line(axes, rows, "train/loss", "training", BLUE)
+    _draw_line(axes, rows, "eval/loss", "evaluation", ORANGE)
+    _draw_line(axes, rows, "eval/ema_loss", f"evaluation{_OF_EMA}", GREEN)
+    keys: dict[str, None] = {}
+    for row in rows:
+        keys |= dict.fromkeys(row)
+    parts = [key for key in keys if re.fullmatch("train/loss_(?!scale$).*", key)]
     for i, key in enumerate(parts):
-        _line(axes, rows, key, key.removeprefix("train/loss_"), f"C{i}", style=":")
+        _draw_line(axes, rows, key, key.removeprefix("train/loss_"), f"C{i}", style=":")
 
 
 def _draw_results(axes: "Axes", rows: list[dict], leading: str) -> None:
@@ -142,7 +140,7 @@ def _draw_results(axes: "Axes", rows: list[dict], leading: str) -> None:
         for metric in get_shown_metrics(leading):
             label = f"{display_name(metric)}{suffix}"
             style = "-" if metric == leading else "--"
-            _line(axes, rows, f"{prefix}{metric}", label, colour, scale=scale, style=style)
+            _draw_line(axes, rows, f"{prefix}{metric}", label, colour, scale=scale, style=style)
 
 
 def _label_axes(axes: "Axes", label: str) -> None:
@@ -158,67 +156,71 @@ def _label_axes(axes: "Axes", label: str) -> None:
 
 
 def confusion(matrix: Any, class_names: Sequence[str], path: Path, headline: str = "") -> None:
-    """Draws a confusion matrix, int[classes, classes] with true classes as rows. The colour is the
-    share of the row.
+    """Draw a confusion matrix, int[classes, classes] with true classes as rows.
 
-    One more row and column than names stands for the background: detections of nothing, and objects
-    that were not found. `headline` replaces the accuracy in the title.
+    The colour is the share of the row. One more row and column than names stands for the
+    background: detections of nothing, and objects that were not found. `headline` replaces the
+    accuracy in the title.
     """
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
     counts = np.asarray(matrix)
-    classes, shares = len(counts), counts / np.maximum(counts.sum(1, keepdims=True), 1) * 100
-    numbered, named = len(class_names) <= NUMBERED_CLASSES, len(class_names) <= NAMED_CLASSES
-    class_names = [*class_names, "background"][:classes]
-    side = min(max(4.6, 2.2 + 0.42 * classes), 9.5)
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1) * 100
+    has_counts = len(class_names) <= NUMBERED_CLASSES
+    has_names = len(class_names) <= NAMED_CLASSES
+    num_classes = len(counts)
+    class_names = [*class_names, "background"][:num_classes]
+    side = min(max(4.6, 2.2 + 0.42 * num_classes), 9.5)
     figure = new_figure(side + 1.1, side + 0.6)
     axes = figure.subplots()
     colours = LinearSegmentedColormap.from_list(
         "paper to blue", ["white", "#9CC9E3", BLUE, "#00304F"]
     )
     # With many classes, errors are spread thinly; a square root makes them visible.
-    picture = axes.imshow(shares, cmap=colours, norm=PowerNorm(1 if numbered else 0.5, 0, 100))
+    picture = axes.imshow(shares, cmap=colours, norm=PowerNorm(1 if has_counts else 0.5, 0, 100))
     bar = figure.colorbar(
         picture, ax=axes, shrink=0.7, aspect=30, pad=0.02, label="share of the true class (%)"
     )
     bar.outline.set_visible(False)
     axes.set(xlabel="predicted", ylabel="true")
     axes.spines[:].set_color(PALE)
-    if named:
-        names, size = [short(name, 18) for name in class_names], 10 if numbered else 7
-        upright = max(map(len, names)) <= 30 // classes + 1
-        axes.set_xticks(
-            range(classes), names, rotation=0 if upright else 90, fontsize=size, parse_math=False
-        )
-        axes.set_yticks(range(classes), names, fontsize=size, parse_math=False)
+    if has_names:
+        names = [short(name, 18) for name in class_names]
+        style: dict = {"fontsize": 10 if has_counts else 7, "parse_math": False}
+        is_upright = max(map(len, names)) <= 30 // num_classes + 1
+        axes.set_xticks(range(num_classes), names, rotation=0 if is_upright else 90, **style)
+        axes.set_yticks(range(num_classes), names, **style)
         axes.tick_params(length=0)
-    if numbered:
-        for row, column in np.argwhere(counts > 0):
-            colour = "white" if shares[row, column] > 55 else INK
-            number = f"{counts[row, column]:,}"
-            axes.text(
-                column,
-                row,
-                number,
-                color=colour,
-                ha="center",
-                va="center",
-                fontsize=9 if classes <= 12 else 7,
-            )
+    if has_counts:
+        _write_counts(axes, counts, shares)
     else:
-        text = _most_confused(counts, class_names)
+        text = _list_most_confused(counts, class_names)
         figure.text(0.5, -0.01, text, va="top", ha="center", fontsize=9, parse_math=False)
-    right, images = np.trace(counts), counts.sum()
-    headline = headline or f"{right:,} of {images:,} right" + (
-        f" ({100 * right / images:.2f} %)" if images else ""
-    )
-    title(axes.set_title, f"{evaluation_of(path)}: {headline}")
+    title(axes.set_title, f"{evaluation_of(path)}: {headline or _describe_accuracy(counts)}")
     save(figure, path)
 
 
+def _write_counts(axes: "Axes", counts: np.ndarray, shares: np.ndarray) -> None:
+    size = 9 if len(counts) <= 12 else 7
+    style: dict = {"ha": "center", "va": "center", "fontsize": size}
+    for row, column in np.argwhere(counts > 0):
+        colour = "white" if shares[row, column] > 55 else INK
+        axes.text(column, row, f"{counts[row, column]:,}", color=colour, **style)
+
+
+def _describe_accuracy(counts: np.ndarray) -> str:
+    num_right = np.trace(counts)
+    num_images = counts.sum()
+    text = f"{num_right:,} of {num_images:,} right"
+    if num_images:
+        text += f" ({100 * num_right / num_images:.2f} %)"
+    return text
+
+
 def attempt(path: Path, say: Callable[[str], None], function: Callable, *arguments) -> bool:
-    """Draw `path` by `function(*arguments, path)`. False if that failed, which is logged: a picture
-    is not worth a run.
+    """Draw `path` by `function(*arguments, path)`.
+
+    Returns False if that failed, which is logged: a picture is not worth a run.
     """
     try:
         function(*arguments, path)
@@ -258,10 +260,12 @@ def evaluation_of(path: Path) -> str:
 
 
 def breadth(text: str) -> float:
-    """Width of a text in average Latin letters; Chinese, Japanese and Korean letters are nearly
-    twice as wide.
+    """Width of a text in average Latin letters.
+
+    Chinese, Japanese and Korean letters are nearly twice as wide.
     """
-    return sum(1.75 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
+    num_wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
+    return len(text) + 0.75 * num_wide
 
 
 class Cell(NamedTuple):
@@ -276,30 +280,41 @@ class Cell(NamedTuple):
 
 def sheet(cells: Sequence[Cell], headline: str, path: Path) -> None:
     """Draw images in rows of six, each in a square of the same size."""
-    columns = min(6, max(len(cells), 3))
-    lines = max(1, math.ceil(len(cells) / columns))
-    figure = new_figure(1.75 * columns, 2.3 * lines + 0.5)
-    grid = figure.subplots(lines, columns, squeeze=False).ravel()
+    num_columns = min(6, max(len(cells), 3))
+    num_rows = max(1, math.ceil(len(cells) / num_columns))
+    figure = new_figure(1.75 * num_columns, 2.3 * num_rows + 0.5)
+    grid = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
     for axes in grid:
         axes.set_axis_off()
     for axes, cell in zip(grid, cells, strict=False):
-        height, width = cell.pixels.shape[:2]
-        every = 1 + max(height, width) // 512
-        half, across, down = max(height, width) / 2, (width - 1) / 2, (height - 1) / 2
-        smooth = "nearest" if half < 50 else "antialiased"
-        extent = (-0.5, width - 0.5, height - 0.5, -0.5)
-        axes.imshow(cell.pixels[::every, ::every], cmap="gray", interpolation=smooth, extent=extent)
-        # Squares: captions line up.
-        axes.set(xlim=(across - half, across + half), ylim=(down + half, down - half))
-        mark(
-            axes, [(corners, short(text, 14), colour) for corners, text, colour in cell.boxes], 5.5
-        )
-        axes.set_title(cell.caption, fontsize=9, color=INK, parse_math=False)
-        name = short(cell.footnote, 32, path=True)
-        below = {"ha": "center", "va": "top", "transform": axes.transAxes}
-        axes.text(0.5, -0.02, name, fontsize=6, color=GREY, parse_math=False, **below)
+        _draw_cell(axes, cell)
     title(figure.suptitle, headline)
     save(figure, path, MAX_SHEET_BYTES)
+
+
+def _draw_cell(axes: "Axes", cell: Cell) -> None:
+    height, width = cell.pixels.shape[:2]
+    stride = 1 + max(height, width) // 512
+    half_side = max(height, width) / 2
+    center_x = (width - 1) / 2
+    center_y = (height - 1) / 2
+    axes.imshow(
+        cell.pixels[::stride, ::stride],
+        cmap="gray",
+        interpolation="nearest" if half_side < 50 else "antialiased",
+        extent=(-0.5, width - 0.5, height - 0.5, -0.5),
+    )
+    # Squares: captions line up.
+    axes.set(
+        xlim=(center_x - half_side, center_x + half_side),
+        ylim=(center_y + half_side, center_y - half_side),
+    )
+    boxes = [(corners, short(text, 14), colour) for corners, text, colour in cell.boxes]
+    mark(axes, boxes, 5.5)
+    axes.set_title(cell.caption, fontsize=9, color=INK, parse_math=False)
+    name = short(cell.footnote, 32, path=True)
+    below: dict = {"ha": "center", "va": "top", "transform": axes.transAxes}
+    axes.text(0.5, -0.02, name, fontsize=6, color=GREY, parse_math=False, **below)
 
 
 def mark(axes: "Axes", boxes: Iterable[tuple[Sequence[float], str, str]], size: float) -> None:
@@ -308,8 +323,15 @@ def mark(axes: "Axes", boxes: Iterable[tuple[Sequence[float], str, str]], size: 
 
     low, high = axes.get_ylim()
     for (left, top, right, bottom), text, colour in boxes:
-        place = (left - 0.5, top - 0.5), right - left, bottom - top
-        axes.add_patch(Rectangle(*place, fill=False, edgecolor=colour, linewidth=size / 4.5))
+        frame = Rectangle(
+            (left - 0.5, top - 0.5),
+            width=right - left,
+            height=bottom - top,
+            fill=False,
+            edgecolor=colour,
+            linewidth=size / 4.5,
+        )
+        axes.add_patch(frame)
         ground = {"facecolor": colour, "edgecolor": "none", "boxstyle": "square,pad=0.15"}
         # Inside its box at the upper edge.
         above = "bottom" if top - high > 0.07 * (low - high) else "top"
@@ -335,24 +357,21 @@ def first_batch(
     `to_pixels`. The title has the mean and the spread of the model's input, which are around 0 and
     1 if it is normalised.
     """
-    cells, values = [], []
-    for images, shown in parts:
+    cells = []
+    values = []
+    for images, descriptions in parts:
         values.append(images.cpu().numpy().ravel())
-        for image, (caption, name, boxes) in zip(
-            to_pixels(images, normalization), shown, strict=True
-        ):
+        pixels = to_pixels(images, normalization)
+        for image, (caption, name, boxes) in zip(pixels, descriptions, strict=True):
             caption = "\n".join(short(line, 21) for line in caption.splitlines())
-            cells.append(
-                Cell(image, caption, name, [(corners, label, ORANGE) for corners, label in boxes])
-            )
-    flat = np.concatenate(values)
-    spread = f"mean {flat.mean():.2f}, standard deviation {flat.std():.2f}"
-    sheet(
-        cells,
-        f"{run_of(path)}: {len(cells)} of the first {size:,} samples as the model sees them "
-        f"({spread})",
-        path,
+            orange_boxes = [(corners, label, ORANGE) for corners, label in boxes]
+            cells.append(Cell(image, caption, name, orange_boxes))
+    inputs = np.concatenate(values)
+    headline = (
+        f"{run_of(path)}: {len(cells)} of the first {size:,} samples as the model sees them (mean "
+        f"{inputs.mean():.2f}, standard deviation {inputs.std():.2f})"
     )
+    sheet(cells, headline, path)
 
 
 def to_pixels(images: "Tensor", normalization: Mapping) -> np.ndarray:
@@ -373,28 +392,38 @@ def to_pixels(images: "Tensor", normalization: Mapping) -> np.ndarray:
     return pixels.transpose(0, 2, 3, 1)[..., np.arange(3) % pixels.shape[1]]
 
 
-def arrow(name: str, other: str) -> str:
-    """The caption `name → other`, on two lines if it is long."""
-    name, other = short(name, 19), short(other, 19)
-    return f"{name} → {other}" if breadth(name + other) <= 17 else f"{name}\n→ {other}"
+def arrow(name: str, target: str) -> str:
+    """The caption `name → target`, on two lines if it is long."""
+    name = short(name, 19)
+    target = short(target, 19)
+    separator = " → " if breadth(name + target) <= 17 else "\n→ "
+    return name + separator + target
 
 
 def short(name: Any, limit: int, path: bool = False) -> str:
-    """A name in one line, shortened to the width of `limit` letters: both ends of a name, the end
-    of a path.
+    """A name in one line, shortened to the width of `limit` letters.
+
+    Both ends of a name are kept, the end of a path.
     """
     name = " ".join(str(name).split())
-    head, tail = ("", name) if path else (name[: len(name) // 2], name[len(name) // 2 :])
-    while breadth(head + tail) > limit - (head + tail != name):
-        head, tail = (head[:-1], tail) if breadth(head) > breadth(tail) else (head, tail[1:])
-    if head + tail != name:
-        name = f"{head}…{tail[max(0, tail.find('/')) :] if path else tail}"
-    return name
+    if breadth(name) <= limit:
+        return name
+    middle = 0 if path else len(name) // 2
+    head = name[:middle]
+    tail = name[middle:]
+    while breadth(head + tail) > limit - 1:  # the ellipsis takes one
+        if breadth(head) > breadth(tail):
+            head = head[:-1]
+        else:
+            tail = tail[1:]
+    if path:
+        tail = tail[max(0, tail.find("/")) :]
+    return f"{head}…{tail}"
 
 
 def count_of(number: int, thing: str) -> str:
     """A number with its noun: 1 image, 2,000 images."""
-    return f"{number:,} {thing}{'s' * (number != 1)}"
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -402,21 +431,19 @@ def new_figure(width: float, height: float) -> "Figure":
     from matplotlib import font_manager, rcParams
     from matplotlib.figure import Figure
 
-    installed = {*font_manager.get_font_names()}
-    rcParams["font.family"] = [
-        "DejaVu Sans",
-        *[name for name in WIDE_FONTS if name in installed][:1],
-    ]
+    installed = set(font_manager.get_font_names())
+    wide_fonts = [name for name in WIDE_FONTS if name in installed]
+    rcParams["font.family"] = ["DejaVu Sans"] + wide_fonts[:1]
     return Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
 
 
-def title(place: Callable, text: str) -> None:
-    """Sets a title in the style of all plots; `place` is `figure.suptitle` or `axes.set_title`."""
-    place(text, fontsize=12, fontweight="bold", color=INK, parse_math=False)
+def title(set_title: Callable, text: str) -> None:
+    """Set a title in the style of all plots, by `figure.suptitle` or `axes.set_title`."""
+    set_title(text, fontsize=12, fontweight="bold", color=INK, parse_math=False)
 
 
 def save(figure: "Figure", path: Path, max_bytes: float = math.inf) -> None:
-    """Writes the PNG file durably, in one step. A failure leaves the old file. Raises OSError.
+    """Write the PNG file durably, in one step. A failure leaves the old file. Raises OSError.
 
     One that is larger than `max_bytes` gets fewer pixels, and 64 colours.
     """
@@ -432,7 +459,7 @@ def save(figure: "Figure", path: Path, max_bytes: float = math.inf) -> None:
     replace_file(Path(path), content.getvalue())
 
 
-def _line(
+def _draw_line(
     axes: "Axes",
     rows: list[dict],
     key: str,
@@ -441,17 +468,18 @@ def _line(
     scale: float = 1,
     style: str = "-",
 ) -> None:
-    """Draws `key` of the rows over their steps; a long line pale, under its mean over windows."""
+    """Draw `key` of the rows over their steps; a long line pale, under its mean over windows."""
     points = [(row["step"], row[key] * scale) for row in rows if finite(row.get(key)) is not None]
     if not points:
         return
     data = np.array(points)
     if len(data) > SMOOTHED_POINTS:
-        axes.plot(*data.T, color=colour, alpha=0.25, linewidth=0.8)
+        axes.plot(data[:, 0], data[:, 1], color=colour, alpha=0.25, linewidth=0.8)
         data = np.array([window.mean(0) for window in np.array_split(data, SMOOTHED_POINTS // 3)])
     marker = "o" if len(data) <= 30 else None
     axes.plot(
-        *data.T,
+        data[:, 0],
+        data[:, 1],
         color=colour,
         label=label,
         linewidth=1.8,
@@ -466,18 +494,14 @@ def finite(value: Any) -> float | None:
     return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _most_confused(counts: np.ndarray, class_names: Sequence[str], limit: int = 6) -> str:
-    wrong = counts - np.diag(np.diag(counts))
-    order = np.argsort(-wrong, axis=None, kind="stable")[:limit]
-    pairs = [
-        (*np.unravel_index(flat, wrong.shape), wrong.flat[flat])
-        for flat in order
-        if wrong.flat[flat]
-    ]
-    named = [
-        f"{short(class_names[row], 30)} → {short(class_names[column], 30)}: {n:,}"
-        for row, column, n in pairs
-    ]
-    return "\n".join(
-        ["most often confused (true → predicted)", *named] if named else ["no confusions"]
-    )
+def _list_most_confused(counts: np.ndarray, class_names: Sequence[str], limit: int = 6) -> str:
+    errors = counts - np.diag(np.diag(counts))
+    most_first = np.argsort(-errors, axis=None, kind="stable")
+    lines = ["most often confused (true → predicted)"]
+    for flat_index in most_first[:limit]:
+        row, column = np.unravel_index(flat_index, errors.shape)
+        if errors[row, column]:
+            true = short(class_names[row], 30)
+            predicted = short(class_names[column], 30)
+            lines.append(f"{true} → {predicted}: {errors[row, column]:,}")
+    return "\n".join(lines) if len(lines) > 1 else "no confusions"

@@ -22,9 +22,12 @@ class Profile:
     def __init__(
         self, steps: str, done: int, total_steps: int, run: Path, say: Callable[[str], None]
     ):
-        first, self._last = parse_step_range(steps) or (0, 0)
-        self._folder, self._say, self._failed = run / "profile", say, False
+        first, last = parse_step_range(steps) or (0, 0)
         self._first = max(first, done + 1)
+        self._last = last
+        self._folder = run / "profile"
+        self._say = say
+        self._has_failed = False
         self._profiler: profile | None = None
         if self._last > total_steps:
             raise Refused(
@@ -35,10 +38,10 @@ class Profile:
             say(f"--profile {steps}: {done} steps were made before this start; name later ones")
         elif steps:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports that there is no GPU
-            waiting = schedule(
+            steps_to_profile = schedule(
                 wait=self._first - done - 1, warmup=1, active=self._last - self._first + 1, repeat=1
             )
-            self._profiler = profile(schedule=waiting, on_trace_ready=self._write)
+            self._profiler = profile(schedule=steps_to_profile, on_trace_ready=self._write)
             self._profiler.start()
 
     def before(self) -> None:
@@ -48,24 +51,25 @@ class Profile:
 
     def after(self, step: int, ends: bool = False) -> None:
         """Must be called after each step, and with `ends` after the loop."""
-        if not self._profiler or not (step == self._last or ends):
+        is_over = step == self._last or ends
+        if not self._profiler or not is_over:
             return
         watchdog.note("writing the profile")
         self._profiler.stop()
         self._profiler = None
-        if step >= self._first and not self._failed:
-            where = (
-                self._folder
-                / f"steps_{self._first}-{self._last}_rank{'*' if world_size() > 1 else 0}.json.gz"
-            )
-            self._say(f"profile: {where} opens in ui.perfetto.dev or chrome://tracing")
+        if step >= self._first and not self._has_failed:
+            files = self._get_path("*" if world_size() > 1 else "0")
+            self._say(f"profile: {files} opens in ui.perfetto.dev or chrome://tracing")
+
+    def _get_path(self, rank_name: str) -> Path:
+        return self._folder / f"steps_{self._first}-{self._last}_rank{rank_name}.json.gz"
 
     def _write(self, profiler: profile) -> None:
-        path = self._folder / f"steps_{self._first}-{self._last}_rank{rank()}.json.gz"
+        path = self._get_path(str(rank()))
         try:
             # Not its parents: a machine that does not see the run folder must not make it.
             self._folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(path))
         except Exception as error:  # a failed profile must not end the run
-            self._failed = True
+            self._has_failed = True
             self._say(f"the profile could not be written: {type(error).__name__}: {error}")

@@ -118,6 +118,11 @@ class Records:
             rows=rows,
             say=self.log.say,
         )
+        if config.wandb_artifact and config.tracker != "wandb":
+            self.log.say(
+                f"--wandb_artifact: best/ is not uploaded with --tracker {config.tracker}; take "
+                "--tracker wandb"
+            )
         self.facts = facts
         folder.write("tracker.json", {"id": tracker.run_id})
         self.log.open(tracker, self.progress.step, self._total_steps)

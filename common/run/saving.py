@@ -86,7 +86,7 @@ class Saving:
             try:
                 records.progress = Progress(**checkpoint.record["ledger"])
                 if self._best:
-                    self._best.mend(checkpoint, records.progress)
+                    self._best.repair(checkpoint, records.progress)
                 state.load(checkpoint.load_tensors(), checkpoint.record["numbers"])
                 return self._find_last_step(checkpoint, status)
             except (KeyError, TypeError, ValueError) as error:
@@ -187,7 +187,7 @@ class Saving:
                         f"step {step}: waited {waited:.0f} s for the checkpoint before to be "
                         "written; a larger --checkpoint_every leaves it the time"
                     )
-                self._best.take()
+                self._best.stage()
         # Here, no rank fails alone while the others gather their shards.
         with records.writing("writing a checkpoint"):
             if self._folder and self._best:
@@ -205,7 +205,7 @@ class Saving:
         """Make a checkpoint on the main process, without the others, and wait until it is written."""
         if self._folder and self._best:
             self.writer.wait()
-            self._best.take()
+            self._best.stage()
             self._start_writing(self._folder, self._best)
             self.writer.wait()
 
@@ -247,7 +247,7 @@ class Saving:
             audit = Checkpoints(self._path / AUDIT_FOLDER)
             if not audit.list_paths():
                 audit.link(checkpoint)
-        best.place()
+        best.publish()
         self._records.log.summary(summary)
         # No rank has written why it failed.
         if read_json(self._path / "status.json").get("status") == "running":

@@ -6,7 +6,7 @@ import sys
 
 import compat.horovod
 
-_OWN = "compat.horovod"
+_PACKAGE = "compat.horovod"
 
 
 def alias(name: str) -> None:
@@ -14,5 +14,5 @@ def alias(name: str) -> None:
     parent, _, child = name.rpartition(".")
     sys.modules[name] = compat.horovod
     setattr(sys.modules[parent], child, compat.horovod)  # as an import does
-    for part in pkgutil.walk_packages(compat.horovod.__path__, "."):
-        sys.modules[name + part.name] = importlib.import_module(_OWN + part.name)
+    for module in pkgutil.walk_packages(compat.horovod.__path__, "."):
+        sys.modules[name + module.name] = importlib.import_module(_PACKAGE + module.name)

@@ -1,7 +1,7 @@
-"""Collectives on torch.distributed groups: what runs once the ranks agree. NCCL for CUDA tensors,
-gloo for CPU tensors.
+"""Collectives on torch.distributed groups: what runs once the ranks agree.
 
-All functions are called on every rank of the group, in one order.
+CUDA tensors travel over NCCL, CPU tensors over gloo. All functions are called on every rank of the
+group, in one order.
 """
 
 import os
@@ -38,43 +38,41 @@ class Group:
 
     @property
     def rank(self) -> int:
-        """This process's place in the set."""
+        """This process's rank in the set."""
         return dist.get_rank(self.process_group)
 
 
-def backend() -> str:
+def get_backend() -> str:
     """The backends of torch.distributed for each kind of device."""
-    return (
-        "cpu:gloo,cuda:nccl"
-        if devices.get_device_type() == "cuda" and dist.is_nccl_available()
-        else "gloo"
-    )
+    if devices.get_device_type() == "cuda" and dist.is_nccl_available():
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
 
 
-def patience() -> timedelta:
+def get_timeout() -> timedelta:
     """How long a rank that does not answer is waited for."""
     return timedelta(seconds=float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", 300)))
 
 
 def make_group(ranks: list[int]) -> Group | None:
-    """A new process set, None outside of it. Called on all ranks of the world."""
-    process_group: Any = dist.new_group(ranks, backend=backend(), timeout=patience())
+    """Make a new process set, None outside of it. Called on all ranks of the world."""
+    process_group: Any = dist.new_group(ranks, backend=get_backend(), timeout=get_timeout())
     return Group(ranks, process_group) if dist.get_rank() in ranks else None
 
 
-def gather(own: Tensor, group: Group) -> list[Tensor]:
-    """The tensors of all ranks, which have the same shape."""
-    parts = [torch.empty_like(own) for _ in group.ranks]
-    dist.all_gather(parts, own, group.process_group)
-    return parts
+def gather(tensor: Tensor, group: Group) -> list[Tensor]:
+    """Gather the tensors of all ranks, which have the same shape."""
+    tensors = [torch.empty_like(tensor) for _ in group.ranks]
+    dist.all_gather(tensors, tensor, group.process_group)
+    return tensors
 
 
-def zeros(request: Request, device: torch.device) -> list[Tensor]:
-    """The tensors that a rank supplies that has joined."""
-    pairs = zip(request.shapes, request.dtypes, strict=True)
-    return [
-        torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in pairs
-    ]
+def create_zeros(request: Request, device: torch.device) -> list[Tensor]:
+    """Create the tensors that a rank supplies that has joined."""
+    tensors = []
+    for shape, dtype in zip(request.shapes, request.dtypes, strict=True):
+        tensors.append(torch.zeros(shape, dtype=getattr(torch, dtype), device=device))
+    return tensors
 
 
 def run(
@@ -89,69 +87,71 @@ def run(
         return _all_reduce(tensors, request, group)
     if request.kind == "broadcast":
         return [_broadcast(tensor, request.root, group) for tensor in tensors]
+    outputs: list[Any] = []
     if request.kind == "allgather":
-        of_tensors = zip(*shapes, strict=True)  # one entry per tensor, each with one shape per rank
-        pairs = zip(tensors, of_tensors, strict=True)
-        return [
-            _gather(tensor, [shape[0] for shape in of_ranks], group) for tensor, of_ranks in pairs
-        ]
+        for i, tensor in enumerate(tensors):
+            num_rows = [rank_shapes[i][0] for rank_shapes in shapes]
+            outputs.append(_all_gather(tensor, num_rows, group))
+        return outputs
     if request.kind == "alltoall":
         return [_all_to_all(tensors[0], splits, group)]
     # reducescatter, as gloo does it: the first ranks get one row more if they don't divide.
-    pieces = [
-        whole.tensor_split(len(group.ranks)) for whole in _all_reduce(tensors, request, group)
-    ]
-    return [of_ranks[group.rank].clone() for of_ranks in pieces]
+    for reduced in _all_reduce(tensors, request, group):
+        chunks = reduced.tensor_split(len(group.ranks))
+        outputs.append(chunks[group.rank].clone())
+    return outputs
 
 
 def _all_reduce(tensors: Sequence[Tensor], request: Request, group: Group) -> list[Tensor]:
-    """The reduction of each tensor. Tensors of one type travel together."""
-    results = [*tensors]
-    for dtype in {tensor.dtype: None for tensor in tensors}:
-        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        flat = torch.cat([tensors[place].reshape(-1) for place in places])
-        lengths = [tensors[place].numel() for place in places]
-        for place, piece in zip(places, _reduced(flat, request, group).split(lengths), strict=True):
+    """Reduce each tensor. Tensors of one type travel together."""
+    indices_by_dtype: dict[torch.dtype, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        indices_by_dtype.setdefault(tensor.dtype, []).append(i)
+    results = list(tensors)
+    for indices in indices_by_dtype.values():
+        flat = torch.cat([tensors[i].reshape(-1) for i in indices])
+        lengths = [tensors[i].numel() for i in indices]
+        chunks = _all_reduce_flat(flat, request, group).split(lengths)
+        for i, chunk in zip(indices, chunks, strict=True):
             # .data: with a version of its own.
-            results[place] = piece.data.view(tensors[place].shape)
+            results[i] = chunk.data.view(tensors[i].shape)
     return results
 
 
-def _reduced(flat: Tensor, request: Request, group: Group) -> Tensor:
+def _all_reduce_flat(flat: Tensor, request: Request, group: Group) -> Tensor:
     # An average must not overflow, and gloo has no int16.
     wide = flat.int() if flat.dtype in _SHORT else flat
-    wide = _scaled(wide, request.prescale)
+    wide = _scale(wide, request.prescale)
     if wide.numel():
         dist.all_reduce(wide, _REDUCE[request.op], group.process_group)
     if request.op == AVERAGE:
         wide.div_(len(group.ranks), rounding_mode=None if wide.is_floating_point() else "trunc")
-    return _scaled(wide, request.postscale).to(flat.dtype)
+    return _scale(wide, request.postscale).to(flat.dtype)
 
 
-def _scaled(tensor: Tensor, factor: float) -> Tensor:
-    """The tensor times the factor, perhaps in place. Integers are rounded towards zero."""
+def _scale(tensor: Tensor, factor: float) -> Tensor:
+    """Multiply the tensor by the factor, perhaps in place. Integers are rounded towards zero."""
     if factor == 1.0:
         return tensor
-    return (
-        tensor.mul_(factor)
-        if tensor.is_floating_point()
-        else (tensor.double() * factor).trunc().to(tensor.dtype)
-    )
+    if tensor.is_floating_point():
+        return tensor.mul_(factor)
+    return (tensor.double() * factor).trunc().to(tensor.dtype)
 
 
-def _gather(tensor: Tensor, rows: Sequence[int], group: Group) -> Tensor:
-    """All ranks' tensors, one after the other; they have so many rows."""
-    result = tensor.new_empty(sum(rows), *tensor.shape[1:])
-    parts = [_bytes(part) for part in result.split([*rows])]
+def _all_gather(tensor: Tensor, num_rows: Sequence[int], group: Group) -> Tensor:
+    """Concatenate the tensors of all ranks, which have so many rows."""
+    result = tensor.new_empty(sum(num_rows), *tensor.shape[1:])
     if result.numel() == 0:
         return result
-    if len({*rows}) == 1:
-        dist.all_gather(parts, _bytes(tensor.contiguous()), group.process_group)
+    chunks = [_view_bytes(chunk) for chunk in result.split(list(num_rows))]
+    data = _view_bytes(tensor.contiguous())
+    if len(set(num_rows)) == 1:
+        dist.all_gather(chunks, data, group.process_group)
         return result
-    parts[group.rank].copy_(_bytes(tensor.contiguous()))
-    for part, rank in zip(parts, group.ranks, strict=True):
-        if len(part):
-            dist.broadcast(part, rank, group.process_group)
+    chunks[group.rank].copy_(data)
+    for chunk, rank in zip(chunks, group.ranks, strict=True):
+        if len(chunk):
+            dist.broadcast(chunk, rank, group.process_group)
     return result
 
 
@@ -159,7 +159,7 @@ def _broadcast(tensor: Tensor, root: int, group: Group) -> Tensor:
     """The tensor of rank `root` of the world."""
     result = tensor.clone(memory_format=torch.contiguous_format)
     if result.numel():
-        dist.broadcast(_bytes(result), root, group.process_group)
+        dist.broadcast(_view_bytes(result), root, group.process_group)
     return result
 
 
@@ -167,18 +167,22 @@ def _all_to_all(
     tensor: Tensor, splits: Sequence[Sequence[int]], group: Group
 ) -> tuple[Tensor, Tensor]:
     """The ranks' rows for this one, in their order, and how many each had."""
-    received = [row[group.rank] for row in splits]
-    result = tensor.new_empty(sum(received), *tensor.shape[1:])
+    num_received = [rank_splits[group.rank] for rank_splits in splits]
+    result = tensor.new_empty(sum(num_received), *tensor.shape[1:])
     row_bytes = tensor.element_size() * tensor.shape[1:].numel()
     if any(map(sum, splits)):
-        into = [count * row_bytes for count in received]
-        out = [count * row_bytes for count in splits[group.rank]]
+        output_bytes = [num_rows * row_bytes for num_rows in num_received]
+        input_bytes = [num_rows * row_bytes for num_rows in splits[group.rank]]
         dist.all_to_all_single(
-            _bytes(result), _bytes(tensor.contiguous()), into, out, group.process_group
+            _view_bytes(result),
+            _view_bytes(tensor.contiguous()),
+            output_bytes,
+            input_bytes,
+            group.process_group,
         )
-    return result, torch.tensor(received, dtype=torch.int32)
+    return result, torch.tensor(num_received, dtype=torch.int32)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def _view_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor: gloo does not know all types."""
     return tensor.view(-1).view(torch.uint8)

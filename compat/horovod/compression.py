@@ -1,5 +1,6 @@
-"""Compression of what an all-reduce sends. A class of your own with these two methods can be given
-as `compression`, too.
+"""Compression of what an all-reduce sends.
+
+A class of your own with these two methods can be given as `compression`, too.
 """
 
 from typing import Any
@@ -27,7 +28,9 @@ class FP16Compressor(NoneCompressor):
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:
-        return (tensor.half() if tensor.dtype.is_floating_point else tensor), tensor.dtype
+        if not tensor.dtype.is_floating_point:
+            return tensor, tensor.dtype
+        return tensor.half(), tensor.dtype
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: torch.dtype) -> Tensor:
@@ -40,4 +43,5 @@ Compressor = NoneCompressor  # the base class
 class Compression:
     """The compressors to choose from."""
 
-    none, fp16 = NoneCompressor, FP16Compressor
+    none = NoneCompressor
+    fp16 = FP16Compressor

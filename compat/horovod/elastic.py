@@ -21,6 +21,7 @@ import contextlib
 import copy
 import functools
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -45,8 +46,8 @@ from compat.horovod.functions import (
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
 VARIABLE = "HOROVOD_ELASTIC_COMMITS"
-LIMIT = 3  # failures in this process without a commit between them
-_states = 0  # of this process: the second state of a script has a file of its own
+MAX_FAILURES = 3  # in this process without a commit between them
+_num_states = 0  # of this process: the second state of a script has a file of its own
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,15 +65,18 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(func)
     def wrapper(state: TorchState, *args: Any, **kwargs: Any) -> Any:
         state._resume()
-        failures, commits = 0, state._commits
+        num_failures = 0
+        last_commit = state._commits
         while True:
             try:
                 state.sync()
                 result = func(state, *args, **kwargs)
             except HorovodInternalError as error:
-                failures = failures + 1 if state._commits == commits else 1
-                commits = state._commits
-                if failures > LIMIT:
+                if state._commits != last_commit:
+                    num_failures = 0
+                num_failures += 1
+                last_commit = state._commits
+                if num_failures > MAX_FAILURES:
                     raise
                 print(f"rank {world.rank()}: {error}; restoring the last commit", file=sys.stderr)
                 state.restore()
@@ -102,12 +106,13 @@ class TorchState:
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: Any,
     ) -> None:
-        global _states
+        global _num_states
         values = {"model": model, "optimizer": optimizer, **kwargs}
-        self._path, self._names = commit_file(_states), [*values]
+        self._path = choose_commit_file(_num_states)
+        self._names = list(values)
         self._callbacks: list[Callable[[], None]] = []
         self._commits = 0  # number of the last one
-        _states += 1
+        _num_states += 1
         for name, value in values.items():
             setattr(self, name, value)
         self.save()
@@ -153,17 +158,19 @@ class TorchState:
 
     def save(self) -> None:
         """Copy the state, so that `restore` can come back to it."""
-        values = {name: getattr(self, name) for name in self._names}
-        self._saved = {
-            name: copy.deepcopy(value.state_dict() if _has_state(value) else value)
-            for name, value in values.items()
-        }
+        self._saved = {}
+        for name in self._names:
+            value = getattr(self, name)
+            if _has_state(value):
+                value = value.state_dict()
+            self._saved[name] = copy.deepcopy(value)
 
     def restore(self) -> None:
         """Return to the last `save`."""
         # A copy: torch's optimizers train the tensors that they load.
         for name, saved in copy.deepcopy(self._saved).items():
-            if _has_state(value := getattr(self, name)):
+            value = getattr(self, name)
+            if _has_state(value):
                 value.load_state_dict(saved)
             else:
                 setattr(self, name, saved)
@@ -213,22 +220,22 @@ class TorchState:
             self._path.parent.rmdir()
 
 
-def commit_file(number: int) -> Path | None:
-    """Where the last commit of this script's state is; None if it stays in memory."""
-    named = os.environ.get(VARIABLE, "")
-    if named.lower() == "none":
+def choose_commit_file(state_index: int) -> Path | None:
+    """Choose the file of the last commit of this script's state; None if it stays in memory."""
+    folder_name = os.environ.get(VARIABLE, "")
+    if folder_name.lower() == "none":
         return None
     script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "horovod.py").resolve()
-    folder = Path(named) if named else script.parent / f"{script.stem}.commits"
-    return (
-        folder / f"{hashlib.sha256(json.dumps(sys.argv[1:]).encode()).hexdigest()[:8]}-{number}.pt"
-    )
+    folder = script.parent / f"{script.stem}.commits"
+    if folder_name:
+        folder = Path(folder_name)
+    digest = hashlib.sha256(json.dumps(sys.argv[1:]).encode()).hexdigest()
+    return folder / f"{digest[:8]}-{state_index}.pt"
 
 
 def _has_state(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(
-        getattr(value, "load_state_dict", None)
-    )
+    names = ("state_dict", "load_state_dict")
+    return all(callable(getattr(value, name, None)) for name in names)
 
 
 class ElasticSampler(Sampler[int]):
@@ -250,11 +257,13 @@ class ElasticSampler(Sampler[int]):
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, with nothing processed. Call it at the end of the one before."""
+        """Start an epoch, with nothing processed. Call it at the end of the one before."""
         self.load_state_dict({"epoch": epoch, "processed_num": 0})
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
@@ -265,19 +274,22 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
+        self.epoch = state_dict["epoch"]
+        self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
         """Deal the rest of the epoch out again, over the ranks that there are now."""
-        self.num_replicas, self.rank = world.size(), world.rank()
-        order = [*range(len(self.dataset))]
+        self.num_replicas = world.size()
+        self.rank = world.rank()
+        order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)
-        rest = order[self.processed_num :]
-        missing = -len(rest) % self.num_replicas
-        repeats = -(-missing // len(rest)) if rest else 0  # if fewer than ranks
-        self.indices = (rest + (rest * repeats)[:missing])[self.rank :: self.num_replicas]
+        remaining = order[self.processed_num :]
+        num_missing = -len(remaining) % self.num_replicas
+        # As often as needed, since fewer samples than ranks may remain.
+        repeated = itertools.islice(itertools.cycle(remaining), num_missing)
+        self.indices = (remaining + list(repeated))[self.rank :: self.num_replicas]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.indices)

@@ -37,23 +37,23 @@ def broadcast_parameters(
         raise ValueError(
             f"broadcast_parameters takes a dict or a list of tensors, got {type(params).__name__}"
         )
-    entries = [
-        item if isinstance(item, tuple) else (str(number), item)
-        for number, item in enumerate(params)
-    ]
-    tensors = {name: value for name, value in entries if value is not None}
-    for name, value in tensors.items():
+    tensors: dict[str, torch.Tensor] = {}
+    descriptions = {}
+    for i, item in enumerate(params):
+        name, value = item if isinstance(item, tuple) else (str(i), item)
+        if value is None:
+            continue
         if not isinstance(value, torch.Tensor):
             raise ValueError(
                 f"broadcast_parameters: {name} is no tensor but {type(value).__name__}: use "
                 "broadcast_object"
             )
-    described = {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
-    check_same(described, "broadcast_parameters: names, shapes or types of tensors")
-    handles = [
-        broadcast_async_(tensor, root_rank, f"broadcast_parameters.{name}")
-        for name, tensor in tensors.items()
-    ]
+        tensors[name] = value
+        descriptions[name] = f"{list(value.shape)} {value.dtype}"
+    check_same(descriptions, "broadcast_parameters: names, shapes or types of tensors")
+    handles = []
+    for name, tensor in tensors.items():
+        handles.append(broadcast_async_(tensor, root_rank, f"broadcast_parameters.{name}"))
     for handle in handles:
         handle.wait()
 
@@ -74,36 +74,32 @@ def broadcast_optimizer_state(
             shapes of parameters.
     """
     groups = optimizer.param_groups
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    described = {
-        f"group {number}": f"{[[*one.shape] for one in group['params']]}"
-        for number, group in enumerate(groups)
-    }
-    described["class"] = type(optimizer).__name__
-    check_same(described, "broadcast_optimizer_state: the optimizer's class, groups and shapes")
-    state = [optimizer.state.get(parameter) for parameter in parameters]
-    options = [
-        {name: value for name, value in group.items() if name != "params"} for group in groups
-    ]
-    state, options = broadcast_object((state, options), root_rank, "optimizer_state")
-    if not any(state) and not isinstance(optimizer, torch.optim.SparseAdam):
+    parameters: list[torch.Tensor] = []
+    options = []
+    descriptions = {}
+    for i, group in enumerate(groups):
+        parameters += group["params"]
+        options.append({name: value for name, value in group.items() if name != "params"})
+        shapes = [list(parameter.shape) for parameter in group["params"]]
+        descriptions[f"group {i}"] = str(shapes)
+    descriptions["class"] = type(optimizer).__name__
+    check_same(descriptions, "broadcast_optimizer_state: the optimizer's class, groups and shapes")
+    states = [optimizer.state.get(parameter) for parameter in parameters]
+    states, options = broadcast_object((states, options), root_rank, "optimizer_state")
+    if not any(states) and not isinstance(optimizer, torch.optim.SparseAdam):
         for parameter in parameters:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
     if rank() == root_rank:
         return
     optimizer.state.clear()
-    optimizer.state.update(
-        {
-            parameter: own
-            for parameter, own in zip(parameters, state, strict=True)
-            if own is not None
-        }
-    )
-    for group, theirs in zip(groups, options, strict=True):
-        kept = group["params"]
+    for parameter, state in zip(parameters, states, strict=True):
+        if state is not None:
+            optimizer.state[parameter] = state
+    for group, root_options in zip(groups, options, strict=True):
+        group_parameters = group["params"]
         group.clear()
-        group.update(params=kept, **theirs)
+        group.update(params=group_parameters, **root_options)
 
 
 def broadcast_object(
@@ -138,20 +134,25 @@ def allgather_object(
     """
     data = torch.frombuffer(bytearray(serialization.dumps(obj, "the object")), dtype=torch.uint8)
     handle = allgather_async(data, name or "allgather_object", process_set)
-    parts = handle.wait().split([length for ((length,),) in handle.shapes])
-    return [serialization.loads(part.numpy().tobytes()) for part in parts]
+    gathered = handle.wait()
+    lengths = [length for ((length,),) in handle.shapes]
+    return [serialization.loads(data.numpy().tobytes()) for data in gathered.split(lengths)]
 
 
 def check_same(
-    own: Mapping[str, str], title: str, process_set: ProcessSet = global_process_set
-) -> list[dict[str, str]]:
-    """The values of all ranks. HorovodInternalError names the first difference, on all of them."""
-    first, *others = of_ranks = allgather_object(own, title, process_set)
-    for number, theirs in enumerate(others, 1):
-        for key in [*first, *theirs]:
-            if first.get(key) != theirs.get(key):
+    values: Mapping[str, str], title: str, process_set: ProcessSet = global_process_set
+) -> dict[str, str]:
+    """Check that all ranks have the same values; returns rank 0's, whose order counts.
+
+    HorovodInternalError names the first difference, on all ranks.
+    """
+    values_by_rank = allgather_object(values, title, process_set)
+    expected = values_by_rank[0]
+    for other_rank, actual in enumerate(values_by_rank):
+        for key in list(expected) + list(actual):
+            if expected.get(key) != actual.get(key):
                 raise HorovodInternalError(
-                    f"{title} differ: {key}: {first.get(key)} and {theirs.get(key)} on ranks 0 "
-                    f"and {number}"
+                    f"{title} differ: {key}: {expected.get(key)} and {actual.get(key)} on ranks 0 "
+                    f"and {other_rank}"
                 )
-    return of_ranks
+    return expected

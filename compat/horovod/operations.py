@@ -32,7 +32,12 @@ from compat.horovod.engine import Operation
 from compat.horovod.process_sets import ProcessSet, global_process_set
 from compat.horovod.requests import ADASUM, AVERAGE, JOIN, MAX, MIN, PRODUCT, SUM
 
-Average, Sum, Adasum, Min, Max, Product = AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT
+Average = AVERAGE
+Sum = SUM
+Adasum = ADASUM
+Min = MIN
+Max = MAX
+Product = PRODUCT
 Options = Mapping[str, Any]  # the arguments of a collective, besides its tensors
 DEFAULTS: dict[str, Any] = {
     "average": None,
@@ -55,16 +60,16 @@ def start(
     in_place: bool = False,
     grouped: bool = False,
 ) -> Operation:
-    """Ask for a collective."""
+    """Request a collective."""
     fields = _FIELDS[kind](tensors, options)
     fields |= {"name": options["name"], "set_id": options["process_set"].process_set_id}
     return engine.current().submit(kind, tensors, in_place=in_place, grouped=grouped, **fields)
 
 
-# --- what each kind asks for
+# --- what each kind requests
 
 
-def _of_allreduce(tensors: Sequence[Tensor], options: Options) -> dict[str, Any]:
+def _list_allreduce_fields(tensors: Sequence[Tensor], options: Options) -> dict[str, Any]:
     op = options["op"]
     if op is not None and options["average"] is not None:
         raise ValueError("give op or average, not both: average is deprecated")
@@ -75,7 +80,8 @@ def _of_allreduce(tensors: Sequence[Tensor], options: Options) -> dict[str, Any]
             stacklevel=4,
         )
         op = AVERAGE if options["average"] else SUM
-    op = AVERAGE if op is None else op
+    if op is None:
+        op = AVERAGE
     if op == ADASUM:
         raise NotImplementedError(
             "Adasum is not there: take op=hvd.Average, and the learning rate for it"
@@ -97,42 +103,40 @@ def _of_allreduce(tensors: Sequence[Tensor], options: Options) -> dict[str, Any]
     }
 
 
-def _of_reducescatter(tensors: Sequence[Tensor], options: Options) -> dict[str, Any]:
+def _list_reducescatter_fields(tensors: Sequence[Tensor], options: Options) -> dict[str, Any]:
     if options["op"] not in (None, AVERAGE, SUM):
         raise NotImplementedError("reducescatter takes op=hvd.Average or hvd.Sum")
-    return _of_allreduce(tensors, options)
+    return _list_allreduce_fields(tensors, options)
 
 
-def _of_alltoall(tensors: Sequence[Tensor], options: Options) -> dict[str, Any]:
+def _list_alltoall_fields(tensors: Sequence[Tensor], options: Options) -> dict[str, Any]:
     """Rows for each rank. A wrong number is this rank's own mistake: ValueError."""
-    [tensor], splits, size = tensors, options["splits"], options["process_set"].size()
+    num_rows = len(tensors[0])
+    num_ranks = options["process_set"].size()
+    splits = options["splits"]
     if splits is None:
-        if len(tensor) % size:
+        if num_rows % num_ranks:
             raise ValueError(
-                f"alltoall: {len(tensor)} rows can't be split equally among {size} ranks: give "
+                f"alltoall: {num_rows} rows can't be split equally among {num_ranks} ranks: give "
                 "splits"
             )
-        return {"splits": [len(tensor) // size] * size}
+        return {"splits": [num_rows // num_ranks] * num_ranks}
     counts = torch.as_tensor(splits)
-    if (
-        counts.is_floating_point()
-        or len(counts) != size
-        or counts.min() < 0
-        or counts.sum() != len(tensor)
-    ):
+    is_valid = not counts.is_floating_point() and len(counts) == num_ranks
+    if not is_valid or counts.min() < 0 or counts.sum() != num_rows:
         raise ValueError(
-            f"alltoall: splits {splits} are not {size} whole numbers of rows that sum up to "
-            f"{len(tensor)}"
+            f"alltoall: splits {splits} are not {num_ranks} whole numbers of rows that sum up to "
+            f"{num_rows}"
         )
     return {"splits": counts.tolist()}
 
 
 _FIELDS: dict[str, Callable[[Sequence[Tensor], Options], dict[str, Any]]] = {
-    "allreduce": _of_allreduce,
+    "allreduce": _list_allreduce_fields,
     "allgather": lambda tensors, options: {},
     "broadcast": lambda tensors, options: {"root": options["root_rank"]},
-    "alltoall": _of_alltoall,
-    "reducescatter": _of_reducescatter,
+    "alltoall": _list_alltoall_fields,
+    "reducescatter": _list_reducescatter_fields,
 }
 
 
@@ -146,7 +150,9 @@ class _Differentiable(Function):
     def forward(ctx: Any, kind: str, options: Options, *tensors: Tensor) -> tuple[Tensor, ...]:
         operation = start(kind, tensors, options, grouped=True)
         results = operation.wait()
-        ctx.kind, ctx.options, ctx.shapes = kind, {**options, "name": None}, operation.shapes
+        ctx.kind = kind
+        ctx.options = {**options, "name": None}
+        ctx.shapes = operation.shapes
         if kind != "alltoall":
             return tuple(results)
         [(output, received)] = results
@@ -156,39 +162,37 @@ class _Differentiable(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        kind, options, process_set = ctx.kind, ctx.options, ctx.options["process_set"]
-        average = DEFAULTS | {"process_set": process_set}
-
-        def collective(kind: str, gradients: Sequence[Tensor], options: Options) -> list[Any]:
-            return start(kind, gradients, options, grouped=True).wait()
-
-        if kind == "allreduce":
+        options = ctx.options
+        if ctx.kind == "allreduce":
             if options["op"] not in (None, AVERAGE, SUM):
                 raise NotImplementedError(
                     "allreduce has a gradient for op=hvd.Average and hvd.Sum only"
                 )
-            found = collective("allreduce", gradients, options)
-        elif kind == "alltoall":
-            [(back, _)] = collective("alltoall", gradients[:1], options)
-            found = [back]
-        elif kind == "reducescatter":
+            return None, None, *_wait_for("allreduce", gradients, options)
+        if ctx.kind == "alltoall":
+            [(input_gradient, _)] = _wait_for("alltoall", gradients[:1], options)
+            return None, None, input_gradient
+        process_set = options["process_set"]
+        average = DEFAULTS | {"process_set": process_set}
+        if ctx.kind == "reducescatter":
             factor = options["prescale_factor"] * options["postscale_factor"]
             if options["op"] == SUM:
                 factor *= process_set.size()
-            found = collective("allgather", [gradient * factor for gradient in gradients], average)
-        else:
-            found = collective("allreduce", gradients, average)
-            if kind == "allgather":
-                rows = [
-                    [shape[0] for shape in of_ranks] for of_ranks in zip(*ctx.shapes, strict=True)
-                ]
-                found = [
-                    whole.split(of_ranks)[process_set.rank()]
-                    for whole, of_ranks in zip(found, rows, strict=True)
-                ]
-            elif engine.current().rank != options["root_rank"]:
-                found = [torch.zeros_like(whole) for whole in found]
-        return None, None, *found
+            scaled = [gradient * factor for gradient in gradients]
+            return None, None, *_wait_for("allgather", scaled, average)
+        input_gradients = _wait_for("allreduce", gradients, average)
+        if ctx.kind == "allgather":
+            # This rank's rows of each tensor.
+            for i, gradient in enumerate(input_gradients):
+                num_rows = [rank_shapes[i][0] for rank_shapes in ctx.shapes]
+                input_gradients[i] = gradient.split(num_rows)[process_set.rank()]
+        elif engine.current().rank != options["root_rank"]:
+            input_gradients = [torch.zeros_like(gradient) for gradient in input_gradients]
+        return None, None, *input_gradients
+
+
+def _wait_for(kind: str, tensors: Sequence[Tensor], options: Options) -> list[Any]:
+    return start(kind, tensors, options, grouped=True).wait()
 
 
 # --- the forms of each kind
@@ -219,63 +223,79 @@ _TEXTS = {
 }
 
 
-def _form(kind: str, *, grouped: bool = False, in_place: bool = False, wait: bool = True) -> Any:
-    """A public function."""
-    names = ["tensors" if grouped else "tensor", *_PARAMETERS[kind].split()]
+def _make_form(
+    kind: str, *, grouped: bool = False, in_place: bool = False, wait: bool = True
+) -> Any:
+    """Make a public function."""
+    names = ["tensors" if grouped else "tensor"]
+    names += _PARAMETERS[kind].split()
     if wait and not in_place and "op" in names:
         names.insert(names.index("op"), "compression")
-    parameters = [
-        Parameter(
-            name, Parameter.POSITIONAL_OR_KEYWORD, default=DEFAULTS.get(name, Parameter.empty)
-        )
-        for name in names
-    ]
+    parameters = []
+    for name in names:
+        default = DEFAULTS.get(name, Parameter.empty)
+        parameters.append(Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=default))
     signature = Signature(parameters)
 
-    def form(*arguments: Any, **named: Any) -> Any:
-        options = DEFAULTS | signature.bind(*arguments, **named).arguments
-        given = options.pop(names[0])
-        tensors = [*given] if grouped else [given]
+    def form(*args: Any, **kwargs: Any) -> Any:
+        options = DEFAULTS | signature.bind(*args, **kwargs).arguments
+        tensors = options.pop(names[0])
+        tensors = list(tensors) if grouped else [tensors]
         if in_place or not wait:
             handle = start(kind, tensors, options, in_place=in_place, grouped=grouped)
             return handle.wait() if wait else handle
-        compressor, splits = options["compression"], options["splits"]
-        pairs = [compressor.compress(tensor) for tensor in tensors]
-        small = _Differentiable.apply(kind, options, *(tensor for tensor, _ in pairs))
-        results = [
-            compressor.decompress(one, context)
-            for one, (_, context) in zip(small, pairs, strict=False)
-        ]
-        if splits is not None:
-            return results[0], small[1].to(splits) if isinstance(splits, Tensor) else small[1]
-        return results if grouped else results[0]
+        return _run_differentiable(kind, tensors, options, grouped)
 
-    form.__signature__, form.__doc__ = signature, _TEXTS[kind]  # type: ignore[attr-defined]
+    form.__signature__ = signature  # type: ignore[attr-defined]
+    form.__doc__ = _TEXTS[kind]
     return form
 
 
-allreduce = _form("allreduce")
-allreduce_ = _form("allreduce", in_place=True)
-allreduce_async = _form("allreduce", wait=False)
-allreduce_async_ = _form("allreduce", in_place=True, wait=False)
-grouped_allreduce = _form("allreduce", grouped=True)
-grouped_allreduce_ = _form("allreduce", grouped=True, in_place=True)
-grouped_allreduce_async = _form("allreduce", grouped=True, wait=False)
-grouped_allreduce_async_ = _form("allreduce", grouped=True, in_place=True, wait=False)
-allgather = _form("allgather")
-allgather_async = _form("allgather", wait=False)
-grouped_allgather = _form("allgather", grouped=True)
-grouped_allgather_async = _form("allgather", grouped=True, wait=False)
-broadcast = _form("broadcast")
-broadcast_ = _form("broadcast", in_place=True)
-broadcast_async = _form("broadcast", wait=False)
-broadcast_async_ = _form("broadcast", in_place=True, wait=False)
-alltoall = _form("alltoall")
-alltoall_async = _form("alltoall", wait=False)
-reducescatter = _form("reducescatter")
-reducescatter_async = _form("reducescatter", wait=False)
-grouped_reducescatter = _form("reducescatter", grouped=True)
-grouped_reducescatter_async = _form("reducescatter", grouped=True, wait=False)
+def _run_differentiable(
+    kind: str, tensors: Sequence[Tensor], options: dict[str, Any], grouped: bool
+) -> Any:
+    compressor = options["compression"]
+    splits = options["splits"]
+    compressed = []
+    contexts = []
+    for tensor in tensors:
+        small, context = compressor.compress(tensor)
+        compressed.append(small)
+        contexts.append(context)
+    outputs = _Differentiable.apply(kind, options, *compressed)
+    results = []
+    for output, context in zip(outputs, contexts, strict=False):  # alltoall has a second output
+        results.append(compressor.decompress(output, context))
+    if splits is not None:
+        received = outputs[1]
+        if isinstance(splits, Tensor):
+            received = received.to(splits)
+        return results[0], received
+    return results if grouped else results[0]
+
+
+allreduce = _make_form("allreduce")
+allreduce_ = _make_form("allreduce", in_place=True)
+allreduce_async = _make_form("allreduce", wait=False)
+allreduce_async_ = _make_form("allreduce", in_place=True, wait=False)
+grouped_allreduce = _make_form("allreduce", grouped=True)
+grouped_allreduce_ = _make_form("allreduce", grouped=True, in_place=True)
+grouped_allreduce_async = _make_form("allreduce", grouped=True, wait=False)
+grouped_allreduce_async_ = _make_form("allreduce", grouped=True, in_place=True, wait=False)
+allgather = _make_form("allgather")
+allgather_async = _make_form("allgather", wait=False)
+grouped_allgather = _make_form("allgather", grouped=True)
+grouped_allgather_async = _make_form("allgather", grouped=True, wait=False)
+broadcast = _make_form("broadcast")
+broadcast_ = _make_form("broadcast", in_place=True)
+broadcast_async = _make_form("broadcast", wait=False)
+broadcast_async_ = _make_form("broadcast", in_place=True, wait=False)
+alltoall = _make_form("alltoall")
+alltoall_async = _make_form("alltoall", wait=False)
+reducescatter = _make_form("reducescatter")
+reducescatter_async = _make_form("reducescatter", wait=False)
+grouped_reducescatter = _make_form("reducescatter", grouped=True)
+grouped_reducescatter_async = _make_form("reducescatter", grouped=True, wait=False)
 
 
 def sparse_allreduce_async(
@@ -313,7 +333,7 @@ def synchronize(handle: Operation) -> Any:
 
 
 def join(device: int = -1) -> int:
-    """Say that this rank has no more data, and wait for all ranks; returns the last one to join.
+    """Announce that this rank has no more data, and wait for all ranks; returns the last one to join.
 
     Meanwhile this rank supplies zeros to their allreduces, on GPU `device` if they reduce
     there (by default this process's current one). Other operations of all ranks fail while
@@ -321,9 +341,9 @@ def join(device: int = -1) -> int:
     """
     running = engine.current()
     if devices.get_device_type() == "cuda":
-        running.join_device = torch.device(
-            "cuda", device if device >= 0 else torch.accelerator.current_device_index()
-        )
+        if device < 0:
+            device = torch.accelerator.current_device_index()
+        running.join_device = torch.device("cuda", device)
     return running.call("join", name=JOIN)
 
 
@@ -335,9 +355,9 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 _FORMS = [
     name for name in globals() if name.removeprefix("grouped_").startswith(tuple(_PARAMETERS))
 ]
-__all__ = [
-    *"Average Sum Adasum Min Max Product poll synchronize join barrier sparse_allreduce_async".split(),
-    *_FORMS,
-]
+__all__ = (
+    "Average Sum Adasum Min Max Product poll synchronize join barrier sparse_allreduce_async"
+).split()
+__all__ += _FORMS
 for _form_name in _FORMS:
     globals()[_form_name].__name__ = _form_name

@@ -66,28 +66,25 @@ def DistributedOptimizer(
         raise NotImplementedError(
             "DistributedOptimizer takes op=hvd.Average, with the learning rate for it, or hvd.Sum"
         )
-    names = _names(optimizer, named_parameters)
-    kind = type(optimizer)
-    wrapped: Any = object.__new__(
-        type(
-            kind.__name__,
-            (_DistributedOptimizer, kind),
-            {"__module__": kind.__module__, "__doc__": kind.__doc__},
-        )
-    )
+    names = _list_names(optimizer, named_parameters)
+    wrapped_class = type(optimizer)
+    bases = (_DistributedOptimizer, wrapped_class)
+    namespace = {"__module__": wrapped_class.__module__, "__doc__": wrapped_class.__doc__}
+    wrapped: Any = object.__new__(type(wrapped_class.__name__, bases, namespace))
     # Options, state and hooks are the wrapped optimizer's; `step` there is what a scheduler has put
     # around its own step.
-    wrapped.__dict__.update(
-        {name: value for name, value in vars(optimizer).items() if name != "step"}
-    )
-    wrapped._is_synchronized, wrapped._synchronizes = False, True
+    attributes = dict(vars(optimizer))
+    attributes.pop("step", None)
+    wrapped.__dict__.update(attributes)
+    wrapped._is_synchronized = False
+    wrapped._synchronizes = True
     wrapped._reduction = GradientReduction(
-        op,
-        compression,
-        backward_passes_per_step,
-        gradient_predivide_factor,
-        process_set,
-        sparse_as_dense,
+        op=op,
+        compression=compression,
+        num_passes=backward_passes_per_step,
+        predivide=gradient_predivide_factor,
+        process_set=process_set,
+        sparse_as_dense=sparse_as_dense,
     )
     wrapped._reduction.add(names.values(), names)
     wrapped._parameter_names = names  # scripts read it
@@ -131,7 +128,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # torch's hooks run in the wrapped class's step, once
 
     def _finish(self) -> None:
-        """Begin the next step, after this one's gradients have been reduced if they have to be."""
+        """Start the next step, after this one's gradients have been reduced if they have to be."""
         if self._synchronizes and self._is_synchronized:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -157,7 +154,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             AssertionError: if gradients were computed that no step has used, since that loses
                 them on all ranks.
         """
-        if self._reduction.has_begun:
+        if self._reduction.has_started:
             raise AssertionError(
                 "optimizer.zero_grad() after loss.backward(), but before optimizer.step() or "
                 "optimizer.synchronize(), throws reduced gradients away"
@@ -174,38 +171,40 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, the same on all ranks. Their gradients are reduced too."""
         super().add_param_group(param_group)
-        number, added = len(self.param_groups) - 1, self.param_groups[-1]["params"]
-        self._reduction.add(
-            [f"allreduce.noname.{number}.{place}" for place in range(len(added))], added
-        )
+        parameters = self.param_groups[-1]["params"]
+        names = _number_parameters(len(self.param_groups) - 1, len(parameters))
+        self._reduction.add(names, parameters)
 
 
-def _names(
+def _number_parameters(group_index: int, num_parameters: int) -> list[str]:
+    return [f"allreduce.noname.{group_index}.{i}" for i in range(num_parameters)]
+
+
+def _list_names(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
 ) -> dict[Tensor, str]:
-    """The name of each parameter of the optimizer, in its order."""
-    groups = enumerate(optimizer.param_groups)
-    numbered = {
-        one: f"allreduce.noname.{g}.{place}"
-        for g, group in groups
-        for place, one in enumerate(group["params"])
-    }
+    """List the name of each parameter of the optimizer, in its order."""
+    numbered: dict[Tensor, str] = {}
+    for group_index, group in enumerate(optimizer.param_groups):
+        names = _number_parameters(group_index, len(group["params"]))
+        numbered |= zip(group["params"], names, strict=True)
     if named_parameters is None:
         return numbered
-    pairs = [*named_parameters]
+    pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ValueError(
             "named_parameters should be pairs (name, parameter), such as model.named_parameters()"
         )
-    if twice := sorted(
-        name for name, count in Counter(name for name, _ in pairs).items() if count > 1
-    ):
+    counts = Counter(name for name, _ in pairs)
+    duplicates = sorted(name for name, count in counts.items() if count > 1)
+    if duplicates:
         raise ValueError(
             "Parameter names in named_parameters must be unique. Found duplicates: "
-            f"{', '.join(twice)}"
+            f"{', '.join(duplicates)}"
         )
     named = {parameter: name for name, parameter in pairs}
-    if missing := [name for parameter, name in numbered.items() if parameter not in named]:
+    missing = [name for parameter, name in numbered.items() if parameter not in named]
+    if missing:
         raise ValueError(
             f"named_parameters was specified, but {len(missing)} parameters of the optimizer were "
             f"not named: {', '.join(missing)} (group and place)"

@@ -9,11 +9,10 @@ __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_proces
 
 
 class ProcessSet:
-    """Some ranks of the world; collectives take it as `process_set`. Register it with `init` or
-    `add_process_set` first.
+    """Some ranks of the world, for the parameter `process_set` of collectives.
 
-    `process_set_id` is None until then, and again after `remove_process_set` or
-    `shutdown`.
+    Register it with `init` or `add_process_set` first. `process_set_id` is None until then, and
+    again after `remove_process_set` or `shutdown`.
     """
 
     def __init__(self, ranks_or_comm: Sequence[int]) -> None:
@@ -29,22 +28,23 @@ class ProcessSet:
 
     def size(self) -> int:
         """Number of ranks in the set. Raises ValueError if it is not registered."""
-        return len(self._registered())
+        return len(self._get_registered_ranks())
 
     def rank(self) -> int:
-        """This process's place in the set. Raises ValueError if it is not in the set, or the set is
-        not registered.
+        """This process's rank in the set.
+
+        Raises ValueError if it is not in the set, or the set is not registered.
         """
-        ranks = self._registered()
+        ranks = self._get_registered_ranks()
         if not self.included():
             raise ValueError(f"rank {engine.current().rank} is not in the process set {ranks}")
         return ranks.index(engine.current().rank)
 
     def included(self) -> bool:
         """True if this process is in the set. Raises ValueError if the set is not registered."""
-        return engine.current().rank in self._registered()
+        return engine.current().rank in self._get_registered_ranks()
 
-    def _registered(self) -> list[int]:
+    def _get_registered_ranks(self) -> list[int]:
         if self.process_set_id not in engine.current().ranks:
             raise ValueError(f"{self} is not registered: give it to init() or add_process_set()")
         return self.ranks
@@ -59,16 +59,16 @@ _registered: list[ProcessSet] = []
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a set of ranks, at any time; Horovod's "dynamic" mode is not needed. All ranks of
-    the world call it alike.
+    """Register a set of ranks, at any time. All ranks of the world call it alike.
 
-    Raises ValueError if these ranks are registered already, and HorovodInternalError if
-    the calls differ between ranks.
+    Horovod's "dynamic" mode is not needed. Raises ValueError if these ranks are registered already,
+    and HorovodInternalError if the calls differ between ranks.
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
-    running, ranks = engine.current(), process_set.ranks
-    if not ranks or len({*ranks}) < len(ranks):
+    running = engine.current()
+    ranks = process_set.ranks
+    if not ranks or len(set(ranks)) < len(ranks):
         raise ValueError(f"a process set has at least one rank, and each once: {process_set}")
     if ranks in running.ranks.values():
         raise ValueError(f"a process set of the ranks {ranks} is registered already")
@@ -83,10 +83,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Returns True if there was something to end: False for the global process set and for
     one that is not registered.
     """
-    number = process_set.process_set_id
-    if number == WORLD or number not in engine.current().ranks:
+    set_id = process_set.process_set_id
+    if set_id == WORLD or set_id not in engine.current().ranks:
         return False
-    engine.current().call("remove_process_set", root=number)
+    engine.current().call("remove_process_set", root=set_id)
     process_set.process_set_id = None
     return True
 

@@ -1,4 +1,4 @@
-"""Requests: what a rank asks for, and whether the ranks ask for the same."""
+"""Requests: what a rank requests, and whether the ranks request the same."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,8 @@ WORLD = 0  # id of the process set of all ranks
 JOIN = "<join>"
 AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT = range(6)
 
-_AGREED = {
+# Fields in which requests must be equal, with their names for people.
+_AGREED_FIELDS = {
     "kind": "operations",
     "dtypes": "data types",
     "device": "kinds of device",
@@ -20,7 +21,7 @@ _AGREED = {
     "fixed_shapes": "shapes",
 }
 _RAGGED = ("allgather", "alltoall")  # whose tensors may differ in the first dimension
-_BY_ROWS = (*_RAGGED, "reducescatter")  # whose tensors need a first dimension
+_BY_ROWS = ("allgather", "alltoall", "reducescatter")  # whose tensors need a first dimension
 
 
 @dataclass
@@ -44,39 +45,44 @@ class Request:
 
     @property
     def fixed_shapes(self) -> list[list[int]]:
-        """The dimensions that ranks must agree about: not the first one of ragged kinds, for which
-        -1 stands.
-        """
+        """The dimensions that ranks must agree about; -1 stands for the first one of ragged kinds."""
         if self.kind not in _RAGGED:
             return self.shapes
-        return [[-1, *shape[1:]] if shape else [] for shape in self.shapes]
+        return [[-1] + shape[1:] if shape else [] for shape in self.shapes]
+
+    @property
+    def allows_joined(self) -> bool:
+        """True if zeros of joined ranks are neutral: of sums and averages."""
+        return self.kind == "allreduce" and self.op in (AVERAGE, SUM)
 
 
-def disagreement(requests: Mapping[int, Request], members: Sequence[int], size: int) -> str:
-    """What makes a collective of `members` impossible that all of them, but for joined ranks, have
-    asked for; "" if nothing.
+def find_disagreement(requests: Mapping[int, Request], members: Sequence[int], size: int) -> str:
+    """Find what makes a collective of `members` impossible; "" if nothing does.
 
-    `size` is the number of ranks in the world.
+    All members, but for joined ranks, have requested it. `size` is the number of ranks in the
+    world.
     """
-    (first, model), *others = sorted(requests.items())
-    title = f"{model.kind} '{model.name}'" + f" of process set {[*members]}" * (len(members) < size)
-    for rank, request in others:
-        for name, words in _AGREED.items():
-            here, there = getattr(model, name), getattr(request, name)
-            if here != there:
+    first_rank = min(requests)
+    first = requests[first_rank]
+    title = f"{first.kind} '{first.name}'"
+    if len(members) < size:
+        title += f" of process set {list(members)}"
+    for rank, request in sorted(requests.items()):
+        for name, description in _AGREED_FIELDS.items():
+            expected = getattr(first, name)
+            actual = getattr(request, name)
+            if actual != expected:
                 return (
-                    f"{title}: mismatched {words}: {here} on rank {first}, {there} on rank {rank}"
+                    f"{title}: mismatched {description}: {expected} on rank {first_rank}, "
+                    f"{actual} on rank {rank}"
                 )
-    if model.kind in _BY_ROWS and [] in model.shapes:
-        return f"{title}: rank {first} gives a tensor of no dimensions, which has no rows"
-    if model.kind == "broadcast" and model.root not in members:
-        return f"{title}: root rank {model.root} is not in the process set {[*members]}"
-    if model.kind == "add_process_set" and not {*model.ranks} <= {*range(size)}:
-        return f"{title}: there are {size} ranks, not all of {model.ranks}"
-    # A joined rank supplies zeros, which are neutral to sums and averages only.
-    if len(requests) < len(members) and (
-        model.kind != "allreduce" or model.op not in (AVERAGE, SUM)
-    ):
-        joined = [rank for rank in members if rank not in requests]
+    if first.kind in _BY_ROWS and [] in first.shapes:
+        return f"{title}: rank {first_rank} gives a tensor of no dimensions, which has no rows"
+    if first.kind == "broadcast" and first.root not in members:
+        return f"{title}: root rank {first.root} is not in the process set {list(members)}"
+    if first.kind == "add_process_set" and not set(first.ranks) <= set(range(size)):
+        return f"{title}: there are {size} ranks, not all of {first.ranks}"
+    joined = [rank for rank in members if rank not in requests]
+    if joined and not first.allows_joined:
         return f"{title}: ranks {joined} have joined, and can only take part in sums and averages"
     return ""

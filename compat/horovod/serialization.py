@@ -23,14 +23,12 @@ _ARRAY_KINDS = (
     "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64 complex64 "
     "complex128 str bytes"
 )
-_SAFE: list[Any] = [
-    *(int, float, bool, str, bytes, list, tuple, dict, frozenset, range, slice),
-    *(argparse.Namespace, types.SimpleNamespace),
-    *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
-    *(pathlib.PosixPath, pathlib.PurePosixPath),
-    *(np.ndarray, np.dtype, multiarray._reconstruct, multiarray.scalar),
-    *{type(np.dtype(kind)) for kind in _ARRAY_KINDS.split()},
-]
+_SAFE: list[Any] = [int, float, bool, str, bytes, list, tuple, dict, frozenset, range, slice]
+_SAFE += [argparse.Namespace, types.SimpleNamespace]
+_SAFE += [datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone]
+_SAFE += [pathlib.PosixPath, pathlib.PurePosixPath]
+_SAFE += [np.ndarray, np.dtype, multiarray._reconstruct, multiarray.scalar]
+_SAFE += {type(np.dtype(kind)) for kind in _ARRAY_KINDS.split()}
 
 
 def dumps(item: Any, what: str) -> bytes:
@@ -46,11 +44,13 @@ def dumps(item: Any, what: str) -> bytes:
         loads(buffer.getvalue())
     except Exception as error:
         # Pickle raises many kinds: PicklingError, AttributeError, TypeError, UnpicklingError.
-        found = re.search(r"Unsupported (?:class|global): GLOBAL (\S+)", str(error))
+        text = " ".join(str(error).split())[:200]
+        match = re.search(r"Unsupported (?:class|global): GLOBAL (\S+)", str(error))
+        if match:
+            text = match[1]
         raise TypeError(
-            f"{what} holds {found[1] if found else ' '.join(str(error).split())[:200]}, which is "
-            "no plain value, container, array or tensor: convert it, or call "
-            "torch.serialization.add_safe_globals([ItsClass]) on every rank"
+            f"{what} holds {text}, which is no plain value, container, array or tensor: convert "
+            "it, or call torch.serialization.add_safe_globals([ItsClass]) on every rank"
         ) from error
     return buffer.getvalue()
 
@@ -58,8 +58,8 @@ def dumps(item: Any, what: str) -> bytes:
 def loads(data: bytes) -> Any:
     """The object of `dumps`. Tensors of a GPU arrive on this process's current GPU."""
     with torch.serialization.safe_globals(_SAFE):
-        return torch.load(io.BytesIO(data), map_location=_to_own_device, weights_only=True)
+        return torch.load(io.BytesIO(data), map_location=_move_to_current_gpu, weights_only=True)
 
 
-def _to_own_device(storage: Any, location: str) -> Any:
+def _move_to_current_gpu(storage: Any, location: str) -> Any:
     return storage.cuda() if location.startswith("cuda") else storage

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from common.distributed import collectives, devices
 from common.launching.launchers import Launch, complete
 from compat.horovod import engine
-from compat.horovod.collectives import backend, patience
+from compat.horovod.collectives import get_backend, get_timeout
 from compat.horovod.engine import Engine
 from compat.horovod.process_sets import (
     ProcessSet,
@@ -59,13 +59,15 @@ def init(
             f"comm={comm!r}: the world has all ranks that were started; for some of them use "
             "process sets"
         )
-    _starts, _process = _starts + 1, os.getpid()
+    _starts += 1
+    _process = os.getpid()
     _join_group(complete(os.environ))
     collectives.nodes()  # asks all ranks, once
     engine.set_current(Engine())
-    global_process_set.ranks = [*range(size())]
-    for process_set in process_sets if process_sets and not isinstance(process_sets, str) else ():
-        add_process_set(process_set)
+    global_process_set.ranks = list(range(size()))
+    if process_sets and not isinstance(process_sets, str):
+        for process_set in process_sets:
+            add_process_set(process_set)
     atexit.register(_end)
 
 
@@ -79,10 +81,10 @@ def _join_group(launch: Launch) -> None:
     elif _store is None:
         from common.launching.meeting import connect_to_store  # imports accelerate
 
-        _store = connect_to_store(os.environ, launch, patience())
+        _store = connect_to_store(os.environ, launch, get_timeout())
     group_store = dist.PrefixStore(f"group/{_starts}", _store)
     dist.init_process_group(
-        backend(), store=group_store, rank=launch.rank, world_size=launch.world_size
+        get_backend(), store=group_store, rank=launch.rank, world_size=launch.world_size
     )
     _owns_group = True
 
@@ -127,30 +129,30 @@ def rank() -> int:
 
 def local_size() -> int:
     """Number of processes on this machine."""
-    return len(_machine())
+    return len(_find_machine())
 
 
 def local_rank() -> int:
     """This process's number on its machine, from 0: its GPU."""
-    return _machine().index(rank())
+    return _find_machine().index(rank())
 
 
 def cross_size() -> int:
     """Number of machines that have a process with this one's local rank."""
-    return len(_machines())
+    return len(_list_machines())
 
 
 def cross_rank() -> int:
     """This process's number among those with the same local rank."""
-    return _machines().index(_machine())
+    return _list_machines().index(_find_machine())
 
 
-def _machine() -> tuple[int, ...]:
+def _find_machine() -> tuple[int, ...]:
     """The ranks of this machine."""
     return next(ranks for ranks in collectives.nodes() if rank() in ranks)
 
 
-def _machines() -> list[tuple[int, ...]]:
+def _list_machines() -> list[tuple[int, ...]]:
     """The ranks of each machine that has a process with this one's local rank."""
     return [ranks for ranks in collectives.nodes() if len(ranks) > local_rank()]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import compat.horovod as hvd
-from compat.horovod.elastic import VARIABLE, commit_file
+from compat.horovod.elastic import VARIABLE, choose_commit_file
 from compat.horovod.serialization import dumps, loads
 from tests.compat import (
     cases_batch_norm,
@@ -114,9 +114,9 @@ def test_the_file_of_commits_depends_on_script_and_arguments(monkeypatch, tmp_pa
     files = set()
     for words in (["train.py"], ["train.py", "--lr", "1"], ["train.py", "--lr", "1"]):
         monkeypatch.setattr("sys.argv", words)
-        files.add(commit_file(0))
+        files.add(choose_commit_file(0))
     assert len(files) == 2 and {path.parent for path in files} == {tmp_path / "train.commits"}
     monkeypatch.setenv(VARIABLE, str(tmp_path))
-    assert commit_file(0).parent == tmp_path != commit_file(1)
+    assert choose_commit_file(0).parent == tmp_path != choose_commit_file(1)
     monkeypatch.setenv(VARIABLE, "none")
-    assert commit_file(0) is None
+    assert choose_commit_file(0) is None

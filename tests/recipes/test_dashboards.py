@@ -227,3 +227,12 @@ def test_the_best_model_is_an_artifact_of_each_end(forks, tmp_path) -> None:
     }
     assert uploads.keys() == {file.name for file in best.iterdir()}
     assert all(uploads[name].read_bytes() == (best / name).read_bytes() for name in uploads)
+
+
+def test_an_artifact_needs_wandb(run_several, tmp_path) -> None:
+    """Else the model would not be uploaded, and nobody would know."""
+    flags = f"{FLAGS['cls']} --max_steps 1 --tracker none --wandb_artifact".split()
+    (run,) = run_several(1, {"run": [*flags, "--output_dir", tmp_path]}).values()
+    assert run.outcome == "ok", run.text
+    line = "--wandb_artifact: best/ is not uploaded with --tracker none; take --tracker wandb"
+    assert line in (run.folder / "log.txt").read_text()

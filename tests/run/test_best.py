@@ -46,7 +46,7 @@ class Training:
                 {"top1": top1, "of_classes": [top1, 1.0]},
                 self.record(step),
             )
-        self.best.take()
+        self.best.stage()
         files = {"model": self.state.model.state_dict(), "ema": self.state.ema.state_dict()}
         record = self.record(step) | {
             "ledger": vars(self.progress).copy(),
@@ -55,7 +55,7 @@ class Training:
         record["ledger"] = {key: value for key, value in record["ledger"].items() if key[0] != "_"}
         self.checkpoints.save(record, files)
         if placed:
-            self.best.place()
+            self.best.publish()
 
     def start_again(self, run: Path | None = None) -> "Training":
         """Another start, in another folder if one is given."""
@@ -63,7 +63,7 @@ class Training:
         found = self.checkpoints.find_newest(print)
         assert isinstance(found, Checkpoint)
         again.progress = Progress(**found.record["ledger"])
-        again.best.mend(found, again.progress)
+        again.best.repair(found, again.progress)
         return again
 
 
@@ -103,7 +103,7 @@ def test_the_new_best_waits_for_the_checkpoint_that_records_it(run: Path) -> Non
     assert weight(run) == 1
     training.best.export(training.state.get_exported_model(), {"top1": 0.2}, training.record(2))
     training.best.seal()  # for a checkpoint that was on its way
-    training.best.place()
+    training.best.publish()
     assert weight(run) == 1 and names(run) == [".best.new", "best", "checkpoints"]
     again = training.start_again()
     assert weight(run) == 1 and again.said == [] and names(run) == ["best", "checkpoints"]

@@ -1,3 +1,1 @@
-"""Compare runs: what differs between them, what each gave and cost, and whether the difference is
-larger than noise.
-"""
+"""Compare runs: what differs, what each gave and cost, and whether it is more than noise."""

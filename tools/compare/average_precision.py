@@ -28,8 +28,7 @@ class _ClassDetections:
 
 
 class AveragePrecision:
-    """`AveragePrecision(source, images, rows)(weights [R, N])` gives [R]: AP with image n counted
-    weights[r, n] times.
+    """Computes the AP with image n counted weights[r, n] times: weights [R, N] -> [R].
 
     `source` has N annotated images; `images` int64[n] and `rows` float32[n, 6] are the detections
     (left, top, right, bottom, score, class id). NaN where no image with objects counts.

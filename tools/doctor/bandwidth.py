@@ -55,8 +55,9 @@ def measure_bandwidth(world: World) -> list[Finding]:
 
 
 def judge_link(check: str, backend: str, calls: list[dict], nominal: float, host: str) -> Finding:
-    """The row for what was measured on the slowest machine, by size. `nominal`: Gbit/s of the link;
-    0 if unknown.
+    """Judge what was measured on the slowest machine, by size: a row.
+
+    `nominal`: Gbit/s of the link; 0 if unknown.
     """
     latency = calls[0]["ms"]
     largest = calls[-1]
@@ -87,8 +88,9 @@ def judge_link(check: str, backend: str, calls: list[dict], nominal: float, host
 
 
 def _measure(device: torch.device, group: dist.ProcessGroup | None) -> list[dict]:
-    """Time and bus bandwidth (bits per second over each link of a ring) of an all-reduce, by size;
-    [] outside of a group.
+    """Measure the time and bus bandwidth of an all-reduce, by size; [] outside of a group.
+
+    Bus bandwidth is in bits per second over each link of a ring.
     """
     num_ranks = dist.get_world_size(group)
     calls: list[dict] = []

@@ -117,16 +117,15 @@ def read_address(name: str) -> str:
 
 
 def find_interface() -> str:
-    """The interface that gloo takes: the first that GLOO_SOCKET_IFNAME names, which
-    `choose_interface` sets.
+    """Find the interface that gloo takes: the first that GLOO_SOCKET_IFNAME names.
+
+    `choose_interface` sets this variable.
     """
     return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
 
 
 def read_infiniband() -> float:
-    """Nominal Gbit/s of the fastest active InfiniBand (or RoCE) port that NCCL may use; 0 if there
-    is none.
-    """
+    """Nominal Gbit/s of the fastest InfiniBand (or RoCE) port that NCCL may use; 0 if none is active."""
     rates = [0.0]
     if os.environ.get("NCCL_IB_DISABLE", "0") in ("0", ""):
         for port in _INFINIBAND.glob("*/ports/*"):

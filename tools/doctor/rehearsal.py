@@ -1,9 +1,8 @@
-"""Rehearsal: the recipe itself, started for some seconds as the doctor was; what it measures is
-read from its run folder.
+"""Rehearsal: the recipe itself, started for some seconds as the doctor was.
 
-Each process starts one, with the variables of its own launcher. Once there are enough rows in
-metrics.jsonl the run is asked to stop (SIGTERM), which saves a checkpoint. The run folder is
-removed.
+What it measures is read from its run folder. Each process starts one, with the variables of its own
+launcher. Once there are enough rows in metrics.jsonl the run is asked to stop (SIGTERM), which
+saves a checkpoint. The run folder is removed.
 """
 
 import contextlib
@@ -60,8 +59,9 @@ _WATCHED = (
 
 
 def rehearse(world: World) -> list[Finding]:
-    """Rows for some steps of the recipe, with their memory and a checkpoint. Raises `Refused` for
-    wrong flags.
+    """Rehearse some steps of the recipe: rows about speed, memory and a checkpoint.
+
+    Raises `Refused` for wrong flags.
     """
     options = world.options
     command = [str(options.recipe), *options.flags] if options.recipe else DIGITS
@@ -134,9 +134,7 @@ def judge_rehearsal(figures: dict, world: World) -> list[Finding]:
 
 
 def build_environ(world: World, port: int) -> dict[str, str]:
-    """The environment of this process's part of the run: its launcher's, with another port on which
-    they meet.
-    """
+    """Build the environment of this process's part of the run: its launcher's, with another port."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith(_WATCHED)}
     variables["PYTHONPATH"] = str(RECIPES.parent)
     if world.launch.world_size > 1:

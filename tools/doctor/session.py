@@ -141,8 +141,9 @@ def run_check(check: Check, world: World) -> None:
 
 
 def post(world: World, findings: list[Finding]) -> None:
-    """Add rows of this rank, and put all into the store, where the others find them even if this
-    process dies.
+    """Add rows of this rank, and put all into the store.
+
+    The other ranks find them there even if this process dies.
     """
     world.findings += findings
     rows = [asdict(finding) for finding in world.findings]
@@ -150,8 +151,9 @@ def post(world: World, findings: list[Finding]) -> None:
 
 
 def finish(world: World, code: int) -> int:
-    """Print the table of all ranks, and write it. Returns the exit code: `code`, or 1 if a row of
-    any rank failed.
+    """Print the table of all ranks, and write it.
+
+    Returns the exit code: `code`, or 1 if a row of any rank failed.
     """
     handle_stopping(lambda number, frame: None)
     store = world.store

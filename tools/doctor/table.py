@@ -33,8 +33,9 @@ class Finding:
 def judge(
     check: str, measured: str, is_trouble: bool, way_out: str, status: str = "warning", **fields
 ) -> Finding:
-    """A row with this status and way out if there `is_trouble`, else ok; `fields`: the others of
-    `Finding`.
+    """A row with this status and way out if there `is_trouble`, else ok.
+
+    `fields` are the others of `Finding`.
     """
     if not is_trouble:
         return Finding(check, "ok", measured, **fields)
@@ -42,10 +43,9 @@ def judge(
 
 
 def fold(findings_by_rank: dict[int, list[Finding]], hosts: list[str]) -> list[Finding]:
-    """The rows of all ranks as rows of the run, by check: equal ones are one, with the ranks or
-    machines that say it.
+    """Fold the rows of all ranks into rows of the run, sorted by check.
 
-    `hosts` has the machine of each rank.
+    Equal rows become one, with the ranks or machines that say it. `hosts` has the machine of each rank.
 
     Two ranks on a and b, both Finding("cores", "ok", "8") -> one row, place "all". Rank 0 on a
     Finding("cores", "ok", "8"), rank 1 on b "4" -> rows "8" with place "a" and "4" with place "b".

@@ -1,3 +1,1 @@
-"""Export: writes a trained model in the format of a runtime, and proves on the validation set that
-it is the same model.
-"""
+"""Export: writes a trained model for a runtime, and proves that it is the same model."""

@@ -1,5 +1,6 @@
-"""`horovod` as a name of compat.horovod, for scripts whose import line can't be changed:
-PYTHONPATH=compat/aliases.
+"""`horovod` as a name of compat.horovod, with PYTHONPATH=compat/aliases.
+
+For scripts whose import line can't be changed.
 """
 
 from compat.horovod import __getattr__  # noqa: F401 # what `horovod.run` is answered with
