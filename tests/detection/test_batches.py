@@ -62,10 +62,10 @@ def samples_of(data, size=6, ways=None) -> TrainDataset:
 
 def test_padding_is_the_share_of_the_pixels_that_no_image_has():
     samples = samples_of(source())
-    assert not any(side % 16 for side in samples.canvas(1))
+    assert not any(side % 16 for side in samples.compute_canvas(1))
     batch = samples.__getitems__(np.arange(6, 12))
     covered = batch.sizes.prod(1).sum().item() / batch.images[:, 0].numel()
-    assert 0.05 < samples.padding(1) == pytest.approx(1 - covered)
+    assert 0.05 < samples.compute_padding(1) == pytest.approx(1 - covered)
 
 
 def test_broken_images_and_partners_leave_the_canvas_as_it_is():
@@ -139,7 +139,7 @@ def test_squares_of_a_step_have_one_side_and_no_padding():
             batch.images.shape[2] == batch.images.shape[3]
             and (batch.sizes == batch.images.shape[2]).all()
         )
-        assert samples.padding(step) == 0
+        assert samples.compute_padding(step) == 0
         sides.add(batch.images.shape[2])
     assert sides == {32, 48}
 
