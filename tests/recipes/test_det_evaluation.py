@@ -24,7 +24,7 @@ from common.config.parsing import identity, parse
 from common.data.loader import evaluation_loader
 from common.detection.data import sources
 from common.detection.evaluation.metrics import Detections
-from common.detection.export import describe, export
+from common.detection.export import build_export_config, export
 from common.detection.models.detr_models import TRANSFORMERS_FAMILIES
 from common.run.eval_batches import EvalBatches
 from tests.harness.annotations import annotation, coco
@@ -164,9 +164,9 @@ def test_the_limit_of_detections_follows_the_objects(tmp_path) -> None:
         assert model.limit == limit and model.title.endswith(
             f", up to {limit} detections in an image"
         )
-        assert describe(model)["options"]["detections_per_img"] == limit and fields == identity(
-            config
-        )
+        assert build_export_config(model)["options"][
+            "detections_per_img"
+        ] == limit and fields == identity(config)
         transforms, best = (
             recipe.build_transforms(config, model, torch.device("cpu")),
             tmp_path / f"best {limit}",
