@@ -227,7 +227,7 @@ class TrainDataset(Dataset):
         if self.augmentation.mixup > 0:
             num_images += 1
         if self.source.fresh:  # each position has an image of its own
-            num_boxes = [len(self.source.sample(0, position).boxes) for position in range(64)]
+            num_boxes = [len(self.source.load_sample(0, position).boxes) for position in range(64)]
             box_counts = np.max(num_boxes)
         else:
             box_counts = np.sort(np.diff(self.source.offsets))[::-1]
@@ -251,7 +251,9 @@ class TrainDataset(Dataset):
         """The augmented sample of the first of `draws`, with the others as its partners."""
         position = draws[0].position
         try:
-            samples = [self.source.sample(draw.index, draw.position, self.cache) for draw in draws]
+            samples = [
+                self.source.load_sample(draw.index, draw.position, self.cache) for draw in draws
+            ]
             return self.augmentation(samples, position, self.fill)
         except BrokenImage:
             samples = []
@@ -273,7 +275,7 @@ class TrainDataset(Dataset):
     def _load_decoded(self, draw: _Draw) -> tuple[Sample, str]:
         """The sample, decoded whole, and ""; or an empty scene of its size, and the reason."""
         try:
-            sample = self.source.sample(draw.index, draw.position, self.cache)
+            sample = self.source.load_sample(draw.index, draw.position, self.cache)
             return sample._replace(image=Picture(sample.image.whole())), ""
         except BrokenImage as error:
             width, height = self.source.sizes[draw.index].tolist()
@@ -352,7 +354,7 @@ class EvalDataset(Dataset):
 
     def _decode(self, index: int, size: tuple[int, int]) -> torch.Tensor:
         """uint8[3, *size]. Raises `BrokenImage`."""
-        return resized(self.source.picture(index).whole(), size, "bilinear")
+        return resized(self.source.open_picture(index).whole(), size, "bilinear")
 
     def _compute_sizes(self, indices: np.ndarray) -> np.ndarray:
         """int64[n, 2]: width and height of these images on their canvas."""

@@ -60,7 +60,7 @@ def photos(tmp_path_factory, rf_detr) -> Path:
         images = []
         for number in range(count):
             width, height = draws.integers(70, 129, 2).tolist()
-            photo = Image.fromarray(source.scene(number)[0][:height, :width])
+            photo = Image.fromarray(source.draw_scene(number)[0][:height, :width])
             width, height = (round(side * (0.7 + 0.35 * number)) for side in (width, height))
             photo, name = (
                 photo.resize((width, height), Image.Resampling.BICUBIC),

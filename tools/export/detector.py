@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from common.detection.data.annotated import Annotated
-from common.detection.data.masks import pasted
+from common.detection.data.masks import paste_masks
 from common.detection.evaluation.metrics import Detections
 from common.errors import Refused
 from tools.export.detector_module import Exportable
@@ -57,7 +57,7 @@ class DetectorTask(Task):
         }
 
     def picture(self, index: int) -> np.ndarray:
-        return self.val.picture(index).whole().permute(1, 2, 0).numpy()
+        return self.val.open_picture(index).whole().permute(1, 2, 0).numpy()
 
     def expected(self) -> Iterator[dict]:
         self.both, found = (Detections(), Detections()), dict[int, dict]()
@@ -104,7 +104,7 @@ class DetectorTask(Task):
             result["rles"] = [found["rles"][row] for row in rows.tolist()]
         elif "masks" in found:
             masks = torch.from_numpy(found["masks"][rows])
-            result["rles"] = pasted(masks, result["boxes"], self.val.sizes[index])
+            result["rles"] = paste_masks(masks, result["boxes"], self.val.sizes[index])
         return result
 
 

@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def predict(words: argparse.Namespace, trained, accelerator) -> None:
     """Write the rows of the images that `words` name; a collective."""
-    from common.detection.data.image_headers import header_of
+    from common.detection.data.image_headers import read_header
     from common.distributed import all_or_none, broadcast_object, is_main
     from tools.predict.output import Output
     from tools.predict.plan import make_plan
@@ -119,7 +119,7 @@ def predict(words: argparse.Namespace, trained, accelerator) -> None:
         if words.data:
             from common.shards import open_unlabelled
 
-            shards = open_unlabelled(trained.config, header_of if trained.is_detector else None)
+            shards = open_unlabelled(trained.config, read_header if trained.is_detector else None)
         with all_or_none("listing the images"):
             plan = make_plan(words, trained, shards) if is_main() else None
         plan = broadcast_object(plan)
@@ -141,7 +141,7 @@ def write(
     import torch
     from tqdm import tqdm
 
-    from common.detection.data.annotated import no_boxes
+    from common.detection.data.annotated import build_empty_columns
     from common.distributed import broadcast_object, gather_to_main
     from tools.predict import images
     from tools.predict.rows import Rows
@@ -151,7 +151,7 @@ def write(
     source: images.Images | images.Scenes
     if trained.is_detector:
         source = images.Scenes(
-            **no_boxes(trained.classes, np.array(plan.pop("sizes"))), files=files
+            **build_empty_columns(trained.classes, np.array(plan.pop("sizes"))), files=files
         )
     else:
         source = images.images(files, trained.classes, is_multi_label)

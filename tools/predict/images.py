@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from common.data.source import Source, path_of
 from common.detection.data.annotated import Annotated
-from common.detection.data.image_headers import headers_of_files, upright_sizes
+from common.detection.data.image_headers import compute_upright_sizes, read_file_headers
 
 if TYPE_CHECKING:
     from common.shards import Shards  # imported late: most images lie in files
@@ -33,7 +33,7 @@ class FileList:
     @property
     def headers(self) -> np.ndarray:
         """int64[N, 4] as `image_headers` reads them."""
-        return headers_of_files("", self.paths, may_miss=True)
+        return read_file_headers("", self.paths, allow_missing=True)
 
     def expect(self, indices: np.ndarray) -> None:
         return
@@ -92,6 +92,6 @@ def sizes_of(files: "FileList | Shards") -> np.ndarray:
     """int64[N, 2]: width and height of the upright images, read from their headers; 32 x 32 of one
     that can't be read.
     """
-    sizes = upright_sizes(files.headers)
+    sizes = compute_upright_sizes(files.headers)
     sizes[sizes[:, 0] == 0] = _PLACEHOLDER
     return sizes

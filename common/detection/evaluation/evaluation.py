@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.detection.batches import DetectionBatch
 from common.detection.data.annotated import Annotated
-from common.detection.data.masks import pasted
+from common.detection.data.masks import paste_masks
 from common.detection.evaluation import plots
 from common.detection.evaluation.metrics import Detections, coco_results
 from common.durable import replacing
@@ -88,6 +88,6 @@ def restore_sizes(
         )
         of_image["boxes"] = of_image["boxes"] * scale[[0, 1, 0, 1]]
         if "masks" in of_image:
-            of_image["rles"] = pasted(of_image.pop("masks"), of_image["boxes"], original_size)
+            of_image["rles"] = paste_masks(of_image.pop("masks"), of_image["boxes"], original_size)
         images.append(of_image)
     return images

@@ -122,7 +122,7 @@ def _evaluate_masks(
 ) -> dict:
     """The twelve numbers with the overlaps and areas of masks."""
     content = _coco(source)
-    shapes = (rle for index in range(len(source)) for rle in source.rles(index))
+    shapes = (rle for index in range(len(source)) for rle in source.build_rles(index))
     for annotation, rle in zip(content["annotations"], shapes, strict=True):
         annotation["segmentation"] = rle
     found = list(coco_results(source, images, rows, masks))

@@ -9,7 +9,7 @@ import torch
 from pycocotools import mask
 
 from common.detection.data.annotated import Annotated
-from common.detection.data.masks import decode, pasted
+from common.detection.data.masks import decode_masks, paste_masks
 from common.detection.data.sources import Spec, load
 from common.detection.evaluation import metrics
 from common.detection.evaluation.evaluation import Evaluation
@@ -118,14 +118,14 @@ def test_a_mask_lies_on_the_pixels_of_its_box() -> None:
     boxes = torch.tensor([[10.0, 20.0, 38.0, 48.0], [-5.0, 0.0, 3.0, 60.0]])
     grid = torch.zeros(2, 28, 28)
     grid[0, :14], grid[1] = 1, 1
-    upper, edge = decode(pasted(grid, boxes, np.array([60, 50])), np.array([60, 50]))
+    upper, edge = decode_masks(paste_masks(grid, boxes, np.array([60, 50])), np.array([60, 50]))
     assert (
         upper.shape == (50, 60)
         and upper[21:33, 11:37].all()
         and int(upper.sum()) == pytest.approx(28 * 14, rel=0.1)
     )
     assert edge[:, :3].all() and not edge[:, 5:].any()
-    assert pasted(grid[:0], boxes[:0], np.array([60, 50])) == []
+    assert paste_masks(grid[:0], boxes[:0], np.array([60, 50])) == []
 
 
 SIDE, IMAGES = 400, 40
