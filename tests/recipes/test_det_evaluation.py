@@ -124,7 +124,7 @@ class Case:
 
     def with_objects(self):
         """The images, with every third detection of each, moved a little, as its objects."""
-        images, rows = self.evaluate(COUNT)[1].columns()
+        images, rows = self.evaluate(COUNT)[1].to_arrays()
         chosen = np.concatenate([np.flatnonzero(images == index)[:30:3] for index in range(COUNT)])
         images, rows = images[chosen], rows[chosen]
         sides = np.tile(rows[:, 2:4] - rows[:, :2], 2)
@@ -197,10 +197,10 @@ def test_detections_are_the_same_for_1_to_30_images_at_once(family, photos) -> N
     case = Case(family, str(photos), "float64")
     case.val = case.with_objects()
     (results, found), *others = map(case.evaluate, LIMITS)
-    images, rows = found.columns()
+    images, rows = found.to_arrays()
     assert 0.1 < results["AP"] < 0.95 and len(np.unique(images)) == COUNT
     for limit, (their_results, theirs) in zip(LIMITS[1:], others, strict=True):
-        their_images, their_rows = theirs.columns()
+        their_images, their_rows = theirs.to_arrays()
         assert their_results == results, limit
         np.testing.assert_array_equal(their_images, images)
         np.testing.assert_allclose(their_rows, rows, rtol=1e-6, atol=1e-6)

@@ -76,17 +76,20 @@ def findings(matches: Matches) -> list[Finding]:
     """Boxes that good detections contradict, one for each object; likely wrong ones first."""
     source, found = matches.source, []
     for image in range(len(source)):
-        rows = matches.of_image(image, good=False)
+        rows = matches.get_detections(image, only_confident=False)
         rows = rows[matches.hits[rows] != IN_CROWD]
         objects = np.arange(source.offsets[image], source.offsets[image + 1])
         objects = objects[~source.crowd[objects]]
         boxes, true = (
             torch.from_numpy(part[:, :4].astype(np.float64))
-            for part in (matches.rows[rows], source.boxes[objects])
+            for part in (matches.detections[rows], source.boxes[objects])
         )
         overlaps = box_iou(boxes, true).nan_to_num().numpy()
-        alike = matches.rows[rows, 5][:, None] == source.labels[objects]
-        scores, good = matches.rows[rows, 4], int(matches.good[rows].sum())  # rows are best first
+        alike = matches.detections[rows, 5][:, None] == source.labels[objects]
+        scores, good = (
+            matches.detections[rows, 4],
+            int(matches.is_confident[rows].sum()),
+        )  # rows are best first
         at_box = alike * (overlaps >= IOU)
         # How well each box is known as it is.
         of_class = (scores[:, None] * at_box).max(0, initial=0)
@@ -98,7 +101,7 @@ def findings(matches: Matches) -> list[Finding]:
         for row, overlap, same, best in zip(
             rows[:good].tolist(), overlaps, alike, first, strict=True
         ):
-            score, largest = float(matches.rows[row, 4]), float(overlap.max(initial=0))
+            score, largest = float(matches.detections[row, 4]), float(overlap.max(initial=0))
             place = int(overlap.argmax()) if len(overlap) else -1
             if largest < APART and best:
                 found.append(Finding("missing", image, -1, row, largest, score * (1 - largest)))
@@ -126,7 +129,7 @@ def rows(source: Annotated, suspects: Findings) -> list[Sequence]:
     matches = suspects.matches
     table: list[Sequence[Any]] = [COLUMNS]
     for place, finding in enumerate(suspects.boxes):
-        *box, score, label = matches.rows[finding.detection].tolist()
+        *box, score, label = matches.detections[finding.detection].tolist()
         given = [""] * 5
         if finding.object >= 0:
             given = [
@@ -164,7 +167,7 @@ def _rounded(box: list[float]) -> list[str]:
 
 def _cell(matches: Matches, finding: Finding) -> Cell:
     """The image, with the given box in orange and the suggested one in blue."""
-    source, (*box, score, label) = matches.source, matches.rows[finding.detection].tolist()
+    source, (*box, score, label) = matches.source, matches.detections[finding.detection].tolist()
     suggested = source.classes[int(label)]
     boxes = [(box, suggested, BLUE)]
     kind = finding.kind if finding.is_likely else f"{finding.kind}?"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from common.detection.evaluation.matching import IN_CROWD, NONE, Matches
+from common.detection.evaluation.matching import IN_CROWD, NO_OBJECT, Matches
 
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
 RECALLS = np.linspace(0, 1, 101)
@@ -38,15 +38,15 @@ class AveragePrecision:
         places = np.argsort(np.argsort(source.image_ids))
         # Among equal scores, COCO takes the lower id first.
         best_first = np.lexsort((places[images], -rows[:, 4]))
-        best = Matches.of_counted(source, images[best_first], rows[best_first])
+        best = Matches.from_best(source, images[best_first], rows[best_first])
         shown = np.stack([replace(best, iou=iou).hits for iou in THRESHOLDS.tolist()])
-        areas = (best.rows[:, 2:4] - best.rows[:, :2]).astype(np.float64).prod(1)
+        areas = (best.detections[:, 2:4] - best.detections[:, :2]).astype(np.float64).prod(1)
         is_odd = (areas < 0) | (areas > 1e10)  # turned inside out, which COCO ignores
-        ignored = (shown == IN_CROWD) | ((shown == NONE) & is_odd)
+        ignored = (shown == IN_CROWD) | ((shown == NO_OBJECT) & is_odd)
         owners = np.repeat(np.arange(len(source)), np.diff(source.offsets))
         self._classes = []
         for number in range(len(source.classes)):
-            of = best.rows[:, 5] == number
+            of = best.detections[:, 5] == number
             objects = owners[(source.labels == number) & ~source.crowd]
             counts = np.bincount(objects, minlength=len(source))
             self._classes.append(

@@ -111,4 +111,4 @@ def _measure_detector(candidate: Candidate, predictions: Iterable[tuple]) -> Mea
     expected = len(candidate.val)
     if count != expected:
         raise RuntimeError(f"evaluated {count} images of {expected}: each must count exactly once")
-    return AveragePrecision(candidate.val, *found.columns()) if is_main() else None
+    return AveragePrecision(candidate.val, *found.to_arrays()) if is_main() else None

@@ -6,7 +6,7 @@ from typing import Any
 from common.classification.plots import captioned
 from common.data import BrokenImage
 from common.detection.data.masks import decode_masks
-from common.detection.evaluation.plots import detections
+from common.detection.evaluation.plots import draw_detections
 from common.errors import Refused
 
 _LONGEST = 100  # characters of an image's name that a picture's name keeps
@@ -30,7 +30,7 @@ def draw(folder: Path, index: int, source: Any, row: dict) -> None:
                 for one in found
                 if "mask" in one
             ]
-            detections(image, boxes, decode_masks(rles, source.sizes[index]), path)
+            draw_detections(image, boxes, decode_masks(rles, source.sizes[index]), path)
         else:
             captioned(image, [(one["class"], one["score"]) for one in found], path)
     except BrokenImage:  # replaced since it was predicted
