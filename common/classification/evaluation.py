@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.classification import plots
-from common.classification.batches import Batch, other_class_ids
+from common.classification.batches import Batch, get_other_class_ids
 from common.classification.calibration import TEMPERATURES, Calibration
 from common.classification.metrics import ClassificationCounts
 from common.data.source import Source
@@ -40,7 +40,7 @@ class Evaluation:
 
     def __init__(self, data: Source, device: torch.device | str) -> None:
         other_names = (
-            [data.model_classes.names[class_id] for class_id in other_class_ids(data)]
+            [data.model_classes.names[class_id] for class_id in get_other_class_ids(data)]
             if data.model_classes
             else []
         )

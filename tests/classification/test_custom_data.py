@@ -126,17 +126,17 @@ def test_images_are_read_when_they_are_wanted() -> None:
     data = Counted([(image(number), number % 2) for number in range(200)])
     train, val = read(data)
     assert data.read < 50, "labels are known: only a look at the data reads some"
-    assert sorted([*train.rows, *val.rows]) == list(range(200))
+    assert sorted([*train.indices, *val.indices]) == list(range(200))
     assert all(
-        train.image(index).getpixel((0, 0))[0] == train.rows[index] for index in range(len(train))
+        train.image(index).getpixel((0, 0))[0] == train.indices[index] for index in range(len(train))
     )
     assert (
-        np.array_equal(train.labels, train.rows % 2)
-        and train.name(3) == f"Counted[{train.rows[3]}]"
+        np.array_equal(train.labels, train.indices % 2)
+        and train.name(3) == f"Counted[{train.indices[3]}]"
     )
     assert pickle.loads(pickle.dumps(val)).fingerprint == val.fingerprint
     # One of those that are looked at.
-    data.items[int(val.rows[0])] = (image(250), int(val.labels[0]))
+    data.items[int(val.indices[0])] = (image(250), int(val.labels[0]))
     assert read(data)[1].fingerprint != val.fingerprint
     torn = read(Counted([(image(1), index % 2) for index in range(20)]), alone=True)[1]
     with pytest.raises(BrokenImage, match="torn"):

@@ -86,10 +86,8 @@ def findings(matches: Matches) -> list[Finding]:
         )
         overlaps = box_iou(boxes, true).nan_to_num().numpy()
         alike = matches.detections[rows, 5][:, None] == source.labels[objects]
-        scores, good = (
-            matches.detections[rows, 4],
-            int(matches.is_confident[rows].sum()),
-        )  # rows are best first
+        scores = matches.detections[rows, 4]
+        good = int(matches.is_confident[rows].sum())  # rows are best first
         at_box = alike * (overlaps >= IOU)
         # How well each box is known as it is.
         of_class = (scores[:, None] * at_box).max(0, initial=0)
