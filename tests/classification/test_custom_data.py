@@ -128,7 +128,8 @@ def test_images_are_read_when_they_are_wanted() -> None:
     assert data.read < 50, "labels are known: only a look at the data reads some"
     assert sorted([*train.indices, *val.indices]) == list(range(200))
     assert all(
-        train.image(index).getpixel((0, 0))[0] == train.indices[index] for index in range(len(train))
+        train.image(index).getpixel((0, 0))[0] == train.indices[index]
+        for index in range(len(train))
     )
     assert (
         np.array_equal(train.labels, train.indices % 2)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from common.classification.batches import Batch
-from common.classification.plots import cell
+from common.classification.plots import make_cell
 from common.data.source import Source
 from common.distributed import devices
 from common.distributed.collectives import all_sum, gather_to_main
@@ -138,7 +138,7 @@ def draw(source: Source, suspects: Suspects, path: Path) -> None:
     for place, index in enumerate(suspects.indices[:SHOWN].tolist()):
         names = arrow(_label(source, index), _suggested(source, suspects, place))
         caption = f"{names}\n{suspects.verdict(place)}, {suspects.probabilities[place]:.4f}"
-        cells.append(cell(source, index, caption))
+        cells.append(make_cell(source, index, caption))
     sheet(
         cells, f"{run_of(path)}, training (given → suggested): {headline(source, suspects)}", path
     )

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from common.classification.plots import captioned
+from common.classification.plots import draw_captioned
 from common.data import BrokenImage
 from common.detection.data.masks import decode_masks
 from common.detection.evaluation.plots import draw_detections
@@ -32,7 +32,7 @@ def draw(folder: Path, index: int, source: Any, row: dict) -> None:
             ]
             draw_detections(image, boxes, decode_masks(rles, source.sizes[index]), path)
         else:
-            captioned(image, [(one["class"], one["score"]) for one in found], path)
+            draw_captioned(image, [(one["class"], one["score"]) for one in found], path)
     except BrokenImage:  # replaced since it was predicted
         return
     except OSError as error:
