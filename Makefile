@@ -7,6 +7,7 @@ RUN := $(VENV)/bin/python
 TASK ?= cls
 PRESET_cls := digits
 PRESET_det := det_digits
+PRESET_seg := seg_digits
 ROOM ?= ground
 ARGS ?=
 
@@ -23,6 +24,7 @@ PARALLEL := -n 2 --dist loadscope --no-loadscope-reorder
 # each needs a whole group of samples for batch norm.
 PROCESSES_cls := 16
 PROCESSES_det := 2
+PROCESSES_seg := 2
 define CONFIG_FOR_THIS_MACHINE
 import sys, torch
 gpus = min(torch.cuda.device_count(), int(sys.argv[1]))
@@ -40,7 +42,7 @@ help: ## list all targets
 
 install: $(DEV_STAMP) ## install all packages into .venv; other targets do that, too
 
-demo: $(RUN_STAMP) ## train on the handwritten digits of scikit-learn (TASK=cls or det, flags for the recipe in ARGS="--epochs 5")
+demo: $(RUN_STAMP) ## train on the handwritten digits of scikit-learn (TASK=cls, det or seg, flags for the recipe in ARGS="--epochs 5")
 	@config=$$($(RUN) -c "$$CONFIG_FOR_THIS_MACHINE" $(PROCESSES_$(TASK))) && \
 	set -- --config_file $$config recipes/$(TASK).py --config recipes/presets/$(PRESET_$(TASK)).yaml $(ARGS) && \
 	echo "$(VENV)/bin/accelerate launch $$*" && $(RUN) -m accelerate.commands.launch --quiet "$$@"

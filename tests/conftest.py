@@ -15,7 +15,7 @@ from hypothesis import settings
 
 from common.files import CACHE
 from tests.harness import several
-from tests.harness.drawings import draw_scenes, draw_stripes
+from tests.harness.drawings import draw_regions, draw_scenes, draw_stripes
 from tests.harness.forked import Forks
 from tests.harness.launching import ROOT, Launcher, small
 from tests.harness.machines import Node, machines, require_namespaces
@@ -255,6 +255,14 @@ def scenes(tmp_path_factory) -> Path:
     """
     folder = tmp_path_factory.mktemp("scenes")
     draw_scenes(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def regions(tmp_path_factory) -> Path:
+    """25 + 7 images with masks of three classes, of many sizes; some have no labelled pixel."""
+    folder = tmp_path_factory.mktemp("regions")
+    draw_regions(folder)
     return folder
 
 

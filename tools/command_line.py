@@ -22,22 +22,23 @@ class _Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def parser_of(tool: str, docstring: str | None) -> argparse.ArgumentParser:
-    """A parser for `python -m tools.<tool>`. The first paragraph of the docstring stands before the
-    flags, the rest behind.
+def create_parser(tool: str, docstring: str | None) -> argparse.ArgumentParser:
+    """Create the parser of `python -m tools.<tool>`.
+
+    In --help, the first paragraph of the docstring stands before the flags, the rest behind them.
     """
-    described, _, more = (docstring or "").partition("\n\n")
+    description, _, epilog = (docstring or "").partition("\n\n")
     return _Parser(
         f"python -m tools.{tool}",
-        description=described,
-        epilog=more,
+        description=description,
+        epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # what a tool does not know may be a flag of the recipe
     )
 
 
 @contextlib.contextmanager
-def writing(target: str) -> Iterator[None]:
+def refuse_unwritable(target: str) -> Iterator[None]:
     """Refuse in one line if `target`, such as "--output FOLDER", can't be written."""
     try:
         yield
@@ -60,8 +61,9 @@ def hide_unset_flag() -> Iterator[None]:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call `main` of a tool that is one process; a refusal ends it with exit code 2. Others take
-    `launch.run`.
+    """Call `main` of a tool that is one process; a refusal ends it with exit code 2.
+
+    Tools of several processes take `launch.run`.
     """
     try:
         with hide_unset_flag():

@@ -8,17 +8,17 @@ older version, this writes it later. No network, GPU or data are needed.
 
 from pathlib import Path
 
-from tools.command_line import parser_of, run, writing
+from tools.command_line import create_parser, refuse_unwritable, run
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = parser_of("report", __doc__)
+    parser = create_parser("report", __doc__)
     parser.add_argument("run", nargs="+", type=Path, help="run folders")
     folders = parser.parse_args(argv).run
     from common.run.report import write  # takes a moment, which --help need not
 
     for folder in folders:
-        with writing(str(folder)):
+        with refuse_unwritable(str(folder)):
             print(write(folder))
 
 

@@ -1,4 +1,4 @@
-"""A trained model, ready for use: its recipe, its configuration, and what says where its weights are from.
+"""A trained model, ready for use: its recipe, its configuration, and the origin of its weights.
 
 Tools name a model as `--eval_only` does: a run's best/, a checkpoint, an exported folder, for
 detectors also torchvision:NAME and files of torchvision's detectors. The model, its preprocessing
@@ -28,15 +28,25 @@ from common.files import SMALL, read_text
 from common.launching import launch
 from common.run import eval_only
 from common.run.eval_batches import EvalBatches
-from tools.command_line import parser_of
+from common.segmentation.evaluation import predict_pixels
+from tools.command_line import create_parser
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-# If only the model is asked for: the data that a stranger's run names are not opened.
+# Stands for the data where only the model is needed: what a stranger's run names is not opened.
 _ANY_DATA = "digits"
+# What tools call of a recipe.
+_NEEDED_NAMES = (
+    "Config",
+    "build_data",
+    "build_model",
+    "build_transforms",
+    "EvalDataset",
+    "predict",
+)
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedModel:
     """A model that a recipe has trained; `build` loads it."""
 
     recipe: ModuleType
@@ -48,26 +58,41 @@ class Trained:
         return hasattr(self.config, "detector")
 
     @property
+    def is_segmenter(self) -> bool:
+        return hasattr(self.config, "decoder")
+
+    @property
+    def task(self) -> str:
+        """classification, detection or segmentation."""
+        if self.is_detector:
+            return "detection"
+        return "segmentation" if self.is_segmenter else "classification"
+
+    @property
     def classes(self) -> tuple[str, ...]:
-        """Names by class id; the numbers themselves if the weights name none. Raises `Refused` if
-        not even these are known.
+        """Names by class id; the ids themselves if the weights name none.
+
+        Raises `Refused` if the weights do not even say how many classes there are.
         """
-        if not self.origin.classes and not self.origin.count:
+        if self.origin.classes:
+            return self.origin.classes
+        if not self.origin.count:
             raise Refused(
                 f"{self.origin.path}: does not say which classes it knows; take a run's best/"
             )
-        return self.origin.classes or tuple(map(str, range(self.origin.count or 0)))
+        return tuple(str(class_id) for class_id in range(self.origin.count))
 
     def load_data(self) -> Any:
-        """The images to evaluate on, with their classes matched with the model's. Logs which these
-        are. Raises `Refused`.
+        """Open the images to evaluate on, with their classes matched with the model's.
+
+        Logs which images these are. Raises `Refused`.
         """
         _, val = self.recipe.build_data(self.config, self.origin)
         launch.print_on_main(eval_only.describe_data(self.config, self.origin, val))
         return val
 
     def build(self, data: Any, accelerator: Accelerator) -> tuple[Any, EvalBatches]:
-        """The model with its own classes, and the batches of `data`, as the recipe evaluates; for `predict`.
+        """Build the model with its own classes, and the batches of `data`, as the recipe evaluates.
 
         `data` is a source of images as the recipe's `build_data` returns, or one without labels.
         """
@@ -79,8 +104,10 @@ class Trained:
 
     @torch.no_grad()
     def predict(self, model: Any, batches: EvalBatches) -> Iterator[tuple]:
-        """Each batch of this rank's share with the logits [B, K], or the detections in pixels of
-        the original images.
+        """Yield each batch of this rank's share with the model's outputs.
+
+        These are logits [B, K], or detections in pixels of the original images, or the class id of
+        each pixel of these.
         """
         model.eval()
         for batch in batches:
@@ -88,84 +115,91 @@ class Trained:
                 outputs = self.recipe.predict(model, batch)
             if self.is_detector:
                 outputs = restore_sizes(batches.loader.dataset.source, batch, outputs)
+            elif self.is_segmenter:
+                outputs = predict_pixels(batch, outputs)
             yield batch, outputs
 
 
-def load(weights: str, flags: Sequence[str] = (), *, reads_data: bool = False) -> Trained:
-    """The model that `weights` names; `flags` are the recipe's, such as `--workers 4` or `--data
-    FOLDER`, and --recipe.
+def load(
+    weights: str,
+    flags: Sequence[str] = (),
+    *,
+    reads_data: bool = False,
+    takes_segmenters: bool = False,
+) -> TrainedModel:
+    """Load the model that `weights` names; a run folder means its best/.
 
-    A run folder means its best/. `find_recipe` chooses the recipe, which is executed. With
-    `reads_data`, the flags or the run must name the data. Raises `Refused`.
+    `flags` are the recipe's, such as `--workers 4` or `--data FOLDER`, and --recipe. `find_recipe`
+    chooses the recipe, which is executed. With `reads_data`, the flags or the run must name the
+    data. Raises `Refused`, also for a model of seg.py without `takes_segmenters`.
     """
     folder = Path(weights)
     if (folder / "config.yaml").is_file() and (folder / "best").is_dir():
-        weights, folder = str(folder / "best"), folder / "best"
-    # No name on the hub.
+        folder = folder / "best"
+        weights = str(folder)
+    # A path in a folder that is there is no name on the hub.
     if not folder.exists() and folder.parent.is_dir() and str(folder.parent) != ".":
         raise Refused(
             f"{weights}: nothing is there{nearest_path(folder)}; name a run folder, its best/ or "
             "a checkpoint"
         )
     origin = read_origin(weights)
-    name = origin.run.get("recipe") or ("det" if "detector" in origin.config else "cls")
+    name = origin.run.get("recipe")
+    if not name:
+        name = "det" if "detector" in origin.config else "cls"
     folder = folder.absolute()
     is_checkpoint = folder.parent.name in ("checkpoints", AUDIT_FOLDER)
     run = folder.parent.parent if is_checkpoint else folder.parent
     file, flags = find_recipe(weights, run, name, flags)
     recipe = load_recipe(file)
-    if missing := [
-        name
-        for name in (
-            "Config",
-            "build_data",
-            "build_model",
-            "build_transforms",
-            "EvalDataset",
-            "predict",
-        )
-        if not hasattr(recipe, name)
-    ]:
+    missing = [name for name in _NEEDED_NAMES if not hasattr(recipe, name)]
+    if missing:
         raise Refused(
             f"{file}: has no {', '.join(missing)}, which tools call; write it as "
             f"{RECIPES / 'cls.py'} does"
         )
-    words = ["--eval_only", weights, *flags]
-    if not reads_data and not any(word.partition("=")[0] == "--data" for word in words):
-        words += ["--data", _ANY_DATA]
-    return Trained(recipe, parse(recipe.Config, words, file.name), origin)
+    argv = ["--eval_only", weights] + flags
+    if not reads_data and not any(arg.partition("=")[0] == "--data" for arg in argv):
+        argv += ["--data", _ANY_DATA]
+    trained = TrainedModel(recipe, parse(recipe.Config, argv, file.name), origin)
+    if trained.is_segmenter and not takes_segmenters:
+        raise Refused(
+            f"{weights}: is a model for segmentation, which this tool does not take yet; "
+            "tools.predict does, and recipes/seg.py --eval_only evaluates it"
+        )
+    return trained
 
 
 def find_recipe(title: str, run: Path, name: str, flags: Sequence[str]) -> tuple[Path, list[str]]:
-    """The file of the recipe `name`, and the flags without --recipe. Raises `Refused`.
+    """Find the file of the recipe `name`; returns it and the flags without --recipe. Raises `Refused`.
 
     It is one of the files that --recipe names, which may stand several times, else one of this
     project's. `name` was read from a file that a stranger may have written. So it is compared with
     the names of files, and never becomes a path, and what the folder `run` keeps in source/ is only
     executed if the user names it.
     """
-    parser = parser_of(Path(sys.argv[0]).name, None)
+    parser = create_parser(Path(sys.argv[0]).name, None)
     parser.add_argument("--recipe", action="append", type=Path)
     options, other_flags = parser.parse_known_args(flags)
     candidates = options.recipe or sorted(RECIPES.glob("*.py"))
     files = [file for file in candidates if file.stem == name and file.is_file()]
-    kept = run / FOLDER
-    # Each of several runs has its own.
-    files.sort(key=lambda file: file.resolve().parent != kept.resolve())
+    source_folder = run / FOLDER
+    # Of several that are named, the one that the run keeps comes first.
+    files.sort(key=lambda file: file.resolve().parent != source_folder.resolve())
     if not files:
         searched = options.recipe[0] if options.recipe else RECIPES
         advice = "name that file by --recipe, which executes it"
         raise Refused(f"{title}: was trained by {name!s:.60}.py, which is not {searched}; {advice}")
     file = files[0]
-    kept /= file.name
+    run_file = source_folder / file.name
     try:
-        source = read_text(kept, SMALL) if kept.exists() else file.read_text()
+        source = read_text(run_file, SMALL) if run_file.exists() else file.read_text()
     except (OSError, ValueError):
         source = ""
     if not options.recipe and difference({name: source}, {name: file.read_text()}):
         raise Refused(
             f"{title}: was trained by another {file.name} than {file}; choose by --recipe {file}, "
-            f"or by --recipe {kept}, which executes what the run folder keeps"
+            f"or by --recipe {run_file}, which executes what the run folder keeps"
         )
     return file, other_flags
 

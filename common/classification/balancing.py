@@ -14,7 +14,14 @@ def class_weights(kind: str, labels: np.ndarray, num_classes: int) -> np.ndarray
     """
     if kind == "none":
         return None
-    counts = _count_labels(labels, num_classes)
+    return weigh_counts(kind, _count_labels(labels, num_classes))
+
+
+def weigh_counts(kind: str, counts: np.ndarray) -> np.ndarray:
+    """Weights float64[C] with mean 1 over the samples, of which `counts` [C] are of each class.
+
+    `kind` is sqrt or balanced.
+    """
     weights = np.maximum(counts, 1.0) ** -_POWERS[kind]
     return weights * counts.sum() / (weights * counts).sum()
 

@@ -20,17 +20,18 @@ _NAMES = {
     "f1": "micro F1",
     "f1_macro": "macro F1",
     "mean_class_accuracy": "mean class accuracy",
+    "pixel_accuracy": "pixel accuracy",
     "recall_at_1": "recall@1",
     "verification_accuracy": "verification accuracy",
 }
 _SHARES = re.compile(
-    r"top\d+|f1(_macro)?|((mean_class|verification)_)?accuracy|exact_match|precision|recall(_at_1)?|ece|m?AP.*|AR.*"
+    r"top\d+|f1(_macro)?|(\w+_)?accuracy|exact_match|precision|recall(_at_1)?|ece|m?(AP|IoU).*|AR.*"
     r"|(accuracy|f1)_class/.*"
 )
 # Up to so many classes have results of their own: rows of metrics.jsonl stay below 10 kB.
 _NAMED_CLASSES = 100
 # A result of an evaluation -> what `per_class` then is; else accuracy.
-_CLASS_RESULTS = {"AP": "AP", "f1": "F1"}
+_CLASS_RESULTS = {"AP": "AP", "f1": "F1", "mIoU": "IoU"}
 # Are better if they are lower.
 _LOWER = {"loss", "ece", "error", "nll", "brier", "perplexity", "mae", "mse", "rmse"}
 

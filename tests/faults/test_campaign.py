@@ -46,6 +46,10 @@ WORDS_OF = {
         "--max_micro_batch_size 2 --batch_norm group --norm_batch_size 2 --hflip 0.3 "
         "--photometric 0.3 --iou_crop 0.3 --zoom_out 0.3 --mosaic 0.3 --mixup 0.3"
     ).split(),
+    "seg": (
+        "--crop_size 64 --global_batch_size 4 --max_micro_batch_size 2 --batch_norm group "
+        "--norm_batch_size 2 --hflip 0.3 --photometric 0.3 --drop_path 0.2 --class_weights sqrt"
+    ).split(),
 }
 # File operations of a start that a kill is drawn from: about as many as an undisturbed run has.
 OPERATIONS = 90
@@ -250,13 +254,14 @@ def _files(folder: Path) -> set[Path]:
         (2, 4, {}),
         (2, 2, {"shards": True}),
         (1, 2, {"recipe": "det"}),
+        (2, 2, {"recipe": "seg"}),
         pytest.param(4, 2, {}, marks=pytest.mark.long),
     ],
 )
 def test_runs_killed_at_random_are_bit_equal_to_the_undisturbed(
-    forks, data, scenes, tmp_path, processes, kills, options
+    forks, data, scenes, regions, tmp_path, processes, kills, options
 ):
-    images = scenes if "recipe" in options else data
+    images = {"det": scenes, "seg": regions}.get(options.get("recipe"), data)
     Campaign(forks, tmp_path / "campaign", images, (processes,), **options).run(kills * TIMES)
 
 

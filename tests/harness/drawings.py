@@ -35,6 +35,36 @@ def draw_stripes(folder: Path, counts: Sequence[int], seed: int = 0) -> None:
             image.save(folder / f"stuff_{number}" / f"{index}.png")
 
 
+def draw_regions(folder: Path) -> None:
+    """Into an existing folder: images/ and masks/ of train (25) and val (7), of many sizes, and classes.txt.
+
+    Regions of three classes have colours of their own. A border has no label, nor has any pixel of
+    every sixth image.
+    """
+    generator = np.random.default_rng(0)
+    (folder / "classes.txt").write_text("ground\nleaf\nsky\n")
+    colours = np.array([[150, 100, 60], [40, 160, 60], [90, 140, 220]])
+    for split, count in (("train", 25), ("val", 7)):
+        for kind in ("images", "masks"):
+            (folder / kind / split).mkdir(parents=True)
+        for number in range(count):
+            height = 70 + 11 * number % 31
+            width = 60 + 7 * number % 53
+            y, x = np.mgrid[:height, :width]
+            ids = (y < height * generator.uniform(0.3, 0.7)) * 2
+            centre = generator.uniform(0.2, 0.8, 2) * (height, width)
+            ids[np.hypot(y - centre[0], x - centre[1]) < 20] = 1
+            pixels = colours[ids] + generator.normal(0, 30, (height, width, 3))
+            suffix = "jpg" if number % 2 else "png"
+            image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+            image.save(folder / "images" / split / f"{number}.{suffix}")
+            ids[:, :5] = 255
+            if number % 6 == 5:
+                ids[:] = 255
+            mask = Image.fromarray(ids.astype(np.uint8))
+            mask.save(folder / "masks" / split / f"{number}.png")
+
+
 def draw_scenes(folder: Path) -> None:
     """Into an existing folder: train.json, val.json with outlines, and their images in folders."""
     train, val = sources.load(sources.Spec("digits", seed=0, val_share=0.2, masks=True))

@@ -32,7 +32,13 @@ from tests.harness import several
 from tests.harness.launching import free_port, inherited, small
 from tests.harness.waiting import Limit, end_with_stacks
 
-IMPORTED_ONCE = ["recipes.cls", "recipes.det", "matplotlib.pyplot", "sklearn.datasets"]
+IMPORTED_ONCE = [
+    "recipes.cls",
+    "recipes.det",
+    "recipes.seg",
+    "matplotlib.pyplot",
+    "sklearn.datasets",
+]
 # Audit events of Python, and one of ours.
 FILE_OPERATIONS = {
     "open",
@@ -214,9 +220,9 @@ def _worlds(processes: int) -> list[dict[str, str | None]]:
 
 
 def _run_recipe(command: list[str], observer: Observer | None) -> None:
-    from recipes import cls, det
+    from recipes import cls, det, seg
 
-    imported = {"cls.py": cls, "det.py": det}
+    imported = {"cls.py": cls, "det.py": det, "seg.py": seg}
     sys.argv = command
     several.run_observed(imported.get(command[0]) or several.load(Path(command[0])), observer)
 

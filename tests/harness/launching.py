@@ -48,6 +48,10 @@ SMALL = {
         "--data digits --model test_resnet --levels 3-4 --width 64 --short_sides 128 "
         "--long_side 128 --hflip 0 --lr 2e-3 --warmup_epochs 0"
     ),
+    "seg": (
+        "--data digits --model test_resnet --width 32 --crop_size 64 --hflip 0 --lr 5e-3 "
+        "--warmup_epochs 0"
+    ),
 }
 # Flags that a family of detectors refuses.
 NOT_OF_FAMILY = {
@@ -61,9 +65,10 @@ def small(words: Sequence[object], recipe: str | Path = "cls") -> list[object]:
     smallest model, a data worker.
 
     A preset or the run of a model to evaluate has settings of its own. What tests make of det.py
-    has a name that begins so.
+    and seg.py has a name that begins so.
     """
-    recipe = "det" if Path(recipe).stem.startswith("det") else "cls"
+    prefix = Path(recipe).stem[:3]
+    recipe = prefix if prefix in SMALL else "cls"
     given = {str(word).partition("=")[0] for word in words}
     flags = (
         f"{'' if {'--config', '--eval_only'} & given else SMALL[recipe]} --tracker none --workers 1"
@@ -80,7 +85,7 @@ def small_command(words: Sequence[object]) -> list[object]:
     that it runs.
     """
     for word in map(str, words):
-        if re.fullmatch(r"(cls|det)(_\w+)?\.py", Path(word).name):
+        if re.fullmatch(r"(cls|det|seg)(_\w+)?\.py", Path(word).name):
             return small(words, word)
     return [*words]
 

@@ -37,7 +37,8 @@ class Hunk(NamedTuple):
 
 def recipe_of(change: str) -> str:
     """The recipe that a change of the page is a diff of."""
-    return "det" if change.startswith("detection-") else "cls"
+    recipes = {"detection": "det", "segmentation": "seg"}
+    return recipes.get(change.partition("-")[0], "cls")
 
 
 def find_hunks(diff: str, source: str) -> list[Hunk]:

@@ -19,13 +19,15 @@ from common.classification.augmentation import ColorJitter, Mixing
 from common.classification.transforms import EvalTransform, TrainingTransform
 from common.config.parsing import identity, parse, short_hash
 from common.data.batch_plan import BatchPlan
+from common.data.decoding import Picture
 from common.data.stream import Stream
 from common.detection.grouping import build_stream
 from common.detection.models.detr_models import TRANSFORMERS_FAMILIES
 from common.errors import Refused
+from common.segmentation.source import Pair
 from common.training import timm_models
 from common.training.optimizer import build_optimizer, build_schedule
-from recipes import cls, det
+from recipes import cls, det, seg
 
 NUMBERS = (
     "nan inf -inf -0.0 0 1 -1 2 0.5 1e-300 5e-324 1e-9 1e300 1e400 1_000 0x10 true ² ٣".split()
@@ -47,7 +49,7 @@ TEXTS += [
     f"{'1' * 5000}-{'2' * 5000}",
 ]
 TEXTS += ["\udcff", "\0", "a\nb", "\x1b[2J", "\u202e"]
-CONFIGS = {"cls": cls.Config, "det": det.Config}
+CONFIGS = {"cls": cls.Config, "det": det.Config, "seg": seg.Config}
 LABELS = np.arange(90) % 3
 
 
@@ -79,7 +81,8 @@ def one_line(call: Callable, *arguments, **options):
 
 def plan(config, model) -> None:
     """Everything that is cheap to make of a configuration."""
-    recipe, images = (det if isinstance(config, det.Config) else cls), Images(range(len(LABELS)))
+    recipe = next(recipe for recipe in (cls, det, seg) if isinstance(config, recipe.Config))
+    images = Images(range(len(LABELS)))
     unit = config.norm_batch_size if config.batch_norm == "group" else 1
     if cut := one_line(
         BatchPlan, config.global_batch_size, 1, config.max_micro_batch_size, max(1, unit)
@@ -88,7 +91,8 @@ def plan(config, model) -> None:
     if recipe is det:
         stream = one_line(build_stream, config, images)
     else:
-        stream = one_line(Stream.of, config, len(images), repeats=config.repeats)
+        repeats = getattr(config, "repeats", 1)
+        stream = one_line(Stream.of, config, len(images), repeats=repeats)
     if stream and (schedule := one_line(build_schedule, config, stream)):
         steps = schedule.total_steps
         assert math.isfinite(stream.epoch(steps)) and stream.positions(steps, (0, 1))[0] >= 0
@@ -105,6 +109,15 @@ def plan(config, model) -> None:
                 np.arange(3), np.array([[64, 48], [1, 1], [89_000_000, 1]])
             )
             assert (sizes > 0).all() and (sizes <= 8192).all()
+    if recipe is seg:
+        segmenter = SimpleNamespace(
+            stride=32, pretrained_cfg={"mean": (0.5,) * 3, "std": (0.5,) * 3}
+        )
+        transforms = one_line(seg.build_transforms, config, segmenter, torch.device("cpu"))
+        for size in ((64, 48), (1, 1)) if transforms and config.crop_size < 600 else ():
+            pair = Pair(Picture(torch.zeros(3, *size, dtype=torch.uint8)), np.zeros(size, np.int16))
+            image, mask = transforms.augment(pair, 0)
+            assert image.shape[1:] == mask.shape and max(mask.shape) <= config.crop_size
     if recipe is cls:
         shown = one_line(timm_models.resolve_data_config, model, config.image_size, config.crop_pct)
         if shown:
@@ -132,7 +145,7 @@ def flag(field: dataclasses.Field, word: str) -> str:
 @pytest.mark.parametrize("recipe", CONFIGS)
 def test_every_field_takes_or_refuses_every_odd_value(recipe: str, model) -> None:
     shared, parsed = (
-        {field.name for field in dataclasses.fields(cls.Config)} if recipe == "det" else set(),
+        {field.name for field in dataclasses.fields(cls.Config)} if recipe != "cls" else set(),
         0,
     )
     own = [field for field in dataclasses.fields(CONFIGS[recipe]) if field.name not in shared]
@@ -146,7 +159,7 @@ def test_every_field_takes_or_refuses_every_odd_value(recipe: str, model) -> Non
             if config and getattr(config, field.name) != field.default:
                 parsed += 1
                 plan(config, model)
-    assert parsed > 25
+    assert parsed > {"cls": 25, "det": 25, "seg": 10}[recipe]
 
 
 @pytest.mark.parametrize(

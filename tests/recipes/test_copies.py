@@ -56,6 +56,14 @@ DAYS = {
         "--batch_norm frozen --global_batch_size 7 --short_sides 80,96 --long_side 128 --width 32 "
         "--lr 1e-3",
     ),
+    "dice": (
+        ("segmentation-dice-loss",),
+        "--batch_norm frozen --global_batch_size 7 --crop_size 64 --width 32 --lr 1e-3",
+    ),
+    "decoder": (
+        ("segmentation-decoder",),
+        "--batch_norm frozen --global_batch_size 7 --crop_size 64 --width 32 --lr 1e-3",
+    ),
 }
 STOP_ON_ONE_RANK = """The last rank ends the run, on its own, in its third step.
 @@
@@ -139,7 +147,7 @@ def test_the_picture_of_the_page_is_drawn(tmp_path) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(run_several, stripes, scenes, tmp_path_factory) -> dict[str, dict[str, Outcome]]:
+def runs(run_several, stripes, scenes, regions, tmp_path_factory) -> dict[str, dict[str, Outcome]]:
     """By number of processes and name: two launches."""
     folder, outcomes = tmp_path_factory.mktemp("copies"), {}
     table = ["path,kind,split"]
@@ -152,6 +160,7 @@ def runs(run_several, stripes, scenes, tmp_path_factory) -> dict[str, dict[str, 
     draw_bands(stripes, folder / "bands")
     own = {"focal": ["--data", folder / "labels.csv"], "margin": ["--data", folder / "shells"]}
     own["detector"], own["bands"] = ["--data", scenes], ["--data", folder / "bands"]
+    own["dice"] = own["decoder"] = ["--data", regions]
     own["teacher"] = ["--data", stripes, "--teacher", folder / "runs_1/stages/best"]
     data, short = (
         ["--data", stripes],
@@ -241,6 +250,7 @@ def test_a_changed_copy_is_the_same_run_on_any_layout(
     losses = one.column("train/loss")
     assert len(losses) == 8 and losses[-1] < losses[0]
     results = {"detector": {"train/loss_box", "eval/AP"}, "stages": {"eval/accuracy"}}
+    results["dice"] = results["decoder"] = {"eval/loss", "eval/mIoU"}
     assert {key for row in one.rows for key in row} >= results.get(
         name, {"eval/loss", "eval/f1_macro"}
     )

@@ -88,6 +88,10 @@ SCENES = (
 )
 OF_DETR = f"{SCENES} --short_sides 64,96 --long_side 800 --batch_norm frozen"
 GROUP_OF_2 = f"{SCENES} --batch_norm group --norm_batch_size 2"
+CROPS = (
+    "--crop_size 64 --hflip 0.5 --photometric 0.3 --label_smoothing 0.1 --ema_decay 0.9 "
+    "--eval_short_side 80"
+)
 OF_HEAD = "--model test_vit --lr 5e-3 --schedule constant --ema_decay 0.9 --clip 1 --drop_path 0.1"
 CASES = {
     "vit": Case(
@@ -167,6 +171,18 @@ CASES = {
         f"--detector rtdetr_v2 --lr 2e-4 {OF_DETR}", "", "2x2, 3x4, 2x2 shards", 7, "det"
     ),
     "deimv2": Case(f"--detector deimv2 --lr 1e-3 {OF_DETR}", "", "2x2, 3x4, 2x2 shards", 7, "det"),
+    # Some images have no labelled pixel, so that some processes have none.
+    "fpn": Case(
+        "--model test_resnet --width 32 --batch_norm group --norm_batch_size 2 --clip 1 "
+        f"{CROPS} --class_weights sqrt --drop_path 0.1",
+        "2x2, 3x4 from 1x8, 2x2 shards",
+        "3x4, 3x4 shards",
+        8,
+        "seg",
+    ),
+    "linear": Case(
+        f"--model test_vit --decoder linear --lr 5e-3 {CROPS} --cache 80", "3x3", "2x2", 7, "seg"
+    ),
     # A head for many classes, each process with a part of them.
     "cosface": Case(OF_HEAD, "2x3, 3x5", "2x4 shards", 14, "cosface"),
     "sampled": Case(
@@ -184,6 +200,8 @@ LONG = {  # name of a run -> True if it is left to the long tests
     for layout in layouts.split(", ")
     if layout
 }
+# Results of integers, equal in every digit.
+EXACT = ("mIoU", "pixel_accuracy", "mean_class_accuracy", "IoU_class/leaf")
 NORMS = ("local", "node", "global")
 
 
@@ -227,7 +245,9 @@ def more(
 
 
 @pytest.fixture(scope="module")
-def runs(run_several, stripes, scenes, rf_detr, tmp_path_factory, request) -> dict[str, Outcome]:
+def runs(
+    run_several, stripes, scenes, regions, rf_detr, tmp_path_factory, request
+) -> dict[str, Outcome]:
     """By its name every run that the selected tests look at."""
     folder, found, wanted = tmp_path_factory.mktemp("layouts"), {}, {"sampled: 2x3"}
     asked = {
@@ -244,12 +264,12 @@ def runs(run_several, stripes, scenes, rf_detr, tmp_path_factory, request) -> di
     draw_stripes(folder / "identities/val", (2,) * CLASSES, seed=1)
     recipes = {
         recipe: copy(folder / f"{recipe}.py", SAYS_KINDS, recipe=recipe)
-        for recipe in ("cls", "det")
+        for recipe in ("cls", "det", "seg")
     }
     for kind, head in KINDS.items():
         recipes[kind] = copy(folder / f"{kind}.py", SAYS_KINDS, CHANGE.replace(HEAD, head))
     save_colours(folder / "labels")
-    data = {"cls": stripes, "det": scenes, "several labels": folder / "labels"}
+    data = {"cls": stripes, "det": scenes, "seg": regions, "several labels": folder / "labels"}
     for world in WORLDS:
         processes, _, kind = world.partition(" ")
         common = (
@@ -309,7 +329,11 @@ def test_every_layout_is_the_same_run(name: str, runs: dict[str, Outcome]) -> No
     )
     assert cut.column("step").tolist() == [*range(1 + steps // 3 * name.count(" from "), steps + 1)]
     assert_same_training(whole, cut, start)
-    for key in ("epoch", "samples", "train/lr", "eval/count", "eval/top1", "eval/ema_top1"):
+    keys = ["epoch", "samples", "train/lr", "eval/count", "eval/top1", "eval/ema_top1"]
+    if CASES[case].recipe == "seg":
+        keys += [f"eval/{prefix}{key}" for prefix in ("", "ema_") for key in EXACT]
+        assert set(keys[-len(EXACT) :]) <= whole.rows[-1].keys()
+    for key in keys:
         mine = cut.column(key).tolist()
         assert mine == whole.column(key).tolist()[-len(mine) :], key
     world = world_of(name)

@@ -29,9 +29,13 @@ SMALL = {
         "--model test_resnet --no_pretrained --width 32 --short_sides 128 --global_batch_size 8 "
         "--max_steps 2"
     ),
+    "seg": (
+        "--model test_vit --no_pretrained --width 32 --crop_size 64 --short_side 0 "
+        "--eval_short_side 0 --global_batch_size 8 --max_steps 2"
+    ),
 }
 LONG = {"coco_fasterrcnn_r50_1x", "coco_retinanet_r50", "voc", "coco_rtdetrv2_r18"}
-IMAGES = {"cls": 23, "det": 7}  # to evaluate on
+IMAGES = {"cls": 23, "det": 7, "seg": 7}  # to evaluate on
 RECIPES = {name: load(ROOT / "recipes" / f"{name}.py") for name in SMALL}
 
 
@@ -116,14 +120,14 @@ def test_the_sweep_searches_flags_of_the_recipe_for_its_metric(monkeypatch) -> N
 
 
 @pytest.fixture(scope="module")
-def trained(run_several, stripes, scenes, rf_detr, thorough) -> dict[str, Outcome]:
+def trained(run_several, stripes, scenes, regions, rf_detr, thorough) -> dict[str, Outcome]:
     """Runs of two steps, with the preset's optimizer, schedule, augmentation, mixing and averaging."""
     cases = {}
     for path in PRESETS:
         if path.stem in LONG and not thorough:
             continue
         recipe = recipe_of(path)
-        data = scenes if recipe == "det" else stripes
+        data = {"cls": stripes, "det": scenes, "seg": regions}[recipe]
         words = f"--config {path} --data {data} --split val {SMALL[recipe]}"
         # Fewer levels and smaller images, where its family has these.
         if "\nlong_side" in path.read_text():

@@ -4,7 +4,7 @@ import pytest
 
 from common.detection.data.annotated import Annotated
 from tests.harness.detections import A, B, moved, one_image
-from tools.audit import boxes as suspects
+from tools.audit import boxes as audit
 
 DOWN = (10, 60, 50, 95)
 
@@ -20,7 +20,7 @@ SEEN = [(A, 0.9, 0), (B, 0.9, 1), (DOWN, 0.9, 2)]
 
 
 @pytest.mark.parametrize(
-    "objects, detections, findings",
+    "objects, detections, expected",
     [
         (PAIR, [(A, 0.9, 0), (moved(B, 2), 0.8, 1)], []),
         (PAIR, [], []),
@@ -46,21 +46,21 @@ SEEN = [(A, 0.9, 0), (B, 0.9, 1), (DOWN, 0.9, 2)]
         ([PAIR[0], (B, 2, False)], [(A, 0.9, 0), (B, 0.9, 1), (moved(B, 1), 0.85, 2)], []),
     ],
 )
-def test_boxes_that_good_detections_contradict_are_found(objects, detections, findings) -> None:
+def test_boxes_that_good_detections_contradict_are_found(objects, detections, expected) -> None:
     """Removed, moved and relabelled ones, and no others."""
-    found = suspects.findings(one_image(objects, detections))
-    assert [(finding.kind, finding.object, finding.detection) for finding in found] == findings
+    suspects = audit.list_suspects(one_image(objects, detections))
+    assert [(suspect.kind, suspect.object, suspect.detection) for suspect in suspects] == expected
 
 
 def test_the_table_names_box_and_suggestion_surest_first() -> None:
-    found = [(A, 0.9, 0), (B, 0.8, 1), (DOWN, 0.95, 2)]
-    wide = one_image([(moved(A, 15), 0, False), (B, 2, False)], found, Named)
+    detections = [(A, 0.9, 0), (B, 0.8, 1), (DOWN, 0.95, 2)]
+    wide = one_image([(moved(A, 15), 0, False), (B, 2, False)], detections, Named)
     near = [(moved(A, 8), 0, False), (moved(B, 10), 1, False)]
     near = one_image(near, SEEN, Named)
     tables = []
     for matches in (wide, near):
-        header, *rows = suspects.rows(
-            matches.source, suspects.Findings(matches, suspects.findings(matches))
+        header, *rows = audit.build_table(
+            matches.source, audit.Suspects(matches, audit.list_suspects(matches))
         )
         tables.append([dict(zip(header, row, strict=True)) for row in rows])
     missing, relabelled, shifted = tables[0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.classification.batches import Batch
-from tools.audit import labels as suspects
+from tools.audit import labels as audit
 
 CLASSES = tuple("abcdefghij")
 
@@ -19,18 +19,21 @@ def source_of(labels: np.ndarray):
     return SimpleNamespace(labels=labels, classes=CLASSES, multi_label=labels.ndim == 2, name=name)
 
 
-def looked_at(
+def find_suspects(
     labels: np.ndarray, logits: torch.Tensor, broken: tuple[int, ...] = ()
-) -> suspects.Suspects:
-    """What is found in images with these labels and logits, in batches of 64."""
+) -> audit.Suspects:
+    """Find suspects in images with these labels and logits, in batches of 64."""
     batches = []
-    for rows in torch.arange(len(labels)).split(64):
-        readable = torch.tensor([row not in broken for row in rows.tolist()])
+    for indices in torch.arange(len(labels)).split(64):
+        readable = torch.tensor([index not in broken for index in indices.tolist()])
         batch = Batch(
-            torch.zeros(len(rows), 0), torch.from_numpy(labels[rows]), rows, readable=readable
+            torch.zeros(len(indices), 0),
+            torch.from_numpy(labels[indices]),
+            indices,
+            readable=readable,
         )
-        batches.append((batch, logits[rows]))
-    return suspects.find(source_of(labels), batches, "cpu")
+        batches.append((batch, logits[indices]))
+    return audit.find_suspects(source_of(labels), batches, "cpu")
 
 
 def doubting(images: int = 4000, seed: int = 0) -> tuple[np.ndarray, torch.Tensor]:
@@ -52,15 +55,15 @@ def doubting(images: int = 4000, seed: int = 0) -> tuple[np.ndarray, torch.Tenso
 @pytest.mark.parametrize("seed", range(3))
 def test_a_model_that_only_doubts_accuses_nobody(seed: int) -> None:
     labels, logits = doubting(seed=seed)
-    found = looked_at(labels, logits)
-    worst = int(found.indices[0])
-    assert found.likely == 0 and found.classes == [] and found.looked_at == 4000
-    without = looked_at(labels, logits, broken=(worst,))
-    assert without.looked_at == 3999 and worst not in without.indices
+    suspects = find_suspects(labels, logits)
+    worst = int(suspects.indices[0])
+    assert suspects.num_likely == 0 and suspects.unlearned == [] and suspects.num_images == 4000
+    without = find_suspects(labels, logits, broken=(worst,))
+    assert without.num_images == 3999 and worst not in without.indices
     assert (logits.argmax(1).numpy() != labels).sum() > 20, (
         "it is wrong somewhere, or this proves nothing"
     )
-    assert len(found.indices) == min(240, (logits.argmax(1).numpy() != labels).sum())
+    assert len(suspects.indices) == min(240, (logits.argmax(1).numpy() != labels).sum())
 
 
 def test_a_class_that_was_not_learnt_gets_a_line_of_its_own() -> None:
@@ -68,26 +71,25 @@ def test_a_class_that_was_not_learnt_gets_a_line_of_its_own() -> None:
     rare = np.flatnonzero(labels == 9)
     logits[rare, 9] -= 12  # what is left of the class looks like others
     labels[rare[20:]] = logits[rare[20:], :9].argmax(1).numpy()
-    found = looked_at(labels, logits)
-    assert found.likely == 0 and not np.isin(found.indices, rare[:20]).any()
-    ((number, _, wrong, images),) = found.classes
-    assert (number, wrong, images) == (9, 20, 20)
-    header, first, *others = suspects.rows(source_of(labels), found)
+    suspects = find_suspects(labels, logits)
+    assert suspects.num_likely == 0 and not np.isin(suspects.indices, rare[:20]).any()
+    ((class_id, _, num_contradicted, num_images),) = suspects.unlearned
+    assert (class_id, num_contradicted, num_images) == (9, 20, 20)
+    header, first, *rest = audit.build_table(source_of(labels), suspects)
     row = dict(zip(header, first, strict=True))
     assert (row["verdict"], row["image"], row["label"]) == ("class", "20 of 20 images", "j")
-    assert {dict(zip(header, other, strict=True))["verdict"] for other in others} == {
-        "worth a look"
-    }
-    said = suspects.headline(source_of(labels), found)
-    assert "no label is likely wrong; class j: 20 of 20 images look like others" in said
+    assert {dict(zip(header, row, strict=True))["verdict"] for row in rest} == {"worth a look"}
+    summary = audit.summarize(source_of(labels), suspects)
+    assert "no label is likely wrong; class j: 20 of 20 images look like others" in summary
 
 
 def test_of_several_labels_the_worst_decision_counts() -> None:
     labels = np.zeros((3, 10), bool)
     labels[0, 1] = labels[1, 2] = labels[2, 3] = True
     logits = torch.where(torch.from_numpy(labels), 5.0, -5.0).double()
-    logits[0, 4], logits[1, 2] = 3.0, -3.0
-    found = looked_at(labels, logits)
-    assert found.likely == 0
-    table = suspects.rows(source_of(labels), found)
+    logits[0, 4] = 3.0
+    logits[1, 2] = -3.0
+    suspects = find_suspects(labels, logits)
+    assert suspects.num_likely == 0
+    table = audit.build_table(source_of(labels), suspects)
     assert [row[2:5] for row in table[1:]] == [("0.png", "b", "+e")], "6 % of three images: one row"

@@ -22,7 +22,7 @@ from tests.tools.changed import update_json
 from tools.compare import bootstrap
 from tools.compare.__main__ import main
 from tools.compare.average_precision import AveragePrecision
-from tools.compare.evaluation import f1
+from tools.compare.evaluation import build_f1
 
 # --- statistics
 
@@ -45,9 +45,9 @@ def test_ap_over_resampled_images_is_cocos_of_repeated_images() -> None:
     detections = Detections()
     detections.update(range(len(source)), found)
     once = np.ones((1, len(source)), np.int64)
-    weights = np.concatenate([once, next(bootstrap.resampled(len(source), 12)), 0 * once])
+    weights = np.concatenate([once, next(bootstrap.draw_resamples(len(source), 12)), 0 * once])
     ap = AveragePrecision(source, *detections.to_arrays())
-    values, per_class = ap(weights), ap.per_class(weights)
+    values, per_class = ap(weights), ap.compute_per_class(weights)
     assert np.isnan(values[-1]) and len(set(values[:-1].round(6))) > 10
     for row, counts in enumerate(weights[:-1]):
         expected = repeated(source, found, counts)
@@ -78,10 +78,10 @@ def test_intervals_hold_the_true_difference_as_they_say() -> None:
 
 
 def test_resamples_are_always_the_same(monkeypatch) -> None:
-    first = np.concatenate([*bootstrap.resampled(37, 50)])
+    first = np.concatenate([*bootstrap.draw_resamples(37, 50)])
     assert (first.sum(1) == 37).all() and abs((first == 0).mean() - math.exp(-1)) < 0.03
-    monkeypatch.setattr(bootstrap, "_CELLS", 37 * 20)  # in parts, which take less memory
-    parts = [*bootstrap.resampled(37, 50)]
+    monkeypatch.setattr(bootstrap, "_MAX_CELLS", 37 * 20)  # in parts, which take less memory
+    parts = [*bootstrap.draw_resamples(37, 50)]
     assert [len(part) for part in parts] == [20, 20, 10] and (np.concatenate(parts) == first).all()
 
 
@@ -90,8 +90,8 @@ def test_f1_over_resampled_images_is_that_of_repeated_images() -> None:
     logits, labels = torch.randn(30, 4, generator=random), torch.rand(30, 4, generator=random) < 0.4
     found = logits > 0
     counts = torch.stack([(found & labels).sum(1), (found ^ labels).sum(1)], 1).numpy()
-    weights = next(bootstrap.resampled(30, 5))
-    for value, times in zip(f1(counts)(weights), torch.from_numpy(weights), strict=True):
+    weights = next(bootstrap.draw_resamples(30, 5))
+    for value, times in zip(build_f1(counts)(weights), torch.from_numpy(weights), strict=True):
         rows = torch.arange(30).repeat_interleave(times)
         expected = ClassificationCounts(4, "cpu", multi_label=True)
         expected.update(logits[rows], labels[rows])

@@ -17,7 +17,7 @@ from tests.harness.launching import free_port
 from tests.harness.runs import start_tool
 from tests.harness.waiting import Limit
 from tools.doctor import rehearsal
-from tools.doctor.__main__ import arguments
+from tools.doctor.__main__ import build_parser
 from tools.doctor.session import examine
 from tools.doctor.world import World
 
@@ -160,7 +160,7 @@ def test_checks_are_chosen_by_their_first_words(forks, tmp_path) -> None:
         (["no.py"], "no.py is not there"),
     ):
         with pytest.raises(Refused, match=text):
-            examine(arguments().parse_args(words))
+            examine(build_parser().parse_args(words))
 
 
 def test_a_rehearsal_that_is_stopped_says_so_and_leaves_nothing(launch, tmp_path) -> None:
@@ -217,7 +217,7 @@ def test_a_rehearsal_trains_and_leaves_nothing(launch, tmp_path) -> None:
         and figures["checkpoint_bytes"] > 10**6
         and figures["memory"] > 2**27
     )
-    options = arguments().parse_args(["recipes/cls.py", *flags, "--model", "no_such_model"])
+    options = build_parser().parse_args(["recipes/cls.py", *flags, "--model", "no_such_model"])
     (row,) = rehearsal.rehearse(World(Launch("python"), options, torch.device("cpu"), ranks=[0]))
     assert (
         row.status == "failed"

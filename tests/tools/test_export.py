@@ -26,7 +26,7 @@ from tests.harness.launching import ROOT
 from tests.harness.runs import copied, read
 from tests.tools.changed import update_json
 from tools.export import classifier, formats, verify
-from tools.export.__main__ import load, main
+from tools.export.__main__ import load_task, main
 
 QUICK = ("--workers", "0")
 
@@ -112,7 +112,7 @@ def test_every_format_is_the_model_that_was_measured(trained_classifier, tmp_pat
 def test_another_preprocessing_is_refused_by_image_names(
     trained_classifier, tmp_path, monkeypatch
 ) -> None:
-    digits = load(str(trained_classifier), ["--workers", "0"], 0).val
+    digits = load_task(str(trained_classifier), ["--workers", "0"], 0).val
     for index in range(12):
         place = tmp_path / "data" / digits.classes[digits.labels[index]]
         place.mkdir(parents=True, exist_ok=True)
@@ -126,9 +126,9 @@ def test_another_preprocessing_is_refused_by_image_names(
         *QUICK,
     ]
     output = tmp_path / "new" / "folder"
-    right = classifier.preprocessing_of
+    right = classifier.build_preprocessing
     monkeypatch.setattr(
-        classifier, "preprocessing_of", lambda config: right(config | {"mean": (0.1, 0.1, 0.1)})
+        classifier, "build_preprocessing", lambda config: right(config | {"mean": (0.1, 0.1, 0.1)})
     )
     with pytest.raises(
         Refused,
@@ -138,7 +138,9 @@ def test_another_preprocessing_is_refused_by_image_names(
     assert not output.parent.exists()
     main([*words, "-o", str(output), "--differing", "12"])
     figures = read(output / "export.json")["validation"]
-    assert 0 < figures["differing"] <= 12 and figures["largest_difference"] > classifier.MOVED
+    assert (
+        0 < figures["differing"] <= 12 and figures["largest_difference"] > classifier.MAX_DIFFERENCE
+    )
     # The right one is accepted on the same images, and replaces the export.
     monkeypatch.undo()
     main([*words, "-o", str(output)])
@@ -175,7 +177,7 @@ def test_pixels_are_those_of_the_evaluation_to_the_last_level(
         "crop_mode": crop_mode,
     }
     config |= {"mean": tuple(mean.tolist()), "std": (1 / 255,) * 3}
-    exported, evaluated = classifier.preprocessing_of(config), EvalTransform(config)
+    exported, evaluated = classifier.build_preprocessing(config), EvalTransform(config)
     for picture in pictures:
         pixels = (
             exported(torch.from_numpy(picture.copy()).permute(2, 0, 1)[None])[0]
@@ -195,7 +197,7 @@ def test_runtimes_agree_with_torch_on_photographs(tmp_path) -> None:
     with torch.no_grad():  # random weights hardly tell pictures apart
         model.get_classifier().weight.mul_(20)
     exported = classifier.Classifier(
-        model, classifier.preprocessing_of(config), multi_label=False
+        model, classifier.build_preprocessing(config), multi_label=False
     ).eval()
     photographs = [
         np.ascontiguousarray(getattr(skimage.data, name)().transpose(2, 0, 1)[None])
@@ -250,7 +252,7 @@ def test_several_labels_have_a_probability_each(tmp_path) -> None:
     )
     with np.load(tmp_path / "out" / "vectors.npz") as vectors:
         assert abs(vectors["probabilities_0"].sum() - 1) > 0.01
-    assert "accuracy" in about["validation"] and verify.verify(tmp_path / "out") == ""
+    assert "accuracy" in about["validation"] and verify.find_fault(tmp_path / "out") == ""
 
 
 def test_a_module_that_a_copied_recipe_defines_is_exported(trained_classifier, tmp_path) -> None:
@@ -309,3 +311,11 @@ def test_what_cannot_be_exported_is_refused_in_one_line(
     ):
         main([str(tmp_path / "nowhere"), "--to", "openvino"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "file", "mine"]
+
+
+def test_a_model_of_other_channels_is_refused_in_one_line() -> None:
+    """Else torch prints a traceback before the refusal."""
+    model = timm_models.build_classifier("test_vit", 2, image_size=32, in_chans=4)
+    config = timm_models.resolve_data_config(model)
+    with pytest.raises(Refused, match=r"^the model takes images of 4 channels, .* RGB .*best/"):
+        classifier.build_preprocessing(config)

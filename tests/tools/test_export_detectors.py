@@ -29,11 +29,11 @@ from tests.harness import small_rf_detr
 from tests.harness.runs import copied, read
 from tests.tools.test_export import check
 from tools.export import formats, verify
-from tools.export.__main__ import load, main
-from tools.export.detector import MOVED_SCORE, compare
+from tools.export.__main__ import load_task, main
+from tools.export.detector import MAX_SCORE_CHANGE, compare
 from tools.export.detector_module import Exportable
-from tools.export.proof import judge
-from tools.trained import RECIPES, Trained, load_recipe
+from tools.export.proof import evaluate
+from tools.trained import RECIPES, TrainedModel, load_recipe
 
 CLASSES = tuple("0123456789")
 SPECS = {
@@ -52,7 +52,7 @@ SPECS = {
     "deimv2": DetectorSpec("deimv2", "deimv2_n", 10),
     "rf_detr": None,
 }
-# Of class scores, which random weights hardly tell apart.
+# Of class scores, which random weights hardly tell difference.
 CONTRAST = {"faster_rcnn": 30, "mask_rcnn": 30}
 DETECTIONS = ("boxes", "scores", "labels")
 EVERYWHERE = ("onnx", "openvino", "torch_export")
@@ -113,7 +113,7 @@ def evaluated(
     batches = [dataset.__getitems__(np.array([index])) for index in range(len(source))]
     loader = type("Loader", (list,), {"dataset": dataset})(batches)
     accelerator = SimpleNamespace(device=torch.device("cpu"), autocast=contextlib.nullcontext)
-    trained = Trained(recipe, recipe.Config(), None)
+    trained = TrainedModel(recipe, recipe.Config(), None)
     return [
         {name: found[name].numpy() for name in DETECTIONS}
         for _, (found,) in trained.predict(
@@ -142,7 +142,8 @@ def check_photographs(detector: Detector, plain: BoxAugmentation, sessions: dict
     source = Photographs()
     expected = evaluated(detector, plain, source)
     sure = [
-        int((one["scores"] > one["scores"].min(initial=1) + MOVED_SCORE).sum()) for one in expected
+        int((one["scores"] > one["scores"].min(initial=1) + MAX_SCORE_CHANGE).sum())
+        for one in expected
     ]
     # Those must have a counterpart. Scores of a DEIMv2 with random weights are all alike, so that
     # only they are compared.
@@ -156,13 +157,13 @@ def check_photographs(detector: Detector, plain: BoxAugmentation, sessions: dict
                 np.int64,
             ]
             assert np.abs(found["scores"] - one["scores"]).max(initial=0) <= 1e-3
-            apart = compare(one, found, CLASSES)
-            assert not apart.differs and apart.moved["scores"] <= 1e-3, (
+            difference = compare(one, found, CLASSES)
+            assert not difference.is_too_large and difference.largest["scores"] <= 1e-3, (
                 name,
                 source.name(index),
-                apart,
+                difference,
             )
-            assert apart.moved["boxes"] <= most, (name, source.name(index), apart)
+            assert difference.largest["boxes"] <= most, (name, source.name(index), difference)
 
 
 # The queries of the first are D-FINE's, too, and the boxes of the second Faster R-CNN's.
@@ -237,25 +238,25 @@ def test_an_export_has_the_ap_of_its_run_without_torch(trained_detector, tmp_pat
     exactly = {"INFERENCE_PRECISION_HINT": "f32"}
     compiled = openvino.Core().compile_model(folder / "model.onnx", "CPU", exactly)
     run_openvino = lambda pixels: {name: compiled([pixels])[name].copy() for name in DETECTIONS}  # noqa: E731
-    task = load(str(run), ["--workers", "0"], 0)
+    task = load_task(str(run), ["--workers", "0"], 0)
     detector, plain = task.model, task.batches.loader.dataset.augmentation
     check_photographs(detector, plain, {"onnx": (session, 0.01), "openvino": (run_openvino, 0.01)})
 
 
 def test_other_boxes_are_refused_by_the_names_of_images(trained_detector, scenes) -> None:
-    task = load(str(trained_detector), ["--workers", "0", "--data", str(scenes)], 0)
-    assert not judge(task, lambda pixels: found_by(task.module, pixels)).refusal
+    task = load_task(str(trained_detector), ["--workers", "0", "--data", str(scenes)], 0)
+    assert not evaluate(task, lambda pixels: found_by(task.module, pixels)).refusal
 
     def shifted(pixels: np.ndarray) -> dict[str, np.ndarray]:
         found = found_by(task.module, pixels)
         return found | {"boxes": found["boxes"] + np.float32(2)}
 
-    verdict = judge(task, shifted)
+    verdict = evaluate(task, shifted)
     assert "AP is 0." in verdict.refusal and "7 of 7 images differ" in verdict.refusal
     assert not verdict.vectors and len(verdict.worst) == 7
     assert all(".png: " in words and "pixels" in words for words in verdict.worst)
     with pytest.raises(Refused, match=r"0\.png: scores of the exported model are not finite"):
-        judge(
+        evaluate(
             task,
             lambda pixels: (
                 found_by(task.module, pixels) | {"scores": np.full(100, np.nan, np.float32)}
@@ -271,13 +272,15 @@ def test_counterparts_of_detections() -> None:
         "labels": np.array([1, 2, 3]),
     }
     part = lambda rows: {name: column[rows] for name, column in these.items()}  # noqa: E731
-    assert not compare(these, part([1, 0, 2]), CLASSES).differs  # in any order
+    assert not compare(these, part([1, 0, 2]), CLASSES).is_too_large  # in any order
     # The lowest may be below the threshold.
-    assert not compare(these, part([0, 1]), CLASSES).differs
-    assert compare(these, part([0, 2]), CLASSES).words == "2 0.5000 at [20, 0, 30, 10] is missing"
-    assert compare(part([0, 2]), these, CLASSES).words == "2 0.5000 at [20, 0, 30, 10] is new"
-    apart = compare(these, these | {"boxes": boxes + np.float32(0.5)}, CLASSES)
-    assert not apart.differs and apart.moved == {"boxes": 0.5, "scores": 0}
-    assert compare(these, these | {"labels": np.array([1, 1, 3])}, CLASSES).differs
+    assert not compare(these, part([0, 1]), CLASSES).is_too_large
+    assert compare(these, part([0, 2]), CLASSES).text == "2 0.5000 at [20, 0, 30, 10] is missing"
+    assert compare(part([0, 2]), these, CLASSES).text == "2 0.5000 at [20, 0, 30, 10] is new"
+    difference = compare(these, these | {"boxes": boxes + np.float32(0.5)}, CLASSES)
+    assert not difference.is_too_large and difference.largest == {"boxes": 0.5, "scores": 0}
+    assert compare(these, these | {"labels": np.array([1, 1, 3])}, CLASSES).is_too_large
     none = part([])
-    assert not compare(none, none, CLASSES).differs and compare(these, none, CLASSES).differs
+    assert (
+        not compare(none, none, CLASSES).is_too_large and compare(these, none, CLASSES).is_too_large
+    )

@@ -28,11 +28,11 @@ from tests.harness.launching import ROOT, inherited
 from tests.harness.runs import read, refusal, rows_of, start_tool
 from tests.harness.shards import in_order, write_parquet, write_tars
 from tools.predict.__main__ import main
-from tools.predict.images import file_list, images
-from tools.predict.listing import listing
+from tools.predict.images import build_file_list, build_images
+from tools.predict.listing import list_images
 from tools.predict.output import Output
-from tools.predict.plan import choose
-from tools.predict.rows import Format, Rows
+from tools.predict.plan import choose_thresholds
+from tools.predict.rows import Format, RowBuilder
 from tools.trained import load
 
 PAGE = (ROOT / "docs" / "after_training.md").read_text()
@@ -321,8 +321,8 @@ def test_images_are_named_by_folders_globs_lists_and_stdin(tmp_path, monkeypatch
     for name in ("a/2.png", "a/1.png", "a/x/3.jpg", "b.png", "[b].png", "c.txt", "@at.png"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
-    assert listing(["b.png", "a"])[0] == ["b.png", "a/1.png", "a/2.png", "a/x/3.jpg"]
-    assert listing(["**/*.png", "[b].png", "@at.png"])[0] == [
+    assert list_images(["b.png", "a"])[0] == ["b.png", "a/1.png", "a/2.png", "a/x/3.jpg"]
+    assert list_images(["**/*.png", "[b].png", "@at.png"])[0] == [
         "@at.png",
         "[b].png",
         "a/1.png",
@@ -330,16 +330,16 @@ def test_images_are_named_by_folders_globs_lists_and_stdin(tmp_path, monkeypatch
         "b.png",
     ]
     Path("list.txt").write_bytes(b"a/x\r\n\nb.png\nnowhere.png\n")
-    assert listing(["@list.txt"])[0] == ["a/x/3.jpg", "b.png", "nowhere.png"]
+    assert list_images(["@list.txt"])[0] == ["a/x/3.jpg", "b.png", "nowhere.png"]
     Path("list.txt").write_bytes(b"new\nline.png\0b.png\0")
-    files, notes = listing(["b.png", "@list.txt"])
+    files, notes = list_images(["b.png", "@list.txt"])
     assert files == ["b.png", "new\nline.png"] and "1 files were named more than once" in notes[0]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"c.txt\n")))
-    assert listing(["-"])[0] == ["c.txt"]
+    assert list_images(["-"])[0] == ["c.txt"]
     for name in ("web/a", "web/@eaDir/a.png", "web/b.jpg_large"):
         picture(Path("0.png")).rename(Path(name).parent.mkdir(parents=True, exist_ok=True) or name)
     Path("web/c.heic").touch()
-    files, notes = listing(["web"])
+    files, notes = list_images(["web"])
     assert (
         files == ["web/a", "web/b.jpg_large"]
         and "3 images, left out: 1 (.heic), first web/c.heic" in notes
@@ -350,7 +350,7 @@ def test_images_are_named_by_folders_globs_lists_and_stdin(tmp_path, monkeypatch
         Refused,
         match=r"web: most of its 7 images would be left out: 5 .*convert them to JPEG or PNG",
     ):
-        listing(["web"])
+        list_images(["web"])
     Path("empty").mkdir()
     Path("empty/a.md").touch()
     for words, text in {
@@ -358,12 +358,12 @@ def test_images_are_named_by_folders_globs_lists_and_stdin(tmp_path, monkeypatch
         "n*.gif": "n.*no file matches",
     }.items():
         with pytest.raises(Refused, match=text):
-            listing([words])
+            list_images([words])
 
 
 def test_thresholds_are_those_of_the_evaluation_unless_asked(tmp_path) -> None:
     def chosen(asked=None, default=0.3):
-        return choose(str(tmp_path), ("a", "b"), asked, default)[0].tolist()
+        return choose_thresholds(str(tmp_path), ("a", "b"), asked, default)[0].tolist()
 
     assert chosen() == pytest.approx([0.3, 0.3]) and chosen(default=0) == [0, 0]
     (tmp_path / "results.json").write_text('{"thresholds": {"b": 0.25, "a": null}}')
@@ -378,18 +378,18 @@ def test_thresholds_are_those_of_the_evaluation_unless_asked(tmp_path) -> None:
 
 def test_scores_that_are_no_numbers_are_an_error_of_their_row() -> None:
     batch = SimpleNamespace(positions=torch.arange(2), broken=())
-    rows = Rows(
-        images(file_list(["a.png", "b.png"]), ("x", "y"), multi_label=False),
+    rows = RowBuilder(
+        build_images(build_file_list(["a.png", "b.png"]), ("x", "y"), multi_label=False),
         np.zeros(2, np.float32),
         top=1,
     )
-    (_, right), (_, wrong) = rows.of(batch, torch.tensor([[0.0, 1.0], [torch.nan, 0.0]]))
+    (_, right), (_, wrong) = rows.build(batch, torch.tensor([[0.0, 1.0], [torch.nan, 0.0]]))
     assert right["predictions"][0]["class"] == "y" and "not finite" in wrong["error"]
 
 
 def test_a_full_disk_is_said_in_a_line() -> None:
     full = Output("/dev/full", False)
-    full.begin(Format(lambda index, row: "", "[", ",", "]"))
+    full.start(Format(lambda index, row: "", "[", ",", "]"))
     with pytest.raises(Refused, match="No space left"):
         full.flush()
     assert Path("/dev/full").is_char_device()

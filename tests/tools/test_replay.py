@@ -107,6 +107,9 @@ def test_what_can_not_be_replayed_is_refused_in_one_line(
     ):
         with pytest.raises(Refused, match=told):
             replay(run, step, tmp_path / "out", [], False)
+    for flags in (["--name", "x"], ["--name=x"], ["--log_every", "5"]):
+        with pytest.raises(Refused, match=r"^--\w+: a replay sets it itself; leave it out$"):
+            replay(trained_classifier, 100, tmp_path / "out", flags, False)
     words = (trained_classifier, "--step", 100, "-o", tmp_path / "out", "--wrokers", 1)
     done = start_tool(forks, 1, "replay", *words)[0].end()
     assert done.code == 2 and done.stderr.startswith(

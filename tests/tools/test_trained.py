@@ -13,7 +13,7 @@ from common.detection.weights import sources
 from common.errors import Refused
 from tests.harness.outcomes import Outcome
 from tests.tools.changed import update_json
-from tools.command_line import hide_unset_flag, writing
+from tools.command_line import hide_unset_flag, refuse_unwritable
 from tools.trained import RECIPES, load
 
 
@@ -179,6 +179,6 @@ def test_a_tool_names_no_flag_of_the_recipe(tool: str, words: str, launch, tmp_p
 
 def test_what_cant_be_written_is_refused_in_one_line(tmp_path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(Refused) as raised, writing("--output here"):
+    with pytest.raises(Refused) as raised, refuse_unwritable("--output here"):
         (tmp_path / "file" / "folder").mkdir()
     assert str(raised.value) == "--output here: can't be written (Not a directory); name another"

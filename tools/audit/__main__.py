@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from common.errors import Refused
-from tools.command_line import hide_unset_flag, parser_of, writing
+from tools.command_line import create_parser, hide_unset_flag, refuse_unwritable
 
 
-def arguments() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    parser = parser_of("audit", __doc__)
+    parser = create_parser("audit", __doc__)
     parser.add_argument("run", type=Path, help="a run folder, or one of its checkpoints")
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FOLDER", help="write there, not into the run folder"
@@ -29,7 +29,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options, flags = arguments().parse_known_args(argv)
+    options, flags = build_parser().parse_known_args(argv)
     # Imported late: torch takes seconds, which --help need not.
     import torch
 
@@ -55,19 +55,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, batches = trained.build(train_data, accelerator)
     task = boxes if trained.is_detector else labels
     with torch.compiler.set_stance("force_eager"):
-        findings = task.find(train_data, trained.predict(model, batches), accelerator.device)
+        predictions = trained.predict(model, batches)
+        suspects = task.find_suspects(train_data, predictions, accelerator.device)
     if not is_main():
         return
     folder = options.output or checkpoint.absolute().parents[1]
     picture = folder / "pictures" / "suspicious.png"
-    plots.attempt(picture, launch.print_on_main, task.draw, train_data, findings)
-    table = write_table(folder / "suspicious.csv", task.rows(train_data, findings))
-    launch.print_on_main(f"{checkpoint}: {task.headline(train_data, findings)}: {table}, {picture}")
+    plots.attempt(picture, launch.print_on_main, task.draw_sheet, train_data, suspects)
+    table = write_table(folder / "suspicious.csv", task.build_table(train_data, suspects))
+    summary = task.summarize(train_data, suspects)
+    launch.print_on_main(f"{checkpoint}: {summary}: {table}, {picture}")
 
 
 def choose_checkpoint(path: Path) -> Path:
-    """The checkpoint `path` itself, or of a run the one that was kept for the audit, else the
-    newest. Raises `Refused`.
+    """Choose the checkpoint `path` itself, or one of the run `path`. Raises `Refused`.
+
+    Of a run, the checkpoint that was kept for the audit is taken, else the newest.
     """
     from common.checkpoints import Checkpoints
     from common.checkpoints.store import AUDIT_FOLDER
@@ -75,7 +78,8 @@ def choose_checkpoint(path: Path) -> Path:
     if (path / "record.json").is_file():
         return path
     for name in (AUDIT_FOLDER, "checkpoints"):
-        if checkpoints := Checkpoints(path / name).list_paths():
+        checkpoints = Checkpoints(path / name).list_paths()
+        if checkpoints:
             return checkpoints[0]
     raise Refused(
         f"{path}: no checkpoint in its checkpoints/; name a run folder that has one, or a "
@@ -87,7 +91,7 @@ def write_table(path: Path, rows: Iterable[Sequence]) -> Path:
     """Write a CSV file. Raises `Refused` if that is not possible."""
     from common.durable import make_folder, write_csv
 
-    with writing(f"--output {path.parent}"):
+    with refuse_unwritable(f"--output {path.parent}"):
         make_folder(path.parent)
         write_csv(path, rows)
     return path

@@ -19,26 +19,25 @@ from common.detection.evaluation.plots import read_image
 from common.distributed import is_main
 from common.run.plots import BLUE, ORANGE, Cell, run_of, sheet, short
 
-SAME, APART = 0.7, 0.2  # overlap: at the place of a box from here on; below of something else
-# Weight from which a finding is worth a look.
-LEAST = {"missing": 0.2, "moved": 0.2, "relabelled": 0.1}
-LIKELY = {"missing": 0.2, "moved": 0.35, "relabelled": 0.4}  # likely wrong: docs/after_training.md
-SHOWN = 24  # on the sheet
-_BOX = ("left", "top", "right", "bottom")
+SAME_IOU = 0.7  # from this overlap on, a detection is at the place of a box
+APART_IOU = 0.2  # below this overlap, a detection is of something else
+# Weight from which a suspect is worth a look.
+MIN_WEIGHTS = {"missing": 0.2, "moved": 0.2, "relabelled": 0.1}
+# Weight from which a box is likely wrong: docs/after_training.md.
+LIKELY_WEIGHTS = {"missing": 0.2, "moved": 0.35, "relabelled": 0.4}
+MAX_PICTURES = 24  # on the sheet
+_SIDES = ("left", "top", "right", "bottom")
+_SUGGESTED_SIDES = tuple(f"suggested_{side}" for side in _SIDES)
 COLUMNS = (
-    "rank",
-    "verdict",
-    "image",
-    "kind",
-    "label",
-    *_BOX,
-    "suggested",
-    *(f"suggested_{side}" for side in _BOX),
+    ("rank", "verdict", "image", "kind", "label")
+    + _SIDES
+    + ("suggested",)
+    + _SUGGESTED_SIDES
+    + ("score", "overlap")
 )
-COLUMNS += ("score", "overlap")
 
 
-class Finding(NamedTuple):
+class Suspect(NamedTuple):
     """A box that the model contradicts."""
 
     kind: str  # "missing", "moved" or "relabelled"
@@ -51,129 +50,140 @@ class Finding(NamedTuple):
     @property
     def is_likely(self) -> bool:
         """True if the box is likely wrong, not only worth a look."""
-        return self.weight >= LIKELY[self.kind]
+        return self.weight >= LIKELY_WEIGHTS[self.kind]
 
 
-class Findings(NamedTuple):
+class Suspects(NamedTuple):
     """Boxes that the model contradicts, and the matches that they refer to."""
 
     matches: Matches
-    boxes: list[Finding]
+    boxes: list[Suspect]
 
 
-def find(source: Annotated, batches: Iterable[tuple], _device: torch.device) -> Findings | None:
-    """The contradicted boxes of `source`, on the main process, from all its images with detections.
-    A collective.
+def find_suspects(
+    source: Annotated, predictions: Iterable[tuple], _device: torch.device
+) -> Suspects | None:
+    """Find the contradicted boxes of `source`, from the detections in all its images. A collective.
+
+    Returns None on all processes but the main one.
     """
     detections = Detections()
-    for batch, detected in batches:
+    for batch, detected in predictions:
         detections.update(batch.positions.tolist(), detected)
     detections.results(source)  # gathers and matches them
-    return Findings(detections.matches, findings(detections.matches)) if is_main() else None
+    if not is_main():
+        return None
+    return Suspects(detections.matches, list_suspects(detections.matches))
 
 
-def findings(matches: Matches) -> list[Finding]:
+def list_suspects(matches: Matches) -> list[Suspect]:
     """Boxes that good detections contradict, one for each object; likely wrong ones first."""
-    source, found = matches.source, []
-    for image in range(len(source)):
-        rows = matches.get_detections(image, only_confident=False)
-        rows = rows[matches.hits[rows] != IN_CROWD]
-        objects = np.arange(source.offsets[image], source.offsets[image + 1])
-        objects = objects[~source.crowd[objects]]
-        boxes, true = (
-            torch.from_numpy(part[:, :4].astype(np.float64))
-            for part in (matches.detections[rows], source.boxes[objects])
-        )
-        overlaps = box_iou(boxes, true).nan_to_num().numpy()
-        alike = matches.detections[rows, 5][:, None] == source.labels[objects]
-        scores = matches.detections[rows, 4]
-        good = int(matches.is_confident[rows].sum())  # rows are best first
-        at_box = alike * (overlaps >= IOU)
-        # How well each box is known as it is.
-        of_class = (scores[:, None] * at_box).max(0, initial=0)
-        overlaps, alike, boxes = overlaps[:good], alike[:good], boxes[:good]
-        confirmed = (overlaps * alike >= SAME).any(0)
-        told: set[int] = set()
-        # Not there with another class.
-        first = ~np.triu(box_iou(boxes, boxes).numpy() >= IOU, 1).any(0)
-        for row, overlap, same, best in zip(
-            rows[:good].tolist(), overlaps, alike, first, strict=True
-        ):
-            score, largest = float(matches.detections[row, 4]), float(overlap.max(initial=0))
-            place = int(overlap.argmax()) if len(overlap) else -1
-            if largest < APART and best:
-                found.append(Finding("missing", image, -1, row, largest, score * (1 - largest)))
-            elif largest < APART or place in told or (overlap * same >= SAME).any():
-                continue
-            elif same[place] and not confirmed[place]:
-                found.append(
-                    Finding(
-                        "moved", image, int(objects[place]), row, largest, score * (1 - largest)
-                    )
-                )
-                told.add(place)
-            elif not same[place] and largest >= IOU:
-                more = score - float(of_class[place])
-                found.append(
-                    Finding("relabelled", image, int(objects[place]), row, largest, more * largest)
-                )
-                told.add(place)
-    found = [finding for finding in found if finding.weight >= LEAST[finding.kind]]
-    return sorted(found, key=lambda finding: (not finding.is_likely, -finding.weight))
+    suspects = []
+    for image in range(len(matches.source)):
+        for suspect in _check_image(matches, image):
+            if suspect.weight >= MIN_WEIGHTS[suspect.kind]:
+                suspects.append(suspect)
+    return sorted(suspects, key=lambda suspect: (not suspect.is_likely, -suspect.weight))
 
 
-def rows(source: Annotated, suspects: Findings) -> list[Sequence]:
+def _check_image(matches: Matches, image: int) -> list[Suspect]:
+    source = matches.source
+    rows = matches.get_detections(image, only_confident=False)
+    rows = rows[matches.hits[rows] != IN_CROWD]
+    objects = np.arange(source.offsets[image], source.offsets[image + 1])
+    objects = objects[~source.crowd[objects]]
+    boxes = torch.from_numpy(matches.detections[rows, :4].astype(np.float64))
+    object_boxes = torch.from_numpy(source.boxes[objects][:, :4].astype(np.float64))
+    overlaps = box_iou(boxes, object_boxes).nan_to_num().numpy()
+    is_same_class = matches.detections[rows, 5][:, None] == source.labels[objects]
+    scores = matches.detections[rows, 4]
+    # The best score with which any detection confirms each object's class.
+    is_at_box = is_same_class * (overlaps >= IOU)
+    class_scores = (scores[:, None] * is_at_box).max(0, initial=0)
+
+    num_good = int(matches.is_confident[rows].sum())  # rows are best first
+    boxes = boxes[:num_good]
+    overlaps = overlaps[:num_good]
+    is_same_class = is_same_class[:num_good]
+    is_confirmed = (overlaps * is_same_class >= SAME_IOU).any(0)
+    # Of detections at one place, only the best may report that a box is missing.
+    is_first = ~np.triu(box_iou(boxes, boxes).numpy() >= IOU, 1).any(0)
+
+    suspects = []
+    reported: set[int] = set()  # objects, each of which is reported once
+    for i, row in enumerate(rows[:num_good].tolist()):
+        score = float(matches.detections[row, 4])
+        overlap = float(overlaps[i].max(initial=0))
+        if overlap < APART_IOU:
+            if is_first[i]:
+                weight = score * (1 - overlap)
+                suspects.append(Suspect("missing", image, -1, row, overlap, weight))
+            continue
+        nearest = int(overlaps[i].argmax())
+        if nearest in reported or (overlaps[i] * is_same_class[i] >= SAME_IOU).any():
+            continue
+        object_row = int(objects[nearest])
+        if is_same_class[i, nearest]:
+            if not is_confirmed[nearest]:
+                weight = score * (1 - overlap)
+                suspects.append(Suspect("moved", image, object_row, row, overlap, weight))
+                reported.add(nearest)
+        elif overlap >= IOU:
+            weight = (score - float(class_scores[nearest])) * overlap
+            suspects.append(Suspect("relabelled", image, object_row, row, overlap, weight))
+            reported.add(nearest)
+    return suspects
+
+
+def build_table(source: Annotated, suspects: Suspects) -> list[Sequence]:
     """The rows of `suspicious.csv`."""
-    matches = suspects.matches
     table: list[Sequence[Any]] = [COLUMNS]
-    for place, finding in enumerate(suspects.boxes):
-        *box, score, label = matches.detections[finding.detection].tolist()
-        given = [""] * 5
-        if finding.object >= 0:
-            given = [
-                source.classes[source.labels[finding.object]],
-                *_rounded(source.boxes[finding.object].tolist()),
-            ]
-        numbers = f"{score:.4f}", f"{finding.overlap:.4f}"
-        names = (
-            "likely wrong" if finding.is_likely else "worth a look",
-            source.name(finding.image),
-            finding.kind,
-        )
-        table.append(
-            (place + 1, *names, *given, source.classes[int(label)], *_rounded(box), *numbers)
-        )
+    for rank, suspect in enumerate(suspects.boxes, start=1):
+        *box, score, class_id = suspects.matches.detections[suspect.detection].tolist()
+        label = [""] * 5
+        if suspect.object >= 0:
+            name = source.classes[source.labels[suspect.object]]
+            label = [name] + _round_box(source.boxes[suspect.object].tolist())
+        row = [
+            rank,
+            "likely wrong" if suspect.is_likely else "worth a look",
+            source.name(suspect.image),
+            suspect.kind,
+        ]
+        suggestion = [source.classes[int(class_id)]] + _round_box(box)
+        table.append(row + label + suggestion + [f"{score:.4f}", f"{suspect.overlap:.4f}"])
     return table
 
 
-def draw(source: Annotated, suspects: Findings, path: Path) -> None:
+def draw_sheet(source: Annotated, suspects: Suspects, path: Path) -> None:
     """Draw a sheet of the most suspicious boxes."""
-    cells = [_cell(suspects.matches, finding) for finding in suspects.boxes[:SHOWN]]
-    sheet(cells, f"{run_of(path)}, training: {headline(source, suspects)}", path)
+    cells = [_build_cell(suspects.matches, suspect) for suspect in suspects.boxes[:MAX_PICTURES]]
+    sheet(cells, f"{run_of(path)}, training: {summarize(source, suspects)}", path)
 
 
-def headline(source: Annotated, suspects: Findings) -> str:
-    """The result in a sentence."""
-    likely = sum(finding.is_likely for finding in suspects.boxes)
-    text = f"{likely:,} boxes are likely wrong" if likely else "no box is likely wrong"
-    return f"{text}, {len(suspects.boxes) - likely:,} are worth a look, in {len(source):,} images"
+def summarize(source: Annotated, suspects: Suspects) -> str:
+    """Summarize the result in a sentence."""
+    num_likely = sum(suspect.is_likely for suspect in suspects.boxes)
+    text = f"{num_likely:,} boxes are likely wrong" if num_likely else "no box is likely wrong"
+    num_others = len(suspects.boxes) - num_likely
+    return f"{text}, {num_others:,} are worth a look, in {len(source):,} images"
 
 
-def _rounded(box: list[float]) -> list[str]:
+def _round_box(box: list[float]) -> list[str]:
     return [f"{side:.2f}" for side in box]
 
 
-def _cell(matches: Matches, finding: Finding) -> Cell:
-    """The image, with the given box in orange and the suggested one in blue."""
-    source, (*box, score, label) = matches.source, matches.detections[finding.detection].tolist()
-    suggested = source.classes[int(label)]
+def _build_cell(matches: Matches, suspect: Suspect) -> Cell:
+    """The image, with the box of the annotations in orange and the suggested one in blue."""
+    source = matches.source
+    *box, score, class_id = matches.detections[suspect.detection].tolist()
+    suggested = source.classes[int(class_id)]
     boxes = [(box, suggested, BLUE)]
-    kind = finding.kind if finding.is_likely else f"{finding.kind}?"
+    kind = suspect.kind if suspect.is_likely else f"{suspect.kind}?"
     caption = f"{kind}\n{short(suggested, 19)} {score:.2f}"
-    if finding.object >= 0:
-        name = source.classes[source.labels[finding.object]]
-        boxes.insert(0, (source.boxes[finding.object].tolist(), name, ORANGE))
+    if suspect.object >= 0:
+        name = source.classes[source.labels[suspect.object]]
+        boxes.insert(0, (source.boxes[suspect.object].tolist(), name, ORANGE))
         caption = f"{kind}\n{short(name, 12)} → {short(suggested, 12)} {score:.2f}"
-    return Cell(
-        np.asarray(read_image(source, finding.image)), caption, source.name(finding.image), boxes
-    )
+    image = np.asarray(read_image(source, suspect.image))
+    return Cell(image, caption, source.name(suspect.image), boxes)

@@ -26,9 +26,20 @@ from common.run.plots import arrow, run_of, sheet
 THRESHOLDS = (0.05, 0.04, 0.03, 0.02, 0.01, 0.005)  # for the probability of a label
 # Times the expected number of labels below a threshold: from here on they are likely wrong.
 UNEXPLAINED = 0.5
-WORST, LONGEST = 0.06, 10_000  # share of the images, and number of rows: the length of the list
-SHOWN = 24  # images on the sheet
+LISTED_SHARE = 0.06  # share of the images that the list has at most, unless more are likely wrong
+MAX_LISTED = 10_000
+MAX_PICTURES = 24  # on the sheet
+NUM_NAMED_CLASSES = 3  # classes that were not learnt, in the result's sentence
 COLUMNS = ("rank", "verdict", "image", "label", "suggested", "probability", "suggested_probability")
+
+
+class UnlearnedClass(NamedTuple):
+    """A class most of whose images the model takes for others: too rare to be learnt."""
+
+    class_id: int
+    suggested_id: int  # the class that most of these images are taken for
+    num_contradicted: int
+    num_images: int
 
 
 class Suspects(NamedTuple):
@@ -37,129 +48,183 @@ class Suspects(NamedTuple):
     indices: np.ndarray  # int64[n] of the training set
     probabilities: np.ndarray  # float64[n], of their labels
     # int64[n]: the class that is suggested, or for multi-label data to be added or taken away.
-    others: np.ndarray
-    others_probabilities: np.ndarray  # float64[n]
-    likely: int  # how many of the first are likely wrong; the others are worth a look
-    # Not learnt: class, suggested class, images like others, images.
-    classes: list[tuple[int, int, int, int]]
-    looked_at: int  # images
+    suggested_ids: np.ndarray
+    suggested_probabilities: np.ndarray  # float64[n]
+    num_likely: int  # how many of the first are likely wrong; the rest is worth a look
+    unlearned: list[UnlearnedClass]
+    num_images: int  # that the model has predicted
 
-    def verdict(self, place: int) -> str:
-        return "likely wrong" if place < self.likely else "worth a look"
+    def verdict(self, index: int) -> str:
+        return "likely wrong" if index < self.num_likely else "worth a look"
 
 
 @torch.no_grad()
-def find(
-    source: Source, batches: Iterable[tuple[Batch, Tensor]], device: torch.device | str
+def find_suspects(
+    source: Source, predictions: Iterable[tuple[Batch, Tensor]], device: torch.device | str
 ) -> Suspects | None:
-    """The contradicted labels of `source`, on the main process, from all its images with logits [B,
-    K]. A collective.
+    """Find the contradicted labels of `source`, from the logits [B, K] of all its images. A collective.
+
+    Returns None on all processes but the main one.
     """
-    count = len(source.classes)
-    expected = torch.zeros(
-        len(THRESHOLDS), count, dtype=devices.get_sum_dtype(device), device=device
-    )
-    looks = [
-        expected.new_zeros(4, 0),
-        *(_look(source, batch, logits, expected) for batch, logits in batches),
-    ]
-    sums_of = all_sum(expected).cpu().numpy()
-    of_ranks = gather_to_main([torch.cat(looks, 1).cpu().numpy()])
-    if not of_ranks:
+    num_classes = len(source.classes)
+    sum_dtype = devices.get_sum_dtype(device)
+    expected = torch.zeros(len(THRESHOLDS), num_classes, dtype=sum_dtype, device=device)
+    predicted = [expected.new_zeros(4, 0)]
+    for batch, logits in predictions:
+        predicted.append(_compare_labels(source, batch, logits, expected))
+    expected_sums = all_sum(expected).cpu().numpy()
+    columns_by_rank = gather_to_main([torch.cat(predicted, 1).cpu().numpy()])
+    if not columns_by_rank:
         return None
-    rows = np.concatenate([rows for (rows,) in of_ranks], axis=1)
-    rows = rows[:, np.lexsort((rows[0], rows[1]))]
-    indices, others, looked_at = rows[0].astype(np.int64), rows[2].astype(np.int64), rows.shape[1]
-    contradicted, classes, likely = rows[3] > rows[1], [], 0
+    columns = np.concatenate([columns for (columns,) in columns_by_rank], axis=1)
+    columns = columns[:, np.lexsort((columns[0], columns[1]))]
+    indices = columns[0].astype(np.int64)
+    suggested_ids = columns[2].astype(np.int64)
+    is_contradicted = columns[3] > columns[1]
+    unlearned: list[UnlearnedClass] = []
+    num_likely = 0
     if not source.multi_label:
         labels = source.labels[indices]
-        images, wrong = (
-            np.bincount(part, minlength=count) for part in (labels, labels[contradicted])
-        )
-        unlearned = 4 * wrong > 3 * images  # bool[K]: too rare to be learnt
-        for number in np.flatnonzero(unlearned).tolist():
-            other = int(np.bincount(others[contradicted & (labels == number)]).argmax())
-            classes.append((number, other, int(wrong[number]), int(images[number])))
-        contradicted &= ~unlearned[labels]
-        for threshold, sums in zip(THRESHOLDS, sums_of, strict=True):
-            below = int((contradicted & (rows[1] < threshold)).sum())
-            if below >= UNEXPLAINED * sums[~unlearned].sum() and not likely:
-                likely = min(below, LONGEST)
-    length = max(likely, min(LONGEST, int(np.ceil(WORST * looked_at))))
-    listed = np.flatnonzero(contradicted)[:length]
+        unlearned = _find_unlearned(labels, suggested_ids, is_contradicted, num_classes)
+        is_unlearned = np.zeros(num_classes, bool)
+        is_unlearned[[entry.class_id for entry in unlearned]] = True
+        is_contradicted &= ~is_unlearned[labels]
+        expected_counts = [sums[~is_unlearned].sum() for sums in expected_sums]
+        num_likely = _count_likely(columns[1][is_contradicted], expected_counts)
+    num_images = len(indices)
+    max_listed = min(MAX_LISTED, int(np.ceil(LISTED_SHARE * num_images)))
+    listed = np.flatnonzero(is_contradicted)[: max(num_likely, max_listed)]
     return Suspects(
-        indices[listed],
-        rows[1, listed],
-        others[listed],
-        rows[3, listed],
-        likely,
-        classes,
-        looked_at,
+        indices=indices[listed],
+        probabilities=columns[1, listed],
+        suggested_ids=suggested_ids[listed],
+        suggested_probabilities=columns[3, listed],
+        num_likely=num_likely,
+        unlearned=unlearned,
+        num_images=num_images,
     )
 
 
-def _look(source: Source, batch: Batch, logits: Tensor, expected: Tensor) -> Tensor:
-    """[4, B]: index, probability of the label, the other class, and its probability.
+def _find_unlearned(
+    labels: np.ndarray, suggested_ids: np.ndarray, is_contradicted: np.ndarray, num_classes: int
+) -> list[UnlearnedClass]:
+    """Find the classes of which the model contradicts more than three quarters of the images."""
+    num_images = np.bincount(labels, minlength=num_classes)
+    num_contradicted = np.bincount(labels[is_contradicted], minlength=num_classes)
+    unlearned = []
+    for class_id in np.flatnonzero(4 * num_contradicted > 3 * num_images).tolist():
+        suggestions = suggested_ids[is_contradicted & (labels == class_id)]
+        unlearned.append(
+            UnlearnedClass(
+                class_id=class_id,
+                suggested_id=int(np.bincount(suggestions).argmax()),
+                num_contradicted=int(num_contradicted[class_id]),
+                num_images=int(num_images[class_id]),
+            )
+        )
+    return unlearned
+
+
+def _count_likely(probabilities: np.ndarray, expected_counts: Sequence[float]) -> int:
+    """Count the labels that are likely wrong, of contradicted ones with these `probabilities`.
+
+    `expected_counts`: how many labels the model itself expects below each threshold.
+    """
+    for threshold, expected_count in zip(THRESHOLDS, expected_counts, strict=True):
+        num_below = int((probabilities < threshold).sum())
+        if num_below and num_below >= UNEXPLAINED * expected_count:
+            return min(num_below, MAX_LISTED)
+    return 0
+
+
+def _compare_labels(source: Source, batch: Batch, logits: Tensor, expected: Tensor) -> Tensor:
+    """[4, B]: index, probability of the label, the suggested class, and its probability.
 
     Adds to `expected` [thresholds, K] what the model itself expects to lie below each threshold.
     """
     logits = logits[batch.readable].to(expected)
-    labels, positions = batch.labels[batch.readable], batch.positions[batch.readable]
+    labels = batch.labels[batch.readable]
+    positions = batch.positions[batch.readable]
     if source.multi_label:
-        given, other = torch.where(labels, logits, -logits).sigmoid().min(1)  # the worst decision
-        probability = 1 - given
+        # The worst decision about an image.
+        decisions = torch.where(labels, logits, -logits).sigmoid()
+        label_probability, suggested = decisions.min(1)
+        suggested_probability = 1 - label_probability
     else:
         probabilities = logits.softmax(1)
-        given = probabilities.gather(1, labels[:, None]).squeeze(1)
-        probability, other = probabilities.scatter(1, labels[:, None], -1).max(1)
+        label_probability = probabilities.gather(1, labels[:, None]).squeeze(1)
+        suggested_probability, suggested = probabilities.scatter(1, labels[:, None], -1).max(1)
         for sums, threshold in zip(expected, THRESHOLDS, strict=True):
             sums.index_add_(0, labels, (probabilities * (probabilities < threshold)).sum(1))
-    return torch.stack([positions.to(given), given, other.to(given), probability])
-
-
-def rows(source: Source, suspects: Suspects) -> list[Sequence]:
-    """Rows of `suspicious.csv`. Multi-label: `+cat` suggests to add a class, `-cat` to take it away."""
-    table: list[Sequence] = [COLUMNS]
-    for number, other, wrong, images in suspects.classes:
-        names = f"{wrong} of {images} images", source.classes[number], source.classes[other]
-        table.append((len(table), "class", *names, "", ""))
-    for place, index in enumerate(suspects.indices.tolist()):
-        names = source.name(index), _label(source, index), _suggested(source, suspects, place)
-        numbers = (
-            f"{part[place]:.6f}" for part in (suspects.probabilities, suspects.others_probabilities)
-        )
-        table.append((len(table), suspects.verdict(place), *names, *numbers))
-    return table
-
-
-def draw(source: Source, suspects: Suspects, path: Path) -> None:
-    """Draw a sheet of the images whose labels are contradicted most."""
-    cells = []
-    for place, index in enumerate(suspects.indices[:SHOWN].tolist()):
-        names = arrow(_label(source, index), _suggested(source, suspects, place))
-        caption = f"{names}\n{suspects.verdict(place)}, {suspects.probabilities[place]:.4f}"
-        cells.append(make_cell(source, index, caption))
-    sheet(
-        cells, f"{run_of(path)}, training (given → suggested): {headline(source, suspects)}", path
+    return torch.stack(
+        [
+            positions.to(label_probability),
+            label_probability,
+            suggested.to(label_probability),
+            suggested_probability,
+        ]
     )
 
 
-def headline(source: Source, suspects: Suspects) -> str:
-    """The result in a sentence."""
-    likely, looks = suspects.likely, len(suspects.indices) - suspects.likely
-    text = f"{likely:,} labels are likely wrong" if likely else "no label is likely wrong"
-    for number, _, wrong, images in suspects.classes[:3]:
-        text += f"; class {source.classes[number]}: {wrong:,} of {images:,} images look like others"
-    return f"{text}; {looks:,} are worth a look, of {suspects.looked_at:,}"
+def build_table(source: Source, suspects: Suspects) -> list[Sequence]:
+    """Rows of `suspicious.csv`. Multi-label: `+cat` suggests to add a class, `-cat` to take it away."""
+    table: list[Sequence] = [COLUMNS]
+    for entry in suspects.unlearned:
+        images = f"{entry.num_contradicted} of {entry.num_images} images"
+        label = source.classes[entry.class_id]
+        suggested = source.classes[entry.suggested_id]
+        table.append((len(table), "class", images, label, suggested, "", ""))
+    for i, index in enumerate(suspects.indices.tolist()):
+        table.append(
+            (
+                len(table),
+                suspects.verdict(i),
+                source.name(index),
+                _format_label(source, index),
+                _format_suggestion(source, suspects, i),
+                f"{suspects.probabilities[i]:.6f}",
+                f"{suspects.suggested_probabilities[i]:.6f}",
+            )
+        )
+    return table
 
 
-def _label(source: Source, index: int) -> str:
+def draw_sheet(source: Source, suspects: Suspects, path: Path) -> None:
+    """Draw a sheet of the images whose labels are contradicted most."""
+    cells = []
+    for i, index in enumerate(suspects.indices[:MAX_PICTURES].tolist()):
+        names = arrow(_format_label(source, index), _format_suggestion(source, suspects, i))
+        caption = f"{names}\n{suspects.verdict(i)}, {suspects.probabilities[i]:.4f}"
+        cells.append(make_cell(source, index, caption))
+    summary = summarize(source, suspects)
+    sheet(cells, f"{run_of(path)}, training (given → suggested): {summary}", path)
+
+
+def summarize(source: Source, suspects: Suspects) -> str:
+    """Summarize the result in a sentence."""
+    text = "no label is likely wrong"
+    if suspects.num_likely:
+        text = f"{suspects.num_likely:,} labels are likely wrong"
+    for entry in suspects.unlearned[:NUM_NAMED_CLASSES]:
+        text += (
+            f"; class {source.classes[entry.class_id]}: {entry.num_contradicted:,} of "
+            f"{entry.num_images:,} images look like others"
+        )
+    num_others = len(suspects.indices) - suspects.num_likely
+    return f"{text}; {num_others:,} are worth a look, of {suspects.num_images:,}"
+
+
+def _format_label(source: Source, index: int) -> str:
     if not source.multi_label:
         return source.classes[source.labels[index]]
-    return ", ".join(source.classes[place] for place in np.flatnonzero(source.labels[index]))
+    class_ids = np.flatnonzero(source.labels[index])
+    return ", ".join(source.classes[class_id] for class_id in class_ids)
 
 
-def _suggested(source: Source, suspects: Suspects, place: int) -> str:
-    index, other = suspects.indices[place], suspects.others[place]
-    sign = ("-" if source.labels[index][other] else "+") if source.multi_label else ""
-    return f"{sign}{source.classes[other]}"
+def _format_suggestion(source: Source, suspects: Suspects, i: int) -> str:
+    class_id = suspects.suggested_ids[i]
+    name = source.classes[class_id]
+    if not source.multi_label:
+        return name
+    has_class = source.labels[suspects.indices[i]][class_id]
+    return f"-{name}" if has_class else f"+{name}"

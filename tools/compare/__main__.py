@@ -1,5 +1,4 @@
-"""Compare runs: what differs between them, what each gave and cost, and whether the difference is
-larger than noise.
+"""Compare runs: what differs, what each gave and cost, and whether it is more than noise.
 
     python -m tools.compare runs/a runs/b -o comparison
 
@@ -14,14 +13,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.errors import Refused
-from tools.command_line import hide_unset_flag, parser_of, writing
+from tools.command_line import create_parser, hide_unset_flag, refuse_unwritable
+
+if TYPE_CHECKING:
+    from tools.compare.evaluation import Candidate
 
 
-def arguments() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    parser = parser_of("compare", __doc__)
+    parser = create_parser("compare", __doc__)
     parser.add_argument(
         "run", nargs="+", type=Path, help="run folders; the others are compared with the first"
     )
@@ -37,7 +40,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    words, flags = arguments().parse_known_args(argv)
+    args, flags = build_parser().parse_known_args(argv)
     from common.distributed import is_main
     from common.durable import make_folder
     from common.launching import launch
@@ -45,71 +48,88 @@ def main(argv: Sequence[str] | None = None) -> None:
     from common.run.folder import write_json
     from tools.compare import evaluation, tables
 
-    if len(words.run) < 2:
-        raise Refused(f"{words.run[0]}: name at least two runs to compare")
-    if flags and words.recorded:
+    if len(args.run) < 2:
+        raise Refused(f"{args.run[0]}: name at least two runs to compare")
+    if flags and args.recorded:
         raise Refused(f"--recorded evaluates nothing, so it has no use for {' '.join(flags)}")
-    runs = [PastRun(path) for path in words.run]
-    measured = []
-    if not words.recorded:
-        candidates = evaluation.find(words.run, flags)
+    runs = [PastRun(path) for path in args.run]
+    candidates = []
+    measures = []
+    if not args.recorded:
+        candidates = evaluation.load_candidates(args.run, flags)
         accelerator = launch.start(candidates[0].trained.config)
-        measured = [
-            (candidate, evaluation.measure(candidate, accelerator)) for candidate in candidates
-        ]
+        measures = [evaluation.evaluate(candidate, accelerator) for candidate in candidates]
     if not is_main():
         return
-    lines = tables.describe(runs)
-    found: dict = {"runs": [tables.facts(run) for run in runs]}
-    if measured:
-        more, found["differences"] = _differences(measured)
-        lines += more
-    if words.output:
-        with writing(f"--output {words.output}"):
-            make_folder(words.output)
-            write_json(words.output / "comparison.json", found)
-        lines += ["", f"written: {words.output / 'comparison.json'}"]
+    lines = tables.describe_runs(runs)
+    content: dict = {"runs": [tables.collect_facts(run) for run in runs]}
+    if candidates:
+        differences = compare_results(candidates, measures)
+        lines += describe_differences(candidates, differences)
+        content["differences"] = differences
+    if args.output:
+        with refuse_unwritable(f"--output {args.output}"):
+            make_folder(args.output)
+            write_json(args.output / "comparison.json", content)
+        lines += ["", f"written: {args.output / 'comparison.json'}"]
     for line in lines:
         launch.print_on_main(line)
 
 
-def _differences(measured: Sequence[tuple]) -> tuple[list[str], list[dict]]:
-    """Each (candidate, measure) against the first: text, and the same for comparison.json."""
-    from common.run.progress import display_name
-    from common.run.report import format_result
+def compare_results(candidates: Sequence["Candidate"], measures: Sequence) -> list[dict]:
+    """Compare each model with the first, for comparison.json."""
     from tools.compare import bootstrap
 
-    (first, of_first), found = measured[0], []
-    lines = ["", f"is it more than noise? {display_name(first.metric)} on {first.part}"]
-    for other, of_other in measured[1:]:
-        of = bootstrap.compare(of_first, of_other, len(first.val))
-        verdict = "larger than noise" if of.is_larger_than_noise else "no difference beyond noise"
-        difference, low, high = (
-            f"{100 * value:+.2f} points" for value in (of.value, of.low, of.high)
-        )
-        lines += [
-            f"  {first.path} {format_result(of.first)}, {other.path} {format_result(of.second)}: {verdict}",
-            f"    difference {difference}, 95 % interval {low} to {high}; 0 or of the other sign "
-            f"in {of.sign_changes:.1%} of {of.resamples:,} resamples",
-        ]
-        found.append(
+    first = candidates[0]
+    differences = []
+    for candidate, measure in zip(candidates[1:], measures[1:], strict=True):
+        difference = bootstrap.compare(measures[0], measure, len(first.val))
+        differences.append(
             {
                 "metric": first.metric,
                 "first": str(first.path),
-                "second": str(other.path),
-                "results": [of.first, of.second],
-                "difference": of.value,
-                "interval": [of.low, of.high],
-                "sign_changes": of.sign_changes,
-                "resamples": of.resamples,
-                "larger_than_noise": of.is_larger_than_noise,
+                "second": str(candidate.path),
+                "results": [difference.first, difference.second],
+                "difference": difference.value,
+                "interval": [difference.low, difference.high],
+                "sign_changes": difference.sign_changes,
+                "resamples": difference.resamples,
+                "larger_than_noise": difference.is_larger_than_noise,
             }
         )
-    noise = (
+    return differences
+
+
+def describe_differences(
+    candidates: Sequence["Candidate"], differences: Sequence[dict]
+) -> list[str]:
+    """Lines about the differences of `compare_results`."""
+    from common.run.progress import display_name
+    from common.run.report import format_result
+
+    first = candidates[0]
+    lines = ["", f"is it more than noise? {display_name(first.metric)} on {first.split}"]
+    for row in differences:
+        verdict = "no difference beyond noise"
+        if row["larger_than_noise"]:
+            verdict = "larger than noise"
+        first_result, second_result = (format_result(value) for value in row["results"])
+        low, high = (_format_points(value) for value in row["interval"])
+        lines += [
+            f"  {row['first']} {first_result}, {row['second']} {second_result}: {verdict}",
+            f"    difference {_format_points(row['difference'])}, 95 % interval {low} to {high}; "
+            f"0 or of the other sign in {row['sign_changes']:.1%} of {row['resamples']:,} "
+            "resamples",
+        ]
+    lines.append(
         "  Noise comes from the choice of validation images. How much another --seed changes, "
         "only more runs tell."
     )
-    return [*lines, noise], found
+    return lines
+
+
+def _format_points(value: float) -> str:
+    return f"{100 * value:+.2f} points"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""COCO's average precision of boxes as a function of how often each image counts, for resampling a
-validation set.
+"""COCO's average precision of boxes as a function of how often each image counts, for resampling.
 
 Detections are matched with objects once, image by image. Precision and recall are then sums over
 images, so AP over resampled images needs no second matching. Equal to COCO's evaluation of a data
@@ -14,16 +13,18 @@ from common.detection.evaluation.matching import IN_CROWD, NO_OBJECT, Matches
 
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
 RECALLS = np.linspace(0, 1, 101)
-_CELLS = 2**22  # numbers of an array at once
+_MAX_CELLS = 2**22  # values of an array at once
 
 
 @dataclass(frozen=True)
-class _OfClass:
-    images: np.ndarray  # int64[n] of the detections, best first
-    hits: np.ndarray  # bool[T, n]: True if a detection shows an object of its class
+class _ClassDetections:
+    """The detections of a class, best first, and its objects."""
+
+    images: np.ndarray  # int64[n] of the detections
+    is_hit: np.ndarray  # bool[T, n]: True if a detection shows an object of its class
     # bool[T, n]: True if it shows a crowd region, where detections are not judged.
-    ignored: np.ndarray
-    objects: np.ndarray  # int64[N] in each image
+    is_ignored: np.ndarray
+    object_counts: np.ndarray  # int64[N] in each image
 
 
 class AveragePrecision:
@@ -35,64 +36,69 @@ class AveragePrecision:
     """
 
     def __init__(self, source, images: np.ndarray, rows: np.ndarray):
-        places = np.argsort(np.argsort(source.image_ids))
-        # Among equal scores, COCO takes the lower id first.
-        best_first = np.lexsort((places[images], -rows[:, 4]))
-        best = Matches.from_best(source, images[best_first], rows[best_first])
-        shown = np.stack([replace(best, iou=iou).hits for iou in THRESHOLDS.tolist()])
-        areas = (best.detections[:, 2:4] - best.detections[:, :2]).astype(np.float64).prod(1)
+        # Among equal scores, COCO takes the lower image id first.
+        id_ranks = np.argsort(np.argsort(source.image_ids))
+        best_first = np.lexsort((id_ranks[images], -rows[:, 4]))
+        matches = Matches.from_best(source, images[best_first], rows[best_first])
+        hits = np.stack([replace(matches, iou=iou).hits for iou in THRESHOLDS.tolist()])
+        areas = (matches.detections[:, 2:4] - matches.detections[:, :2]).astype(np.float64).prod(1)
         is_odd = (areas < 0) | (areas > 1e10)  # turned inside out, which COCO ignores
-        ignored = (shown == IN_CROWD) | ((shown == NO_OBJECT) & is_odd)
-        owners = np.repeat(np.arange(len(source)), np.diff(source.offsets))
+        is_ignored = (hits == IN_CROWD) | ((hits == NO_OBJECT) & is_odd)
+        image_of_object = np.repeat(np.arange(len(source)), np.diff(source.offsets))
         self._classes = []
-        for number in range(len(source.classes)):
-            of = best.detections[:, 5] == number
-            objects = owners[(source.labels == number) & ~source.crowd]
-            counts = np.bincount(objects, minlength=len(source))
+        for class_id in range(len(source.classes)):
+            is_detection = matches.detections[:, 5] == class_id
+            is_object = (source.labels == class_id) & ~source.crowd
             self._classes.append(
-                _OfClass(best.images[of], shown[:, of] >= 0, ignored[:, of], counts)
+                _ClassDetections(
+                    images=matches.images[is_detection],
+                    is_hit=hits[:, is_detection] >= 0,
+                    is_ignored=is_ignored[:, is_detection],
+                    object_counts=np.bincount(image_of_object[is_object], minlength=len(source)),
+                )
             )
 
     def __call__(self, weights: np.ndarray) -> np.ndarray:
-        values = self.per_class(weights)
-        present = ~np.isnan(values)
-        counted = present.sum(1)
-        return np.where(
-            counted, np.where(present, values, 0).sum(1) / np.maximum(counted, 1), np.nan
-        )
+        values = self.compute_per_class(weights)
+        is_present = ~np.isnan(values)
+        num_present = is_present.sum(1)
+        means = np.where(is_present, values, 0).sum(1) / np.maximum(num_present, 1)
+        return np.where(num_present, means, np.nan)
 
-    def per_class(self, weights: np.ndarray) -> np.ndarray:
+    def compute_per_class(self, weights: np.ndarray) -> np.ndarray:
         """float64[R, K]: the AP of each class; NaN where it has no object."""
         weights = np.asarray(weights, np.float64)
-        return np.stack([self._average(of_class, weights) for of_class in self._classes], 1)
+        return np.stack([_average_class(entry, weights) for entry in self._classes], 1)
 
-    def _average(self, of_class: _OfClass, weights: np.ndarray) -> np.ndarray:
-        size = max(1, _CELLS // max(1, len(of_class.images)))
-        parts = [
-            self._part(of_class, weights[start : start + size])
-            for start in range(0, len(weights), size)
-        ]
-        return np.concatenate(parts) if parts else np.zeros(0)
 
-    def _part(self, of_class: _OfClass, weights: np.ndarray) -> np.ndarray:
-        objects = weights @ of_class.objects
-        total = np.zeros(len(weights))
-        of_detections = weights[:, of_class.images]
-        judged = np.cumsum(of_detections, 1)
-        for hits, ignored in zip(of_class.hits, of_class.ignored, strict=True):
-            places = np.flatnonzero(hits)
-            if not len(places):
-                continue
-            seen = (
-                judged if not ignored.any() else np.cumsum(np.where(ignored, 0, of_detections), 1)
-            )
-            right = np.cumsum(of_detections[:, places], 1)
-            precision = right / (seen[:, places] + np.spacing(1))
-            precision = np.maximum.accumulate(precision[:, ::-1], 1)[:, ::-1]
-            # How many of the 101 recalls are reached with each hit; precision is taken where one is
-            # reached first.
-            reached = np.searchsorted(
-                RECALLS, right / np.maximum(objects, 1)[:, None], side="right"
-            )
-            total += (np.diff(reached, axis=1, prepend=0) * precision).sum(1) / len(RECALLS)
-        return np.where(objects > 0, total / len(THRESHOLDS), np.nan)
+def _average_class(entry: _ClassDetections, weights: np.ndarray) -> np.ndarray:
+    """float64[R]: the AP of a class."""
+    size = max(1, _MAX_CELLS // max(1, len(entry.images)))
+    chunks = [np.zeros(0)]
+    for start in range(0, len(weights), size):
+        chunks.append(_average_chunk(entry, weights[start : start + size]))
+    return np.concatenate(chunks)
+
+
+def _average_chunk(entry: _ClassDetections, weights: np.ndarray) -> np.ndarray:
+    num_objects = weights @ entry.object_counts
+    total = np.zeros(len(weights))
+    detection_weights = weights[:, entry.images]
+    num_detections = np.cumsum(detection_weights, 1)
+    for is_hit, is_ignored in zip(entry.is_hit, entry.is_ignored, strict=True):
+        hits = np.flatnonzero(is_hit)
+        if not len(hits):
+            continue
+        num_judged = num_detections
+        if is_ignored.any():
+            num_judged = np.cumsum(np.where(is_ignored, 0, detection_weights), 1)
+        num_right = np.cumsum(detection_weights[:, hits], 1)
+        precision = num_right / (num_judged[:, hits] + np.spacing(1))
+        precision = np.maximum.accumulate(precision[:, ::-1], 1)[:, ::-1]
+        # How many of the 101 recalls are reached with each hit; precision is taken where one is
+        # reached first.
+        recall = num_right / np.maximum(num_objects, 1)[:, None]
+        num_reached = np.searchsorted(RECALLS, recall, side="right")
+        newly_reached = np.diff(num_reached, axis=1, prepend=0)
+        total += (newly_reached * precision).sum(1) / len(RECALLS)
+    return np.where(num_objects > 0, total / len(THRESHOLDS), np.nan)

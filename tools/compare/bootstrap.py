@@ -12,12 +12,12 @@ import numpy as np
 Measure = Callable[[np.ndarray], np.ndarray]
 LEVEL = 0.95
 _SEED = 0
-_CELLS = 2**24  # numbers of an array at once
+_MAX_CELLS = 2**24  # values of an array at once
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two models, evaluated on the same images: results, their difference and its interval."""
+    """The results of two models on the same images, their difference and its interval."""
 
     first: float
     second: float
@@ -37,27 +37,38 @@ class Difference:
         return self.low > 0 or self.high < 0
 
 
-def resampled(images: int, count: int) -> Iterator[np.ndarray]:
-    """`count` draws of `images` images with replacement, in parts [r, images]: how often each was
-    drawn. Always the same.
+def draw_resamples(num_images: int, num_resamples: int) -> Iterator[np.ndarray]:
+    """Draw images with replacement; the draws are always the same.
+
+    Yields int64[r, num_images], how often each image was drawn, for some resamples at a time.
     """
     rng = np.random.default_rng(_SEED)
-    size = max(1, _CELLS // max(1, images))
-    for start in range(0, count, size):
-        rows = min(size, count - start)
-        yield np.stack(
-            [np.bincount(rng.integers(images, size=images), minlength=images) for _ in range(rows)]
-        )
+    size = max(1, _MAX_CELLS // max(1, num_images))
+    for start in range(0, num_resamples, size):
+        counts = []
+        for _ in range(min(size, num_resamples - start)):
+            indices = rng.integers(num_images, size=num_images)
+            counts.append(np.bincount(indices, minlength=num_images))
+        yield np.stack(counts)
 
 
-def compare(first: Measure, second: Measure, images: int, resamples: int = 1_000) -> Difference:
-    """The difference `second` - `first` over the same `images` images, with its 95 % percentile interval."""
-    once = np.ones((1, images))
-    values = float(first(once)[0]), float(second(once)[0])
-    found = np.concatenate(
-        [second(weights) - first(weights) for weights in resampled(images, resamples)]
+def compare(first: Measure, second: Measure, num_images: int, resamples: int = 1_000) -> Difference:
+    """Compare two models on the same images: `second` - `first`, with its 95 % percentile interval."""
+    once = np.ones((1, num_images))
+    first_value = float(first(once)[0])
+    second_value = float(second(once)[0])
+    chunks = []
+    for weights in draw_resamples(num_images, resamples):
+        chunks.append(second(weights) - first(weights))
+    differences = np.concatenate(chunks)
+    differences = differences[~np.isnan(differences)]  # without any object, there is no AP
+    low, high = np.quantile(differences, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    has_other_sign = differences * (second_value - first_value) <= 0
+    return Difference(
+        first=first_value,
+        second=second_value,
+        low=float(low),
+        high=float(high),
+        sign_changes=float(has_other_sign.mean()),
+        resamples=len(differences),
     )
-    found = found[~np.isnan(found)]  # without any object, there is no AP
-    low, high = np.quantile(found, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    changes = float((found * (values[1] - values[0]) <= 0).mean())
-    return Difference(*values, float(low), float(high), changes, len(found))

@@ -1,6 +1,4 @@
-"""Differences that are recorded in the folders of runs: configuration, source, data, results, cost
-and classes.
-"""
+"""Differences that the folders of runs record: configuration, source, data, results and cost."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,111 +11,126 @@ from common.run.plots import finite
 from common.run.progress import display_name, is_share
 from common.run.report import format_duration, format_result, format_setting
 
-OF_THE_FOLDER = ("name", "output_dir", "resume")  # flags that differ between any two runs
-_WIDEST = 44  # letters of a cell
+RUN_FLAGS = ("name", "output_dir", "resume")  # flags that differ between any two runs
+_MAX_WIDTH = 44  # letters of a cell
+# Names of rows, by keys of summary.json.
+_COSTS = {
+    "step": "steps",
+    "samples": "images",
+    "train_seconds": "training time",
+    "images_per_second": "images/s",
+}
 
 Row = tuple[str, list[str]]
 
 
-def describe(runs: Sequence[PastRun]) -> list[str]:
+def describe_runs(runs: Sequence[PastRun]) -> list[str]:
     """Lines about all that the folders record."""
-    names = [
-        run.name if len({one.name for one in runs}) == len(runs) else str(run.path) for run in runs
-    ]
-    lines = ["configuration: what differs", *layout(names, configuration(runs), "nothing")]
+    names = [run.name for run in runs]
+    if len(set(names)) < len(runs):
+        names = [str(run.path) for run in runs]
+    settings = list_settings(runs)
+    lines = ["configuration: what differs"]
+    lines += format_table(names, settings) if settings else ["  nothing"]
     for run, name in zip(runs[1:], names[1:], strict=True):
-        changed = source_difference(runs[0], run)
-        what = "not recorded by both" if changed is None else "" if changed else "the same"
-        lines += [
-            "",
-            f"recipe source, {names[0]} and {name}: {what}".rstrip(),
-            *(f"  {line}" for line in changed or ()),
-        ]
-    lines += ["", "results of the best models", *layout(names, results(runs))]
-    return [*lines, "", "cost", *layout(names, cost(runs))]
+        changed_lines = compare_sources(runs[0], run)
+        title = f"recipe source, {names[0]} and {name}:"
+        if changed_lines is None:
+            title += " not recorded by both"
+        elif not changed_lines:
+            title += " the same"
+        lines += ["", title]
+        lines += [f"  {line}" for line in changed_lines or ()]
+    lines += ["", "results of the best models"]
+    lines += format_table(names, list_results(runs))
+    lines += ["", "cost"]
+    lines += format_table(names, list_costs(runs))
+    return lines
 
 
-def layout(head: Sequence[str], rows: Sequence[Row], nothing: str = "") -> list[str]:
-    """Lines of a table: a name and the value of each run; `nothing` instead if there are no rows."""
-    if not rows:
-        return [f"  {nothing}"]
-    cells = [["", *head], *([name, *values] for name, values in rows)]
-    cells = [[_short(make_printable(cell)) for cell in line] for line in cells]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  " + "  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    ]
+def format_table(head: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """Format a table: lines of a name and the value of each run."""
+    table = [["", *head]]
+    for name, values in rows:
+        table.append([name, *values])
+    widths = [0] * len(table[0])
+    for cells in table:
+        for i, cell in enumerate(cells):
+            cells[i] = _shorten(make_printable(cell))
+            widths[i] = max(widths[i], len(cells[i]))
+    lines = []
+    for cells in table:
+        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        lines.append(("  " + "  ".join(padded)).rstrip())
+    return lines
 
 
-def configuration(runs: Sequence[PastRun]) -> list[Row]:
+def list_settings(runs: Sequence[PastRun]) -> list[Row]:
     """The flags and fingerprints of the data that differ."""
-    keys = dict.fromkeys(key for run in runs for key in run.config if key not in OF_THE_FOLDER)
-    rows = [
-        (
-            f"--{key}",
-            [format_setting(run.config[key]) if key in run.config else "-" for run in runs],
-        )
-        for key in keys
-    ]
+    keys: dict[str, None] = {}
+    for run in runs:
+        keys |= dict.fromkeys(run.config)
+    rows = []
+    for key in keys:
+        if key not in RUN_FLAGS:
+            values = []
+            for run in runs:
+                values.append(format_setting(run.config[key]) if key in run.config else "-")
+            rows.append((f"--{key}", values))
     rows.append(("data, training-validation", [run.fingerprint or "-" for run in runs]))
-    return [row for row in rows if len(set(row[1])) > 1]
+    return [(name, values) for name, values in rows if len(set(values)) > 1]
 
 
-def source_difference(first: PastRun, other: PastRun) -> list[str] | None:
+def compare_sources(first: PastRun, second: PastRun) -> list[str] | None:
     """Lines that differ in the recipes' source, without comments; None if one of the two has none."""
-    sources = [_source(run) for run in (first, other)]
-    return difference(*sources) if all(sources) else None
+    first_source = _read_source(first)
+    second_source = _read_source(second)
+    if not first_source or not second_source:
+        return None
+    return difference(first_source, second_source)
 
 
-def results(runs: Sequence[PastRun]) -> list[Row]:
+def list_results(runs: Sequence[PastRun]) -> list[Row]:
     """The results of the best models, with their steps, and the leading result of the last evaluations."""
-    best = [run.evaluation("best") for run in runs]
-    every = [key for of_run in best for key in of_run if "_class/" not in key]
-    # Of the exported weights first.
-    keys = dict.fromkeys(sorted(every, key=lambda key: key.startswith("raw_")))
+    evaluations = [run.evaluation("best") for run in runs]
+    keys: dict[str, None] = {}
+    for evaluation in evaluations:
+        keys |= dict.fromkeys(evaluation)
     rows = [("best at step", [f"{run.step_of('best'):,}" for run in runs])]
-    rows += [
-        (display_name(key), [format_result(of_run.get(key), is_share(key)) for of_run in best])
-        for key in keys
-    ]
+    # Results of the exported weights come first.
+    for key in sorted(keys, key=lambda key: key.startswith("raw_")):
+        if "_class/" not in key:
+            values = [format_result(results.get(key), is_share(key)) for results in evaluations]
+            rows.append((display_name(key), values))
     last = []
     for run in runs:
         value = format_result(run.evaluation("last").get(run.leading), is_share(run.leading))
         last.append(f"{value} (step {run.step_of('last'):,})")
-    return [*rows, ("at the last evaluation", last)]
+    rows.append(("at the last evaluation", last))
+    return rows
 
 
-def cost(runs: Sequence[PastRun]) -> list[Row]:
+def list_costs(runs: Sequence[PastRun]) -> list[Row]:
     """Steps, images, time and devices."""
-    keys = {
-        "step": "steps",
-        "samples": "images",
-        "train_seconds": "",
-        "images_per_second": "images/s",
-    }
     rows = []
-    for key, name in keys.items():
+    for key, name in _COSTS.items():
         values = [finite(run.summary.get(key)) for run in runs]
-        shown = ["-" if value is None else f"{value:,.0f}" for value in values]
-        rows.append(
-            (name, shown)
-            if name
-            else ("training time", [format_duration(value) or "-" for value in values])
-        )
-    ranks = [run.environment.get("ranks") for run in runs]
-    devices = [
-        [str(rank).split(" on ")[0] for rank in of] if isinstance(of, list) else [] for of in ranks
-    ]
-    rows.append(("devices", [format_setting(of) or "-" for of in devices]))
-    rows.append(
-        ("precision", [format_setting(run.environment.get("precision")) or "-" for run in runs])
-    )
-    return [*rows, ("status", [format_setting(run.status.get("status")) or "-" for run in runs])]
+        if key == "train_seconds":
+            rows.append((name, [format_duration(value) or "-" for value in values]))
+        else:
+            rows.append((name, ["-" if value is None else f"{value:,.0f}" for value in values]))
+    settings: dict[str, list] = {
+        "devices": [_list_devices(run) for run in runs],
+        "precision": [run.environment.get("precision") for run in runs],
+        "status": [run.status.get("status") for run in runs],
+    }
+    for name, cells in settings.items():
+        rows.append((name, [format_setting(cell) or "-" for cell in cells]))
+    return rows
 
 
-def facts(run: PastRun) -> dict[str, Any]:
-    """What comparison.json has of a run."""
+def collect_facts(run: PastRun) -> dict[str, Any]:
+    """Collect what comparison.json has of a run."""
     return {
         "path": str(run.path),
         "best": {"step": run.step_of("best"), **run.evaluation("best")},
@@ -128,16 +141,25 @@ def facts(run: PastRun) -> dict[str, Any]:
     }
 
 
-def _source(run: PastRun) -> dict[str, str]:
-    known = run.environment.get("source")
-    found = {}
-    for name in known if isinstance(known, dict) else ():
+def _list_devices(run: PastRun) -> list[str]:
+    ranks = run.environment.get("ranks")
+    if not isinstance(ranks, list):
+        return []
+    return [str(rank).split(" on ")[0] for rank in ranks]
+
+
+def _read_source(run: PastRun) -> dict[str, str]:
+    names = run.environment.get("source")
+    if not isinstance(names, dict):
+        return {}
+    source = {}
+    for name in names:
         try:
-            found[name] = read_text(run.path / FOLDER / name, MEDIUM)
+            source[name] = read_text(run.path / FOLDER / name, MEDIUM)
         except (OSError, ValueError):
             return {}
-    return found
+    return source
 
 
-def _short(cell: str) -> str:
-    return cell if len(cell) <= _WIDEST else f"{cell[: _WIDEST - 3]}..."
+def _shorten(cell: str) -> str:
+    return cell if len(cell) <= _MAX_WIDTH else f"{cell[: _MAX_WIDTH - 3]}..."

@@ -14,12 +14,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.command_line import parser_of
+from tools.command_line import create_parser
 
 
-def arguments() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The flags of this tool."""
-    parser = parser_of("doctor", __doc__)
+    parser = create_parser("doctor", __doc__)
     parser.add_argument(
         "--only",
         metavar="WORDS",
@@ -38,7 +38,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Run all checks on every rank; rank 0 prints the table."""
-    options = arguments().parse_args()
+    options = build_parser().parse_args()
     sys.argv[0] = "doctor"  # as messages name it
 
     from common.launching import launch  # torch, after --help

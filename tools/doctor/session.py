@@ -30,7 +30,7 @@ from common.launching.exit_codes import announce_exit, handle_stopping
 from common.launching.launch import share_cores
 from common.launching.launch_checks import check_launch, is_cpu_requested, parse_requested_processes
 from common.launching.launchers import complete
-from tools.command_line import writing
+from tools.command_line import refuse_unwritable
 from tools.doctor.bandwidth import measure_bandwidth
 from tools.doctor.interfaces import check_interface, compare_mtus, try_ports
 from tools.doctor.rehearsal import rehearse
@@ -175,7 +175,7 @@ def finish(world: World, code: int) -> int:
         content["findings"] = [asdict(finding) for finding in findings]
         print(f"{show(findings)} ({seconds:.0f} s)", flush=True)
         if world.options.json:
-            with writing(f"--json {world.options.json}"):
+            with refuse_unwritable(f"--json {world.options.json}"):
                 replace_file(Path(world.options.json), json.dumps(content, indent=2).encode())
     world.arrive("left")  # the store may end with rank 0
     if code:

@@ -1,6 +1,4 @@
-"""World: the processes that the doctor runs in, as a check sees them, and how they meet and
-exchange values.
-"""
+"""World: the processes that the doctor runs in, and how they meet and exchange values."""
 
 import argparse
 import contextlib
@@ -25,8 +23,9 @@ from tools.doctor.table import Finding
 
 @dataclass
 class World:
-    """What a check knows about its process and the others. Before they meet, a process has a store
-    of its own.
+    """What a check knows about its process and the others.
+
+    Before they meet, a process has a store of its own.
     """
 
     launch: Launch
@@ -76,8 +75,9 @@ class World:
 
 
 def meet(world: World) -> list[Finding]:
-    """Wait until all processes have reached rank 0's store, which becomes the world's; a row if one
-    does not come.
+    """Wait until all processes have reached rank 0's store, which becomes the world's.
+
+    Returns a row if one does not come.
     """
     host = socket.gethostname()
     world.hosts = [host]
@@ -93,8 +93,8 @@ def meet(world: World) -> list[Finding]:
         return [Finding("network: meeting", "failed", measured, str(error))]
     world.store = PrefixStore("doctor", store)
     world.ranks = range(world.launch.world_size)
-    places = world.exchange([host, world.launch.local_rank])
-    world.hosts = [host for host, _ in places]
-    # Not by their names, which clones share.
-    world.main_ranks = [rank for rank in world.ranks if places[rank][1] == 0]
+    processes = world.exchange([host, world.launch.local_rank])
+    world.hosts = [host for host, _ in processes]
+    # Not by the hosts' names, which clones share.
+    world.main_ranks = [rank for rank in world.ranks if processes[rank][1] == 0]
     return []

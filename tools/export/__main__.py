@@ -1,13 +1,12 @@
-"""Export a trained model for a runtime, and prove on the validation set that it is the model that
-was measured.
+"""Export a trained model for a runtime, and prove that it is the model that was measured.
 
     python -m tools.export runs/NAME/best --to onnx
 
 Pictures go in as uint8 of any size, classes or boxes come out: resizing, normalising and box
-decoding are inside. The folder gets the model, export.json, ten test vectors, and verify.py, which
-repeats the check with the runtime alone. A file that differs from the trained model is refused.
-Other flags are the recipe's: --data FOLDER, --workers 4. Of a run of your own copy, name that:
---recipe mine.py.
+decoding are inside. Both models are compared on the validation set, and a file that differs from
+the trained model is refused. The folder gets the model, export.json, ten test vectors, and
+verify.py, which repeats the check with the runtime alone. Other flags are the recipe's: --data
+FOLDER, --workers 4. Of a run of your own copy, name that: --recipe mine.py.
 """
 
 import argparse
@@ -16,14 +15,14 @@ import os
 from pathlib import Path
 
 from common.errors import Refused
-from tools.command_line import parser_of, run
+from tools.command_line import create_parser, run
 
 FORMATS = ("onnx", "torch_export", "openvino")
 
 
-def arguments() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    parser = parser_of("export", __doc__)
+    parser = create_parser("export", __doc__)
     parser.add_argument(
         "model", help="a run folder (its best/), a checkpoint, or an exported folder"
     )
@@ -38,42 +37,42 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    words, flags = arguments().parse_known_args(argv)
+    args, flags = build_parser().parse_known_args(argv)
     from tools.export import formats, proof  # takes seconds, which --help need not
 
-    formats.FORMATS[words.to].check(words.to)
-    folder = words.output or default_folder(Path(words.model), words.to)
+    formats.FORMATS[args.to].check(args.to)
+    folder = args.output or choose_folder(Path(args.model), args.to)
     proof.check_folder(folder)
-    task = load(words.model, flags, words.differing)
-    about = proof.export(task, words.to, folder)
+    task = load_task(args.model, flags, args.differing)
+    about = proof.export(task, args.to, folder)
     figures = ", ".join(f"{key} {value:.6g}" for key, value in about["validation"].items())
     print(f"{folder / about['model']}: {figures}\ncheck it again: python {folder / 'verify.py'}")
 
 
-def default_folder(model: Path, name: str) -> Path:
-    """export/FORMAT in the run folder; beside a folder that is in no run."""
+def choose_folder(model: Path, name: str) -> Path:
+    """Choose export/FORMAT in the run folder; beside a folder that is in no run."""
     if (model / "config.yaml").is_file():
         return model / "export" / name
     run = model.parent.parent if model.parent.name == "checkpoints" else model.parent
     return run / "export" / name
 
 
-def load(model: str, flags: list[str], differing: int):
-    """The task of the trained model: its module, and how it is judged on the validation images that
-    the run or `flags` name.
+def load_task(model: str, flags: list[str], max_differing: int):
+    """Load the trained model and its validation images, which the run or `flags` name.
+
+    Raises `Refused`.
     """
     import torch
 
     from common.launching import launch
     from common.run import eval_only
-    from tools import trained as tools_trained
+    from tools.trained import load
 
-    trained = tools_trained.load(model, flags, reads_data=True)
+    trained = load(model, flags, reads_data=True)
     # What changes how a model computes, but not what, and can't be exported.
-    plain = {
-        name: False for name in ("compile", "grad_checkpointing") if hasattr(trained.config, name)
-    }
-    trained = dataclasses.replace(trained, config=dataclasses.replace(trained.config, **plain))
+    names = [name for name in ("compile", "grad_checkpointing") if hasattr(trained.config, name)]
+    config = dataclasses.replace(trained.config, **dict.fromkeys(names, False))
+    trained = dataclasses.replace(trained, config=config)
     accelerator = launch.start(trained.config)
     if accelerator.num_processes > 1 or accelerator.mixed_precision != "no":
         started = (
@@ -92,7 +91,7 @@ def load(model: str, flags: list[str], differing: int):
         return DetectorTask(trained, val, accelerator)
     from tools.export.classifier import ClassifierTask
 
-    return ClassifierTask(trained, val, accelerator, differing)
+    return ClassifierTask(trained, val, accelerator, max_differing)
 
 
 if __name__ == "__main__":

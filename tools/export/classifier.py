@@ -1,6 +1,4 @@
-"""Classifiers for export: a picture of any size -> probabilities; scored image by image against the
-recipe's evaluation.
-"""
+"""Classifiers for export: a picture of any size -> probabilities."""
 
 import copy
 import math
@@ -13,62 +11,75 @@ import torch
 from common.data import Source
 from common.errors import Refused
 from tools.export.preprocessing import KERNELS, Preprocessing
-from tools.export.proof import Apart, Outputs, Task
-from tools.trained import Trained
+from tools.export.proof import ImageDifference, Outputs, Task
+from tools.trained import TrainedModel
 
-MOVED = 0.05  # an image differs if a probability moves by more, also if its top-1 stays
+# An image differs if a probability moves by more, also if its top-1 stays.
+MAX_DIFFERENCE = 0.05
 
 
 class Classifier(torch.nn.Module):
-    """uint8[N, 3, height, width] -> float32[N, K]: probabilities that sum to 1, or one of each
-    class for multi-label data.
+    """uint8[N, 3, height, width] -> float32[N, K], probabilities.
+
+    They sum to 1, or are of each class by itself for multi-label data.
     """
 
     def __init__(self, model: torch.nn.Module, preprocessing: Preprocessing, multi_label: bool):
         super().__init__()
-        self.preprocessing, self.model, self.multi_label = preprocessing, model, multi_label
+        self.preprocessing = preprocessing
+        self.model = model
+        self.multi_label = multi_label
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return probabilities(self.model(self.preprocessing(images)), self.multi_label)
+        return compute_probabilities(self.model(self.preprocessing(images)), self.multi_label)
 
 
-def probabilities(logits: torch.Tensor, multi_label: bool) -> torch.Tensor:
+def compute_probabilities(logits: torch.Tensor, multi_label: bool) -> torch.Tensor:
     """[N, K], of each class by itself for multi-label data, else of all classes together."""
     return logits.sigmoid() if multi_label else logits.softmax(1)
 
 
-def preprocessing_of(config: dict) -> Preprocessing:
-    """What timm's evaluation transform does for this data configuration. Raises `Refused` for a
-    filter that it can't be.
+def build_preprocessing(config: dict) -> Preprocessing:
+    """Build what timm's evaluation transform does for this data configuration.
+
+    Raises `Refused` for channels and filters that it can't have.
     """
+    num_channels = config["input_size"][0]
+    if num_channels != 3:
+        raise Refused(
+            f"the model takes images of {num_channels} channels, and an exported model takes RGB "
+            "pictures, of 3; use its best/ in torch"
+        )
     if config["interpolation"] not in KERNELS or config["crop_pct"] > 1:
         raise Refused(
             f"the model's images are resized with {config['interpolation']} and crop_pct "
             f"{config['crop_pct']}; an exported classifier resizes with {' or '.join(KERNELS)} "
             "and a crop_pct of at most 1"
         )
-    size = tuple(config["input_size"][1:])
-    covered = tuple(math.floor(side / config["crop_pct"]) for side in size)
+    height, width = config["input_size"][1:]
+    crop_pct = config["crop_pct"]
     return Preprocessing(
-        size,
-        covered,
-        config["interpolation"],
-        config["mean"],
-        config["std"],
-        config.get("crop_mode"),
+        size=(height, width),
+        covered=(math.floor(height / crop_pct), math.floor(width / crop_pct)),
+        interpolation=config["interpolation"],
+        mean=config["mean"],
+        std=config["std"],
+        crop_mode=config.get("crop_mode"),
     )
 
 
 class ClassifierTask(Task):
-    """The task of a classifier, for the proof. So many images as `differing` may differ: in their
-    top-1, or by `MOVED`.
+    """The task of a classifier: its export is scored image by image against the recipe's evaluation.
 
-    For multi-label data each class is a decision, and an image differs if one of them does.
+    At most `max_differing` images may differ: in their top-1, or by `MAX_DIFFERENCE`. For
+    multi-label data each class is a decision, and an image differs if one of them does.
     """
 
     batched = True
 
-    def __init__(self, trained: Trained, val: Source, accelerator: Any, differing: int = 0):
+    def __init__(
+        self, trained: TrainedModel, val: Source, accelerator: Any, max_differing: int = 0
+    ):
         super().__init__(trained, val, accelerator)
         config = getattr(self.batches.loader.dataset.transform, "data_config", None)
         if config is None:
@@ -76,8 +87,8 @@ class ClassifierTask(Task):
                 f"{trained.recipe.__file__}: evaluates images by a transform of its own, which "
                 "can't be exported; use common.classification.transforms.EvalTransform"
             )
-        self.most_differing = differing
-        preprocessing = preprocessing_of(config)
+        self.max_differing = max_differing
+        preprocessing = build_preprocessing(config)
         model = copy.deepcopy(self.model).to("cpu", torch.float32)
         self.module = Classifier(model, preprocessing, val.multi_label).eval()
         kind = "of each class by itself" if val.multi_label else "that sum to 1"
@@ -89,45 +100,58 @@ class ClassifierTask(Task):
             "preprocessing": {
                 "resized_to_cover": preprocessing.covered,
                 "cropped_to": preprocessing.size,
-                **{key: config.get(key) for key in ("crop_mode", "interpolation", "mean", "std")},
+                "crop_mode": config.get("crop_mode"),
+                "interpolation": config.get("interpolation"),
+                "mean": config.get("mean"),
+                "std": config.get("std"),
             },
         }
 
-    def picture(self, index: int) -> np.ndarray:
+    def read_picture(self, index: int) -> np.ndarray:
         return np.asarray(self.val.image(index))
 
-    def expected(self) -> Iterator[dict | None]:
-        # Of the trained and of the exported model, image by image.
-        self.right: list[list[float]] = []
+    def predict(self) -> Iterator[dict | None]:
+        # Share of right decisions of the trained and of the exported model, for each image.
+        self.accuracies: list[tuple[float, float]] = []
         for batch, logits in self.trained.predict(self.model, self.batches):
-            rows = probabilities(logits.float(), self.val.multi_label).cpu().numpy()
-            for row, readable in zip(rows, batch.readable, strict=True):
-                yield {"probabilities": row} if readable else None
+            probabilities = compute_probabilities(logits.float(), self.val.multi_label)
+            for row, is_readable in zip(probabilities.cpu().numpy(), batch.readable, strict=True):
+                yield {"probabilities": row} if is_readable else None
 
-    def compare(self, expected: dict, found: Outputs) -> Apart:
-        trained, exported = expected["probabilities"], found["probabilities"]
-        moved = np.abs(trained - exported)
+    def compare(self, expected: dict, outputs: Outputs) -> ImageDifference:
+        trained = expected["probabilities"]
+        exported = outputs["probabilities"]
+        differences = np.abs(trained - exported)
         if self.val.multi_label:
-            first = second = int(moved.argmax())
-            differs = bool(((trained > 0.5) != (exported > 0.5)).any())
+            trained_class = exported_class = int(differences.argmax())
+            has_other_decision = bool(((trained > 0.5) != (exported > 0.5)).any())
         else:
-            first, second = int(trained.argmax()), int(exported.argmax())
-            differs = first != second
-        words = (
-            f"{self.classes[first]} {trained[first]:.4f} -> {self.classes[second]} "
-            f"{exported[second]:.4f}"
+            trained_class = int(trained.argmax())
+            exported_class = int(exported.argmax())
+            has_other_decision = trained_class != exported_class
+        largest = float(differences.max())
+        return ImageDifference(
+            largest={"probabilities": largest},
+            worst=math.inf if has_other_decision else largest / MAX_DIFFERENCE,
+            text=(
+                f"{self.classes[trained_class]} {trained[trained_class]:.4f} -> "
+                f"{self.classes[exported_class]} {exported[exported_class]:.4f}"
+            ),
         )
-        largest = float(moved.max())
-        return Apart({"probabilities": largest}, math.inf if differs else largest / MOVED, words)
 
-    def count(self, index: int, expected: dict, found: Outputs | None) -> None:
+    def record(self, index: int, expected: dict, outputs: Outputs | None) -> None:
+        if outputs:
+            trained = self._compute_accuracy(index, expected["probabilities"])
+            exported = self._compute_accuracy(index, outputs["probabilities"])
+            self.accuracies.append((trained, exported))
+
+    def _compute_accuracy(self, index: int, probabilities: np.ndarray) -> float:
         label = self.val.labels[index]
-        rows = [one["probabilities"] for one in (expected, found) if one]
-        if found and self.val.multi_label:
-            self.right.append([((row > 0.5)[list(self.class_ids)] == label).mean() for row in rows])
-        elif found:
-            self.right.append([row.argmax() == self.class_ids[label] for row in rows])
+        if self.val.multi_label:
+            decisions = (probabilities > 0.5)[list(self.class_ids)]
+            return (decisions == label).mean()
+        return probabilities.argmax() == self.class_ids[label]
 
-    def results(self) -> dict[str, tuple[float, float]]:
-        trained, exported = np.mean(self.right, 0).tolist()
+    def compute_results(self) -> dict[str, tuple[float, float]]:
+        trained, exported = np.mean(self.accuracies, 0).tolist()
         return {"accuracy" if self.val.multi_label else "top1": (trained, exported)}

@@ -1,6 +1,4 @@
-"""Detectors for export: scored by average precision, and detection by detection, against the
-recipe's evaluation.
-"""
+"""Detectors for export: scored by average precision, and detection by detection."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -14,29 +12,30 @@ from common.detection.data.masks import paste_masks
 from common.detection.evaluation.metrics import Detections
 from common.errors import Refused
 from tools.export.detector_module import Exportable
-from tools.export.proof import Apart, Outputs, Task
-from tools.trained import Trained
+from tools.export.proof import ImageDifference, Outputs, Task
+from tools.trained import TrainedModel
 
 # An image differs if a detection moves by more pixels, or changes its score by more.
-MOVED_BOX, MOVED_SCORE = 1.0, 0.01
+MAX_MOVE = 1.0
+MAX_SCORE_CHANGE = 0.01
 # Share of the images that may differ: rounding can change which of two nearly equal boxes is kept.
-DIFFERING = 0.02
+MAX_DIFFERING_SHARE = 0.02
 COLUMNS = ("boxes", "scores", "labels")
 
 
 class DetectorTask(Task):
-    """The task of a detector, for the proof."""
+    """The task of a detector: its export is scored against the recipe's evaluation."""
 
     limit = 0.0005  # of average precision, of boxes and of masks
 
-    def __init__(self, trained: Trained, val: Annotated, accelerator: Any):
+    def __init__(self, trained: TrainedModel, val: Annotated, accelerator: Any):
         super().__init__(trained, val, accelerator)
-        self.most_differing = DIFFERING * len(val)
-        self.ids = {class_id: number for number, class_id in enumerate(self.class_ids)}
+        self.max_differing = MAX_DIFFERING_SHARE * len(val)
+        # Class ids of the data, by class ids of the model.
+        self.data_ids = {class_id: i for i, class_id in enumerate(self.class_ids)}
         plain = self.batches.loader.dataset.augmentation
-        self.module = Exportable(
-            copy.deepcopy(self.model).to("cpu", torch.float32).eval(), plain
-        ).eval()
+        detector = copy.deepcopy(self.model).to("cpu", torch.float32).eval()
+        self.module = Exportable(detector, plain).eval()
         self.outputs = {
             "boxes": "float32[n, 4]: left, top, right, bottom in pixels of the picture",
             "scores": "float32[n] in 0..1, best first",
@@ -52,98 +51,117 @@ class DetectorTask(Task):
                 "short_side": max(plain.short_sides),
                 "long_side": None if plain.square else plain.long_side,
                 "square": plain.square,
-                **{key: [*self.model.pretrained_cfg[key]] for key in ("mean", "std")},
+                "mean": list(self.model.pretrained_cfg["mean"]),
+                "std": list(self.model.pretrained_cfg["std"]),
             },
         }
 
-    def picture(self, index: int) -> np.ndarray:
+    def read_picture(self, index: int) -> np.ndarray:
         return self.val.open_picture(index).whole().permute(1, 2, 0).numpy()
 
-    def expected(self) -> Iterator[dict]:
-        self.both, found = (Detections(), Detections()), dict[int, dict]()
+    def predict(self) -> Iterator[dict]:
+        self.trained_detections = Detections()
+        self.exported_detections = Detections()
+        outputs: dict[int, dict] = {}
         for batch, detections in self.trained.predict(self.model, self.batches):
-            for index, one in zip(batch.positions.tolist(), detections, strict=True):
-                found[index] = one | {name: one[name].cpu().numpy() for name in COLUMNS}
-                found[index] |= {
-                    name: found[index][name].astype(np.float32) for name in ("boxes", "scores")
-                }
+            for index, detection in zip(batch.positions.tolist(), detections, strict=True):
+                arrays = {name: detection[name].cpu().numpy() for name in COLUMNS}
+                arrays["boxes"] = arrays["boxes"].astype(np.float32)
+                arrays["scores"] = arrays["scores"].astype(np.float32)
+                outputs[index] = detection | arrays
         for index in range(len(self.val)):  # the loader has images of one shape together
-            yield found.pop(index)
+            yield outputs.pop(index)
 
-    def compare(self, expected: dict, found: Outputs) -> Apart:
-        return compare(expected, found, self.classes)
+    def compare(self, expected: dict, outputs: Outputs) -> ImageDifference:
+        return compare(expected, outputs, self.classes)
 
-    def count(self, index: int, expected: dict, found: Outputs | None) -> None:
-        for detections, of_image in zip(self.both, (expected, found or expected), strict=True):
-            detections.update([index], [self._of_data(of_image, index)])
+    def record(self, index: int, expected: dict, outputs: Outputs | None) -> None:
+        self.trained_detections.update([index], [self._convert(expected, index)])
+        self.exported_detections.update([index], [self._convert(outputs or expected, index)])
 
-    def results(self) -> dict[str, tuple[float, float]]:
-        trained, exported = (detections.results(self.val) for detections in self.both)
+    def compute_results(self) -> dict[str, tuple[float, float]]:
+        trained = self.trained_detections.results(self.val)
+        exported = self.exported_detections.results(self.val)
         if trained["AP"] is None:
             raise Refused(
                 "the validation set has no objects, so nothing can be proved with it; name "
                 "another with --data"
             )
-        return {
-            name: (trained[name], exported[name]) for name in ("AP", "mask_AP") if name in trained
-        }
+        names = [name for name in ("AP", "mask_AP") if name in trained]
+        return {name: (trained[name], exported[name]) for name in names}
 
-    def _of_data(self, found: dict, index: int) -> dict:
+    def _convert(self, outputs: dict, index: int) -> dict:
         """Detections with the class ids of the data, without classes that it does not have."""
-        ids = np.array([self.ids.get(label, -1) for label in found["labels"].tolist()], np.int64)
-        rows = np.flatnonzero(ids >= 0)
-        columns = {
-            "boxes": found["boxes"][rows],
-            "scores": found["scores"][rows],
-            "labels": ids[rows],
+        labels = [self.data_ids.get(label, -1) for label in outputs["labels"].tolist()]
+        class_ids = np.array(labels, np.int64)
+        rows = np.flatnonzero(class_ids >= 0)
+        detections: dict[str, Any] = {
+            "boxes": torch.from_numpy(outputs["boxes"][rows]),
+            "scores": torch.from_numpy(outputs["scores"][rows]),
+            "labels": torch.from_numpy(class_ids[rows]),
         }
-        result: dict[str, Any] = {
-            name: torch.from_numpy(column) for name, column in columns.items()
-        }
-        if "rles" in found:
-            result["rles"] = [found["rles"][row] for row in rows.tolist()]
-        elif "masks" in found:
-            masks = torch.from_numpy(found["masks"][rows])
-            result["rles"] = paste_masks(masks, result["boxes"], self.val.sizes[index])
-        return result
+        if "rles" in outputs:
+            detections["rles"] = [outputs["rles"][row] for row in rows.tolist()]
+        elif "masks" in outputs:
+            masks = torch.from_numpy(outputs["masks"][rows])
+            detections["rles"] = paste_masks(masks, detections["boxes"], self.val.sizes[index])
+        return detections
 
 
-def compare(trained: dict, exported: Outputs, classes: Sequence[str]) -> Apart:
+def compare(trained: dict, exported: Outputs, classes: Sequence[str]) -> ImageDifference:
     """Find the counterpart of each detection, in both directions: one of its class, near in place and score.
 
     Detections whose score is nearly the lowest may be missing: they are at the threshold, or the
     last ones within the limit.
     """
-    result = Apart({"boxes": 0.0, "scores": 0.0})
-    for these, others, word in ((trained, exported, "missing"), (exported, trained, "new")):
-        rows = np.flatnonzero(~(these["scores"] <= these["scores"].min(initial=1.0) + MOVED_SCORE))
-        if not len(rows):
-            continue
-        # With a column for none at the end.
-        none = ((0, 0), (0, 1))
-        box = np.pad(
-            np.abs(these["boxes"][rows, None] - others["boxes"]).max(-1),
-            none,
-            constant_values=np.inf,
-        )
-        score = np.pad(
-            np.abs(these["scores"][rows, None] - others["scores"]), none, constant_values=np.inf
-        )
-        far = np.maximum(box / MOVED_BOX, score / MOVED_SCORE)
-        far[:, :-1][these["labels"][rows, None] != others["labels"]] = np.inf
-        nearest = np.arange(len(rows)), far.argmin(1)
-        both = far[nearest] <= 1
-        for name, distances in (("boxes", box), ("scores", score)):
-            result.moved[name] = max(
-                result.moved[name], float(distances[nearest][both].max(initial=0))
+    difference = ImageDifference({"boxes": 0.0, "scores": 0.0})
+    _compare_one_way(difference, trained, exported, classes, "missing")
+    _compare_one_way(difference, exported, trained, classes, "new")
+    return difference
+
+
+def _compare_one_way(
+    difference: ImageDifference,
+    detections: dict,
+    candidates: dict,
+    classes: Sequence[str],
+    unmatched: str,
+) -> None:
+    """Update `difference` by the detections' counterparts; one without any is called `unmatched`."""
+    scores = detections["scores"]
+    is_near_lowest = scores <= scores.min(initial=1.0) + MAX_SCORE_CHANGE
+    rows = np.flatnonzero(~is_near_lowest)
+    if not len(rows):
+        return
+    moves = np.abs(detections["boxes"][rows, None] - candidates["boxes"]).max(-1)
+    score_changes = np.abs(scores[rows, None] - candidates["scores"])
+    # The last column stands for no counterpart.
+    no_counterpart = ((0, 0), (0, 1))
+    moves = np.pad(moves, no_counterpart, constant_values=np.inf)
+    score_changes = np.pad(score_changes, no_counterpart, constant_values=np.inf)
+    distances = np.maximum(moves / MAX_MOVE, score_changes / MAX_SCORE_CHANGE)
+    is_other_class = detections["labels"][rows, None] != candidates["labels"]
+    distances[:, :-1][is_other_class] = np.inf
+
+    nearest = distances.argmin(1)
+    indices = np.arange(len(rows))
+    distance = distances[indices, nearest]
+    move = moves[indices, nearest]
+    score_change = score_changes[indices, nearest]
+    is_matched = distance <= 1
+    largest = difference.largest
+    largest["boxes"] = max(largest["boxes"], float(move[is_matched].max(initial=0)))
+    largest["scores"] = max(largest["scores"], float(score_change[is_matched].max(initial=0)))
+
+    worst = int(distance.argmax())
+    if not distance[worst] <= difference.worst:
+        difference.worst = float(distance[worst])
+        row = rows[worst]
+        box = np.rint(detections["boxes"][row]).astype(int).tolist()
+        title = f"{classes[detections['labels'][row]]} {scores[row]:.4f} at {box}"
+        if np.isinf(distance[worst]):
+            difference.text = f"{title} is {unmatched}"
+        else:
+            difference.text = (
+                f"{title} moved by {move[worst]:.3g} pixels and {score_change[worst]:.3g}"
             )
-        worst = int(far[nearest].argmax())
-        if not far[nearest][worst] <= result.worst:
-            row, result.worst = rows[worst], float(far[nearest][worst])
-            place = np.rint(these["boxes"][row]).astype(int).tolist()
-            what = f"{classes[these['labels'][row]]} {these['scores'][row]:.4f} at {place}"
-            moved = f"moved by {box[nearest][worst]:.3g} pixels and {score[nearest][worst]:.3g}"
-            result.words = (
-                f"{what} is {word}" if np.isinf(far[nearest][worst]) else f"{what} {moved}"
-            )
-    return result

@@ -1,5 +1,4 @@
-"""Detectors that can be exported: a picture of any size -> boxes in its pixels, with resizing,
-decoding and selection inside.
+"""Detectors that can be exported: resizing, decoding and selection of boxes are inside the module.
 
 The sizes of the canvas depend on the picture. Only its numbers of cells are read from tensors, as
 whole numbers that torch knows nothing else about. All sizes in the graph are multiples of them, so
@@ -18,14 +17,15 @@ from torchvision.ops import roi_align
 from common.detection import BoxAugmentation
 from common.detection.models.detectors import Detector
 from common.detection.models.rf_detr import RFDETR
-from tools.export.preprocessing import half_even
+from tools.export.preprocessing import divide_half_even
 
-_WEIGHT_BITS, _MOST_SHIFT = 15, 22  # of torch's resizing weights for 8 bit images
+# Of torch's resizing weights for 8 bit images.
+_WEIGHT_BITS = 15
+_MAX_SHIFT = 22
 
 
 class Preprocessing(nn.Module):
-    """uint8[1, 3, height, width] of any size -> the normalised canvas float32[1, 3, H, W], and the
-    picture's size on it.
+    """uint8[1, 3, height, width] -> the normalised canvas float32[1, 3, H, W], and the size on it.
 
     Sizes and pixels equal `EvalDataset`': resized as torch resizes 8 bit images on a CPU, columns
     before rows and whole levels after each, then padded to multiples of `stride`. Resizing is two
@@ -37,8 +37,10 @@ class Preprocessing(nn.Module):
         self, plain: BoxAugmentation, stride: int, mean: Sequence[float], std: Sequence[float]
     ):
         super().__init__()
-        self.square, self.stride = plain.square, stride
-        (self.short,), self.long = plain.short_sides, plain.long_side
+        self.square = plain.square
+        self.stride = stride
+        (self.short,) = plain.short_sides
+        self.long = plain.long_side
         self.register_buffer("mean", torch.tensor(mean)[:, None, None])
         self.register_buffer("std", torch.tensor(std)[:, None, None])
 
@@ -48,14 +50,18 @@ class Preprocessing(nn.Module):
         original = torch.stack(
             [torch.scalar_tensor(side, dtype=torch.int64) for side in (width, height)]
         )
-        size = self.resized(original)
-        columns, rows = self.canvas(size)
-        pixels = levels(picture.to(torch.float32) @ weights(width, original[0], columns, size[0]).T)
-        pixels = levels(weights(height, original[1], rows, size[1]) @ pixels)
-        inside = (torch.arange(rows) < size[1])[:, None] & (torch.arange(columns) < size[0])
-        return (pixels / 255 - self.mean) / self.std * inside, size, original
+        size = self.compute_size(original)
+        canvas_width, canvas_height = self.compute_canvas_size(size)
+        horizontal = compute_weights(width, original[0], canvas_width, size[0])
+        vertical = compute_weights(height, original[1], canvas_height, size[1])
+        pixels = round_half_up(picture.to(torch.float32) @ horizontal.T)
+        pixels = round_half_up(vertical @ pixels)
+        is_row_inside = torch.arange(canvas_height) < size[1]
+        is_column_inside = torch.arange(canvas_width) < size[0]
+        is_inside = is_row_inside[:, None] & is_column_inside
+        return (pixels / 255 - self.mean) / self.std * is_inside, size, original
 
-    def resized(self, original: Tensor) -> Tensor:
+    def compute_size(self, original: Tensor) -> Tensor:
         """int64[2]: width and height after resizing, by `BoxAugmentation.compute_sizes`.
 
         That rounds products of float64. If one is exactly half a pixel it may round the other way:
@@ -63,69 +69,67 @@ class Preprocessing(nn.Module):
         """
         if self.square:
             return torch.full_like(original, self.short)
-        by_short = half_even(original * self.short, original.min())
-        by_long = half_even(original * self.long, original.max())
+        by_short = divide_half_even(original * self.short, original.min())
+        by_long = divide_half_even(original * self.long, original.max())
         return torch.minimum(by_short, by_long).clamp(min=1)
 
-    def canvas(self, size: Tensor) -> tuple[int, int]:
-        """Width and height of the canvas, whole numbers of which the exporter knows that `stride`
-        divides them.
-        """
+    def compute_canvas_size(self, size: Tensor) -> tuple[int, int]:
+        """Width and height of the canvas; the exporter knows that `stride` divides these numbers."""
         if self.square:
             return self.short, self.short
-        columns, rows = ((size - 1) // self.stride + 1).tolist()
-        for cells in (columns, rows):
-            torch._check(cells >= 1)
-            torch._check(cells <= (max(self.short, self.long) - 1) // self.stride + 1)
-        return columns * self.stride, rows * self.stride
+        num_columns, num_rows = ((size - 1) // self.stride + 1).tolist()
+        for num_cells in (num_columns, num_rows):
+            torch._check(num_cells >= 1)
+            torch._check(num_cells <= (max(self.short, self.long) - 1) // self.stride + 1)
+        return num_columns * self.stride, num_rows * self.stride
 
 
-def weights(length: int, original: Tensor, count: int, resized: Tensor) -> Tensor:
-    """float32[count, length]: how much each pixel of a line counts in each of `resized` ones; 0 for
-    the rest of `count`.
+def compute_weights(length: int, original: Tensor, num_outputs: int, resized: Tensor) -> Tensor:
+    """float32[num_outputs, length]: how much each pixel of a line counts in each resized pixel.
 
-    Anti-aliased, linear. As torch's, a weight is a multiple of the finest power of 2 with which all
-    fit into 16 bits. `original` and `resized` are int64[], `length` is `original` as a size.
+    Outputs from `resized` on have the weights 0. Anti-aliased, linear. As torch's, a weight is a
+    multiple of the finest power of 2 with which all fit into 16 bits. `original` and `resized` are
+    int64[], `length` is `original` as a size.
     """
     # In halves of a pixel of both lines, so that distances are exact.
-    centres = (2 * torch.arange(count) + 1)[:, None] * original
+    centres = (2 * torch.arange(num_outputs) + 1)[:, None] * original
     distances = ((2 * torch.arange(length) + 1) * resized - centres).abs()
     reach = 2 * torch.maximum(original, resized)
-    linear = (1 - distances.double() / reach).clamp(min=0)
-    linear = linear * (torch.arange(count) < resized)[:, None]
-    linear = linear / linear.sum(1, keepdim=True).clamp(min=1e-6)
-    shift = torch.log2((2**_WEIGHT_BITS - 0.5) / linear.max()).floor().clamp(max=_MOST_SHIFT)
+    weights = (1 - distances.double() / reach).clamp(min=0)
+    weights = weights * (torch.arange(num_outputs) < resized)[:, None]
+    weights = weights / weights.sum(1, keepdim=True).clamp(min=1e-6)
+    shift = torch.log2((2**_WEIGHT_BITS - 0.5) / weights.max()).floor().clamp(max=_MAX_SHIFT)
     unit = torch.exp2(shift)
-    return (levels(linear * unit) / unit).to(torch.float32)
+    return (round_half_up(weights * unit) / unit).to(torch.float32)
 
 
-def levels(values: Tensor) -> Tensor:
+def round_half_up(values: Tensor) -> Tensor:
     return torch.floor(values + 0.5)
 
 
 class Exportable(nn.Module):
-    """uint8[1, 3, height, width] -> boxes float32[n, 4] left, top, right, bottom in its pixels,
-    scores [n], labels int64[n].
+    """uint8[1, 3, height, width] of any size -> boxes, scores and labels, best first.
 
-    Best first. With masks, float32[n, 28, 28] in 0..1, each on the grid of its box.
+    Boxes float32[n, 4] are left, top, right, bottom in pixels of the picture, scores float32[n],
+    labels int64[n]. With masks, float32[n, 28, 28] in 0..1, each on the grid of its box.
     """
 
     def __init__(self, detector: Detector, plain: BoxAugmentation):
         super().__init__()
         self.detector = detector
-        self.preprocessing = Preprocessing(
-            plain, detector.stride, *(detector.pretrained_cfg[k] for k in ("mean", "std"))
-        )
+        config = detector.pretrained_cfg
+        self.preprocessing = Preprocessing(plain, detector.stride, config["mean"], config["std"])
         self.prepare(max(plain.short_sides))
 
     def prepare(self, side: int) -> None:
         """Replace what can't be exported by what computes the same."""
         detector = self.detector
         if hasattr(detector, "_pool"):
-            blank = torch.zeros(1, 3, *2 * (4 * detector.stride,))
+            blank_side = 4 * detector.stride
+            blank = torch.zeros(1, 3, blank_side, blank_side)
             # Sets the scales of the pooled levels.
-            detector.detect(blank, torch.tensor([blank.shape[:1:-1]]))
-            detector._pool = _pooled
+            detector.detect(blank, torch.tensor([[blank_side, blank_side]]))
+            detector._pool = _pool_all_levels
         if isinstance(detector, RFDETR):  # the runtimes' cubic interpolation is another one
             embeddings = detector.backbone.embeddings
             with torch.no_grad():
@@ -137,30 +141,32 @@ class Exportable(nn.Module):
     def forward(self, picture: Tensor) -> tuple[Tensor, ...]:
         with _traceable():
             canvas, size, original = self.preprocessing(picture)
-            (found,) = self.detector.detect(canvas, size[None])
+            (detections,) = self.detector.detect(canvas, size[None])
         scale = original.to(torch.float32) / size.to(torch.float32)
-        masks = (found["masks"],) if "masks" in found else ()
-        return found["boxes"] * scale.repeat(2), found["scores"], found["labels"], *masks
+        boxes = detections["boxes"] * scale.repeat(2)
+        outputs = (boxes, detections["scores"], detections["labels"])
+        if "masks" in detections:
+            return (*outputs, detections["masks"])
+        return outputs
 
 
-def _pooled(
-    pool: nn.Module, features: list[Tensor], places: list[Tensor], _canvas: tuple[int, int]
+def _pool_all_levels(
+    pool: nn.Module, features: list[Tensor], proposals: list[Tensor], _canvas: tuple[int, int]
 ) -> Tensor:
-    """As `FasterRCNN._pool` of one image, without taking places apart by levels: all are pooled
-    from each level.
+    """Pool the boxes of one image as `FasterRCNN._pool`, but each box from all levels.
+
+    The box's own level is then chosen, so that boxes need not be divided by levels.
     """
-    (boxes,) = places
-    level_of, rows = (
-        pool.map_levels([boxes])[:, None, None, None],
-        torch.cat([torch.zeros_like(boxes[:, :1]), boxes], 1),
-    )
-    parts = [
-        roi_align(maps.to(boxes.dtype), rows, pool.output_size, scale, pool.sampling_ratio)
-        for maps, scale in zip(features, pool.scales, strict=False)
-    ]
-    result = parts[0]
-    for level, part in enumerate(parts[1:], 1):
-        result = torch.where(level_of == level, part, result)
+    (boxes,) = proposals
+    levels = pool.map_levels([boxes])[:, None, None, None]
+    rois = torch.cat([torch.zeros_like(boxes[:, :1]), boxes], 1)
+    pooled = []
+    for maps, scale in zip(features, pool.scales, strict=False):
+        maps = maps.to(boxes.dtype)
+        pooled.append(roi_align(maps, rois, pool.output_size, scale, pool.sampling_ratio))
+    result = pooled[0]
+    for level, level_result in enumerate(pooled[1:], 1):
+        result = torch.where(levels == level, level_result, result)
     return result
 
 

@@ -12,7 +12,8 @@ import torch
 from common.errors import Refused
 
 _OPSET = 18  # of ONNX
-MOST_PIXELS = 2**16  # of a side of a picture
+MAX_PIXELS = 2**16  # of a side of a picture
+_EXAMPLE_SIZE = (96, 160)  # height and width of the picture that exporters trace
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,11 @@ class Format:
 
     def check(self, name: str) -> None:
         """Raise `Refused` if a package is missing."""
-        if missing := [
-            package for package in self.packages if importlib.util.find_spec(package) is None
-        ]:
+        missing = []
+        for package in self.packages:
+            if importlib.util.find_spec(package) is None:
+                missing.append(package)
+        if missing:
             raise Refused(
                 f"--to {name}: needs {', '.join(missing)}: pip install {' '.join(missing)}"
             )
@@ -38,24 +41,26 @@ class Format:
 def write(
     name: str, module: torch.nn.Module, batched: bool, outputs: Sequence[str], folder: Path
 ) -> None:
-    """Write the module in the format `name` into `folder`. Raises `Refused` if torch or the format
-    can't express it.
+    """Write the module in the format `name` into `folder`.
 
-    The module takes one picture, or any number if it is `batched`.
+    The module takes one picture, or any number if it is `batched`. Raises `Refused` if torch or the
+    format can't express it.
     """
-    wanted = FORMATS[name]
+    form = FORMATS[name]
     shapes = {
-        axis: torch.export.Dim(side, min=1, max=MOST_PIXELS)
-        for axis, side in ((2, "height"), (3, "width"))
+        2: torch.export.Dim("height", min=1, max=MAX_PIXELS),
+        3: torch.export.Dim("width", min=1, max=MAX_PIXELS),
     }
+    batch_size = 1
     if batched:
+        batch_size = 2  # exporters take a size of 1 for a constant
         shapes[0] = torch.export.Dim("batch", min=1)
-    example = torch.zeros(1 + batched, 3, 96, 160, dtype=torch.uint8)
+    example = torch.zeros(batch_size, 3, *_EXAMPLE_SIZE, dtype=torch.uint8)
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of exporters, about their own code
             program = torch.export.export(module.eval(), (example,), dynamic_shapes=(shapes,))
-            wanted.write(program, outputs, folder / wanted.file)
+            form.write(program, outputs, folder / form.file)
     except Exception as error:  # exporters raise almost anything
         reason = next(iter(str(error).strip().splitlines()), "")
         raise Refused(
@@ -64,34 +69,38 @@ def write(
         ) from error
 
 
-def _torch_export(program: torch.export.ExportedProgram, _: Sequence[str], file: Path) -> None:
+def _write_torch_export(
+    program: torch.export.ExportedProgram, _: Sequence[str], file: Path
+) -> None:
     torch.export.save(program, file)
 
 
-def _onnx(program: torch.export.ExportedProgram, outputs: Sequence[str], file: Path) -> None:
-    written: Any = torch.onnx.export(
+def _write_onnx(program: torch.export.ExportedProgram, outputs: Sequence[str], file: Path) -> None:
+    onnx_program: Any = torch.onnx.export(
         program,
         opset_version=_OPSET,
         input_names=["images"],
         output_names=list(outputs),
         verbose=False,
     )
-    written.save(file)
+    onnx_program.save(file)
 
 
-def _openvino(program: torch.export.ExportedProgram, outputs: Sequence[str], file: Path) -> None:
+def _write_openvino(
+    program: torch.export.ExportedProgram, outputs: Sequence[str], file: Path
+) -> None:
     import openvino
 
-    between = file.with_suffix(".onnx")
-    _onnx(program, outputs, between)  # OpenVINO reads more models from ONNX than from torch
-    openvino.save_model(openvino.Core().read_model(between), file, compress_to_fp16=False)
+    onnx_file = file.with_suffix(".onnx")
+    _write_onnx(program, outputs, onnx_file)  # OpenVINO reads more models from ONNX than from torch
+    openvino.save_model(openvino.Core().read_model(onnx_file), file, compress_to_fp16=False)
     # Weights of 2 GB and more are files of their own.
-    for left in file.parent.glob(f"{between.name}*"):
-        left.unlink()
+    for scratch_file in file.parent.glob(f"{onnx_file.name}*"):
+        scratch_file.unlink()
 
 
 FORMATS = {
-    "onnx": Format("model.onnx", ("onnx", "onnxscript", "onnxruntime"), _onnx),
-    "torch_export": Format("model.pt2", (), _torch_export),
-    "openvino": Format("model.xml", ("openvino", "onnx", "onnxscript"), _openvino),
+    "onnx": Format("model.onnx", ("onnx", "onnxscript", "onnxruntime"), _write_onnx),
+    "torch_export": Format("model.pt2", (), _write_torch_export),
+    "openvino": Format("model.xml", ("openvino", "onnx", "onnxscript"), _write_openvino),
 }

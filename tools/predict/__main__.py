@@ -19,12 +19,12 @@ from pathlib import Path
 
 from common.errors import Refused, make_printable
 from common.launching import launch
-from tools.command_line import hide_unset_flag, parser_of
+from tools.command_line import create_parser, hide_unset_flag
 
 
-def arguments() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    parser = parser_of("predict", __doc__)
+    parser = create_parser("predict", __doc__)
     parser.add_argument(
         "model",
         help="a run folder, its best/, a checkpoint, an exported folder; as --eval_only takes it",
@@ -59,6 +59,12 @@ def arguments() -> argparse.ArgumentParser:
         "--draw", type=Path, metavar="FOLDER", help="draw each image with its predictions"
     )
     parser.add_argument(
+        "--masks",
+        type=Path,
+        metavar="FOLDER",
+        help="segmentation: write a PNG of class ids for each image, with a palette",
+    )
+    parser.add_argument(
         "--top", type=int, metavar="K", help="the K best (default: the best class, all boxes)"
     )
     parser.add_argument(
@@ -74,68 +80,73 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    words, flags = arguments().parse_known_intermixed_args(argv)
-    if words.top is not None and words.top < 1:
-        raise Refused(f"--top {words.top}: must be at least 1")
-    if words.threshold is not None and not 0 <= words.threshold <= 1:
-        raise Refused(f"--threshold {words.threshold}: must be between 0 and 1")
-    if not words.images and not words.data:
+    args, flags = build_parser().parse_known_intermixed_args(argv)
+    if args.top is not None and args.top < 1:
+        raise Refused(f"--top {args.top}: must be at least 1")
+    if args.threshold is not None and not 0 <= args.threshold <= 1:
+        raise Refused(f"--threshold {args.threshold}: must be between 0 and 1")
+    if not args.images and not args.data:
         raise Refused(
             "no images are named: give files, folders, globs or @LIST after the model, or shards "
             "by --data"
         )
-    if words.images and words.data:
-        raise Refused(f"--data names shards, and {words.images[0]} is named, too; give one of them")
+    if args.images and args.data:
+        raise Refused(f"--data names shards, and {args.images[0]} is named, too; give one of them")
     # Takes seconds, as do other imports in functions, which --help need not.
     from tools.trained import load
 
-    if words.data:
-        flags += ["--data", words.data]
-    trained = load(words.model, flags)
-    if words.images_of and Path(words.images_of).resolve() == Path(words.output).resolve():
-        raise Refused(f"--output {words.output}: is the file of --images_of; name another")
-    if (words.format == "coco") != bool(words.images_of) or (
-        words.images_of and not trained.is_detector
-    ):
+    if args.data:
+        flags += ["--data", args.data]
+    trained = load(args.model, flags, takes_segmenters=True)
+    if args.masks and not trained.is_segmenter:
+        raise Refused(f"--masks {args.masks}: is for models of segmentation; leave it out")
+    if args.images_of and Path(args.images_of).resolve() == Path(args.output).resolve():
+        raise Refused(f"--output {args.output}: is the file of --images_of; name another")
+    is_coco = args.format == "coco"
+    has_ids = bool(args.images_of)
+    if is_coco != has_ids or (has_ids and not trained.is_detector):
         raise Refused(
             "--format coco: for detectors, with --images_of JSON, whose ids it writes; others are "
             "jsonl or csv"
         )
-    predict(words, trained, launch.start(trained.config))
+    predict(args, trained, launch.start(trained.config))
 
 
-def predict(words: argparse.Namespace, trained, accelerator) -> None:
+def predict(args: argparse.Namespace, trained, accelerator) -> None:
     """Write the rows of the images that `words` name; a collective."""
     from common.detection.data.image_headers import read_header
     from common.distributed import all_or_none, broadcast_object, is_main
     from tools.predict.output import Output
     from tools.predict.plan import make_plan
-    from tools.predict.rows import format_of
+    from tools.predict.rows import build_format
 
     with all_or_none("opening the output"):
-        output = Output(words.output, words.overwrite) if is_main() else None
+        output = Output(args.output, args.overwrite) if is_main() else None
     with output or contextlib.nullcontext():
         shards = None
-        if words.data:
+        if args.data:
             from common.shards import open_unlabelled
 
-            shards = open_unlabelled(trained.config, read_header if trained.is_detector else None)
+            needs_sizes = trained.is_detector or trained.is_segmenter
+            shards = open_unlabelled(trained.config, read_header if needs_sizes else None)
         with all_or_none("listing the images"):
-            plan = make_plan(words, trained, shards) if is_main() else None
+            plan = make_plan(args, trained, shards) if is_main() else None
         plan = broadcast_object(plan)
-        for note in (launch.describe_launch(accelerator, trained.config.dtype), *plan.pop("notes")):
-            say(note)
-        form = format_of(words.format, trained.is_detector, plan["image_ids"], plan["category_ids"])
+        log(launch.describe_launch(accelerator, trained.config.dtype))
+        for note in plan.pop("notes"):
+            log(note)
+        form = build_format(args.format, trained.task, plan["image_ids"], plan["category_ids"])
         if output:
-            output.begin(form)
-        write(words, trained, accelerator, plan, shards, form, output)
+            output.start(form)
+        write_rows(args, trained, accelerator, plan, shards, form, output)
 
 
-def write(
-    words: argparse.Namespace, trained, accelerator, plan: dict, shards, form, output
+def write_rows(
+    args: argparse.Namespace, trained, accelerator, plan: dict, shards, form, output
 ) -> None:
-    """Predict the images of `plan`, or of `shards`, and give the text of each to the main process's
-    `output`; a collective.
+    """Predict the images of `plan`, or of `shards`, and write the text of each; a collective.
+
+    Only the main process has an `output`.
     """
     import numpy as np
     import torch
@@ -144,19 +155,29 @@ def write(
     from common.detection.data.annotated import build_empty_columns
     from common.distributed import broadcast_object, gather_to_main
     from tools.predict import images
-    from tools.predict.rows import Rows
+    from tools.predict.mask_rows import MaskRowBuilder
+    from tools.predict.rows import RowBuilder
 
-    files = shards or images.file_list(plan.pop("files"))
+    files = shards or images.build_file_list(plan.pop("files"))
     is_multi_label = plan["multi_label"]
-    source: images.Images | images.Scenes
+    source: images.Images | images.Scenes | images.Unmasked
     if trained.is_detector:
-        source = images.Scenes(
-            **build_empty_columns(trained.classes, np.array(plan.pop("sizes"))), files=files
-        )
+        annotations = build_empty_columns(trained.classes, np.array(plan.pop("sizes")))
+        source = images.Scenes(**annotations, files=files)
+    elif trained.is_segmenter:
+        source = images.Unmasked(trained.classes, files, sizes=np.array(plan.pop("sizes")))
     else:
-        source = images.images(files, trained.classes, is_multi_label)
-    top = words.top or (0 if trained.is_detector or is_multi_label else 1)
-    rows = Rows(source, np.array(plan["thresholds"], np.float32), top, is_multi_label)
+        source = images.build_images(files, trained.classes, is_multi_label)
+    top = args.top
+    if top is None:
+        top = 1 if trained.task == "classification" and not is_multi_label else 0
+    builder: MaskRowBuilder | RowBuilder
+    if trained.is_segmenter:
+        builder = MaskRowBuilder(source, top, masks=args.masks, overlays=args.draw)
+        args.draw = None  # drawn with the rows, which do not hold the pixels
+    else:
+        thresholds = np.array(plan["thresholds"], np.float32)
+        builder = RowBuilder(source, thresholds, top, is_multi_label)
     model, batches = trained.build(source, accelerator)
     # So that few rows wait for those before them.
     batches.loader.batch_sampler.sort(key=lambda indices: indices[0])
@@ -168,23 +189,26 @@ def write(
     ):
         for _ in range(broadcast_object(len(batches))):  # the first rank has the most batches
             batch = next(predictions, None)
-            texts_by_rank = gather_to_main(
-                make_texts(words, rows.of(*batch) if batch else (), source, form)
-            )
+            rows: Iterable[tuple[int, dict]] = ()
+            if batch:
+                rows = builder.build(*batch)
+            texts_by_rank = gather_to_main(make_texts(args, rows, source, form))
             for indices, texts, is_broken in texts_by_rank or ():
                 for index, text in zip(indices.tolist(), texts, strict=True):
-                    output.take(index, text)
+                    output.add(index, text)
                 num_broken += int(is_broken.sum())
                 bar.update(len(indices))
             if output:
                 output.flush()
     errors = f", {num_broken:,} with an error" if num_broken else ""
-    say(f"{len(source):,} image{'s' * (len(source) != 1)}{errors}")
+    noun = "image" if len(source) == 1 else "images"
+    log(f"{len(source):,} {noun}{errors}")
 
 
-def make_texts(words: argparse.Namespace, rows: Iterable[tuple[int, dict]], source, form) -> tuple:
-    """Indices int64[B] of the images of a batch, their texts, and bool[B], True for broken ones;
-    draws the others, too.
+def make_texts(args: argparse.Namespace, rows: Iterable[tuple[int, dict]], source, form) -> tuple:
+    """Make the texts of a batch: indices int64[B], texts [B], and bool[B], True for broken images.
+
+    Draws the images that are not broken, too.
     """
     import numpy as np
 
@@ -196,12 +220,13 @@ def make_texts(words: argparse.Namespace, rows: Iterable[tuple[int, dict]], sour
     for index, row in rows:
         indices.append(index)
         # Bytes of a name that are no text.
-        texts.append(form.text(index, row).encode(errors="backslashreplace"))
+        text = form.format_row(index, row)
+        texts.append(text.encode(errors="backslashreplace"))
         is_broken.append("error" in row)
-        if "error" in row and words.format == "coco":  # which has no place for it
-            say(f"{row['file']}: {row['error']}", everywhere=True)
-        if words.draw and "error" not in row:
-            pictures.draw(words.draw, index, source, row)
+        if "error" in row and args.format == "coco":  # which has no place for it
+            log(f"{row['file']}: {row['error']}", everywhere=True)
+        if args.draw and "error" not in row:
+            pictures.draw_predictions(args.draw, index, source, row)
     # With None, since numpy would turn texts alone into one array.
     return (
         np.array(indices, np.int64),
@@ -210,7 +235,7 @@ def make_texts(words: argparse.Namespace, rows: Iterable[tuple[int, dict]], sour
     )
 
 
-def say(text: str, everywhere: bool = False) -> None:
+def log(text: str, everywhere: bool = False) -> None:
     """Print a line on stderr, on the main process or on each."""
     if everywhere or os.environ.get("RANK", "0") == "0":
         print(make_printable(text), file=sys.stderr, flush=True)

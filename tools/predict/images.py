@@ -8,19 +8,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from common.data.cache import Cache
 from common.data.source import Source, path_of
 from common.detection.data.annotated import Annotated
 from common.detection.data.image_headers import compute_upright_sizes, read_file_headers
+from common.segmentation.masks import IGNORED
+from common.segmentation.source import Masked, Pair
 
 if TYPE_CHECKING:
     from common.shards import Shards  # imported late: most images lie in files
 
-_PLACEHOLDER = 32, 32  # size of an image that can't be read
+_UNREADABLE_SIZE = (32, 32)  # width and height that stand for those of an unreadable image
 
 
 @dataclass(frozen=True)
 class FileList:
-    """Files by number."""
+    """Files by index."""
 
     # A list of strings would be copied page by page into every data worker.
     paths: pa.LargeBinaryArray
@@ -42,14 +45,12 @@ class FileList:
         return len(self.paths)
 
 
-def file_list(files: Sequence[str]) -> FileList:
+def build_file_list(files: Sequence[str]) -> FileList:
     return FileList(pa.array([os.fsencode(file) for file in files], pa.large_binary()))
 
 
-class Numbered:
-    """Images by number. An image's name is its number, so that `Batch.broken` says which one could
-    not be read.
-    """
+class NamedByIndex:
+    """Images whose names are their indices, so that `Batch.broken` says which could not be read."""
 
     files: "FileList | Shards"
     fingerprint = part = ""
@@ -65,7 +66,7 @@ class Numbered:
 
 
 @dataclass(frozen=True)
-class Images(Numbered, Source):
+class Images(NamedByIndex, Source):
     """Images to classify."""
 
     classes: tuple[str, ...]
@@ -75,23 +76,47 @@ class Images(Numbered, Source):
 
 
 @dataclass(frozen=True, eq=False)
-class Scenes(Numbered, Annotated):
-    """Images in which to detect, with their sizes from `sizes_of`."""
+class Scenes(NamedByIndex, Annotated):
+    """Images in which to detect, with their sizes from `read_sizes`."""
 
     files: "FileList | Shards" = field(kw_only=True)
 
 
-def images(files: "FileList | Shards", classes: tuple[str, ...], multi_label: bool) -> Images:
-    shape, kind = (
-        ((len(files), len(classes)), np.bool_) if multi_label else ((len(files),), np.int64)
-    )
-    return Images(classes, files, np.broadcast_to(np.zeros((), kind), shape))
+@dataclass(frozen=True, eq=False)
+class Unmasked(NamedByIndex, Masked):
+    """Images whose pixels are to be classified, with their sizes from `read_sizes`."""
+
+    classes: tuple[str, ...]
+    files: "FileList | Shards"
+    sizes: np.ndarray  # int64[N, 2] width and height
+    notes = ()
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def load_pair(self, index: int, position: int, cache: Cache | None = None) -> Pair:
+        return Pair(self.load_picture(index), self.load_mask(index))
+
+    def load_mask(self, index: int) -> np.ndarray:
+        """No label in any pixel."""
+        width, height = self.sizes[index].tolist()
+        return np.full((height, width), IGNORED, np.int16)
 
 
-def sizes_of(files: "FileList | Shards") -> np.ndarray:
-    """int64[N, 2]: width and height of the upright images, read from their headers; 32 x 32 of one
-    that can't be read.
+def build_images(files: "FileList | Shards", classes: tuple[str, ...], multi_label: bool) -> Images:
+    """Build the source of images to classify; its labels take no memory."""
+    if multi_label:
+        labels = np.broadcast_to(np.bool_(False), (len(files), len(classes)))
+    else:
+        labels = np.broadcast_to(np.int64(0), (len(files),))
+    return Images(classes, files, labels)
+
+
+def read_sizes(files: "FileList | Shards") -> np.ndarray:
+    """int64[N, 2]: width and height of the upright images, read from their headers.
+
+    An image that can't be read gets 32 x 32.
     """
     sizes = compute_upright_sizes(files.headers)
-    sizes[sizes[:, 0] == 0] = _PLACEHOLDER
+    sizes[sizes[:, 0] == 0] = _UNREADABLE_SIZE
     return sizes

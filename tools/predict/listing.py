@@ -1,6 +1,4 @@
-"""Listing of the images to predict: files, folders, globs, and lists of these in a file or on
-stdin, in the order given.
-"""
+"""Listing of the images to predict: files, folders, globs, and lists of these in a file or on stdin."""
 
 import glob
 import os
@@ -15,56 +13,57 @@ from common.errors import Refused
 from common.files import match_files, walk
 
 
-def listing(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The files that `words` name, each once, and notes about what was left out.
+def list_images(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """List the files that `args` name, in their order and each once, and notes about what was left out.
 
-    A word is a file, a folder (with all folders in it), a glob, @FILE (a list), or - (a list on
+    An argument is a file, a folder (with all folders in it), a glob, @FILE (a list), or - (a list on
     stdin). A list has one file or folder per line, or separated by NUL, as `find -print0` writes
     it. Of a folder, the images are taken (`is_image_file`); a file that is named is always taken.
     Raises `Refused` if there is nothing to predict.
     """
-    title = f"{' '.join(words):.200}"
+    title = f"{' '.join(args):.200}"
     skipped = Notes(title, "images")
-    found = [file for word in words for file in _of_word(word, skipped)]
-    files = [*dict.fromkeys(found)]
-    notes = list(skipped.texts(len(found) + skipped.num_left_out, UNREAD_ADVICE))
+    matches: list[str] = []
+    for arg in args:
+        matches += _list_argument(arg, skipped)
+    files = list(dict.fromkeys(matches))
+    notes = list(skipped.texts(len(matches) + skipped.num_left_out, UNREAD_ADVICE))
     if not files:
         raise Refused("; ".join([f"{title}: no image is there", *notes]))
-    if len(files) < len(found):
-        notes.append(
-            f"{len(found) - len(files):,} files were named more than once, and are predicted once"
-        )
+    num_repeated = len(matches) - len(files)
+    if num_repeated:
+        notes.append(f"{num_repeated:,} files were named more than once, and are predicted once")
     return files, notes
 
 
-def _of_word(word: str, skipped: Notes) -> Iterator[str]:
-    if word == "-" or (word.startswith("@") and not os.path.lexists(word)):
-        yield from _of_list(word.removeprefix("@"), skipped)
-    elif os.path.lexists(word) or not glob.has_magic(word):
-        yield from _of_path(word, skipped)
+def _list_argument(arg: str, skipped: Notes) -> Iterator[str]:
+    if arg == "-" or (arg.startswith("@") and not os.path.lexists(arg)):
+        yield from _read_list(arg.removeprefix("@"), skipped)
+    elif os.path.lexists(arg) or not glob.has_magic(arg):
+        yield from _list_path(arg, skipped)
     else:
-        matches = match_files(word)
+        matches = match_files(arg)
         if not matches:
-            raise Refused(f"{word}: no file matches")
+            raise Refused(f"{arg}: no file matches")
         for match in matches:
-            yield from _of_path(match, skipped)
+            yield from _list_path(match, skipped)
 
 
-def _of_list(name: str, skipped: Notes) -> Iterator[str]:
+def _read_list(name: str, skipped: Notes) -> Iterator[str]:
     try:
         content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:
         raise Refused(f"{name}: {error.strerror}; it should list images, one per line") from None
-    lines = (
-        content.split(b"\0")
-        if b"\0" in content
-        else (line.rstrip(b"\r") for line in content.split(b"\n"))
-    )
-    for line in filter(None, lines):
-        yield from _of_path(os.fsdecode(line), skipped)
+    if b"\0" in content:
+        lines = content.split(b"\0")
+    else:
+        lines = [line.rstrip(b"\r") for line in content.split(b"\n")]
+    for line in lines:
+        if line:
+            yield from _list_path(os.fsdecode(line), skipped)
 
 
-def _of_path(path: str, skipped: Notes) -> Iterator[str]:
+def _list_path(path: str, skipped: Notes) -> Iterator[str]:
     if not os.path.isdir(path):
         yield path
         return

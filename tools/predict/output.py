@@ -1,6 +1,4 @@
-"""Output of predictions: in the order of the images, as they come, into a file that appears when it
-is complete.
-"""
+"""Output of predictions: in the order of the images, into a file that appears when it is complete."""
 
 import contextlib
 import errno
@@ -19,7 +17,7 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class Output:
-    """Writes texts of images by number, in order. As a context manager; only the main process has one.
+    """Writes texts of images by index, in order. A context manager; only the main process has one.
 
     A file is written as `.NAME.tmp` beside it and renamed at the end, so that half of it is never
     taken for all. A path that is a pipe or a device is written to directly. Raises `Refused`.
@@ -27,7 +25,8 @@ class Output:
 
     def __init__(self, path: str, overwrite: bool):
         self._waiting: dict[int, bytes] = {}
-        self._next, self._is_empty = 0, True
+        self._next = 0
+        self._is_empty = True
         self._path = Path(path).resolve() if path != "-" else None
         self._draft: Path | None = None
         if self._path is None:
@@ -58,18 +57,19 @@ class Output:
     def __enter__(self) -> "Output":
         return self
 
-    def begin(self, form: Format) -> None:
+    def start(self, form: Format) -> None:
         """Write the head of `form`, whose texts follow."""
         self._form = form
         self._write(form.head)
 
-    def take(self, index: int, text: bytes) -> None:
+    def add(self, index: int, text: bytes) -> None:
         """Write the text of an image, after the texts of all images before it."""
         self._waiting[index] = text
         while self._next in self._waiting:
             text = self._waiting.pop(self._next)
             if text:
-                self._write("" if self._is_empty else self._form.between)
+                if not self._is_empty:
+                    self._write(self._form.separator)
                 self._write(text)
                 self._is_empty = False
             self._next += 1

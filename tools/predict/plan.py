@@ -2,9 +2,9 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -13,146 +13,182 @@ from common.durable import make_folder
 from common.errors import Refused, describe_error
 from common.files import MEDIUM, read_text
 from common.run.progress import of_exported
-from tools.predict.images import file_list, sizes_of
-from tools.predict.listing import listing
-from tools.trained import Trained
+from tools.predict.images import build_file_list, read_sizes
+from tools.predict.listing import list_images
+from tools.trained import TrainedModel
 
 if TYPE_CHECKING:
     from common.shards import Shards  # imported late: most images lie in files
 
 # If an evaluation has chosen none; 0.5 is what a multi-label evaluation counts with.
-OF_BOXES, OF_LABELS = 0.3, 0.5
-_MOST = 2**31  # bytes of an annotation file
+DETECTOR_THRESHOLD = 0.3
+MULTI_LABEL_THRESHOLD = 0.5
+_MAX_ANNOTATION_BYTES = 2**31
 
 
-def make_plan(words: argparse.Namespace, trained: Trained, shards: "Shards | None") -> dict:
-    """What every rank needs to know, as JSON, and `notes` for people. Raises `Refused`."""
-    files, notes = ([], [*shards.notes]) if shards else listing(words.images)
-    images = shards or file_list(files)
-    several = _is_multi_label(Path(trained.origin.path))
-    has_none = bool(words.images_of) or not (trained.is_detector or several)
-    default = OF_BOXES if trained.is_detector else OF_LABELS
-    thresholds, said = choose(
-        trained.origin.path, trained.classes, words.threshold, 0.0 if has_none else default
+def make_plan(args: argparse.Namespace, trained: TrainedModel, shards: "Shards | None") -> dict:
+    """Plan what every rank needs to know, as JSON, and `notes` for people. Raises `Refused`."""
+    files: list[str] = []
+    if shards:
+        notes = list(shards.notes)
+    else:
+        files, notes = list_images(args.images)
+    images = shards or build_file_list(files)
+    is_multi_label = _is_multi_label(Path(trained.origin.path))
+    default = 0.0
+    if not args.images_of:
+        if trained.is_detector:
+            default = DETECTOR_THRESHOLD
+        elif is_multi_label:
+            default = MULTI_LABEL_THRESHOLD
+    needs_sizes = trained.is_detector or trained.is_segmenter
+    thresholds, source = choose_thresholds(
+        trained.origin.path, trained.classes, args.threshold, default
     )
-    notes.append(f"threshold: {said}")
+    notes.append(f"threshold: {source}")
     image_ids: list[int] = []
     category_ids: dict[str, int] = {}
-    if words.images_of:
-        image_ids, category_ids, more = ids_of(
-            words.images_of, [*map(images.name, range(len(images)))], trained.classes
-        )
-        notes += more
-    if words.draw:
-        try:
-            make_folder(words.draw)
-        except OSError as error:
-            raise Refused(f"--draw {words.draw}: {error.strerror}; name another folder") from None
+    if args.images_of:
+        annotations = read_coco_ids(args.images_of)
+        names = [images.name(index) for index in range(len(images))]
+        image_ids = match_images(annotations, names)
+        category_ids = match_categories(annotations, trained.classes)
+        num_images = len(annotations.images)
+        if len(image_ids) < num_images:
+            notes.append(
+                f"{num_images - len(image_ids):,} of the {num_images:,} images of "
+                f"{args.images_of} are not predicted"
+            )
+    for flag, folder in (("draw", args.draw), ("masks", args.masks)):
+        if folder:
+            try:
+                make_folder(folder)
+            except OSError as error:
+                raise Refused(f"--{flag} {folder}: {error.strerror}; name another folder") from None
     return {
         "files": files,
-        "sizes": sizes_of(images).tolist() if trained.is_detector else [],
+        "sizes": read_sizes(images).tolist() if needs_sizes else [],
         "thresholds": thresholds.tolist(),
-        "multi_label": several,
+        "multi_label": is_multi_label,
         "image_ids": image_ids,
         "category_ids": category_ids,
         "notes": notes,
     }
 
 
-def choose(
-    weights: str, classes: Sequence[str], asked: float | None, default: float
+def choose_thresholds(
+    weights: str, classes: Sequence[str], requested: float | None, default: float
 ) -> tuple[np.ndarray, str]:
-    """float32[classes], and the words that say where they are from; `asked` decides if it is given.
+    """Choose a threshold for each class: float32[classes], and a text that says where they are from.
 
-    `default`: for classes for which no evaluation has chosen one. 0 is for all: a classifier of one
-    label per image predicts its best class, and a metric over all scores wants all boxes. Raises
-    `Refused` for a file that can't be read.
+    `requested` decides if it is given, else the evaluation. `default` is for classes for which no
+    evaluation has chosen one. 0 is for all: a classifier of one label per image predicts its best
+    class, and a metric over all scores wants all boxes. Raises `Refused` for a file that can't be
+    read.
     """
-    if asked is not None or not default:
-        return np.full(
-            len(classes), asked or 0, np.float32
-        ), "none" if asked is None else f"{asked:g}, as asked"
-    file, found = Path(weights) / "results.json", dict[str, float]()
+    if requested is not None:
+        return np.full(len(classes), requested, np.float32), f"{requested:g}, as asked"
+    if not default:
+        return np.zeros(len(classes), np.float32), "none"
+    file = Path(weights) / "results.json"
+    thresholds: dict[str, float] = {}
     try:
         if file.is_file():
-            content: dict = of_exported(json.loads(read_text(file, MEDIUM))).get("thresholds") or {}
-            found = {
-                str(name): float(value) for name, value in content.items() if value is not None
-            }
+            results = of_exported(json.loads(read_text(file, MEDIUM)))
+            for name, value in (results.get("thresholds") or {}).items():
+                if value is not None:
+                    thresholds[str(name)] = float(value)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise Refused(f"{file}: its thresholds can't be read ({error}); give --threshold") from None
-    values = np.array([found.get(name, default) for name in classes], np.float32)
-    if not found:
+    values = np.array([thresholds.get(name, default) for name in classes], np.float32)
+    if not thresholds:
         return values, f"{default}; no evaluation has chosen one for each class"
-    return (
-        values,
-        f"of each class, {values.min():.2f} to {values.max():.2f}, from {file}, or else {default}",
-    )
+    source = f"{values.min():.2f} to {values.max():.2f}, from {file}, or else {default}"
+    return values, f"of each class, {source}"
 
 
-def ids_of(
-    file: str, files: Sequence[str], classes: Sequence[str]
-) -> tuple[list[int], dict[str, int], list[str]]:
-    """The image id of each of `files`, and the category id of each class, in COCO's annotations
-    `file`; and notes.
+class CocoIds(NamedTuple):
+    """The ids of COCO's annotations."""
 
-    A file is the image whose `file_name` is the end of its path, the longest if there are several.
-    Raises `Refused` for a file that is none of the images, and for a class that the annotations do
-    not have.
-    """
+    file: str
+    images: dict[str, int]  # by file name
+    categories: dict[str, int]  # by name
+
+
+def read_coco_ids(file: str) -> CocoIds:
+    """Read the ids of the annotations `file`. Raises `Refused`."""
     try:
-        content = json.loads(read_text(file, _MOST))
-        numbers = {str(image["file_name"]): int(image["id"]) for image in content["images"]}
-        categories = {
-            str(category["name"]): int(category["id"]) for category in content["categories"]
-        }
+        content = json.loads(read_text(file, _MAX_ANNOTATION_BYTES))
+        images = {str(image["file_name"]): int(image["id"]) for image in content["images"]}
+        categories = {str(entry["name"]): int(entry["id"]) for entry in content["categories"]}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = describe_error(error)
         raise Refused(
             f"--images_of {file}: not COCO's annotations ({reason:.200}); name an instances.json"
         ) from None
+    return CocoIds(file, images, categories)
+
+
+def match_images(annotations: CocoIds, files: Sequence[str]) -> list[int]:
+    """The image id of each of `files`, in COCO's annotations.
+
+    A file is the image whose `file_name` is the end of its path, the longest if there are several.
+    Raises `Refused` for a file that is none of the images, and for two files that are the same.
+    """
     ids = []
     for path in files:
-        parts = Path(path).absolute().parts
-        ends = ("/".join(parts[start:]) for start in range(len(parts)))
-        number = next((numbers[end] for end in (path, *ends) if end in numbers), None)
-        if number is None:
+        name = _find_name(path, annotations.images)
+        if name is None:
             raise Refused(
-                f"{path}: is none of the {len(numbers):,} images of --images_of {file}; leave it "
-                "out"
+                f"{path}: is none of the {len(annotations.images):,} images of --images_of "
+                f"{annotations.file}; leave it out"
             )
-        ids.append(number)
+        ids.append(annotations.images[name])
     if len(set(ids)) < len(ids):
         raise Refused(
-            f"--images_of {file}: several files are the same image of it; name each image once"
+            f"--images_of {annotations.file}: several files are the same image of it; name each "
+            "image once"
         )
-    places = places_of(classes, [*categories])
-    if unknown := [name for name, place in zip(classes, places, strict=True) if place is None]:
+    return ids
+
+
+def _find_name(path: str, names: Container[str]) -> str | None:
+    """Find the longest end of a path that is one of `names`."""
+    if path in names:
+        return path
+    parts = Path(path).absolute().parts
+    for start in range(len(parts)):
+        name = "/".join(parts[start:])
+        if name in names:
+            return name
+    return None
+
+
+def match_categories(annotations: CocoIds, classes: Sequence[str]) -> dict[str, int]:
+    """The category id of each class, in COCO's annotations. Raises `Refused` if one is missing."""
+    names = list(annotations.categories)
+    category_ids = {}
+    missing = []
+    for class_name, index in zip(classes, places_of(classes, names), strict=True):
+        if index is None:
+            missing.append(class_name)
+        else:
+            category_ids[class_name] = annotations.categories[names[index]]
+    if missing:
         raise Refused(
-            f"--images_of {file}: has no category {some(unknown)}, which the model knows; it has "
-            f"{some([*categories])}"
+            f"--images_of {annotations.file}: has no category {some(missing)}, which the model "
+            f"knows; it has {some(names)}"
         )
-    numbers_of = [*categories.values()]
-    found = {
-        name: numbers_of[place]
-        for name, place in zip(classes, places, strict=True)
-        if place is not None
-    }
-    notes = [
-        f"{len(numbers) - len(ids):,} of the {len(numbers):,} images of {file} are not predicted"
-    ]
-    return ids, found, notes if len(ids) < len(numbers) else []
+    return category_ids
 
 
 def _is_multi_label(folder: Path) -> bool:
     """True if the weights were trained on images with several labels each."""
     if (folder / "record.json").is_file():  # a checkpoint
-        return (
-            "eval/exact_match"
-            in json.loads(read_text(folder / "record.json", MEDIUM))["ledger"]["last"]
-        )
+        record = json.loads(read_text(folder / "record.json", MEDIUM))
+        return "eval/exact_match" in record["ledger"]["last"]
     file = folder / "config.json"
-    return (
-        file.is_file()
-        and json.loads(read_text(file, MEDIUM)).get("problem_type") == "multi_label_classification"
-    )
+    if not file.is_file():
+        return False
+    config = json.loads(read_text(file, MEDIUM))
+    return config.get("problem_type") == "multi_label_classification"

@@ -17,47 +17,50 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import Refused
-from tools.command_line import parser_of, run, writing
+from tools.command_line import create_parser, refuse_unwritable, run
 
 if TYPE_CHECKING:
-    from tools.publish.card import Published
+    from tools.publish.card import PublishedModel
 
 
-def write(published: "Published", card: str, folder: Path) -> None:
+def write(published: "PublishedModel", card: str, folder: Path) -> None:
     """Write the files to publish: the weights and their description, the card, the pictures."""
-    for name, content in (published.files() | {"README.md": card.encode()}).items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    files = published.collect_files()
+    files["README.md"] = card.encode()
+    for name, content in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, Path):
-            shutil.copyfile(content, folder / name)
+            shutil.copyfile(content, file)
         else:
-            (folder / name).write_bytes(content)
+            file.write_bytes(content)
 
 
 def push(folder: Path, to: str, private: bool, step: int) -> str:
-    """Upload the folder; returns its address. Raises `Refused` for whatever the hub or the network
-    say against it.
+    """Upload the folder; returns its address.
+
+    Raises `Refused` for whatever the hub or the network say against it.
     """
     from huggingface_hub import HfApi
 
     try:
         hub = HfApi()
         hub.create_repo(to, private=private, exist_ok=True)
-        return str(
-            hub.upload_folder(
-                repo_id=to, folder_path=folder, commit_message=f"Model of step {step}"
-            )
-        )
+        message = f"Model of step {step}"
+        address = hub.upload_folder(repo_id=to, folder_path=folder, commit_message=message)
+        return str(address)
     except Exception as error:  # of its many libraries: no token, no right, no network, no space
-        reason = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+        lines = str(error).strip().splitlines()
+        reason = lines[0].strip() if lines else type(error).__name__
         raise Refused(
             f"--to {to}: {reason:.300}; log in with `hf auth login`, or look at the folder with "
             "--dry_run"
         ) from None
 
 
-def arguments() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    parser = parser_of("publish", __doc__)
+    parser = create_parser("publish", __doc__)
     parser.add_argument("run", type=Path, help="a run folder")
     parser.add_argument("--to", required=True, metavar="OWNER/NAME", help="the model on the hub")
     parser.add_argument("--license", default="", help="such as apache-2.0; else the card says so")
@@ -77,25 +80,25 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    words = arguments().parse_args(argv)
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", words.to, re.ASCII):
-        raise Refused(f"--to {words.to}: must be OWNER/NAME, of letters, digits, -, _ and .")
-    from tools.publish.card import Published  # takes seconds, which --help need not
+    args = build_parser().parse_args(argv)
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", args.to, re.ASCII):
+        raise Refused(f"--to {args.to}: must be OWNER/NAME, of letters, digits, -, _ and .")
+    from tools.publish.card import PublishedModel  # takes seconds, which --help need not
 
-    published = Published(words.run)
-    card = published.card(words.to, words.license, words.dataset)
-    if not words.license:
+    published = PublishedModel(args.run)
+    card = published.build_card(args.to, args.license, args.dataset)
+    if not args.license:
         print("no --license is given: the card says so", file=sys.stderr)
-    if not words.dry_run:
+    if not args.dry_run:
         with tempfile.TemporaryDirectory() as folder:
             write(published, card, Path(folder))
-            print(push(Path(folder), words.to, words.private, published.step))
+            print(push(Path(folder), args.to, args.private, published.step))
         return
-    with writing(f"--dry_run {words.dry_run}"):
-        if words.dry_run.exists() and any(words.dry_run.iterdir()):
+    with refuse_unwritable(f"--dry_run {args.dry_run}"):
+        if args.dry_run.exists() and any(args.dry_run.iterdir()):
             raise FileExistsError(0, "is there already")
-        write(published, card, words.dry_run)
-    print(f"{words.dry_run}: what would be pushed to {words.to}; README.md is the card")
+        write(published, card, args.dry_run)
+    print(f"{args.dry_run}: what would be pushed to {args.to}; README.md is the card")
 
 
 if __name__ == "__main__":

@@ -32,18 +32,22 @@ _PER_CLASS = {"top1": "Accuracy", "f1": "F1", "AP": "AP"}
 _WEIGHTS = ("model.safetensors", "config.json", "preprocessor_config.json")
 # Flags whose text the recipe checks: it is a choice, or a list of numbers. Of others only numbers
 # and switches are published.
-_CHOICES = """dtype comm_hook lr_scaling schedule clip_mode loss class_weights sampling batch_norm
-    detector variant opt augment step_epochs freeze_stages unfreeze_epochs levels short_sides""".split()
-_PICTURES = """confusion reliability mistakes predictions precision_recall misses""".split()
+_CHOICES = (
+    "dtype comm_hook lr_scaling schedule clip_mode loss class_weights sampling batch_norm detector "
+    "variant opt augment step_epochs freeze_stages unfreeze_epochs levels short_sides"
+).split()
+_PICTURES = "confusion reliability mistakes predictions precision_recall misses".split()
 
 
-class Published:
-    """The best model of a run as it is published. Raises `Refused` for a folder that is no run, or
-    has no whole best model.
+class PublishedModel:
+    """The best model of a run as it is published.
+
+    Raises `Refused` for a folder that is no run, or has no whole best model.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.best = folder, folder / "best"
+        self.folder = folder
+        self.best = folder / "best"
         if not (folder / "config.yaml").is_file():
             raise Refused(
                 f"{folder}: no run folder, it has no config.yaml; name runs/NAME, not its best/"
@@ -53,26 +57,7 @@ class Published:
                 f"{folder}: has no best/, which comes with the first checkpoint after an evaluation"
             )
         try:
-            check_regular(folder)
-            self.content, results, of_run = (
-                _read(self.best / name) for name in ("config.json", "results.json", RUN_FILE)
-            )
-            self.results = of_exported(results)
-            if newest := max((folder / "checkpoints").glob("step_*/record.json"), default=None):
-                compare(
-                    self.best,
-                    _read(newest)["best"]["files"],
-                    besides=frozenset(os.listdir(self.best)),
-                )
-            self.leading = next(name for name in _METRICS if name in self.results)
-            self.step, self.run, self.config = (
-                int(of_run["step"]),
-                PastRun(folder),
-                of_run["config"],
-            )
-            self.of_run = {key: of_run[key] for key in ("name", "recipe", "step", "commit")}
-            self.of_run["config"] = self._settings()
-            self.classes = read_origin(str(self.best)).classes
+            self._read(folder)
         except Damaged as error:
             raise Refused(
                 f"{self.best}: is not what the run saved ({error}); start the run again, which "
@@ -92,6 +77,28 @@ class Published:
                 f"{folder}: not a whole run folder ({reason:.200}); copy it again"
             ) from None
 
+    def _read(self, folder: Path) -> None:
+        check_regular(folder)
+        self.content = _read_json(self.best / "config.json")
+        results = _read_json(self.best / "results.json")
+        run_info = _read_json(self.best / RUN_FILE)
+        self.results = of_exported(results)
+        newest = max((folder / "checkpoints").glob("step_*/record.json"), default=None)
+        if newest:
+            recorded = _read_json(newest)["best"]["files"]
+            compare(self.best, recorded, besides=frozenset(os.listdir(self.best)))
+        if "mIoU" in self.results:
+            raise Refused(
+                f"{folder}: is a model for segmentation, which has no card yet; upload its best/"
+            )
+        self.leading = next(name for name in _METRICS if name in self.results)
+        self.step = int(run_info["step"])
+        self.run = PastRun(folder)
+        self.config = run_info["config"]
+        self.run_info = {key: run_info[key] for key in ("name", "recipe", "step", "commit")}
+        self.run_info["config"] = self._select_settings()
+        self.classes = read_origin(str(self.best)).classes
+
     @property
     def is_detector(self) -> bool:
         return self.leading == "AP"
@@ -100,80 +107,77 @@ class Published:
     def library(self) -> str:
         if "module" in self.content:  # a person's own module, whose class is in the recipe
             return "pytorch"
-        return (
-            "timm"
-            if not self.is_detector
-            else "torchvision"
-            if "family" in self.content
-            else "transformers"
-        )
+        if not self.is_detector:
+            return "timm"
+        return "torchvision" if "family" in self.content else "transformers"
 
     @property
     def pictures(self) -> list[str]:
         return [name for name in _PICTURES if (self.folder / "pictures" / f"{name}.png").is_file()]
 
-    def files(self) -> dict[str, bytes | Path]:
-        """The files beside the card: their content, or where it is."""
-        found: dict[str, bytes | Path] = {
-            name: self.best / name for name in _WEIGHTS if (self.best / name).is_file()
-        }
-        found |= {
-            f"pictures/{name}.png": self.folder / "pictures" / f"{name}.png"
-            for name in self.pictures
-        }
-        # Of transformers.
-        content = {key: value for key, value in self.content.items() if key != "_name_or_path"}
-        documents = {"config.json": content, "results.json": self.results, RUN_FILE: self.of_run}
-        found |= {
-            name: (json.dumps(content, indent=2) + "\n").encode()
-            for name, content in documents.items()
-        }
-        return found | ({DETECT.name: DETECT} if self._has_script() else {})
+    def collect_files(self) -> dict[str, bytes | Path]:
+        """Collect the files beside the card: their content, or where it is."""
+        files: dict[str, bytes | Path] = {}
+        for name in _WEIGHTS:
+            if (self.best / name).is_file():
+                files[name] = self.best / name
+        for name in self.pictures:
+            files[f"pictures/{name}.png"] = self.folder / "pictures" / f"{name}.png"
+        config = dict(self.content)
+        config.pop("_name_or_path", None)  # which transformers writes
+        documents = {"config.json": config, "results.json": self.results, RUN_FILE: self.run_info}
+        for name, content in documents.items():
+            files[name] = (json.dumps(content, indent=2) + "\n").encode()
+        if self._has_script():
+            files[DETECT.name] = DETECT
+        return files
 
-    def card(self, to: str, license_: str, dataset: str) -> str:
-        """The text of README.md, with the hub's metadata first."""
+    def build_card(self, to: str, license_: str, dataset: str) -> str:
+        """Build the text of README.md, with the hub's metadata first."""
         title = to.split("/")[1]
-        model = self.of_run["config"].get("model", "")
+        settings = self.run_info["config"]
+        model = settings.get("model", "")
+        kind = f"{model} image classifier".strip()
+        if self.is_detector:
+            kind = f"{self.config['detector']} detector"
+        results = []
+        for key, value in self.results.items():
+            if _is_result(key, value):
+                results.append((display_name(key), _format_figure(value)))
         per_class = self.results.get("per_class") or {}
         if not dataset:
             dataset = "digits" if self.config.get("data") == "digits" else "not named"
         card = ModelCard.from_template(
-            self._metadata(title, license_, dataset),
+            self._build_metadata(title, license_, dataset),
             template_path=str(Path(__file__).with_name("card.jinja")),
-            title=cell(title),
+            title=escape(title),
             to=to,
-            kind=f"{self.config['detector']} detector"
-            if self.is_detector
-            else f"{model} image classifier".strip(),
-            license=cell(license_),
+            kind=kind,
+            license=escape(license_),
             library=self.library,
             script=DETECT.name if self._has_script() else "",
             scores="sigmoid()" if self.leading == "f1" else "softmax(1)",
-            run=cell(self.run.name),
+            run=escape(self.run.name),
             step=f"{self.step:,}",
-            status=cell(str(self.run.status.get("status"))),
+            status=escape(str(self.run.status.get("status"))),
             averaged=any(key.startswith("raw_") for key in self.results),
-            results=[
-                (display_name(key), _figure(value))
-                for key, value in self.results.items()
-                if _is_result(key, value)
-            ],
+            results=results,
             per_class_name=_PER_CLASS[self.leading],
-            per_class=[(cell(name), _figure(value)) for name, value in per_class.items()],
+            per_class=[(escape(name), _format_figure(value)) for name, value in per_class.items()],
             pictures=self.pictures,
-            data=f"Data set: {cell(dataset)}",
-            classes=list(map(cell, self.classes)),
-            training=self._training(),
-            settings=[(name, cell(str(value))) for name, value in self.of_run["config"].items()],
+            data=f"Data set: {escape(dataset)}",
+            classes=[escape(name) for name in self.classes],
+            training=self._describe_training(),
+            settings=[(name, escape(str(value))) for name, value in settings.items()],
             images=f"{self.results['count']:,}",
             broken=self.results.get("broken"),
             leading=display_name(self.leading),
-            began=self._name_start(model),
+            began=self._describe_start(model),
         )
         return card.content
 
-    def _metadata(self, title: str, license_: str, dataset: str) -> ModelCardData:
-        """What the hub sorts models by."""
+    def _build_metadata(self, title: str, license_: str, dataset: str) -> ModelCardData:
+        """Build what the hub sorts models by."""
         task = _TASKS["det" if self.is_detector else "cls"]
         metric = _METRICS[self.leading]
         value = self.results[self.leading]
@@ -195,59 +199,63 @@ class Published:
             eval_results=results,
         )
 
-    def _name_start(self, model: str) -> str:
+    def _describe_start(self, model: str) -> str:
         """The weights that the run began with, for people; "" if it began with none."""
         if self.config.get("init"):
             return "other weights (--init)"
         if self.config.get("pretrained"):
-            return f"the published weights of {cell(model) or 'its model'}"
+            return f"the published weights of {escape(model) or 'its model'}"
         return ""
 
-    def _settings(self) -> dict[str, Any]:
+    def _select_settings(self) -> dict[str, Any]:
         """The flags that define the run, as far as their values can't name a file or a person."""
-        settings = {
-            key: value
-            for key, value in self.config.items()
-            if key in _CHOICES or not isinstance(value, str)
-        }
-        settings = {
-            key: value for key, value in settings.items() if isinstance(value, str | int | float)
-        }
-        name = self.content.get("architecture") or self.config.get("model", "")
-        name = self.content["model"] if "family" in self.content else name
+        settings = {}
+        for key, value in self.config.items():
+            is_checked_text = isinstance(value, str) and key in _CHOICES
+            if is_checked_text or isinstance(value, int | float):
+                settings[key] = value
         # "": an evaluation has to name them.
         settings["data"] = "digits" if self.config.get("data") == "digits" else ""
-        return settings | ({"model": name} if timm.is_model(name) or name in ARCHITECTURES else {})
+        if "family" in self.content:
+            name = self.content["model"]
+        else:
+            name = self.content.get("architecture") or self.config.get("model", "")
+        if timm.is_model(name) or name in ARCHITECTURES:
+            settings["model"] = name
+        return settings
 
-    def _training(self) -> list[tuple[str, str]]:
-        summary, facts = self.run.summary, self.run.environment
-        seconds, world = float(summary["train_seconds"]), int(facts["world_size"])
-        packages: Mapping = facts["packages"]
+    def _describe_training(self) -> list[tuple[str, str]]:
+        summary = self.run.summary
+        environment = self.run.environment
+        seconds = float(summary["train_seconds"])
+        images_per_second = float(summary["images_per_second"] or 0)
+        world_size = int(environment["world_size"])
+        num_nodes = world_size // int(environment["local_world_size"])
+        noun = "processes" if world_size > 1 else "process"
+        devices = [rank.split(" on ")[0] for rank in environment["ranks"]]
+        packages: Mapping = environment["packages"]
         rows = {
             "length": f"{int(summary['step']):,} steps, {float(summary['epoch']):.1f} epochs",
-            "time": f"{seconds:,.0f} s of training, {float(summary['images_per_second'] or 0):,.0f} images/s",
-            "layout": (
-                f"{world} process{'es' * (world > 1)} on "
-                f"{world // int(facts['local_world_size'])} node(s)"
-            ),
-            "devices": ", ".join(dict.fromkeys(rank.split(" on ")[0] for rank in facts["ranks"])),
-            "precision": facts["precision"],
-            "commit": facts["commit"],
+            "time": f"{seconds:,.0f} s of training, {images_per_second:,.0f} images/s",
+            "layout": f"{world_size} {noun} on {num_nodes} node(s)",
+            "devices": ", ".join(dict.fromkeys(devices)),
+            "precision": environment["precision"],
+            "commit": environment["commit"],
             "versions": ", ".join(f"{name} {packages[name]}" for name in packages),
         }
-        return [(name, cell(str(value))) for name, value in rows.items()]
+        return [(name, escape(str(value))) for name, value in rows.items()]
 
     def _has_script(self) -> bool:
         """True if docs/detect.py loads the detector."""
         return self.library == "torchvision" and self.content.get("backbone") is not None
 
 
-def cell(text: str) -> str:
+def escape(text: str) -> str:
     """`text` in Markdown, also in a cell of a table, as it is: nothing in it is markup or a link."""
     return re.sub(r"([\\|<>*_`\[\]()#!~&:@])", r"\\\1", make_printable(text))
 
 
-def _read(file: Path) -> dict:
+def _read_json(file: Path) -> dict:
     content = json.loads(read_text(file, MEDIUM))
     if not isinstance(content, dict):
         raise ValueError(f"{file.name} holds a {type(content).__name__}")
@@ -258,5 +266,7 @@ def _is_result(key: str, value: Any) -> bool:
     return isinstance(value, int | float) and not key.startswith("raw_") and "/" not in key
 
 
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+def _format_figure(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"

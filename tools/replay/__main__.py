@@ -15,12 +15,12 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from tools.command_line import hide_unset_flag, parser_of
+from tools.command_line import create_parser, hide_unset_flag
 
 
-def arguments() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    parser = parser_of("replay", __doc__)
+    parser = create_parser("replay", __doc__)
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument(
         "--step", type=int, required=True, help="as in metrics.jsonl; the first is 1"
@@ -35,15 +35,14 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args, flags = arguments().parse_known_args(argv)
+    args, flags = build_parser().parse_known_args(argv)
     from common.launching import run_main
     from tools.replay.replay import replay  # takes seconds, which --help need not
 
     sys.argv[0] = str(Path(__file__).parent)  # its name begins messages
     output = args.output or Path(f"replay-{args.run.resolve().name}-{args.step}")
-    run_main(
-        hide_unset_flag()(partial(replay, args.run, args.step, output, flags, args.from_start))
-    )
+    main_function = partial(replay, args.run, args.step, output, flags, args.from_start)
+    run_main(hide_unset_flag()(main_function))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from common.durable import remove, replace_file, replace_folder, sync_folder
 from common.files import to_json
 from common.run.folder import write_json
 from common.run.plots import ORANGE, Cell, arrow, sheet
-from tools.command_line import writing
+from tools.command_line import refuse_unwritable
 
 MAX_PICTURES = 48  # on the sheet
 
@@ -31,7 +31,7 @@ def write(recorder: Any, replayed: dict, logged: dict, run: Path, output: Path) 
     draft = output.with_name(f".{output.name}.tmp")
     remove(draft)
     try:
-        with writing(f"--output {output}"):
+        with refuse_unwritable(f"--output {output}"):
             draft.mkdir(parents=True)
             comparison = {"step": step, "numbers": compare_metrics(replayed, logged)}
             write_json(draft / "step.json", comparison)

@@ -1,6 +1,4 @@
-"""A step of a run, made again by the run's own recipe: the samples that it saw, their losses, and
-the step's metrics.
-"""
+"""A step of a run, made again by the run's own recipe: its samples, their losses, and its metrics."""
 
 import contextlib
 import io
@@ -37,6 +35,8 @@ _SETTINGS = {
     "eval_every": _NEVER,
     "checkpoint_every": _NEVER,
 }
+# Flags that a user can't give: the replay sets them.
+_RESERVED = {"config", "output_dir", "name", "resume"} | _SETTINGS.keys()
 
 
 class StepReplayed(Exception):
@@ -80,27 +80,23 @@ class StepRecorder(Observer):
         with torch.random.fork_rng(accelerators, device_type=device.type):
             losses = self._compute_losses(network, batch)
         self.rows += self._describe(batch, losses, outputs[0])
-        self.pictures += list(
-            to_pixels(inputs[0], getattr(self._model, "pretrained_cfg", None) or {})
-        )
+        config = getattr(self._model, "pretrained_cfg", None) or {}
+        self.pictures += list(to_pixels(inputs[0], config))
 
     def _describe(self, batch, losses, output) -> list[dict]:
-        """Each sample of a micro-batch: its position in the stream, its image, its label or boxes,
-        its loss.
-        """
+        """Each sample of a micro-batch: position in the stream, image, label or boxes, and loss."""
         rows = []
-        shown = self._train_set.describe_images(batch)
+        images = self._train_set.describe_images(batch)
         positions = batch.positions.tolist()
-        for position, (label, name, boxes), loss in zip(
-            positions, shown, losses.tolist(), strict=True
-        ):
+        for position, image, loss in zip(positions, images, losses.tolist(), strict=True):
+            label, name, boxes = image
             row = {"position": position, "image": name, "label": label, "loss": loss}
             if boxes:
-                row["boxes"] = [
-                    {"label": class_name, "box": corners} for corners, class_name in boxes
-                ]
+                row["boxes"] = []
+                for corners, class_name in boxes:
+                    row["boxes"].append({"label": class_name, "box": corners})
             rows.append(row)
-        if isinstance(output, torch.Tensor):  # logits [B, K]
+        if isinstance(output, torch.Tensor) and output.ndim == 2:  # logits [B, K]
             classes = self._train_set.source.classes
             for row, class_id in zip(rows, output.argmax(1).tolist(), strict=True):
                 row["predicted"] = classes[class_id]
@@ -118,15 +114,17 @@ class StepRecorder(Observer):
 
 
 def replay(run: Path, step: int, output: Path, flags: Sequence[str], from_start: bool) -> None:
-    """Make `step` of the run in the folder `run` again, and write what it saw to the folder
-    `output`. Raises `Refused`.
+    """Make `step` of the run in the folder `run` again, and write what it saw to `output`.
+
+    `flags` are the recipe's. Raises `Refused`.
     """
     if output.exists():
         raise Refused(f"{output} exists: name another folder by -o")
+    check_flags(flags)
     checkpoint = choose_checkpoint(run, step, from_start)
     recipe, flags = load_run_recipe(run, flags)
-    environment = environment_of(run, step)
-    # Other numbers sum in another order.
+    environment = find_environment(run, step)
+    # Another number of threads sums in another order.
     torch.set_num_threads(environment.get("threads") or torch.get_num_threads())
     recorder = StepRecorder(step)
     recipe.Run = partial(Run, observer=recorder)  # type: ignore[attr-defined]
@@ -146,11 +144,9 @@ def replay(run: Path, step: int, output: Path, flags: Sequence[str], from_start:
         # One process then makes the micro-batches of all processes, one after another.
         settings["max_micro_batch_size"] = environment["micro_batch_size"]
     argv = sys.argv
-    sys.argv = [
-        str(recipe.__file__),
-        *(f"--{key}={value}" for key, value in settings.items()),
-        *flags,
-    ]
+    sys.argv = [str(recipe.__file__)]
+    sys.argv += [f"--{key}={value}" for key, value in settings.items()]
+    sys.argv += flags
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(StepReplayed):
             recipe.main()
@@ -163,8 +159,16 @@ def replay(run: Path, step: int, output: Path, flags: Sequence[str], from_start:
             remove(scratch)
 
 
+def check_flags(flags: Sequence[str]) -> None:
+    """Raise `Refused` for a flag that the replay sets itself."""
+    for flag in flags:
+        name = flag.partition("=")[0]
+        if name.startswith("--") and name.removeprefix("--") in _RESERVED:
+            raise Refused(f"{name}: a replay sets it itself; leave it out")
+
+
 def find_row(run: Path, step: int) -> dict:
-    """The row of `step` in metrics.jsonl; empty if none was written."""
+    """Find the row of `step` in metrics.jsonl; empty if none was written."""
     for row in read_rows(run / "metrics.jsonl"):
         if row["step"] == step and "train/loss" in row:
             return row
@@ -172,24 +176,22 @@ def find_row(run: Path, step: int) -> dict:
 
 
 def choose_checkpoint(run: Path, step: int, from_start: bool) -> str:
-    """What `--resume` is given: the newest checkpoint before `step`. Raises `Refused` if the step
-    can't be replayed.
+    """Choose what `--resume` is given: the newest checkpoint before `step`, or "never".
+
+    Raises `Refused` if the step can't be replayed.
     """
     if not (run / "config.yaml").is_file():
         raise Refused(f"{run}: is no run folder, it has no config.yaml")
-    steps = sorted(
-        int(path.name.removeprefix("step_"))
-        for path in Checkpoints(run / "checkpoints").list_paths()
-    )
+    steps = sorted(_list_checkpoints(run))
     logged = [row["step"] for row in read_rows(run / "metrics.jsonl")]
     last = max([0] + steps + logged)
     if not 1 <= step <= last:
         raise Refused(f"--step {step}: {run} has made the steps 1 to {last}")
     if from_start:
         return "never"
-    earlier = [number for number in steps if number < step]
-    if earlier:
-        return str((run / "checkpoints" / f"step_{earlier[-1]:08d}").resolve())
+    steps_before = [checkpoint_step for checkpoint_step in steps if checkpoint_step < step]
+    if steps_before:
+        return str((run / "checkpoints" / f"step_{steps_before[-1]:08d}").resolve())
     possible = f"{run} has none"
     if steps and steps[0] < last:
         possible = f"the checkpoints of {run} allow {steps[0] + 1} to {last}"
@@ -201,8 +203,9 @@ def choose_checkpoint(run: Path, step: int, from_start: bool) -> str:
 
 
 def load_run_recipe(run: Path, flags: Sequence[str]) -> tuple[ModuleType, list[str]]:
-    """The recipe that made the run, see `find_recipe`, and the other flags. Raises `Refused` if it
-    can't be observed.
+    """Load the recipe that made the run, see `find_recipe`; returns it and the other flags.
+
+    Raises `Refused` if it can't be observed.
     """
     name = Path(str(read_json(run / "environment.json").get("recipe", ""))).stem
     if not (run / FOLDER / f"{name}.py").is_file():
@@ -219,14 +222,20 @@ def load_run_recipe(run: Path, flags: Sequence[str]) -> tuple[ModuleType, list[s
     return recipe, other_flags
 
 
-def environment_of(run: Path, step: int) -> dict:
-    """The environment of the start that made `step`: as the next checkpoint has it, else of the
-    newest start.
+def find_environment(run: Path, step: int) -> dict:
+    """Find the environment of the start that made `step`.
+
+    The next checkpoint has it; if there is none, the newest start made the step.
     """
-    later = [
-        path
-        for path in reversed(Checkpoints(run / "checkpoints").list_paths())
-        if int(path.name[5:]) >= step
-    ]
-    environment = read_json(later[0] / "record.json").get("environment") if later else None
+    environment = None
+    checkpoints = _list_checkpoints(run)
+    next_steps = [checkpoint_step for checkpoint_step in checkpoints if checkpoint_step >= step]
+    if next_steps:
+        environment = read_json(checkpoints[min(next_steps)] / "record.json").get("environment")
     return environment or read_json(run / "environment.json")
+
+
+def _list_checkpoints(run: Path) -> dict[int, Path]:
+    """The checkpoints of a run by their steps."""
+    paths = Checkpoints(run / "checkpoints").list_paths()
+    return {int(path.name.removeprefix("step_")): path for path in paths}

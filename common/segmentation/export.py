@@ -1,0 +1,41 @@
+"""Export of a trained segmenter to a folder, and the settings that an evaluation needs."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import nn
+
+from common.config.origin import by_name
+
+
+def export_segmenter(
+    model: nn.Module, classes: Sequence[str], short_side: int, results: dict, folder: Path
+) -> None:
+    """Write weights, config.json with classes and preprocessing, and results.json into a folder,
+    which must not exist.
+    """
+    folder.mkdir(parents=True)
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        tensors[name] = tensor.detach().cpu().contiguous().clone()
+    weights_file = folder / "model.safetensors"
+    save_file(tensors, weights_file, metadata={"format": "pt"})
+    # It was written for its owner alone.
+    weights_file.chmod(folder.stat().st_mode & 0o666)
+    config = {
+        "module": type(model).__name__,
+        "num_classes": len(classes),
+        "classes": list(classes),
+        "short_side": short_side,
+    }
+    description = getattr(model, "description", None)
+    if description:
+        config |= description._asdict()
+        config["architecture"] = model.pretrained_cfg["architecture"]
+    preprocessing = getattr(model, "pretrained_cfg", {})
+    config |= {key: preprocessing[key] for key in ("mean", "std") if key in preprocessing}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    text = json.dumps(by_name(results, classes), indent=2)
+    (folder / "results.json").write_text(f"{text}\n")

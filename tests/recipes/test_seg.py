@@ -1,0 +1,131 @@
+"""A run of recipes/seg.py: its files, its exported model on other data, and images that can't be read."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.harness.outcomes import Outcome
+
+WORDS = (
+    "--model test_resnet --width 32 --crop_size 64 --batch_norm group --global_batch_size 8 --max_steps "
+    "12 --eval_every 12 --log_every 1 --lr 5e-3 --ema_decay 0.5"
+).split()
+# The classes of `regions` under other ids, one of them unknown.
+NEW_IDS = np.arange(256)
+NEW_IDS[[0, 1, 2]] = 1, 255, 0
+
+
+@pytest.fixture(scope="module")
+def trained(forks, regions, tmp_path_factory) -> Outcome:
+    """A run whose data has an image in each split that can't be read."""
+    folder = tmp_path_factory.mktemp("seg")
+    data = shutil.copytree(regions, folder / "data")
+    for split in ("train", "val"):
+        (data / "images" / split / "1.jpg").write_bytes(b"no image")
+    words = ["--data", data, *WORDS, "--output_dir", folder / "runs", "--name", "a"]
+    ended = forks(*words, "--max_broken_share", 0.5, recipe="seg", pictures=True)
+    assert ended.code == 0, ended
+    return Outcome(stdout=ended.stdout, folder=folder / "runs/a")
+
+
+def evaluate(forks, run: Outcome, *flags: object) -> tuple[dict, str]:
+    """The line of results of --eval_only, and the lines before it."""
+    words = ("--eval_only", run.folder, "--workers", 1, *flags)
+    ended = forks(*words, recipe="seg")
+    assert ended.code == 0, ended
+    *before, line = ended.stdout.strip().splitlines()
+    return json.loads(line), "\n".join(before)
+
+
+def test_a_run_leaves_its_pictures_predictions_and_results(trained) -> None:
+    names = {path.stem for path in (trained.folder / "pictures").iterdir()}
+    assert names == {"confusion", "curves", "first_batch", "predictions"}
+    last = trained.rows[-1]
+    content = json.loads((trained.folder / "best/results.json").read_text())
+    assert content["mIoU"] == last["eval/ema_mIoU"] > 0.4
+    shares = [content["per_class"][name] for name in ("ground", "leaf", "sky")]
+    assert content["mIoU"] == np.mean(shares)
+    assert content["IoU_class/leaf"] == shares[1] == last["eval/ema_IoU_class/leaf"]
+    right = sum(row["right"] for row in content["pixels"].values())
+    labelled = sum(row["pixels"] for row in content["pixels"].values())
+    assert content["pixel_accuracy"] == right / labelled
+
+
+def test_each_image_has_a_row_and_the_unreadable_one_counts_as_wrong(trained) -> None:
+    rows = list(csv.DictReader((trained.folder / "best/predictions.csv").open()))
+    assert len(rows) == 7
+    content = json.loads((trained.folder / "best/results.json").read_text())
+    num_labelled = np.array([int(row["labelled_pixels"]) for row in rows])
+    accuracies = np.array([float(row["pixel_accuracy"] or 0) for row in rows])
+    total = (accuracies * num_labelled).sum() / num_labelled.sum()
+    assert total == pytest.approx(content["pixel_accuracy"], abs=1e-6)
+    unreadable = next(row for row in rows if Path(row["path"]).name == "1.jpg")
+    assert float(unreadable["pixel_accuracy"]) == 0
+    assert unreadable["loss"] == ""
+    assert int(unreadable["labelled_pixels"]) > 0
+    without_label = next(row for row in rows if Path(row["path"]).stem == "5")
+    assert (without_label["pixel_accuracy"], without_label["labelled_pixels"]) == ("", "0")
+    assert "counts as wrong: " in trained.stdout and "val/1.jpg" in trained.stdout
+    is_read = np.array([row["loss"] != "" for row in rows])
+    losses = np.array([float(row["loss"] or 0) for row in rows])
+    mean = (losses * num_labelled).sum() / num_labelled[is_read].sum()
+    assert mean == pytest.approx(content["loss"], rel=1e-5)
+
+
+def test_best_and_checkpoint_give_what_the_run_measured(trained, forks) -> None:
+    best = json.loads((trained.folder / "best/results.json").read_text())
+    checkpoint = Outcome(folder=trained.checkpoint)
+    for run in (trained, checkpoint):
+        results, text = evaluate(forks, run)
+        for key in ("mIoU", "pixel_accuracy", "mean_class_accuracy", "loss", "count"):
+            assert results[key] == best[key], (run.folder, key)
+        assert "images/val, 7 images of 3 classes, those of the model" in text
+
+
+def test_other_data_are_matched_by_the_names_of_their_classes(trained, forks, tmp_path) -> None:
+    """A class that the data do not have can still be predicted, which is an error."""
+    data = shutil.copytree(trained.folder.parents[1] / "data", tmp_path / "data")
+    (data / "classes.txt").write_text("sky\nground\n")
+    for file in (data / "masks").rglob("*.png"):
+        ids = NEW_IDS[np.asarray(Image.open(file))]
+        Image.fromarray(ids.astype(np.uint8)).save(file)
+    results, text = evaluate(forks, trained, "--data", data)
+    assert "7 images of 2 classes, of the 3 that the model knows" in text
+    assert list(results["per_class"]) == ["sky", "ground"]
+    best = json.loads((trained.folder / "best/results.json").read_text())
+    report = json.loads(
+        (trained.folder / "evaluation").glob("best-val-*/results.json").__next__().read_text()
+    )
+    for name in ("sky", "ground"):  # the same pixels, in another place
+        assert report["pixels"][name] == best["pixels"][name]
+    (data / "classes.txt").write_text("sky\nwater\n")
+    words = ("--eval_only", trained.folder, "--data", data)
+    ended = forks(*words, recipe="seg")
+    assert ended.code == 2 and "does not know 1 of the 2 classes" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--crop_size 50", "--crop_size 50: must be a multiple of 32, the stride of the model's"),
+        ("--min_scale 3", "--min_scale 3: is larger than --max_scale 2"),
+        (
+            "--data digits --ignore_zero",
+            "--ignore_zero: is for files of masks, where 0 can mean no",
+        ),
+        ("--decoder linear --model no_such", "--model no_such: not a model of timm"),
+    ],
+)
+def test_impossible_settings_are_refused_in_one_line(
+    flags, message, forks, regions, tmp_path
+) -> None:
+    words = ["--data", regions, *WORDS, "--output_dir", tmp_path, *flags.split()]
+    ended = forks(*words, recipe="seg")
+    assert ended.code == 2 and ended.stderr.startswith(f"seg.py: {message}"), ended
+    assert len(ended.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,126 @@
+"""Metrics equal a short script of their own, and each pixel is compared at the size of its image."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from common.classification.balancing import weigh_counts
+from common.classification.batches import SelectClasses
+from common.segmentation import evaluation as evaluation_module
+from common.segmentation.evaluation import compare_pixels, compute_metrics
+from common.segmentation.losses import build_loss
+from common.segmentation.masks import IGNORED
+from common.segmentation.models import build_segmenter
+
+pytestmark = pytest.mark.smoke
+
+
+class Data(list):
+    """Masks as a source has them."""
+
+    classes = "abc"
+
+    def load_mask(self, index: int) -> np.ndarray:
+        return self[index].numpy()
+
+
+@pytest.mark.parametrize("chunk", [2**26, 3000])
+@pytest.mark.parametrize("size", [(45, 61), (90, 122), (33, 20)])
+def test_pixels_are_compared_as_by_resizing_all_logits(size, chunk, monkeypatch) -> None:
+    """Logits of a canvas of 64 x 64 where the image has 45 x 61 pixels, some classes at a time."""
+    monkeypatch.setattr(evaluation_module, "_CHUNK", chunk)
+    torch.manual_seed(0)
+    logits = torch.randn(7, 16, 16, dtype=torch.float64)
+    labels = torch.randint(7, size)
+    labels[0] = IGNORED
+    whole = F.interpolate(logits[None], (64, 64), mode="bilinear")[:, :, :45, :61]
+    if size != (45, 61):
+        whole = F.interpolate(whole, size, mode="bilinear")
+    predicted, losses = compare_pixels(logits, labels, (64, 64), (45, 61))
+    expected = F.cross_entropy(whole, labels[None], ignore_index=IGNORED, reduction="none")[0]
+    assert torch.equal(predicted, whole[0].argmax(0))
+    torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+    assert not losses[0].any()
+
+
+def test_metrics_equal_a_short_script() -> None:
+    generator = np.random.default_rng(0)
+    truth = generator.integers(0, 4, 5000)
+    predicted = np.where(generator.random(5000) < 0.6, truth, generator.integers(0, 6, 5000))
+    confusion = np.zeros(
+        (5, 7), np.int64
+    )  # class 4 has no pixel; 5 is one that only the model knows
+    np.add.at(confusion, (truth, predicted), 1)
+    ious = []
+    accuracies = []
+    for class_id in range(4):
+        is_true = truth == class_id
+        is_predicted = predicted == class_id
+        ious.append((is_true & is_predicted).sum() / (is_true | is_predicted).sum())
+        accuracies.append((is_true & is_predicted).sum() / is_true.sum())
+    results = compute_metrics(confusion)
+    assert results["per_class"] == [*ious, None]
+    assert results["mIoU"] == np.mean(ious)
+    assert results["mean_class_accuracy"] == np.mean(accuracies)
+    assert results["pixel_accuracy"] == (truth == predicted).mean()
+    assert results["classes"] == 4
+    nothing = compute_metrics(np.zeros((2, 3), np.int64))
+    assert nothing["mIoU"] is None and nothing["per_class"] == [None, None]
+
+
+def test_the_loss_is_the_mean_over_the_labelled_pixels_of_the_global_batch() -> None:
+    """However it is divided; an image without a labelled pixel counts 0."""
+    torch.manual_seed(0)
+    logits = torch.randn(4, 3, 8, 8, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(3, (4, 32, 32), dtype=torch.int16)
+    labels[0, :20] = IGNORED
+    labels[2] = IGNORED
+    data = Data(labels)
+    config = SimpleNamespace(dtype="float64", class_weights="balanced", label_smoothing=0.1)
+    compute_losses = build_loss(config, data, torch.device("cpu"))
+    counts = torch.bincount(labels[labels != IGNORED].long(), minlength=3)
+    totals = torch.tensor([counts.sum(), 4])
+    parts = []
+    for rows in ((0, 1), (1, 4)):
+        batch = SimpleNamespace(labels=labels[slice(*rows)], totals=totals)
+        parts.append(compute_losses(logits[slice(*rows)], batch))
+    losses = torch.cat(parts)
+    weights = torch.from_numpy(weigh_counts("balanced", counts.numpy()))
+    assert (weights * counts).sum().item() == pytest.approx(counts.sum().item())
+    resized = F.interpolate(logits, (32, 32), mode="bilinear")
+    expected = F.cross_entropy(
+        resized,
+        labels.long(),
+        weight=weights,
+        ignore_index=IGNORED,
+        reduction="sum",
+        label_smoothing=0.1,
+    )
+    assert losses[2] == 0
+    torch.testing.assert_close(losses.mean(), expected / counts.sum(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    "name, decoder, stride, cells",
+    [
+        ("test_resnet", "fpn", 32, 16),
+        ("test_vit", "fpn", 32, 16),
+        ("test_resnet", "linear", 32, 2),
+        ("test_vit", "linear", 16, 4),
+        ("test_efficientnet", "fpn", 32, 16),
+    ],
+)
+def test_models_give_a_logit_for_each_class_and_cell(name, decoder, stride, cells) -> None:
+    model = build_segmenter(name, 5, decoder=decoder, width=32).eval()
+    assert model.stride == stride
+    with torch.no_grad():
+        logits = model(torch.randn(2, 3, 64, 96))
+        assert logits.shape == (2, 5, cells, cells * 3 // 2)
+        chosen = SelectClasses(model, [3, 0])(torch.zeros(1, 3, 64, 64))
+    assert chosen.shape == (1, 2, cells, cells)
+    again = build_segmenter(name, 5, decoder=decoder, width=32)
+    for tensor, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(tensor, other), "the weights are a function of the seed"

@@ -1,0 +1,186 @@
+"""Folders of images and masks in every layout; what does not fit is refused in one line."""
+
+import json
+import shutil
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from common.errors import Refused
+from common.segmentation.masks import IGNORED
+from common.segmentation.sources import Spec, count_class_pixels, load, load_data
+from recipes import seg
+
+pytestmark = pytest.mark.smoke
+
+
+def load_folder(folder: Path, **options) -> tuple:
+    return load(Spec(str(folder), seed=0, val_share=0.25, **options))
+
+
+def draw(file: Path, ids, size=(6, 4)) -> None:
+    """A mask of one id, or of an array of ids."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    ids = np.full(size[::-1], ids) if np.ndim(ids) == 0 else np.asarray(ids)
+    Image.fromarray(ids.astype(np.uint8)).save(file)
+
+
+def draw_image(file: Path, size=(6, 4)) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    colour = zlib.crc32(str(file).encode()) % 2**24  # no two images are copies
+    Image.new("RGB", size, (colour >> 16, colour >> 8 & 255, colour & 255)).save(file)
+
+
+def draw_pair(images: Path, masks: Path, name: str, ids=0, endings=("", "")) -> None:
+    draw_image(images / f"{name}{endings[0]}.png")
+    draw(masks / f"{name}{endings[1]}.png", ids)
+
+
+def name_classes(folder: Path, *names: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "classes.txt").write_text("\n".join(names))
+
+
+def test_images_and_masks_lie_side_by_side_flat_or_in_splits(tmp_path) -> None:
+    flat = tmp_path / "flat"
+    name_classes(flat, "a", "b")
+    for number in range(8):
+        draw_pair(flat / "images", flat / "masks", f"{number}", ids=number % 2)
+    train, val = load_folder(flat)
+    assert (len(train), len(val)) == (6, 2)
+    assert train.classes == ("a", "b")
+    assert val.part == "25 % held out of images"
+    for source in (train, val):
+        for index in range(len(source)):
+            number = int(Path(source.name(index)).stem)
+            assert (source.load_mask(index) == number % 2).all()
+
+    below = tmp_path / "below"
+    above = tmp_path / "above"
+    for folder in (below, above):
+        name_classes(folder, "a", "b")
+    for number, split in enumerate(("train", "train", "val")):
+        draw_pair(below / "images" / split, below / "annotations" / split, f"x/{number}", ids=1)
+        draw_pair(above / split / "images", above / split / "masks", f"{number}", ids=1)
+    for folder in (below, above):
+        train, val = load_folder(folder)
+        assert (len(train), len(val)) == (2, 1)
+        assert count_class_pixels(train).tolist() == [0, 48]
+
+
+def test_pascal_voc_has_lists_of_names(tmp_path) -> None:
+    for name in "abc":
+        draw_pair(tmp_path / "JPEGImages", tmp_path / "SegmentationClass", name, ids=20)
+    draw_image(tmp_path / "JPEGImages/no_mask.png")
+    lists = tmp_path / "ImageSets/Segmentation"
+    lists.mkdir(parents=True)
+    (lists / "train.txt").write_text("a\nc\n")
+    (lists / "val.txt").write_text("b\n")
+    train, val = load_folder(tmp_path)
+    assert [Path(train.name(i)).stem for i in range(2)] == ["a", "c"]
+    assert len(val) == 1 and len(train.classes) == 21 and train.classes[20] == "tvmonitor"
+
+
+def test_ade20k_names_its_classes_and_ignores_zero(tmp_path) -> None:
+    (tmp_path / "objectInfo150.txt").write_text(
+        "Idx\tRatio\tTrain\tVal\tName\n1\t.1\t9\t9\twall\n2\t.1\t9\t9\tbuilding, edifice\n"
+    )
+    for split in ("training", "validation"):
+        images = tmp_path / "images" / split
+        draw_pair(images, tmp_path / "annotations" / split, "x", ids=[[0, 1, 2, 0, 1, 2]] * 4)
+    train, val = load_folder(tmp_path, ignore_zero=True)
+    assert train.classes == ("wall", "building")
+    assert val.load_mask(0)[0].tolist() == [IGNORED, 0, 1] * 2
+    with pytest.raises(Refused, match=r"the mask has the id 2, and there are 2 classes"):
+        load_folder(tmp_path)
+
+
+def test_cityscapes_has_19_of_its_ids(tmp_path) -> None:
+    endings = ("_leftImg8bit", "_gtFine_labelIds")
+    for split in ("train", "val"):
+        images = tmp_path / "leftImg8bit" / split / "aachen"
+        masks = tmp_path / "gtFine" / split / "aachen"
+        draw_pair(images, masks, "aachen_0", [[0, 7, 11, 33, 26, 5]] * 4, endings)
+        draw(masks / "aachen_0_gtFine_instanceIds.png", 3)
+    train, val = load_folder(tmp_path)
+    assert len(train.classes) == 19
+    assert val.load_mask(0)[0].tolist() == [IGNORED, 0, 2, 18, 13, IGNORED]
+
+
+def test_outlines_of_objects_are_painted(scenes) -> None:
+    config = seg.Config(data=str(scenes))
+    train, val = load_data(config)
+    assert train.classes[0] == "background" and len(train.classes) == 11
+    index = next(i for i in range(len(val)) if val.objects.build_rles(i))
+    pair = val.load_pair(index, index)
+    assert (pair.picture.height, pair.picture.width) == pair.mask.shape
+    labels = val.objects.labels[val.objects.offsets[index] : val.objects.offsets[index + 1]]
+    assert set(np.unique(pair.mask)) <= {0} | set((labels + 1).tolist())
+    assert (pair.mask > 0).any()
+
+
+def spoil(kind: str, folder: Path) -> None:
+    images = folder / "images"
+    masks = folder / "masks"
+    if kind == "a mask is missing":
+        (masks / "0.png").unlink()
+    elif kind == "no mask has a label":
+        for file in masks.iterdir():
+            draw(file, 255)
+    elif kind == "another size":
+        draw(masks / "0.png", 0, size=(4, 6))
+    elif kind == "turned by EXIF":
+        image = Image.new("RGB", (6, 4))
+        exif = image.getexif()
+        exif[0x0112] = 6
+        (images / "0.png").unlink()
+        image.save(images / "0.jpg", exif=exif)
+    elif kind == "unknown ids":
+        draw(masks / "1.png", 7)
+    elif kind == "colours":
+        Image.new("RGB", (6, 4), (1, 2, 3)).save(masks / "1.png")
+    elif kind == "no names":
+        (folder / "classes.txt").unlink()
+    elif kind == "a name twice":
+        name_classes(folder, "a", "a")
+    elif kind == "no text":
+        (folder / "classes.txt").unlink()
+        (folder / "classes.json").write_text(json.dumps({"0": "a", "2": "b"}))
+    elif kind == "two images":
+        draw_image(images / "0.jpg")
+    elif kind == "nothing":
+        shutil.rmtree(images)
+
+
+@pytest.mark.parametrize(
+    "kind, message",
+    [
+        (
+            "a mask is missing",
+            "masks: 1 of 8 images have no mask there, first 0; it has the same name",
+        ),
+        ("no mask has a label", "masks: none of 8 masks has a pixel with a label (all are 255)"),
+        ("another size", "0.png: is 6 x 4 pixels large (after its EXIF rotation), its mask "),
+        ("turned by EXIF", "0.jpg: is 4 x 6 pixels large (after its EXIF rotation), its mask "),
+        ("unknown ids", "1.png: the mask has the id 7, and there are 2 classes, 0 to 1"),
+        ("colours", "1.png: the mask has colours (mode RGB), and a class id per pixel is needed"),
+        ("no names", "the classes of the masks have no names; write "),
+        ("a name twice", "two classes have the name a; give each its own"),
+        ("no text", "classes.json: must be a list of names, or an object of names by id from 0"),
+        ("two images", "0.jpg and 0.png have the same name; keep one"),
+        ("nothing", "a folder of another kind; expected digits, a folder with images/ and masks/"),
+    ],
+)
+def test_data_that_do_not_fit_are_refused_in_one_line(kind, message, tmp_path) -> None:
+    name_classes(tmp_path, "a", "b")
+    for number in range(8):
+        draw_pair(tmp_path / "images", tmp_path / "masks", f"{number}", ids=number % 2)
+    assert load_folder(tmp_path)
+    spoil(kind, tmp_path)
+    with pytest.raises(Refused) as refusal:
+        load_folder(tmp_path)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
