@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+import torch.nn.functional as F
 
 from common.data.images import BrokenImage
 
@@ -125,6 +126,20 @@ def pasted(masks: torch.Tensor, boxes: torch.Tensor, size: np.ndarray) -> list[d
         whole = paste_masks_in_image(mask[None, None], box[None], (height, width))[:, 0] > 0.5
         found += encode(whole.numpy().view(np.uint8))
     return found
+
+
+def encode_logits(mask_logits: torch.Tensor, size: np.ndarray) -> list[dict]:
+    """Mask logits [n, h, w] on a grid of the whole image -> packed run lengths for its `size`.
+
+    As transformers' `post_process_instance_segmentation`.
+    """
+    width, height = size.tolist()
+    rles = []
+    # One by one: images may be large.
+    for logits in mask_logits.float().cpu():
+        resized = F.interpolate(logits[None, None], (height, width), mode="bilinear")
+        rles += encode((resized[0] > 0).numpy().view(np.uint8))
+    return rles
 
 
 def _box_mask(box: np.ndarray, size: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.detection.batches import DetectionBatch
 from common.detection.data.annotated import Annotated
-from common.detection.data.masks import pasted
+from common.detection.data.masks import encode_logits, pasted
 from common.detection.evaluation import plots
 from common.detection.evaluation.metrics import Detections, coco_results
 from common.durable import replacing
@@ -89,5 +89,7 @@ def restore_sizes(
         of_image["boxes"] = of_image["boxes"] * scale[[0, 1, 0, 1]]
         if "masks" in of_image:
             of_image["rles"] = pasted(of_image.pop("masks"), of_image["boxes"], original_size)
+        if "mask_logits" in of_image:
+            of_image["rles"] = encode_logits(of_image.pop("mask_logits"), original_size)
         images.append(of_image)
     return images
