@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from common.detection.data.annotated import Annotated
-from common.detection.data.masks import pasted
+from common.detection.data.masks import encode_logits, pasted
 from common.detection.evaluation.metrics import Detections
 from common.errors import Refused
 from tools.export.detector_module import Exportable
@@ -44,6 +44,8 @@ class DetectorTask(Task):
         }
         if trained.config.detector == "mask_rcnn":
             self.outputs["masks"] = "float32[n, 28, 28] in 0..1, each on the grid of its box"
+        if trained.config.detector == "rf_detr_seg":
+            self.outputs["mask_logits"] = "float32[n, h, w], each on a grid of the whole picture"
         self.about = {
             "task": "detection",
             "family": trained.config.detector,
@@ -105,6 +107,9 @@ class DetectorTask(Task):
         elif "masks" in found:
             masks = torch.from_numpy(found["masks"][rows])
             result["rles"] = pasted(masks, result["boxes"], self.val.sizes[index])
+        elif "mask_logits" in found:
+            logits = torch.from_numpy(found["mask_logits"][rows])
+            result["rles"] = encode_logits(logits, self.val.sizes[index])
         return result
 
 

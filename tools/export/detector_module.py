@@ -107,7 +107,8 @@ class Exportable(nn.Module):
     """uint8[1, 3, height, width] -> boxes float32[n, 4] left, top, right, bottom in its pixels,
     scores [n], labels int64[n].
 
-    Best first. With masks, float32[n, 28, 28] in 0..1, each on the grid of its box.
+    Best first. With masks, float32[n, 28, 28] in 0..1, each on the grid of its box, or mask_logits
+    float32[n, h, w], each on a grid of the whole picture.
     """
 
     def __init__(self, detector: Detector, plain: BoxAugmentation):
@@ -139,7 +140,7 @@ class Exportable(nn.Module):
             canvas, size, original = self.preprocessing(picture)
             (found,) = self.detector.detect(canvas, size[None])
         scale = original.to(torch.float32) / size.to(torch.float32)
-        masks = (found["masks"],) if "masks" in found else ()
+        masks = [found[name] for name in ("masks", "mask_logits") if name in found]
         return found["boxes"] * scale.repeat(2), found["scores"], found["labels"], *masks
 
 
