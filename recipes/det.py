@@ -68,12 +68,20 @@ class Config(OptimizationConfig, RunConfig):
     """Steps within which images change places so that each step holds similar shapes, and less
     padding (COCO: 16; 0: none)."""
     detector: Literal[
-        "fcos", "retinanet", "faster_rcnn", "mask_rcnn", "rtdetr_v2", "dfine", "deimv2", "rf_detr"
+        "fcos",
+        "retinanet",
+        "faster_rcnn",
+        "mask_rcnn",
+        "rtdetr_v2",
+        "dfine",
+        "deimv2",
+        "rf_detr",
+        "rf_detr_seg",
     ] = option("fcos", heading="model", is_common=True)
-    """Family of the detector; the last four need `pip install transformers`."""
+    """Family of the detector; the last five need `pip install transformers`."""
     model: str = path_option("convnext_atto", is_common=True)
     """Backbone: a timm model, hf-hub:owner/name, or a local timm folder. rtdetr_v2, dfine, deimv2
-    also, rf_detr only: a model of transformers."""
+    also, rf_detr and rf_detr_seg only: a model of transformers."""
     pretrained: bool = option(False, is_weights=True, is_common=True)
     """Start from the backbone's weights that timm publishes."""
     init: str = path_option("", decides=weights_settings, is_weights=True, is_common=True)

@@ -278,6 +278,18 @@ def rf_detr(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def rf_detr_seg(tmp_path_factory) -> Path:
+    """As `rf_detr`, with masks."""
+    pytest.importorskip("transformers")
+    from tests.harness import small_rf_detr
+
+    folder = tmp_path_factory.mktemp("rf_detr_seg")
+    detector = small_rf_detr.build(3, "rf_detr_seg")
+    detector.export(folder, ("7", "2", "x"), small_rf_detr.SIDE)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def forks(tmp_path_factory) -> Forks:
     """`forks("--max_steps", 5)` runs recipes/cls.py in a fork of a process that has imported it,
     see forked.py.

@@ -14,7 +14,7 @@ _MISSING = {
         (set(FAMILIES) | set(TRANSFORMERS_FAMILIES)) - {"fcos", "retinanet"},
         "has none in its heads",
     ),
-    "width": ({"rf_detr"}, "has its own width"),
+    "width": ({"rf_detr", "rf_detr_seg"}, "has its own width"),
     "levels": (TRANSFORMERS_FAMILIES, "has a neck of its own"),
     "long_side": (TRANSFORMERS_FAMILIES, "stretches images to squares"),
     "variant": (TRANSFORMERS_FAMILIES, "has none"),

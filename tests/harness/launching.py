@@ -55,9 +55,11 @@ SMALL = {
 }
 # Flags that a family of detectors refuses.
 NOT_OF_FAMILY = {
-    name: {"--levels", "--long_side"} for name in ("rtdetr_v2", "dfine", "deimv2", "rf_detr")
+    name: {"--levels", "--long_side"}
+    for name in ("rtdetr_v2", "dfine", "deimv2", "rf_detr", "rf_detr_seg")
 }
-NOT_OF_FAMILY["rf_detr"] |= {"--width"}
+for name in ("rf_detr", "rf_detr_seg"):
+    NOT_OF_FAMILY[name] |= {"--width"}
 
 
 def small(words: Sequence[object], recipe: str | Path = "cls") -> list[object]:

@@ -27,9 +27,11 @@ CONFIG = {
     "num_queries": 12,
     "group_detr": 3,
 }
+FAMILIES = ("rf_detr", "rf_detr_seg")
 
 
-def build(classes: int, **options) -> Detector:
+def build(classes: int, family: str = "rf_detr", **options) -> Detector:
     """The detector; `options` are of `DetectorSpec`."""
-    with patch.dict(ARCHITECTURES, rf_detr_tiny=CONFIG):
-        return build_detector(DetectorSpec("rf_detr", "rf_detr_tiny", classes, **options))
+    name = f"{family}_tiny"
+    with patch.dict(ARCHITECTURES, {name: CONFIG}):
+        return build_detector(DetectorSpec(family, name, classes, **options))

@@ -86,6 +86,7 @@ DET = {
     "deimv2": ("bf16", "--width 32", _MATCHER),
     # interpolates its position embeddings
     "rf_detr": ("bf16", "--model rf_detr_nano --short_sides 64,96", _MATCHER),
+    "rf_detr_seg": ("no", "--model rf_detr_seg_nano --short_sides 72", _MATCHER),
 }
 _WORDS = (
     "--tracker none --log_every 1 --max_steps 100 --eval_every 100 --checkpoint_every 100 "

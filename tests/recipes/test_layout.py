@@ -166,6 +166,15 @@ CASES = {
         7,
         "det",
     ),
+    "rf_detr_seg": Case(
+        f"--detector rf_detr_seg --model RF_DETR_SEG {SCENES} --width 128 --lr 2e-3 "
+        "--short_sides 64,96 --long_side 800",
+        "3x4 from 1x7, 2x2 shards",
+        "2x2, 3x4",
+        7,
+        "det",
+        6,
+    ),
     "retinanet": Case(f"--detector retinanet {GROUP_OF_2}", "", "2x2, 3x4, 2x2 shards", 8, "det"),
     "rtdetr_v2": Case(
         f"--detector rtdetr_v2 --lr 2e-4 {OF_DETR}", "", "2x2, 3x4, 2x2 shards", 7, "det"
@@ -246,7 +255,7 @@ def more(
 
 @pytest.fixture(scope="module")
 def runs(
-    run_several, stripes, scenes, regions, rf_detr, tmp_path_factory, request
+    run_several, stripes, scenes, regions, rf_detr, rf_detr_seg, tmp_path_factory, request
 ) -> dict[str, Outcome]:
     """By its name every run that the selected tests look at."""
     folder, found, wanted = tmp_path_factory.mktemp("layouts"), {}, {"sampled: 2x3"}
@@ -287,9 +296,9 @@ def runs(
                     f"--max_steps {case.steps} --eval_every {case.steps} --checkpoint_every "
                     f"{case.steps // 3}"
                 )
-                words = f"{case.flags} {sizes} {lengths} --dtype float64".replace(
-                    "RF_DETR", str(rf_detr)
-                )
+                words = f"{case.flags} {sizes} {lengths} --dtype float64"
+                words = words.replace("RF_DETR_SEG", str(rf_detr_seg))
+                words = words.replace("RF_DETR", str(rf_detr))
                 commands[run] = [recipes[case.recipe], *words.split(), *common]
                 commands[run] += [
                     "--data",

@@ -51,7 +51,9 @@ SPECS = {
     "dfine": DetectorSpec("dfine", "resnet10t", 10, width=64),
     "deimv2": DetectorSpec("deimv2", "deimv2_n", 10),
     "rf_detr": None,
+    "rf_detr_seg": None,
 }
+MASKS = {"mask_rcnn": "masks", "rf_detr_seg": "mask_logits"}
 # Of class scores, which random weights hardly tell difference.
 CONTRAST = {"faster_rcnn": 30, "mask_rcnn": 30}
 DETECTIONS = ("boxes", "scores", "labels")
@@ -89,7 +91,8 @@ class Photographs(Annotated):
 
 def built(family: str) -> tuple[Detector, BoxAugmentation]:
     """A small detector with random weights that finds something, and how images are resized for it."""
-    detector = small_rf_detr.build(10) if family == "rf_detr" else build_detector(SPECS[family])
+    is_rf_detr = family in small_rf_detr.FAMILIES
+    detector = small_rf_detr.build(10, family) if is_rf_detr else build_detector(SPECS[family])
     draws = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in detector.named_parameters():
@@ -99,7 +102,7 @@ def built(family: str) -> tuple[Detector, BoxAugmentation]:
                 part in name for part in ("cls_logits", "cls_score", "class_embed", "score_head")
             ):
                 parameter.mul_(CONTRAST.get(family, 1) if name.endswith("weight") else 0.5)
-    side = small_rf_detr.SIDE if family == "rf_detr" else 160
+    side = small_rf_detr.SIDE if is_rf_detr else 160
     return detector.eval(), BoxAugmentation(0, (side,), 256, square=family in TRANSFORMERS_FAMILIES)
 
 
@@ -123,7 +126,7 @@ def evaluated(
 
 
 def outputs_of(family: str) -> list[str]:
-    return [*DETECTIONS, *(["masks"] if family == "mask_rcnn" else [])]
+    return [*DETECTIONS, *([MASKS[family]] if family in MASKS else [])]
 
 
 def found_by(module: torch.nn.Module, pixels: np.ndarray) -> dict[str, np.ndarray]:

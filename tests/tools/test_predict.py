@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from pycocotools import mask
 
 from common.errors import Refused
 from common.launching import launch as launching
@@ -544,3 +545,30 @@ def test_masks_have_the_recorded_ap(run_several, scenes, tmp_path) -> None:
             numbers, abs=1e-6
         )
     assert all(one["segmentation"]["counts"] for one in json.loads(found.read_text()))
+
+
+def test_masks_of_queries_have_the_ap_of_pycocotools(
+    run_several, scenes, rf_detr_seg, tmp_path
+) -> None:
+    """Every third mask that is predicted is an object, so that an AP depends on every pixel."""
+    truth, found = read(scenes / "val.json"), tmp_path / "found.json"
+    words = f"--detector rf_detr_seg --model {rf_detr_seg} --data {scenes} --max_steps 1 --lr 1e-5"
+    run_several(1, {"masks": [*words.split(), "--output_dir", tmp_path]}, recipe="recipes/det.py")
+    coco = ["--format", "coco", "--images_of", scenes / "val.json", "-o", found]
+    main([*map(str, [tmp_path / "masks", scenes / "val", *coco, "--workers", 0])])
+    truth["annotations"] = []
+    for number, one in enumerate(read(found)[::3], 1):
+        rle = one["segmentation"]
+        if area := int(mask.area(rle)):
+            more = {"id": number, "iscrowd": 0, "area": area, "bbox": mask.toBbox(rle).tolist()}
+            truth["annotations"].append(one | more)
+    for part in ("train", "val"):
+        (tmp_path / f"{part}.json").write_text(json.dumps(truth))
+    (tmp_path / "val").symlink_to(scenes / "val")
+    evaluate = ["--eval_only", tmp_path / "masks/best", "--data", tmp_path]
+    (evaluated,) = run_several(1, {"own": evaluate}, recipe="recipes/det.py").values()
+    results = json.loads(evaluated.stdout.splitlines()[-1])
+    expected = coco_numbers(tmp_path / "val.json", found, "segm")[:3]
+    assert 0.1 < expected[0] < 0.9
+    actual = [results[f"mask_{name}"] for name in ("AP", "AP50", "AP75")]
+    assert actual == pytest.approx(expected, abs=1e-12)

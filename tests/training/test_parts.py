@@ -28,6 +28,7 @@ DETECTORS = {  # family and backbone -> the number of stages
     ("dfine", "dfine_s"): 4,
     ("deimv2", "deimv2_s"): 12,
     ("rf_detr", "rf_detr_nano"): 12,
+    ("rf_detr_seg", "rf_detr_seg_nano"): 12,
 }
 # Where families of transformers have the backbone, and what their neck is.
 DETR = (
@@ -42,6 +43,10 @@ NAMES = {
         ("model.encoder.", "model.conv_encoder.", "model.decoder_input_proj."),
     ),
     "rf_detr": ("model.model.backbone.backbone.", ("model.model.backbone.projector.",)),
+    "rf_detr_seg": (
+        "model.model.model.backbone.backbone.",
+        ("model.model.model.backbone.projector.",),
+    ),
 }
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from common.detection.data.annotated import Annotated
-from common.detection.data.masks import paste_masks
+from common.detection.data.masks import encode_logits, paste_masks
 from common.detection.evaluation.metrics import Detections
 from common.errors import Refused
 from tools.export.detector_module import Exportable
@@ -43,6 +43,8 @@ class DetectorTask(Task):
         }
         if trained.config.detector == "mask_rcnn":
             self.outputs["masks"] = "float32[n, 28, 28] in 0..1, each on the grid of its box"
+        if trained.config.detector == "rf_detr_seg":
+            self.outputs["mask_logits"] = "float32[n, h, w], each on a grid of the whole picture"
         self.about = {
             "task": "detection",
             "family": trained.config.detector,
@@ -105,6 +107,9 @@ class DetectorTask(Task):
         elif "masks" in outputs:
             masks = torch.from_numpy(outputs["masks"][rows])
             detections["rles"] = paste_masks(masks, detections["boxes"], self.val.sizes[index])
+        elif "mask_logits" in outputs:
+            logits = torch.from_numpy(outputs["mask_logits"][rows])
+            detections["rles"] = encode_logits(logits, self.val.sizes[index])
         return detections
 
 

@@ -111,7 +111,8 @@ class Exportable(nn.Module):
     """uint8[1, 3, height, width] of any size -> boxes, scores and labels, best first.
 
     Boxes float32[n, 4] are left, top, right, bottom in pixels of the picture, scores float32[n],
-    labels int64[n]. With masks, float32[n, 28, 28] in 0..1, each on the grid of its box.
+    labels int64[n]. With masks, float32[n, 28, 28] in 0..1, each on the grid of its box, or mask_logits
+    float32[n, h, w], each on a grid of the whole picture.
     """
 
     def __init__(self, detector: Detector, plain: BoxAugmentation):
@@ -145,9 +146,8 @@ class Exportable(nn.Module):
         scale = original.to(torch.float32) / size.to(torch.float32)
         boxes = detections["boxes"] * scale.repeat(2)
         outputs = (boxes, detections["scores"], detections["labels"])
-        if "masks" in detections:
-            return (*outputs, detections["masks"])
-        return outputs
+        masks = [detections[name] for name in ("masks", "mask_logits") if name in detections]
+        return outputs + tuple(masks)
 
 
 def _pool_all_levels(

@@ -135,7 +135,7 @@ def evaluate(task: Task, session: Session) -> Verdict:
             difference = task.compare(expected, outputs)
             differences.append((difference, name))
             if index in vector_indices and not difference.is_too_large:
-                vector = {key: expected[key] for key in task.outputs if key != "masks"}
+                vector = {key: expected[key] for key in task.outputs if not key.startswith("mask")}
                 verdict.vectors.append((name, picture, vector))
         task.record(index, expected, outputs)
     if not differences:

@@ -18,6 +18,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from common.checkpoints import Damaged, compare
 from common.config.origin import RUN_FILE, read_origin
 from common.detection.models.detr_architectures import ARCHITECTURES
+from common.detection.models.spec import MASK_FAMILIES
 from common.errors import Refused, describe_error, make_printable
 from common.files import MEDIUM, check_regular, read_text
 from common.run import PastRun
@@ -155,6 +156,7 @@ class PublishedModel:
             kind=kind,
             license=escape(license_),
             library=self.library,
+            has_masks=self.config.get("detector") in MASK_FAMILIES,
             script=DETECT.name if self._has_script() else "",
             scores="sigmoid()" if self.leading == "f1" else "softmax(1)",
             run=escape(self.run.name),
@@ -182,7 +184,7 @@ class PublishedModel:
         metric = _METRICS[self.leading]
         value = self.results[self.leading]
         tags = [task, "vision-recipes"]
-        if self.config.get("detector") == "mask_rcnn":
+        if self.config.get("detector") in MASK_FAMILIES:
             tags.append("instance-segmentation")
         results = None
         if value is not None:

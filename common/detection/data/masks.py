@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+import torch.nn.functional as F
 
 from common.data.images import BrokenImage
 
@@ -155,6 +156,20 @@ def paste_masks(masks: torch.Tensor, boxes: torch.Tensor, size: np.ndarray) -> l
         pasted = paste_masks_in_image(mask[None, None], box[None], (height, width))
         is_inside = pasted[:, 0] > _MASK_THRESHOLD
         rles += encode_masks(is_inside.numpy().view(np.uint8))
+    return rles
+
+
+def encode_logits(mask_logits: torch.Tensor, size: np.ndarray) -> list[dict]:
+    """Mask logits [n, h, w] on a grid of the whole image -> packed run lengths for its `size`.
+
+    As transformers' `post_process_instance_segmentation`.
+    """
+    width, height = size.tolist()
+    rles = []
+    # One by one: images may be large.
+    for logits in mask_logits.float().cpu():
+        resized = F.interpolate(logits[None, None], (height, width), mode="bilinear")
+        rles += encode_masks((resized[0] > 0).numpy().view(np.uint8))
     return rles
 
 

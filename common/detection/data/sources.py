@@ -21,6 +21,7 @@ from common.detection.data.folders import Folder, describe_unknown_format
 from common.detection.data.object_tables import BOX_FORMATS, open_object_tables
 from common.detection.data.voc_files import find_voc_folder, find_xml_folder
 from common.detection.data.yolo_files import find_yolo_folder
+from common.detection.models.spec import MASK_FAMILIES
 from common.errors import Refused
 
 A = TypeVar("A", bound=Annotated)
@@ -43,7 +44,7 @@ def load_data(config: Any, weights: Origin | None = None) -> tuple[Annotated, An
     With the `weights` of --eval_only, both are the images to evaluate them on: the first has the
     model's classes, the second the data's, matched by name.
     """
-    train, val = load(Spec.from_config(config, weights, masks=config.detector == "mask_rcnn"))
+    train, val = load(Spec.from_config(config, weights, masks=config.detector in MASK_FAMILIES))
     if weights is None:
         return train, val
     class_map = parse_class_map(config.init_classes, val.classes)

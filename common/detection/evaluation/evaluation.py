@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.detection.batches import DetectionBatch
 from common.detection.data.annotated import Annotated
-from common.detection.data.masks import paste_masks
+from common.detection.data.masks import encode_logits, paste_masks
 from common.detection.evaluation import plots
 from common.detection.evaluation.metrics import Detections, generate_coco_results
 from common.durable import replacing
@@ -89,5 +89,7 @@ def restore_sizes(
         result["boxes"] = boxes
         if "masks" in result:
             result["rles"] = paste_masks(result.pop("masks"), boxes, original_size)
+        if "mask_logits" in result:
+            result["rles"] = encode_logits(result.pop("mask_logits"), original_size)
         results.append(result)
     return results

@@ -11,7 +11,7 @@ from common.detection.models.detr_models import TRANSFORMERS_FAMILIES
 from common.detection.models.fpn import Backbone
 from common.detection.models.one_stage import FCOS, RetinaNet
 from common.detection.models.rcnn import FasterRCNN, MaskRCNN
-from common.detection.models.rf_detr import RFDETR
+from common.detection.models.rf_detr import RFDETR, RFDETRSeg
 from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
 from common.training.timm_models import format_loaded_backbone
@@ -56,6 +56,8 @@ def build_detector(spec: DetectorSpec) -> Detector:
         )
     if spec.family == "rf_detr":
         return RFDETR(spec)
+    if spec.family == "rf_detr_seg":
+        return RFDETRSeg(spec)
     if spec.family in TRANSFORMERS_FAMILIES:
         return DETR(spec)
     detector_class = FAMILIES[spec.family]

@@ -90,4 +90,11 @@ ARCHITECTURES: dict[str, dict] = {
     | {"d_model": 192, "encoder_hidden_dim": 192, "encoder_ffn_dim": 512}
     | {"decoder_in_channels": [192] * 3, "decoder_ffn_dim": 512, "decoder_layers": 4},
     "rf_detr_nano": {"backbone_config": _DINOV2, "decoder_layers": 2, "decoder_n_points": 2},
+    "rf_detr_seg_nano": {
+        "backbone_config": _DINOV2 | {"patch_size": 12, "num_windows": 1, "image_size": 312},
+        "decoder_layers": 4,
+        "decoder_n_points": 2,
+        "num_queries": 100,
+        "class_loss_coefficient": 5,
+    },
 }

@@ -12,7 +12,7 @@ from torch import nn
 
 from common.detection.models.class_rows import copy_tensors, view_class_rows
 from common.detection.models.detr_architectures import ARCHITECTURES, SMALLEST_BY_FAMILY
-from common.detection.models.spec import DetectorSpec
+from common.detection.models.spec import MASK_FAMILIES, DetectorSpec
 from common.errors import Refused, get_first_line
 from common.files import SMALL, check_regular, read_text
 from common.training import timm_models
@@ -23,6 +23,7 @@ TRANSFORMERS_FAMILIES = {
     "dfine": "d_fine",
     "deimv2": "deimv2",
     "rf_detr": "rf_detr",
+    "rf_detr_seg": "rf_detr",
 }
 _OUT_INDICES = (-3, -2, -1)  # maps of a timm backbone, at strides 8, 16 and 32
 # Published models take pixels in 0..1, except those with a vision transformer of DINO.
@@ -88,17 +89,40 @@ def _fix_deimv2(model: nn.Module) -> None:
         embeddings.register_tokens.requires_grad_(embeddings.register_tokens.numel() > 0)
 
 
-def build_empty_model(config: Any, num_queries: int, class_names: Sequence[str]) -> nn.Module:
+def find_family(config: dict) -> str | None:
+    """Our name of the family of a configuration of transformers, None for another model.
+
+    RF-DETR has the same type with masks and without.
+    """
+    architectures = config.get("architectures") or []
+    has_masks = any("InstanceSegmentation" in name for name in architectures)
+    for family, model_type in TRANSFORMERS_FAMILIES.items():
+        if config.get("model_type") == model_type and has_masks == (family in MASK_FAMILIES):
+            return family
+    return None
+
+
+def get_auto_class(has_masks: bool = False) -> Any:
+    """The class of transformers that builds and loads whole models, of boxes alone or with masks."""
+    transformers = import_transformers()
+    if has_masks:
+        return transformers.AutoModelForInstanceSegmentation
+    return transformers.AutoModelForObjectDetection
+
+
+def build_empty_model(
+    config: Any, num_queries: int, class_names: Sequence[str], has_masks: bool = False
+) -> nn.Module:
     """Build a whole model of transformers with these queries and classes, without weights."""
     config = copy.deepcopy(config)
     config.num_queries = num_queries
     config.id2label = dict(enumerate(class_names))
     config.label2id = {name: index for index, name in enumerate(class_names)}
-    return import_transformers().AutoModelForObjectDetection.from_config(config)
+    return get_auto_class(has_masks).from_config(config)
 
 
 def save_model(whole: nn.Module, normalization: dict, folder: Path, side: int) -> None:
-    """Write a folder that transformers' `AutoModelForObjectDetection` and `AutoImageProcessor` load.
+    """Write a folder that the model's `get_auto_class` and `AutoImageProcessor` load.
 
     The processor is RT-DETR's, which resizes to squares of `side` pixels with antialiasing, as we do.
     """
@@ -156,7 +180,7 @@ def load_model(spec: DetectorSpec, build: Callable, prepare: Callable) -> tuple[
         _check_family(spec, config)
         processor = transformers.AutoImageProcessor.from_pretrained(name)
         if spec.pretrained or is_folder:
-            pretrained = transformers.AutoModelForObjectDetection.from_pretrained
+            pretrained = get_auto_class(family in MASK_FAMILIES).from_pretrained
             trained = prepare(pretrained(name, config=config, dtype=torch.float32))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = get_first_line(error)
@@ -183,7 +207,7 @@ def _build_architecture(
             f"--pretrained: {name} is a configuration without weights; --model owner/name on the "
             "hub has them, such as ustc-community/dfine-small-coco and Roboflow/rf-detr-nano"
         )
-    if not name.startswith(spec.family):
+    if name not in list_architectures(spec.family):
         models = describe_models(spec.family)
         raise Refused(f"--model {name}: not of --detector {spec.family}; {models}")
     config = transformers.AutoConfig.for_model(
@@ -200,9 +224,12 @@ def _build_architecture(
 def _check_family(spec: DetectorSpec, config: Any) -> None:
     """Raise `Refused` if the configuration is of another family, or of a kind that can't be trained."""
     has_shared_head = getattr(config, "share_bbox_head", False)  # DEIMv2's three smallest
-    if config.model_type == TRANSFORMERS_FAMILIES[spec.family] and not has_shared_head:
+    family = find_family(config.to_dict())
+    if family == spec.family and not has_shared_head:
         return
     kind = config.model_type
+    if family in MASK_FAMILIES:
+        kind += " with masks"
     if has_shared_head:
         kind += " with one head for all layers"
     raise Refused(f"--model {spec.model}: a {kind}, which --detector {spec.family} can't train")
@@ -251,10 +278,15 @@ def _adapt_to_classes(
     return model
 
 
+def list_architectures(family: str) -> list[str]:
+    """List the names in `ARCHITECTURES` of a family."""
+    return [name for name in ARCHITECTURES if name.rpartition("_")[0] == family]
+
+
 def describe_models(family: str) -> str:
     """Describe which `--model` a family takes."""
-    names = [name for name in ARCHITECTURES if name.startswith(family)]
-    if family != "rf_detr":
+    names = list_architectures(family)
+    if TRANSFORMERS_FAMILIES[family] != "rf_detr":
         names.append("timm's backbones")
     return f"there are {', '.join(names)}, and owner/name on the hub"
 

@@ -33,13 +33,10 @@ def split_targets(targets: list[dict], images: Tensor) -> tuple[list[Tensor], li
     crowds: list[list[int]] = []
     start = 0
     for target in targets:
-        regions = target.get("regions")
-        if regions is None:
-            regions = target["crowd"].nonzero().flatten().tolist()
-        num_boxes = len(target["labels"])
-        crowds.append([start + i for i in regions])
-        objects.append([start + i for i in range(num_boxes) if i not in regions])
-        start += num_boxes
+        object_indices, crowd_indices = split_indices(target)
+        objects.append([start + i for i in object_indices])
+        crowds.append([start + i for i in crowd_indices])
+        start += len(target["labels"])
     indices = objects + crowds
     sizes = [len(image_indices) for image_indices in indices]
     # One copy of all indices to the device, instead of one for each image.
@@ -53,6 +50,14 @@ def split_targets(targets: list[dict], images: Tensor) -> tuple[list[Tensor], li
     split_labels = labels[index].split(sizes)
     boxes = [box_convert(x, "xyxy", "cxcywh") for x in split_corners[:num_images]]
     return boxes, split_labels[:num_images], pad_and_stack(split_corners[num_images:], -1)
+
+
+def split_indices(target: dict) -> tuple[list[int], list[int]]:
+    """Split the indices of an image's boxes into those of objects and of crowd regions."""
+    regions = target.get("regions")
+    if regions is None:
+        regions = target["crowd"].nonzero().flatten().tolist()
+    return [i for i in range(len(target["labels"])) if i not in regions], regions
 
 
 class PaddedTargets(NamedTuple):
@@ -85,6 +90,7 @@ def match_queries(
     class_cost: float,
     bbox_cost: float,
     giou_cost: float,
+    more_costs: Tensor | None = None,
 ) -> Tensor:
     """Match each query of each of O outputs with a box: int64[B, O, Q] its index, or -1.
 
@@ -93,6 +99,7 @@ def match_queries(
     Args:
         logits, boxes: [B, O, Q, K] and [B, O, Q, 4] (centre x, centre y, width, height in 0..1).
         alpha, gamma: of the focal loss; the cost of a class is its difference between object and background.
+        more_costs: [B, O, Q, n], to be added.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -109,6 +116,8 @@ def match_queries(
     costs = bbox_cost * (boxes - target_boxes).abs().sum(-1)
     costs = costs + class_cost * (positive_cost - negative_cost)
     costs = costs - giou_cost * giou
+    if more_costs is not None:
+        costs = costs + more_costs
     largest = torch.finfo(costs.dtype).max
     costs = costs.nan_to_num(largest, largest, largest).cpu()
     match = torch.full(logits.shape[:3], -1)
@@ -168,25 +177,30 @@ def _select_by_match(values: Tensor, match: Tensor) -> Tensor:
     return values[image_indices, match]
 
 
-def select_topk(logits: Tensor, boxes: Tensor, images: Tensor) -> list[dict[str, Tensor]]:
+def select_topk(
+    logits: Tensor, boxes: Tensor, images: Tensor, masks: Tensor | None = None
+) -> list[dict[str, Tensor]]:
     """Select the best pairs of a query and a class, best first, as many as queries.
 
     Args:
         logits, boxes: [B, Q, K] and [B, Q, 4] (centre x, centre y, width, height in 0..1).
         images: [B, 3, H, W]; the boxes that are returned are in pixels of their canvas.
+        masks: [B, Q, h, w] logits on a grid of the canvas, to be returned as mask_logits.
     """
     num_queries, num_classes = logits.shape[1:]
     scores, indices = logits.sigmoid().flatten(1).topk(num_queries)
     corners = box_convert(boxes, "cxcywh", "xyxy") * _get_extent(images)
     detections = []
-    for image_corners, image_scores, index in zip(corners, scores, indices, strict=True):
-        detections.append(
-            {
-                "boxes": image_corners[index // num_classes],
-                "scores": image_scores,
-                "labels": index % num_classes,
-            }
-        )
+    for i, index in enumerate(indices):
+        query_ids = index // num_classes
+        detection = {
+            "boxes": corners[i, query_ids],
+            "scores": scores[i],
+            "labels": index % num_classes,
+        }
+        if masks is not None:
+            detection["mask_logits"] = masks[i, query_ids]
+        detections.append(detection)
     return detections
 
 

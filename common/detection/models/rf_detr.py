@@ -5,28 +5,38 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import MethodType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from common.detection.models import queries
+from common.detection.models import queries, rf_detr_masks
 from common.detection.models.boxes import copy_to_device, disable_autocast
 from common.detection.models.detector import Detector
 from common.detection.models.detr_architectures import ARCHITECTURES
 from common.detection.models.detr_models import (
     build_empty_model,
     describe_models,
-    import_transformers,
+    get_auto_class,
     is_timm,
     load_model,
     save_model,
 )
-from common.detection.models.spec import DetectorSpec
+from common.detection.models.spec import MASK_FAMILIES, DetectorSpec
 from common.errors import Refused
 
 _GAMMA = 2  # of the focal loss, in matching and in the loss
+
+
+class _Outputs(NamedTuple):
+    """Outputs for Q queries: those of the decoder layers, then of the selection, one per group each."""
+
+    logits: Tensor  # [B, O, Q, K]
+    boxes: Tensor  # [B, O, Q, 4]
+    hidden: Tensor  # [B, O, Q, C] states of the queries
+    maps: Tensor  # [B, C, h, w] of the backbone
 
 
 class RFDETR(Detector):
@@ -47,6 +57,7 @@ class RFDETR(Detector):
     """
 
     needs_squares = True
+    has_masks = False
 
     def __init__(self, spec: DetectorSpec) -> None:
         super().__init__()
@@ -54,6 +65,7 @@ class RFDETR(Detector):
         self.begins_with = self.model.begins_with
         self.config = self.model.config
         self.num_classes = spec.num_classes
+        self.seed = spec.seed
         self.num_groups = self.config.group_detr
         self.limit = self.config.num_queries
         self.patch_size = self.config.backbone_config.patch_size
@@ -64,13 +76,18 @@ class RFDETR(Detector):
         self.train()
 
     @property
+    def box_model(self) -> nn.Module:
+        """RfDetrForObjectDetection."""
+        return self.model.model if self.has_masks else self.model
+
+    @property
     def backbone(self) -> nn.Module:
-        return self.model.model.backbone.backbone
+        return self.box_model.model.backbone.backbone
 
     @property
     def neck(self) -> list[nn.Module]:
         """The projection of the backbone's maps."""
-        return [self.model.model.backbone.projector]
+        return [self.box_model.model.backbone.projector]
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters without weight decay, as the authors', besides norms and biases."""
@@ -89,10 +106,19 @@ class RFDETR(Detector):
         """IoU-aware binary cross-entropy of classes, L1 and generalised IoU of boxes: [B]."""
         config = self.config
         boxes, labels, regions = queries.split_targets(targets, images)
-        logits, predicted = self._predict(images)
+        outputs = self._predict(images)
+        logits = outputs.logits
+        predicted = outputs.boxes
         with disable_autocast(images):
             padded_targets = queries.pad_targets(boxes, labels)
-            match = queries.match_queries(logits, predicted, padded_targets, **self.costs)
+            mask_losses = None
+            mask_costs = None
+            if self.has_masks:
+                mask_losses = self._prepare_mask_losses(outputs, targets, images.shape[2:])
+                mask_costs = mask_losses.compute_costs()
+            match = queries.match_queries(
+                logits, predicted, padded_targets, more_costs=mask_costs, **self.costs
+            )
             counted = (match >= 0) | ~queries.is_in_crowd(predicted, regions)
             pairs = queries.pair_boxes(match, predicted, padded_targets.boxes)
             one_hot = queries.encode_one_hot(match, padded_targets.labels, self.num_classes)
@@ -103,8 +129,29 @@ class RFDETR(Detector):
                 "box": config.bbox_loss_coefficient * distances,
                 "giou": config.giou_loss_coefficient * (1 - pairs.giou),
             }
+            sums = {name: values.sum((1, 2)) for name, values in losses.items()}
+            if mask_losses:
+                sums |= mask_losses.compute_losses(match)
             divisor = (totals[0] * self._num_active_groups).clamp(min=1)
-            return {name: values.sum((1, 2)) / divisor for name, values in losses.items()}
+            return {name: values / divisor for name, values in sums.items()}
+
+    def _prepare_mask_losses(
+        self,
+        outputs: _Outputs,
+        targets: list[dict],
+        canvas: Sequence[int],
+    ) -> rf_detr_masks.MaskLosses:
+        num_groups = self._num_active_groups
+        factors = rf_detr_masks.compute_queries(self.model, outputs.hidden)
+        features = rf_detr_masks.compute_features(self.model, outputs.maps, canvas)
+        by_layer = factors.unflatten(1, (-1, num_groups)).flatten(2, 3)
+        return rf_detr_masks.MaskLosses(
+            rf_detr_masks.MaskFactors(by_layer, torch.stack(features, 1)),
+            targets,
+            self.seed,
+            num_groups,
+            self.config,
+        )
 
     def _compute_class_losses(self, logits: Tensor, one_hot: Tensor, iou: Tensor) -> Tensor:
         """[B, O, Q]: cross-entropy; a matched query's goal lies between its score and its IoU."""
@@ -119,19 +166,26 @@ class RFDETR(Detector):
     @torch.no_grad()
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
         """As `queries.select_topk`; boxes may exceed the image."""
-        logits, boxes = self._predict(images)
+        outputs = self._predict(images)
         last = -2 * self._num_active_groups  # of the last decoder layer, the first group
-        return queries.select_topk(logits[:, last], boxes[:, last], images)
+        masks = None
+        if self.has_masks:
+            with disable_autocast(images):
+                masks = rf_detr_masks.predict_masks(
+                    self.model, outputs.hidden[:, last], outputs.maps, images.shape[2:]
+                )
+        return queries.select_topk(outputs.logits[:, last], outputs.boxes[:, last], images, masks)
 
     def export(self, folder: Path, classes: Sequence[str], side: int) -> None:
         """Write a folder for transformers, see `detr_models.save_model`."""
         # transformers selects that many queries of each group, also on a square with fewer cells.
         num_queries = min(self.config.num_queries, (side // self.patch_size) ** 2)
-        whole = build_empty_model(self.config, num_queries, classes)
+        whole = build_empty_model(self.config, num_queries, classes, self.has_masks)
         state = dict(self.model.state_dict())
-        for name in ("model.reference_point_embed.weight", "model.query_feat.weight"):
-            groups = state[name].unflatten(0, (self.num_groups, -1))
-            state[name] = groups[:, :num_queries].flatten(0, 1)
+        for name, tensor in state.items():
+            if name.endswith(("reference_point_embed.weight", "query_feat.weight")):
+                groups = tensor.unflatten(0, (self.num_groups, -1))
+                state[name] = groups[:, :num_queries].flatten(0, 1)
         whole.load_state_dict(state)
         save_model(whole, self.pretrained_cfg, folder, side)
 
@@ -139,26 +193,23 @@ class RFDETR(Detector):
     def _num_active_groups(self) -> int:
         return self.num_groups if self.training else 1
 
-    def _predict(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [B, O, Q, K] and boxes [B, O, Q, 4].
-
-        Outputs are those of the decoder layers, then of the selection; each has one per group.
-        """
-        maps = self.model.model.backbone.projector(self.backbone(images).feature_maps)
+    def _predict(self, images: Tensor) -> _Outputs:
+        maps = self.neck[0](self.backbone(images).feature_maps)
         with disable_autocast(images):
             return self._decode(maps.to(images.dtype))
 
-    def _decode(self, maps: Tensor) -> tuple[Tensor, Tensor]:
+    def _decode(self, maps: Tensor) -> _Outputs:
         """As `RfDetrForObjectDetection`, which waits for the device and needs as many cells as queries."""
         from transformers.models.rf_detr.modeling_rf_detr import refine_bboxes
 
-        model = self.model.model
+        model = self.box_model.model
         num_groups = self._num_active_groups
         num_images, _, height, width = maps.shape
         num_queries = min(self.config.num_queries, height * width)
         memory = maps.flatten(2).transpose(1, 2)  # [B, cells, C]
         padding = memory.new_zeros(memory.shape[:2], dtype=torch.bool)
         proposals = model.gen_encoder_output_proposals(memory, padding, [(height, width)])
+        selected = []
         logits = []
         references = []
         boxes = []
@@ -166,6 +217,7 @@ class RFDETR(Detector):
             features, group_references, group_boxes = model.generate_topk_proposals(
                 group, *proposals, num_queries
             )
+            selected.append(features)
             logits.append(model.enc_out_class_embed[group](features))
             references.append(group_references)
             boxes.append(group_boxes)
@@ -183,12 +235,16 @@ class RFDETR(Detector):
             valid_ratios=memory.new_ones(num_images, 1, 2),
             encoder_hidden_states=memory,
         )
-        decoder_logits, decoder_boxes = self.model.predict_class_and_boxes(
-            decoded.intermediate_hidden_states, initial_references
+        hidden = decoded.intermediate_hidden_states
+        decoder_logits, decoder_boxes = self.box_model.predict_class_and_boxes(
+            hidden, initial_references
         )
-        all_logits = torch.cat([_split_groups(decoder_logits, num_groups), torch.stack(logits)])
-        all_boxes = torch.cat([_split_groups(decoder_boxes, num_groups), torch.stack(boxes)])
-        return all_logits.transpose(0, 1), all_boxes.transpose(0, 1)
+        return _Outputs(
+            logits=_concat_outputs(decoder_logits, logits),
+            boxes=_concat_outputs(decoder_boxes, boxes),
+            hidden=_concat_outputs(hidden, selected),
+            maps=maps,
+        )
 
     def _select_queries(self, embedding: nn.Embedding, num_queries: int) -> Tensor:
         """The first `num_queries` of each active group: [groups x queries, C]."""
@@ -196,34 +252,52 @@ class RFDETR(Detector):
         return groups[: self._num_active_groups, :num_queries].flatten(0, 1)
 
 
-def _split_groups(x: Tensor, num_groups: int) -> Tensor:
-    """[layers, B, groups x Q, ...] -> [layers x groups, B, Q, ...]."""
-    return x.unflatten(2, (num_groups, -1)).transpose(1, 2).flatten(0, 1)
+class RFDETRSeg(RFDETR):
+    """RF-DETR with a mask for each query. Targets need masks, uint8[n, H, W] on the canvas.
+
+    Masks are matched, too. Different from transformers: see `rf_detr_masks.MaskLosses`.
+    """
+
+    has_masks = True
+
+
+def _concat_outputs(decoded: Tensor, selected: list[Tensor]) -> Tensor:
+    """Of layers [layers, B, groups x Q, ...] and of each group [B, Q, ...] -> [B, outputs, Q, ...]."""
+    by_group = decoded.unflatten(2, (len(selected), -1)).transpose(1, 2).flatten(0, 1)
+    return torch.cat([by_group, torch.stack(selected)]).transpose(0, 1)
 
 
 def _build_model(spec: DetectorSpec) -> tuple[nn.Module, dict]:
-    """Build RfDetrForObjectDetection, and mean and std of its images; see `detr_models.load_model`."""
+    """Build a model of transformers, and mean and std of its images; see `detr_models.load_model`."""
     if spec.model not in ARCHITECTURES and is_timm(spec.model):
         raise Refused(
-            f"--model {spec.model}: --detector rf_detr has a backbone of its own; "
-            f"{describe_models('rf_detr')}"
+            f"--model {spec.model}: --detector {spec.family} has a backbone of its own; "
+            f"{describe_models(spec.family)}"
         )
     return load_model(
-        spec, build=_build_untrained, prepare=partial(_prepare, drop_path=spec.drop_path)
+        spec,
+        build=partial(_build_untrained, spec.family in MASK_FAMILIES),
+        prepare=partial(_prepare, drop_path=spec.drop_path),
     )
 
 
-def _build_untrained(config, seed: int) -> nn.Module:
+def _build_untrained(has_masks: bool, config, seed: int) -> nn.Module:
     """Build a model that leaves every selected box as it is until something is learnt."""
     torch.manual_seed(seed + 1)
-    whole = import_transformers().AutoModelForObjectDetection.from_config(config)
-    nn.init.zeros_(whole.model.reference_point_embed.weight)
+    whole = get_auto_class(has_masks).from_config(config)
+    nn.init.zeros_(_get_base_model(whole).reference_point_embed.weight)
     return whole
+
+
+def _get_base_model(whole: nn.Module) -> nn.Module:
+    """RfDetrModel, without heads."""
+    model = whole.model
+    return getattr(model, "model", model)  # with masks there is one more around it
 
 
 def _prepare(whole: nn.Module, drop_path: float) -> nn.Module:
     """Freeze what gets no gradient; make positions and stochastic depth independent of the layout."""
-    backbone = whole.model.backbone.backbone
+    backbone = _get_base_model(whole).backbone.backbone
     embeddings = backbone.embeddings
     layers = backbone.encoder.layer
     if embeddings.mask_token is not None:

@@ -7,6 +7,8 @@ from typing import Any, Self
 from common.config.fields import split_integers
 from common.errors import Refused
 
+MASK_FAMILIES = ("mask_rcnn", "rf_detr_seg")
+
 
 @dataclass(frozen=True)
 class DetectorSpec:

@@ -25,7 +25,7 @@ from common.config import origin
 from common.config.origin import RUN_FILE, Origin
 from common.config.parsing import suggest_path
 from common.detection.models.detectors import build_detector
-from common.detection.models.detr_models import TRANSFORMERS_FAMILIES
+from common.detection.models.detr_models import TRANSFORMERS_FAMILIES, find_family
 from common.detection.models.spec import DetectorSpec
 from common.detection.weights import torchvision_weights
 from common.detection.weights.weights import Weights
@@ -179,9 +179,8 @@ def _is_transformers_folder(folder: Path) -> bool:
 def _read_transformers(source: str, load_tensors: bool) -> Weights:
     """Read a folder of transformers, or owner/name on the hub."""
     config = json.loads(_read_small_file(source, "config.json"))
-    model_type = config.get("model_type")
-    families = [name for name, value in TRANSFORMERS_FAMILIES.items() if value == model_type]
-    if not families:
+    family = find_family(config)
+    if not family:
         raise Refused(
             f"{source}: a {config.get('model_type', 'model without a type')}, which no --detector "
             f"matches; of transformers there are {', '.join(TRANSFORMERS_FAMILIES)}"
@@ -192,7 +191,7 @@ def _read_transformers(source: str, load_tensors: bool) -> Weights:
     for name in names:
         is_unnamed = re.fullmatch(r"N/A|LABEL_\d+", name)
         classes.append(None if is_unnamed else name)
-    settings = {"detector": families[0], "model": source}
+    settings = {"detector": family, "model": source}
     processor = json.loads(_read_small_file(source, "preprocessor_config.json"))
     side = processor.get("size", {}).get("height")
     if side:
@@ -202,7 +201,7 @@ def _read_transformers(source: str, load_tensors: bool) -> Weights:
         return weights
     model = build_detector(
         DetectorSpec(
-            family=families[0],
+            family=family,
             model=source,
             num_classes=len(names),
             class_names=names,

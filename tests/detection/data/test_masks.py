@@ -1,5 +1,8 @@
 """Masks are pycocotools' and turn with their image; outlines that can't be drawn are counted."""
 
+import os
+import pickle
+
 import numpy as np
 import pytest
 from PIL import ExifTags, Image
@@ -98,6 +101,25 @@ BAD = {
     "negative": {"counts": [1300, -100], "size": [HEIGHT, WIDTH]},
     "no counts": {"size": [HEIGHT, WIDTH]},
 }
+
+
+def test_outlines_of_2000_images_take_their_own_bytes(tmp_path):
+    """In what each data worker gets, beside the boxes."""
+    corners = (1 + np.arange(120) % 27.5).tolist()
+    ids = range(2000)
+    objects = [annotation(i, [1, 1, 28, 28], 1, segmentation=[corners]) for i in ids]
+    images = [{"id": i, "file_name": f"{i}.jpg", "width": WIDTH, "height": HEIGHT} for i in ids]
+    first = picture(tmp_path / "val/0.jpg", (WIDTH, HEIGHT))
+    for i in ids[1:]:
+        os.link(first, first.with_name(f"{i}.jpg"))
+    named = [{"id": 1, "name": "cat"}]
+    coco(tmp_path, "val", (), objects, named, change=lambda content: content.update(images=images))
+    sizes = {}
+    for masks in (False, True):
+        spec = Spec(str(tmp_path), seed=0, val_share=0.2, alone=True, masks=masks)
+        sizes[masks] = len(pickle.dumps(load(spec)[1]))
+    bytes_of_outlines = 8 * len(corners) * len(objects)
+    assert bytes_of_outlines < sizes[True] - sizes[False] < 1.1 * bytes_of_outlines
 
 
 def test_what_can_not_be_drawn_is_counted_and_its_box_stands_in(tmp_path):

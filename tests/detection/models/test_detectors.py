@@ -21,8 +21,8 @@ EVERY = pytest.mark.parametrize("family", [*FAMILIES, *TRANSFORMERS_FAMILIES])
 
 
 def build(family, classes, **options):
-    if family == "rf_detr":
-        return small_rf_detr.build(classes, **options)
+    if family in small_rf_detr.FAMILIES:
+        return small_rf_detr.build(classes, family, **options)
     return build_detector(DetectorSpec(family, "test_resnet", classes, width=64, **options))
 
 

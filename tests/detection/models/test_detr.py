@@ -4,15 +4,20 @@ import copy
 import functools
 import importlib
 import json
+import re
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
+from common.detection.data.masks import decode, encode_logits
 from common.detection.models import queries
 from common.detection.models.detectors import build_detector
-from common.detection.models.detr_models import TRANSFORMERS_FAMILIES
+from common.detection.models.detr_models import TRANSFORMERS_FAMILIES, get_auto_class
+from common.detection.models.rf_detr_masks import MaskLosses
 from common.detection.models.spec import DetectorSpec
 from common.errors import Refused
 from common.training import batch_norm
@@ -42,22 +47,23 @@ def move(detector, boxes=0.2, classes=0.02, rest=0.02):
                 parameter += size * torch.randn(parameter.shape, generator=generator)
 
 
-def make_rf_detr():
+def make_rf_detr(family="rf_detr"):
     """A small RF-DETR; its initial boxes all have one size, and all its groups select the same."""
-    detector = small_rf_detr.build(4)
+    detector = small_rf_detr.build(4, family)
     move(detector, 0.2, 0.2, 0.1)
     return detector
 
 
 def batch(counts, dtype=torch.float64, canvas=CANVAS):
-    images = torch.randn(len(counts), 3, *canvas, generator=torch.Generator().manual_seed(3)).to(
-        dtype
-    )
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randn(len(counts), 3, *canvas, generator=generator).to(dtype)
     targets = [scene(count) | {"position": 10 + place} for place, count in enumerate(counts)]
     for target in targets:
         target["boxes"] = target["boxes"] * torch.tensor(
             [canvas[1] / CANVAS[1], canvas[0] / CANVAS[0]] * 2
         )
+        coarse = torch.rand(len(target["labels"]), 1, 6, 6, generator=generator).round()
+        target["masks"] = F.interpolate(coarse, canvas)[:, 0].byte()
     return images, targets
 
 
@@ -165,6 +171,81 @@ def test_the_losses_of_rf_detr_add_up_to_those_of_transformers(side, tolerance):
             )
 
 
+class Draws:
+    """The random points of the masks of one run, in the order in which transformers asks for them."""
+
+    def __init__(self, monkeypatch):
+        self.points = {}
+        original = MaskLosses._draw_points
+
+        def draw(losses, i, purpose, shape):
+            self.points[i, purpose] = points = original(losses, i, purpose, shape)
+            return points
+
+        monkeypatch.setattr(MaskLosses, "_draw_points", draw)
+
+    def in_order(self, i, num_layers):
+        """Those of an image: of the last decoder layer, the layers before, and the selection."""
+        for layer in (num_layers - 2, *range(num_layers - 2), num_layers - 1):
+            yield self.points[i, "costs"][layer, None]
+            for purpose in ("candidates", "anywhere"):
+                of_layer = self.points[i, purpose].unflatten(0, (num_layers, -1))[layer]
+                if len(of_layer):
+                    yield of_layer
+
+
+def test_mask_losses_are_those_of_transformers_at_its_points(monkeypatch):
+    """Of each image: transformers draws a number of points for matching that depends on the batch."""
+    detector = make_rf_detr("rf_detr_seg").double()
+    config, canvas, counts = detector.config, (SIDE, SIDE), [3, 0, 14, 1]  # of 12 queries
+    config.class_loss_coefficient, config.mask_dice_loss_coefficient = 3, 4
+    whole = transformers.AutoModelForInstanceSegmentation.from_config(copy.deepcopy(config))
+    whole = whole.double().train()
+    whole.load_state_dict(detector.model.state_dict())
+    images, targets = batch(counts, canvas=canvas)
+    draws = Draws(monkeypatch)
+    totals = detector.count_divisors(targets, canvas)
+    losses, terms = detector.compute_losses(images, targets, totals)
+    losses.sum().backward()
+
+    module = importlib.import_module("transformers.loss.loss_rf_detr")
+    sample = module.sample_point  # of masks in single precision
+    in_double = lambda x, points, **options: sample(x.double(), points, **options)  # noqa: E731
+    monkeypatch.setattr(module, "sample_point", in_double)
+    weights = {"class": ("ce", 3), "box": ("bbox", 5), "giou": ("giou", 2)}
+    weights |= {"mask": ("mask_ce", 5), "dice": ("mask_dice", 4)}
+    for i, target in enumerate(targets):
+        points = draws.in_order(i, num_layers=3)
+        monkeypatch.setattr(torch, "rand", lambda *_, points=points, **__: next(points))
+        label = relative(target, torch.float64, canvas) | {"masks": target["masks"]}
+        output = whole(images[i, None], labels=[label])
+        share = max(3 * counts[i], 1) / (3 * sum(counts))
+        expected = {}  # without boxes, a loss of transformers is an empty tensor
+        for name, (kind, weight) in weights.items():
+            parts = [x for key, x in output.loss_dict.items() if re.match(f"loss_{kind}(_|$)", key)]
+            expected[name] = share * weight * sum(part.sum() for part in parts)
+            assert len(parts) == 3 and (expected[name] > 0 or not counts[i])
+            torch.testing.assert_close(terms[name][i], expected[name], rtol=1e-12, atol=1e-15)
+        loss = sum(expected.values())
+        loss.backward()
+        torch.testing.assert_close(losses[i], loss, rtol=1e-12, atol=0)
+        if counts[i]:
+            assert next(points, None) is None
+            torch.testing.assert_close(share * output.loss, loss, rtol=1e-12, atol=0)
+    for (name, parameter), trained in zip(
+        whole.named_parameters(), detector.model.parameters(), strict=True
+    ):
+        if trained.requires_grad:
+            torch.testing.assert_close(
+                trained.grad, parameter.grad, rtol=1e-9, atol=1e-13, msg=name
+            )
+
+    targets[0]["position"] += 1  # other points, of this image only
+    _, others = detector.compute_losses(images, targets, totals)
+    is_same = torch.isclose(others["mask"], terms["mask"], rtol=1e-12, atol=0)
+    assert is_same.tolist() == [False, True, True, True]
+
+
 @pytest.mark.parametrize("family", PRECISE)
 def test_losses_of_denoising_are_those_of_transformers(family, monkeypatch):
     """Of images with equally many boxes: transformers' groups depend on the batch."""
@@ -239,14 +320,14 @@ PUBLISHED_TOO = [("rtdetr_v2", "rtdetr_v2_r18vd"), ("dfine", "dfine_n"), ("deimv
 )
 def test_an_export_is_a_folder_of_transformers_and_ours(family, name, tmp_path):
     """That both find the same in photographs is tested in tests/recipes/test_det_evaluation.py."""
-    if family == "rf_detr":
-        detector = make_rf_detr().eval()
+    if family in small_rf_detr.FAMILIES:
+        detector = make_rf_detr(family).eval()
         # As folders of the hub.
         detector.config.dropout = detector.config.backbone_config.hidden_dropout_prob = 0.1
     else:
         detector = make(family, torch.float32, name).eval()
     detector.export(tmp_path / "best", NAMES, 128)
-    auto = transformers.AutoModelForObjectDetection
+    auto = get_auto_class(family == "rf_detr_seg")
     model, info = auto.from_pretrained(tmp_path / "best", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.config.id2label == dict(enumerate(NAMES))
@@ -275,9 +356,30 @@ def test_an_export_is_a_folder_of_transformers_and_ours(family, name, tmp_path):
     assert torch.equal(first, second)  # without dropout
 
 
+def test_masks_are_those_that_transformers_draws(tmp_path):
+    detector = make_rf_detr("rf_detr_seg").eval()
+    detector.export(tmp_path, NAMES, SIDE)
+    model = transformers.AutoModelForInstanceSegmentation.from_pretrained(tmp_path).eval()
+    images, _ = batch([0, 0], torch.float32, (SIDE, SIDE))
+    with torch.no_grad():
+        outputs = model(images)
+    draw = transformers.RfDetrImageProcessor().post_process_instance_segmentation
+    drawn = draw(outputs, 0.0, target_sizes=[(70, 150)] * 2, return_binary_maps=True)
+    size = np.array([150, 70])
+    for detections, expected in zip(detector.detect(images, images), drawn, strict=True):
+        masks = decode(encode_logits(detections["mask_logits"], size), size)
+        (indices,) = masks.any((1, 2)).nonzero()  # transformers leaves out empty ones
+        infos = expected["segments_info"]
+        assert len(indices) >= 3 and 0.05 < masks.mean() < 0.95
+        assert [info["label_id"] for info in infos] == detections["labels"][indices].tolist()
+        assert (masks[indices] != expected["segmentation"].numpy()).mean() < 1e-4
+    assert encode_logits(detections["mask_logits"][:0], size) == []
+
+
 def test_small_images_have_fewer_queries_and_so_has_an_export(tmp_path):
     detector = make_rf_detr()
-    assert [x.shape[:3] for x in detector._predict(torch.zeros(2, 3, 32, 32))] == [(2, 9, 4)] * 2
+    outputs = detector._predict(torch.zeros(2, 3, 32, 32))
+    assert outputs.logits.shape[:3] == outputs.boxes.shape[:3] == (2, 9, 4)
     detector.eval().export(tmp_path, NAMES, 32)
     again = build_detector(DetectorSpec("rf_detr", str(tmp_path), 4, class_names=NAMES)).eval()
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
@@ -307,15 +409,17 @@ PUBLISHED = {
     "deimv2_n": 3.6,
     "deimv2_s": 9.7,
     "rf_detr_nano": 30.5,
+    "rf_detr_seg_nano": 33.6,
 }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_an_architecture_is_as_large_as_the_published_model(name):
-    family = next(family for family in TRANSFORMERS_FAMILIES if name.startswith(family))
-    model = build_detector(DetectorSpec(family, name, 91 if family == "rf_detr" else 80)).model
+    family = name.rpartition("_")[0]
+    is_rf_detr = family in small_rf_detr.FAMILIES
+    model = build_detector(DetectorSpec(family, name, 91 if is_rf_detr else 80)).model
     count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    tolerance = {"deimv2": 0.02 + 0.025 * PUBLISHED[name], "rf_detr": 0.05}.get(family, 1)
+    tolerance = {"deimv2": 0.02 + 0.025 * PUBLISHED[name]}.get(family, 0.05 if is_rf_detr else 1)
     assert count == pytest.approx(PUBLISHED[name], abs=tolerance)
 
 
@@ -344,15 +448,21 @@ def test_what_can_not_be_built_is_refused_in_one_line(tmp_path, monkeypatch):
             {"pretrained": True},
             "--pretrained: rf_detr_nano is a configuration without",
         ),
+        ("rf_detr rf_detr_seg_nano", {}, "not of --detector rf_detr; there are rf_detr_nano, and"),
     ):
         with pytest.raises(Refused, match=told):
             build_detector(DetectorSpec(*words.split(), 4, **options))
-    for config in ({"model_type": "rt_detr_v2"}, {"model_type": "deimv2", "share_bbox_head": True}):
+    with_masks = {"model_type": "rf_detr", "architectures": ["RfDetrForInstanceSegmentation"]}
+    for family, kind, config in (
+        ("deimv2", "rt_detr_v2", {"model_type": "rt_detr_v2"}),
+        ("deimv2", "deimv2 with one", {"model_type": "deimv2", "share_bbox_head": True}),
+        ("rf_detr", "rf_detr with masks", with_masks),
+        ("rf_detr_seg", "rf_detr", {"model_type": "rf_detr"}),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        with pytest.raises(
-            Refused, match=f"a {config['model_type']}.*, which --detector deimv2 can't train"
-        ):
-            build_detector(DetectorSpec("deimv2", str(tmp_path), 4))
+        told = f"a {kind}.*, which --detector {family} can't train"
+        with pytest.raises(Refused, match=told):
+            build_detector(DetectorSpec(family, str(tmp_path), 4))
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(Refused, match="pip install transformers"):
         build_detector(DetectorSpec("dfine", "dfine_s", 4))
